@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from engine.bench import served
+from engine.bench import interference, served
 from engine.bench.interference import REFUSED_AT_ONCE_S, Beside, Ending, ending
 from engine.bench.load import BenchFailed, Load, Sample, Server, measure
 from engine.config import EngineConfig
@@ -24,11 +24,11 @@ def judged(figures: list[Figure]) -> list[bool | None]:
     ("seen", "oks"),
     [
         # gaps of 10 ms leave the prompt nine tenths of a gap target of 100 ms
-        (Beside(4000, 10.0, 12.0, 99.0, 1000.0, 900.0), [True, True]),
-        (Beside(4000, 10.0, 12.0, 101.0, 1160.0, 900.0), [False, False]),
+        (Beside(4000, 10.0, 12.0, 99.0, 1172.0, 900.0), [True, True]),
+        (Beside(4000, 10.0, 12.0, 101.0, 1174.0, 900.0), [False, False]),
         # with gaps of 80 ms it has half of the time
         (Beside(4000, 80.0, 85.0, 169.0, 20_000.0, 10_000.0), [True, True]),
-        (Beside(4000, 80.0, 85.0, 171.0, 23_100.0, 10_000.0), [False, False]),
+        (Beside(4000, 80.0, 85.0, 171.0, 23_300.0, 10_000.0), [False, False]),
     ],
 )
 def test_a_prompt_beside_streams_is_judged_by_the_part_of_the_time_that_it_has(
@@ -36,6 +36,30 @@ def test_a_prompt_beside_streams_is_judged_by_the_part_of_the_time_that_it_has(
 ) -> None:
     assert judged(served.beside_figures("", seen, judged=True)) == oks
     assert judged(served.beside_figures("against, ", seen, judged=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "streams_end_at", "done"), [(0.3, 9, 4), (2.0, 9, 1), (0.3, 2, 1), (0.3, 3, 2), (0.3, 1, 1)]
+)
+async def test_short_prompts_are_repeated_while_all_streams_run(
+    monkeypatch: pytest.MonkeyPatch, takes_s: float, streams_end_at: int, done: int
+) -> None:
+    stream, sent = TimedRequest(0.0), 0
+
+    async def prompt(server: Server, rng: random.Random, prompt_len: int) -> TimedRequest:
+        nonlocal sent
+        sent += 1
+        if sent == streams_end_at:
+            stream.ended_at = 1.0
+        return TimedRequest(5.0, event_times=[5.0 + takes_s])
+
+    monkeypatch.setattr(interference, "_prompt", prompt)
+    monkeypatch.setattr(interference, "PAUSE_S", 0.0)
+    found = await interference._prompts(
+        Server("", ApiServer("http://none"), "m"), random.Random(1), 9, [stream]
+    )
+    assert len(found) == done
+    assert interference._first_ms(found) == pytest.approx(1e3 * takes_s)
 
 
 def test_a_prompt_with_a_deadline_is_answered_in_time_or_refused_at_once() -> None:
