@@ -35,7 +35,7 @@ from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import NotReady
 from shared.exit_codes import ExitCode
 from shared.lifecycle import Phase, on_stop_signals
-from shared.load_report import PUSH_INTERVAL_S, encode_load
+from shared.load_report import PUSH_CHANGED_S, PUSH_INTERVAL_S, encode_load
 from shared.loops import loop_name, watch_lag
 from shared.otlp import tracing_of
 from shared.renewable_tls import RenewableTls
@@ -161,10 +161,15 @@ class Engine:
         return False
 
     async def _push_loads(self) -> None:
-        """Tell gateways the load at intervals, for as long as the process serves."""
+        """Tell gateways the load at intervals, for as long as the process serves: sooner where it has
+        changed."""
+        told, told_s = b"", 0.0
         while True:
-            self._push_load()
-            await self._clock.sleep(PUSH_INTERVAL_S)
+            load, now_s = encode_load(self.state.load()), self._clock.monotonic()
+            if load != told or now_s - told_s >= PUSH_INTERVAL_S:
+                self.server.push_load(load)
+                told, told_s = load, now_s
+            await self._clock.sleep(PUSH_CHANGED_S)
 
     def _push_load(self) -> None:
         self.server.push_load(encode_load(self.state.load()))

@@ -4,7 +4,8 @@ One gateway for each rule stands before the same engines, and they are measured 
 of a turn are like those of another in length and in what they share, and differ in their words, so that no
 turn finds what another has cached. Two kinds of traffic, each in a closed loop:
 
-*conversations*   some turns each, and few system prompts between them
+*conversations*   some turns each, and a system prompt of several; all are open at once, as those of people
+                  who take their time to answer, and an engine's cache holds a part of them alone
 *singles*         prompts of very different lengths that share nothing
 
 Cached tokens are the engines' own, from `usage`. A *perfect placement* computes no token twice: what a turn's
@@ -54,14 +55,15 @@ WITHIN: Final = 1.2
 """The bound of what a perfect placement may be better, as in virtual time."""
 SHARE_MIN: Final = 1.6
 """The target over round robin, where a perfect placement allows so much."""
-KV_CACHE: Final = 16 << 20
-"""Bytes of one engine's cache: it holds its part of the conversations, and not all of them."""
+KV_CACHE: Final = 20 << 20
+"""Bytes of one engine's cache, some 6,800 tokens: it holds its part of the conversations, and not all of
+them, which are 18,000."""
 PAGE: Final = 16
 """Tokens of a page of it. What is cached is whole pages."""
 CALLERS: Final = 8
-PREFIXES: Final = 3
-CONVERSATIONS: Final = 16
-TURNS: Final = 5
+PREFIXES: Final = 8
+CONVERSATIONS: Final = 48
+TURNS: Final = 6
 SYSTEM_WORDS: Final = 200
 QUESTION_WORDS: Final = (20, 60)
 ANSWER_TOKENS: Final = 8
@@ -175,6 +177,17 @@ async def _gateway(rule: str, engines: Sequence[str]) -> AsyncIterator[ApiServer
 # -- the traffic ------------------------------------------------------------------------------------------
 
 
+class _Conversation:
+    """A conversation so far."""
+
+    def __init__(self, system: str, seed: int) -> None:
+        self.system, self.draw = system, random.Random(seed)
+        self.messages = [{"role": "system", "content": system}]
+        self.computed = 0
+        """The tokens of its last turn, question and answer: the next turn begins with them. 0 before any."""
+        self.turn = asyncio.Lock()
+
+
 class Callers:
     """The callers of one gateway, and what they saw."""
 
@@ -187,8 +200,10 @@ class Callers:
         draw, name = random.Random(number), f"{self.rule} {number}"
         systems = [_words(draw, SYSTEM_WORDS, f"{name} system {i}") for i in range(PREFIXES)]
         asked: set[str] = set()
-        seeds = [draw.randrange(1 << 30) for _ in range(CONVERSATIONS)]
-        await _at_once(self._conversation(systems, asked, random.Random(seed)) for seed in seeds)
+        open_ = [_Conversation(draw.choice(systems), draw.randrange(1 << 30)) for _ in range(CONVERSATIONS)]
+        turns = [one for one in open_ for _ in range(TURNS)]
+        draw.shuffle(turns)
+        await _at_once(self._turn(one, asked) for one in turns)
         prompts = [_words(draw, draw.randint(*SINGLE_WORDS), f"{i} single {name}") for i in range(SINGLES)]
         await _at_once(self._single(prompt) for prompt in prompts)
 
@@ -198,21 +213,19 @@ class Callers:
         prompts = [_words(draw, SINGLE_WORDS[1], f"{i} warm {self.rule}") for i in range(2 * ENGINES)]
         await _at_once(self._single(prompt) for prompt in prompts)
 
-    async def _conversation(self, systems: Sequence[str], asked: set[str], draw: random.Random) -> None:
-        system = draw.choice(systems)
-        messages, perfect = [{"role": "system", "content": system}], 0
-        for turn in range(TURNS):
-            question_len = draw.randint(*QUESTION_WORDS)
-            question = _words(draw, question_len, "Now")
-            messages.append({"role": "user", "content": question})
-            done = await self._ask(messages)
-            if not turn and system in asked:
-                perfect = _usage_of(done).prompt_tokens - question_len
-            asked.add(system)
-            self.conversations.add(done, perfect)
+    async def _turn(self, one: _Conversation, asked: set[str]) -> None:
+        """Ask the next question of a conversation. `asked` are the system prompts that were asked before."""
+        async with one.turn:
+            question_len = one.draw.randint(*QUESTION_WORDS)
+            one.messages.append({"role": "user", "content": _words(one.draw, question_len, "Now")})
+            done = await self._ask(one.messages)
             usage = _usage_of(done)
-            perfect = usage.prompt_tokens + usage.completion_tokens
-            messages.append({"role": "assistant", "content": _text_of(done)})
+            if not one.computed and one.system in asked:
+                one.computed = usage.prompt_tokens - question_len
+            asked.add(one.system)
+            self.conversations.add(done, one.computed)
+            one.computed = usage.prompt_tokens + usage.completion_tokens
+            one.messages.append({"role": "assistant", "content": _text_of(done)})
 
     async def _single(self, prompt: str) -> None:
         self.singles.add(await self._ask([{"role": "user", "content": prompt}]), 0)

@@ -7,8 +7,8 @@ and forgets what was used least recently. A report of the waiting tokens goes to
 Every turn's prompt is the history of its conversation; the next turn comes when the answer was read and
 thought about.
 
-Hundreds of replicas report to many workers ten times a second, so what each step does is kept small. What a
-worker knows of loads is a list of numbers, which are those that `policy.View` would have: here no report is
+Hundreds of replicas report to many workers twenty times a second, so what each step does is kept small. What
+a worker knows of loads is a list of numbers, which are those that `policy.View` would have: here no report is
 late, and a request counts only while it waits. The exact index finds a replica by who holds what.
 """
 
@@ -28,11 +28,12 @@ from gateway.routing import policy
 from gateway.routing.policy import Affinity, Choice, View
 from gateway.routing.table import Table, key_of
 from shared.bench.figures import quantile
+from shared.load_report import PUSH_CHANGED_S
 
 PREFILL_RATE: Final = 8_000
 """Prompt tokens per second of one replica."""
 TOKEN_MS: Final = 1000 / PREFILL_RATE
-REPORT_MS: Final = 100
+REPORT_MS: Final = round(1000 * PUSH_CHANGED_S)
 ZIPF: Final = 1.1
 WARM_SHARE: Final = 0.25
 """The part of the conversations that fills the caches."""

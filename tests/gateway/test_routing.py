@@ -107,7 +107,7 @@ def test_no_queue_is_longer_than_what_moving_would_save(
     assert choice is not None
     assert usable[choice.replica]
     least = min(load for load, may in zip(loads_, usable, strict=True) if may)
-    most = request.history_len + request.prompt_len - request.prefix_len
+    most = request.stray_len + request.prefix_len
     assert loads_[choice.replica] <= least + most
 
 
@@ -123,7 +123,7 @@ def test_a_busy_home_is_left_once_its_queue_exceeds_what_it_saves() -> None:
     turn = Affinity(1, 7, 100, 1000, 1200)
     home = choose(table(4), [0] * 4, turn, None, [True] * 4)
     assert home is not None
-    stray_len = (1000 - 100) + (1200 - 100)
+    stray_len = 2 * (1200 - 100)
     queues = [0] * 4
     queues[home.replica] = stray_len
     assert choose(table(4), queues, turn, None, [True] * 4) == home
