@@ -44,11 +44,17 @@ async def service(
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         process = await asyncio.create_subprocess_exec(*argv, stdout=log, stderr=log, cwd=directory)
         try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                while not await _is_ready(ready_url):
-                    if process.returncode is not None:
-                        raise ServiceFailed(f"{argv} exited with {process.returncode}:\n{_tail(log.name)}")
-                    await asyncio.sleep(_POLL_S)
+            try:
+                async with asyncio.timeout(START_DEADLINE_S):
+                    while not await _is_ready(ready_url):
+                        if process.returncode is not None:
+                            raise ServiceFailed(
+                                f"{argv} exited with {process.returncode}:\n{_tail(log.name)}"
+                            )
+                        await asyncio.sleep(_POLL_S)
+            except TimeoutError:
+                late = f"{argv} was not ready within {START_DEADLINE_S:g} s"
+                raise ServiceFailed(f"{late}:\n{_tail(log.name)}") from None
             yield process
         finally:
             await _stop(process)
