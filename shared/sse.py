@@ -41,6 +41,7 @@ EVENT_LEN_MAX: Final = 64 * 1024
 LINE_LEN_MAX: Final = 16 * 1024 * 1024
 
 _BOUNDARY: Final = b"\n\n"
+_LF: Final = b"\n"
 _COMMENT: Final = b": penstock "
 _MAY_CONTINUE: Final = (b":", b"\n:")
 """The beginnings of a chunk that continues a boundary at the end of the chunk before, and may begin a
@@ -151,9 +152,9 @@ class TailScanner:
     def feed(self, chunk: bytes) -> bytes:
         """The bytes that may be forwarded at once: `chunk` itself, less or more than it, or none."""
         data = self._held + chunk if self._held else chunk
-        if (  # nearly every chunk; `find` costs half of what `in` does
+        if (  # nearly every chunk is one line; to find one byte costs a tenth of what two cost
             data.endswith(_BOUNDARY)
-            and (data.find(_BOUNDARY) == len(data) - 2 or data.find(b"\n\n:") < 0)
+            and (data.find(_LF) == len(data) - 2 or data.find(b"\n\n:") < 0)
             and not data.startswith(_MAY_CONTINUE)
         ):
             self._held, forward = b"", data

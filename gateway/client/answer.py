@@ -53,14 +53,16 @@ class Begun(web.StreamResponse):
 
 class Client:
     __slots__ = (
-        "_chunked", "_is_stream", "_protocol", "_request", "_watch", "finished", "response", "slow_client_s",
+        "_is_stream", "_protocol", "_request", "_watch", "finished", "is_chunked", "response",
+        "slow_client_s",
     )  # fmt: skip
 
     def __init__(self, request: web.BaseRequest, watch: Watch, slow_client_s: float) -> None:
         self._request = request
         self._protocol = request.protocol
         self._watch = watch
-        self._chunked = False
+        self.is_chunked = False
+        """True if each piece of the answer is a chunk."""
         self._is_stream = False
         self.slow_client_s = slow_client_s
         self.response: Begun | None = None
@@ -82,7 +84,7 @@ class Client:
             body = body if request.method != "HEAD" else b""
         elif version >= HttpVersion11:
             lines.append("transfer-encoding: chunked")
-            self._chunked = True
+            self.is_chunked = True
         else:
             keep_alive = False
         lines += f"date: {rfc822_formatted_time()}", _SERVER_LINE
@@ -95,22 +97,22 @@ class Client:
             raise ValueError("a header's value holds a line end")
         self.response = _begun(status, keep_alive)
         self._is_stream = headers["content-type"].startswith("text/event-stream")
-        first = _CHUNK % (len(body), body) if body and self._chunked else body
+        first = _CHUNK % (len(body), body) if body and self.is_chunked else body
         lines += "", ""
         begun = "\r\n".join(lines).encode() + first
         request.writer.output_size = len(begun)  # how aiohttp's error handling knows that it comes too late
-        if not self._put(begun):
+        if not self.write_framed(begun):
             await self.drain()
 
     def write_nowait(self, data: bytes) -> bool:
         """Gives `data`, which is not empty, to the transport, at once. Returns whether there is room for
-        more; where there is none, wait for `drain` first. Raises ClientGone. This is `_put`, which runs once
-        per event, in a frame less."""
+        more; where there is none, wait for `drain` first. Raises ClientGone. This is `write_framed`, in a
+        frame less, as it runs once per event."""
         protocol = self._protocol
         transport = protocol.transport
         if transport is None or transport.is_closing():
             raise ClientGone
-        transport.write(_CHUNK % (len(data), data) if self._chunked else data)
+        transport.write(_CHUNK % (len(data), data) if self.is_chunked else data)
         return not protocol.writing_paused
 
     async def drain(self) -> None:
@@ -128,7 +130,7 @@ class Client:
 
     async def finish(self) -> None:
         assert self.response is not None
-        if self._chunked and not self._put(_LAST_CHUNK):
+        if self.is_chunked and not self.write_framed(_LAST_CHUNK):
             await self.drain()
         self.finished = True
 
@@ -139,16 +141,16 @@ class Client:
         assert self.response is not None
         if self._is_stream and event is not None and not isinstance(error, SlowClient):
             self.write_nowait(event)
-            if self._chunked:
-                self._put(_LAST_CHUNK)
+            if self.is_chunked:
+                self.write_framed(_LAST_CHUNK)
             return
         self.response = _begun(self.response.status, False)
         if (transport := self._protocol.transport) is not None:
             transport.abort()
 
-    def _put(self, data: bytes) -> bool:
-        """Write to the transport, as aiohttp's `StreamWriter.write` does, without the checks that `begin` has
-        made."""
+    def write_framed(self, data: bytes) -> bool:
+        """Give bytes with their framing to the transport, as aiohttp's `StreamWriter.write` does, without the
+        checks that `begin` has made. Returns and raises as `write_nowait` does."""
         protocol = self._protocol
         transport = protocol.transport
         if transport is None or transport.is_closing():

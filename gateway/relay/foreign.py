@@ -4,6 +4,9 @@ They have no closing comment. They are asked for usage (`stream_options.include_
 in the last events before `[DONE]`, or in a unary answer's body; a client that did not ask for it does not see
 it. Their streams may end lines with CRLF, which is read as LF, so that the relay knows one kind of boundary.
 Nothing of this is done per event: the last events are kept as they are, and looked into when all have come.
+
+An event that is one line, alone in its chunk, is passed on as it came, with its framing: `takes` tells which
+are. Most events are, and each then costs one slice and five looks for a byte.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ KEPT_LEN_MAX: Final = 1024
 
 _BOUNDARY: Final = b"\n\n"
 _DATA: Final = b"data:"
+_LF: Final = b"\n"
+_CR: Final = b"\r"
+_END: Final = b"]"
+_BEGIN: Final = ord("[")
 _NO_CHOICES: Final = re.compile(rb'"choices":\s*\[\]')
 
 
@@ -90,6 +97,33 @@ class ForeignScanner(TailScanner):
             return self._shown(data)
         return data
 
+    def takes(self, data: bytes, start: int) -> bool:
+        """Take the event in `data`, which is a chunk with its framing whose bytes begin at `start`. Returns
+        False, and takes nothing, where `feed` might not return the same bytes at once."""
+        event = data[start:-2]
+        length, end = len(event), self._end
+        if (
+            event.find(_LF) != length - 2
+            or not event.endswith(_BOUNDARY)
+            or event[:5] != _DATA
+            or event.find(_CR) >= 0
+            or not len(end) <= length <= KEPT_LEN_MAX
+            or self._held
+            or self._cr
+            or (
+                self._hides_usage
+                and (event.find(_END) != length - 4 or event[-5] == _BEGIN)  # mostly it ends the choices
+                and _has_empty_array(event)
+            )
+        ):
+            return False
+        self._tail = event[-len(end) :]
+        kept = self._kept
+        kept.append(event)
+        if len(kept) > KEPT_MAX:
+            self._kept = [b"".join(kept)[-TAIL_LEN:]]
+        return True
+
     @property
     def usage(self) -> Closing | None:
         """The last usage in the tail. None until the answer is whole, and where it has none."""
@@ -110,6 +144,16 @@ class ForeignScanner(TailScanner):
             return data
         events = data.split(_BOUNDARY)
         return _BOUNDARY.join(event for event in events if not _tells_usage_alone(event))
+
+
+def _has_empty_array(event: bytes) -> bool:
+    """True if `[]` is in the event. To look for one byte takes a tenth of the time."""
+    at = event.find(_END)
+    while at > 0:
+        if event[at - 1] == _BEGIN:
+            return True
+        at = event.find(_END, at + 1)
+    return False
 
 
 def _tells_usage_alone(event: bytes) -> bool:

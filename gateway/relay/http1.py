@@ -8,9 +8,10 @@ Rules:
 
 1. Nothing is sent on a connection that may have another answer on it: one is kept only after an answer that
    was whole, well framed and followed by nothing (http1_framing), and whose request was sent to its end.
-2. While its reader takes nothing, a connection holds at most `READ_BUFFER_LEN` and one read more, and then
+2. A chunk that comes alone is offered to its reader as it came, since its client wants the same framing.
+3. While its reader takes nothing, a connection holds at most `READ_BUFFER_LEN` and one read more, and then
    reads nothing from the socket, whose buffer is bounded as well.
-3. Leaving an answer before its end closes the connection, which is what tells the engine to stop.
+4. Leaving an answer before its end closes the connection, which is what tells the engine to stop.
 """
 
 from __future__ import annotations
@@ -52,6 +53,16 @@ PIECE_LEN: Final = 64 * 1024
 INTERIM_MAX: Final = 8
 """The number of interim answers (1xx) before the real one."""
 TARGETS_MAX: Final = 1024
+
+AcceptChunk = Callable[[bytes, int], bool | None]
+"""A function that takes a read which is one whole chunk with its framing, and the index of the chunk's bytes,
+behind which two bytes follow. Returns None where it did not take it, and else whether there is room for
+more."""
+_QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
+"""The option of Linux by which a stream's events are acknowledged two at a time, as on a connection that has
+answered before. Else each read sends a packet, which costs more than the read. An engine that waits for
+acknowledgements (it has not set TCP_NODELAY) is not held up for long: after the first one that is late, by
+40 ms, the kernel goes back to one for each read."""
 
 
 class _Target(Struct, frozen=True):
@@ -162,9 +173,9 @@ class Http1ResponseStream:
         """All bytes that have come, at least one. None at the end."""
         return await self._connection.read()
 
-    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
-        """Call `accept` as `shared.http2.stream.Stream.pass_on` does."""
-        return await self._connection.pass_on(accept)
+    async def pass_on(self, accept: Callable[[bytes], bool], accept_chunk: AcceptChunk | None = None) -> bool:
+        """Call `accept` as `shared.http2.stream.Stream.pass_on` does, but for what `accept_chunk` takes."""
+        return await self._connection.pass_on(accept, accept_chunk)
 
     async def aclose(self) -> None:
         self._connection.leave()
@@ -179,6 +190,7 @@ class _Connection(asyncio.Protocol):
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._is_busy = True
         """True from a request, or from the beginning, until the connection is kept."""
@@ -196,6 +208,7 @@ class _Connection(asyncio.Protocol):
         self._is_whole = False
         self._reader: asyncio.Future[bool] | None = None
         self._accept: Callable[[bytes], bool] | None = None
+        self._accept_chunk: AcceptChunk | None = None
         self._upload: asyncio.Task[None] | None = None
         self._may_write = asyncio.Event()
         self._may_write.set()
@@ -238,8 +251,11 @@ class _Connection(asyncio.Protocol):
             await self._wait()
         return self._taken()
 
-    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
+    async def pass_on(self, accept: Callable[[bytes], bool], accept_chunk: AcceptChunk | None) -> bool:
         self._accept = accept
+        self._accept_chunk = accept_chunk
+        if accept_chunk is not None:
+            self._delay_acks()
         try:
             while True:
                 if self._chunks:
@@ -252,7 +268,12 @@ class _Connection(asyncio.Protocol):
                 elif not await self._wait():
                     return True
         finally:
-            self._accept = None
+            self._accept = self._accept_chunk = None
+
+    def _delay_acks(self) -> None:
+        if self._socket is not None and _QUICKACK is not None:
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 0)
 
     async def _wait(self) -> bool:
         """Wait for news. False when `accept` wants no more."""
@@ -299,10 +320,10 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
-        made = transport.get_extra_info("socket")
-        if made is not None:
+        self._socket = transport.get_extra_info("socket")
+        if self._socket is not None:
             with contextlib.suppress(OSError):
-                made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_LEN)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_LEN)
         self._owner.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -310,6 +331,19 @@ class _Connection(asyncio.Protocol):
         if body is None:
             self._receive_head(data)
             return
+        accept_chunk = self._accept_chunk
+        if accept_chunk is not None and self._reader is not None and not self._reader.done():
+            try:  # the reader is in no variable: it may hold an error, whose traceback holds this frame
+                if (start := body.alone(data)) and (has_room := accept_chunk(data, start)) is not None:
+                    if not has_room:
+                        self._reader.set_result(False)
+                    return
+            except Exception as error:
+                self._reader.set_exception(error)
+                return
+        self._feed(body, data)
+
+    def _feed(self, body: Body, data: bytes) -> None:
         if self._is_whole:  # nobody asked for this
             self._error = httpx.RemoteProtocolError("bytes after the answer's end")
             self.close()

@@ -25,12 +25,13 @@ SIZE_LINE_LEN_MAX: Final = 256
 TRAILER_LEN_MAX: Final = 8 * 1024
 HEAD_END: Final = b"\r\n\r\n"
 _CRLF: Final = b"\r\n"
+_LF: Final = b"\n"
 _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: [^\0-\x08\x0a-\x1f\x7f]*)?")
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _FORBIDDEN: Final = re.compile(rb"[\0\r\n]")
 _SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]*;[^\0-\x08\x0a-\x1f\x7f]*)?")
-_SIZES: Final = {form % size: size for size in range(1, 0x1000) for form in (b"%x", b"%X")}
-"""The sizes that up to three digits tell, as they are mostly written."""
+_SIZES: Final = {form % size: size for size in range(1, 0x1000) for form in (b"%x\r\n", b"%X\r\n")}
+"""The sizes that up to three digits tell, by their lines as these are mostly written."""
 _SIZE_LEN_MAX: Final = 3
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
 
@@ -55,6 +56,11 @@ class Body(Protocol):
 
     def feed(self, data: bytes) -> bytes:
         """The body's bytes in what was read next. Raises BadAnswer."""
+        ...
+
+    def alone(self, data: bytes) -> int:
+        """The index of the body's bytes in `data`, which was read next, if that is one whole chunk: they end
+        before its last two. 0 for anything else."""
         ...
 
 
@@ -128,6 +134,9 @@ class Sized:
         self._left -= len(data)
         return data
 
+    def alone(self, data: bytes) -> int:
+        return 0
+
 
 class UntilClosed:
     """A body that ends with its connection."""
@@ -138,6 +147,9 @@ class UntilClosed:
 
     def feed(self, data: bytes) -> bytes:
         return data
+
+    def alone(self, data: bytes) -> int:
+        return 0
 
 
 class Chunked:
@@ -159,13 +171,17 @@ class Chunked:
         self._partial = b""
         """The beginning of a line, or of a line end."""
 
+    def alone(self, data: bytes) -> int:
+        if not self._is_between:
+            return 0
+        start = data.find(_LF) + 1
+        size = _SIZES.get(data[:start])
+        return start if size is not None and len(data) == start + size + 2 and data.endswith(_CRLF) else 0
+
     def feed(self, data: bytes) -> bytes:
-        if self._is_between:
-            end = data.find(_CRLF, 0, _SIZE_LEN_MAX + 2)
-            size = _SIZES.get(data[:end])
-            if size is not None and len(data) == end + size + 4 and data.endswith(_CRLF):
-                return data[end + 2 : -2]  # an event alone in its chunk, as mostly
-        elif self._partial:
+        if start := self.alone(data):
+            return data[start:-2]  # an event alone in its chunk, as mostly
+        if self._partial:
             data, self._partial = self._partial + data, b""
         piece = self._unframed(data)
         self._is_between = not (self._left or self._in_chunk or self._in_trailer or self._partial)
@@ -203,14 +219,14 @@ class Chunked:
         at a glance is left to the caller."""
         at = 0
         while True:
-            end = data.find(_CRLF, at, at + _SIZE_LEN_MAX + 2)
-            size = _SIZES.get(data[at:end])
-            if end < 0 or size is None:
+            start = data.find(_LF, at, at + _SIZE_LEN_MAX + 2) + 1
+            size = _SIZES.get(data[at:start])
+            if size is None:
                 return at
-            stop = end + 2 + size
+            stop = start + size
             if data[stop : stop + 2] != _CRLF:
                 return at
-            pieces.append(data[end + 2 : stop])
+            pieces.append(data[start:stop])
             at = stop + 2
 
     def _wait(self, begun: bytes, allowed: bytes) -> None:

@@ -40,6 +40,7 @@ HEAD_LEN_MAX: Final = 256 * 1024
 """Bytes that are held until the status to answer with is decided: a whole unary answer, if it fits."""
 
 _BOUNDARY: Final = b"\n\n"
+_LF: Final = b"\n"
 _DATA: Final = b"data:"
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 _STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -191,7 +192,8 @@ class Relay(Struct, frozen=True, eq=False):
         self.progress.events += opened.head.count(_BOUNDARY)
         await self._begin(answer, opened.head, _STREAM_HEADERS)
         self._expect_more()
-        while await answer.pass_on(self._pass):
+        accept_chunk = self._pass_chunk if self._passes_chunks else None
+        while await answer.pass_on(self._pass, accept_chunk):
             await self.client.drain()
             self._expect_more()
         if rest := scanner.finish():
@@ -208,11 +210,28 @@ class Relay(Struct, frozen=True, eq=False):
             return True
         if data.startswith(_DATA) or data.find(_DATA) >= 0:
             self.watch.again()
-        progress.events += data.count(_BOUNDARY)
+        progress.events += 1 if data.find(_LF) == len(data) - 2 else data.count(_BOUNDARY)
         if progress.events >= progress.tick_due:
             progress.note(self.monotonic())
         progress.body_len += len(data)
         return self.client.write_nowait(data)
+
+    @property
+    def _passes_chunks(self) -> bool:
+        """True if a chunk of the engine's may be the client's as well."""
+        return self.progress.foreign is not None and self.client.is_chunked
+
+    def _pass_chunk(self, data: bytes, start: int) -> bool | None:
+        """Pass on a chunk as it came, with its framing. None where it is not an event as most are."""
+        progress = self.progress
+        if progress.foreign is None or not progress.foreign.takes(data, start):
+            return None
+        self.watch.again()
+        progress.events += 1
+        if progress.events >= progress.tick_due:
+            progress.note(self.monotonic())
+        progress.body_len += len(data) - start - 2
+        return self.client.write_framed(data)
 
     async def _unary(self, answer: Answer) -> None:
         chunks: list[bytes] = []

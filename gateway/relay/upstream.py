@@ -25,7 +25,7 @@ import msgspec
 
 from gateway.config import HopProtocol, ModelConfig
 from gateway.edge_config import HopConfig
-from gateway.relay.http1 import Http1Transport
+from gateway.relay.http1 import AcceptChunk, Http1Transport
 from gateway.shield import shielded
 from shared import errors
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -100,7 +100,9 @@ class Response(typing.Protocol):
 
     async def read(self) -> bytes | None: ...
 
-    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool: ...
+    async def pass_on(
+        self, accept: Callable[[bytes], bool], accept_chunk: AcceptChunk | None = None
+    ) -> bool: ...
 
     async def aclose(self) -> None: ...
 
@@ -155,11 +157,13 @@ class Answer:
             return b""
         return data
 
-    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
+    async def pass_on(self, accept: Callable[[bytes], bool], accept_chunk: AcceptChunk | None = None) -> bool:
         """Call `accept` with all bytes as they come, until it returns False. Returns True when there may be
-        more, False at the end. Raises UpstreamFailed when cut off, and what `accept` raises."""
+        more, False at the end. Raises UpstreamFailed when cut off, and what `accept` raises.
+
+        `accept_chunk` is asked first about what came as a chunk of its own."""
         try:
-            more = await self._stream.pass_on(accept)
+            more = await self._stream.pass_on(accept, accept_chunk)
         except httpx.HTTPError as error:
             raise _ours(error) from error
         self.finished = not more

@@ -204,8 +204,8 @@ class ResponseStream(httpx.AsyncByteStream):
         except TimeoutError:
             raise httpx.ReadTimeout(f"no data within {self._read_timeout_s:g} s") from None
 
-    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
-        """Call `accept` as `Stream.pass_on` does. The read timeout is not applied."""
+    async def pass_on(self, accept: Callable[[bytes], bool], accept_chunk: object = None) -> bool:
+        """Call `accept` as `Stream.pass_on` does. The read timeout is not applied. HTTP/2 has no chunks."""
         try:
             return await self._stream.pass_on(accept)
         except StreamFailed as error:

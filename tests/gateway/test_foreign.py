@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.app import Gateway
 from gateway.config import load
@@ -120,6 +122,19 @@ async def test_usage_that_the_client_did_not_ask_for_is_charged_and_not_shown(
     assert line["end_reason"] == "ok"
     assert line["settled_tokens"] == 25
     assert line["events"] == len(WORDS) + 1
+
+
+async def test_a_client_of_the_old_version_is_sent_no_chunks(front: Front) -> None:
+    body = json.dumps({"model": "theirs", "messages": [{"role": "user", "content": "hello"}], "stream": True})
+    head = f"POST /v1/chat/completions HTTP/1.0\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(body)}"
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.gateway.port)
+    writer.write(f"{head}\r\ncontent-type: application/json\r\n\r\n{body}".encode())
+    async with asyncio.timeout(PATIENCE_S):
+        _, _, answer = (await reader.read(-1)).partition(b"\r\n\r\n")
+    writer.close()
+    *events, done, end = answer.split(b"\n\n")
+    assert all(event.startswith(b"data: {") for event in events)
+    assert (len(events), done, end) == (len(WORDS), b"data: [DONE]", b"")
 
 
 async def test_a_foreign_stream_without_usage_is_charged_its_reservation(front: Front) -> None:
@@ -240,6 +255,51 @@ def test_no_usage_is_made_up(data: bytes) -> None:
     scanner = ForeignScanner()
     assert whole(scanner, data, 1000) == data.replace(b"\r\n", b"\n").removesuffix(b"\r")
     assert scanner.usage is None
+
+
+PIECES = (
+    *(EVENT, EMPTY, ALONE, EVENT.replace(b"null", b"[1]"), EVENT.replace(b"}]", b"}, 1]"), DONE, EVENTS),
+    *(
+        b"data: [DONE]\n\n",
+        b"data: 1\n\n",
+        b"data: 12345678\n\n",
+        b": ping\n\n",
+        b"\n\n",
+        b"\n",
+        b"\r",
+        b"dat",
+    ),
+    *(b"event: x\ndata: longer than the last event\n\n", b"data: without an end, and long enough\n"),
+    *(
+        b"data: with a carriage\rreturn in it\n\n",
+        b": penstock {}\n\n",
+        b"data: " + b"x" * KEPT_LEN_MAX + b"\n\n",
+    ),
+)
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=2 * KEPT_MAX + 8), st.booleans())
+def test_a_chunk_is_taken_only_where_the_same_bytes_would_be_passed_on(
+    pieces: list[bytes], hides_usage: bool
+) -> None:
+    one, other = ForeignScanner(hides_usage=hides_usage), ForeignScanner(hides_usage=hides_usage)
+    for piece in pieces:
+        expected = one.feed(piece)
+        framed = b"%x\r\n%b\r\n" % (len(piece), piece)
+        taken = other.takes(framed, framed.index(b"\n") + 1)
+        assert (piece if taken else other.feed(piece)) == expected
+        assert (other.saw_done, other.at_boundary, other.usage) == (one.saw_done, one.at_boundary, one.usage)
+        assert sum(map(len, other._kept)) <= TAIL_LEN + KEPT_MAX * KEPT_LEN_MAX
+    assert other.finish() == one.finish()
+
+
+@pytest.mark.parametrize("hides_usage", [False, True])
+@pytest.mark.parametrize("event", [EVENT, EMPTY, ALONE, EVENT.replace(b"null", b"[1]")])
+def test_an_event_is_taken_as_it_came_unless_it_may_have_to_be_hidden(
+    event: bytes, hides_usage: bool
+) -> None:
+    taken = ForeignScanner(hides_usage=hides_usage).takes(b"fff\r\n" + event + b"\r\n", 5)
+    assert taken is not (hides_usage and b"[]" in event)
 
 
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": -1}, {"prompt_tokens": "many"}])

@@ -131,6 +131,23 @@ def test_chunks_come_out_as_they_went_in_however_they_are_cut(
     assert not body.has_surplus
 
 
+@given(
+    st.lists(st.sampled_from([b"a", b"\n", b"\r\n", b"1\r\n", b"A\r\n", b"0\r\n"]), max_size=8).map(b"".join),
+    st.sampled_from([b"", b"1\r\n", b"1\r\na", b"1\r\na\r", chunk(b"a"), b"0\r\n", b"0\r\n\r\n", b"2;x"]),
+    st.booleans(),
+)
+def test_a_read_is_alone_only_where_it_is_one_whole_chunk(
+    data: bytes, before: bytes, is_framed: bool
+) -> None:
+    body, data = Chunked(), chunk(data) if is_framed else data
+    body.feed(before)
+    if start := body.alone(data):
+        assert data == b"%x\r\n%b\r\n" % (len(data) - start - 2, data[start:-2])
+        assert body.feed(data) == data[start:-2]
+    else:
+        assert before not in (b"", chunk(b"a")) or not is_framed or data == chunk(b"")
+
+
 @pytest.mark.parametrize("size", [0x0FF, 0x100, 0xFFF, 0x1000])
 def test_a_chunk_that_comes_alone(size: int) -> None:
     body, data = Chunked(), b"\r\n" * (size // 2) + b"x" * (size % 2)
