@@ -25,12 +25,15 @@ from engine.runtime.models.quantization import Fp8Scheme
 from tests.engine.models import reference_greedy
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, load_fake
+from tests.engine.runtime.device.test_runner import SMALL
 from tests.engine.runtime.driver import Driver
 from tests.engine.runtime.test_fp8_checkpoint import make_fp8
 
 FP8 = torch.float8_e4m3fn
 aten = torch.ops.aten
 PROMPT = list(range(2, 14))
+NARROW = SMALL | {"num_hidden_layers": 2}
+"""Each layer of a cache has scales of its own."""
 KV_SCALES = {
     f"model.layers.{layer}.self_attn.{of}_scale": torch.tensor(scale)
     for layer in range(2)
@@ -81,7 +84,7 @@ def logprobs(runner: DeviceRunner) -> torch.Tensor:
 
 
 def test_a_checkpoint_in_fp8_is_held_in_fp8(tiny_model: MakeModel, tmp_path: Path) -> None:
-    stored, meant = make_fp8(tiny_model("qwen3"), tmp_path, "compressed")
+    stored, meant = make_fp8(tiny_model("qwen3", **NARROW), tmp_path, "compressed")
     runner = load_eager(stored)
     *matrices, head = (linear.weight for linear in runner.model.decoder.linears)
     assert all(isinstance(weight, Fp8Weight) for weight in matrices)
@@ -95,13 +98,13 @@ def test_a_checkpoint_in_fp8_is_held_in_fp8(tiny_model: MakeModel, tmp_path: Pat
 def test_a_cache_in_fp8(tiny_model: MakeModel, tmp_path: Path) -> None:
     """With the checkpoint's scales. The kernels and torch read the same out of it; with other scales, of 1,
     it would be something else."""
-    stored, _ = make_fp8(tiny_model("llama"), tmp_path, "autofp8", **KV_SCALES)
+    stored, _ = make_fp8(tiny_model("llama", **NARROW), tmp_path, "autofp8", **KV_SCALES)
     found: list[torch.Tensor] = []
     for backend in ("triton", "torch", "torch"):
         with AsOnAGpu():
             runner = load_eager(stored, kv_cache_dtype="fp8", attention_backend=backend)
         assert runner.cache.keys[0].dtype == FP8
-        assert runner.info.page_bytes == 2 * 2 * 2 * 16 * 16, "two layers, two heads, a byte each"
+        assert runner.info.page_bytes == 2 * 2 * 1 * 16 * 16, "two layers, a head, a byte each"
         assert len(runner.cache.scales) == 2
         for scales in runner.cache.scales:
             assert scales == pytest.approx((0.03, 0.01))
