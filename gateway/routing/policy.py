@@ -17,8 +17,7 @@ the request.
    its weight and the request's own, and all others in full.
 3. The replica with the least cost is chosen: its load, and the tokens that are computed twice because the
    conversation is not at home. Those are, at another owner, the history behind the prefix now, and this turn
-   when the conversation comes home; and as many again of other conversations, which this one's second copy
-   pushes out of a cache that is full. At any other replica the prefix is added.
+   when the conversation comes home; at any other replica, the prefix too.
 4. A load is believed as far as it is known. What is missing, because a report is late or the replica is new,
    is the pool's median: nothing would draw every gateway's requests to a replica that is cut off, or that has
    just been started. Of an engine that does not report, the load is the prompts of this worker whose answers
@@ -108,9 +107,8 @@ class Affinity(Struct, frozen=True):
 
     @property
     def stray_len(self) -> int:
-        """The tokens that are computed twice when it is computed by an owner that is not its home: its own,
-        and those that it pushes out of the cache there (rule 3)."""
-        return 2 * (self.prompt_len - self.prefix_len)
+        """The tokens that are computed twice when it is computed by an owner that is not its home."""
+        return self.history_len + self.prompt_len - 2 * self.prefix_len
 
 
 NOWHERE: Final = Affinity(0, 0, 0, 0, 0)

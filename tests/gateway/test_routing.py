@@ -123,7 +123,7 @@ def test_a_busy_home_is_left_once_its_queue_exceeds_what_it_saves() -> None:
     turn = Affinity(1, 7, 100, 1000, 1200)
     home = choose(table(4), [0] * 4, turn, None, [True] * 4)
     assert home is not None
-    stray_len = 2 * (1200 - 100)
+    stray_len = (1000 - 100) + (1200 - 100)
     queues = [0] * 4
     queues[home.replica] = stray_len
     assert choose(table(4), queues, turn, None, [True] * 4) == home
