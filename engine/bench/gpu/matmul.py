@@ -59,6 +59,7 @@ def measure(
     for whole, fused in table.fused.items():
         found[f"rows {whole.product.rows} with norm{' and gate' if gated else ''}"] = {
             "tile": str(fused.tile),
+            "norm_in_head": fused.is_headed,
             "us": fused.best_us,
             "apart_us": fused.apart_us,
             "share": floor_us / fused.best_us,

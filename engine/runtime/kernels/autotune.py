@@ -7,10 +7,13 @@ the tile competes with the library's product and the kernel that restores the we
 `matmul.rows_max` always go to the library, and so does float32, for which the tiles' tensor cores do nothing.
 
 The norm before a product, and SiLU and the multiplication behind it, are kernels of their own, or the
-product's head and tail (`matmul.py`). Which is faster is measured too, for up to `FUSED_ROWS_MAX` rows: each
-program norms all rows for itself, which costs too much for many rows. The best fused product competes with
+product's head and tail (`matmul.py`). Which is faster is measured too. The head is tried for up to
+`HEADED_ROWS_MAX` rows: each program norms all rows for itself, which costs too much for many rows. The tail
+costs nothing and is tried for all rows, with the head and without it. The best fused product competes with
 the best plain product and the kernels beside it, measured together; where the plain product is the library's,
 the fused one has to win by the margin.
+
+Activations are random numbers while products are timed: zeros let a card run faster than it does at work.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Final
 
@@ -42,10 +46,12 @@ from engine.runtime.kernels.matmul import (
 )
 from engine.runtime.kernels.restoring import restored
 
-MEASURED_ROWS: Final = (1, *ROWS_FP8)
-"""The numbers of rows that are measured. One row is a matrix times a vector, for which the library has
-kernels of its own."""
-FUSED_ROWS_MAX: Final = 16
+FEW_ROWS: Final = (1, 4, 8)
+"""Fewer rows than kernels are compiled for, measured apart. One row is a matrix times a vector, for which the
+library has kernels of its own; a norm in the head costs as many reads as there are rows."""
+MEASURED_ROWS: Final = (*FEW_ROWS, *ROWS_FP8)
+"""The numbers of rows that are measured."""
+HEADED_ROWS_MAX: Final = 16
 MARGIN: Final = 1.05
 Timer = Callable[[Callable[[], object]], float]
 """Runs a function several times, weights not in the cache, and returns the shortest time in us."""
@@ -99,12 +105,13 @@ class FusedShape:
 
 @dataclass(frozen=True, slots=True)
 class FusedMeasured:
-    """The fastest tile with a head and, for a gate, a tail; None where kernels beside the product are
-    faster."""
+    """The fastest tile with a head, a tail or both; None where kernels beside the product are faster."""
 
     tile: Tile | None
     best_us: float
     apart_us: float
+    is_headed: bool = True
+    """False if the norm is a kernel of its own, and the product has a tail alone."""
 
 
 class MatmulTable:
@@ -131,7 +138,7 @@ class MatmulTable:
                 if shape not in measured:
                     measured[shape] = _measure(linear.weight, rows, activations, timer)
                 whole = FusedShape(shape, linear.gated)
-                if whole not in fused and _may_fuse(linear, rows, activations):
+                if whole not in fused and _ways(linear, rows, activations):
                     fused[whole] = _measure_fused(table, linear, rows, activations, timer)
         return table
 
@@ -153,10 +160,11 @@ class MatmulTable:
         """The product of the stream's norm, [M, N], or [M, N / 2] where it is gated; and the stream with its
         change added. The given stream must not be used again."""
         rows = len(stream.residual)
-        if rows <= FUSED_ROWS_MAX:
+        if rows <= rows_max(linear.weight):
             found = self.fused.get(FusedShape(shape_of(linear.weight, _measured_rows(rows)), linear.gated))
             if found is not None and found.tile is not None:
-                return _fused(stream, linear, found.tile, out)
+                way = _headed if found.is_headed else _tailed
+                return way(stream, linear, found.tile, out)
         return _apart(self, stream, linear, out)
 
 
@@ -170,22 +178,35 @@ def _apart(
     return silu_mul(product) if linear.gated else product, stream
 
 
-def _fused(
+def _headed(
     stream: Stream, linear: DeviceLinear, tile: Tile, out: Tensor | None = None
 ) -> tuple[Tensor, Stream]:
+    """One kernel for all, SiLU included where the product is gated."""
     assert linear.norm is not None
     return normed_matmul(
         stream, linear.norm, linear.weight, tile, bias=linear.bias, gated=linear.gated, out=out
     )
 
 
+def _tailed(
+    stream: Stream, linear: DeviceLinear, tile: Tile, out: Tensor | None = None
+) -> tuple[Tensor, Stream]:
+    """The norm by a kernel of its own, then the product with SiLU in its tail."""
+    assert linear.norm is not None
+    x, stream = norm_stream(stream, linear.norm)
+    return skinny_matmul(x, linear.weight, tile, bias=linear.bias, gated=True, out=out), stream
+
+
+Way = Callable[[Stream, DeviceLinear, Tile], tuple[Tensor, Stream]]
+
+
 def _measured_rows(rows: int) -> int:
-    return 1 if rows == 1 else row_bucket(rows)
+    return next((few for few in FEW_ROWS if rows <= few), row_bucket(rows))
 
 
 def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) -> Measured:
     values = _values(weight)
-    x = torch.zeros(rows, values.shape[1], dtype=activations, device=values.device)
+    x = torch.randn(rows, values.shape[1], dtype=activations, device=values.device)
     tile, best_us = _best(_tiles(weight, activations, rows), partial(skinny_matmul, x, weight), timer)
     if isinstance(weight, Fp8Weight) and rows <= ROWS_MAX and best_us < math.inf:
         return Measured(tile, best_us, None)
@@ -195,26 +216,35 @@ def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) 
     return Measured(None, library_us, library_us)
 
 
-def _may_fuse(linear: DeviceLinear, rows: int, activations: torch.dtype) -> bool:
-    """True if a product may have its norm in its head. In float16 the unfinished norm may overflow
-    (`matmul.py`)."""
-    return linear.norm is not None and rows <= FUSED_ROWS_MAX and activations == torch.bfloat16
+def _ways(linear: DeviceLinear, rows: int, activations: torch.dtype) -> Sequence[Way]:
+    """The fused products to try. In float16 the unfinished norm of a head may overflow (`matmul.py`)."""
+    ways: list[Way] = []
+    if linear.norm is not None and rows <= HEADED_ROWS_MAX and activations == torch.bfloat16:
+        ways.append(_headed)
+    if linear.norm is not None and linear.gated and _tiles(linear.weight, activations, rows):
+        ways.append(_tailed)
+    return ways
 
 
 def _measure_fused(
     table: MatmulTable, linear: DeviceLinear, rows: int, activations: torch.dtype, timer: Timer
 ) -> FusedMeasured:
-    """The fastest tile with head and tail, beside the product of `table` and the kernels around it."""
+    """The fastest tile with a head, a tail or both, beside the product of `table` and the kernels around
+    it."""
     shape = shape_of(linear.weight, rows)
-    residual, change = torch.zeros(
+    residual, change = torch.randn(
         2, rows, shape.width, dtype=activations, device=_values(linear.weight).device
     )
     stream = Stream(residual, change)
     apart_us = timer(partial(_apart, table, stream, linear))
     tiles = _tiles(linear.weight, activations, rows)
-    tile, best_us = _best(tiles, partial(_fused, stream, linear), timer)
+    found = [
+        (*_best(tiles, partial(way, stream, linear), timer), way is _headed)
+        for way in _ways(linear, rows, activations)
+    ]
+    tile, best_us, is_headed = min(found, key=itemgetter(1))
     margin = MARGIN if table.measured[shape].tile is None else 1.0
-    return FusedMeasured(tile if best_us * margin < apart_us else None, best_us, apart_us)
+    return FusedMeasured(tile if best_us * margin < apart_us else None, best_us, apart_us, is_headed)
 
 
 def _best(tiles: Sequence[Tile], run: Callable[[Tile], object], timer: Timer) -> tuple[Tile | None, float]:

@@ -24,6 +24,11 @@ from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, Specialized, fake_config, load_fake, specialized
 from tests.engine.runtime.device.test_runner import COMPANY, SMALL, lead
 
+# the interpreter computes bfloat16 wrongly: which products overflow depends on the tiles that were drawn
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
+)
+
 
 @dataclass
 class Seen(FakeCard):

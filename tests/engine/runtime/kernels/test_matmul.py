@@ -201,19 +201,23 @@ def test_one_kernel_is_as_near_to_the_truth_as_two_or_three(gated: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("library_us", "fused_us", "winner"),
+    ("library_us", "fused_us", "gated"),
     [
-        (10.0, 11.5, None),
-        (10.0, 11.7, None),
-        (10.0, 11.2, TILES[1]),
-        (20.0, 13.9, TILES[1]),
-        (20.0, 14.1, None),
+        (10.0, 11.5, (None, 11.5, True)),
+        (10.0, 11.7, (None, 11.7, True)),
+        (10.0, 11.2, (TILES[1], 11.2, True)),
+        (20.0, 12.9, (TILES[1], 12.9, True)),
+        (20.0, 13.9, (TILES[0], 13.0, False)),
     ],
 )
 def test_one_kernel_competes_with_product_norm_and_gate(
-    monkeypatch: pytest.MonkeyPatch, library_us: float, fused_us: float, winner: Tile | None
+    monkeypatch: pytest.MonkeyPatch,
+    library_us: float,
+    fused_us: float,
+    gated: tuple[Tile | None, float, bool],
 ) -> None:
-    """Beside a product of the library a whole has to win by the margin, beside our own it just has to win."""
+    """Beside a product of the library a whole has to win by the margin, beside our own it just has to win.
+    So has a product with the tail alone, for more rows than a head is worth, too."""
     weight, norm = torch.zeros(64, 32), Norm(torch.ones(32), EPS)
     linears = [
         DeviceLinear(weight),
@@ -223,12 +227,52 @@ def test_one_kernel_competes_with_product_norm_and_gate(
     with monkeypatch.context() as patch:
         timer = FakeTimer(patch, library_us, {TILES[0]: 12.0}, (), {TILES[1]: fused_us}, beside_us=1.0)
         table = MatmulTable.fill(linears, torch.bfloat16, timer)
-    shapes = [MatmulShape(64, 32, rows, False) for rows in (1, 16)]
-    assert table.fused.keys() == {FusedShape(shape, gated) for shape in shapes for gated in (False, True)}
+    few, more = [[MatmulShape(64, 32, n, False) for n in rows] for rows in ((1, 4, 8, 16), (32, 64))]
+    assert table.fused.keys() == {
+        FusedShape(shape, gated) for shape in (*few, *more) for gated in (False, True)[shape in more :]
+    }
     product_us = min(library_us, 12.0)
-    gated = table.fused[FusedShape(shapes[0], True)]
-    assert gated == FusedMeasured(winner, fused_us, product_us + 2.0)
-    assert table.fused[FusedShape(shapes[0], False)].apart_us == product_us + 1.0
+    tile, best_us, is_headed = gated
+    for shape in few:
+        expected = FusedMeasured(tile, best_us, product_us + 2.0, is_headed)
+        assert table.fused[FusedShape(shape, True)] == expected
+        assert table.fused[FusedShape(shape, False)].apart_us == product_us + 1.0
+    tail = None if library_us == 10.0 else TILES[0]
+    for shape in more:
+        assert table.fused[FusedShape(shape, True)] == FusedMeasured(tail, 13.0, product_us + 2.0, False)
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_a_tail_without_a_head(rows: int) -> None:
+    stream, norm = stream_of(rows, 64, torch.float32)
+    linear_of_it = DeviceLinear(torch.randn(48, 64), norm=norm, gated=True)
+    shape = autotune.shape_of(linear_of_it.weight, autotune._measured_rows(rows))
+    tailed = MatmulTable({}, {FusedShape(shape, True): FusedMeasured(SMALL, 1.0, 2.0, is_headed=False)})
+    assert stream.change is not None
+    given = Stream(stream.residual.clone(), stream.change.clone())
+    expected, after = MatmulTable({}).of_stream(stream, linear_of_it)
+    found, after_too = tailed.of_stream(given, linear_of_it)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    assert torch.equal(after_too.residual, after.residual)
+
+
+def test_products_are_timed_with_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros draw less power, and let a card run faster than it does at work."""
+    weight, norm, spreads = torch.randn(64, 32), Norm(torch.ones(32), EPS), []
+
+    def product(x: Tensor, *_: object, **__: object) -> Tensor:
+        spreads.append(float(x.float().std()))
+        return x
+
+    def normed(stream: Stream, *_: object, **__: object) -> None:
+        spreads.extend(float(part.float().std()) for part in (stream.residual, stream.change))
+
+    monkeypatch.setattr(autotune, "skinny_matmul", product)
+    monkeypatch.setattr(autotune, "_by_library", product)
+    monkeypatch.setattr(autotune, "normed_matmul", normed)
+    linears = [DeviceLinear(weight, norm=norm, gated=True), DeviceLinear(quantise(weight))]
+    MatmulTable.fill(linears, torch.bfloat16, autotune.once)
+    assert min(spreads) > 0.5
 
 
 def test_a_head_needs_the_range_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,9 +360,9 @@ def test_the_library_stays_unless_clearly_beaten(
         timer = FakeTimer(patch, library_us, {TILES[2]: 12.0, TILES[0]: 13.0})
         weight = torch.zeros(64, 32)
         table = MatmulTable.fill([DeviceLinear(weight)] * 3, torch.float16, timer)
-    tried = sum(len(matmul.tiles_for(64, rows)) + 1 for rows in (1, *matmul.ROWS))
+    tried = sum(len(matmul.tiles_for(64, rows)) + 1 for rows in (1, 4, 8, *matmul.ROWS))
     assert timer.calls == tried, "a shape is measured once"
-    assert {shape.rows for shape in table.measured} == {1, *matmul.ROWS}
+    assert {shape.rows for shape in table.measured} == {1, 4, 8, *matmul.ROWS}
     assert {found.tile for found in table.measured.values()} == {winner}
 
 
@@ -340,7 +384,7 @@ def test_an_fp8_weight_competes_with_its_restored_self_for_more_rows(monkeypatch
         timer = FakeTimer(patch, 50.0, {wide: 40.0, TILES[0]: 60.0})
         table = MatmulTable.fill([DeviceLinear(quantise(torch.zeros(64, 32)))], torch.bfloat16, timer)
     winners = {shape.rows: found.tile for shape, found in table.measured.items()}
-    assert winners == dict.fromkeys((1, 16, 32, 64), TILES[0]) | dict.fromkeys((128, 256), wide)
+    assert winners == dict.fromkeys((1, 4, 8, 16, 32, 64), TILES[0]) | dict.fromkeys((128, 256), wide)
 
 
 @pytest.mark.parametrize("tile", matmul.TILES_MANY, ids=str)
@@ -393,16 +437,17 @@ def test_the_table_multiplies_whatever_it_is_given(monkeypatch: pytest.MonkeyPat
             torch.testing.assert_close(table.linear(x, quantised), linear(x, restored), atol=1e-4, rtol=1e-4)
 
 
-def test_one_row_is_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's way with a vector is not that with a matrix."""
     weight, ways = torch.randn(32, 64), []
     tile = Measured(TILES[1], 1.0, None)
-    table = MatmulTable({MatmulShape(32, 64, 16, False): tile, MatmulShape(32, 64, 1, False): LIBRARY})
+    measured = {1: LIBRARY, 4: tile, 8: LIBRARY, 16: tile}
+    table = MatmulTable({MatmulShape(32, 64, rows, False): found for rows, found in measured.items()})
     monkeypatch.setattr(autotune, "skinny_matmul", lambda *_, **__: ways.append("tile"))
     monkeypatch.setattr(autotune, "_by_library", lambda *_: ways.append("library"))
-    for rows in (1, 2):
+    for rows in (1, 2, 4, 5, 8, 9):
         table.linear(torch.randn(rows, 64), weight)
-    assert ways == ["library", "tile"]
+    assert ways == ["library", "tile", "tile", "library", "library", "tile"]
 
 
 def test_few_rows_times_a_weight_of_few_rows_may_be_cut_more_finely() -> None:
