@@ -7,7 +7,7 @@ multiplication goes through a `MatmulTable`; weights may be fp8, but for the emb
 `DecodeStep` is the whole of a decode step as a function of tensors on the device: gather the tokens, run the
 network, sample, put the tokens where the next step finds them. It is what `engine.runtime.device.graphs`
 captures. Before the first layer and behind the last one few kernels are left, too: one that begins the step
-(`kernels/begin.py`), one per width of window that lists attention's work, the head, three that sample.
+(`kernels/begin.py`), one per width of window that lists attention's work, the head, four that sample.
 """
 
 from __future__ import annotations

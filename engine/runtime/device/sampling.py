@@ -19,11 +19,11 @@ from engine.core.messages import SamplingParams
 from engine.runtime.device.transfer import upload
 from engine.runtime.kernels.dependent_launch import dependent
 from engine.runtime.kernels.launching import launch
+from engine.runtime.kernels.masses import MASS_BITS, RUNGS
+from engine.runtime.kernels.ordering import GATHERED_MAX, PREFIX, RUN, order_kernel
 from engine.runtime.kernels.sampling import (
     CANDIDATE_BLOCK,
     CHUNK,
-    MASS_BITS,
-    RUNGS,
     WARPS,
     choose_kernel,
     measure_kernel,
@@ -168,7 +168,7 @@ class DeviceSampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingScratch:
-    """Memory that passes results between the three launches, for a limited number of rows."""
+    """Memory that passes results between the four launches, for a limited number of rows."""
 
     edited: Tensor
     """The logits that tokens are drawn from in rows that ask for edits, [rows, vocab] float32."""
@@ -178,7 +178,10 @@ class SamplingScratch:
     """A place for the logits that `sample` is given, the same in every step: [rows, vocab] in the model's
     type."""
     candidates: Tensor
-    """The tokens near the best, [rows, vocab] int64: the bits of the distance above, the id below."""
+    """The tokens near the best, [rows, vocab] int64: the bits of the distance above, the id below. By id, or
+    where these are many all tokens in sorted runs."""
+    mass_before: Tensor
+    """The mass that each run has before every PREFIX-th token, [rows, chunks * CHUNK / PREFIX] int64."""
     measures: Tensor
     """Per chunk the best edited logit, the best logit, and the sum of exp(logit - best): [3, rows, chunks]
     float32."""
@@ -210,6 +213,7 @@ class SamplingScratch:
             are_edited=torch.empty(rows, dtype=torch.int32, device=device),
             logits=torch.empty(rows, vocab_size, dtype=dtype, device=device),
             candidates=torch.empty(rows, vocab_size, dtype=torch.int64, device=device),
+            mass_before=torch.empty(rows, chunks * CHUNK // PREFIX, dtype=torch.int64, device=device),
             measures=torch.empty(3, rows, chunks, device=device),
             places=torch.empty(rows, chunks, dtype=torch.int32, device=device),
             masses=torch.empty(rows, chunks, dtype=torch.int64, device=device),
@@ -242,6 +246,7 @@ def sample(
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _measure(logits, slots, positions, columns, scratch)
     _weigh(logits, slots, columns, scratch)
+    _order(logits, slots, columns, scratch)
     _choose(logits, slots, positions, columns, scratch, (tokens, logprobs, known))
     return tokens, logprobs
 
@@ -296,6 +301,30 @@ def _weigh(logits: Tensor, slots: Tensor, columns: DeviceSampling, scratch: Samp
     )
 
 
+def _order(logits: Tensor, slots: Tensor, columns: DeviceSampling, scratch: SamplingScratch) -> None:
+    """Launch the sorting of rows that have many candidates."""
+    rows, vocab_size = logits.shape
+    launch(
+        order_kernel,
+        (rows, _chunks(vocab_size)),
+        logits,
+        *scratch.edits,
+        slots,
+        columns.temperature,
+        columns.top_k,
+        columns.top_p,
+        scratch.measures[0],
+        *scratch.weighed,
+        scratch.candidates,
+        scratch.mass_before,
+        vocab_size,
+        GATHERED_MAX=GATHERED_MAX,
+        RUN=_run(),
+        **_sizes(vocab_size),
+        **dependent(),
+    )
+
+
 def _choose(
     logits: Tensor,
     slots: Tensor,
@@ -322,10 +351,14 @@ def _choose(
         scratch.places,
         *scratch.weighed,
         scratch.candidates,
+        scratch.mass_before,
         *results,
         results[2].shape[1],
         vocab_size,
         CANDIDATE_BLOCK=CANDIDATE_BLOCK,
+        GATHERED_MAX=GATHERED_MAX,
+        RUN=_run(),
+        RUNS_BLOCK=_power_of_two(-(-vocab_size // _run())),
         **_sizes(vocab_size),
         **dependent(),
     )
@@ -335,9 +368,14 @@ def _chunks(vocab_size: int) -> int:
     return -(-vocab_size // CHUNK)
 
 
+def _run() -> int:
+    return min(RUN, CHUNK)
+
+
+def _power_of_two(n: int) -> int:
+    """The least one that is no less than n."""
+    return 1 << (n - 1).bit_length()
+
+
 def _sizes(vocab_size: int) -> dict[str, int]:
-    return {
-        "CHUNK": CHUNK,
-        "CHUNKS_BLOCK": 1 << (_chunks(vocab_size) - 1).bit_length(),
-        "num_warps": WARPS,
-    }
+    return {"CHUNK": CHUNK, "CHUNKS_BLOCK": _power_of_two(_chunks(vocab_size)), "num_warps": WARPS}

@@ -16,12 +16,14 @@ id. Top-k is such a search by count, top-p one by mass, and the draw itself one 
 candidates within one of four distances from the best: the second kernel counts and weighs the tokens within
 each distance, chunk by chunk, and the third takes the least distance that top-k and top-p do not reach
 beyond. That leaves tens or hundreds of 152k tokens, and most chunks need not be read again. Rows that reach
-beyond `NEAR`, which no likely distribution does, take all tokens.
+beyond `NEAR`, which no likely distribution does, take all tokens. Where more than `GATHERED_MAX` are left, as
+of flat logits, they are not searched one by one but sorted in runs (`ordering.py`).
 
-Three launches, the first two spread over (row, chunk of the vocabulary):
+Four launches, all but the last spread over (row, chunk of the vocabulary):
 
     measure   edits the rows that ask for it; maximum, soundness, log-sum-exp of each chunk
     weigh     the mass of each chunk; where top-k or top-p cut, what is near
+    order     where many tokens are near, sorts them in runs
     choose    a program per row: greedy, by chunks, or among candidates; log-probability; counts; stores the
               token where the next step finds it
 
@@ -38,6 +40,17 @@ import triton.language as tl
 
 from engine.core.messages import NUMERIC_FAILURE
 from engine.runtime.kernels.dependent_launch import wait_for_earlier
+from engine.runtime.kernels.masses import (
+    NEAR,
+    RUNGS,
+    load_logits,
+    mass_of,
+    pack,
+    rung_of,
+    share_of,
+    token_mass,
+)
+from engine.runtime.kernels.ordering import PREFIX, furthest_kept, ordered_sums, ordered_token
 
 CHUNK: Final = 4096
 """Tokens of the vocabulary per program: a row of 152k then has 38 programs, enough to fill a GPU at batch
@@ -47,16 +60,9 @@ CANDIDATE_BLOCK: Final = 512
 """Candidates that are compared at once: with eight pivots 16 sums of 64 bits per thread. Twice that
 spills."""
 
-MASS_BITS: Final = 44
-NEAR: Final = 16.0
-"""The largest distance, in nats of the tempered distribution: a token beyond weighs less than e^-16 of the
-best."""
-RUNGS: Final = 4
-"""The number of distances from the best, the largest NEAR, the least NEAR / RUNGS."""
-
-_UNIT = tl.constexpr(float(1 << MASS_BITS))
 _RUNGS = tl.constexpr(RUNGS)
 _RUNG = tl.constexpr(NEAR / RUNGS)
+_PREFIX = tl.constexpr(PREFIX)
 _FAILURE = tl.constexpr(NUMERIC_FAILURE)
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _NOBODY = tl.constexpr(0x7F800000 << 32)  # infinitely far: no mass
@@ -155,22 +161,6 @@ def _penalised(x, ids, inside, penalties, counts, vocab):
 
 
 @triton.jit
-def _mass(distance):
-    """exp(-distance) in units of 2^-44."""
-    return (tl.exp(-distance) * _UNIT).to(tl.int64)
-
-
-@triton.jit
-def _load_logits(logits, edited, is_edited, at, inside):
-    """The logits that tokens are drawn from, float32; -inf where not inside."""
-    if is_edited:
-        x = tl.load(edited + at, mask=inside, other=float("-inf"))
-    else:
-        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
-    return x
-
-
-@triton.jit
 def weigh_kernel(
     logits,
     edited,
@@ -200,11 +190,11 @@ def weigh_kernel(
         every = tl.arange(0, CHUNKS_BLOCK)
         tops = tl.load(best + row * chunks + every, mask=every < chunks, other=float("-inf"))
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = _load_logits(logits, edited, tl.load(are_edited + row) > 0, row * vocab + ids, ids < vocab)
+        x = load_logits(logits, edited, tl.load(are_edited + row) > 0, row * vocab + ids, ids < vocab)
         distance = tl.div_rn(tl.max(tops) - x, heat)
         whole = (tl.load(top_k + slot) < vocab) | (tl.load(top_p + slot) < 1.0)
         kept = whole | (tl.exp(-distance) >= tl.load(min_p + slot))
-        mass = tl.where(kept & (ids < vocab), _mass(distance), 0)
+        mass = tl.where(kept & (ids < vocab), token_mass(distance), 0)
         tl.store(masses + row * chunks + chunk, tl.sum(mass))
         if whole:
             at = (row * chunks + chunk) * _RUNGS
@@ -242,12 +232,16 @@ def choose_kernel(
     near_masses,
     near_counts,
     candidates,
+    mass_before,
     tokens,
     logprobs,
     known,
     known_width,
     vocab,
     CANDIDATE_BLOCK: tl.constexpr,
+    GATHERED_MAX: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -273,11 +267,17 @@ def choose_kernel(
         u = _uniform(tl.load(seed + slot), position)
         if (k < vocab) | (p < 1.0):
             own, total = candidates + row * vocab, tl.sum(mass)
-            rung = _rung(near_masses, near_counts, row * count, count, k, p, total, vocab, CHUNKS_BLOCK)
-            n = _gather(
-                logits, edited, is_edited, own, near_counts, row, rung, top, heat, count, vocab, CHUNK
-            )
-            token = _draw_sorted(own, n, total, k, p, floor, u, vocab, CANDIDATE_BLOCK)
+            before = mass_before + row * count * (CHUNK // _PREFIX)
+            rung, n = rung_of(near_masses, near_counts, row * count, count, k, p, total, vocab, CHUNKS_BLOCK)
+            if n > GATHERED_MAX:
+                token = _draw_sorted(own, before, vocab, total, k, p, floor, u, vocab, 0, RUN, RUNS_BLOCK)
+            else:
+                gathered = _gather(
+                    logits, edited, is_edited, own, near_counts, row, rung, top, heat, count, vocab, CHUNK
+                )
+                token = _draw_sorted(
+                    own, before, gathered, total, k, p, floor, u, vocab, CANDIDATE_BLOCK, RUN, RUNS_BLOCK
+                )
         else:
             token = _draw_by_id(
                 logits, edited, is_edited, row * vocab, mass, top, heat, floor, u, vocab, CHUNK, CHUNKS_BLOCK
@@ -334,46 +334,55 @@ def _draw_by_id(
     chunk = tl.minimum(chunk, CHUNKS_BLOCK - 1)
     before = tl.sum(tl.where(tl.arange(0, CHUNKS_BLOCK) < chunk, mass, 0))
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    distance = tl.div_rn(top - _load_logits(logits, edited, is_edited, begin + ids, ids < vocab), heat)
-    own = tl.where((tl.exp(-distance) >= floor) & (ids < vocab), _mass(distance), 0)
+    distance = tl.div_rn(top - load_logits(logits, edited, is_edited, begin + ids, ids < vocab), heat)
+    own = tl.where((tl.exp(-distance) >= floor) & (ids < vocab), token_mass(distance), 0)
     token = chunk * CHUNK + tl.sum((before + tl.cumsum(own, 0) <= target).to(tl.int32))
     return tl.minimum(token, vocab - 1)
 
 
 @triton.jit
-def _share_of(p, mass):
-    """The part of a mass that top-p keeps."""
-    return tl.maximum(tl.ceil(p * mass.to(tl.float64)).to(tl.int64), 1)
-
-
-@triton.jit
-def _rung(near_masses, near_counts, first, chunks, k, p, total, vocab, CHUNKS_BLOCK: tl.constexpr):
-    """The least rung within which top-k and top-p find all that they keep; RUNGS where no rung is enough."""
-    every, rung = tl.arange(0, CHUNKS_BLOCK)[:, None], tl.arange(0, _RUNGS)[None, :]
-    at, exists = (first + every) * _RUNGS + rung, (every < chunks) & (rung >= 0)
-    counted = tl.sum(tl.load(near_counts + at, mask=exists, other=0), 0)
-    weighed = tl.sum(tl.load(near_masses + at, mask=exists, other=0), 0)
-    reached = tl.where(k < vocab, counted >= k, weighed >= _share_of(p, total))
-    return _RUNGS - tl.sum(reached.to(tl.int32))
-
-
-@triton.jit
-def _draw_sorted(candidates, n, total, k, p, floor, u, vocab, BLOCK: tl.constexpr):
-    """The token at u of what top-k, top-p and min-p leave, likeliest first, lower ids first among equals."""
+def _draw_sorted(
+    candidates,
+    mass_before,
+    n,
+    total,
+    k,
+    p,
+    floor,
+    u,
+    vocab,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS_BLOCK: tl.constexpr,
+):
+    """The token at u of what top-k, top-p and min-p leave, likeliest first, lower ids first among equals. A
+    BLOCK of 0: the n candidates are the vocabulary, in runs."""
     kept = total
     if k < vocab:
-        key, before = _search(candidates, n, k.to(tl.int64) - 1, True, BLOCK)
-        kept = _mass_before(candidates, n, key, BLOCK) + (k - before) * _mass_of(key)
+        rank = k.to(tl.int64) - 1
+        key, before = _search(candidates, mass_before, n, rank, True, BLOCK, RUN, RUNS_BLOCK)
+        kept = _mass_before(candidates, mass_before, n, key, BLOCK, RUN, RUNS_BLOCK)
+        kept += (k - before) * mass_of(key)
     if p < 1.0:
-        reach = _share_of(p, kept)
-        key, before = _search(candidates, n, reach - 1, False, BLOCK)
-        each = tl.maximum(_mass_of(key), 1)
+        reach = share_of(p, kept)
+        key, before = _search(candidates, mass_before, n, reach - 1, False, BLOCK, RUN, RUNS_BLOCK)
+        each = tl.maximum(mass_of(key), 1)
         kept = tl.minimum(kept, before + (reach - before + each - 1) // each * each)
     if floor > 0:
-        kept = tl.minimum(kept, _mass_above(candidates, n, floor, BLOCK))
+        if BLOCK == 0:
+            key = furthest_kept(floor, kept * 0) + 1
+            above = _mass_before(candidates, mass_before, n, key, BLOCK, RUN, RUNS_BLOCK)
+        else:
+            above = _mass_above(candidates, n, floor, BLOCK)
+        kept = tl.minimum(kept, above)
     target = _share(u, kept)
-    key, before = _search(candidates, n, target, False, BLOCK)
-    return _equal(candidates, n, key, (target - before) // tl.maximum(_mass_of(key), 1), BLOCK)
+    key, before = _search(candidates, mass_before, n, target, False, BLOCK, RUN, RUNS_BLOCK)
+    rank = (target - before) // tl.maximum(mass_of(key), 1)
+    if BLOCK == 0:
+        token = ordered_token(candidates, key, rank, n, RUN, RUNS_BLOCK)
+    else:
+        token = _equal(candidates, n, key, rank, BLOCK)
+    return token
 
 
 @triton.jit
@@ -399,38 +408,36 @@ def _gather(
         counted = tl.load(near_counts + (row * chunks + chunk) * _RUNGS + tl.minimum(rung, _RUNGS - 1))
         if (counted > 0) | (rung == _RUNGS):
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = _load_logits(logits, edited, is_edited, row * vocab + ids, ids < vocab)
+            x = load_logits(logits, edited, is_edited, row * vocab + ids, ids < vocab)
             distance = tl.div_rn(top - x, heat)
             near = (distance <= limit) & (ids < vocab)
-            packed = (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids
-            tl.store(candidates + n + tl.cumsum(near.to(tl.int32), 0) - 1, packed, mask=near)
+            place = candidates + n + tl.cumsum(near.to(tl.int32), 0) - 1
+            tl.store(place, pack(distance, ids), mask=near)
             n += tl.sum(near.to(tl.int32))
     tl.debug_barrier()
     return n
 
 
 @triton.jit
-def _mass_of(key):
-    """The mass of a token whose distance has these bits."""
-    return _mass(key.to(tl.int32).to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def _search(candidates, n, target, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _search(
+    candidates,
+    mass_before,
+    n,
+    target,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS_BLOCK: tl.constexpr,
+):
     """The distance (bits) at which the running mass (or count) first exceeds `target`, and the sum before."""
     key, before = target * 0, target * 0
     pivot = tl.arange(0, 8).to(tl.int64)
     for step in range(11):
         pivots = key + ((pivot + 1) << (30 - 3 * step))
-        sums = tl.zeros([8], tl.int64)
-        for start in range(0, n, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            keys = tl.load(candidates + at, mask=at < n, other=_NOBODY) >> 32
-            amount = tl.full([BLOCK], 1, tl.int64)
-            if COUNT == 0:
-                amount = _mass_of(keys)
-            below = (keys[:, None] < pivots[None, :]) & (at < n)[:, None]
-            sums += tl.sum(tl.where(below, amount[:, None], 0), 0)
+        if BLOCK == 0:
+            sums = ordered_sums(candidates, mass_before, pivots, n, COUNT, RUN, RUNS_BLOCK)
+        else:
+            sums = _sums(candidates, n, pivots, COUNT, BLOCK)
         passed = (sums <= target) & (pivot < 7)
         key += tl.sum(passed.to(tl.int64)) << (30 - 3 * step)
         before = tl.maximum(before, tl.max(tl.where(passed, sums, 0)))
@@ -438,12 +445,39 @@ def _search(candidates, n, target, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _mass_before(candidates, n, key, BLOCK: tl.constexpr):
-    total = key * 0
+def _sums(candidates, n, pivots, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The mass (or count) of the candidates below each of eight pivots."""
+    sums = tl.zeros([8], tl.int64)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         keys = tl.load(candidates + at, mask=at < n, other=_NOBODY) >> 32
-        total += tl.sum(tl.where(keys < key, _mass_of(keys), 0))
+        amount = tl.full([BLOCK], 1, tl.int64)
+        if COUNT == 0:
+            amount = mass_of(keys)
+        below = (keys[:, None] < pivots[None, :]) & (at < n)[:, None]
+        sums += tl.sum(tl.where(below, amount[:, None], 0), 0)
+    return sums
+
+
+@triton.jit
+def _mass_before(
+    candidates,
+    mass_before,
+    n,
+    key,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS_BLOCK: tl.constexpr,
+):
+    if BLOCK == 0:
+        pivots = key + tl.arange(0, 2) * 0
+        total = tl.max(ordered_sums(candidates, mass_before, pivots, n, False, RUN, RUNS_BLOCK))
+    else:
+        total = key * 0
+        for start in range(0, n, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            keys = tl.load(candidates + at, mask=at < n, other=_NOBODY) >> 32
+            total += tl.sum(tl.where(keys < key, mass_of(keys), 0))
     return total
 
 
@@ -455,7 +489,7 @@ def _mass_above(candidates, n, floor, BLOCK: tl.constexpr):
         at = start + tl.arange(0, BLOCK)
         keys = tl.load(candidates + at, mask=at < n, other=_NOBODY) >> 32
         weight = tl.exp(-keys.to(tl.int32).to(tl.float32, bitcast=True))
-        total += tl.sum(tl.where((weight >= floor) & (at < n), _mass_of(keys), 0))
+        total += tl.sum(tl.where((weight >= floor) & (at < n), mass_of(keys), 0))
     return total
 
 

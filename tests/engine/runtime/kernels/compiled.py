@@ -200,7 +200,7 @@ def report_dependent() -> None:
     x = meta(32, 4096)
     report("dependent norm", fused, "rms_norm_kernel", lambda: fused.rms_norm(x, meta(4096), 1e-6, x), **on)
     report("dependent silu", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 28_672)), **on)
-    for kernel in ("measure_kernel", "weigh_kernel", "choose_kernel"):
+    for kernel in ("measure_kernel", "weigh_kernel", "order_kernel", "choose_kernel"):
         report(f"dependent {kernel}", sampling, kernel, sample_launch, **on)
 
 
@@ -319,6 +319,7 @@ def sample_launch() -> object:
     with (
         recorded(sampling, "measure_kernel"),
         recorded(sampling, "weigh_kernel"),
+        recorded(sampling, "order_kernel"),
         recorded(sampling, "choose_kernel"),
     ):
         return sampling.sample(

@@ -106,17 +106,17 @@ def counts(*, tiles: bool) -> tuple[Counter[str], Counter[str]]:
     return layer, two - layer - layer
 
 
-def test_few_rows_are_six_kernels_per_layer_and_six_besides() -> None:
+def test_few_rows_are_six_kernels_per_layer_and_seven_besides() -> None:
     layer, ends = counts(tiles=True)
     assert layer == {"skinny_kernel": 4, "norm_rotate_store_kernel": 1, "decode_kernel": 1}
-    ours = ("begin_step", "list_work", "skinny", "measure", "weigh", "choose")
+    ours = ("begin_step", "list_work", "skinny", "measure", "weigh", "order", "choose")
     assert ends == {f"{name}_kernel": 1 for name in ours}
 
 
-def test_by_the_library_they_are_nine_and_seven() -> None:
+def test_by_the_library_they_are_nine_and_eight() -> None:
     layer, ends = counts(tiles=False)
     assert layer.total() == 9, layer
-    assert ends.total() == 7, ends
+    assert ends.total() == 8, ends
 
 
 def test_kernels_that_overlap_all_wait_but_the_first_is_launched_plainly() -> None:

@@ -265,6 +265,7 @@ def test_products_are_timed_with_random_numbers(monkeypatch: pytest.MonkeyPatch)
         return x
 
     def normed(stream: Stream, *_: object, **__: object) -> None:
+        assert stream.change is not None
         spreads.extend(float(part.float().std()) for part in (stream.residual, stream.change))
 
     monkeypatch.setattr(autotune, "skinny_matmul", product)
