@@ -54,6 +54,7 @@ def measure(
             "tile": str(measured.tile),
             "us": measured.best_us,
             "library_us": measured.library_us,
+            "library": measured.blas,
             "share": floor_us / measured.best_us,
         }
     for whole, fused in table.fused.items():

@@ -6,6 +6,10 @@ The library has no kernel for an fp8 weight, so for up to `ROWS_MAX` rows the be
 the tile competes with the library's product and the kernel that restores the weight before it. Rows beyond
 `matmul.rows_max` always go to the library, and so does float32, for which the tiles' tensor cores do nothing.
 
+torch has two libraries on a GPU, cuBLAS and cuBLASLt, whose choices of kernels differ. cuBLASLt is taken
+where it beats cuBLAS by the margin, for up to `MEASURED_ROWS[-1]` rows. Which of them torch calls is a switch
+of the process: it is set around the call and put back. A graph keeps what was called when it was captured.
+
 The norm before a product, and SiLU and the multiplication behind it, are kernels of their own, or the
 product's head and tail (`matmul.py`). Which is faster is measured too. The head is tried for up to
 `HEADED_ROWS_MAX` rows: each program norms all rows for itself, which costs too much for many rows. The tail
@@ -19,12 +23,13 @@ Activations are random numbers while products are timed: zeros let a card run fa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +58,9 @@ MEASURED_ROWS: Final = (*FEW_ROWS, *ROWS_FP8)
 """The numbers of rows that are measured."""
 HEADED_ROWS_MAX: Final = 16
 MARGIN: Final = 1.05
+Blas = Literal["cublas", "cublaslt"]
+BLAS: Final[Sequence[Blas]] = get_args(Blas)
+"""torch's libraries on a GPU: the one that it calls by default, then the other."""
 Timer = Callable[[Callable[[], object]], float]
 """Runs a function several times, weights not in the cache, and returns the shortest time in us."""
 
@@ -82,7 +90,7 @@ class MatmulShape:
     width: int
     """K, the columns of the weight."""
     rows: int
-    """Rows of activations: one of `MEASURED_ROWS`, at most the weight's `rows_max`."""
+    """Rows of activations: one of `MEASURED_ROWS`."""
     fp8: bool
     group: int = 0
     """Columns of an fp8 weight that share a scale; 0: all of them."""
@@ -95,6 +103,8 @@ class Measured:
     tile: Tile | None
     best_us: float
     library_us: float | None
+    blas: Blas = BLAS[0]
+    """The faster of torch's libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +143,7 @@ class MatmulTable:
         fused: dict[FusedShape, FusedMeasured] = {}
         table = MatmulTable(measured, fused)
         for linear in linears:
-            for rows in (rows for rows in MEASURED_ROWS if rows <= rows_max(linear.weight)):
+            for rows in (rows for rows in MEASURED_ROWS if _has_choice(linear.weight, rows)):
                 shape = shape_of(linear.weight, rows)
                 if shape not in measured:
                     measured[shape] = _measure(linear.weight, rows, activations, timer)
@@ -146,10 +156,13 @@ class MatmulTable:
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, out: Tensor | None = None
     ) -> Tensor:
         """x [M, K] -> [M, N], in `out` where that is given."""
-        if len(x) <= rows_max(weight):
+        if len(x) <= MEASURED_ROWS[-1]:
             found = self.measured.get(shape_of(weight, _measured_rows(len(x))))
             if found is not None and found.tile is not None:
                 return skinny_matmul(x, weight, found.tile, bias=bias, out=out)
+            if found is not None and found.blas != BLAS[0]:
+                with _preferred(found.blas):
+                    return _by_library(x, weight, bias, out)
             if found is None and isinstance(weight, Fp8Weight) and len(x) <= ROWS_MAX:
                 return skinny_matmul(x, weight, _tiles(weight, x.dtype)[-1], bias=bias, out=out)
         return _by_library(x, weight, bias, out)
@@ -207,18 +220,52 @@ def _measured_rows(rows: int) -> int:
 def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) -> Measured:
     values = _values(weight)
     x = torch.randn(rows, values.shape[1], dtype=activations, device=values.device)
-    tile, best_us = _best(_tiles(weight, activations, rows), partial(skinny_matmul, x, weight), timer)
+    tiles = _tiles(weight, activations, rows) if rows <= rows_max(weight) else ()
+    tile, best_us = _best(tiles, partial(skinny_matmul, x, weight), timer)
     if isinstance(weight, Fp8Weight) and rows <= ROWS_MAX and best_us < math.inf:
         return Measured(tile, best_us, None)
-    library_us = timer(partial(_by_library, x, weight, None))
+    library_us, blas = _best_library(partial(_by_library, x, weight, None), values.device, timer)
     if best_us * MARGIN < library_us:
-        return Measured(tile, best_us, library_us)
-    return Measured(None, library_us, library_us)
+        return Measured(tile, best_us, library_us, blas)
+    return Measured(None, library_us, library_us, blas)
+
+
+def _best_library(run: Callable[[], object], device: torch.device, timer: Timer) -> tuple[float, Blas]:
+    """The time of the faster library in us, and which it is."""
+    found = (timer(run), BLAS[0])
+    for blas in _libraries(device)[1:]:
+        with _preferred(blas):
+            took_us = timer(run)
+        if took_us * MARGIN < found[0]:
+            found = (took_us, blas)
+    return found
+
+
+def _libraries(device: torch.device) -> Sequence[Blas]:
+    return BLAS if device.type == "cuda" else BLAS[:1]
+
+
+def _has_choice(weight: Weight, rows: int) -> bool:
+    """True if more than one kernel multiplies so many rows."""
+    return rows <= rows_max(weight) or len(_libraries(_values(weight).device)) > 1
+
+
+@contextmanager
+def _preferred(blas: Blas) -> Iterator[None]:
+    """Have torch call this library within."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(blas)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def _ways(linear: DeviceLinear, rows: int, activations: torch.dtype) -> Sequence[Way]:
     """The fused products to try. In float16 the unfinished norm of a head may overflow (`matmul.py`)."""
     ways: list[Way] = []
+    if rows > rows_max(linear.weight):
+        return ways
     if linear.norm is not None and rows <= HEADED_ROWS_MAX and activations == torch.bfloat16:
         ways.append(_headed)
     if linear.norm is not None and linear.gated and _tiles(linear.weight, activations, rows):

@@ -17,6 +17,7 @@ RUNGS: Final = 4
 
 _UNIT = tl.constexpr(float(1 << MASS_BITS))
 _RUNGS = tl.constexpr(RUNGS)
+_RUNG = tl.constexpr(NEAR / RUNGS)
 
 
 @triton.jit
@@ -66,3 +67,9 @@ def rung_of(near_masses, near_counts, first, chunks, k, p, total, vocab, CHUNKS_
     found = _RUNGS - tl.sum(reached.to(tl.int32))
     inside = tl.sum(tl.where(tl.arange(0, _RUNGS) == found, counted, 0))
     return found, tl.where(found == _RUNGS, vocab, inside)
+
+
+@triton.jit
+def limit_of(rung):
+    """The distance of a rung from the best token; the rung beyond the last takes all tokens."""
+    return tl.where(rung < _RUNGS, (rung + 1).to(tl.float32) * _RUNG, float("inf"))

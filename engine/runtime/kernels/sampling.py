@@ -43,6 +43,7 @@ from engine.runtime.kernels.dependent_launch import wait_for_earlier
 from engine.runtime.kernels.masses import (
     NEAR,
     RUNGS,
+    limit_of,
     load_logits,
     mass_of,
     pack,
@@ -202,12 +203,6 @@ def weigh_kernel(
                 near = (distance <= (rung + 1) * _RUNG) & (ids < vocab)
                 tl.store(near_counts + at + rung, tl.sum(near.to(tl.int32)))
                 tl.store(near_masses + at + rung, tl.sum(tl.where(near, mass, 0)))
-
-
-@triton.jit
-def _limit(rung):
-    """The distance of a rung from the best token; the rung beyond the last takes all tokens."""
-    return tl.where(rung < _RUNGS, (rung + 1).to(tl.float32) * _RUNG, float("inf"))
 
 
 @triton.jit
@@ -403,7 +398,7 @@ def _gather(
     """Collect the tokens within the rung's distance of the best, in order of their ids -> their
     number. All threads of the program see them."""
     n = tl.full([], 0, tl.int64)
-    limit = _limit(rung)
+    limit = limit_of(rung)
     for chunk in range(chunks):
         counted = tl.load(near_counts + (row * chunks + chunk) * _RUNGS + tl.minimum(rung, _RUNGS - 1))
         if (counted > 0) | (rung == _RUNGS):
@@ -461,13 +456,7 @@ def _sums(candidates, n, pivots, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass_before(
-    candidates,
-    mass_before,
-    n,
-    key,
-    BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
-    RUNS_BLOCK: tl.constexpr,
+    candidates, mass_before, n, key, BLOCK: tl.constexpr, RUN: tl.constexpr, RUNS_BLOCK: tl.constexpr
 ):
     if BLOCK == 0:
         pivots = key + tl.arange(0, 2) * 0

@@ -256,26 +256,6 @@ def test_a_tail_without_a_head(rows: int) -> None:
     assert torch.equal(after_too.residual, after.residual)
 
 
-def test_products_are_timed_with_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros draw less power, and let a card run faster than it does at work."""
-    weight, norm, spreads = torch.randn(64, 32), Norm(torch.ones(32), EPS), []
-
-    def product(x: Tensor, *_: object, **__: object) -> Tensor:
-        spreads.append(float(x.float().std()))
-        return x
-
-    def normed(stream: Stream, *_: object, **__: object) -> None:
-        assert stream.change is not None
-        spreads.extend(float(part.float().std()) for part in (stream.residual, stream.change))
-
-    monkeypatch.setattr(autotune, "skinny_matmul", product)
-    monkeypatch.setattr(autotune, "_by_library", product)
-    monkeypatch.setattr(autotune, "normed_matmul", normed)
-    linears = [DeviceLinear(weight, norm=norm, gated=True), DeviceLinear(quantise(weight))]
-    MatmulTable.fill(linears, torch.bfloat16, autotune.once)
-    assert min(spreads) > 0.5
-
-
 def test_a_head_needs_the_range_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, norm = torch.zeros(64, 32), Norm(torch.ones(32), EPS)
     with monkeypatch.context() as patch:
