@@ -28,6 +28,7 @@ from engine.core.messages import (
     SlotAssignment,
 )
 from engine.core.scheduler import Scheduler
+from engine.core.swap import if_cheaper
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig, RankLost
 from engine.runtime.kv_cache import KVGeometry
@@ -53,6 +54,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128, "vocab_size": 321},
     "qwen3": {},  # QK norm
 }
+WITH_HOST_TIER = "qwen2"
+"""The one whose evicted pages go to host memory, a part of each to each rank's, and come back from there."""
 COMPANY: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 3},
     {"temperature": 0.9, "top_p": 0.9},
@@ -114,7 +117,9 @@ def requests(first_handle: int) -> list[AddSequence]:
 
 def said(runner: Runner) -> tuple[dict[int, list[int]], dict[int, list[float]], CoreStats]:
     """Everybody twice, plain and overlapped; then one twice alone, so that it finds its own pages."""
-    scheduler = Scheduler(SchedulerConfig(step_tokens_max=24, queue_len_max=64), runner.info)
+    prefers_swap = (lambda preempted: True) if runner.info.host_tier else if_cheaper
+    config = SchedulerConfig(step_tokens_max=24, queue_len_max=64)
+    scheduler = Scheduler(config, runner.info, prefers_swap=prefers_swap)
     steps = serve(scheduler, runner, requests(0)) + serve_overlapped(scheduler, runner, requests(100))
     for first_handle in (200, 300):
         longest = max(requests(first_handle), key=lambda request: len(request.prompt_ids))
@@ -127,7 +132,8 @@ def said(runner: Runner) -> tuple[dict[int, list[int]], dict[int, list[float]], 
 def test_two_ranks_say_what_one_says(tiny_model: MakeModel, family: str, overrides: dict[str, Any]) -> None:
     path = tiny_model(family, **overrides)
     tokens, logprobs, _ = said(load(path, kernels="torch", **small(path, 1)))
-    with two_ranks(path) as runner:
+    has_tier = family == WITH_HOST_TIER
+    with two_ranks(path, kv_host_tier=has_tier, swap_memory=1 << 20) as runner:
         found_tokens, found_logprobs, stats = said(runner)
     assert found_tokens == tokens
     assert {ended[-1] for ended in tokens.values()} == {FinishReason.LENGTH, FinishReason.STOP}
@@ -136,6 +142,7 @@ def test_two_ranks_say_what_one_says(tiny_model: MakeModel, family: str, overrid
         assert found_logprobs[handle] == pytest.approx(values, abs=TOLERANCE)
     assert stats.preemptions > 0
     assert stats.prefix_hit_tokens > 0
+    assert (stats.prefix_host_tokens > 0) == has_tier
     assert stats.pages_owned == 0
 
 
