@@ -27,7 +27,8 @@ their estimates (`engine.core.cost`). Good estimates earn longer chunks.
   `ALONE_SHARE` as `phi`: what a step takes without any row is at most a fifth of it. There is no credit and
   no debt then.
 - A chunk spends at most the share `REREAD_SHARE` of its time on reading the context before it. Where `P` is
-  too short for that, it is kept as *credit*, and the chunk is computed once budget and credit suffice. No
+  too short for that, it is kept as *credit*, and the chunk is computed once budget and credit suffice. It
+  waits for no more than the longest step has left beside the reserve, or it would wait for ever. No
   step is made longer by credit than `tau`, or twice its decodes. Only a chunk of one token may, where reading
   its context alone takes longer than that, or than the reserve leaves of it; then it is computed as rarely as
   its share of the time says. (Else two prompts far into their contexts would wait for each other for ever.)
