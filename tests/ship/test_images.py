@@ -59,6 +59,21 @@ def test_what_runs_has_no_compiler_and_no_installer(name: str) -> None:
     assert all(rest.startswith('test "${VARIANT}" = cpu || ') for rest in installing)
 
 
+def test_what_triton_compiles_at_a_first_start_is_tried_when_the_image_is_built() -> None:
+    """It needs Python's headers, which are the base's: without them every start on a GPU would fail."""
+    runs = [rest for word, rest in last_stage(FILES["engine"]) if word == "RUN"]
+    [trying] = [rest for rest in runs if "-fsyntax-only" in rest]
+    assert trying.startswith('test "${VARIANT}" = cpu || ')
+    assert trying.endswith(" driver.c; }")
+
+
+def test_only_torch_for_cpus_is_looked_for_beyond_pypi() -> None:
+    [install] = [rest for word, rest in instructions(FILES["engine"]) if "-r requirements.txt" in rest]
+    assert '{ test "${VARIANT}" = cpu || unset PIP_EXTRA_INDEX_URL; }  && /opt' in install
+    before = FILES["engine"].partition("ARG PIP_EXTRA_INDEX_URL")[0]
+    assert "pip install -q --require-hashes -r requirements-build.txt" in before
+
+
 def test_kernels_of_every_instruction_set_are_shipped() -> None:
     """Whatever their number is: what was built is what is installed, and a failure to build ends it."""
     runs = [rest for word, rest in instructions(FILES["engine"]) if word == "RUN"]
