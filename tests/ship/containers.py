@@ -29,7 +29,7 @@ ENGINE: Final = "localhost/penstock-engine:dev"
 GATEWAY: Final = "localhost/penstock-gateway:dev"
 NETWORK: Final = "penstock-ship"
 KEY: Final = "sk-ship-only-for-this-run"
-PATIENCE_S: Final = 180.0
+PATIENCE_S: Final = 600.0
 STREAMS: Final = 50
 CONFINED: Final = (
     *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", "512"),
@@ -264,7 +264,16 @@ def on_disk() -> None:
     volume, pages = "/var/lib/penstock/kv", "/var/lib/penstock/kv/pages"
     options: tuple[str, ...] = ("--memory", "3g", "--cpus", "2", "--tmpfs", f"{volume}:size=64m,mode=1777")
     options += ("--tmpfs", "/var/cache/penstock:size=16m,mode=1777")
-    settings = ("--model", "demo", "--probe-port", "8002", "--kv-disk-dir", pages, "--kv-disk-bytes", "48MiB")
+    settings = (
+        "--model",
+        "demo",
+        "--probe-port",
+        "8002",
+        "--kv-disk-dir",
+        pages,
+        "--kv-disk-bytes",
+        "50331648",
+    )
     with container("ship-disk", ENGINE, options, *settings) as engine:
         until(engine.is_ready, "the engine with a disk ready")
         until(lambda: any(line["event"] == "core.disk_tier_found" for line in engine.lines()), "its disk")
