@@ -245,9 +245,7 @@ def choose_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row)
-    chunks: tl.constexpr = CHUNKS_BLOCK
-    every = tl.arange(0, chunks)
-    count = tl.cdiv(vocab, CHUNK)
+    every, count = tl.arange(0, CHUNKS_BLOCK), tl.cdiv(vocab, CHUNK)
     at, exists = row * count + every, every < count
     tops = tl.load(best + at, mask=exists, other=float("-inf"))
     top, chunk = tl.max(tops, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -279,9 +277,8 @@ def choose_kernel(
             )
     raw_tops = tl.load(raw_best + at, mask=exists, other=float("-inf"))
     raw_top = tl.max(raw_tops)
-    total = tl.sum(
-        tl.where(exists, tl.load(raw_sum + at, mask=exists, other=0.0) * tl.exp(raw_tops - raw_top), 0.0)
-    )
+    raw_sums = tl.load(raw_sum + at, mask=exists, other=0.0)
+    total = tl.sum(tl.where(exists, raw_sums * tl.exp(raw_tops - raw_top), 0.0))
     chosen = tl.load(logits + row * vocab + tl.maximum(token, 0)).to(tl.float32)
     tl.store(logprobs + row, chosen - raw_top - tl.log(total))
     tl.store(tokens + row, tl.where(sound, token, _FAILURE).to(tl.int64))
