@@ -126,7 +126,7 @@ def test_the_live_targets_come_from_a_perfect_placement() -> None:
     conversations = {rule: Seen(100, cached, 66, [2.0]) for rule, cached in shares.items()}
     singles = {rule: Seen(100, 0, 0, [1.0]) for rule in shares}
     found = {one.name: one for one in figures_of(conversations, singles)}
-    assert found["live conversations: cached share / perfect"].value == pytest.approx(60 / 66)
+    assert found["live conversations: cached share / perfect"].value == 0.9091
     over = found["live conversations: cached share / round robin"]
     assert (over.target, over.ok) == (">= 1.222", True)
     shares = {"own": 60, "round robin": 0, "least load": 0}
