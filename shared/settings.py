@@ -36,7 +36,12 @@ from msgspec import Meta
 from shared.docstrings import field_docstrings
 from shared.sizes import parse_size, show_size
 
-_UNITS: Final = {"s": "seconds", "ms": "milliseconds", "tokens": "tokens", "memory": "bytes"}
+_UNITS: Final = {
+    "s": "seconds",
+    "ms": "milliseconds",
+    "tokens": "tokens",
+    **dict.fromkeys(("memory", "bytes"), "bytes"),
+}
 """The unit of a setting, by the last word of its name."""
 _TRUTHS: Final = {"true": True, "1": True, "false": False, "0": False}
 
