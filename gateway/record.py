@@ -274,6 +274,7 @@ def _line(record: RequestRecord, stages: Stages, seconds: float) -> GatewayLine:
         engine_decode_ms=None if closing is None else closing.decode_ms,
         engine_preempted_ms=None if closing is None else closing.preempted_ms,
         engine_preemptions=None if closing is None else closing.preemptions,
+        engine_swaps=None if closing is None else closing.swaps,
         engine_stalled_ms=None if closing is None else closing.stalled_ms,
         edge_ms=edge, auth_ms=auth, answer_ms=answer, seat_ms=seat, tenant_ms=tenant, quota_ms=quota,
         route_ms=route, connect_ms=connect, wait_ms=wait, relay_ms=relay, settle_ms=settle,

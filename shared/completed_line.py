@@ -147,6 +147,7 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
     engine_decode_ms: Milliseconds | None = None
     engine_preempted_ms: Milliseconds | None = None
     engine_preemptions: WholeNumber | None = None
+    engine_swaps: WholeNumber | None = None
     engine_stalled_ms: Milliseconds | None = None
     edge_ms: Milliseconds | None = None
     """Stage: from the headers to authentication."""
@@ -178,10 +179,12 @@ class EngineLine(CompletedLine, frozen=True, kw_only=True):
 
     service: Literal["engine"]
     sequences: WholeNumber | None = None
-    """Choices of all prompts. This and `preemptions` are None for a request that was not submitted to the
-    core."""
+    """Choices of all prompts. This, `preemptions` and `swaps` are None for a request that was not submitted
+    to the core."""
     preemptions: WholeNumber | None = None
     """How often a sequence gave its pages back."""
+    swaps: WholeNumber | None = None
+    """How often its pages were kept in host memory then. None as `preemptions`."""
     queue_ms: Milliseconds | None = None
     """Stage: waiting for the first admission."""
     prefill_ms: Milliseconds | None = None

@@ -45,5 +45,6 @@ OWN: Final = (
     "events",
     "sequences",
     "preemptions",
+    "swaps",
 )
 """Fields that become attributes of Penstock's own."""

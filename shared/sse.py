@@ -66,6 +66,8 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
     decode_ms: float = 0.0
     preempted_ms: float = 0.0
     preemptions: int = 0
+    swaps: int = 0
+    """The preemptions after which the pages were kept in host memory."""
     stalled_ms: float = 0.0
     """The time for which the request was paused, because the client was behind in reading."""
     edge_ms: float = 0.0

@@ -65,7 +65,7 @@ class Tally:
     disk_tokens: int = 0
     """The part that came from disk."""
     timing: Timing = field(default_factory=Timing)
-    """The times of the sequence that ended last; `preemptions` is the sum over all."""
+    """The times of the sequence that ended last; `preemptions` and `swaps` are the sums over all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +250,7 @@ class Exchange:
             decode_ms=_ms(timing.decode_s),
             preempted_ms=_ms(timing.preempted_s),
             preemptions=timing.preemptions,
+            swaps=timing.swaps,
             stalled_ms=_ms(timing.stalled_s),
             edge_ms=edge or 0.0,
             body_ms=body or 0.0,
@@ -314,6 +315,7 @@ class Exchange:
                 "host_tokens": tally.host_tokens,
                 "disk_tokens": tally.disk_tokens,
                 "preemptions": tally.timing.preemptions,
+                "swaps": tally.timing.swaps,
             }
         if self.causes:
             fields["causes"] = [msgspec.to_builtins(cause) for cause in most_telling(self.causes)]

@@ -297,7 +297,11 @@ class Generation:
             cached_tokens=sum(output.cached_len for output in self._outputs[:: self._n]),
             host_tokens=sum(output.host_len for output in self._outputs[:: self._n]),
             disk_tokens=sum(output.disk_len for output in self._outputs[:: self._n]),
-            timing=replace(last, preemptions=sum(timing.preemptions for timing in timings)),
+            timing=replace(
+                last,
+                preemptions=sum(timing.preemptions for timing in timings),
+                swaps=sum(timing.swaps for timing in timings),
+            ),
         )
 
     def _prompt_tokens(self) -> int:

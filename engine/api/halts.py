@@ -29,7 +29,7 @@ class Halts:
 
     __slots__ = (
         *("_halt", "_is_paused", "_over", "_preempted", "_preempted_s", "_ring", "_stalled_s"),
-        "preemptions",
+        *("preemptions", "swaps"),
     )
 
     def __init__(self, ring: StepRing) -> None:
@@ -42,8 +42,8 @@ class Halts:
         """The reason for which it was preempted, and whether it was swapped; None when it is not."""
         self._is_paused = False
         self._preempted_s = self._stalled_s = 0.0
-        self.preemptions = 0
-        """Preemptions while it ran."""
+        self.preemptions = self.swaps = 0
+        """Preemptions while it ran, and those of them after which its pages were kept in host memory."""
 
     @property
     def is_paused(self) -> bool:
@@ -79,7 +79,9 @@ class Halts:
             self._preempted = None
         else:
             self._preempted = preemption_code(move), swapped
-            self.preemptions += move is not Move.PREEMPTED_STALLED
+            if move is not Move.PREEMPTED_STALLED:
+                self.preemptions += 1
+                self.swaps += swapped
         if self._is_paused:
             return
         self._end(now)

@@ -79,6 +79,8 @@ class Timing:
     preempted_s: float = 0.0
     preemptions: int = 0
     stalled_s: float = 0.0
+    swaps: int = 0
+    """The preemptions after which its pages were kept in host memory."""
 
     @property
     def life_s(self) -> float:
@@ -172,10 +174,14 @@ class ChoiceOutput:
         stalled_s, preempted_s = halts.stalled_s(now), halts.preempted_s(now)
         if self.first_token_at is None:
             prefill_s = max(0.0, now - begun_at - preempted_s - stalled_s)
-            return Timing(self._queue_s, prefill_s, 0.0, preempted_s, halts.preemptions, stalled_s)
+            return Timing(
+                self._queue_s, prefill_s, 0.0, preempted_s, halts.preemptions, stalled_s, halts.swaps
+            )
         prefill_s = max(0.0, self.first_token_at - begun_at - self._preempted_in_prefill_s)
         decode_s = now - self.first_token_at - stalled_s - (preempted_s - self._preempted_in_prefill_s)
-        return Timing(self._queue_s, prefill_s, decode_s, preempted_s, halts.preemptions, stalled_s)
+        return Timing(
+            self._queue_s, prefill_s, decode_s, preempted_s, halts.preemptions, stalled_s, halts.swaps
+        )
 
     def causes(self, now: float, *, shared: bool) -> list[Cause]:
         """The causes of the sequence's waits, in the order of its life. To be called once, when nothing
@@ -249,6 +255,7 @@ class ChoiceOutput:
             finished.preempted_s,
             finished.preemptions,
             finished.stalled_s,
+            self._halts.swaps,
         )
         match finished.reason:
             case FinishReason.STOP | FinishReason.LENGTH:

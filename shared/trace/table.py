@@ -105,7 +105,8 @@ def _gateway(line: GatewayLine) -> Iterator[str]:
 def _engine_tokens(line: EngineLine) -> Iterator[str]:
     if line.sequences is None:
         return
-    preempted = f", preempted {_count(line.preemptions, 'time')}" if line.preemptions else ""
+    swapped = f" ({line.swaps} of them with its pages kept in host memory)" if line.swaps else ""
+    preempted = f", preempted {_count(line.preemptions, 'time')}{swapped}" if line.preemptions else ""
     yield _row("", f"{_count(line.sequences, 'sequence')}{preempted}; {_tokens(line)}")
 
 

@@ -295,4 +295,4 @@ async def test_the_engines_times_are_in_the_completed_line(house: House) -> None
     line = await house.line()
     told = {name.removeprefix("engine_"): line[name] for name in line if name.startswith("engine_")}
     before = dict.fromkeys(("edge_ms", "body_ms", "validate_ms", "tokenize_ms", "handover_ms"), 0.0)
-    assert told == before | times | {"end_reason": "length", "preemptions": 6}
+    assert told == before | times | {"end_reason": "length", "preemptions": 6, "swaps": 0}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.routing.health import SAMPLES_MIN
-from shared.completed_line import GatewayLine
+from shared.completed_line import EngineLine, GatewayLine
 from shared.trace.sentences import sentence
 from tests.engine.api.tiny import write_model_dir
 from tests.histories.world import until
@@ -94,6 +94,12 @@ def test_preempted_by_a_higher_class(model_dir: Path, host_pages: int, ends: str
     found = causes(told, "flex")
     says(found, r"preempted for \d+ ms: a request of a higher class took its place")
     assert any(re.search(ends, line) for line in found.splitlines()), found
+    engine, swaps = told.line("flex", "engine"), 1 if host_pages else 0
+    assert isinstance(engine, EngineLine)
+    assert (engine.preemptions, engine.swaps) == (1, swaps)
+    assert gateway_line(told, "flex").engine_swaps == swaps
+    kept = r" \(1 of them with its pages kept in host memory\)" if swaps else ""
+    says(told.trace("flex"), rf"preempted 1 time{kept}; ")
 
 
 def test_a_request_waits_for_those_of_a_higher_class(model_dir: Path) -> None:

@@ -105,7 +105,10 @@ function facts(one, line) {
     pairs.push(["Answer", plural(one.completion_tokens, "token", "tokens"), "answer"]);
   }
   if (line) pairs.push(["Charged", `${whole(line.settled_tokens)} of ${whole(line.reserved_tokens)} reserved`, "charged"]);
-  if (line?.engine_preemptions) pairs.push(["Preempted", plural(line.engine_preemptions, "time", "times"), "preempted"]);
+  if (line?.engine_preemptions) {
+    const kept = line.engine_swaps ? `, ${line.engine_swaps} of them with its pages in host memory` : "";
+    pairs.push(["Preempted", plural(line.engine_preemptions, "time", "times") + kept, "preempted"]);
+  }
   return el("dl", { class: "facts" }, pairs.map(([name, text, key]) =>
     el("div", {}, el("dt", {}, name), el("dd", { "data-fact": key }, shown(text)))));
 }
