@@ -142,7 +142,8 @@ def test_a_read_is_alone_only_where_it_is_one_whole_chunk(
     body, data = Chunked(), chunk(data) if is_framed else data
     body.feed(before)
     if start := body.alone(data):
-        assert data == b"%x\r\n%b\r\n" % (len(data) - start - 2, data[start:-2])
+        size = b"%x\r\n" % (len(data) - start - 2)  # its digits may be of either case
+        assert data[:start].lower() + data[start:] == b"%b%b\r\n" % (size, data[start:-2])
         assert body.feed(data) == data[start:-2]
     else:
         assert before not in (b"", chunk(b"a")) or not is_framed or data == chunk(b"")
