@@ -45,9 +45,9 @@ def table(traces: Sequence[Trace]) -> Iterator[str]:
         yield from _stages(trace)
 
 
-def _heading_and_words(trace: Trace, number: str = "") -> Iterator[str]:
+def _heading_and_words(trace: Trace, number: str = "", *, is_record: bool = False) -> Iterator[str]:
     yield printable(f"request {trace.request_id}{number}")
-    yield from _words(trace)
+    yield from _words(trace, is_record=is_record)
 
 
 # -- words ----------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ _ROUTES: Final = {
 """The reasons for the choice of an engine that are worth telling."""
 
 
-def _words(trace: Trace) -> Iterator[str]:
+def _words(trace: Trace, *, is_record: bool) -> Iterator[str]:
     line: Line = trace.gateway or trace.engines[0]
     model = f"model {line.model}" if line.model else "no model"
     tenant = f"tenant {line.tenant}" if line.tenant else "no tenant"
@@ -78,7 +78,7 @@ def _words(trace: Trace) -> Iterator[str]:
     for label, engine in named(trace.engines):
         yield from _end(label, engine)
         yield from _engine_tokens(engine)
-    if missing := _missing(trace):
+    if missing := _untold(trace) if is_record else _missing(trace):
         yield _row("engine", missing)
     told = next((one.causes for one in (trace.gateway, *trace.engines) if one and one.causes), ())
     for number, cause in enumerate(told):
@@ -127,6 +127,14 @@ def _end(label: str, line: Line) -> Iterator[str]:
         param = f", param {line.error_param}" if line.error_param else ""
         detail = f": {line.error_detail}" if line.error_detail else ""
         yield _row("", f"error {line.error_code}{param}{detail}")
+
+
+def _untold(trace: Trace) -> str | None:
+    """The note in a gateway's record about an engine that was asked and told nothing. None where it has."""
+    line = trace.gateway
+    if line is None or not line.attempts or line.engine_end_reason:
+        return None
+    return "told nothing of it: not reached, lost, or of another make"
 
 
 def _missing(trace: Trace) -> str | None:
@@ -201,7 +209,7 @@ def record_text(record: RequestRecord) -> Iterator[str]:
     """A gateway's record of a request as text."""
     one = record.summary
     if record.line is not None:
-        yield from _heading_and_words(Trace(one.request_id, record.line))
+        yield from _heading_and_words(Trace(one.request_id, record.line), is_record=True)
     else:
         yield printable(f"request {one.request_id}, in progress")
         model, tenant = one.model or "no model", one.tenant or "no tenant"

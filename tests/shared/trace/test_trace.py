@@ -14,9 +14,11 @@ import pytest
 from shared import cli
 from shared.completed_line import schema_problem
 from shared.trace import reading
+from shared.trace.axis import axis
 from shared.trace.join import Trace, join
 from shared.trace.reading import Reading, bounded_lines
-from shared.trace.table import table
+from shared.trace.record import RequestRecord, RequestSummary
+from shared.trace.table import record_text, table
 
 REAL = Path(__file__).with_name("lines.jsonl")
 """What `penstock up` wrote of these requests: `twice` (a stream, and two choices), `refused`, `left` by its
@@ -138,6 +140,26 @@ def test_without_the_gateways_log_the_engines_side_is_shown_and_the_other_missed
 def test_without_the_engines_log_the_gateways_side_is_shown_and_the_other_missed() -> None:
     text = shown("left", line_of("gateway", "left"))
     assert "engine   1 line missing" in text
+
+
+@pytest.mark.parametrize(("told", "missed"), [({}, False), ({"engine_end_reason": ""}, True)])
+def test_a_gateways_record_misses_an_engine_that_told_nothing(told: dict[str, Any], missed: bool) -> None:
+    """It has no engine's lines, and needs none."""
+    [found] = traces_of("left", line_of("gateway", "left", **told))
+    line = found.gateway
+    assert line is not None
+    one = RequestSummary(
+        request_id="left",
+        is_live=False,
+        began_at=line.ts,
+        total_ms=line.total_ms,
+        stage=line.stage,
+        method=line.method,
+        endpoint=line.endpoint,
+    )
+    text = "\n".join(record_text(RequestRecord(summary=one, axis=axis(line, ()), line=line)))
+    assert "line missing" not in text
+    assert ("told nothing of it" in text) == missed
 
 
 def test_an_engine_that_was_not_asked_is_not_missed() -> None:
