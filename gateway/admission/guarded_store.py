@@ -38,9 +38,10 @@ from gateway.admission.quota import (
     Subject,
     Windows,
 )
+from gateway.admission.store_failures import failed
 from gateway.admission.usage import Payer, Sheet, UsageRow, Used
 from gateway.quota_config import QuotaLimits
-from shared import logs
+from gateway.shield import Done
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import QuotaUnavailable
 from shared.ids import TenantId
@@ -51,11 +52,6 @@ POSTED_MAX: Final = 100
 """Rows that one call posts."""
 _SEATED: Final = Decision(None, None)
 
-log = logs.get(__name__)
-
-FAILURES: Final = Counter(
-    "penstock_gateway_quota_store_failures", "Calls that the quota store did not answer.", ["call"]
-)
 WITHOUT_STORE: Final = Counter(
     "penstock_gateway_quota_without_store",
     "Seats and reservations that were asked for while the quota store could not be asked.",
@@ -70,6 +66,10 @@ class SharedStore(QuotaStore, Protocol):
     @property
     def is_well(self) -> bool:
         """True if it can be asked."""
+        ...
+
+    def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
+        """It waits for nobody, and does not fail: what the store could not be told, it is told later."""
         ...
 
     async def post(self, source: str, number: int, tenant: TenantId, day: int, sheet: Sheet) -> None:
@@ -135,14 +135,10 @@ class GuardedStore:
         local = self._share(tuple(subjects))
         return _of_share(await self._local.reserve(reservation, local, least, most, payer))
 
-    async def settle(self, reservation: ReservationId, used: Used) -> Settlement | None:
-        """None, too, when the store did not answer: it settles later, or the reserved tokens stay charged."""
-        local = await self._local.settle(reservation, used)
-        try:
-            return await self._store.settle(reservation, used) or local
-        except StoreUnavailable as error:
-            self._failed("settle", error)
-            return local
+    def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
+        """Where the tokens were granted here, what that makes of them."""
+        local, shared = self._local.settle(reservation, used), self._store.settle(reservation, used)
+        return shared if local.result is None else local
 
     async def renew(self, reservations: Sequence[ReservationId]) -> None:
         """Extend the leases, and find out whether the store is well."""
@@ -150,14 +146,14 @@ class GuardedStore:
         try:
             await self._store.renew(reservations)
         except StoreUnavailable as error:
-            self._failed("renew", error)
+            failed("renew", error)
 
     async def windows(self, subjects: Sequence[Subject]) -> Windows:
         """Empty when the store did not answer."""
         try:
             return await self._store.windows(subjects)
         except StoreUnavailable as error:
-            self._failed("windows", error)
+            failed("windows", error)
             return Windows()
 
     async def usage(self, tenant: TenantId, first: int, last: int) -> AsyncIterator[UsageRow]:
@@ -174,7 +170,7 @@ class GuardedStore:
                 try:
                     await self._store.post(self._name, self._posted + 1, tenant, day, sheet)
                 except StoreUnavailable as error:
-                    self._failed("post", error)
+                    failed("post", error)
                     return
                 self._posted += 1
                 self._unposted.popleft()
@@ -191,16 +187,12 @@ class GuardedStore:
         self, call: str, error: StoreUnavailable, subjects: Sequence[Subject]
     ) -> tuple[Subject, ...]:
         """Rule 2: the subjects with their part of the limits. Raises QuotaUnavailable."""
-        self._failed(call, error)
+        failed(call, error)
         fail = subjects[0].fail if subjects else "closed"
         WITHOUT_STORE.inc(fail)
         if fail == "closed":
             raise _unavailable(f"{call}: {error}") from None
         return self._share(tuple(subjects))
-
-    def _failed(self, call: str, error: StoreUnavailable) -> None:
-        FAILURES.inc(call)
-        log.debug("quota.store_failed", call=call, error=str(error)[:200])
 
 
 def _share(subject: Subject, gateways: int) -> Subject:

@@ -218,8 +218,8 @@ class QuotaStore(Protocol):
 
     def settle(self, reservation: ReservationId, used: Used) -> Awaitable[Settlement | None]:
         """Charge `used` in place of what was reserved, give the seats back, and count the request with its
-        payer. Idempotent: None when the reservation was settled before, has expired or was never granted. One
-        that expires is counted as if all that was reserved had been used, by estimate."""
+        payer. Idempotent: None when the reservation was settled before, was never granted, or is known to
+        have expired. One that expires is counted as if all that was reserved had been used, by estimate."""
         ...
 
     def renew(self, reservations: Sequence[ReservationId]) -> Awaitable[None]:

@@ -6,18 +6,23 @@ put together, and refusals and windows worked out from the usage that they retur
 Rules:
 
 1. A reservation is settled by the store that made it: it keeps the reservation's subjects until Redis has
-   answered its settlement. One that could not be sent goes out with the first renewal that succeeds.
+   answered its settlement. Nobody waits for that: what was reserved is known here. A settlement goes out
+   before every later call for the same tenant, so this process sees it in all that it reads afterwards, and
+   others a moment later. One that fails goes out again with the next renewal, and when the store is closed.
 2. A renewal is also the probe that brings a link up which is down, and a write: a server that only reads is
    none for quotas.
 3. A request without limits has no reservation here, and nothing is asked for it.
 4. A request whose tokens were not granted by this store, as far as its caller knows, is not counted by it.
 5. A call whose keys another node has now is sent there, at once and once: within two calls' time, and that of
    connecting where the node was not known, which is bounded by a call's time as well.
+6. A settlement says what this store reserved. Where the lease had lapsed, or where the answer to a
+   reservation was lost, Redis knows better, and counts by what it knows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import struct
 from collections import defaultdict
@@ -46,8 +51,10 @@ from gateway.admission.quota import (
 )
 from gateway.admission.redis_link import Moved, RedisLink, ScriptMissing, Word
 from gateway.admission.redis_links import Links, tag_of
+from gateway.admission.store_failures import failed
 from gateway.admission.usage import OTHERS, Payer, Sheet, Totals, UsageRow, Used
 from gateway.quota_config import QuotaLimits
+from gateway.shield import Done
 from shared.clock import Clock
 from shared.ids import KeyId, TenantId
 
@@ -66,8 +73,12 @@ _FOR_THE_CALLER: Final = ("enter", "reserve")
 
 class _Held(Struct):
     subjects: tuple[Subject, ...]
+    granted: int = 0
+    """Tokens that were granted to it, as far as its caller knows."""
     used: Used | None = None
     """The tokens to settle with; None while the request is in progress."""
+    is_settling: bool = False
+    """True while Redis is asked to settle it."""
     is_counted: bool = False
     """Rule 4."""
 
@@ -92,6 +103,8 @@ class RedisStore:
         self._encoded = lru_cache(ENCODED_MAX)(self._encode)
         self._row_of = lru_cache(ENCODED_MAX)(self._row)
         self._held: dict[ReservationId, _Held] = {}
+        self._settling: set[asyncio.Future[list[Any]]] = set()
+        """Calls that settle and are not over."""
         self._knows_servers = False
         self._has_followed = False
         """True if a call was sent on to another node since the nodes were asked for their slots."""
@@ -131,23 +144,25 @@ class RedisStore:
         reply = await self._run("reserve", reservation, held.subjects, least, most, *row)
         holdings = _holdings(subjects, reply)
         if (granted := reply[1]) >= 0:
-            held.is_counted = True
+            held.is_counted, held.granted = True, granted
             return Decision(None, quota.windows_of(holdings), granted)
         if (seated := -1 - granted) == 0:
             del self._held[reservation]
         return _refused(holdings, seated=seated, tokens=least)
 
-    async def settle(self, reservation: ReservationId, used: Used) -> Settlement | None:
-        """Tried again with the next renewal when it fails."""
+    def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
+        """Rule 1."""
         held = self._held.get(reservation)
-        if held is None:
-            return None
+        if held is None or held.used is not None:
+            return Done(None)
         held.used = used
-        prompt = used.prompt if held.is_counted else -1
-        words = used.tokens, prompt, used.cached, used.completion
-        reply = await self._run("settle", reservation, held.subjects, *words)
-        self._held.pop(reservation, None)
-        return Settlement(reply[1], used.tokens) if reply[1] >= 0 else None
+        self._send_settlement(reservation, held)
+        return Done(Settlement(held.granted, used.tokens))
+
+    async def settled(self) -> None:
+        """Wait until no settlement is under way. Each is answered, or fails, within its time."""
+        while self._settling:
+            await asyncio.wait(tuple(self._settling))
 
     async def renew(self, reservations: Sequence[ReservationId]) -> None:
         """Rule 2."""
@@ -157,12 +172,13 @@ class RedisStore:
         probes = (link.probe(*self._probe(self._links.tag_of(link))) for link in self._links.all())
         probed = await asyncio.gather(*probes, return_exceptions=True)
         renewed = await asyncio.gather(*self._renewals(reservations), return_exceptions=True)
+        self._settle_again()
         for problem in (*probed, *renewed):
             if isinstance(problem, BaseException):
                 raise problem
 
     def _renewals(self, reservations: Sequence[ReservationId]) -> Iterable[Awaitable[object]]:
-        """Leases to extend, and settlements that could not be sent before."""
+        """Calls that extend the leases."""
         together: defaultdict[tuple[str, str], list[ReservationId]] = defaultdict(list)
         tenants: dict[tuple[str, str], TenantId] = {}
         for reservation in reservations:
@@ -175,9 +191,6 @@ class RedisStore:
             for i in range(0, len(renewed), RENEWED_MAX):
                 words = *keys, *self._head("renew"), *renewed[i : i + RENEWED_MAX]
                 yield self._eval(tenants[keys], (2, *words))
-        for name, held in self._held.items():
-            if held.used is not None:
-                yield self.settle(name, held.used)
 
     async def windows(self, subjects: Sequence[Subject]) -> Windows:
         if not subjects:
@@ -213,7 +226,13 @@ class RedisStore:
                 yield UsageRow(tenant, key_id, model, day, totals)
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the connections, once the settlements that are under way are over, and those that failed were
+        tried once more."""
+        await self.settled()
+        if any(held.used is not None for held in self._held.values()):
+            with contextlib.suppress(StoreUnavailable):
+                await self.renew([])
+            await self.settled()
         await self._links.aclose()
 
     # -- calls ------------------------------------------------------------------------------------
@@ -224,16 +243,61 @@ class RedisStore:
             held = self._held[reservation] = _Held(tuple(subjects))
         return held
 
+    def _send_settlement(self, reservation: ReservationId, held: _Held) -> None:
+        """Ask Redis to settle a reservation: the words are on their way when this returns."""
+        used = held.used
+        assert used is not None
+        words = used.tokens, used.prompt if held.is_counted else -1, used.cached, used.completion
+        call = self._words("settle", reservation, held.subjects, *words)
+        held.is_settling = True
+        try:
+            asked = self._links.of(held.subjects[0].tenant).call("EVALSHA", SCRIPT_SHA, *call)
+        except StoreUnavailable as error:
+            held.is_settling = False
+            failed("settle", error)
+            return
+        answered = asyncio.ensure_future(asked)
+        self._settling.add(answered)
+        answered.add_done_callback(lambda over: self._settlement_over(over, reservation, held, call))
+
+    def _settlement_over(
+        self, over: asyncio.Future[list[Any]], reservation: ReservationId, held: _Held, call: tuple[Word, ...]
+    ) -> None:
+        self._settling.discard(over)
+        if over.cancelled():  # with the loop
+            return
+        error = over.exception()
+        if isinstance(error, ScriptMissing | Moved) and call:  # so nothing was done
+            again = asyncio.ensure_future(self._eval(held.subjects[0].tenant, call))
+            self._settling.add(again)
+            again.add_done_callback(lambda over: self._settlement_over(over, reservation, held, ()))
+            return
+        held.is_settling = False
+        if isinstance(error, StoreUnavailable):
+            failed("settle", error)
+        elif self._held.get(reservation) is held:
+            del self._held[reservation]
+
+    def _settle_again(self) -> None:
+        """Send the settlements that have failed."""
+        for name, held in tuple(self._held.items()):
+            if held.used is not None and not held.is_settling:
+                self._send_settlement(name, held)
+
     async def _run(
         self, operation: str, reservation: ReservationId, subjects: tuple[Subject, ...], *words: Word
     ) -> list[int]:
-        link = self._links.of(subjects[0].tenant)
+        return await self._eval(subjects[0].tenant, self._words(operation, reservation, subjects, *words))
+
+    def _words(
+        self, operation: str, reservation: ReservationId, subjects: tuple[Subject, ...], *words: Word
+    ) -> tuple[Word, ...]:
         now_ms, not_after_ms = self._now_ms(), 0  # 0: at any time
         if not now_ms and operation in _FOR_THE_CALLER:
+            link = self._links.of(subjects[0].tenant)
             not_after_ms = link.server_ms + link.timeout_ms
         keys, settings = self._encoded(subjects)
-        head = operation, reservation, now_ms, not_after_ms, settings
-        return await self._eval(subjects[0].tenant, (len(keys), *keys, *head, *words))
+        return len(keys), *keys, operation, reservation, now_ms, not_after_ms, settings, *words
 
     async def _eval(self, tenant: TenantId, words: tuple[Word, ...]) -> list[Any]:
         try:

@@ -205,7 +205,8 @@ async def test_concurrency_is_a_lease(clock_and_store: Both) -> None:
     assert (await take(store, rid(3), who, 0)).refusal is not None, "renewed, so still held"
     clock.advance(1)
     assert (await take(store, rid(4), who, 0)).refusal is None, "a lease outlived its time to live"
-    assert await store.settle(rid(1), Used()) is None
+    await store.settle(rid(1), Used())
+    assert (await take(store, rid(5), who, 0)).refusal is not None, "it had no seat to give back"
 
 
 async def test_a_lease_that_ran_out_stays_charged(clock_and_store: Both) -> None:

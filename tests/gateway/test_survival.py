@@ -23,6 +23,7 @@ from gateway.admission.usage import Sheet, Used
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background
 from gateway.identity.caller import Caller, Principal
 from gateway.quota_config import QuotaFail, QuotaLimits
+from gateway.shield import Done
 from shared.errors import QuotaUnavailable
 from shared.ids import TenantId
 from tests.fakes import VirtualClock
@@ -51,6 +52,13 @@ class BrokenStore:
 
         return call
 
+    def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
+        """Tells nobody when it fails."""
+        if "settle" not in self.fails:
+            return self.store.settle(reservation, used)
+        self.is_well = False
+        return Done(Settlement(0, used.tokens))
+
     async def post(self, source: str, number: int, tenant: TenantId, day: int, sheet: Sheet) -> None:
         """What is posted is not looked at here."""
 
@@ -72,7 +80,7 @@ async def test_only_calls_that_reserve_raise() -> None:
         await guarded.enter(reservation, closed, needs_tokens=True)
     with pytest.raises(QuotaUnavailable):
         await guarded.reserve(reservation, closed, 1, 2)
-    assert await guarded.settle(reservation, Used(completion=1)) is None
+    await guarded.settle(reservation, Used(completion=1))
     await guarded.renew([reservation])
     assert (await guarded.windows(closed)).requests is None
     assert not guarded.is_well
@@ -105,7 +113,7 @@ async def test_a_request_that_an_outage_divides_is_settled_with_both_stores() ->
     await guarded.enter(reservation, local, needs_tokens=True)
     store.fails = {"reserve"}
     assert (await guarded.reserve(reservation, local, 50, 50)).granted == 50
-    assert (await guarded.settle(reservation, Used(completion=30))) == Settlement(0, 30)
+    assert (await guarded.settle(reservation, Used(completion=30))) == Settlement(50, 30)
     store.fails = set()
     assert store.store.live == 0
     assert (await guarded.reserve(ReservationId("next"), local, 71, 71)).refusal is not None, "70 are left"
@@ -132,7 +140,7 @@ async def test_a_settlement_that_fails_does_not_spoil_the_answer(open_house: Ope
         assert answer.status == 200
         await answer.read()
     line = await house.line()
-    assert (line["status"], line["end_reason"], line["settled_tokens"]) == (200, "ok", 0)
+    assert (line["status"], line["end_reason"], line["settled_tokens"]) == (200, "ok", 13)
 
 
 async def test_a_refusal_is_one_line_though_its_windows_cannot_be_asked_for(open_house: Open) -> None:
