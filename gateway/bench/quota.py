@@ -26,7 +26,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from gateway.admission.memory_store import MemoryStore
-from gateway.admission.quota import QuotaStore, ReservationId, Scope, StoreUnavailable, Subject
+from gateway.admission.quota import QuotaStore, ReservationId, Scope, Settlement, StoreUnavailable, Subject
 from gateway.admission.redis_link import Command, Moved, RedisLink, Word
 from gateway.admission.redis_links import links_of
 from gateway.admission.redis_store import SCRIPT, RedisStore
@@ -210,11 +210,21 @@ class _Pool:
         await self.client.aclose()
 
 
+class _PooledStore(RedisStore):
+    """One whose settlement is awaited, too, as each call through a pool is."""
+
+    async def settle(self, reservation: ReservationId, used: Used) -> Settlement | None:  # type: ignore[override]
+        held = self._held.pop(reservation)
+        words = used.tokens, used.prompt, used.cached, used.completion
+        reply = await self._run("settle", reservation, held.subjects, *words)
+        return Settlement(reply[1], used.tokens)
+
+
 @contextlib.asynccontextmanager
 async def _pooled(url: str, connections: int) -> AsyncIterator[QuotaStore]:
     pool = _Pool(url, connections)
     await pool.client.script_load(SCRIPT)
-    store = RedisStore(pool, _prefix())
+    store = _PooledStore(pool, _prefix())
     try:
         yield store
     finally:
