@@ -1,7 +1,8 @@
 """Whole decode steps and prefills of true shapes, random weights, bf16, as shares of their floors.
 
-The rows that have targets come first, model by model. Then the same decode steps are measured again with
-launches that overlap, at every batch size; last come the rows that only compare.
+The rows that have targets come first, model by model. Their decode steps overlap kernels where an engine's
+start would choose that. Then plain and overlapping steps are measured beside each other, at every batch size;
+last come the rows that only compare.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from engine.core.messages import SamplingParams
 from engine.runtime.attention import AttentionSpec, Chunk
 from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
 from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs
+from engine.runtime.device.load import OVERLAP_CAPABILITY
 from engine.runtime.device.network import DecodeStep, DeviceDecoder, StepTokens
 from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
-from engine.runtime.device.timing import DeviceTimer
+from engine.runtime.device.timing import DeviceTimer, shortest_replay_us
 from engine.runtime.hardware import usable_cores
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
@@ -77,19 +79,26 @@ class Bench:
         return cache
 
     def decode(self, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-        """Measure a step of random tokens, each row at `context`, sampled at temperature 1, as a graph."""
-        ms, _ = self._replayed(self._step(batch, context, kv_dtype), batch, context)
-        return self._shares(ms, batch, context, kv_dtype)
+        """Measure a step of random tokens, each row at `context`, sampled at temperature 1, as a graph in the
+        form that a start would choose."""
+        step, overlapping = self._step(batch, context, kv_dtype), None
+        if torch.cuda.get_device_properties(0).major >= OVERLAP_CAPABILITY[0]:
+            overlapping = replace(step, launches_dependently=True)
+            _compile(overlapping, batch, context)
+        graphs = DecodeGraphs(step, [batch], batch, CUDA, overlapping=overlapping)
+        graphs.capture(CudaGraphDevice(timer=shortest_replay_us), lambda *_: None)
+        ms, _ = _replayed(graphs, batch, context)
+        overlap = [found.value for found in graphs.overlaps.values()]
+        return self._shares(ms, batch, context, kv_dtype) | {"overlap": overlap}
 
     def decode_dependently(self, batch: int, context: int) -> dict[str, Any]:
         """Check that dependent launches give the same bits as plain ones, and measure the same step with
         them."""
         step = self._step(batch, context, torch.bfloat16)
-        plain_ms, plain = self._replayed(step, batch, context)
+        plain_ms, plain = _replayed(_captured(step, batch), batch, context)
         dependent_step = replace(step, launches_dependently=True)
-        with ThreadPoolExecutor(usable_cores()) as workers, compiling_in(workers, CUDA):
-            DecodeGraphs(dependent_step, [batch], batch, CUDA).eager(list(range(batch)), [context] * batch)
-        ms, found = self._replayed(dependent_step, batch, context)
+        _compile(dependent_step, batch, context)
+        ms, found = _replayed(_captured(dependent_step, batch), batch, context)
         for own, expected in zip(found, plain, strict=True):
             assert torch.equal(own, expected), "differs from the step whose launches are plain"
         return self._shares(ms, batch, context, torch.bfloat16) | {"plain_ms": plain_ms}
@@ -107,16 +116,6 @@ class Bench:
             sampling.seat(slot, SamplingParams(seed=slot, max_tokens=1), tokens[slot], tokens[slot, :0])
         scratch = SamplingScratch.empty(batch, config.vocab_size, self.decoder.dtype, CUDA)
         return DecodeStep(self.decoder, cache, attention, tokens, table, sampling, scratch)
-
-    def _replayed(self, step: DecodeStep, batch: int, context: int) -> tuple[float, tuple[Tensor, ...]]:
-        """The time of a step, ms, and its results."""
-        graphs = DecodeGraphs(step, [batch], batch, CUDA)
-        graphs.capture(CudaGraphDevice(), lambda *_: None)
-        slots, lengths = list(range(batch)), [context] * batch
-        found = graphs.replay(slots, lengths)
-        assert (found[0] >= 0).all(), "logits are not finite"
-        ms = span_ms(lambda: graphs.replay(slots, lengths))
-        return ms, tuple(tensor.clone() for tensor in found)
 
     def _shares(self, ms: float, batch: int, context: int, kv_dtype: torch.dtype) -> dict[str, Any]:
         weight_bytes = 1.0 if self.fp8 else 2.0
@@ -145,6 +144,30 @@ class Bench:
         floor_ms = prefill_floor_s(config, length, floors()[1]) * 1e3
         fields = {"model": self.name, "tokens": length, "ms": ms, "floor_ms": floor_ms}
         return fields | {"share": floor_ms / ms, "tokens_per_s": length / ms * 1e3}
+
+
+Graphs = DecodeGraphs[tuple[Tensor, Tensor]]
+
+
+def _captured(step: DecodeStep, batch: int) -> Graphs:
+    graphs = DecodeGraphs(step, [batch], batch, CUDA)
+    graphs.capture(CudaGraphDevice(), lambda *_: None)
+    return graphs
+
+
+def _replayed(graphs: Graphs, batch: int, context: int) -> tuple[float, tuple[Tensor, ...]]:
+    """The time of a step, ms, and its results."""
+    slots, lengths = list(range(batch)), [context] * batch
+    found = graphs.replay(slots, lengths)
+    assert (found[0] >= 0).all(), "logits are not finite"
+    ms = span_ms(lambda: graphs.replay(slots, lengths))
+    return ms, tuple(tensor.clone() for tensor in found)
+
+
+def _compile(step: DecodeStep, batch: int, context: int) -> None:
+    """Compile a step's kernels by all cores."""
+    with ThreadPoolExecutor(usable_cores()) as workers, compiling_in(workers, CUDA):
+        DecodeGraphs(step, [batch], batch, CUDA).eager(list(range(batch)), [context] * batch)
 
 
 def fitting_context(config: ModelConfig, batch: int, context: int) -> int:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from engine.runtime.device.graphs import CudaGraphDevice, GraphDevice
-from engine.runtime.device.timing import DeviceTimer
+from engine.runtime.device.timing import DeviceTimer, shortest_replay_us
 from engine.runtime.kernels.autotune import Timer
 from engine.runtime.kernels.launching import compiling_in
 
@@ -94,7 +94,7 @@ class CudaCard:
         return DeviceTimer()
 
     def graphs(self) -> GraphDevice:
-        return CudaGraphDevice(self._stream)
+        return CudaGraphDevice(self._stream, shortest_replay_us)
 
     def compiling(self, workers: Executor) -> AbstractContextManager[None]:
         return compiling_in(workers, self.device)

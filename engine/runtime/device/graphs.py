@@ -14,6 +14,13 @@ A captured step is a fixed list of kernels over fixed addresses. Rules that foll
   5. A step runs once before it is captured: kernels are compiled and workspaces allocated then, which a
      capture does not allow.
 
+**Overlap.** A step may be given in a second form, whose kernels start while those before them end
+(`kernels/dependent_launch.py`). It computes the same bits. Which form is faster depends on the card and on
+the number of rows, so both are captured, replayed, compared and timed, and one is kept. That is done for
+buckets that are powers of two and for the largest. The others follow the next larger of these, which bounds
+the time of a start. A form whose results differ by a bit, or that cannot be launched, is not taken. Where
+replays cannot be timed the plain form stays.
+
 `eager` is the same step without a graph, padding included: tests compare graphs with it, and it runs where
 graphs are switched off.
 """
@@ -23,11 +30,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from engine.runtime.device.memory import out_of_memory
+from engine.runtime.kernels.autotune import Timer
 
 SMALL_BUCKETS: Final = (1, 2, 4)
 """Buckets of few rows, where a padding row is a large share of the step."""
@@ -38,6 +49,9 @@ FINE_ROWS_MAX: Final = 64
 ALIGNED_ROWS: Final = 4
 """Row counts are rounded up to a multiple of this, so that every input begins at a multiple of 16 bytes: at
 other addresses the first step without a graph would compile its kernels anew."""
+OVERLAP_MARGIN: Final = 1.01
+"""How many times as long a step has to take without overlap as with it, for overlap to be taken: a smaller
+difference is noise."""
 STAGES: Final = 3
 """The number of host buffers for the inputs. The device may still read a step's buffer while the next step is
 planned, but not two steps later: the host has collected its results by then."""
@@ -102,11 +116,25 @@ class Captured(Protocol[Output]):
 class GraphDevice(Protocol):
     """Captures graphs. CUDA's is below; tests have one that only counts."""
 
+    @property
+    def timer(self) -> Timer | None:
+        """Measures a replay; None where time cannot be measured."""
+        ...
+
     def warm_up(self, run: Callable[[], object]) -> None:
         """Run a step once, outside any capture, and wait for it."""
         ...
 
     def capture(self, run: Callable[[], Output]) -> Captured[Output]: ...
+
+
+class Overlap(Enum):
+    """The result of comparing a bucket's step with its form whose kernels overlap."""
+
+    FASTER = "faster"
+    SLOWER = "not faster"
+    DIFFERS = "other results"
+    REFUSED = "cannot be launched"
 
 
 class DecodeGraphs(Generic[Output]):
@@ -119,10 +147,13 @@ class DecodeGraphs(Generic[Output]):
         padding_slot: int,
         device: torch.device,
         plan: Callable[[Sequence[int]], object] = len,
+        overlapping: LaunchStep[Output] | None = None,
     ) -> None:
         """`buckets`: ascending row counts, as `batch_buckets` gives them. `plan`: the host's part of a step,
-        called with the rows' lengths, padding included; without one it does nothing."""
+        called with the rows' lengths, padding included; without one it does nothing. `overlapping`: the step
+        whose kernels overlap; None where the card has no such launches."""
         self._step = step
+        self._overlapping = overlapping
         self._plan = plan
         self._padding_slot = padding_slot
         self.buckets: Final = tuple(buckets)
@@ -131,18 +162,54 @@ class DecodeGraphs(Generic[Output]):
         self._staged = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(STAGES)]
         self._stage = 0
         self._graphs: dict[int, Captured[Output]] = {}
+        self.overlaps: dict[int, Overlap] = {}
+        """What was found by each bucket for which both forms were captured."""
 
     def capture(self, device: GraphDevice, progress: Callable[[int, int], None]) -> None:
         """Capture all buckets, the largest first. `progress` is called with the numbers of graphs done and of
         all."""
         assert not self._graphs, "captured twice"
+        step = self._step
         for done, rows in enumerate(reversed(self.buckets)):
             progress(done, len(self.buckets))
             self._fill([], [], rows)
-            run = partial(self._step, DecodeInputs.within(self._inputs, rows))
-            device.warm_up(run)
-            self._graphs[rows] = device.capture(run)
+            if rows in self.timed_buckets and device.timer is not None and self._overlapping is not None:
+                found = self._compared(device, rows, self._overlapping, device.timer)
+                self.overlaps[rows], self._graphs[rows] = found
+                step = self._overlapping if found[0] is Overlap.FASTER else self._step
+            else:
+                self._graphs[rows] = self._captured(device, rows, step)
         progress(len(self.buckets), len(self.buckets))
+
+    @property
+    def timed_buckets(self) -> tuple[int, ...]:
+        """The buckets for which both forms of a step are timed."""
+        *smaller, largest = self.buckets
+        return (*(rows for rows in smaller if rows & (rows - 1) == 0), largest)
+
+    def _captured(self, device: GraphDevice, rows: int, step: LaunchStep[Output]) -> Captured[Output]:
+        run = partial(step, DecodeInputs.within(self._inputs, rows))
+        device.warm_up(run)
+        return device.capture(run)
+
+    def _compared(
+        self, device: GraphDevice, rows: int, overlapping: LaunchStep[Output], timer: Timer
+    ) -> tuple[Overlap, Captured[Output]]:
+        """The better of both forms. The other's graph is dropped before the next is captured."""
+        plain = self._captured(device, rows, self._step)
+        run = partial(overlapping, DecodeInputs.within(self._inputs, rows))
+        try:
+            device.warm_up(run)
+        except RuntimeError as error:
+            if out_of_memory(error) is not None:
+                raise
+            return Overlap.REFUSED, plain
+        other = device.capture(run)
+        if not all(map(torch.equal, _results(plain), _results(other))):
+            return Overlap.DIFFERS, plain
+        if timer(other.replay) * OVERLAP_MARGIN < timer(plain.replay):
+            return Overlap.FASTER, other
+        return Overlap.SLOWER, plain
 
     def bucket(self, rows: int) -> int:
         """The padded size of a batch of so many rows."""
@@ -177,6 +244,13 @@ class DecodeGraphs(Generic[Output]):
         self._inputs[: len(staged)].copy_(staged, non_blocking=True)
 
 
+def _results(graph: Captured[object]) -> list[Tensor]:
+    """A copy of what a replay leaves: the next replay of any graph overwrites it."""
+    graph.replay()
+    output = graph.output
+    return [part.clone() for part in (output if isinstance(output, tuple) else (output,))]
+
+
 @dataclass(frozen=True, slots=True)
 class CudaCaptured(Generic[Output]):
     graph: torch.cuda.CUDAGraph
@@ -189,8 +263,9 @@ class CudaCaptured(Generic[Output]):
 class CudaGraphDevice:
     """Captures on the current device, with one memory pool for all graphs."""
 
-    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None = None, timer: Timer | None = None) -> None:
         """`stream`: the stream that graphs are captured on. None: a new one."""
+        self.timer: Final = timer
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream() if stream is None else stream
 

@@ -15,6 +15,7 @@ step did not allocate while its memory was being measured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,8 +32,8 @@ from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.backends import Backend, Choice, Chosen, Need, choose
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.card import Card, MemoryReading, OwnCard
-from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, batch_buckets
-from engine.runtime.device.memory import MemoryProfile, kv_page_count
+from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, Overlap, batch_buckets
+from engine.runtime.device.memory import MemoryProfile, kv_page_count, out_of_memory
 from engine.runtime.device.network import DecodeStep, DeviceDecoder, DeviceModel, DeviceSampler
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
@@ -40,7 +41,9 @@ from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.device.sampling import SamplingScratch
 from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.errors import DoesNotFit, UnsupportedModel
+from engine.runtime.hardware import usable_cores
 from engine.runtime.kernels.autotune import MatmulTable
+from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kv_cache import (
     HostPages,
     KVCache,
@@ -67,13 +70,11 @@ from engine.runtime.weights import WeightSource
 GRAPH_ROWS_MAX: Final = 512
 """The most rows of a decode step that is captured. A step of more rows takes longer than launching its
 kernels one by one, and is launched that way."""
-LAUNCHES_DEPENDENTLY: Final = False
-"""True if kernels of a decode step start while those before them end. Off until a card has shown that it is
-right and faster: `tests/gpu/run.sh tokens steps` checks and measures it."""
-OUT_OF_MEMORY: Final = ("out of memory", "ALLOC_FAILED")
-"""The words for memory that ends in the errors of CUDA and Triton, and of cuBLAS and cuDNN."""
+OVERLAP_CAPABILITY: Final = (9, 0)
+"""The least capability of a card that launches a kernel while the one before it ends."""
 LIKELIEST_MAX: Final = 20
 """Log-probabilities that every row of the measured step asks for: the most that a client can ask for."""
+_Graphs = DecodeGraphs[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class DeviceShard:
     design: Design
     model: ModelConfig
     """The model as this rank computes it."""
-    card: Card
+    card: OwnCard
     decoder: DeviceDecoder
     kv_scales: Sequence[tuple[float, float]] | None
     at_start: MemoryReading
@@ -116,7 +117,7 @@ class DeviceShard:
 
     @staticmethod
     def load(
-        design: Design, source: WeightSource, card: Card, ranks: Collective, at_start: MemoryReading
+        design: Design, source: WeightSource, card: OwnCard, ranks: Collective, at_start: MemoryReading
     ) -> DeviceShard:
         """Read this rank's part of the weights. Raises ModelError."""
         precision = design.precision
@@ -164,13 +165,29 @@ class DeviceShard:
         with enough_memory("allocating the KV cache and capturing graphs", "lower --gpu-memory-utilization"):
             runner, step = self._assemble(info)
             if not self.design.config.enforce_eager:
-                graphs = self._graphs(step, runner.slots, batch_buckets(runner.decode_rows_max))
-                graphs.capture(self.card.graphs(), partial(_tell, progress))
-                runner.decode = graphs.replay
+                runner.decode = self._captured(step, runner, progress).replay
             progress("planning attention of long prompts")
             tokens_max = min(self.design.config.max_step_tokens, self.max_model_len)
             runner.model.prefill.warm_up(tokens_max, self.decoder.dtype)
         return runner
+
+    def _captured(self, step: DecodeStep, runner: DeviceRunner, progress: Progress) -> _Graphs:
+        """Graphs for all batch sizes, each of the faster form of the step."""
+        overlapping, device = None, self.card.graphs()
+        buckets = batch_buckets(runner.decode_rows_max)
+        if device.timer is not None and self.card.capability >= OVERLAP_CAPABILITY:
+            overlapping = replace(step, launches_dependently=True)
+        graphs = self._graphs(step, runner.slots, buckets, overlapping)
+        if overlapping is not None:
+            progress("compiling kernels that overlap")
+            with ThreadPoolExecutor(usable_cores()) as workers, self.card.compiling(workers):
+                for rows in graphs.timed_buckets:
+                    overlapping(DecodeInputs.empty(rows, self.card.device))
+        graphs.capture(device, partial(_tell, progress))
+        for found in Overlap:
+            if rows := [str(rows) for rows, own in sorted(graphs.overlaps.items()) if own is found]:
+                progress(f"kernels that overlap: {found.value} for {', '.join(rows)} rows")
+        return graphs
 
     def _assemble(self, info: RunnerInfo) -> tuple[DeviceRunner, DecodeStep]:
         """A runner that launches kernel by kernel, and its decode step."""
@@ -186,7 +203,7 @@ class DeviceShard:
         bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
         tables = slots.tokens, slots.page_table, slots.sampling
-        step = DecodeStep(decoder, cache, decode, *tables, scratch, launches_dependently=LAUNCHES_DEPENDENTLY)
+        step = DecodeStep(decoder, cache, decode, *tables, scratch)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         runner = DeviceRunner(
             info=info,
@@ -201,9 +218,14 @@ class DeviceShard:
         return runner, step
 
     def _graphs(
-        self, step: DecodeStep, slots: DeviceSlots, buckets: Sequence[int]
-    ) -> DecodeGraphs[tuple[Tensor, Tensor]]:
-        return DecodeGraphs(step, buckets, slots.padding_slot, slots.device, step.attention.plan)
+        self,
+        step: DecodeStep,
+        slots: DeviceSlots,
+        buckets: Sequence[int],
+        overlapping: DecodeStep | None = None,
+    ) -> _Graphs:
+        plan = step.attention.plan
+        return DecodeGraphs(step, buckets, slots.padding_slot, slots.device, plan, overlapping)
 
     def _profile(self) -> MemoryProfile:
         """Run the largest step, and measure the memory that it takes from torch and past torch."""
@@ -228,7 +250,7 @@ class DeviceShard:
     def _graph_bytes(self, step: DecodeStep, runner: DeviceRunner) -> int:
         """The memory of all graphs, from captures of the largest and of the smallest: the largest allocates
         the pool that all share, and every graph has as many kernels and arguments of its own as the
-        smallest."""
+        smallest. There is one more while two forms of a step are compared."""
         rows_max = runner.decode_rows_max
         free: list[int] = []
 
@@ -237,18 +259,26 @@ class DeviceShard:
 
         self._graphs(step, runner.slots, sorted({1, rows_max})).capture(self.card.graphs(), note)
         largest, *smallest = (before - after for before, after in pairwise(free))
-        return max(0, largest) + max(0, *smallest, 0) * (len(batch_buckets(rows_max)) - 1)
+        return max(0, largest) + max(0, *smallest, 0) * len(batch_buckets(rows_max))
 
-    def rehearse(self, *, clear_tails: bool) -> None:
+    def rehearse(self, *, clear_tails: bool, all_products: bool) -> None:
         """Launch every Triton kernel that a start launches, so that it is compiled. Only a product's kernel
-        can be missed, where the start's measurements choose another tile."""
-        self.tune()
+        can be missed, where the start's measurements choose another tile.
+
+        `all_products`: with overlap, too. A start compiles those of them that it needs once it has chosen
+        its tiles.
+        """
+        forms = (False, True) if self.card.capability >= OVERLAP_CAPABILITY else (False,)
+        for overlaps in forms if all_products else forms[:1]:
+            with dependent_launches(overlaps):
+                self.tune()
         runner, step = self._assemble(self.info(pages=1))
         runner.cache.clear_tails = clear_tails
         for plan in largest_plans(runner.info, self.design.config.max_step_tokens):
             runner.compute(plan)
         for rows in batch_buckets(runner.decode_rows_max):
-            step(DecodeInputs.empty(rows, self.card.device))
+            for overlaps in forms:
+                replace(step, launches_dependently=overlaps)(DecodeInputs.empty(rows, self.card.device))
 
 
 def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
@@ -280,21 +310,11 @@ def enough_memory(doing: str, advice: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if (found := _out_of_memory(error)) is None:
+        if (found := out_of_memory(error)) is None:
             raise
         raise DoesNotFit(
             f"out of GPU memory while {doing}: {advice} ({str(found).split('. ')[0]})"
         ) from error
-
-
-def _out_of_memory(error: BaseException | None) -> BaseException | None:
-    """The error, among `error` and those that it followed from, that says that memory ended; None if none
-    does."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
-            return error
-        error = error.__context__
-    return None
 
 
 def _need(
@@ -340,8 +360,9 @@ def load_shard(
     return shard
 
 
-def rehearse(design: Design, blueprint: Blueprint, shard: Shard) -> None:
-    """Compile the kernels of a start, by a walk through a model with one layer per kind.
+def rehearse(design: Design, blueprint: Blueprint, shard: Shard, *, all_products: bool = False) -> None:
+    """Compile the kernels of a start, by a walk through a model with one layer per kind. `all_products`: as
+    `DeviceShard.rehearse` has it.
 
     Layers differ by their windows, and the first from all others. Attention is rehearsed with the Triton
     kernels, which some libraries need beside them; a library's own kernels are not compiled here.
@@ -356,7 +377,7 @@ def rehearse(design: Design, blueprint: Blueprint, shard: Shard) -> None:
         Unjoined(shard),
         blueprint.memory(),
     )
-    rehearsal.rehearse(clear_tails=design.attention.reads_whole_pages)
+    rehearsal.rehearse(clear_tails=design.attention.reads_whole_pages, all_products=all_products)
 
 
 def load_on_card(config: RunnerConfig, card: OwnCard, progress: Progress) -> DeviceRunner:

@@ -1,11 +1,18 @@
-"""How much of a GPU's memory the KV cache gets: arithmetic over what a profile run measured."""
+"""How much of a GPU's memory the KV cache gets: arithmetic over what a profile run measured. And which errors
+say that memory ended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+import torch
 
 from engine.runtime.errors import DoesNotFit
 from engine.runtime.kv_cache import PAGES_MIN
+
+OUT_OF_MEMORY: Final = ("out of memory", "ALLOC_FAILED")
+"""The words for memory that ends in the errors of CUDA and Triton, and of cuBLAS and cuDNN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,16 @@ def kv_page_count(profile: MemoryProfile, utilization: float, page_bytes: int, u
             "or --max-num-seqs, or use --weights fp8"
         )
     return pages
+
+
+def out_of_memory(error: BaseException | None) -> BaseException | None:
+    """The error, among `error` and those that it followed from, that says that memory ended; None if none
+    does."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+            return error
+        error = error.__context__
+    return None
 
 
 def _gib(count: int) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import Event
 from time import monotonic
@@ -106,6 +106,9 @@ class Blueprint:
 
     def graphs(self) -> GraphDevice:
         raise AssertionError("steps are rehearsed kernel by kernel")
+
+    def compiling(self, workers: Executor) -> AbstractContextManager[None]:
+        raise AssertionError("a rehearsal is compiled as a whole")
 
 
 @dataclass(frozen=True, slots=True)

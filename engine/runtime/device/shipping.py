@@ -115,7 +115,7 @@ def compile_for(make: Make, model: ModelConfig, weights: Weights, threads: int) 
         ThreadPoolExecutor(threads, "compile") as workers,
         compiling_in(workers, META),
     ):
-        rehearse(design, blueprint, WHOLE)
+        rehearse(design, blueprint, WHOLE, all_products=True)
 
 
 def compile_all(make: Make, models: Sequence[str], threads: int) -> Count:

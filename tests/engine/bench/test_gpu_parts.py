@@ -6,6 +6,7 @@ The figures mean nothing, but all of the code runs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from engine.bench.gpu import attention, matmul, measuring, results, steps
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s
 from engine.bench.gpu.supervise import LOST
 from engine.runtime.attention.triton_paged import LibraryPrefill
+from engine.runtime.kernels.autotune import Timer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
 TOY = replace(
@@ -47,7 +49,10 @@ class Once:
         self.output = self.run()
 
 
+@dataclass
 class FakeGraphs:
+    timer: Timer | None = None
+
     def warm_up(self, run: Callable[[], object]) -> None:
         run()
 
@@ -70,6 +75,8 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(steps, "span_ms", once)
     monkeypatch.setattr(attention, "graph_ms", once)
     monkeypatch.setattr(steps, "CudaGraphDevice", FakeGraphs)
+    monkeypatch.setattr(steps, "shortest_replay_us", once)
+    monkeypatch.setattr(steps, "compiling_in", nullcontext)
     monkeypatch.setattr(steps, "DeviceTimer", lambda: lambda run: 1.0)
     # The interpreter computes bfloat16 wrongly.
     monkeypatch.setattr(torch, "bfloat16", torch.float32)
@@ -109,7 +116,9 @@ def test_steps(fp8: bool) -> None:
     expected = decode_floor_s(TOY, 2, 65, FLOORS, 1.0 if fp8 else 2.0, kv_dtype.itemsize)
     assert found["floor_ms"] == pytest.approx(expected * 1e3)
     assert found["share"] == pytest.approx(expected * 1e3)
+    assert found["overlap"] == ["not faster"]
     if not fp8:
+        assert bench.decode_dependently(2, 65)["plain_ms"] == 1.0
         assert bench.prefill(70, LibraryPrefill)["tokens"] == 70
 
 

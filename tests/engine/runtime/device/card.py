@@ -17,6 +17,7 @@ from engine.runtime.device.card import MemoryReading
 from engine.runtime.device.graphs import GraphDevice
 from engine.runtime.device.load import load_on_card
 from engine.runtime.device.runner import DeviceRunner
+from engine.runtime.kernels.autotune import Timer
 from engine.runtime.kernels.launching import compiling
 from tests.engine.runtime.kernels.interpreter import prepare_interpreter
 
@@ -47,6 +48,7 @@ class RunAgain(Generic[Output]):
 class FakeGraphs:
     outputs: list[tuple[Tensor, ...]] = field(default_factory=list)
     replays: int = 0
+    timer: Timer | None = None
 
     def warm_up(self, run: Callable[[], object]) -> None:
         run()
@@ -103,6 +105,8 @@ class FakeCard:
     capability: tuple[int, int] = (9, 0)
     multiprocessors: int = 1
     compiled: set[Specialized] = field(default_factory=set)
+    replay_us: Timer | None = None
+    """Measures a graph's replay."""
 
     def memory(self) -> MemoryReading:
         return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
@@ -120,7 +124,7 @@ class FakeCard:
             yield
 
     def graphs(self) -> GraphDevice:
-        self.captured = FakeGraphs()
+        self.captured = FakeGraphs(timer=self.replay_us)
         return self.captured
 
 

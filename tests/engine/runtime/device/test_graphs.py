@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, batch_buckets
+from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, Overlap, batch_buckets
+from engine.runtime.kernels.autotune import Timer
 
 CPU = torch.device("cpu")
 PADDING = 9
@@ -35,6 +36,7 @@ class FakeCaptured(Generic[Output]):
 @dataclass
 class FakeDevice:
     log: list[str] = field(default_factory=list)
+    timer: Timer | None = None
 
     def warm_up(self, run: Callable[[], object]) -> None:
         self.log.append("warm")
@@ -99,6 +101,86 @@ def test_a_replay_is_the_eager_step(rows: int) -> None:
     padding = own.bucket(rows) - rows
     assert replayed[rows:].tolist() == [1901] * padding
     assert model.seen[-1] == slots + [PADDING] * padding
+
+
+class TwoForms(Model):
+    """The overlapping form computes the same, but where it is told not to."""
+
+    def __init__(self, faster: Sequence[int] = (), wrong: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.faster, self.wrong = faster, wrong
+        self.ran = ""
+
+    def step(self, inputs: DecodeInputs) -> Tensor:
+        self.ran = "plain"
+        return super().step(inputs)
+
+    def overlapping(self, inputs: DecodeInputs) -> Tensor:
+        found = super().step(inputs)
+        self.ran = "overlapping"
+        return found + (len(found) in self.wrong)
+
+    def replay_us(self, replay: Callable[[], object]) -> float:
+        replay()
+        is_faster = self.ran == "overlapping" and len(self.seen[-1]) in self.faster
+        return 9.0 if is_faster else 10.0 if self.ran == "plain" else 9.95
+
+    def captured(self, rows_max: int, *, can_time: bool = True) -> DecodeGraphs[Tensor]:
+        own = DecodeGraphs(self.step, batch_buckets(rows_max), PADDING, CPU, overlapping=self.overlapping)
+        own.capture(FakeDevice(timer=self.replay_us if can_time else None), lambda done, of: None)
+        return own
+
+    def forms(self, graphs: DecodeGraphs[Tensor]) -> dict[int, str]:
+        """Which form each bucket replays."""
+        found = {}
+        for rows in graphs.buckets:
+            graphs.replay(list(range(9))[:rows] + [0] * (rows - 9), [1] * rows)
+            found[rows] = self.ran
+        return found
+
+
+def test_the_faster_form_of_a_step_is_kept_bucket_by_bucket() -> None:
+    """Buckets between those that are timed follow the next larger; a hundredth is noise."""
+    model = TwoForms(faster=[1, 4, 32, 40])
+    own = model.captured(40)
+    assert own.timed_buckets == (1, 2, 4, 8, 16, 32, 40)
+    assert {rows for rows, found in own.overlaps.items() if found is Overlap.FASTER} == {1, 4, 32, 40}
+    assert {rows for rows, found in own.overlaps.items() if found is Overlap.SLOWER} == {2, 8, 16}
+    overlapping = {1, 4, 24, 32, 40}
+    assert model.forms(own) == {
+        rows: "overlapping" if rows in overlapping else "plain" for rows in (1, 2, 4, 8, 16, 24, 32, 40)
+    }
+
+
+def test_a_form_with_other_results_is_not_taken() -> None:
+    model = TwoForms(faster=[1, 2, 4], wrong=[2])
+    own = model.captured(4)
+    assert own.overlaps == {4: Overlap.FASTER, 2: Overlap.DIFFERS, 1: Overlap.FASTER}
+    assert model.forms(own) == {1: "overlapping", 2: "plain", 4: "overlapping"}
+
+
+def test_where_nothing_can_be_timed_steps_are_plain() -> None:
+    model = TwoForms(faster=[1, 2, 4])
+    own = model.captured(4, can_time=False)
+    assert set(model.forms(own).values()) == {"plain"}
+    assert not own.overlaps
+
+
+def test_a_form_that_cannot_be_launched_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that ends is told instead."""
+    model = TwoForms(faster=[1, 2, 4])
+    said = "Triton Error [CUDA]: invalid argument"
+
+    def refused(inputs: DecodeInputs) -> Tensor:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(model, "overlapping", refused)
+    own = model.captured(4)
+    assert set(own.overlaps.values()) == {Overlap.REFUSED}
+    assert set(model.forms(own).values()) == {"plain"}
+    said = "Triton Error [CUDA]: out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.captured(4)
 
 
 def test_a_replay_reads_what_is_on_the_device_then() -> None:

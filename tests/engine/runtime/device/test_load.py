@@ -59,7 +59,7 @@ def test_what_the_largest_step_and_the_graphs_take_is_set_aside(
             weights=150 * MIB - 2 * PAGE_BYTES,
             step_peak=100 * MIB,
             outside_torch=60 * MIB,
-            graphs=20 * MIB + 2 * 3 * MIB,  # buckets 4, 2, 1
+            graphs=20 * MIB + 3 * 3 * MIB,  # buckets 4, 2, 1, and one that is compared
         )
     ]
     assert (runner.info.pages, runner.cache.pages, runner.info.is_async) == (7, 8, True)
@@ -80,6 +80,28 @@ def test_what_the_largest_step_and_the_graphs_take_is_set_aside(
     driver.finish(range(4), 2)
     expected = reference_greedy(Path(config.model), [[slot + 9, 5, 3] for slot in range(4)], 2)
     assert [life.output for life in lives] == expected
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
+def test_steps_overlap_where_that_is_faster(config: RunnerConfig, capability: tuple[int, int]) -> None:
+    """And where the card can: the log says for which numbers of rows."""
+    runs = iter([3.0, 9.0, 9.0, 3.0, 3.0, 9.0])  # overlapping, plain, the largest bucket first
+    card = FakeCard(capability=capability, replay_us=lambda run: next(runs))
+    stages: list[str] = []
+    runner = load_on_card(config, card, stages.append)
+    assert [stage for stage in stages if "overlap" in stage] == (
+        [
+            "compiling kernels that overlap",
+            "kernels that overlap: faster for 1, 4 rows",
+            "kernels that overlap: not faster for 2 rows",
+        ]
+        if capability == (9, 0)
+        else []
+    )
+    driver = Driver(runner)
+    life = driver.seat(0, [9, 5, 3], GREEDY)
+    driver.finish([0], 3)
+    assert life.output == reference_greedy(Path(config.model), [[9, 5, 3]], 3)[0]
 
 
 def test_a_card_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

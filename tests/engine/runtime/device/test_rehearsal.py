@@ -88,6 +88,17 @@ def test_a_start_compiles_nothing_anew(
     card.assert_compiled_before()
 
 
+def test_nor_do_steps_whose_kernels_overlap(tiny_model: MakeModel) -> None:
+    """Those of the chosen products are compiled before the first capture."""
+    times = iter((1.0, 2.0) * 9)
+    card = Seen(replay_us=lambda run: next(times))
+    with card.watched():
+        load_fake(tiny_model("qwen3", **SMALL), card, dtype="bfloat16", max_num_seqs=2)
+    overlapping = {name for name, kinds in card.launched if ("launch_pdl", True) in kinds}
+    assert {"skinny_kernel", "decode_kernel", "choose_kernel"} <= overlapping
+    card.assert_compiled_before()
+
+
 def test_nor_does_anything_that_can_be_asked_for(tiny_model: MakeModel) -> None:
     card = Seen()
     with card.watched():
