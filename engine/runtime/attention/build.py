@@ -42,6 +42,8 @@ class Bounds:
     length_max: int
     """Keys that one row sees."""
     multiprocessors: int
+    splits_are_measured: bool = False
+    """True if our kernel needs memory for splits that are narrower than its own choice."""
 
 
 def build_backends(
@@ -75,6 +77,7 @@ def _decode(
             length_max=bounds.length_max,
             programs=PROGRAMS_PER_SM * bounds.multiprocessors,
             dtype=dtype,
+            has_narrow_splits=bounds.splits_are_measured,
         )
     assert library is not None, chosen
     if chosen.backend is Backend.FLASHINFER_TRTLLM:

@@ -20,6 +20,7 @@ from engine.runtime.attention import AttentionSpec, Chunk, PrefillRows, chunks_o
 from engine.runtime.batch import PackedBatch
 from engine.runtime.fp8 import taken
 from engine.runtime.kernels.decode_attention import (
+    SPLIT_TOKENS,
     DecodeScratch,
     DecodeWork,
     list_work,
@@ -39,8 +40,17 @@ the host waits; so all multiples are planned before the first request."""
 assert FRESH_TOKENS_MIN % FRESH_TOKENS_MULTIPLE == 0
 
 
+SPLITS_MEASURED: Final = (64, 128, 256, 512, 1024)
+"""Keys of a split, that a start may choose from."""
+NARROW_ROWS_MAX: Final = 16
+"""Rows for which the memory in which splits meet suffices at the narrowest."""
+
+
 class TritonDecode:
-    """Back end for rows of one token. Owns the memory in which splits meet: one per device and stream."""
+    """Back end for rows of one token. Owns the memory in which splits meet: one per device and stream.
+
+    Splits have `SPLIT_TOKENS` keys, unless `split_tokens` has another number for so many rows or fewer.
+    """
 
     def __init__(
         self,
@@ -51,41 +61,62 @@ class TritonDecode:
         length_max: int,
         programs: int,
         dtype: torch.dtype | None = None,
+        has_narrow_splits: bool = False,
     ) -> None:
-        """`dtype`: of queries; None: as the cache's, or bfloat16 for one in fp8."""
-        self._cache = cache
-        self._spec = spec
+        """`dtype`: of queries; None: as the cache's, or bfloat16 for one in fp8. `has_narrow_splits`: whether
+        there is memory for splits that are narrower than `SPLIT_TOKENS`."""
+        self.cache: Final = cache
+        self.spec: Final = spec
+        self.length_max: Final = length_max
+        self.split_tokens: dict[int, int] = {}
+        """Keys of a split by number of rows, ascending."""
         self._programs = programs
         device, stored = cache.keys[0].device, cache.geometry.dtype
-        dtype = dtype or (torch.bfloat16 if stored == torch.float8_e4m3fn else stored)
-        self._tile = tile_tokens(cache.geometry.page_size, spec.head_dim, dtype)
+        self.dtype: Final = dtype or (torch.bfloat16 if stored == torch.float8_e4m3fn else stored)
+        self._tile = tile_tokens(cache.geometry.page_size, spec.head_dim, self.dtype)
         windows = set(spec.windows)
         self._work = {window: DecodeWork.empty(rows_max, device) for window in windows}
-        splits = max(most_splits(length_max, window, self._tile) for window in windows)
+        splits = self._most_splits(SPLIT_TOKENS)
+        if has_narrow_splits:
+            narrow = min(rows_max, NARROW_ROWS_MAX) * self._most_splits(SPLITS_MEASURED[0])
+            splits = max(splits, -(-narrow // rows_max))
+        self._sums_max = rows_max * splits
         heads = spec.heads, spec.kv_heads, spec.head_dim
         self._scratch = DecodeScratch.empty(rows_max, *heads, splits, device)
+
+    def _most_splits(self, split_tokens: int) -> int:
+        """The most splits of a row."""
+        windows = set(self.spec.windows)
+        return max(most_splits(self.length_max, window, self._tile, split_tokens) for window in windows)
+
+    def fits(self, rows: int, split_tokens: int) -> bool:
+        """True if there is memory for so many rows with such splits, whatever their lengths."""
+        return rows * self._most_splits(split_tokens) <= self._sums_max
 
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TritonDecodeStep:
         """`tables`: the decode rows' page tables, if they are on the device already."""
         rows = batch.decode_rows
-        lengths = to_device([row.end for row in batch.rows[:rows]], self._cache.keys[0].device)
+        lengths = to_device([row.end for row in batch.rows[:rows]], self.cache.keys[0].device)
         return self.on_device(batch.page_tables[:rows] if tables is None else tables, lengths)
 
     def plan(self, lengths: Sequence[int]) -> None:
         """Do nothing: the list of work is made on the device."""
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> TritonDecodeStep:
+        chosen = (tokens for rows, tokens in self.split_tokens.items() if len(lengths) <= rows)
+        split_tokens = next(chosen, SPLIT_TOKENS)
         for window, work in self._work.items():
-            list_work(lengths, window, self._tile, work)
+            list_work(lengths, window, self._tile, work, split_tokens)
         return TritonDecodeStep(
-            self._cache,
-            self._spec,
+            self.cache,
+            self.spec,
             self._work,
             self._scratch,
             tables,
             lengths,
             self._programs,
             self._tile,
+            split_tokens,
         )
 
 
@@ -99,6 +130,7 @@ class TritonDecodeStep:
     lengths: Tensor
     programs: int
     tile: int
+    split_tokens: int
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [R, H, D] -> the same shape."""
@@ -116,6 +148,7 @@ class TritonDecodeStep:
             kv_scales=self.cache.scales[layer],
             programs=self.programs,
             tile=self.tile,
+            split_tokens=self.split_tokens,
         )
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotAssignment
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.attention.build import Bounds, build_backends
+from engine.runtime.attention.triton_paged import TritonDecode
 from engine.runtime.backends import Backend, Choice, Chosen, Need, choose
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.card import Card, MemoryReading, OwnCard
@@ -40,6 +41,7 @@ from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehears
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.device.sampling import SamplingScratch
 from engine.runtime.device.slots import DeviceSlots
+from engine.runtime.device.splits import measure_splits
 from engine.runtime.errors import DoesNotFit, UnsupportedModel
 from engine.runtime.hardware import usable_cores
 from engine.runtime.kernels.autotune import MatmulTable
@@ -178,6 +180,11 @@ class DeviceShard:
         if device.timer is not None and self.card.capability >= OVERLAP_CAPABILITY:
             overlapping = replace(step, launches_dependently=True)
         graphs = self._graphs(step, runner.slots, buckets, overlapping)
+        if self.design.config.decode_splits == "measured" and isinstance(step.attention, TritonDecode):
+            progress("measuring splits of attention")
+            measure_splits(step.attention, graphs.timed_buckets, device)
+            found = [f"{tokens} to {rows} rows" for rows, tokens in step.attention.split_tokens.items()]
+            progress(f"keys of a split: {', '.join(found)}")
         if overlapping is not None:
             progress("compiling kernels that overlap")
             with ThreadPoolExecutor(usable_cores()) as workers, self.card.compiling(workers):
@@ -200,7 +207,8 @@ class DeviceShard:
         )
         scratch = SamplingScratch.empty(info.slots, info.vocab_size, decoder.dtype, device)
         spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.windows)
-        bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
+        measured = self.design.config.decode_splits == "measured"
+        bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors, measured)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
         tables = slots.tokens, slots.page_table, slots.sampling
         step = DecodeStep(decoder, cache, decode, *tables, scratch)

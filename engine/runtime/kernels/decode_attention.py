@@ -9,8 +9,12 @@ that would wait for memory otherwise.
 
 **Splits of fixed size** (flash-decoding, Dao et al. 2023, with the size fixed). A row's keys are cut into
 splits of `SPLIT_TOKENS`, wider ones only where a row would have more than `SPLITS_MAX`. The cut follows from
-the row's length alone, which makes the result the same in every batch, bit by bit; cutting by batch size,
-as other engines do, makes it depend on the other rows and loses half the speed where the cut changes.
+the row's length alone, which makes the result the same in every batch, bit by bit. That is the default.
+
+Few rows want narrower splits, which keep all multiprocessors busy. Many rows want wider ones, which drain the
+pipeline less often. So the size is an argument of a launch, and a start may be asked to measure it for each
+number of rows (`--decode-splits measured`). A row's result then depends on how many rows its graph has,
+in the last bits, and on nothing else of them: it is still the same in each run of that graph.
 
 **Work is listed on the device.** `list_work` turns lengths into a list of (row, split), once a step for all
 layers that share a window. A fixed number of programs then walks the list, item i going to program i modulo
@@ -78,21 +82,21 @@ def tile_tokens(page_size: int, head_dim: int, dtype: torch.dtype, bytes_max: in
     return min(page_size, bytes_max // (head_dim * dtype.itemsize))
 
 
-def split_count(length: int, window: int | None, page_size: int) -> int:
+def split_count(length: int, window: int | None, page_size: int, split_tokens: int = SPLIT_TOKENS) -> int:
     """The number of splits of a row with `length` keys: the kernels' rule, for the host."""
     first = 0 if window is None else max(0, length - window) // page_size
     pages = -(-length // page_size) - first
-    pages_per_split = max(SPLIT_TOKENS // page_size, -(-pages // SPLITS_MAX))
+    pages_per_split = max(split_tokens // page_size, -(-pages // SPLITS_MAX), 1)
     return max(1, -(-pages // pages_per_split))
 
 
-def most_splits(length_max: int, window: int | None, page_size: int) -> int:
+def most_splits(length_max: int, window: int | None, page_size: int, split_tokens: int = SPLIT_TOKENS) -> int:
     """The largest `split_count` of any length up to this one. The longest row may have fewer splits: wider
     splits are fewer, and a window that begins within a page touches one page more."""
     pages = -(-length_max // page_size)
     if window is not None:
         pages = min(pages, (window + page_size - 2) // page_size + 1)
-    return max(1, min(SPLITS_MAX, -(-pages // max(1, SPLIT_TOKENS // page_size))))
+    return max(1, min(SPLITS_MAX, -(-pages // max(1, split_tokens // page_size))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,9 @@ class DecodeScratch:
         )
 
 
-def list_work(lengths: Tensor, window: int | None, page_size: int, work: DecodeWork) -> None:
+def list_work(
+    lengths: Tensor, window: int | None, page_size: int, work: DecodeWork, split_tokens: int = SPLIT_TOKENS
+) -> None:
     """lengths [R] int32, keys per row -> `work`, in order of rows and splits. Where pages are read in parts,
     `page_size` is a part's."""
     rows = len(lengths)
@@ -147,9 +153,9 @@ def list_work(lengths: Tensor, window: int | None, page_size: int, work: DecodeW
         work.items,
         work.total,
         rows,
+        max(1, split_tokens // page_size),
         WINDOW=window or 0,
         PAGE=page_size,
-        SPLIT_PAGES=max(1, SPLIT_TOKENS // page_size),
         SPLITS_MAX=SPLITS_MAX,
         ROWS_BLOCK=triton.next_power_of_2(rows),
         num_warps=1,
@@ -171,13 +177,14 @@ def paged_decode(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     programs: int,
     tile: int | None = None,
+    split_tokens: int = SPLIT_TOKENS,
     out: Tensor | None = None,
 ) -> Tensor:
     """q [R, H, D]; keys, values [pages, Hkv, page_size, D]; tables [R, P], lengths [R] int32 -> [R, H, D].
 
-    A token's heads lie side by side. `work` is `list_work` of the same lengths, window and `tile`, the keys
-    that are multiplied at once (None: `tile_tokens`). `kv_scales`: the factors of stored keys and values
-    (fp8). `programs`: PROGRAMS_PER_SM times the device's multiprocessors.
+    A token's heads lie side by side. `work` is `list_work` of the same lengths, window, splits and `tile`,
+    the keys that are multiplied at once (None: `tile_tokens`). `kv_scales`: the factors of stored keys and
+    values (fp8). `programs`: PROGRAMS_PER_SM times the device's multiprocessors.
     """
     head_dim = q.shape[2]
     tile = tile or tile_tokens(keys.shape[2], head_dim, q.dtype)
@@ -202,6 +209,7 @@ def paged_decode(
         tables.stride(0),
         scale * LOG2_E * kv_scales[0],
         kv_scales[1],
+        max(1, split_tokens // tile),
         WINDOW=window or 0,
         **_constants(q, keys, tile),
         **dependent(),
@@ -223,7 +231,6 @@ def _constants(q: Tensor, keys: Tensor, tile: int) -> dict[str, int]:
         "D": head_dim,
         "PAGE": tile,
         "PARTS": page_size // tile,
-        "SPLIT_PAGES": max(1, SPLIT_TOKENS // tile),
         "SPLITS_MAX": SPLITS_MAX,
         "COMBINE": max(1, COMBINE_ELEMENTS // (group_block * head_dim)),
         "num_warps": WARPS,
@@ -241,32 +248,32 @@ def _first_page(length, WINDOW: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _pages_per_split(pages, SPLIT_PAGES: tl.constexpr, SPLITS_MAX: tl.constexpr):
-    return tl.maximum(SPLIT_PAGES, (pages + SPLITS_MAX - 1) // SPLITS_MAX)
+def _pages_per_split(pages, split_pages, SPLITS_MAX: tl.constexpr):
+    return tl.maximum(split_pages, (pages + SPLITS_MAX - 1) // SPLITS_MAX)
 
 
 @triton.jit
 def _split_count(
     length,
+    split_pages,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLIT_PAGES: tl.constexpr,
     SPLITS_MAX: tl.constexpr,
 ):
     pages = (length + PAGE - 1) // PAGE - _first_page(length, WINDOW, PAGE)
-    each = _pages_per_split(pages, SPLIT_PAGES, SPLITS_MAX)
+    each = _pages_per_split(pages, split_pages, SPLITS_MAX)
     return tl.maximum((pages + each - 1) // each, 1)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "split_pages"])
 def list_work_kernel(
     lengths,
     items,
     total,
     rows,
+    split_pages,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLIT_PAGES: tl.constexpr,
     SPLITS_MAX: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -277,7 +284,7 @@ def list_work_kernel(
     row = tl.program_id(0)
     every = tl.arange(0, ROWS_BLOCK)
     length = tl.load(lengths + every, mask=every < rows, other=0)
-    splits = _split_count(length, WINDOW, PAGE, SPLIT_PAGES, SPLITS_MAX)
+    splits = _split_count(length, split_pages, WINDOW, PAGE, SPLITS_MAX)
     before = tl.sum(tl.where(every < row, splits, 0))
     own = tl.sum(tl.where(every == row, splits, 0))
     split = tl.arange(0, SPLITS_MAX)
@@ -286,7 +293,7 @@ def list_work_kernel(
         tl.store(total, before + own)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tables"])
+@triton.jit(do_not_specialize=["split_pages"], do_not_specialize_on_alignment=["tables"])
 def decode_kernel(
     q,
     keys,
@@ -304,6 +311,7 @@ def decode_kernel(
     table_stride,
     scale,
     v_scale,
+    split_pages,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -312,7 +320,6 @@ def decode_kernel(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
-    SPLIT_PAGES: tl.constexpr,
     SPLITS_MAX: tl.constexpr,
     COMBINE: tl.constexpr,
     PDL: tl.constexpr,
@@ -325,7 +332,7 @@ def decode_kernel(
         item = tl.load(items + place)
         row, split = item // SPLITS_MAX, item % SPLITS_MAX
         length = tl.load(lengths + row)
-        splits = _split_count(length, WINDOW, PAGE, SPLIT_PAGES, SPLITS_MAX)
+        splits = _split_count(length, split_pages, WINDOW, PAGE, SPLITS_MAX)
         member = tl.arange(0, DOT_ROWS)
         dim = tl.arange(0, D)
         in_row = (head * GROUP + member[:, None]) * D + dim[None, :]
@@ -333,7 +340,7 @@ def decode_kernel(
         query = beside(query, keys)
         acc, top, weight = _attend_split(
             query, keys, values, tables + row.to(tl.int64) * table_stride, length, split, head, scale,
-            WINDOW, KV_HEADS, DOT_ROWS, D, PAGE, PARTS, SPLIT_PAGES, SPLITS_MAX,
+            split_pages, WINDOW, KV_HEADS, DOT_ROWS, D, PAGE, PARTS, SPLITS_MAX,
         )  # fmt: skip
         if splits == 1:
             result = acc * v_scale / tl.where(weight > 0, weight, 1.0)[:, None]
@@ -367,18 +374,18 @@ def _attend_split(
     split,
     head,
     scale,
+    split_pages,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DOT_ROWS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
-    SPLIT_PAGES: tl.constexpr,
     SPLITS_MAX: tl.constexpr,
 ):
     """query [DOT_ROWS, D] -> (unnormalised sum, maximum, weight). Every page holds a key that is seen."""
     first_page, end_page = _first_page(length, WINDOW, PAGE), (length + PAGE - 1) // PAGE
-    each = _pages_per_split(end_page - first_page, SPLIT_PAGES, SPLITS_MAX)
+    each = _pages_per_split(end_page - first_page, split_pages, SPLITS_MAX)
     begin = first_page + split * each
     in_page = tl.arange(0, PAGE)
     tile = in_page[:, None] * D + tl.arange(0, D)[None, :]

@@ -142,6 +142,11 @@ def fake_config(path: Path, **overrides: Any) -> RunnerConfig:
     return RunnerConfig(str(path), **settings)
 
 
-def load_fake(path: Path, card: FakeCard | None = None, **overrides: Any) -> DeviceRunner:
+def load_fake(
+    path: Path,
+    card: FakeCard | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+    **overrides: Any,
+) -> DeviceRunner:
     """By `fake_config`, profile run and capture included unless `kv_cache_memory` is told."""
-    return load_on_card(fake_config(path, **overrides), card or FakeCard(), lambda stage: None)
+    return load_on_card(fake_config(path, **overrides), card or FakeCard(), progress)

@@ -25,6 +25,7 @@ def run(
     programs: int = 3,
     scales: tuple[float, float] = (1, 1),
     device: torch.device = CPU,
+    split_tokens: int = kernels.SPLIT_TOKENS,
 ) -> Tensor:
     """On whatever device; tests/gpu calls it too."""
     case = case.moved(device)
@@ -33,11 +34,11 @@ def run(
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     work = kernels.DecodeWork.empty(rows, device)
     tile = kernels.tile_tokens(size, shape.head_dim, case.q.dtype)
-    splits = kernels.most_splits(max(case.lengths), window, tile)
+    splits = kernels.most_splits(max(case.lengths), window, tile, split_tokens)
     heads = shape.heads, shape.kv_heads, shape.head_dim
     scratch = kernels.DecodeScratch.empty(rows, *heads, splits, device)
     scratch.sums.fill_(torch.nan)
-    kernels.list_work(lengths, window, tile, work)
+    kernels.list_work(lengths, window, tile, work, split_tokens)
     out = kernels.paged_decode(
         case.q,
         case.keys,
@@ -51,6 +52,7 @@ def run(
         kv_scales=scales,
         programs=programs,
         tile=tile,
+        split_tokens=split_tokens,
     )
     assert not scratch.arrivals.any(), "the counters are not ready for the next layer"
     return out.cpu()
@@ -67,6 +69,15 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
 def test_equals_the_definition(shape: Shape, window: int | None) -> None:
     case = paged_case(shape, [1] * len(RAGGED), RAGGED)
     close(run(case, window), case.expected(window))
+
+
+@pytest.mark.parametrize("split_tokens", [64, 128, 1024])
+def test_splits_of_other_sizes(split_tokens: int) -> None:
+    """In whatever order they arrive: programs take them in another order where there are more."""
+    case = paged_case(Shape(1, 2, 32), [1] * len(RAGGED), RAGGED)
+    found = run(case, split_tokens=split_tokens)
+    close(found, case.expected(None))
+    assert torch.equal(run(case, programs=7, split_tokens=split_tokens), found)
 
 
 @pytest.mark.parametrize("shape", [Shape(2, 2, 32, 16), Shape(1, 20, 16, 32), Shape(1, 4, 256)], ids=str)
@@ -117,12 +128,19 @@ def test_a_rows_bits_depend_on_nothing_but_the_row() -> None:
     assert torch.equal(run(shuffled, programs=7), together[order])
 
 
-@given(st.integers(1, 70_000), st.none() | st.integers(1, 5000), st.sampled_from([16, 64, 512]), st.data())
+@given(
+    st.integers(1, 70_000),
+    st.none() | st.integers(1, 5000),
+    st.sampled_from([16, 64, 512]),
+    st.sampled_from([64, 128, 256, 512, 1024]),
+    st.data(),
+)
 def test_no_row_has_more_splits_than_there_is_room_for(
-    longest: int, window: int | None, page: int, data: st.DataObject
+    longest: int, window: int | None, page: int, tokens: int, data: st.DataObject
 ) -> None:
     length = data.draw(st.integers(1, longest))
-    assert kernels.split_count(length, window, page) <= kernels.most_splits(longest, window, page)
+    most = kernels.most_splits(longest, window, page, tokens)
+    assert kernels.split_count(length, window, page, tokens) <= most
 
 
 @pytest.mark.parametrize(
@@ -136,22 +154,23 @@ def test_the_longest_row_has_not_always_the_most_splits(
     assert kernels.split_count(length, window, 64) > kernels.split_count(longest, window, 64)
 
 
-@pytest.mark.parametrize("window", [None, 90])
-def test_the_list_of_work_is_the_hosts_rule(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "tokens"), [(None, 256), (90, 256), (90, 32), (None, 8)])
+def test_the_list_of_work_is_the_hosts_rule(window: int | None, tokens: int) -> None:
+    """A page is the least that a split has."""
     page = 16
     limit = kernels.SPLITS_MAX * kernels.SPLIT_TOKENS
     lengths = [0, 1, 255, 256, 257, limit, limit + 1, 3 * limit + 5, 17]
-    counts = [kernels.split_count(length, window, page) for length in lengths]
+    counts = [kernels.split_count(length, window, page, tokens) for length in lengths]
     expected = [
         row * kernels.SPLITS_MAX + split for row, count in enumerate(counts) for split in range(count)
     ]
-    assert listed(lengths, window, page) == expected
+    assert listed(lengths, window, page, tokens) == expected
     assert max(counts) <= kernels.SPLITS_MAX
-    if window is None:
+    if (window, tokens) == (None, 256):
         assert counts == [1, 1, 1, 1, 2, 128, 121, 126, 1]
 
 
-def listed(lengths: Sequence[int], window: int | None, page: int) -> list[int]:
+def listed(lengths: Sequence[int], window: int | None, page: int, tokens: int) -> list[int]:
     work = kernels.DecodeWork.empty(len(lengths), torch.device("cpu"))
-    kernels.list_work(torch.tensor(lengths, dtype=torch.int32), window, page, work)
+    kernels.list_work(torch.tensor(lengths, dtype=torch.int32), window, page, work, tokens)
     return work.items[: work.total].tolist()
