@@ -183,8 +183,8 @@ class DeviceShard:
         if self.design.config.decode_splits == "measured" and isinstance(step.attention, TritonDecode):
             progress("measuring splits of attention")
             measure_splits(step.attention, graphs.timed_buckets, device)
-            found = [f"{tokens} to {rows} rows" for rows, tokens in step.attention.split_tokens.items()]
-            progress(f"keys of a split: {', '.join(found)}")
+            sizes = [f"{tokens} to {rows} rows" for rows, tokens in step.attention.split_tokens.items()]
+            progress(f"keys of a split: {', '.join(sizes)}")
         if overlapping is not None:
             progress("compiling kernels that overlap")
             with ThreadPoolExecutor(usable_cores()) as workers, self.card.compiling(workers):
@@ -192,8 +192,8 @@ class DeviceShard:
                     overlapping(DecodeInputs.empty(rows, self.card.device))
         graphs.capture(device, partial(_tell, progress))
         for found in Overlap:
-            if rows := [str(rows) for rows, own in sorted(graphs.overlaps.items()) if own is found]:
-                progress(f"kernels that overlap: {found.value} for {', '.join(rows)} rows")
+            if own := [str(rows) for rows, how in sorted(graphs.overlaps.items()) if how is found]:
+                progress(f"kernels that overlap: {found.value} for {', '.join(own)} rows")
         return graphs
 
     def _assemble(self, info: RunnerInfo) -> tuple[DeviceRunner, DecodeStep]:

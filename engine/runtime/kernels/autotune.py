@@ -4,7 +4,9 @@ start.
 The library's kernel stays unless a tile of `matmul.py` beats it by `MARGIN`: a smaller difference is noise.
 The library has no kernel for an fp8 weight, so for up to `ROWS_MAX` rows the best tile wins; for more rows
 the tile competes with the library's product and the kernel that restores the weight before it. Rows beyond
-`matmul.rows_max` always go to the library, and so does float32, for which the tiles' tensor cores do nothing.
+`matmul.rows_max` go to the library, and so does float32, for which the tiles' tensor cores do nothing.
+Weights of few rows and many columns have further candidates from 17 to 256 rows: tiles whose columns several
+programs share (`split_matmul.py`).
 
 torch has two libraries on a GPU, cuBLAS and cuBLASLt, whose choices of kernels differ. cuBLASLt is taken
 where it beats cuBLAS by the margin, for up to `MEASURED_ROWS[-1]` rows. Which of them torch calls is a switch
@@ -50,6 +52,7 @@ from engine.runtime.kernels.matmul import (
     tiles_for,
 )
 from engine.runtime.kernels.restoring import restored
+from engine.runtime.kernels.split_matmul import split_matmul, split_tiles_for
 
 FEW_ROWS: Final = (1, 4, 8)
 """Fewer rows than kernels are compiled for, measured apart. One row is a matrix times a vector, for which the
@@ -159,7 +162,7 @@ class MatmulTable:
         if len(x) <= MEASURED_ROWS[-1]:
             found = self.measured.get(shape_of(weight, _measured_rows(len(x))))
             if found is not None and found.tile is not None:
-                return skinny_matmul(x, weight, found.tile, bias=bias, out=out)
+                return _by_tile(x, weight, found.tile, bias=bias, out=out)
             if found is not None and found.blas != BLAS[0]:
                 with _preferred(found.blas):
                     return _by_library(x, weight, bias, out)
@@ -220,8 +223,9 @@ def _measured_rows(rows: int) -> int:
 def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) -> Measured:
     values = _values(weight)
     x = torch.randn(rows, values.shape[1], dtype=activations, device=values.device)
-    tiles = _tiles(weight, activations, rows) if rows <= rows_max(weight) else ()
-    tile, best_us = _best(tiles, partial(skinny_matmul, x, weight), timer)
+    whole = _tiles(weight, activations, rows) if rows <= rows_max(weight) else ()
+    tiles = (*whole, *_split_tiles(weight, activations, rows))
+    tile, best_us = _best(tiles, partial(_by_tile, x, weight), timer)
     if isinstance(weight, Fp8Weight) and rows <= ROWS_MAX and best_us < math.inf:
         return Measured(tile, best_us, None)
     library_us, blas = _best_library(partial(_by_library, x, weight, None), values.device, timer)
@@ -247,7 +251,10 @@ def _libraries(device: torch.device) -> Sequence[Blas]:
 
 def _has_choice(weight: Weight, rows: int) -> bool:
     """True if more than one kernel multiplies so many rows."""
-    return rows <= rows_max(weight) or len(_libraries(_values(weight).device)) > 1
+    if rows <= rows_max(weight) or len(_libraries(_values(weight).device)) > 1:
+        return True
+    height, width = _values(weight).shape
+    return bool(split_tiles_for(height, width, rows))
 
 
 @contextmanager
@@ -313,6 +320,22 @@ def _tiles(weight: Weight, activations: torch.dtype, rows: int = ROWS_MAX) -> Se
     if not isinstance(weight, Fp8Weight):
         return () if activations == torch.float32 else tiles
     return [tile for tile in tiles if weight.group % tile.k == 0]
+
+
+def _split_tiles(weight: Weight, activations: torch.dtype, rows: int) -> Sequence[Tile]:
+    """The tiles to try whose columns are shared."""
+    height, width = _values(weight).shape
+    tiles = split_tiles_for(height, width, rows)
+    if not isinstance(weight, Fp8Weight):
+        return () if activations == torch.float32 else tiles
+    return [tile for tile in tiles if weight.group % tile.k == 0]
+
+
+def _by_tile(
+    x: Tensor, weight: Weight, tile: Tile, *, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    multiply = skinny_matmul if tile.splits == 1 else split_matmul
+    return multiply(x, weight, tile, bias=bias, out=out)
 
 
 def _by_library(x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -5,8 +5,9 @@ squares, do not always read at the memory's rate. This kernel does nothing but r
 `Tile.n` rows of the weight through shared memory, several `Tile.k` columns ahead, and multiplies the tiles
 that have arrived.
 
-No split of K: a product's sum runs over ascending k in one program, so that it does not depend on how many
-programs there are. Narrow tiles (16 or 32 rows of the weight) keep all multiprocessors busy instead.
+No split of K here: a product's sum runs over ascending k in one program, so that it does not depend on how
+many programs there are. Narrow tiles (16 or 32 rows of the weight) keep all multiprocessors busy instead. For
+more rows of activations there is `split_matmul.py`.
 
 **A single row** is a sixteenth of the least that the tensor cores multiply, and all sixteen rows would have
 to be fetched, normed and laid out. Tiles for it (`TILES_ALONE`) use ordinary arithmetic: a program keeps a
@@ -79,6 +80,8 @@ class Tile:
     stages: int
     alone: bool = False
     """True if the tile is for a single row, which is multiplied without the tensor cores: these want 16."""
+    splits: int = 1
+    """Programs that share a tile's columns: one, but in `split_matmul.py`."""
 
 
 TILES: Final = (
@@ -189,6 +192,7 @@ def _launch(
     assert all(t.is_contiguous() for t in (x, change, total, values, bias, out) if t is not None)
     assert group % tile.k == 0
     assert rows == 1 or not tile.alone
+    assert tile.splits == 1
     out = x.new_empty(rows, height) if out is None else out
     launch(
         skinny_kernel,
@@ -254,7 +258,7 @@ def skinny_kernel(
     x_at = row[:, None] * width + k[None, :]
     w_at = weight + n.to(tl.int64)[:, None] * width + k[None, :]
     if PDL:
-        _prefetch(weight, n, inside_n, width, (STAGES - 1) * BLOCK_K)
+        _prefetch(weight, n, inside_n, 0, width, (STAGES - 1) * BLOCK_K)
     wait_for_earlier(PDL)
     acc = tl.zeros([TILE, BLOCK_K // _NEIGHBOURS] if ALONE else [BLOCK_M, TILE], tl.float32)
     squares = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)
@@ -300,10 +304,10 @@ def _gated(y):
 
 
 @triton.jit
-def _prefetch(weight, n, inside, width, COLUMNS: tl.constexpr):
-    """Prefetch the first columns of rows n, as many as the loop has in flight: no kernel writes them."""
+def _prefetch(weight, n, inside, begin, width, COLUMNS: tl.constexpr):
+    """Prefetch columns from `begin` of rows n, as many as the loop has in flight: no kernel writes them."""
     LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-    column = tl.arange(0, triton.next_power_of_2(COLUMNS // LINE)) * LINE
+    column = begin + tl.arange(0, triton.next_power_of_2(COLUMNS // LINE)) * LINE
     row = tl.where(inside, n, 0).to(tl.int64)
     prefetch(weight + row[:, None] * width + tl.minimum(column, tl.maximum(width - LINE, 0))[None, :])
 

@@ -76,7 +76,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(attention, "graph_ms", once)
     monkeypatch.setattr(steps, "CudaGraphDevice", FakeGraphs)
     monkeypatch.setattr(steps, "shortest_replay_us", once)
-    monkeypatch.setattr(steps, "compiling_in", nullcontext)
+    monkeypatch.setattr(steps, "compiling_in", lambda workers, card: nullcontext())
     monkeypatch.setattr(steps, "DeviceTimer", lambda: lambda run: 1.0)
     # The interpreter computes bfloat16 wrongly.
     monkeypatch.setattr(torch, "bfloat16", torch.float32)

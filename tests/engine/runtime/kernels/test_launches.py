@@ -22,14 +22,14 @@ from engine.runtime.device import sampling as device_sampling
 from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.device.network import DecodeStep, DeviceDecoder
 from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
-from engine.runtime.kernels import begin, decode_attention, fused, matmul
+from engine.runtime.kernels import begin, decode_attention, fused, matmul, split_matmul
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import ModelConfig
 from tests.engine.runtime.kernels.tables import all_by_tiles
 
 CPU = torch.device("cpu")
 SLOTS, PAGE = 4, 16
-MODULES: Sequence[ModuleType] = (begin, decode_attention, fused, matmul, device_sampling)
+MODULES: Sequence[ModuleType] = (begin, decode_attention, fused, matmul, split_matmul, device_sampling)
 
 
 class Unrun:
