@@ -163,7 +163,7 @@ class DecodeGraphs(Generic[Output]):
         self._stage = 0
         self._graphs: dict[int, Captured[Output]] = {}
         self.overlaps: dict[int, Overlap] = {}
-        """What was found by each bucket for which both forms were captured."""
+        """The result of each comparison, by bucket."""
 
     def capture(self, device: GraphDevice, progress: Callable[[int, int], None]) -> None:
         """Capture all buckets, the largest first. `progress` is called with the numbers of graphs done and of
