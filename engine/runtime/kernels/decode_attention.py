@@ -186,9 +186,8 @@ def paged_decode(
     the keys that are multiplied at once (None: `tile_tokens`). `kv_scales`: the factors of stored keys and
     values (fp8). `programs`: PROGRAMS_PER_SM times the device's multiprocessors.
     """
-    head_dim = q.shape[2]
-    tile = tile or tile_tokens(keys.shape[2], head_dim, q.dtype)
-    assert head_dim in HEAD_DIMS, f"head size {head_dim} is none of {HEAD_DIMS}"
+    assert q.shape[2] in HEAD_DIMS, f"head size {q.shape[2]} is none of {HEAD_DIMS}"
+    tile = tile or tile_tokens(keys.shape[2], q.shape[2], q.dtype)
     assert all((tables.stride(1) == 1, *(t.is_contiguous() for t in (q[0], keys, values))))
     out = q.new_empty(q.shape) if out is None else out
     launch(
@@ -210,14 +209,13 @@ def paged_decode(
         scale * LOG2_E * kv_scales[0],
         kv_scales[1],
         max(1, split_tokens // tile),
-        WINDOW=window or 0,
-        **_constants(q, keys, tile),
+        **_constants(q, keys, tile, window),
         **dependent(),
     )
     return out
 
 
-def _constants(q: Tensor, keys: Tensor, tile: int) -> dict[str, int]:
+def _constants(q: Tensor, keys: Tensor, tile: int, window: int | None) -> dict[str, int]:
     """The constants that `decode_kernel` is compiled with for these shapes: tiles, warps and registers."""
     _, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = keys.shape
@@ -231,6 +229,7 @@ def _constants(q: Tensor, keys: Tensor, tile: int) -> dict[str, int]:
         "D": head_dim,
         "PAGE": tile,
         "PARTS": page_size // tile,
+        "WINDOW": window or 0,
         "SPLITS_MAX": SPLITS_MAX,
         "COMBINE": max(1, COMBINE_ELEMENTS // (group_block * head_dim)),
         "num_warps": WARPS,

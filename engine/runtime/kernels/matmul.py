@@ -130,6 +130,14 @@ def tiles_for(height: int, rows: int) -> Sequence[Tile]:
     return (*tiles, *TILES_ALONE) if rows == 1 else tiles
 
 
+def parts_of(weight: Weight) -> tuple[Tensor, Tensor | None, int]:
+    """A weight's numbers [N, K]; its scales, None unless it is fp8; and the columns that share a scale, 0 for
+    all of them."""
+    if isinstance(weight, Fp8Weight):
+        return weight.values, weight.scales, weight.group
+    return weight, None, 0
+
+
 def row_bucket(rows: int) -> int:
     """The number of rows that a kernel is compiled for, for up to `rows_max` rows of activations."""
     return next(bucket for bucket in ROWS_FP8 if rows <= bucket)
@@ -181,10 +189,7 @@ def _launch(
     gated: bool,
     out: Tensor | None,
 ) -> Tensor:
-    if isinstance(weight, Fp8Weight):
-        values, scales, group = weight.values, weight.scales, weight.group
-    else:
-        values, scales, group = weight, None, 0
+    values, scales, group = parts_of(weight)
     (rows, width), halves = x.shape, 1 + gated
     height, block_n = values.shape[0] // halves, tile.n // halves
     assert rows <= rows_max(weight)

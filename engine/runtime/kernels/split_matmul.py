@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.matmul import (
@@ -38,6 +37,7 @@ from engine.runtime.kernels.matmul import (
     _add_product,
     _finish,
     _prefetch,
+    parts_of,
     row_bucket,
 )
 
@@ -72,10 +72,7 @@ def split_matmul(
     y = (x @ weight^T) * scales + bias, in float32, rounded once. Groups of columns are a multiple of the
     tile's.
     """
-    if isinstance(weight, Fp8Weight):
-        values, scales, group = weight.values, weight.scales, weight.group
-    else:
-        values, scales, group = weight, None, 0
+    values, scales, group = parts_of(weight)
     (rows, width), height = x.shape, len(values)
     assert rows <= SPLIT_ROWS_MAX
     block_m, tiles = row_bucket(rows), triton.cdiv(height, tile.n)
