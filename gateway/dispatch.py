@@ -302,7 +302,7 @@ class Dispatcher:
 
     def _place_hedge(self, prepared: Prepared, place: Placement, sending: Sending) -> Placement | None:
         """A place at another replica, within the budget."""
-        if not sending.budget.take():
+        if not sending.budget.take_for_hedge():
             RETRIES.inc("refused")
             return None
         tried = sending.tried | {place.replica.id}

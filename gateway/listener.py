@@ -47,6 +47,7 @@ AHEAD_MAX: Final = 8
 this API does that, and a packet may hold thousands."""
 HOLDING_MAX: Final = 1024
 """Connections with half a head, or with requests sent ahead: together they hold `shared.memory.HOLDING`."""
+_HEAD_END: Final = b"\r\n\r\n"
 _MALFORMED: Final = b"\0" * 2 * CHUNK_LEN_MIN
 """Bytes that cannot occur in a head, nor in a chunk of less than their number."""
 
@@ -224,18 +225,18 @@ class _Protocol(RequestHandler):
         aiohttp bounds the lines of a head and their number, but not the head; and of what follows something
         malformed it would keep every piece, each with an error of its own. A body in chunks of a few bytes
         counts as malformed: parsing each takes microseconds, so that one packet of them would hold up the
-        loop.
+        loop. So does the beginning of a head that is too long, which takes as much.
         """
         if self._is_refused:
             return
-        if data.count(b"\r\n", CRLFS_LOOKED_AT) * CHUNK_LEN_MIN > len(data) and self._is_chunked(data):
+        if self._begins_long_head(data) or self._has_small_chunks(data):
             self._is_refused = True
             data = _MALFORMED
         super().data_received(data)
         if self._messages:
             self._end_head()
             self._is_refused = not isinstance(self._messages[-1][0], RawRequestMessage)
-        elif self._waiter is None or self._waiter.done():  # the bytes belonged to a body
+        elif not self._awaits_head:  # the bytes belonged to a body
             self._end_head()
         else:
             self._head_len += len(data)
@@ -252,6 +253,11 @@ class _Protocol(RequestHandler):
         if self.holds or self._held:
             self._held = self.holds
             self._server.note(self)
+
+    @property
+    def _awaits_head(self) -> bool:
+        """True if what comes is part of a head, or begins one."""
+        return self._waiter is not None and not self._waiter.done()
 
     @property
     def holds(self) -> bool:
@@ -271,7 +277,12 @@ class _Protocol(RequestHandler):
         if request is not None and not request.content.is_eof():
             request.content.set_exception(BrokenBody("what follows is malformed"))
 
-    def _is_chunked(self, data: bytes) -> bool:
+    def _begins_long_head(self, data: bytes) -> bool:
+        return len(data) > HEAD_LEN_MAX and self._awaits_head and data.find(_HEAD_END, 0, HEAD_LEN_MAX) < 0
+
+    def _has_small_chunks(self, data: bytes) -> bool:
+        if data.count(b"\r\n", CRLFS_LOOKED_AT) * CHUNK_LEN_MIN <= len(data):
+            return False
         request = self._current_request
         return b"hunked" in data if request is None else "transfer-encoding" in request.headers
 

@@ -75,6 +75,7 @@ from shared.errors import (
 )
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
+from shared.fair_turns import FairTurns
 from shared.holding import Holding, weigh, weigh_long
 from shared.ids import TOKENIZER_HEADER
 from shared.openai import (
@@ -118,6 +119,7 @@ class Pipeline:
         self._billing = billing
         self._live = live
         self._threads = threads
+        self._turns = FairTurns()
         self._memory = memory
         self._config = config
         self._engines = engines
@@ -129,6 +131,7 @@ class Pipeline:
     async def run(self, exchange: Exchange, endpoint: Endpoint) -> None:
         """Answer one request. Raises ApiError, ClientGone or CancelledError; by then all is settled."""
         principal = await self.authenticate(exchange)
+        await self._turns.take(principal.tenant)
         try:
             await self._take_seat(exchange, principal, endpoint)
             dispatched = await self._dispatch(exchange, principal, endpoint)

@@ -149,6 +149,7 @@ async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: H
         body = await exchange.request.body(
             len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s, hold=holding.hold
         )
+        await state.turns.take(exchange.tenant)
     with exchange.enter("validate"):
         if len(body) <= INLINE_LEN_MAX:
             parsed = parse(body, kind, weigh(body, holding))

@@ -17,6 +17,7 @@ from shared.clock import Clock
 from shared.errors import ModelNotFound, NotReady
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
+from shared.fair_turns import FairTurns
 from shared.ids import RequestId
 from shared.lifecycle import Lifecycle, Phase
 from shared.load_report import LoadReport
@@ -46,6 +47,7 @@ class EngineState:
         self.lifecycle = Lifecycle()
         self.health = Health(self.lifecycle, self._problems)
         self.threads = FairThreads(config.tokenizer_threads)
+        self.turns = FairTurns()
         self.memory = FairShare(config.request_memory)
         """The bytes that requests hold in this process (bodies, prompts, answers), shared out between
         tenants."""

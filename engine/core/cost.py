@@ -1,7 +1,8 @@
-"""The time that a step takes: a model of the runner in six numbers, learned from its own steps.
+"""The time that a step takes: a model of the runner in seven numbers, learned from its own steps.
 
     seconds = fixed + token * prompt tokens + row * decode rows + pair * (query, key) pairs of prompts
             + context * tokens whose keys are read + page * pages copied to host memory or back
+            + score * prompt tokens whose log-probabilities are asked for
 
 A runner pays `fixed` for reading its weights and launching its kernels, `token` for each prompt token's
 matrix products and `row` for each sequence that decodes. Attention costs twice: every row, whether a
@@ -39,7 +40,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Final
 
 from engine.core.least_squares import nonnegative
@@ -86,9 +87,18 @@ class Work:
     """Tokens whose keys and values are read, counted once for each row that reads them."""
     copied_pages: int = 0
     """Pages copied to host memory and back."""
+    scored_tokens: int = 0
+    """Prompt tokens whose log-probabilities are asked for: each takes all that a sampled token does, and a
+    list of the likeliest beside it."""
 
     @classmethod
-    def of(cls, positions: Sequence[int], lengths: Sequence[int], copied_pages: int = 0) -> Work:
+    def of(
+        cls,
+        positions: Sequence[int],
+        lengths: Sequence[int],
+        copied_pages: int = 0,
+        scored_tokens: int = 0,
+    ) -> Work:
         """The work of rows of which row i computes `lengths[i]` tokens from `positions[i]` on; a row of one
         token counts as a decode."""
         chunks = [row for row in zip(positions, lengths, strict=True) if row[1] != 1]
@@ -98,12 +108,13 @@ class Work:
             pairs=sum([_pairs(position, length) for position, length in chunks]),
             context_tokens=sum(positions) + sum(lengths),
             copied_pages=copied_pages,
+            scored_tokens=scored_tokens,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The model's six coefficients, in seconds."""
+    """The model's seven coefficients, in seconds."""
 
     token_s: float = 1e-4
     row_s: float = 1e-4
@@ -111,15 +122,22 @@ class StepCost:
     context_s: float = 0.0
     fixed_s: float = 1e-3
     page_s: float = 1e-4
+    score_s: float = 0.0
 
     def __post_init__(self) -> None:
         rates = (self.token_s, self.row_s, self.pair_s, self.context_s, self.fixed_s, self.page_s)
-        assert min(rates) >= 0.0
+        assert min(*rates, self.score_s) >= 0.0
+
+    @property
+    def scoring(self) -> StepCost:
+        """The same for a prompt all of whose tokens are scored."""
+        return replace(self, token_s=self.token_s + self.score_s)
 
     def seconds(self, work: Work) -> float:
         rows_s = self.token_s * work.prompt_tokens + self.row_s * work.decode_rows
         attention_s = self.pair_s * work.pairs + self.context_s * work.context_tokens
-        return self.fixed_s + rows_s + attention_s + self.page_s * work.copied_pages
+        extra_s = self.page_s * work.copied_pages + self.score_s * work.scored_tokens
+        return self.fixed_s + rows_s + attention_s + extra_s
 
     def service_s(self, prompt_len: int) -> float:
         """The time that `prompt_len` tokens of a prompt would take alone, in seconds; above zero."""
@@ -162,6 +180,7 @@ def _features(work: Work) -> tuple[float, ...]:
         work.context_tokens,
         1,
         work.copied_pages,
+        work.scored_tokens,
     )
 
 
@@ -254,7 +273,7 @@ class CostLearner:
     def _solve(self, slowdown: float) -> None:
         self._unsolved = 0
         cost, (left, right) = self._cost, self._copies
-        last = [cost.token_s, cost.row_s, cost.pair_s, cost.context_s, cost.fixed_s, cost.page_s]
+        last = list(astuple(cost))
         equations = [row.copy() for row in self._equations]
         if self._warmup is not None:
             for row, measured in zip(equations, self._warmup, strict=True):

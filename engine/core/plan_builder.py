@@ -27,6 +27,11 @@ def chunk_len(pending_len: int, tokens_left: int) -> int:
     return min(pending_len, tokens_left)
 
 
+def _scored(sequence: Sequence, length: int) -> int:
+    """The tokens of a row whose log-probabilities are asked for; a row of one token counts as a decode."""
+    return length if length > 1 and sequence.is_scored else 0
+
+
 @dataclass(slots=True)
 class PlanBuilder:
     """A step's plan in the making: its rows, and the tokens and the time that are left for further ones."""
@@ -58,6 +63,8 @@ class PlanBuilder:
     positions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
+    scored_tokens: int = 0
+    """Tokens of chunks whose log-probabilities are asked for."""
     copied_pages: int = 0
     """Pages that this plan copies to host memory or back."""
     copies_charged: int = 0
@@ -85,7 +92,7 @@ class PlanBuilder:
 
     @property
     def work(self) -> Work:
-        return Work.of(self.positions, self.lengths, self.copied_pages)
+        return Work.of(self.positions, self.lengths, self.copied_pages, self.scored_tokens)
 
     @property
     def credit(self) -> Credit:
@@ -139,12 +146,12 @@ class PlanBuilder:
             self.tokens_left -= self.reserved_tokens
             self.time_left_s -= self.reserved_s
 
-    def has_time_for(self, pending_len: int, position: int) -> bool:
-        """True if a sequence with `pending_len` tokens from `position` on would get a chunk now. Decodes and
-        the first row of a step always have time."""
-        if pending_len <= 1 or not self.rows:
+    def has_time_for(self, sequence: Sequence, position: int) -> bool:
+        """True if a sequence would get a chunk from `position` on now. Decodes and the first row of a step
+        always have time."""
+        if sequence.expected_len <= 1 or not self.rows:
             return True
-        return self._within(pending_len, position) > 0
+        return self._within(sequence.expected_len, position, self._cost_of(sequence)) > 0
 
     def add_chunk(self, sequence: Sequence, tokens_min: int = 0) -> None:
         """Add a chunk of this prompt as long as tokens and time allow, if they allow any.
@@ -155,15 +162,15 @@ class PlanBuilder:
         is_hurried = sequence is self.hurried
         if self.is_saving and not is_hurried:
             return
-        position = sequence.planned_len
+        position, cost = sequence.planned_len, self._cost_of(sequence)
         if self._free_reserve(sequence) and self.has_chunk:
             tokens_min = 1
         if not self.rows:
-            tokens_min = pace.chunk_len_min(self.cost, position)
+            tokens_min = pace.chunk_len_min(cost, position)
         extra_s = self.extra_s if is_hurried else 0.0
         self.time_left_s += extra_s
         self.longest_s += extra_s
-        within = self._within(sequence.pending_len, position)
+        within = self._within(sequence.pending_len, position, cost)
         if tokens_min:
             within, self.is_saving = max(tokens_min, within), False
         length = chunk_len(sequence.pending_len, min(self.tokens_left, within))
@@ -173,9 +180,10 @@ class PlanBuilder:
             assert length <= self.tokens_left
             self.has_chunk = True
             self.tokens_left -= length
-            chunk_s = self.cost.chunk_s(position, length)
+            chunk_s = cost.chunk_s(position, length)
             self.time_left_s -= chunk_s
             self.taken_s += chunk_s
+            self.scored_tokens += _scored(sequence, length)
             self.rows.append(sequence)
             self.slots.append(sequence.slot)
             self.positions.append(position)
@@ -192,22 +200,25 @@ class PlanBuilder:
         self.hurried_s += extra_s - unused_s
         self.taken_s -= extra_s - unused_s
 
-    def _within(self, pending_len: int, position: int) -> int:
+    def _cost_of(self, sequence: Sequence) -> StepCost:
+        return self.cost.scoring if sequence.is_scored else self.cost
+
+    def _within(self, pending_len: int, position: int, cost: StepCost) -> int:
         """The tokens from `position` on for which there is time; 0 when it does not suffice for a chunk that
         is worth reading its context."""
         # What a single token waited for beyond the longest time is not for chunks of others.
         within_s = min(self.time_left_s, self.longest_s - self.taken_s)
-        within = self.cost.tokens_within(within_s, position)
-        least = min(pending_len, pace.chunk_len_min(self.cost, position))
+        within = cost.tokens_within(within_s, position)
+        least = min(pending_len, pace.chunk_len_min(cost, position))
         if within >= least:
             return within
         # No step gives it more than this, however long it waits.
         reach_s = self.longest_s - self.reserved_most_s
-        least = min(least, max(1, self.cost.tokens_within(reach_s, position)))
+        least = min(least, max(1, cost.tokens_within(reach_s, position)))
         if within >= least:
             return within
         if least == 1:
-            single_s = self.cost.chunk_s(position, 1)
+            single_s = cost.chunk_s(position, 1)
             if single_s <= self.time_left_s:
                 return 1
             if self.reserved_tokens:  # the reserve is not to stand in its way for ever
@@ -242,8 +253,9 @@ class PlanBuilder:
             return
         row = self.slots.index(slot)
         self.tokens_left += self.lengths[row]
-        chunk_s = self.cost.chunk_s(self.positions[row], self.lengths[row])
+        chunk_s = self._cost_of(sequence).chunk_s(self.positions[row], self.lengths[row])
         self.time_left_s += chunk_s
         self.taken_s = max(0.0, self.taken_s - chunk_s)
+        self.scored_tokens -= _scored(sequence, self.lengths[row])
         for column in (self.rows, self.slots, self.positions, self.lengths, self.samples):
             del column[row]

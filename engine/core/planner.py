@@ -211,7 +211,7 @@ class Planner:
             sequence.expected_len = len(sequence.tokens) - prefix.computed_len
             if not candidate.in_turn and self._is_coming(sequence, prefix, builder):
                 blocked.pass_over(sequence)
-            elif not builder.has_time_for(sequence.expected_len, prefix.computed_len):
+            elif not builder.has_time_for(sequence, prefix.computed_len):
                 return
             elif allocator.fits(sequence, prefix) or allocator.preempt_for(sequence, prefix, builder, now):
                 self._admit(sequence, prefix, builder, news, now)

@@ -201,10 +201,12 @@ class Sequence:
         That is never the last known token, whose logits are needed. Positions whose prompt log-probabilities
         are asked for and not sent yet must be computed too.
         """
-        wants_prompt_logprobs = self.sampling.prompt_logprobs is not None
-        if wants_prompt_logprobs and self.prompt_logprobs_sent < self.prompt_len - 1:
-            return self.prompt_logprobs_sent
-        return len(self.tokens) - 1
+        return self.prompt_logprobs_sent if self.is_scored else len(self.tokens) - 1
+
+    @property
+    def is_scored(self) -> bool:
+        """True if log-probabilities of its prompt are asked for and not all sent yet."""
+        return self.sampling.prompt_logprobs is not None and self.prompt_logprobs_sent < self.prompt_len - 1
 
     def is_protected(self, preemptions_max: int) -> bool:
         """True if it was preempted as often as rule C allows; yields are not counted."""

@@ -55,6 +55,20 @@ def test_a_few_requests_may_all_be_retried_and_many_may_not() -> None:
     assert sum(budget.take() for _ in range(200)) == 40 - FLOOR
 
 
+@pytest.mark.parametrize("active", [1, 200])
+def test_hedges_leave_places_to_requests_that_failed(active: int) -> None:
+    budget = RetryBudget()
+    budget.active = active
+    hedged = [budget.take_for_hedge() for _ in range(active + FLOOR)].count(True)
+    repeated = [budget.take() for _ in range(active + FLOOR)].count(True)
+    assert hedged > 0
+    assert repeated >= max(1, budget.most // 4)
+    assert hedged + repeated == budget.most
+    budget.give_back()
+    assert not budget.take_for_hedge()
+    assert budget.take()
+
+
 # -- attempts that are ended from outside ---------------------------------------------------------
 
 

@@ -88,6 +88,24 @@ def test_copies_are_learned_beside_steps_that_make_none() -> None:
     assert learner.cost.service_s(4000) == pytest.approx(truth.service_s(4000), rel=0.1)
 
 
+def test_the_cost_of_scored_tokens_is_learned_from_a_few_steps_and_kept() -> None:
+    truth = replace(RUNNERS["two CPU cores"], score_s=8e-3)
+    learner, rng = CostLearner(), random.Random(1)
+    for _ in range(200):
+        work = random_work(rng)
+        learner.observe(work, truth.seconds(work))
+    assert learner.cost.score_s == 0.0
+    scored = Work.of([0] * 3, [1, 1, 500], scored_tokens=500)
+    for _ in range(5):
+        learner.observe(scored, truth.seconds(scored))
+    assert learner.cost.seconds(scored) == pytest.approx(truth.seconds(scored), rel=0.1)
+    for _ in range(100):
+        work = random_work(rng)
+        learner.observe(work, truth.seconds(work))
+    assert learner.cost.score_s == pytest.approx(truth.score_s, rel=0.1)
+    assert learner.cost.service_s(500) == pytest.approx(truth.service_s(500), rel=0.1)
+
+
 def test_a_bad_measurement_of_copies_fades() -> None:
     """A step with one copied page was slow for another reason: if that were kept for ever, no page would be
     copied again."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from engine.core import pace
-from engine.core.cost import StepCost
-from engine.core.pace import Credit
+from engine.core.cost import StepCost, Work
+from engine.core.pace import Budget, Credit
 from engine.core.plan_builder import PlanBuilder
 from engine.core.sequence import Sequence
 from tests.engine.core.sequences import sequence
@@ -40,3 +41,22 @@ def test_the_reserve_of_the_eldest_prefill_does_not_stop_one_of_higher_rank_for_
         credit = builder.credit
         chunks += [length for row, length in zip(builder.rows, builder.lengths, strict=True) if row is higher]
     assert len(chunks) >= 20
+
+
+def test_a_prompt_that_is_scored_gets_as_much_time_as_another_and_fewer_tokens() -> None:
+    cost = StepCost(token_s=1e-4, row_s=1e-4, fixed_s=1e-3, score_s=9e-4)
+    stream, plain, scored = running(1, 8, 7), running(2, 2000, 1), running(3, 2000, 1)
+    scored.sampling = msgspec.structs.replace(scored.sampling, prompt_logprobs=5)
+    assert scored.is_scored
+    lengths = {}
+    for prompt in (plain, scored):
+        builder = PlanBuilder(tokens_left=2048, prefills=[prompt])
+        builder.add_decodes({1: stream})
+        builder.open_to_prompts(Budget(0.05, 0.05), Credit(), cost)
+        assert builder.has_time_for(prompt, 1)
+        builder.add_chunk(prompt)
+        lengths[prompt.handle] = builder.lengths[-1]
+        assert cost.seconds(builder.work) <= 0.052
+        builder.drop(prompt.slot or 0, prompt)
+        assert builder.work == Work.of([7], [1])
+    assert lengths == {2: 500, 3: 50}

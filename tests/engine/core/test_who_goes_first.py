@@ -8,15 +8,16 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.core import deadlines, pace, planner, policy, tenants
 from engine.core.config import SchedulerConfig
-from shared import fair_share
+from shared import fair_share, fair_turns
 
 ROOT = Path(__file__).parents[3]
-ROWS = 9
+ROWS = 10
 NUMBER = re.compile(r"`(\w+)\.(\w+)` (\d[\d., ]*\d|\d)")
 OWNERS = {
     "SchedulerConfig": SchedulerConfig(),
     "EngineConfig": EngineConfig("model"),
     "fair_share": fair_share,
+    "fair_turns": fair_turns,
     "deadlines": deadlines,
     "pace": pace,
     "planner": planner,
