@@ -13,7 +13,7 @@ from tests.neighbours.conftest import House, gateway
 
 WORKERS = 2
 BUSIEST = (
-    "120 bodies of 8 MiB that do not end",
+    "emoji of 8 MiB",
     "24 conversations of 2,048 messages",
     "heads of 440 KB without a key",
     "300 streams that leave at once",
