@@ -47,6 +47,8 @@ AHEAD_MAX: Final = 8
 this API does that, and a packet may hold thousands."""
 HOLDING_MAX: Final = 1024
 """Connections with half a head, or with requests sent ahead: together they hold `shared.memory.HOLDING`."""
+HEAD_PARSED_MAX: Final = 2 * HEAD_LEN_MAX
+"""The most bytes of a head that are parsed: of one that is a little too long it can be said what is wrong."""
 _HEAD_END: Final = b"\r\n\r\n"
 _MALFORMED: Final = b"\0" * 2 * CHUNK_LEN_MIN
 """Bytes that cannot occur in a head, nor in a chunk of less than their number."""
@@ -278,7 +280,8 @@ class _Protocol(RequestHandler):
             request.content.set_exception(BrokenBody("what follows is malformed"))
 
     def _begins_long_head(self, data: bytes) -> bool:
-        return len(data) > HEAD_LEN_MAX and self._awaits_head and data.find(_HEAD_END, 0, HEAD_LEN_MAX) < 0
+        most = HEAD_PARSED_MAX
+        return len(data) > most and self._awaits_head and data.find(_HEAD_END, 0, most) < 0
 
     def _has_small_chunks(self, data: bytes) -> bool:
         if data.count(b"\r\n", CRLFS_LOOKED_AT) * CHUNK_LEN_MIN <= len(data):

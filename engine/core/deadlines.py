@@ -7,6 +7,8 @@ things follow, all from an estimate of how long the rest of a prompt takes (`pre
 that is to be expected: the prompt's own work at the rate that prompts have now, and before it that of the
 prompts that rank before it, of which at most `LOOKED_AT_MAX` are looked at. What comes later and what slots
 and pages may lack is not counted, so nothing is refused that the engine would serve in time as things stand.
+What would be in time even behind all of them, as nearly all is, is not ranked, which would take as long as a
+short step.
 2. **What would miss its deadline is hurried**: beside streams, one prompt in a step gets more time than
 `engine.core.pace` gives to prompts, so that they have `HURRY_SHARE` of the step together. It is the one with
 the first deadline of those that would miss theirs. Its rank stays as it is, and so do the chunks of others.
@@ -19,7 +21,7 @@ see steps of at most 1 / (1 - `HURRY_SHARE`) = 4 times their decodes meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Final
@@ -100,8 +102,7 @@ def first_token_s(
     """The estimate of rule 1, in seconds. `fast` is the rate while the prompt is hurried, `before` has the
     pending tokens of the prompts before it, and `allowance_s` is what its tenant may lengthen steps by
     now."""
-    share = rate.prompts_s / (rate.prompts_s + rate.decodes_s) if rate.streams else 1.0
-    queue_s = sum([cost.chunk_s(0, pending) for pending in before]) / max(share, 1e-6)
+    queue_s = sum([cost.chunk_s(0, pending) for pending in before]) / _prompts_share(rate)
     own_s = prefill_s(cost, rate, position, length)
     if fast.prompts_s > rate.prompts_s:
         fast_s = prefill_s(cost, fast, position, length)
@@ -109,6 +110,25 @@ def first_token_s(
         paid = min(1.0, (allowance_s + fast_s / HURRY_PART) / max(longer_s, 1e-9))
         own_s -= GAIN_COUNTED * paid * max(0.0, own_s - fast_s)
     return queue_s + own_s
+
+
+def first_token_most_s(
+    cost: StepCost, rate: Rate, rivals: Sequence[int], position: int, length: int
+) -> float:
+    """The most that the estimate can be, however the prompts with these pending tokens rank, in seconds: the
+    longer one is, the more its tokens take each."""
+    longest = max(rivals, default=0)
+    queue_s = len(rivals) * cost.chunk_s(0, 1)
+    if longest:
+        queue_s += sum(rivals) * cost.chunk_s(0, longest) / longest
+    return queue_s / _prompts_share(rate) + prefill_s(cost, rate, position, length)
+
+
+def _prompts_share(rate: Rate) -> float:
+    """The share of the time that prompts have at a rate; above zero."""
+    if not rate.streams:
+        return 1.0
+    return max(rate.prompts_s / (rate.prompts_s + rate.decodes_s), 1e-6)
 
 
 @dataclass(slots=True)

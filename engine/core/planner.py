@@ -165,9 +165,10 @@ class Planner:
             left_s = self.hurries.left_s(builder.hurried.tenant, now)
             builder.extra_s = min(fast.prompts_s - rate.prompts_s, left_s)
 
-    def first_token_s(self, sequence: Sequence, now: float) -> float:
-        """The estimate of a newcomer's time to first token, by rule 1 of `engine.core.deadlines`. Its work
-        does not grow with the queue: a flood of requests with deadlines would cost its square otherwise."""
+    def first_token_s(self, sequence: Sequence, now: float, within_s: float) -> float:
+        """The estimate of a newcomer's time to first token, by rule 1 of `engine.core.deadlines`, or more
+        where even that is at most `within_s`. Its work does not grow with the queue: a flood of requests with
+        deadlines would cost its square otherwise."""
         prefills: list[Sequence] = []
         streams: list[Sequence] = []
         for other in self.allocator.running.values():
@@ -179,15 +180,16 @@ class Planner:
         rate = Rate(decodes_s, budget.seconds, len(streams), self.config.step_tokens_max)
         waiting = [other for other in islice(self.waiting, deadlines.LOOKED_AT_MAX) if not other.is_paused]
         rivals = [*prefills, *waiting][: deadlines.LOOKED_AT_MAX]
-        before: list[int] = []
+        before = [other.expected_len for other in rivals]
+        position = sequence.prompt_len - sequence.expected_len
+        most_s = deadlines.first_token_most_s(cost, rate, before, position, sequence.expected_len)
+        if most_s <= within_s:
+            return most_s
         if rivals:
             circumstances = self._circumstances(now, [*rivals, sequence])
             ranked = self.waiting.rank([*rivals, sequence], circumstances)
             before = [other.expected_len for other in ranked[: ranked.index(sequence)]]
-        position, allowance_s = (
-            sequence.prompt_len - sequence.expected_len,
-            self.hurries.left_s(sequence.tenant, now),
-        )
+        allowance_s = self.hurries.left_s(sequence.tenant, now)
         fast = deadlines.hurried(rate, error)
         return deadlines.first_token_s(cost, rate, fast, before, position, sequence.expected_len, allowance_s)
 

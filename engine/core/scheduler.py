@@ -191,7 +191,7 @@ class Scheduler:
         coming_len, compute_s = self._allocator.fetch(sequence)
         sequence.expected_len -= coming_len
         if message.first_token_s < math.inf:
-            expected_s = self._planner.first_token_s(sequence, now)
+            expected_s = self._planner.first_token_s(sequence, now, message.first_token_s)
             if expected_s > message.first_token_s:
                 self._refuse(message.handle, FinishReason.TOO_LATE, expected_s)
                 return

@@ -34,6 +34,8 @@ class Law(StrEnum):
     THREADS = "threads are shared fairly"
     SEATS = "seats are shared"
     CHARGES = "charged is what was computed"
+    PAGES = "cached pages are their tenant's own"
+    HASTE = "haste is paid for by the hasty"
 
 
 class Who(StrEnum):
@@ -54,10 +56,15 @@ class Who(StrEnum):
     """A tenant with `token_budget = 0`."""
     POOR = "poor"
     """A tenant with a few tokens per minute, and a few thousand in all."""
+    HASTY = "hasty"
+    """A tenant without limits to whom a stream's first token is of use for `HASTY_S` only."""
+    HEDGED = "hedged"
+    """A tenant without limits whose streams are sent to a second replica when the first is slow."""
 
 
 POOR_TOKENS_PER_MIN: Final = 400
 POOR_TOKEN_BUDGET: Final = 2000
+HASTY_S: Final = 0.25
 
 
 class Ends(Enum):

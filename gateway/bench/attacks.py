@@ -10,20 +10,16 @@ An attack is bounded by its counts, never by time. One whose requests would run 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
 from gateway.bench.attack import (
-    CHAT_HEAD,
     CHATS,
     COMPLETION_HEAD,
-    COMPLETIONS,
     MIB,
     MODEL,
     PLAIN_ID,
     Attack,
-    Body,
     Ends,
     Law,
     Who,
@@ -32,41 +28,9 @@ from gateway.bench.attack import (
     encoded,
     padded,
     text,
-    with_fields,
 )
-
-SHAPES: Final[Mapping[str, tuple[str, Body]]] = {
-    "700,000 fields": (CHATS, with_fields(f"{CHAT_HEAD},", 700_000, "0", "}")),
-    "metadata of 600,000 fields": (
-        CHATS,
-        with_fields(f'{CHAT_HEAD}, "metadata": {{', 600_000, '"x"', "}}"),
-    ),
-    "4,000,000 tools": (CHATS, padded(f'{CHAT_HEAD}, "tools": [', "1", "]}")),
-    "2,000,000 stop strings": (CHATS, padded(f'{CHAT_HEAD}, "stop": [', '"a"', "]}")),
-    "2,000,000 prompts": (COMPLETIONS, padded(f'{COMPLETION_HEAD}, "prompt": [', "[1]", "]}")),
-    "4,000,000 ids": (COMPLETIONS, padded(f'{COMPLETION_HEAD}, "prompt": [', "1", "]}")),
-    "4,000,000 ids to detokenize": ("/detokenize", padded(f'{{"model": "{MODEL}", "tokens": [', "1", "]}")),
-    "4,000,000 brackets": (COMPLETIONS, padded(f'{COMPLETION_HEAD}, "zzz": ', "[", "", between="")),
-    "an integer of 8 MB": (COMPLETIONS, padded(f'{COMPLETION_HEAD}, "seed": ', "9", "}", between="")),
-    "1,300,000 lone surrogates": (COMPLETIONS, text(r"\ud800")),
-    "40,000 log-biases": (
-        CHATS,
-        with_fields(f'{CHAT_HEAD}, "logit_bias": {{', 40_000, "1", "}}"),
-    ),
-}
-"""Path and body, by name: JSON that costs more to decode than to send. All of it is refused."""
-
-TEXTS: Final[Mapping[str, Body]] = {
-    "digits": text("7"),
-    "spaces and line ends": text(r" \n"),
-    "combining marks": text("e\u0301"),
-    "line ends": text(r"\n"),
-    "letters": text("a"),
-    "spaces": text(" "),
-    "words": text("word "),
-    "emoji": text("\U0001f600"),
-}
-"""Prompts of 8 MiB, by name. None of them fits into the context."""
+from gateway.bench.bodies import SHAPES, TEXTS
+from gateway.bench.victim import LONG
 
 
 def _reservations() -> list[Attack]:
@@ -459,6 +423,54 @@ def _more_charges() -> list[Attack]:
     ]
 
 
+def _pages() -> list[Attack]:
+    """Prompts that look for another tenant's cached pages, or that leave no page to it."""
+    law = Law.PAGES
+    of_another = [{"role": "user", "content": LONG}]
+    return [
+        Attack(
+            "another tenant's prompt",
+            law,
+            chat(messages=of_another, max_tokens=1),
+            path=CHATS,
+            count=2,
+            who=(Who.ATTACKER, Who.ACCOMPLICE),
+        ),
+        Attack(
+            "prompts that fill the KV cache",
+            law,
+            completion(prompt=[[PLAIN_ID + i] * 1980 for i in range(36)], max_tokens=1),
+            statuses=frozenset({200, 503}),
+        ),
+    ]
+
+
+def _haste() -> list[Attack]:
+    """Deadlines of first tokens that prompts can only meet, if at all, at the cost of others' streams."""
+    law = Law.HASTE
+    return [
+        Attack(
+            "48 prompts of 2,000 tokens in haste",
+            law,
+            completion(prompt=[PLAIN_ID] * 2000, max_tokens=4, cache_salt="hasty", stream=True),
+            count=48,
+            at_once=48,
+            who=(Who.HASTY,),
+            statuses=frozenset({200, 503, 504}),
+        ),
+        Attack(
+            "400 streams in haste",
+            law,
+            chat(max_tokens=8, stream=True),
+            path=CHATS,
+            count=400,
+            at_once=200,
+            who=(Who.HASTY,),
+            statuses=frozenset({200, 503, 504}),
+        ),
+    ]
+
+
 ATTACKS: Final = (
     *(*_reservations(), *_strangers()),
     *(*_bytes(), *_more_bytes()),
@@ -466,6 +478,7 @@ ATTACKS: Final = (
     *_threads(),
     *_seats(),
     *(*_charges(), *_more_charges()),
+    *(*_pages(), *_haste()),
 )
 
 

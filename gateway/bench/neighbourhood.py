@@ -7,16 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from gateway.bench.attack import MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_MIN, Who
+from gateway.bench.attack import HASTY_S, MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_MIN, Who
 from gateway.config import (
     GatewayConfig,
     KeyConfig,
     ModelConfig,
     TenantConfig,
+    TierConfig,
+    TiersConfig,
 )
 from gateway.edge_config import AdminConfig, LimitsConfig, ListenConfig
 from gateway.identity.keys import hash_key
 from gateway.quota_config import QuotaLimits
+from gateway.timeout_config import TimeoutOverrides
 from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
 
 REQUEST_MEMORY: Final = 192 * MIB
@@ -30,6 +33,9 @@ KV_CACHE: Final = 256 * MIB
 SEQUENCES: Final = 64 + 256
 """The engine's sequences that run, and those that wait."""
 QUEUE_TOKENS: Final = 1 << 20
+GAP_TARGET_MS: Final = 25
+"""The gap that the engine is to keep: half of the 50 ms that a victim may wait longer for a first token. A
+newcomer waits for the step under way, and for its own."""
 STEP_TOKENS: Final = 2048
 """The tokens of one step of the engine."""
 
@@ -42,6 +48,7 @@ ENGINE_OPTIONS: Final = (
     *("--request-memory", str(REQUEST_MEMORY)),
     *("--max-queue-tokens", str(QUEUE_TOKENS)),
     *("--max-step-tokens", str(STEP_TOKENS)),
+    *("--gap-target-ms", str(GAP_TARGET_MS)),
     *("--tokenizer-threads", str(TOKENIZER_THREADS)),
 )
 GATEWAY_MEMORY_MAX: Final = gateway_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS, CONNECTIONS_MAX)
@@ -56,10 +63,14 @@ _LIMITS: Final[Mapping[Who, QuotaLimits]] = {
 }
 
 
-def gateway_config(engine_urls: Sequence[str], port: int = 0, admin_port: int = 0) -> GatewayConfig:
-    """The gateway's configuration. Each tenant's key is the tenant's name."""
-    tenants = [who for who in Who if who is not Who.STRANGER]
+def gateway_config(
+    engine_urls: Sequence[str], port: int = 0, admin_port: int = 0, *, workers: int = 1
+) -> GatewayConfig:
+    """The gateway's configuration. Each tenant's key is the tenant's name. Tenants with limits, which several
+    workers would count apart, are known to a lone worker only."""
+    tenants = [who for who in Who if who is not Who.STRANGER and not (workers > 1 and who in _LIMITS)]
     return GatewayConfig(
+        workers=workers,
         listen=ListenConfig(port=port),
         admin=AdminConfig(port=admin_port),
         limits=LimitsConfig(
@@ -69,8 +80,18 @@ def gateway_config(engine_urls: Sequence[str], port: int = 0, admin_port: int = 
             tokenizer_threads=TOKENIZER_THREADS,
         ),
         models=(ModelConfig(MODEL, tuple(engine_urls)),),
-        tenants=tuple(TenantConfig(who, limits=_LIMITS.get(who, QuotaLimits())) for who in tenants),
+        tiers=TiersConfig(flex=TierConfig(hedge=True)),
+        tenants=tuple(map(_tenant, tenants)),
         keys=tuple(KeyConfig(who, hash_key(who), who) for who in tenants),
+    )
+
+
+def _tenant(who: Who) -> TenantConfig:
+    return TenantConfig(
+        who,
+        limits=_LIMITS.get(who, QuotaLimits()),
+        service_tier="flex" if who is Who.HEDGED else "default",
+        timeouts=TimeoutOverrides(first_token_s=HASTY_S) if who is Who.HASTY else None,
     )
 
 

@@ -11,9 +11,15 @@ it.
     charged            tokens that the gateway settled for the attacker, as a fraction of those that steps
                        computed for it: of all that were computed, without those of as many rounds of the
                        victim alone. Steps that run before the engine hears of a cancellation count as well
+    strength           the attack's requests, its answers and the bytes of its bodies, per second: an attacker
+                       that is starved shows there
 
-Services, attacker and victim share the machine, so where it has few cores the victim's times include waiting
-for one. The engine computes with one thread.
+All share the machine, where attacker and victim stand for machines of their own. So the attacker runs only
+while a core is idle (`SCHED_IDLE`), which costs it strength and the others nothing; and the services are
+`SERVICES_NICE` nicer than the victim, so that it takes note of a token as soon as it has come.
+What is left is the services' own: their processes and threads compete for the cores as they would without
+attacker and victim, and the kernel's work for the attacker's bytes counts. The engine computes with one
+thread.
 """
 
 from __future__ import annotations
@@ -23,13 +29,14 @@ import asyncio
 import contextlib
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gateway.bench.attack import Attack, Law
-from gateway.bench.attackers import Sender
+from gateway.bench.attack import MIB, Attack, Law
+from gateway.bench.attackers import RequestOutcome, Sender
 from gateway.bench.attacks import ATTACKS
 from gateway.bench.neighbourhood import (
     CORE_MEMORY_MAX,
@@ -62,6 +69,8 @@ COMPUTED_MIN: Final = 200
 cache holds more or less of their prompts."""
 WARM_ROUNDS: Final = 5
 REPEATS_MAX: Final = 12
+SERVICES_NICE: Final = 10
+"""What is added to the services' nice value."""
 REST_POLL_S: Final = 0.02
 REST_DEADLINE_S: Final = 60.0
 _LAG: Final = "penstock_loop_lag_max_seconds"
@@ -123,6 +132,23 @@ class _Cost:
         return _Cost(self.settled - times * other.settled, self.computed - times * other.computed)
 
 
+@dataclass(slots=True)
+class _Strength:
+    """What the attacker got done."""
+
+    requests: int = 0
+    answers: int = 0
+    sent_len: int = 0
+    """Bytes sent of bodies."""
+    seconds: float = 0.0
+
+    def add(self, outcomes: Sequence[RequestOutcome], seconds: float) -> None:
+        self.requests += len(outcomes)
+        self.answers += sum(outcome.status is not None for outcome in outcomes)
+        self.sent_len += sum(outcome.sent_len for outcome in outcomes)
+        self.seconds += seconds
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """The effects of one attack."""
@@ -133,6 +159,7 @@ class _Seen:
     memory: dict[str, float]
     charged: float | None
     """The tokens charged per token computed. None where next to nothing was computed for the attacker."""
+    strength: _Strength
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +190,11 @@ class _House:
         alone, beside = await self._victim.alone(rounds), Account()
         for process in self._processes:
             forget_peak(process.pid)
-        before = _cost(await self._at_rest())
+        before, strength = _cost(await self._at_rest()), _Strength()
         for _ in range(REPEATS_MAX):
-            cue = asyncio.Event()
-            account, _ = await self._victim.beside(sender.send(cue), cue)
+            cue, began_s = asyncio.Event(), time.perf_counter()
+            account, outcomes = await self._victim.beside(sender.send(cue), cue)
+            strength.add(outcomes, time.perf_counter() - began_s)
             beside.merge(account)
             if beside.rounds >= rounds:
                 break
@@ -179,6 +207,7 @@ class _House:
             {name: 1e3 * reading[_LAG] for name, reading in during.items()},
             {process.name: self._share(process) for process in self._processes},
             _charged(in_all.less(victims, beside.rounds / rounds)),
+            strength,
         )
 
     def _share(self, process: _Process) -> float:
@@ -229,18 +258,23 @@ def _figures(name: str, seen: _Seen) -> Iterable[Figure]:
         yield figure(f"{name}: {process}'s memory, of its bound", share, "x", MEMORY_TARGET)
     if seen.charged is not None:
         yield figure(f"{name}: charged / computed", seen.charged, "x", CHARGED_TARGET)
+    strength = seen.strength
+    yield figure(f"{name}: its requests", strength.requests / strength.seconds, "1/s")
+    yield figure(f"{name}: its answers", strength.answers / strength.seconds, "1/s")
+    yield figure(f"{name}: its bodies", strength.sent_len / MIB / strength.seconds, "MiB/s")
 
 
 @contextlib.asynccontextmanager
 async def _house() -> AsyncIterator[_House]:
     engine_port, port, admin_port = free_port(), free_port(), free_port()
     engine_url, url = f"http://127.0.0.1:{engine_port}", f"http://127.0.0.1:{port}"
-    argv = [sys.executable, "-m", "engine", "serve", "--model", demo_model(), "--port", str(engine_port)]
+    nicely = ["nice", "-n", str(SERVICES_NICE), sys.executable, "-m"]
+    argv = [*nicely, "engine", "serve", "--model", demo_model(), "--port", str(engine_port)]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "gateway.toml"
         file.write_text(to_toml(gateway_config([engine_url], port, admin_port)))
         async with service([*argv, *ENGINE_OPTIONS], f"{engine_url}/readyz") as engine:
-            argv = [sys.executable, "-m", "gateway", "--config", str(file)]
+            argv = [*nicely, "gateway", "--config", str(file)]
             async with service(argv, f"{url}/readyz") as gateway:
                 _, core = descendants(engine.pid)
                 processes = [

@@ -22,13 +22,14 @@ from shared.openai import ChatChunk, ChatCompletion
 T = TypeVar("T")
 
 STREAM_TOKENS: Final = 48
-CHAT_TOKENS: Final = 4
+CHAT_TOKENS: Final = 1
+"""With one token, a chat's whole answer is its first token. The gaps behind it are the streams' to tell."""
 CUE_ROUNDS: Final = 3
 """The rounds after which attacks that end on cue are ended: in the last of them they were at their height."""
-_LONG: Final = "Tell me what a penstock is, in a few words. " * 26
+LONG: Final = "Tell me what a penstock is, in a few words. " * 26
 """A prompt longer than those that the gateway counts on its event loop, so that it waits its turn for a
 thread."""
-CHATS: Final = ("Hello!", "What is the capital of France?", _LONG)
+CHATS: Final = ("Hello!", "What is the capital of France?", LONG)
 
 
 class VictimFailed(Exception):
@@ -43,7 +44,7 @@ class Account:
     gaps_ms: list[float] = field(default_factory=list)
     """The times between two events of a stream."""
     first_ms: list[float] = field(default_factory=list)
-    """The times from a stream's request to its first token, and from a chat's to its whole, short answer."""
+    """The times from a request to its first token: a stream's, and a chat's, which is its whole answer."""
 
     def add(self, stream: TimedRequest, chats: Sequence[TimedRequest]) -> None:
         self.rounds += 1

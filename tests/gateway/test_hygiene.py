@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 import pytest
+from aiohttp.web_protocol import RequestHandler
 
 from gateway import hygiene, listener
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, until
@@ -61,6 +62,22 @@ async def test_a_head_that_a_proxy_may_read_otherwise_is_refused_by_name(
     error = msgspec.json.decode(body)["error"]
     assert (status, error["message"], error["param"]) == (400, message, param)
     assert not house.engine.seen
+
+
+async def test_a_head_that_is_far_too_long_is_refused_before_it_is_parsed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[int] = []
+    parse = RequestHandler.data_received
+
+    def record(self: RequestHandler, data: bytes) -> None:
+        parsed.append(len(data))
+        parse(self, data)
+
+    monkeypatch.setattr(RequestHandler, "data_received", record)
+    status, _ = await answered(house, LINE + HOST + 6 * WIDE)
+    assert status == 400
+    assert sum(parsed) <= listener.HEAD_PARSED_MAX
 
 
 async def test_a_transfer_encoding_other_than_chunked_is_refused_by_name(house: House) -> None:

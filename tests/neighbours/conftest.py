@@ -148,10 +148,10 @@ def engines(count: int, *options: str) -> Iterator[list[Service]]:
 
 
 @contextmanager
-def gateway(engines: Sequence[Service]) -> Iterator[Service]:
+def gateway(engines: Sequence[Service], *, workers: int = 1) -> Iterator[Service]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "gateway.toml"
-        file.write_text(to_toml(gateway_config([engine_url(one) for one in engines])))
+        file.write_text(to_toml(gateway_config([engine_url(one) for one in engines], workers=workers)))
         with service(["gateway", "--config", str(file)]) as started:
             yield started
 

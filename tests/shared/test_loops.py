@@ -8,7 +8,7 @@ import sys
 import pytest
 import uvloop
 
-from shared.loops import IDLE_TICK_S, TICK_S, LagMeter, loop_factory, loop_name
+from shared.loops import IDLE_TICK_S, SWITCH_S, TICK_S, LagMeter, loop_factory, loop_name, watch_lag
 
 
 async def running() -> tuple[type, str]:
@@ -50,3 +50,12 @@ async def test_an_idle_loop_is_seldom_woken_and_a_busy_one_often() -> None:
     used_s = IDLE_TICK_S
     meter._tick(0.0)
     assert meter._tick_s == TICK_S
+
+
+async def test_threads_let_go_of_the_interpreter_soon() -> None:
+    before_s = sys.getswitchinterval()
+    try:
+        watch_lag()
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+    finally:
+        sys.setswitchinterval(before_s)

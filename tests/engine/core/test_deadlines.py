@@ -153,6 +153,17 @@ def test_nothing_is_hurried_where_nothing_streams() -> None:
     assert estimate_s == pytest.approx(SLOW.chunk_s(0, 100) + deadlines.prefill_s(SLOW, rate, 0, 100))
 
 
+@pytest.mark.parametrize("streams", [0, 8])
+@pytest.mark.parametrize("rivals", [[], [1], [1, 1, 1], [10] * 200, [1, 5, 2000], [300, 3000]])
+def test_no_estimate_is_above_the_most_that_it_can_be(streams: int, rivals: list[int]) -> None:
+    rate = Rate(0.01, 0.02, streams, 2048)
+    for cost in (SLOW, *RUNNERS.values()):
+        most_s = deadlines.first_token_most_s(cost, rate, rivals, 7, 100)
+        fast = deadlines.hurried(rate, 0.1)
+        for before in (rivals, rivals[1:], []):
+            assert deadlines.first_token_s(cost, rate, fast, before, 7, 100, HURRY_S) <= most_s * (1 + 1e-9)
+
+
 # -- attacks ------------------------------------------------------------------------------------------
 
 
