@@ -46,6 +46,7 @@ from engine.runtime.errors import DoesNotFit, UnsupportedModel
 from engine.runtime.hardware import usable_cores
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.dependent_launch import dependent_launches
+from engine.runtime.kernels.folding import fold_norms
 from engine.runtime.kv_cache import (
     HostPages,
     KVCache,
@@ -138,7 +139,9 @@ class DeviceShard:
         """Measure which kernel multiplies each matrix fastest. Raises DoesNotFit."""
         with enough_memory("measuring kernels", "end what else uses this GPU, or use fp8 weights"):
             decoder = self.decoder
-            decoder.table = MatmulTable.fill(decoder.linears, decoder.dtype, self.card.timer())
+            timer = self.card.timer()
+            table = MatmulTable.fill(decoder.linears, decoder.dtype, timer)
+            decoder.table = fold_norms(table, decoder.pairs, decoder.dtype, timer)
 
     @property
     def geometry(self) -> KVGeometry:
