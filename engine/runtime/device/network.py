@@ -77,11 +77,6 @@ class _Layer:
     down: DeviceLinear
 
     @property
-    def is_whole(self) -> bool:
-        """True if no other rank has a part of the model."""
-        return self._ranks.shard == WHOLE
-
-    @property
     def linears(self) -> tuple[DeviceLinear, ...]:
         return self.qkv, self.output, self.gate_up, self.down
 
