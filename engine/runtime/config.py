@@ -64,7 +64,7 @@ class RunnerConfig:
     its result does not depend on the other sequences of a step, to the last bit. measured: the fastest size
     for each number of sequences, found at the start."""
     enforce_eager: bool = False
-    """On a GPU, launch decode steps kernel by kernel instead of as CUDA graphs: it starts sooner, takes less
+    """On a GPU, launch steps kernel by kernel instead of as CUDA graphs: it starts sooner, takes less
     memory, and is slower."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
     """Processes (ranks) that the model is split between, on a GPU each where there are any. Memory settings

@@ -24,8 +24,11 @@ from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.load import load_runner
 from tests.engine.models import FAMILIES, VOCAB_SIZE, make_tiny_model, reference_greedy
 from tests.gpu.loop import Served, serve
+from tests.gpu.near import near
 
 STEP_TOKENS_MAX = 64
+LOGPROB_ERROR_MAX = 1e-4
+"""Of a sequence's log-probabilities, by norm."""
 SLOTS = 6
 COMPANY: Sequence[dict[str, Any]] = (
     {"temperature": 0.0, "logprobs": 3},
@@ -126,12 +129,14 @@ def overlapped(path: Path, load: Load = on_gpu, count: int = 14, outputs: int = 
 
 
 def graphs(path: Path, load: Load = on_gpu, count: int = 8, outputs: int = 24) -> dict[str, Any]:
-    """Graphs bring what the same steps bring kernel by kernel, log-probabilities to the bit."""
+    """Graphs bring what the same steps bring kernel by kernel. Log-probabilities differ by rounding, as steps
+    with prompts are padded in a graph alone."""
     asked = requests(prompts(count, 90), outputs, COMPANY)
     replayed = serve(load(path), asked, step_tokens_max=STEP_TOKENS_MAX)
     eager = serve(load(path, enforce_eager=True), asked, step_tokens_max=STEP_TOKENS_MAX)
     assert said(replayed) == said(eager), "tokens differ between graphs and eager"
-    assert replayed.logprobs == eager.logprobs, "log-probabilities differ between graphs and eager"
+    for handle, found in replayed.logprobs.items():
+        near(torch.tensor(found), torch.tensor(eager.logprobs[handle]), LOGPROB_ERROR_MAX)
     return {"steps": replayed.steps}
 
 

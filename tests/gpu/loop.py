@@ -17,6 +17,7 @@ from engine.core.messages import (
     FinishReason,
     Plan,
     Runner,
+    ServiceClass,
     StepOutput,
     StopCore,
 )
@@ -55,6 +56,37 @@ class Served:
         self.took_s = time.perf_counter() - self.began_s
 
 
+@dataclass
+class Joined(Served):
+    """One more request, `late`, comes when the first of the others has so many tokens."""
+
+    late: AddSequence = field(kw_only=True)
+    after: int = field(kw_only=True)
+    sent_s: float = 0.0
+    """When it came; 0 before."""
+    first_s: float = 0.0
+    """When it had its first token; 0 before."""
+    steps_s: list[float] = field(default_factory=list)
+    """When the first of the others had each token."""
+
+    def receive(self, wait_s: float) -> list[CoreInput]:
+        if not self.began_s:
+            return super().receive(wait_s)
+        if not self.sent_s and len(self.steps_s) >= self.after:
+            self.sent_s = time.perf_counter()
+            return [self.late]
+        return [StopCore()] if len(self.reasons) > len(self.requests) else []
+
+    def send(self, message: CoreOutput) -> None:
+        super().send(message)
+        if isinstance(message, StepOutput):
+            now_s = time.perf_counter()
+            if self.requests[0].handle in message.handles:
+                self.steps_s.append(now_s)
+            if self.late.handle in message.handles and not self.first_s:
+                self.first_s = now_s
+
+
 def serve(
     runner: Runner, requests: Sequence[AddSequence], *, overlap: bool = True, step_tokens_max: int = 2048
 ) -> Served:
@@ -62,6 +94,16 @@ def serve(
     served = Served(requests)
     CoreLoop(runner, served, served, config, overlap=overlap).run()
     return served
+
+
+def join(runner: Runner, joined: Joined, gap_target_s: float, *, step_tokens_max: int) -> None:
+    """Serve streams and the one that joins them, with a target for the streams' gaps."""
+    config = SchedulerConfig(
+        step_tokens_max=step_tokens_max,
+        queue_len_max=len(joined.requests) + 1,
+        gap_targets_s=(gap_target_s,) * len(ServiceClass),
+    )
+    CoreLoop(runner, joined, joined, config).run()
 
 
 def vacate(runner: DeviceRunner) -> None:

@@ -10,15 +10,15 @@
 #   kernels    each kernel against the reference that the CPU's tests use, in fp32, fp16 and bf16; in float64
 #              on the CPU where it is attention. Ragged rows, shuffled pages, NaN in all that nobody owns.
 #   steps      measures decode steps and prefills of true shapes; those with targets first, then overlapped
-#              launches at every batch size, then fp8 KV and what else is compared.
+#              launches and measured splits, then fp8 KV and what else is compared. And sampling of flat rows.
 #   tokens     small random models of every family: tokens against transformers, greedy, in fp32; a decode
 #              step as a graph against the same step eager, to the bit.
 #   engine     the whole engine on small random models, from loading through the core's loop: tokens against
 #              transformers, overlapped against plain under preemption, graphs against eager; launches that wait.
 #   attention  measures paged decode attention alone, by every back end that is installed.
-#   whole      measures the whole engine: nano-vllm's benchmark, the time between decode graphs, start to ready
-#              of 8B, and last transformers' continuous batching. Writes 18 GB to TMPDIR, or where that is not
-#              set to /dev/shm if it has room for twice as much, and removes them.
+#   whole      measures the whole engine: nano-vllm's benchmark, the time between decode graphs, streams beside a
+#              long prompt, start to ready of 8B, and last transformers' continuous batching. Writes 18 GB to
+#              TMPDIR, or where that is not set to /dev/shm if it has room for twice as much, and removes them.
 #   matmul     measures the library against our tiles.
 #   ranks      what tensor-parallel ranks do together, over NCCL, eager and captured; where there are two cards,
 #              small models on both against one.
@@ -52,7 +52,7 @@ TOTAL_S=${TOTAL_S:-590}
 TABLE_S=5
 LOADING_S=120
 PARTS_ALL=(floors kernels steps tokens engine attention whole matmul ranks backends)
-declare -A WEIGHT_S=([floors]=90 [kernels]=95 [steps]=110 [tokens]=40 [engine]=50 [attention]=35 [whole]=125
+declare -A WEIGHT_S=([floors]=90 [kernels]=95 [steps]=110 [tokens]=40 [engine]=50 [attention]=35 [whole]=145
     [matmul]=20 [ranks]=10 [backends]=10)
 declare -A SHARES=([kernels]=7 [tokens]=8 [engine]=5 [backends]=3)
 MEASURING=" floors attention matmul steps "

@@ -17,6 +17,7 @@ import torch
 from engine.bench.gpu import LIMITS_S
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, kv_bytes, prefill_floor_s
 from engine.bench.gpu.targets import TARGETS
+from engine.config import EngineConfig
 from engine.runtime.device.runner import DeviceRunner
 from tests.engine.models import make_tiny_model
 from tests.engine.runtime.device.card import load_fake
@@ -216,6 +217,16 @@ def test_the_benchmark_of_the_whole_engine_at_toy_size(tmp_path: Path) -> None:
     found = whole.idle(path, 2, 3, 14, toy_runner, mark)
     assert found["idle"] == 0.5, "each mark is a millisecond after the one before"
     assert found["step_ms"] == 2.0
+
+
+@interpreted
+def test_a_long_prompt_beside_streams_at_toy_size(tmp_path: Path) -> None:
+    path = write_model(TOY, tmp_path / "toy", torch.device("cpu"))
+    found = whole.beside(path, 2, 3, 20, 24, toy_runner)
+    assert found["steps"] >= 2, "the prompt takes several steps of at most 8 tokens"
+    assert found["gap_max_ms"] >= found["gap_p50_ms"] > 0.0
+    assert found["first_token_ms"] > 0.0
+    assert EngineConfig("model").gap_target_ms == whole.GAP_TARGET_S * 1e3
 
 
 class FakeMark:

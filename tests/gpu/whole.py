@@ -4,6 +4,8 @@
                             temperature 0.6, all at once; no API in between, as there
     transformers ...        the same requests through its continuous batching
     engine idle batch 32    the time between one decode graph's end and the next one's start, in the core
+    engine 4k prompt ...    the gaps of 32 streams in the core while a prompt is computed beside them, at the
+                            gap target that an engine has by default
     engine start ...        from starting the process to ready, weights on disk, kernels compiled before: once
                             on a machine, which the last row is about; then the same decodes through the API,
                             a connection each: its gap beside `graph_ms` of the row before is what the whole
@@ -43,7 +45,7 @@ from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.load import load_runner
 from engine.runtime.models.config import ModelConfig
 from shared.bench.figures import quantile
-from tests.gpu.loop import serve, vacate
+from tests.gpu.loop import Joined, join, serve, vacate
 from tests.gpu.weights import write_model
 
 CUDA = torch.device("cuda")
@@ -52,6 +54,8 @@ TEMPERATURE = 0.6
 STREAMS = 32
 """Of the rows about idling."""
 CONTEXT, DECODES = 1024, 512
+GAP_TARGET_S = 0.1
+"""What an engine has by default."""
 HF_DEADLINE_S = 60.0
 ROW_LIMIT_S = 150.0
 """The first that wants the large model writes it."""
@@ -231,6 +235,42 @@ def idle(
     }
 
 
+def beside(
+    path: Path,
+    streams: int = STREAMS,
+    context: int = CONTEXT,
+    prompt: int = 4 * CONTEXT,
+    decodes: int = DECODES,
+    load: LoadRunner = on_gpu,
+) -> dict[str, Any]:
+    """The gaps of streams while a long prompt is computed beside them."""
+    runner = load(path, streams + 1, max(context + decodes, prompt + 2))
+    rng = random.Random(3)
+    wanted = [
+        Wanted([rng.randint(2, 10_000) for _ in range(length)], outputs)
+        for length, outputs in [(context, decodes)] * streams + [(prompt, 2)]
+    ]
+    *before, late = sequences(wanted)
+    joined = Joined(before, late=late, after=decodes // 4)
+    steps_max = STEP_TOKENS_MAX if load is on_gpu else max(streams + 1, 8)
+    join(runner, joined, GAP_TARGET_S, step_tokens_max=steps_max)
+    assert joined.first_s, "the prompt never had a token"
+    gaps = [(end, (end - begin) * 1e3) for begin, end in pairwise(joined.steps_s)]
+    ends_s = joined.first_s + gaps[-1][1] / 1e3
+    during = [gap for end, gap in gaps if joined.sent_s <= end <= ends_s]
+    alone = [gap for end, gap in gaps if not joined.sent_s <= end <= ends_s]
+    return {
+        "streams": streams,
+        "prompt": prompt,
+        "gap_target_ms": GAP_TARGET_S * 1e3,
+        "gap_max_ms": max(during),
+        "gap_p50_ms": quantile(during, 0.5),
+        "gap_alone_p50_ms": quantile(alone, 0.5),
+        "steps": len(during),
+        "first_token_ms": (joined.first_s - joined.sent_s) * 1e3,
+    }
+
+
 @contextmanager
 def freed() -> Any:
     """What a row held is given back before the next."""
@@ -300,6 +340,7 @@ def main() -> int:
                 lambda: throughput(small(), QWEN3_06B, nano_vllm(), floors()),
             ),
             ("engine idle batch 32", lambda: idle(large())),
+            ("engine 4k prompt beside 32 streams", lambda: beside(large())),
             ("engine start 8B", lambda: start(large())),
             ("engine idle batch 32 Qwen3-0.6B", lambda: idle(small())),
             ("engine start Qwen3-0.6B", lambda: start(small())),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.bench.gpu.measuring import check, span_ms
+from engine.bench.gpu.measuring import check, graph_ms, span_ms
 from engine.bench.gpu.results import floors, write
 from engine.bench.gpu.shapes import (
     LLAMA_8B,
@@ -37,10 +37,11 @@ from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, 
 from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs
 from engine.runtime.device.load import OVERLAP_CAPABILITY
 from engine.runtime.device.network import DecodeStep, DeviceDecoder, StepTokens
-from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.device.sampling import DeviceSampling, SamplingScratch, sample
+from engine.runtime.device.splits import measure_splits
 from engine.runtime.device.timing import DeviceTimer, shortest_replay_us
 from engine.runtime.hardware import usable_cores
-from engine.runtime.kernels.autotune import MatmulTable
+from engine.runtime.kernels.autotune import MatmulTable, folded_shape
 from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
 from engine.runtime.kernels.launching import compiling_in
 from engine.runtime.kv_cache import KVCache, KVGeometry
@@ -65,7 +66,7 @@ class Bench:
         self.decoder = DeviceDecoder(config, RandomWeights(CUDA), CUDA, fp8=fp8)
         if name not in _TABLES:
             layer = self.decoder.linears[:4] + self.decoder.linears[-1:]
-            _TABLES[name] = tuned(layer, DeviceTimer(), CUDA)
+            _TABLES[name] = tuned(layer, DeviceTimer(), CUDA, self.decoder.pairs)
         self.decoder.table = _TABLES[name]
         self.programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(0).multi_processor_count
         write("steps", f"{name} made and tuned", took_s=time.perf_counter() - began)
@@ -89,7 +90,14 @@ class Bench:
         graphs.capture(CudaGraphDevice(timer=shortest_replay_us), lambda *_: None)
         ms, _ = _replayed(graphs, batch, context)
         overlap = [found.value for found in graphs.overlaps.values()]
-        return self._shares(ms, batch, context, kv_dtype) | {"overlap": overlap}
+        choices = {"overlap": overlap, "shared_norms": self._shared_norms(batch)}
+        return self._shares(ms, batch, context, kv_dtype) | choices
+
+    def _shared_norms(self, batch: int) -> int:
+        """The kinds of products in pairs, of two, that share a norm at this batch."""
+        folded = self.decoder.table.folded
+        found = (folded.get(folded_shape(pair, batch)) for pair in self.decoder.pairs)
+        return len({measured for measured in found if measured is not None and measured.tile is not None})
 
     def decode_dependently(self, batch: int, context: int) -> dict[str, Any]:
         """Check that dependent launches give the same bits as plain ones, and measure the same step with
@@ -103,10 +111,20 @@ class Bench:
             assert torch.equal(own, expected), "differs from the step whose launches are plain"
         return self._shares(ms, batch, context, torch.bfloat16) | {"plain_ms": plain_ms}
 
+    def decode_by_measured_splits(self, batch: int, context: int) -> dict[str, Any]:
+        """Measure a step whose attention has the size of splits that a start would measure."""
+        step = self._step(batch, context, torch.bfloat16)
+        assert isinstance(step.attention, TritonDecode)
+        measure_splits(step.attention, [batch], CudaGraphDevice(timer=shortest_replay_us))
+        ms, _ = _replayed(_captured(step, batch), batch, context)
+        [split_tokens] = step.attention.split_tokens.values()
+        return self._shares(ms, batch, context, torch.bfloat16) | {"split_tokens": split_tokens}
+
     def _step(self, batch: int, context: int, kv_dtype: torch.dtype) -> DecodeStep:
         config, width = self.config, -(-context // PAGE)
         cache = self.cache(batch * width * PAGE, kv_dtype)
-        attention = TritonDecode(cache, self.spec, rows_max=batch, length_max=context, programs=self.programs)
+        sizes: dict[str, Any] = {"rows_max": batch, "length_max": context, "programs": self.programs}
+        attention = TritonDecode(cache, self.spec, **sizes, dtype=self.decoder.dtype, has_narrow_splits=True)
         table = torch.zeros(batch + 1, width, dtype=torch.int32, device=CUDA)
         table[:batch] = torch.randperm(batch * width, device=CUDA).int().view(batch, width)
         table[batch] = batch * width
@@ -194,6 +212,10 @@ def _decode_dependently(make: MakeBench, batch: int, context: int) -> dict[str, 
     return make().decode_dependently(batch, context)
 
 
+def _decode_by_measured_splits(make: MakeBench, batch: int, context: int) -> dict[str, Any]:
+    return make().decode_by_measured_splits(batch, context)
+
+
 def _prefill(
     make: MakeBench, length: int, backend: type[TritonPrefill] | type[LibraryPrefill]
 ) -> dict[str, Any]:
@@ -234,6 +256,18 @@ def overlapped(name: str, batches: Sequence[int]) -> bool:
     return ok
 
 
+def split(name: str, batches: Sequence[int]) -> bool:
+    """Measure one model's decode steps with measured splits of attention, plainly launched."""
+    ok, make = True, _made(name)
+    for batch in batches:
+        context = fitting_context(_CONFIGS[name], batch, CONTEXT)
+        row = f"decode {name} batch {batch} context {context} by measured splits"
+        run = partial(_decode_by_measured_splits, make, batch, context)
+        ok &= check("steps", row, run, limit_s=ROW_LIMIT_S)
+        torch.cuda.empty_cache()
+    return ok
+
+
 def compared(name: str, prompts: Sequence[int]) -> bool:
     """Measure one model's prefills by our attention alone."""
     ok, make = True, _made(name)
@@ -268,14 +302,38 @@ def _decode_row(name: str, make: MakeBench, batch: int) -> bool:
     return ok
 
 
+def flat_rows() -> bool:
+    """Measure the sampling of rows in which nearly all tokens are candidates."""
+    ok = True
+    for rows in (1, 32):
+        ok &= check("steps", f"sampling flat rows {rows}", partial(sampling_of_flat_rows, rows))
+    return ok
+
+
+def sampling_of_flat_rows(rows: int, vocab_size: int = QWEN3_06B.vocab_size) -> dict[str, Any]:
+    """Measure the four launches that sample, at temperature 2 and top-p 0.95 over random logits."""
+    logits = torch.randn(rows, vocab_size, dtype=torch.bfloat16, device=CUDA)
+    columns, slots = DeviceSampling.empty(rows, vocab_size, CUDA), torch.arange(rows, device=CUDA).int()
+    asked = [SamplingParams(seed=row, max_tokens=1, temperature=2.0, top_p=0.95) for row in range(rows)]
+    columns.seat_all(range(rows), asked, [1] * rows)
+    scratch = SamplingScratch.empty(rows, vocab_size, logits.dtype, CUDA)
+    known, positions = torch.zeros(rows, 2, dtype=torch.int32, device=CUDA), torch.ones_like(slots)
+    run = partial(sample, logits, slots, positions, columns, scratch, known)
+    assert (run()[0] >= 0).all(), "logits are not finite"
+    return {"rows": rows, "vocab": vocab_size, "ms": graph_ms(run)}
+
+
 def main() -> int:
     """Measure one model at a time: two may not fit beside the cache of 256 rows."""
     rows: tuple[Callable[[], bool], ...] = (
         partial(targets, LLAMA, (1, 32, 256), (2048, 8192)),
         partial(targets, QWEN, (1, 256)),
         partial(targets, FP8, (1,)),
+        flat_rows,
         partial(overlapped, LLAMA, (1, 32, 256)),
         partial(overlapped, QWEN, (1, 32, 256)),
+        partial(split, QWEN, (1, 256)),
+        partial(split, LLAMA, (1, 256)),
         in_eight_bits,
         partial(targets, QWEN, (32,), (2048,)),
         partial(compared, LLAMA, (2048, 8192)),

@@ -77,6 +77,20 @@ TARGETS: Final = (
         "times",
         speedup,
     ),
+    Target(
+        "worst gap of 32 streams beside a 4k prompt, 8B",
+        ("engine 4k prompt beside 32 streams",),
+        at_most(100.0),
+        "ms",
+        only("gap_max_ms"),
+    ),
+    Target(
+        "sampling a flat row, 152k tokens",
+        ("sampling flat rows 1",),
+        at_most(1.0),
+        "ms",
+        only("ms"),
+    ),
     Target("start to ready, 8B", ("engine start 8B",), at_most(30.0), "s", only("ready_s")),
     Target(
         "start to ready, 8B, without the kernel cache",

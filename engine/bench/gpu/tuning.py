@@ -8,13 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from engine.runtime.hardware import usable_cores
-from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable, Timer, once
+from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable, Pair, Timer, once
+from engine.runtime.kernels.folding import fold_norms
 from engine.runtime.kernels.launching import compiling_in
 
 
-def tuned(linears: Sequence[DeviceLinear], timer: Timer, card: torch.device) -> MatmulTable:
+def tuned(
+    linears: Sequence[DeviceLinear], timer: Timer, card: torch.device, pairs: Sequence[Pair] = ()
+) -> MatmulTable:
     """The table of fastest kernels, for bfloat16. As at an engine's start, all candidates are compiled by all
     cores before any is measured."""
     with ThreadPoolExecutor(usable_cores()) as workers, compiling_in(workers, card):
-        MatmulTable.fill(linears, torch.bfloat16, once)
-    return MatmulTable.fill(linears, torch.bfloat16, timer)
+        _filled(linears, once, pairs)
+    return _filled(linears, timer, pairs)
+
+
+def _filled(linears: Sequence[DeviceLinear], timer: Timer, pairs: Sequence[Pair]) -> MatmulTable:
+    table = MatmulTable.fill(linears, torch.bfloat16, timer)
+    return fold_norms(table, pairs, torch.bfloat16, timer)

@@ -132,8 +132,8 @@ class TritonDecodeStep:
     tile: int
     split_tokens: int
 
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
-        """q [R, H, D] -> the same shape."""
+    def __call__(self, layer: int, q: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """q [R, H, D] -> the same shape, in `out` where that is given."""
         window = self.spec.windows[layer]
         return paged_decode(
             q,
@@ -149,6 +149,7 @@ class TritonDecodeStep:
             programs=self.programs,
             tile=self.tile,
             split_tokens=self.split_tokens,
+            out=out,
         )
 
 

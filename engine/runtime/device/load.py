@@ -14,7 +14,7 @@ step did not allocate while its memory was being measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,12 +29,13 @@ from torch import Tensor
 from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotAssignment
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.attention.build import Bounds, build_backends
-from engine.runtime.attention.triton_paged import TritonDecode
+from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
 from engine.runtime.backends import Backend, Choice, Chosen, Need, choose
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.card import Card, MemoryReading, OwnCard
-from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, Overlap, batch_buckets
+from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, GraphDevice, Overlap, batch_buckets
 from engine.runtime.device.memory import MemoryProfile, kv_page_count, out_of_memory
+from engine.runtime.device.mixed import TOKEN_COUNTS, MixedGraphs, MixedShape, MixedStep
 from engine.runtime.device.network import DecodeStep, DeviceDecoder, DeviceModel, DeviceSampler
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
@@ -46,6 +47,7 @@ from engine.runtime.errors import DoesNotFit, UnsupportedModel
 from engine.runtime.hardware import usable_cores
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.dependent_launch import dependent_launches
+from engine.runtime.kernels.folding import fold_norms
 from engine.runtime.kv_cache import (
     HostPages,
     KVCache,
@@ -138,7 +140,9 @@ class DeviceShard:
         """Measure which kernel multiplies each matrix fastest. Raises DoesNotFit."""
         with enough_memory("measuring kernels", "end what else uses this GPU, or use fp8 weights"):
             decoder = self.decoder
-            decoder.table = MatmulTable.fill(decoder.linears, decoder.dtype, self.card.timer())
+            timer = self.card.timer()
+            table = MatmulTable.fill(decoder.linears, decoder.dtype, timer)
+            decoder.table = fold_norms(table, decoder.pairs, decoder.dtype, timer)
 
     @property
     def geometry(self) -> KVGeometry:
@@ -167,15 +171,23 @@ class DeviceShard:
         with enough_memory("allocating the KV cache and capturing graphs", "lower --gpu-memory-utilization"):
             runner, step = self._assemble(info)
             if not self.design.config.enforce_eager:
-                runner.decode = self._captured(step, runner, progress).replay
+                graphs = self.card.graphs()
+                runner.decode = self._captured(step, runner, graphs, progress).replay
+                if graphs.timer is not None and (mixed := self._mixed(step, runner)) is not None:
+                    mixed.capture(graphs, graphs.timer, partial(_tell, progress, "steps with prompts"))
+                    sizes = ", ".join(map(str, mixed.kept)) or "none"
+                    progress(f"steps with prompts that are faster as graphs, in tokens: {sizes}")
+                    runner.forward = mixed.forward
             progress("planning attention of long prompts")
             tokens_max = min(self.design.config.max_step_tokens, self.max_model_len)
             runner.model.prefill.warm_up(tokens_max, self.decoder.dtype)
         return runner
 
-    def _captured(self, step: DecodeStep, runner: DeviceRunner, progress: Progress) -> _Graphs:
+    def _captured(
+        self, step: DecodeStep, runner: DeviceRunner, device: GraphDevice, progress: Progress
+    ) -> _Graphs:
         """Graphs for all batch sizes, each of the faster form of the step."""
-        overlapping, device = None, self.card.graphs()
+        overlapping = None
         buckets = batch_buckets(runner.decode_rows_max)
         if device.timer is not None and self.card.capability >= OVERLAP_CAPABILITY:
             overlapping = replace(step, launches_dependently=True)
@@ -190,7 +202,7 @@ class DeviceShard:
             with ThreadPoolExecutor(usable_cores()) as workers, self.card.compiling(workers):
                 for rows in graphs.timed_buckets:
                     overlapping(DecodeInputs.empty(rows, self.card.device))
-        graphs.capture(device, partial(_tell, progress))
+        graphs.capture(device, partial(_tell, progress, "decode steps"))
         for found in Overlap:
             if own := [str(rows) for rows, how in sorted(graphs.overlaps.items()) if how is found]:
                 progress(f"kernels that overlap: {found.value} for {', '.join(own)} rows")
@@ -213,15 +225,17 @@ class DeviceShard:
         tables = slots.tokens, slots.page_table, slots.sampling
         step = DecodeStep(decoder, cache, decode, *tables, scratch)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
+        whole = DeviceModel(decoder, cache, decode, prefill)
         runner = DeviceRunner(
             info=info,
-            model=DeviceModel(decoder, cache, decode, prefill),
+            model=whole,
             cache=cache,
             host=HostPages(cache, info.host_pages),
             slots=slots,
             sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch),
             decode=self._graphs(step, slots, batch_buckets(rows_max)).eager,
             decode_rows_max=rows_max,
+            forward=whole.forward,
         )
         return runner, step
 
@@ -234,6 +248,25 @@ class DeviceShard:
     ) -> _Graphs:
         plan = step.attention.plan
         return DecodeGraphs(step, buckets, slots.padding_slot, slots.device, plan, overlapping)
+
+    def _mixed(self, step: DecodeStep, runner: DeviceRunner) -> MixedGraphs | None:
+        """Graphs for steps with parts of prompts, not captured yet. None where a library attends, which plans
+        on the host; where steps are too short; and for ranks, which would have to keep the same."""
+        decode, prefill = step.attention, runner.model.prefill
+        if not isinstance(decode, TritonDecode) or not isinstance(prefill, TritonPrefill | LibraryPrefill):
+            return None
+        if not self.decoder.is_whole:
+            return None
+        tokens_max = min(self.design.config.max_step_tokens, self.max_model_len)
+        shapes = [
+            MixedShape.of(tokens, runner.info.slots, decode.spec)
+            for tokens in TOKEN_COUNTS
+            if tokens <= tokens_max
+        ]
+        if len(shapes) < 2:
+            return None
+        mixed = MixedStep(self.decoder, step.cache, decode, step.tokens, step.page_table)
+        return MixedGraphs(mixed, runner.model.forward, shapes, runner.slots.padding_slot)
 
     def _profile(self) -> MemoryProfile:
         """Run the largest step, and measure the memory that it takes from torch and past torch."""
@@ -256,18 +289,22 @@ class DeviceShard:
         )
 
     def _graph_bytes(self, step: DecodeStep, runner: DeviceRunner) -> int:
-        """The memory of all graphs, from captures of the largest and of the smallest: the largest allocates
-        the pool that all share, and every graph has as many kernels and arguments of its own as the
-        smallest. There is one more while two forms of a step are compared."""
-        rows_max = runner.decode_rows_max
+        """The memory of all graphs. There is one more decode step while two forms of it are compared."""
+        rows_max, device = runner.decode_rows_max, self.card.graphs()
+        decode = self._graphs(step, runner.slots, sorted({1, rows_max}))
+        taken = self._taken(partial(decode.capture, device), len(batch_buckets(rows_max)))
+        if device.timer is not None and (mixed := self._mixed(step, runner)) is not None:
+            taken += self._taken(partial(mixed.ends().capture, device, None), mixed.buckets)
+        return taken
+
+    def _taken(self, capture: Callable[[Callable[[int, int], None]], None], graphs: int) -> int:
+        """The memory of so many graphs, from a capture of the largest and the smallest of them: the largest
+        allocates the pool that all share, and every graph has as many kernels and arguments of its own as the
+        smallest."""
         free: list[int] = []
-
-        def note(*_: int) -> None:
-            free.append(self.card.memory().free)
-
-        self._graphs(step, runner.slots, sorted({1, rows_max})).capture(self.card.graphs(), note)
+        capture(lambda *_: free.append(self.card.memory().free))
         largest, *smallest = (before - after for before, after in pairwise(free))
-        return max(0, largest) + max(0, *smallest, 0) * len(batch_buckets(rows_max))
+        return max(0, largest) + max(0, *smallest, 0) * graphs
 
     def rehearse(self, *, clear_tails: bool, all_products: bool) -> None:
         """Launch every Triton kernel that a start launches, so that it is compiled. Only a product's kernel
@@ -287,6 +324,8 @@ class DeviceShard:
         for rows in batch_buckets(runner.decode_rows_max):
             for overlaps in forms:
                 replace(step, launches_dependently=overlaps)(DecodeInputs.empty(rows, self.card.device))
+        if (mixed := self._mixed(step, runner)) is not None:
+            mixed.launch()
 
 
 def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
@@ -339,8 +378,8 @@ def _need(
     )
 
 
-def _tell(progress: Progress, done: int, of: int) -> None:
-    progress(f"capturing decode steps, {done} of {of}")
+def _tell(progress: Progress, what: str, done: int, of: int) -> None:
+    progress(f"capturing {what}, {done} of {of}")
 
 
 def load_shard(

@@ -1,8 +1,8 @@
 """The dense decoder on a GPU: the network of `engine.runtime.host.network`, in fewer and larger kernels.
 
-Per layer, in decode: norm, QKV, norm-rotate-store, attention, output, norm, gate-up, SiLU, down; for few rows
-the norms and SiLU are parts of the products beside them, and six kernels are left of the nine. Every matrix
-multiplication goes through a `MatmulTable`; weights may be fp8, but for the embedding and the head.
+Per layer, in decode: norm, QKV, norm-rotate-store, attention, output, norm, gate-up, SiLU, down. Norms and
+SiLU may be parts of the products beside them (`kernels/autotune.py`): six kernels are left of the nine. All
+matrix multiplications go through a `MatmulTable`; weights may be fp8, but for the embedding and the head.
 
 `DecodeStep` is the whole of a decode step as a function of tensors on the device: gather the tokens, run the
 network, sample, put the tokens where the next step finds them. It is what `engine.runtime.device.graphs`
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from typing import Final
 
 import torch
@@ -24,7 +25,7 @@ from engine.runtime.attention import DecodePages, PrefillPages
 from engine.runtime.batch import PackedBatch
 from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.device.sampling import DeviceSampling, SamplingScratch, sample
-from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
+from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable, Pair
 from engine.runtime.kernels.begin import StepRows, begin_step
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kernels.fused import Norm, QKNorm, Stream, norm_rotate_store, norm_stream
@@ -118,9 +119,22 @@ class DeviceDecoder:
         return lacking(config, IMPLEMENTED)
 
     @property
+    def is_whole(self) -> bool:
+        """True if no other rank has a part of the model."""
+        return self._ranks.shard == WHOLE
+
+    @property
     def linears(self) -> list[DeviceLinear]:
         """All products with weights: four per layer, and the head."""
         return [linear for layer in self._layers for linear in layer.linears] + [self._lm_head]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """The products with nothing but a norm between them. None where ranks exchange parts of the first."""
+        if not self.is_whole:
+            return []
+        within = [(layer.output, layer.gate_up) for layer in self._layers]
+        return within + [(layer.down, following.qkv) for layer, following in pairwise(self._layers)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,10 +156,9 @@ class DeviceDecoder:
 
     def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> Stream:
         """Store keys and values -> the stream behind the last layer, [T, hidden]."""
-        table, ranks = self.table, self._ranks
         stream = Stream(step.residual)
-        for index, layer in enumerate(self._layers):
-            qkv, stream = table.of_stream(stream, layer.qkv)
+        for index, (layer, following) in enumerate(zip_longest(self._layers, self._layers[1:])):
+            qkv, stream = self.table.of_stream(stream, layer.qkv)
             keys, values = cache.keys[index], cache.values[index]
             q = norm_rotate_store(
                 qkv,
@@ -159,12 +172,21 @@ class DeviceDecoder:
                 clear_tails=cache.clear_tails,
             )
             attended = attend(index, q).flatten(1)
-            stream = stream.plus(
-                ranks.all_reduce_(table.linear(attended, layer.output.weight, layer.output.bias))
-            )
-            inner, stream = table.of_stream(stream, layer.gate_up)
-            stream = stream.plus(ranks.all_reduce_(table.linear(inner, layer.down.weight, layer.down.bias)))
+            stream = self._added(stream, attended, layer.output, layer.gate_up)
+            inner, stream = self.table.of_stream(stream, layer.gate_up)
+            stream = self._added(stream, inner, layer.down, following.qkv if following else None)
         return stream
+
+    def _added(
+        self, stream: Stream, x: Tensor, linear: DeviceLinear, following: DeviceLinear | None
+    ) -> Stream:
+        """The stream with a product added. `following`: the product that multiplies the stream's norm next;
+        None behind the last layer."""
+        if following is not None:
+            folded = self.table.added(stream, x, linear, following)
+            if folded is not None:
+                return folded
+        return stream.plus(self._ranks.all_reduce_(self.table.linear(x, linear.weight, linear.bias)))
 
     def normed(self, stream: Stream) -> Tensor:
         """The final hidden states [T, hidden], as the head multiplies them. Overwrites the stream."""
@@ -174,9 +196,8 @@ class DeviceDecoder:
     def logits(self, hidden: Tensor | Stream, out: Tensor | None = None) -> Tensor:
         """Normed hidden states [S, hidden], or the stream that is still to be normed -> logits [S, vocab] in
         the weights' type, in `out` where that is given."""
-        alone = self._ranks.shard == WHOLE
-        own = self._own_logits(hidden, out if alone else None)
-        if alone:
+        own = self._own_logits(hidden, out if self.is_whole else None)
+        if self.is_whole:
             return own
         logits = self._ranks.all_gather(own)[:, : self.config.vocab_size]
         return logits if out is None else out.copy_(logits)

@@ -21,7 +21,7 @@ REPETITIONS: Final = 8
 CACHE_BYTES: Final = 512 << 20
 """Bytes read before each timed run: several times the largest last-level cache of a GPU."""
 READS: Final = 2
-"""Reads of that memory before each run: together longer than the launch of the timed kernels, three at
+"""Reads of that memory before each run: together longer than the launch of the timed kernels, four at
 most."""
 
 REPLAYS: Final = 5

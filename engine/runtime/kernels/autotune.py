@@ -19,6 +19,8 @@ costs nothing and is tried for all rows, with the head and without it. The best 
 the best plain product and the kernels beside it, measured together; where the plain product is the library's,
 the fused one has to win by the margin.
 
+A norm between two products may also be shared by them (`folding.py`).
+
 Activations are random numbers while products are timed: zeros let a card run faster than it does at work.
 """
 
@@ -48,11 +50,12 @@ from engine.runtime.kernels.matmul import (
     normed_matmul,
     row_bucket,
     rows_max,
+    scaled_matmul,
     skinny_matmul,
     tiles_for,
 )
 from engine.runtime.kernels.restoring import restored
-from engine.runtime.kernels.split_matmul import split_matmul, split_tiles_for
+from engine.runtime.kernels.split_matmul import adding_matmul, split_matmul, split_tiles_for
 
 FEW_ROWS: Final = (1, 4, 8)
 """Fewer rows than kernels are compiled for, measured apart. One row is a matrix times a vector, for which the
@@ -127,6 +130,26 @@ class FusedMeasured:
     """False if the norm is a kernel of its own, and the product has a tail alone."""
 
 
+Pair = tuple[DeviceLinear, DeviceLinear]
+"""A product that is added to the residual stream, and the next one, which multiplies the stream's norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedShape:
+    adding: MatmulShape
+    scaled: FusedShape
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedMeasured:
+    """The fastest tile of a pair's first product where the pair shares its norm; None where the kernels apart
+    are faster."""
+
+    tile: Tile | None
+    best_us: float
+    apart_us: float
+
+
 class MatmulTable:
     """Multiplies by the fastest kernel that was measured, and a shape that was not measured by a safe
     default."""
@@ -135,9 +158,14 @@ class MatmulTable:
         self,
         measured: Mapping[MatmulShape, Measured],
         fused: Mapping[FusedShape, FusedMeasured] = MappingProxyType({}),
+        folded: Mapping[FoldedShape, FoldedMeasured] = MappingProxyType({}),
+        scaled: Mapping[FusedShape, Tile] = MappingProxyType({}),
     ) -> None:
         self.measured: Final = measured
         self.fused: Final = fused
+        self.folded: Final = folded
+        self.scaled: Final = scaled
+        """The fastest tile for each second product of a pair that shares its norm."""
 
     @staticmethod
     def fill(linears: Iterable[DeviceLinear], activations: torch.dtype, timer: Timer) -> MatmulTable:
@@ -176,12 +204,27 @@ class MatmulTable:
         """The product of the stream's norm, [M, N], or [M, N / 2] where it is gated; and the stream with its
         change added. The given stream must not be used again."""
         rows = len(stream.residual)
+        if stream.unscaled is not None:
+            assert out is None
+            return end_norm(stream, linear, self.scaled[fused_shape(linear, rows)])
         if rows <= rows_max(linear.weight):
-            found = self.fused.get(FusedShape(shape_of(linear.weight, _measured_rows(rows)), linear.gated))
+            found = self.fused.get(fused_shape(linear, rows))
             if found is not None and found.tile is not None:
                 way = _headed if found.is_headed else _tailed
                 return way(stream, linear, found.tile, out)
         return _apart(self, stream, linear, out)
+
+    def added(
+        self, stream: Stream, x: Tensor, adding: DeviceLinear, following: DeviceLinear
+    ) -> Stream | None:
+        """The stream with the product of x added and the norm before `following` begun. The given stream must
+        not be used again. None, and nothing is done, where the kernels apart are faster."""
+        if len(x) > MEASURED_ROWS[-1]:
+            return None
+        found = self.folded.get(folded_shape((adding, following), len(x)))
+        if found is None or found.tile is None:
+            return None
+        return begin_norm(stream, x, (adding, following), found.tile)
 
 
 def _apart(
@@ -211,6 +254,22 @@ def _tailed(
     assert linear.norm is not None
     x, stream = norm_stream(stream, linear.norm)
     return skinny_matmul(x, linear.weight, tile, bias=linear.bias, gated=True, out=out), stream
+
+
+def begin_norm(stream: Stream, x: Tensor, pair: Pair, tile: Tile) -> Stream:
+    """The first product of a pair, which begins the norm."""
+    adding, following = pair
+    assert following.norm is not None
+    return adding_matmul(x, adding.weight, tile, stream, following.norm, bias=adding.bias)
+
+
+def end_norm(stream: Stream, linear: DeviceLinear, tile: Tile) -> tuple[Tensor, Stream]:
+    """The second product of a pair, which ends the norm."""
+    x, after = stream.unscaled, Stream(stream.residual)
+    assert x is not None
+    if tile.splits > 1:
+        return split_matmul(x, linear.weight, tile, bias=linear.bias), after
+    return scaled_matmul(x, linear.weight, tile, bias=linear.bias, gated=linear.gated), after
 
 
 Way = Callable[[Stream, DeviceLinear, Tile], tuple[Tensor, Stream]]
@@ -355,3 +414,12 @@ def shape_of(weight: Weight, rows: int) -> MatmulShape:
     values = _values(weight)
     group = weight.group if isinstance(weight, Fp8Weight) else 0
     return MatmulShape(values.shape[0], values.shape[1], rows, isinstance(weight, Fp8Weight), group)
+
+
+def fused_shape(linear: DeviceLinear, rows: int) -> FusedShape:
+    return FusedShape(shape_of(linear.weight, _measured_rows(rows)), linear.gated)
+
+
+def folded_shape(pair: Pair, rows: int) -> FoldedShape:
+    adding, following = pair
+    return FoldedShape(shape_of(adding.weight, _measured_rows(rows)), fused_shape(following, rows))

@@ -27,6 +27,11 @@ multiplies by 1 / rms at its end. Each program sums all squares for itself, in t
 again; with few rows that is less than a kernel's start. s goes into another buffer than it is read from, as
 others still read there; of its tiles each program writes a share.
 
+**Half a norm in the head.** For more rows that is too much to do in each program. There the product that adds
+to the stream may begin the norm, once: it leaves s * g, and the squares' sums over each of its tiles
+(`split_matmul.py`). The next product reads s * g as it reads any activations, adds those sums up in the order
+of the tiles, and multiplies by 1 / rms at its end.
+
 **SiLU in the tail.** Where the weight's upper half is a gate, a program's tile is the same rows of both
 halves, multiplied as one, and it stores silu(gate) * up.
 
@@ -55,7 +60,7 @@ from torch import Tensor
 
 from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.dependent_launch import dependent, prefetch, wait_for_earlier
-from engine.runtime.kernels.fused import Norm, Stream
+from engine.runtime.kernels.fused import Norm, Stream, Unscaled
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.widening import widened
 
@@ -67,6 +72,10 @@ ROWS_MAX: Final = ROWS[-1]
 ROWS_FP8: Final = (*ROWS, 128, 256)
 """Rows of activations for an fp8 weight. The library needs the weight restored first, which takes longer than
 these products."""
+
+
+_SQUARES_AT_ONCE = tl.constexpr(4096)
+"""Sums of squares that a program reads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +166,14 @@ def skinny_matmul(
     y = (x @ weight^T) * scales + bias, in float32, rounded once. Groups of columns are a multiple of
     the tile's. `gated`: silu(y's first half) * y's second half, [M, N / 2].
     """
-    return _launch(x, None, None, None, weight, tile, bias, gated, out)
+    return _launch(x, _Head(), weight, tile, bias, gated, out)
+
+
+def scaled_matmul(
+    x: Unscaled, weight: Weight, tile: Tile, *, bias: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """`skinny_matmul` of a norm that lacks its scale."""
+    return _launch(x.values, _Head(eps=x.eps, squares=x.squares), weight, tile, bias, gated)
 
 
 def normed_matmul(
@@ -173,28 +189,39 @@ def normed_matmul(
     """`skinny_matmul` of the stream's norm, and the stream with its change added. The given stream is left as
     it is."""
     residual, change = stream.residual, stream.change
-    total = residual if change is None else torch.empty_like(residual)
-    found = _launch(residual, change, norm, None if change is None else total, weight, tile, bias, gated, out)
-    return found, Stream(total)
+    total = None if change is None else torch.empty_like(residual)
+    head = _Head(change, norm.weight, norm.eps, total)
+    found = _launch(residual, head, weight, tile, bias, gated, out)
+    return found, Stream(residual if total is None else total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What a kernel does to activations before it multiplies them, and to their product for it."""
+
+    change: Tensor | None = None
+    norm: Tensor | None = None
+    eps: float = 0.0
+    total: Tensor | None = None
+    squares: Tensor | None = None
 
 
 def _launch(
     x: Tensor,
-    change: Tensor | None,
-    norm: Norm | None,
-    total: Tensor | None,
+    head: _Head,
     weight: Weight,
     tile: Tile,
     bias: Tensor | None,
     gated: bool,
-    out: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     values, scales, group = parts_of(weight)
     (rows, width), halves = x.shape, 1 + gated
     height, block_n = values.shape[0] // halves, tile.n // halves
     assert rows <= rows_max(weight)
     assert values.shape[1] == width
-    assert all(t.is_contiguous() for t in (x, change, total, values, bias, out) if t is not None)
+    assert all(t.is_contiguous() for t in (x, head.change, head.total, values, bias, out) if t is not None)
+    assert head.squares is None or head.squares.shape[1] == row_bucket(rows)
     assert group % tile.k == 0
     assert rows == 1 or not tile.alone
     assert tile.splits == 1
@@ -203,10 +230,12 @@ def _launch(
         skinny_kernel,
         (triton.cdiv(height, block_n),),
         x,
-        change,
-        norm.weight if norm else None,
-        norm.eps if norm else 0.0,
-        total,
+        head.change,
+        head.norm,
+        head.eps,
+        head.total,
+        head.squares,
+        0 if head.squares is None else len(head.squares),
         values,
         scales,
         bias,
@@ -228,13 +257,15 @@ def _launch(
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])  # or warm-up would not compile for every batch
+@triton.jit(do_not_specialize=["rows", "tiles"])  # or warm-up would not compile for every batch
 def skinny_kernel(
     x,
     change,
     norm,
     eps,
     total,
+    tile_squares,
+    tiles,
     weight,
     scales,
     bias,
@@ -293,12 +324,26 @@ def skinny_kernel(
         acc = tl.sum(acc, 1)[None, :]
     if norm is not None:
         acc *= (1.0 / tl.sqrt(tl.sum(squares, 1) / width + eps))[:, None]
+    if tile_squares is not None:
+        acc *= _inverse_rms(tile_squares, tiles, row, width, eps)[:, None]
     acc = _finish(acc, scales, bias, n, inside_n, GROUP)
     if GATED:
         acc = _gated(acc)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out + row[:, None] * height + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (n[None, :] < height))
+
+
+@triton.jit
+def _inverse_rms(squares, tiles, row, width, eps):
+    """1 / rms of rows, [M], from the sums of their squares in each tile of columns."""
+    AT_ONCE: tl.constexpr = _SQUARES_AT_ONCE // row.shape[0]
+    total = tl.zeros([row.shape[0]], tl.float32)
+    for first in range(0, tiles, AT_ONCE):
+        tile = first + tl.arange(0, AT_ONCE)[:, None]
+        at = squares + tile * row.shape[0] + row[None, :]
+        total += tl.sum(tl.load(at, mask=tile < tiles, other=0.0), 0)
+    return 1.0 / tl.sqrt(total / width + eps)
 
 
 @triton.jit

@@ -75,7 +75,8 @@ def paged_prefill(
 ) -> Tensor:
     """q [T, H, D]; keys, values [pages, Hkv, page_size, D]; tables [R, P] int32 -> [T, H, D].
 
-    chunks [R, 3] int32: start, length and offset of each row. tiles [N, 2] int32: `tile_list` of the same.
+    chunks [R, 3] int32: start, length and offset of each row. tiles [N, 2] int32: `tile_list` of the same,
+    and any number of tiles of chunks of no tokens at position 0.
     `kv_scales`: the factors of stored keys and values (fp8).
     """
     _, heads, head_dim = q.shape
@@ -151,7 +152,8 @@ def prefill_kernel(
     position = start + token
 
     # Pages [begin, low) and [high, end) have an edge in them; those between are seen whole by every token.
-    high, end = (start + first + 1) // PAGE, (start + last) // PAGE + 1
+    # A chunk of no tokens has none.
+    high, end = (start + first + 1) // PAGE, (start + last + PAGE) // PAGE
     begin, low = high * 0, high * 0
     if WINDOW > 0:
         begin = tl.maximum(start + first - WINDOW + 1, 0) // PAGE

@@ -5,7 +5,7 @@ The figures mean nothing, but all of the code runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,15 @@ from engine.bench.gpu import attention, matmul, measuring, results, steps
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s
 from engine.bench.gpu.supervise import LOST
 from engine.runtime.attention.triton_paged import LibraryPrefill
-from engine.runtime.kernels.autotune import Timer
+from engine.runtime.kernels.autotune import (
+    DeviceLinear,
+    FoldedMeasured,
+    MatmulTable,
+    Pair,
+    Timer,
+    folded_shape,
+)
+from engine.runtime.kernels.matmul import Tile
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
 TOY = replace(
@@ -117,9 +125,38 @@ def test_steps(fp8: bool) -> None:
     assert found["floor_ms"] == pytest.approx(expected * 1e3)
     assert found["share"] == pytest.approx(expected * 1e3)
     assert found["overlap"] == ["not faster"]
+    assert found["shared_norms"] == 0, "a batch of few rows"
     if not fp8:
+        assert bench.decode_by_measured_splits(2, 65)["split_tokens"] == 256
         assert bench.decode_dependently(2, 65)["plain_ms"] == 1.0
         assert bench.prefill(70, LibraryPrefill)["tokens"] == 70
+
+
+def test_flat_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "graph_ms", lambda run: run() and 1.0)
+    assert steps.sampling_of_flat_rows(2, 320) == {"rows": 2, "vocab": 320, "ms": 1.0}
+
+
+def test_a_pair_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights' sizes, and what is told of a pair that shares its norm."""
+    seen: list[list[int]] = []
+
+    def tuned(
+        linears: Sequence[DeviceLinear], timer: object, card: object, pairs: Sequence[Pair]
+    ) -> MatmulTable:
+        [pair] = pairs
+        seen.extend([*linear.weight.shape] for linear in pair if isinstance(linear.weight, torch.Tensor))
+        shape = folded_shape(pair, 32)
+        tile = Tile(64, 128, 4, 4, splits=2)
+        return MatmulTable({}, {}, {shape: FoldedMeasured(tile, 1.0, 2.0)}, {shape.scaled: tile})
+
+    monkeypatch.setattr(matmul, "CUDA", torch.device("cpu"))
+    monkeypatch.setattr(matmul, "tuned", tuned)
+    timer: Any = None
+    found = matmul.measure_pair((64, 96), (192, 64), timer, fp8=False, gated=True)
+    assert seen == [[64, 96], [192, 64]]
+    assert found["rows 32"]["us"] == 1.0
+    assert found["rows 32"]["apart_us"] == 2.0
 
 
 def test_attention_by_a_back_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,13 @@ from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.device.network import DecodeStep, DeviceDecoder
 from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
 from engine.runtime.kernels import begin, decode_attention, fused, matmul, split_matmul
+from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import ModelConfig
-from tests.engine.runtime.kernels.tables import all_by_tiles
+from tests.engine.runtime.kernels.tables import all_by_tiles, all_folded
 
 CPU = torch.device("cpu")
-SLOTS, PAGE = 4, 16
+SLOTS, PAGE = 20, 16
 MODULES: Sequence[ModuleType] = (begin, decode_attention, fused, matmul, split_matmul, device_sampling)
 
 
@@ -87,40 +88,61 @@ def step_of(config: ModelConfig) -> DecodeStep:
     return DecodeStep(decoder, cache, attention, tokens, table, sampling, scratch)
 
 
-def launches(layers: int, *, tiles: bool, dependently: bool = False) -> Counter[str]:
+Table = Callable[[DeviceDecoder], MatmulTable]
+
+
+def by_library(decoder: DeviceDecoder) -> MatmulTable:
+    return MatmulTable({})
+
+
+def by_tiles(decoder: DeviceDecoder) -> MatmulTable:
+    return all_by_tiles(decoder.linears)
+
+
+def in_pairs(decoder: DeviceDecoder) -> MatmulTable:
+    return all_folded(decoder.pairs)
+
+
+def launches(layers: int, table: Table, rows: int = 2, *, dependently: bool = False) -> Counter[str]:
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1}
     step = step_of(replace(QWEN3_06B, head_dim=16, windows=(None,) * layers, **small))  # type: ignore[arg-type]
-    if tiles:
-        step.decoder.table = all_by_tiles(step.decoder.linears)
-    inputs = DecodeInputs.empty(2, CPU)
+    step.decoder.table = table(step.decoder)
+    inputs = DecodeInputs.empty(rows, CPU)
     inputs.lengths.fill_(1)
     with torch.inference_mode(), counted() as seen:
         replace(step, launches_dependently=dependently)(inputs)
     return seen
 
 
-def counts(*, tiles: bool) -> tuple[Counter[str], Counter[str]]:
+def counts(table: Table, rows: int = 2) -> tuple[Counter[str], Counter[str]]:
     """Of a layer, and of what is before the first and behind the last."""
-    two, three = (launches(layers, tiles=tiles) for layers in (2, 3))
+    two, three = (launches(layers, table, rows) for layers in (2, 3))
     layer = three - two
     return layer, two - layer - layer
 
 
 def test_few_rows_are_six_kernels_per_layer_and_seven_besides() -> None:
-    layer, ends = counts(tiles=True)
+    layer, ends = counts(by_tiles)
     assert layer == {"skinny_kernel": 4, "norm_rotate_store_kernel": 1, "decode_kernel": 1}
     ours = ("begin_step", "list_work", "skinny", "measure", "weigh", "order", "choose")
     assert ends == {f"{name}_kernel": 1 for name in ours}
 
 
+def test_more_rows_are_six_kernels_per_layer_where_products_share_the_norms() -> None:
+    """QKV, output and down by split tiles, gate-up with SiLU in its tail."""
+    layer, _ = counts(in_pairs, 20)
+    once = {"skinny_kernel": 1, "norm_rotate_store_kernel": 1, "decode_kernel": 1}
+    assert layer == {"split_kernel": 3} | once
+
+
 def test_by_the_library_they_are_nine_and_eight() -> None:
-    layer, ends = counts(tiles=False)
+    layer, ends = counts(by_library)
     assert layer.total() == 9, layer
     assert ends.total() == 8, ends
 
 
 def test_kernels_that_overlap_all_wait_but_the_first_is_launched_plainly() -> None:
-    plain, dependent = launches(1, tiles=True), launches(1, tiles=True, dependently=True)
+    plain, dependent = launches(1, by_tiles), launches(1, by_tiles, dependently=True)
     first = "begin_step_kernel"
     assert dependent.pop(f"plain {first}") == plain.pop(first) == 1
     assert dependent == {f"dependent {name}": count for name, count in plain.items()}

@@ -100,6 +100,20 @@ def test_a_prompt_in_chunks_is_the_prompt_whole() -> None:
     assert torch.equal(torch.cat(parts), out)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_tiles_of_a_chunk_without_tokens_read_and_write_nothing(window: int | None) -> None:
+    """Its page table names pages that do not exist."""
+    case = paged_case(Shape(1, 2, 64), [40], [100])
+    tables = torch.cat((case.tables, torch.full_like(case.tables, 1 << 30)))
+    chunks = torch.tensor([(60, 40, 0), (0, 0, 0)], dtype=torch.int32)
+    tiles = torch.tensor([(0, 0), (1, 0), (1, 0)], dtype=torch.int32)
+    out = torch.full((41, *case.q.shape[1:]), 7.0)
+    given = case.q, case.keys, case.values, tables, chunks, tiles
+    kernels.paged_prefill(*given, scale=case.shape.head_dim**-0.5, window=window, out=out)
+    assert torch.equal(out[:40], run(case, window))
+    assert (out[40] == 7.0).all()
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 500), st.integers(1, 500)), min_size=1, max_size=6),
     st.sampled_from([1, 2, 4, 7]),
