@@ -76,8 +76,7 @@ def paged_prefill(
     """q [T, H, D]; keys, values [pages, Hkv, page_size, D]; tables [R, P] int32 -> [T, H, D].
 
     chunks [R, 3] int32: start, length and offset of each row. tiles [N, 2] int32: `tile_list` of the same,
-    and any number of tiles of chunks of no tokens at position 0.
-    `kv_scales`: the factors of stored keys and values (fp8).
+    and any tiles of chunks of no tokens at position 0. `kv_scales`: factors of keys and values in fp8.
     """
     _, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = keys.shape
@@ -136,7 +135,7 @@ def prefill_kernel(
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """A program per (tile, kv head), kv heads fastest."""
+    """A program per (tile, kv head), kv heads fastest. A chunk of no tokens has no pages."""
     tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     row, first = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
     start, length = tl.load(chunks + row * 3), tl.load(chunks + row * 3 + 1)
@@ -152,7 +151,6 @@ def prefill_kernel(
     position = start + token
 
     # Pages [begin, low) and [high, end) have an edge in them; those between are seen whole by every token.
-    # A chunk of no tokens has none.
     high, end = (start + first + 1) // PAGE, (start + last + PAGE) // PAGE
     begin, low = high * 0, high * 0
     if WINDOW > 0:

@@ -39,7 +39,7 @@ def test_models_share_nearly_all(seen: Seen, tmp_path: Path, capsys: pytest.Capt
     assert main([str(tmp_path), "--cards", "a100", "--models", "qwen3-8b", "--threads", "1"]) == 0
     assert capsys.readouterr().out == "a100: 0 kernels compiled, 0 there already\n", "nobody counted"
     before = len(seen)
-    assert 50 <= before < 80
+    assert 50 <= before < 100
     names = {name for name, *_ in seen}
     assert {"skinny_kernel", "prefill_kernel", "decode_kernel", "choose_kernel"} <= names
     compile_all(MAKES["a100"], ["llama-3.1-8b"], 1)
