@@ -130,8 +130,9 @@ class StepCost:
 
     @property
     def scoring(self) -> StepCost:
-        """The same for a prompt all of whose tokens are scored."""
-        return replace(self, token_s=self.token_s + self.score_s)
+        """The same for a prompt all of whose tokens are scored. Until steps have told what that takes, it is
+        what a decode does, which ends in the same way."""
+        return replace(self, token_s=self.token_s + (self.score_s or self.row_s))
 
     def seconds(self, work: Work) -> float:
         rows_s = self.token_s * work.prompt_tokens + self.row_s * work.decode_rows

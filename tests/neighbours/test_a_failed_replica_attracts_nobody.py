@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -23,9 +22,6 @@ from tests.services import PATIENCE_S, Line, Service, engine_url, gauges, until
 
 REQUESTS = 12
 ROUNDS = 6
-HEDGED_MAX = 64
-HEDGED_FLOODS = 6
-"""Of which the first ones tell the gateway how long a first event takes."""
 REQUESTS_A_ROUND = 1 + len(CHATS)
 
 
@@ -96,25 +92,6 @@ def replicas_of(house: House, outcomes: list[RequestOutcome]) -> dict[str, list[
     for outcome in outcomes:
         found.setdefault(lines[outcome.request_id]["replica"], []).append(outcome)
     return found
-
-
-async def test_streams_that_are_hedged_are_charged_once_and_leave_both_replicas_to_others(
-    houses: tuple[House, Service],
-) -> None:
-    """The streams of a tenant that are late at one replica are sent to the other as well."""
-    house, other = houses
-    hedged = replace(flood(24), who=(Who.HEDGED,), count=HEDGED_MAX, at_once=HEDGED_MAX)
-    for _ in range(HEDGED_FLOODS):
-        outcomes = await house.attacked(hedged)
-        lines = house.gateway_lines(outcomes)
-        if any(line["attempts"] > 1 for line in lines.values()):
-            break
-    else:
-        pytest.fail("no stream was hedged")
-    assert all(outcome.is_done for outcome in outcomes)
-    prompts = {line["settled_tokens"] - 24 for line in lines.values()}
-    assert len(prompts) == 1, "each is charged one prompt and one answer"
-    await asyncio.to_thread(until, lambda: gauges(engine_url(other))["open_sequences"] == 0)
 
 
 async def test_a_replica_whose_core_hangs_takes_no_requests_until_it_goes_on(

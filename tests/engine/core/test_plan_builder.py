@@ -43,8 +43,12 @@ def test_the_reserve_of_the_eldest_prefill_does_not_stop_one_of_higher_rank_for_
     assert len(chunks) >= 20
 
 
-def test_a_prompt_that_is_scored_gets_as_much_time_as_another_and_fewer_tokens() -> None:
-    cost = StepCost(token_s=1e-4, row_s=1e-4, fixed_s=1e-3, score_s=9e-4)
+@pytest.mark.parametrize(("score_s", "tokens"), [(9e-4, 50), (0.0, 250)])
+def test_a_prompt_that_is_scored_gets_as_much_time_as_another_and_fewer_tokens(
+    score_s: float, tokens: int
+) -> None:
+    """Its tokens are priced as decodes while no step has told what they take."""
+    cost = StepCost(token_s=1e-4, row_s=1e-4, fixed_s=1e-3, score_s=score_s)
     stream, plain, scored = running(1, 8, 7), running(2, 2000, 1), running(3, 2000, 1)
     scored.sampling = msgspec.structs.replace(scored.sampling, prompt_logprobs=5)
     assert scored.is_scored
@@ -59,4 +63,4 @@ def test_a_prompt_that_is_scored_gets_as_much_time_as_another_and_fewer_tokens()
         assert cost.seconds(builder.work) <= 0.052
         builder.drop(prompt.slot or 0, prompt)
         assert builder.work == Work.of([7], [1])
-    assert lengths == {2: 500, 3: 50}
+    assert lengths == {2: 500, 3: tokens}
