@@ -136,6 +136,7 @@ def fake_config(path: Path, **overrides: Any) -> RunnerConfig:
         "max_num_seqs": 4,
         "max_model_len": 128,
         "max_step_tokens": 32,
+        "swap_memory": 1 << 20,
         "threads": 1,
         "attention_backend": "triton",
     } | overrides
