@@ -80,7 +80,9 @@ class Wanted:
 def nano_vllm(count: int = 256, shortest: int = 100, longest: int = 1024) -> list[Wanted]:
     """bench.py of nano-vllm draws its requests like this."""
     rng = random.Random(0)
-    prompts = [[rng.randint(2, TOKEN_MAX) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+    prompts = [
+        [rng.randint(2, TOKEN_MAX) for _ in range(rng.randint(shortest, longest))] for _ in range(count)
+    ]
     return [Wanted(prompt, rng.randint(shortest, longest)) for prompt in prompts]
 
 
