@@ -15,8 +15,10 @@ def uncollected(*kinds: type) -> Iterator[Left]:
     """Nothing is garbage collected in here: what goes, goes because nothing refers to it any more. Yields a
     function that lists the objects of exactly these types that were made in here and are still there."""
 
+    wanted = frozenset(kinds)
+
     def alive() -> list[object]:
-        return [one for one in gc.get_objects() if type(one) in kinds]
+        return [one for one in gc.get_objects() if type(one) in wanted]
 
     gc.collect()
     before = alive()  # kept, so that nothing made later has the id of one of them

@@ -182,7 +182,7 @@ def test_what_was_not_measured_says_so(tmp_path: Path) -> None:
 
 TOY = replace(
     QWEN3_06B,
-    vocab_size=10_001,
+    vocab_size=321,
     hidden_size=32,
     intermediate_size=48,
     heads=2,
@@ -202,7 +202,10 @@ def toy_runner(path: Path, slots: int, longest: int) -> DeviceRunner:
 
 
 @interpreted
-def test_the_benchmark_of_the_whole_engine_at_toy_size(tmp_path: Path) -> None:
+def test_the_benchmark_of_the_whole_engine_at_toy_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole, "TOKEN_MAX", TOY.vocab_size - 1)
     path = write_model(TOY, tmp_path / "toy", torch.device("cpu"))
     wanted = whole.nano_vllm(2, 2, 5)
     found = whole.throughput(path, TOY, wanted, H200, toy_runner)

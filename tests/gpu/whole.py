@@ -56,6 +56,8 @@ STREAMS = 32
 CONTEXT, DECODES = 1024, 512
 GAP_TARGET_S = 0.1
 """What an engine has by default."""
+TOKEN_MAX = 10_000
+"""The largest token of a prompt."""
 HF_DEADLINE_S = 60.0
 ROW_LIMIT_S = 150.0
 """The first that wants the large model writes it."""
@@ -82,7 +84,9 @@ class Wanted:
 def nano_vllm(count: int = 256, shortest: int = 100, longest: int = 1024) -> list[Wanted]:
     """bench.py of nano-vllm draws its requests like this."""
     rng = random.Random(0)
-    prompts = [[rng.randint(2, 10_000) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+    prompts = [
+        [rng.randint(2, TOKEN_MAX) for _ in range(rng.randint(shortest, longest))] for _ in range(count)
+    ]
     return [Wanted(prompt, rng.randint(shortest, longest)) for prompt in prompts]
 
 
@@ -215,7 +219,7 @@ def idle(
     graphs: DecodeGraphs[Any] = replay.__self__  # type: ignore[attr-defined]
     timed = graphs._graphs[streams] = Timed(graphs._graphs[streams], mark)
     rng = random.Random(1)
-    wanted = [Wanted([rng.randint(2, 10_000) for _ in range(context)], decodes) for _ in range(streams)]
+    wanted = [Wanted([rng.randint(2, TOKEN_MAX) for _ in range(context)], decodes) for _ in range(streams)]
     steps_max = STEP_TOKENS_MAX if load is on_gpu else max(streams, 8)
     serve(runner, sequences(wanted), step_tokens_max=steps_max)
     spans = timed.spans[len(timed.spans) // 4 :]  # the first come beside prompts

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from engine.runtime import starting
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.card import MemoryReading
 from engine.runtime.device.graphs import GraphDevice
@@ -136,6 +138,7 @@ def fake_config(path: Path, **overrides: Any) -> RunnerConfig:
         "max_num_seqs": 4,
         "max_model_len": 128,
         "max_step_tokens": 32,
+        "swap_memory": 1 << 20,
         "threads": 1,
         "attention_backend": "triton",
     } | overrides
@@ -146,7 +149,11 @@ def load_fake(
     path: Path,
     card: FakeCard | None = None,
     progress: Callable[[str], None] = lambda stage: None,
+    *,
+    timed: bool = False,
     **overrides: Any,
 ) -> DeviceRunner:
-    """By `fake_config`, profile run and capture included unless `kv_cache_memory` is told."""
-    return load_on_card(fake_config(path, **overrides), card or FakeCard(), progress)
+    """By `fake_config`, profile run and capture included unless `kv_cache_memory` is told. No steps are timed
+    unless `timed`: they say nothing of the interpreter, and take it half of a load."""
+    with nullcontext() if timed else mock.patch.object(starting, "time_steps", return_value=()):
+        return load_on_card(fake_config(path, **overrides), card or FakeCard(), progress)

@@ -179,17 +179,8 @@ def test_the_largest_step_has_the_most_rows_and_then_the_longest(
 
 def test_the_smallest_of_everything_loads(config: RunnerConfig) -> None:
     """A context of two tokens: warm-up has no room, and a request fills everything."""
-    tiny = RunnerConfig(
-        config.model,
-        dtype="float32",
-        page_size=16,
-        max_num_seqs=2,
-        max_model_len=2,
-        max_step_tokens=2,
-        threads=1,
-        attention_backend="triton",
-        kv_cache_memory=2 * PAGE_BYTES,
-    )
+    sizes = {"max_num_seqs": 2, "max_model_len": 2, "max_step_tokens": 2, "kv_cache_memory": 2 * PAGE_BYTES}
+    tiny = fake_config(Path(config.model), **sizes)
     driver = Driver(load_on_card(tiny, FakeCard(), lambda stage: None))
     life = driver.seat(0, [7], GREEDY)
     driver.finish([0], 1)

@@ -84,7 +84,7 @@ def test_a_start_compiles_nothing_anew(
 ) -> None:
     card = Seen()
     with card.watched():
-        load_fake(tiny_model(family, **SMALL), card, **overrides)
+        load_fake(tiny_model(family, **SMALL), card, timed=True, **overrides)
     assert len(card.launched) >= kinds
     card.assert_compiled_before()
 
@@ -94,7 +94,7 @@ def test_nor_do_steps_whose_kernels_overlap(tiny_model: MakeModel) -> None:
     times = iter((1.0, 2.0) * 9)
     card = Seen(replay_us=lambda run: next(times))
     with card.watched():
-        load_fake(tiny_model("qwen3", **SMALL), card, dtype="bfloat16", max_num_seqs=2)
+        load_fake(tiny_model("qwen3", **SMALL), card, timed=True, dtype="bfloat16", max_num_seqs=2)
     overlapping = {name for name, kinds in card.launched if ("launch_pdl", True) in kinds}
     assert {"skinny_kernel", "decode_kernel", "choose_kernel"} <= overlapping
     card.assert_compiled_before()
@@ -127,7 +127,8 @@ def test_nor_does_anything_that_can_be_asked_for(tiny_model: MakeModel) -> None:
     card = Seen()
     with card.watched():
         slots = len(COMPANY) + 2
-        lead(load_fake(tiny_model("qwen3", **SMALL), card, max_num_seqs=slots, dtype="bfloat16"), 3)
+        path = tiny_model("qwen3", **SMALL)
+        lead(load_fake(path, card, timed=True, max_num_seqs=slots, dtype="bfloat16"), 3)
     assert len(card.launched) >= 50
     card.assert_compiled_before()
 

@@ -33,6 +33,8 @@ from triton.runtime import interpreter
 Attributes = dict[tuple[Any, str], Any]
 """By whose they are, and by name."""
 
+_languages: dict[int, set[int]] = {}
+"""By a module's globals (by `id`): the languages in them (by `id`)."""
 _ready: set[int] = set()
 """Languages (by `id`) that are replaced while a kernel runs."""
 _wrapped: dict[Any, list[tuple[str, Any]]] = {}
@@ -41,6 +43,8 @@ _np_dtypes: dict[str, Any] = {}
 """By name of an element type."""
 _blocks: dict[tuple[Any, ...], tl.block_type] = {}
 """By shape: the first of its kind."""
+_block_names: dict[tuple[tuple[Any, ...], str], str] = {}
+"""By shape and name of the element type."""
 _tensor_shapes: dict[tuple[int, ...], tuple[tl.constexpr, tl.tuple]] = {}
 """By shape, as types have it: the number of elements, and the shape as tensors have it."""
 _own: Attributes = {}
@@ -53,7 +57,10 @@ def _restore(scope: Any) -> None:
 
 
 def _patch_lang(kernel: Any) -> Any:
-    needed = {id(value) for value in kernel.__globals__.values() if value is tl or value is tl.core}
+    names = kernel.__globals__
+    if (needed := _languages.get(id(names))) is None:
+        needed = {id(value) for value in names.values() if value is tl or value is tl.core}
+        _languages[id(names)] = needed
     if needed and needed <= _ready:
         return interpreter._LangPatchScope()
     _ready.update(needed)
@@ -96,7 +103,10 @@ def _init_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> N
         _blocks[sizes] = self
     else:
         self.element_ty, self.shape, self.numel = element_ty, like.shape, like.numel
-        self.name = f"<{self.shape}, {element_ty}>"
+        of = sizes, element_ty.name
+        if (name := _block_names.get(of)) is None:
+            name = _block_names[of] = f"<{self.shape}, {element_ty}>"
+        self.name = name
 
 
 def _init_tensor(self: tl.tensor, handle: Any, of_type: tl.dtype) -> None:
