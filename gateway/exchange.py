@@ -116,20 +116,31 @@ def ratelimit_headers(windows: Windows) -> dict[str, str]:
     """OpenAI's `x-ratelimit-*` headers, and the like for the budgets of the day and of the month."""
     headers: dict[str, str] = {}
     if (window := windows.requests) is not None:
-        _add_window(headers, "requests", window)
+        _add_window(headers, _OF_REQUESTS, window)
     if (window := windows.tokens) is not None:
-        _add_window(headers, "tokens", window)
+        _add_window(headers, _OF_TOKENS, window)
     if (window := windows.day) is not None:
-        _add_window(headers, "tokens-day", window)
+        _add_window(headers, _OF_DAY, window)
     if (window := windows.month) is not None:
-        _add_window(headers, "tokens-month", window)
+        _add_window(headers, _OF_MONTH, window)
     return headers
 
 
-def _add_window(headers: dict[str, str], of: str, window: Window) -> None:
-    headers[f"x-ratelimit-limit-{of}"] = str(window.limit)
-    headers[f"x-ratelimit-remaining-{of}"] = str(window.remaining)
-    headers[f"x-ratelimit-reset-{of}"] = duration(window.reset_ms)
+def _names(of: str) -> tuple[str, str, str]:
+    return f"x-ratelimit-limit-{of}", f"x-ratelimit-remaining-{of}", f"x-ratelimit-reset-{of}"
+
+
+_OF_REQUESTS: Final = _names("requests")
+_OF_TOKENS: Final = _names("tokens")
+_OF_DAY: Final = _names("tokens-day")
+_OF_MONTH: Final = _names("tokens-month")
+
+
+def _add_window(headers: dict[str, str], names: tuple[str, str, str], window: Window) -> None:
+    limit, remaining, reset = names
+    headers[limit] = str(window.limit)
+    headers[remaining] = str(window.remaining)
+    headers[reset] = duration(window.reset_ms)
 
 
 def duration(ms: int) -> str:

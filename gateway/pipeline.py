@@ -78,11 +78,7 @@ from shared.fair_threads import FairThreads
 from shared.fair_turns import FairTurns
 from shared.holding import Holding, weigh, weigh_long
 from shared.ids import TOKENIZER_HEADER
-from shared.openai import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-)
+from shared.openai import GenerationRequest, PromptRequest
 from shared.validation import INLINE_LEN_MAX, Parsed
 
 _WHOSE: Final = {
@@ -234,7 +230,7 @@ class Pipeline:
         await shielded(self._quotas.settle(before, NOTHING), exchange.record.settlement)
         exchange.stages.enter("quota")
         subjects = exchange.accounts.subjects(principal)
-        generates = isinstance(request, ChatRequest | CompletionRequest)
+        generates = isinstance(request, PromptRequest)
         decision = await self._quotas.enter(exchange.reservation, subjects, needs_tokens=generates)
         self._apply_decision(exchange, decision, 1 if generates else 0)
 
@@ -309,7 +305,7 @@ class Pipeline:
 
     async def _count(self, exchange: Exchange, terms: Terms, request: ProxiedRequest) -> Count:
         exchange.stages.enter("tokenize")
-        if not isinstance(request, ChatRequest | CompletionRequest):
+        if not isinstance(request, PromptRequest):
             return NO_TOKENS
         engine = self._engines.of(terms.model)
         context_len = engine.max_model_len
@@ -324,7 +320,7 @@ class Pipeline:
         """Reserve the request's tokens. Returns the most that each choice may have; None where the request
         states it, or nothing limits it."""
         exchange.stages.enter("quota")
-        if not isinstance(request, ChatRequest | CompletionRequest):
+        if not isinstance(request, PromptRequest):
             decision = await self._quotas.reserve(exchange.reservation, terms.subjects, 0, 0, terms.payer)
             self._apply_decision(exchange, decision, 0)
             exchange.admit(terms.payer, 0)

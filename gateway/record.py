@@ -114,9 +114,9 @@ class RequestRecord(Struct, eq=False):
     def settlement(self, settlement: Settlement | None) -> None:
         if settlement is not None:
             self.settled = settlement.settled
-            QUOTA_TOKENS.inc("settled", by=settlement.settled)
-            QUOTA_TOKENS.inc("released", by=settlement.released)
-            QUOTA_TOKENS.inc("overdrawn", by=settlement.overdrawn)
+            _SETTLED.value += settlement.settled
+            _RELEASED.value += settlement.released
+            _OVERDRAWN.value += settlement.overdrawn
 
 
 _LABELS: Final = ("endpoint", "model", "tenant", "status", "end_reason")
@@ -153,6 +153,11 @@ QUOTA_TOKENS: Final = Counter(
     "reserved + overdrawn = settled + released + what is outstanding.",
     ("kind",),
 )
+_RESERVED: Final = QUOTA_TOKENS.series("reserved")
+_SETTLED: Final = QUOTA_TOKENS.series("settled")
+_RELEASED: Final = QUOTA_TOKENS.series("released")
+_OVERDRAWN: Final = QUOTA_TOKENS.series("overdrawn")
+_GRANTED: Final = QUOTA.series("granted", "tokens", NONE)
 UPSTREAM_ATTEMPTS: Final = Counter(
     "penstock_gateway_upstream_attempts",
     "Dispatches to replicas, by whether a connection was had.",
@@ -185,8 +190,8 @@ def observe_attempt(replica: ReplicaId) -> None:
 def observe_decision(decision: Decision) -> None:
     refusal = decision.refusal
     if refusal is None and decision.granted:
-        QUOTA.inc("granted", "tokens", NONE)
-        QUOTA_TOKENS.inc("reserved", by=decision.granted)
+        _GRANTED.value += 1
+        _RESERVED.value += decision.granted
     elif refusal is not None:
         QUOTA.inc("refused", refusal.meter.value, refusal.scope.value)
 

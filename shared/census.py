@@ -33,6 +33,8 @@ COUNTED_LEN_MIN: Final = 4 * 1024
 """Bytes of the shortest body that is counted. Shorter ones hold too little to matter."""
 
 
+_BACKSLASH: Final = ord("\\")
+"""A number, as bytes are searched ten times as fast for one as for bytes."""
 SLICE_LEN: Final = 512 * 1024
 """Bytes of a slice, which takes two or three milliseconds."""
 
@@ -69,7 +71,7 @@ def census_slices(body: bytes, slice_len: int = SLICE_LEN) -> Slices[Census]:
         piece = piece[: len(piece) - _escapes(piece) % 2] if at + slice_len < length else piece
         at += len(piece)
         is_narrow = found.is_narrow and _is_narrow(piece)
-        if b"\\" in piece:
+        if _BACKSLASH in piece:
             piece = piece.replace(rb"\\", b"").replace(rb"\"", b"")
         begins_within = quotes % 2
         quotes += piece.count(b'"')
@@ -102,7 +104,7 @@ def take_census(body: bytes, slice_len: int = SLICE_LEN) -> Census:
 
 
 def _is_narrow(piece: bytes) -> bool:
-    return piece.isascii() and not (b"\\" in piece and rb"\u" in piece)
+    return piece.isascii() and not (_BACKSLASH in piece and rb"\u" in piece)
 
 
 def _escapes(piece: bytes) -> int:

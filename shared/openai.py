@@ -249,6 +249,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return bool(self.echo)
 
 
+PromptRequest = ChatRequest | CompletionRequest
+"""The requests that engines make sequences of."""
+
+
 class TokenizeRequest(Unshown, kw_only=True):
     """A request to tokenize either `prompt` or `messages`."""
 

@@ -28,7 +28,7 @@ from msgspec import Raw, Struct
 from shared.census import Census, census_of
 from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
 from shared.fields import survey
-from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Prompt
+from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Prompt, PromptRequest
 
 T = TypeVar("T", bound=Struct)
 
@@ -92,7 +92,7 @@ def parse(body: bytes, type_: type[T], census: Census | None = None) -> Parsed[T
         raise _invalid_value(str(error), type_) from None
     except msgspec.DecodeError as error:
         raise _invalid_json(body, str(error)) from None
-    if isinstance(request, ChatRequest | CompletionRequest):
+    if isinstance(request, PromptRequest):
         check(request)
     found = survey(request, fields, _names(type_))
     return Parsed(request, fields, found.unknown, found.unsupported)
@@ -279,7 +279,7 @@ def _spread(type_: Any) -> Iterator[Any]:
 # -- meaning --------------------------------------------------------------------------------------
 
 
-def check(request: ChatRequest | CompletionRequest) -> None:
+def check(request: PromptRequest) -> None:
     """Check the relations between a request's fields. Raises InvalidRequest."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")

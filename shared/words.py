@@ -126,6 +126,11 @@ def _split(pattern: str) -> Split:
     return re.compile(f"({pattern})", re.ASCII).split
 
 
+def _cut(pattern: str) -> Split:
+    """The same for a pattern that leaves nothing between its matches."""
+    return re.compile(pattern, re.ASCII).findall
+
+
 def _keeps_text(post: dict[str, Any]) -> bool:
     """True if the post-processor, without special tokens, leaves a text's ids as they are, and once."""
     match post:
@@ -167,10 +172,10 @@ def _splits(pre: dict[str, Any]) -> list[Split] | None:
             case {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} if (
                 regex in _IN_ASCII
             ):
-                splits.append(_split(_IN_ASCII[regex]))
+                splits.append((_cut if regex in _WORDS else _split)(_IN_ASCII[regex]))
             case {"type": "ByteLevel", "add_prefix_space": False} if at == len(stages):
                 if stage.get("use_regex", True):
-                    splits.append(_split(_GPT2))
+                    splits.append(_cut(_GPT2))
             case _:
                 return None
     return splits

@@ -188,9 +188,10 @@ class MemoryStore:
         charged: list[SubjectAccount] = []
         for place, (subject, before) in enumerate(holdings):
             account = quota.charge(subject.limits, before, 1 if place >= seated else 0, tokens)
-            if (subject.scope, subject.id) not in self._accounts:
+            name = subject.scope, subject.id
+            if name not in self._accounts:
                 self._forget_idle(account.at_ms)
-            self._accounts[subject.scope, subject.id] = account
+            self._accounts[name] = account
             charged.append((subject, account))
         return charged
 

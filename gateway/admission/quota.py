@@ -172,11 +172,11 @@ class Settlement(Struct, frozen=True):
 
     @property
     def released(self) -> int:
-        return max(0, self.reserved - self.settled)
+        return self.reserved - self.settled if self.reserved > self.settled else 0
 
     @property
     def overdrawn(self) -> int:
-        return max(0, self.settled - self.reserved)
+        return self.settled - self.reserved if self.settled > self.reserved else 0
 
 
 SubjectAccount = tuple[Subject, Account]

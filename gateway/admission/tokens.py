@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from shared.errors import ContextLengthExceeded
 from shared.fair_threads import FairThreads
-from shared.openai import ChatRequest, CompletionRequest, PromptExtension
+from shared.openai import ChatRequest, PromptExtension, PromptRequest
 from shared.prompts import prompt_slices
 from shared.tokenizer import Tokenizer
 
@@ -34,8 +34,6 @@ ESTIMATE_MESSAGE_TOKENS: Final = 8
 QUOTA_SHARE_MAX: Final = 4
 """A request that states no maximum reserves for its completion at least the estimate, or this fraction (one
 quarter) of the tightest limit on tokens if that is less, so that small limits still let it through."""
-
-PromptRequest = ChatRequest | CompletionRequest
 
 
 class Count(Struct, frozen=True):

@@ -152,7 +152,7 @@ async def open_answer(answer: Answer, progress: Progress, dialect: Dialect, *, h
 async def _first_event(answer: Answer, progress: Progress) -> bytes:
     """All bytes up to the end of the first event, still under the first-token deadline."""
     head = b""
-    while _DATA not in head or _BOUNDARY not in head:
+    while head.find(_DATA) < 0 or head.find(_BOUNDARY) < 0:
         chunk = await answer.read()
         head += progress.scanner.feed(chunk)
         if not chunk or len(head) > HEAD_LEN_MAX:

@@ -114,16 +114,14 @@ class Ejection(Struct, frozen=True):
     length_ms: int
 
 
-@dataclass(slots=True, eq=False)
-class _Verdict:
+class _Verdict(Struct, eq=False):
     """An outcome that counts."""
 
     second: int
     is_failure: bool
 
 
-@dataclass(slots=True, eq=False)
-class Ticket:
+class Ticket(Struct, eq=False):
     """A request's part in the record of its replica."""
 
     epoch: int

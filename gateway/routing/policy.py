@@ -153,8 +153,11 @@ class View(Struct):
     def enter(self, service_class: int, tokens: int) -> None:
         """Count a request of this class that is sent there, with the prompt tokens that it has to compute."""
         self.requests += 1
-        self.uncounted += tokens > 0
-        self._send(service_class, tokens)
+        if tokens:
+            self.uncounted += 1
+            self._send(service_class, tokens)
+        else:
+            self._sum()
 
     def count(self, service_class: int, tokens: int) -> None:
         """Take note that a report has these tokens of a request, or that they are computed."""
@@ -182,7 +185,7 @@ class View(Struct):
         return not (self.requests or any(self.sent))
 
     def _send(self, service_class: int, tokens: int) -> None:
-        """Add to what was sent. This and the sum are written out, as every request comes here thrice."""
+        """Add to what was sent. This and the sum are written out, as every request comes here."""
         flex, default, priority = self.sent
         parts = _PARTS_OF[service_class]
         self.sent = [flex + tokens * parts[0], default + tokens * parts[1], priority + tokens * parts[2]]

@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec import Struct
+
 from gateway.config import HopProtocol, ModelConfig
 from gateway.routing.ejections import observe_ejection, observe_return
 from gateway.routing.health import FirstEvents, Health, HealthPhase, Outcome, Reason, Ticket, silent, usable
@@ -85,8 +87,7 @@ class Replica:
             self.phase = phase
 
 
-@dataclass(slots=True)
-class Placement:
+class Placement(Struct, eq=False):
     """A request's place at a replica. `release` ends it."""
 
     replica: Replica

@@ -32,6 +32,9 @@ CONTENT_LENGTH_DIGITS: Final = 18  # an integer of one word, far above any real 
 SENT_NAMES_MAX: Final = 256
 RECEIVED_NAMES_MAX: Final = 256
 """Lists of names whose check is cached, each no longer than a header list may be."""
+_NUL, _CR, _LF = b"\0\r\n"
+"""Bytes as numbers: Python finds a number in bytes ten times as fast as bytes, which it takes for a number
+first."""
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _NO_VALUE: Final = re.compile(rb"[\0\r\n]")
 
@@ -57,7 +60,7 @@ def header_list(pseudo: HeaderList, pairs: Sequence[tuple[bytes, bytes]]) -> Hea
             (name, value.strip(b" \t")) for name, value in zip(names, values, strict=True) if name is not None
         ]
     text = b"".join(chain.from_iterable(head))
-    if b"\0" in text or b"\r" in text or b"\n" in text:
+    if _NUL in text or _CR in text or _LF in text:
         bad = next(name for name, value in head if _NO_VALUE.search(value))
         raise BadHeader(f"header {bad!r} cannot be sent")
     if len(text) + 32 * len(head) > SENT_HEADER_LIST_LEN_MAX:
@@ -113,9 +116,9 @@ def _screened(head: HeaderList) -> bytes:
     if wrong:
         raise _malformed(wrong)
     text = b"\n%b\n" % b"\n".join(values)
-    if b"\0" in text or b"\r" in text or text.count(b"\n") != len(values) + 1:
+    if _NUL in text or _CR in text or text.count(b"\n") != len(values) + 1:
         raise _malformed("a forbidden character in a header's value")
-    if b"\n " in text or b" \n" in text or b"\n\t" in text or b"\t\n" in text:
+    if [value.strip(b" \t") for value in values] != [*values]:
         raise _malformed("space around a header's value")
     if names_te and any(name == b"te" and value.lower() != b"trailers" for name, value in head):
         raise _malformed("TE")

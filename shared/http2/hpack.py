@@ -29,12 +29,13 @@ _STATIC: Final = tuple(HeaderTable.STATIC_TABLE)
 _STATIC_FIELD_LEN_MAX: Final = max(len(name) + len(value) for name, value in _STATIC) + 32
 _INDEX_BITS: Final = 0x0F
 _LEN_BITS: Final = 0x7F
-_LENS: Final = bytes(range(_LEN_BITS))
+_LENS: Final = tuple(bytes((length,)) for length in range(_LEN_BITS))
 """Lengths that take one byte, each at its own index."""
 
 _NO_TABLE: Final = b"\x20"
 """A change of the table's size to zero. Sent once, it fits every size that the peer may allow later."""
 _INDEXED: Final = {pair: bytes([0x80 | at]) for at, pair in enumerate(_STATIC, 1) if pair[1]}
+_PSEUDO: Final = frozenset(name for name, _ in _INDEXED if name.startswith(b":"))
 _NAMED: Final = {name: at for at, (name, _) in reversed(list(enumerate(_STATIC, 1)))}
 
 
@@ -50,11 +51,12 @@ class LiteralEncoder:
         parts, self._opening = [self._opening], b""
         for name, value in headers:
             # only pseudo-headers are ever equal to a whole field of the static table
-            if name[:1] == b":" and (indexed := _INDEXED.get((name, value))) is not None:
+            if name in _PSEUDO and (indexed := _INDEXED.get((name, value))) is not None:
                 parts.append(indexed)
             else:
                 length = len(value)
-                parts += _names.get(name) or _learned(name), _LENS[length : length + 1] or _len(length), value
+                of_value = _LENS[length] if length < _LEN_BITS else _len(length)
+                parts += _names.get(name) or _learned(name), of_value, value
         return b"".join(parts)
 
 
