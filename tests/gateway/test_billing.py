@@ -156,11 +156,11 @@ def test_the_queue_is_bounded_and_what_is_dropped_is_counted(
 ) -> None:
     monkeypatch.setattr(lines, "QUEUE_MAX", 3)
     billing = Billing(AccountingConfig(file=str(file)))
-    before = lines.LINES._values.get(("dropped",), 0)
+    before = lines.LINES.value("dropped")
     for number in range(5):
         note(billing, number)
     assert len(billing._queue) == 3
-    assert lines.LINES._values["dropped",] - before == 2
+    assert lines.LINES.value("dropped") - before == 2
 
 
 # -- the spool of a webhook -----------------------------------------------------------------------

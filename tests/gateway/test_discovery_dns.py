@@ -91,12 +91,12 @@ async def test_a_resolver_that_fails_or_knows_nobody_empties_no_pool() -> None:
     asking = Asking(dns=f"{NAME}:8001")
     asking.resolver.found = {(NAME, "A"): ["10.0.0.1"]}
     await asking.ask()
-    before = FAILURES._values.get(("m",), 0)
+    before = FAILURES.value("m")
     asking.resolver.found = {}
     assert await asking.ask() is None
     asking.resolver.found = {(NAME, "A"): DOWN, (NAME, "AAAA"): DOWN}
     assert await asking.ask() is None
-    assert FAILURES._values["m",] == before + 2
+    assert FAILURES.value("m") == before + 2
     assert asking.taken == [{"http://10.0.0.1:8001"}]
 
 
@@ -315,11 +315,11 @@ async def test_a_gateway_finds_its_engines_by_srv_and_keeps_them_when_dns_is_gon
         del server.records["_h._tcp.test.", "SRV"][1]
         clock.advance(12)
         await until(lambda: len(replicas.urls("tiny")) == 1)
-        failures = FAILURES._values.get(("tiny",), 0)
+        failures = FAILURES.value("tiny")
         server.records.clear()
         await until(lambda: clock.sleeping > 0)
         clock.advance(12)
-        await until(lambda: FAILURES._values.get(("tiny",), 0) > failures)
+        await until(lambda: FAILURES.value("tiny") > failures)
         assert replicas.urls("tiny") == [f"http://127.0.0.1:{ports[0]}"]
         assert discovery.ages()["tiny",] >= 12
         for task in tasks:

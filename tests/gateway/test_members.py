@@ -375,7 +375,7 @@ def test_a_replica_that_is_gone_leaves_no_series() -> None:
     for url in ("http://churn:1", "http://stays:1"):
         observe_attempt(replica.at(url).id)
     forget_replica(replica.at("http://churn:1"))
-    left = {labels[0] for labels in UPSTREAM_ATTEMPTS._values}
+    left = {labels[0] for labels in UPSTREAM_ATTEMPTS._series}
     assert "stays:1" in left
     assert "churn:1" not in left
 
