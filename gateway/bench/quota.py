@@ -3,8 +3,10 @@ Redis.
 
 This process does what a gateway does for each request's quotas, from 1 caller and from many, and
 nothing else; its CPU time is divided by the requests. Redis is a process of its own, started here unless
---redis names one. The third row sends the same calls through redis-py's pool of connections. Only the
-ratios of one run mean anything.
+--redis names one. The third row sends the same calls through redis-py's pool of connections. The fourth sends
+PING twice, as often as a request waits for Redis, and does nothing else: a caller that is alone pays for two
+turns of the loop, four system calls and two wake-ups, whatever it asks. Only the ratios of one run mean
+anything.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import shutil
 import time
 import uuid
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Final, cast
+from urllib.parse import urlsplit
 
 import redis.asyncio
 import uvloop
@@ -41,8 +45,14 @@ __all__ = ["BenchFailed", "add_arguments", "run"]
 
 POOL_RATIO_TARGET: Final = at_most(0.5)
 """CPU of our connection over that of redis-py's pool."""
+ALONE_TARGET: Final = at_most(40)
+"""CPU of a request whose caller is alone, beyond the same number of bare round trips."""
+LOADED_TARGET: Final = at_most(12)
+"""CPU of a request among many, beyond the store in memory."""
 START_S: Final = 10.0
 TIMEOUT_S: Final = 5.0
+Request = Callable[[], AsyncIterator[None]]
+"""Makes the calls of a request, one at each turn."""
 _LIMITS: Final = QuotaLimits(10**9, 10**9, 10**6, None)
 _TENANT: Final = TenantId("bench")
 _PAYER: Final = Payer(_TENANT, KeyId("key"), "model")
@@ -76,14 +86,25 @@ async def _run(options: argparse.Namespace) -> list[Figure]:
             "Redis": await stack.enter_async_context(_ours(url)),
             "Redis, redis-py's pool": await stack.enter_async_context(_pooled(url, max(options.callers))),
         }
+        bare = await stack.enter_async_context(_bare(url))
         for callers in options.callers:
-            measured = {name: await _best(store, callers, options) for name, store in stores.items()}
+            measured = {name: await _best(_quotas(store), callers, options) for name, store in stores.items()}
+            measured["bare round trips"] = await _best(bare.request, callers, options)
             for name, row in measured.items():
                 figures += row.figures(f"{callers} callers: {name}")
-            ours, pooled = measured["Redis"].cpu_us, measured["Redis, redis-py's pool"].cpu_us
-            name = f"{callers} callers: Redis / redis-py's pool"
-            figures.append(figure(name, ours / pooled, "x", POOL_RATIO_TARGET))
+            figures += _compared(callers, {name: row.cpu_us for name, row in measured.items()})
     return figures
+
+
+def _compared(callers: int, cpu_us: dict[str, float]) -> Iterable[Figure]:
+    ours, pooled = cpu_us["Redis"], cpu_us["Redis, redis-py's pool"]
+    yield figure(f"{callers} callers: Redis / redis-py's pool", ours / pooled, "x", POOL_RATIO_TARGET)
+    if callers == 1:
+        beyond_us = ours - cpu_us["bare round trips"]
+        yield figure("1 callers: Redis beyond bare round trips", beyond_us, "us/request", ALONE_TARGET)
+    else:
+        beyond_us = ours - cpu_us["memory"]
+        yield figure(f"{callers} callers: Redis beyond memory", beyond_us, "us/request", LOADED_TARGET)
 
 
 class _Row:
@@ -103,34 +124,42 @@ class _Row:
             yield figure(f"{name}: call, p{q * 100:g}", 1e6 * quantile(self.latencies_s, q), "us")
 
 
-async def _best(store: QuotaStore, callers: int, options: argparse.Namespace) -> _Row:
-    await _measure(store, callers, 20 * callers)  # connections are made, code is warm
-    rows = [await _measure(store, callers, options.requests) for _ in range(options.rounds)]
+async def _best(request: Request, callers: int, options: argparse.Namespace) -> _Row:
+    await _measure(request, callers, 20 * callers)  # connections are made, code is warm
+    rows = [await _measure(request, callers, options.requests) for _ in range(options.rounds)]
     return min(rows, key=lambda row: row.cpu_us)
 
 
-async def _measure(store: QuotaStore, callers: int, requests: int) -> _Row:
+async def _measure(request: Request, callers: int, requests: int) -> _Row:
     latencies_s: list[float] = []
     began_s, cpu_before_s = time.perf_counter(), time.process_time()
-    await asyncio.gather(*(_caller(store, requests // callers, latencies_s) for _ in range(callers)))
+    await asyncio.gather(*(_caller(request, requests // callers, latencies_s) for _ in range(callers)))
     cpu_s, wall_s = time.process_time() - cpu_before_s, time.perf_counter() - began_s
     return _Row(1e6 * cpu_s / (requests // callers * callers), wall_s, latencies_s)
 
 
-async def _caller(store: QuotaStore, requests: int, latencies_s: list[float]) -> None:
+async def _caller(request: Request, requests: int, latencies_s: list[float]) -> None:
     now = time.perf_counter
     for _ in range(requests):
+        at = [now(), *[now() async for _ in request()]]
+        latencies_s += [after - before for before, after in itertools.pairwise(at)]
+
+
+def _quotas(store: QuotaStore) -> Request:
+    """The calls of a request."""
+
+    async def request() -> AsyncIterator[None]:
         name = ReservationId(uuid.uuid4().hex)
-        at = [now()]
         for call in (
-            lambda name=name: store.enter(name, _SUBJECTS, needs_tokens=True),
-            lambda name=name: store.reserve(name, _SUBJECTS, 500, 500, _PAYER),
-            lambda name=name: store.settle(name, Used(prompt=200, completion=100)),
+            lambda: store.enter(name, _SUBJECTS, needs_tokens=True),
+            lambda: store.reserve(name, _SUBJECTS, 500, 500, _PAYER),
+            lambda: store.settle(name, Used(prompt=200, completion=100)),
         ):
             if await call() is None:
                 raise BenchFailed("a reservation was lost")
-            at.append(now())
-        latencies_s += [after - before for before, after in itertools.pairwise(at)]
+            yield
+
+    return request
 
 
 def _prefix() -> str:
@@ -229,3 +258,44 @@ async def _pooled(url: str, connections: int) -> AsyncIterator[QuotaStore]:
         yield store
     finally:
         await store.aclose()
+
+
+class _Bare(asyncio.Protocol):
+    """A connection that can do nothing but wait for answers to PING."""
+
+    PING: Final = b"*1\r\n$4\r\nPING\r\n"
+    PONG: Final = b"+PONG\r\n"
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._received = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        while self._received >= len(self.PONG):
+            self._received -= len(self.PONG)
+            self._waiting.popleft().set_result(None)
+
+    async def request(self) -> AsyncIterator[None]:
+        for _ in range(2):
+            answered = asyncio.get_running_loop().create_future()
+            self._waiting.append(answered)
+            self._transport.write(self.PING)
+            await answered
+            yield
+
+
+@contextlib.asynccontextmanager
+async def _bare(url: str) -> AsyncIterator[_Bare]:
+    at = urlsplit(url)
+    if at.scheme != "redis" or at.password:
+        raise BenchFailed("--redis: a server without TLS and without a password is needed")
+    loop = asyncio.get_running_loop()
+    transport, bare = await loop.create_connection(_Bare, at.hostname or "localhost", at.port or 6379)
+    try:
+        yield bare
+    finally:
+        transport.close()

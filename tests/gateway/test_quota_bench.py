@@ -7,7 +7,7 @@ import argparse
 from gateway.bench import quota
 from tests.gateway.redis_server import RedisServer
 
-STORES = ("memory", "Redis", "Redis, redis-py's pool")
+ROWS = ("memory", "Redis", "Redis, redis-py's pool", "bare round trips")
 
 
 def options(*argv: str) -> argparse.Namespace:
@@ -20,15 +20,17 @@ async def test_each_store_is_measured_beside_the_others(redis: RedisServer) -> N
     few = options("--requests", "8", "--rounds", "1", "--callers", "1", "4", "--redis", redis.url)
     figures = {figure.name: figure for figure in await quota.run(few)}
     for callers in (1, 4):
-        for store in STORES:
+        for row in ROWS:
             for what in ("CPU", "calls", "call, p50", "call, p99"):
-                value = figures[f"{callers} callers: {store}: {what}"].value
+                value = figures[f"{callers} callers: {row}: {what}"].value
                 assert value is not None
                 assert value > 0
         assert figures[f"{callers} callers: Redis / redis-py's pool"].target is not None
+    assert figures["1 callers: Redis beyond bare round trips"].target is not None
+    assert figures["4 callers: Redis beyond memory"].target is not None
     assert redis.admin.keys("bench-*reservations") == [], "all is settled"
 
 
 async def test_a_server_is_started_where_none_is_named() -> None:
     figures = await quota.run(options("--requests", "1", "--rounds", "1", "--callers", "1"))
-    assert len(figures) == 4 * len(STORES) + 1
+    assert len(figures) == 4 * len(ROWS) + 2
