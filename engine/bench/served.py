@@ -165,16 +165,16 @@ async def _beside(servers: Sequence[Server], rng: random.Random) -> list[Figure]
 def beside_figures(server: str, seen: Beside, *, judged: bool) -> list[Figure]:
     """The figures of a long prompt beside streams; with targets when `judged`."""
     name, what = f"{server}{BESIDE_STREAMS} streams", f"a prompt of {seen.prompt_len}"
-    over = seen.during_ms / max(2 * seen.before_ms, GAP_TARGET_MS)
+    over = seen.during_ms / max(2 * seen.without_ms, GAP_TARGET_MS)
     part = max(PROMPT_SHARE, 1.0 - seen.usual_ms / GAP_TARGET_MS)
     own = seen.first_ms / (seen.alone_ms / part + WAITED_STEPS * seen.usual_ms)
     return [
-        figure(f"{name}: gap p50 before {what}", seen.usual_ms, "ms"),
-        figure(f"{name}: gap p99 before {what}", seen.before_ms, "ms"),
+        figure(f"{name}: gap p50 without {what}", seen.usual_ms, "ms"),
+        figure(f"{name}: gap p99 without {what}", seen.without_ms, "ms"),
         figure(f"{name}: gap p99 during {what}", seen.during_ms, "ms"),
-        figure(f"{name}: gap p99, during / before", seen.during_ms / seen.before_ms, "x"),
+        figure(f"{name}: gap p99, during / without", seen.during_ms / seen.without_ms, "x"),
         figure(
-            f"{name}: gap p99 during / twice that before, or the gap target",
+            f"{name}: gap p99 during / twice that without, or the gap target",
             over,
             "x",
             BESIDE_TARGET if judged else None,
