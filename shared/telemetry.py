@@ -311,7 +311,7 @@ class Stages:
     def server_timing(self) -> str:
         """The `Server-Timing` header, in milliseconds, in the order of entry."""
         layout, seconds = self._taken()
-        return layout.timing % tuple(map(_MS.__mul__, seconds))
+        return layout.timing % tuple([s * 1e3 for s in seconds])
 
     def log_fields(self) -> dict[str, float]:
         """The times for the completed line, such as `{"quota_ms": 0.031}`."""
@@ -329,13 +329,14 @@ class Stages:
         _STAGE_SECONDS.observe_all(layout.names, seconds, self._service, exemplar=exemplar)
 
 
-_MS: Final = 1e3
+_WHOLE: Final = 1.5 * 2**52
+"""Added to a number and taken away again, it leaves the nearest whole one: so large a sum has no fraction."""
 _Values = list[float | None]
 
 
 def _milliseconds(seconds: list[float]) -> list[float]:
     """Rounded to whole microseconds."""
-    return [(s * 1e6 + 0.5) // 1.0 / 1e3 for s in seconds]
+    return [(s * 1e6 + _WHOLE - _WHOLE) / 1e3 for s in seconds]
 
 
 @lru_cache(maxsize=LAYOUTS_MAX)
