@@ -7,6 +7,7 @@ the rest are constants of the code. Tenants beyond `TENANTS_SHOWN_MAX` share one
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import cache
 from typing import Final
 
 from msgspec import Struct
@@ -23,7 +24,7 @@ from shared.completed_line import EVENT, GATEWAY_STAGES, GatewayLine
 from shared.end_reason import EndReason, end_reason_of
 from shared.errors import STATUS_CLIENT_GONE, ApiError
 from shared.ids import KeyId, ReplicaId, RequestId, TenantId
-from shared.metrics import Counter, Gauge, GaugeFamily, Histogram
+from shared.metrics import Counter, Gauge, GaugeFamily, Histogram, Series
 from shared.sse import Closing
 from shared.telemetry import Stages
 from shared.tracing import NO_TRACING, Tracing, has_failed, line_of
@@ -183,6 +184,13 @@ def forget_replica(replica: Replica) -> None:
     UPSTREAM_ATTEMPTS.forget(replica.id)
 
 
+@cache
+def _token_series(model: str, tenant: str) -> tuple[Series, Series, Series]:
+    """The numbers of a model's and a tenant's tokens: of prompts, of answers, and those that were cached."""
+    prompt, completion, cached = (TOKENS.series(model, tenant, k) for k in ("prompt", "completion", "cached"))
+    return prompt, completion, cached
+
+
 def observe_attempt(replica: ReplicaId) -> None:
     UPSTREAM_ATTEMPTS.inc(replica, "connected")
 
@@ -214,14 +222,15 @@ class Reporter:
             self._recorder.add(line, stages.stamps(), logged, record.ticks)
         self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=lambda: line_of(line))
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
-        REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason.value)
+        REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason)
         SECONDS.observe(seconds, model, record.stream, exemplar=exemplar)
         if record.first_byte_s is not None:
             FIRST_BYTE.observe(record.first_byte_s, model, record.stream, exemplar=exemplar)
         if (closing := record.closing) is not None:
-            TOKENS.inc(model, tenant, "prompt", by=closing.prompt_tokens)
-            TOKENS.inc(model, tenant, "completion", by=closing.completion_tokens)
-            TOKENS.inc(model, tenant, "cached", by=closing.cached_tokens)
+            prompt, completion, cached = _token_series(model, tenant)
+            prompt.value += closing.prompt_tokens
+            completion.value += closing.completion_tokens
+            cached.value += closing.cached_tokens
 
     def _tenant_label(self, tenant: TenantId | None) -> str:
         if tenant is None:
