@@ -183,32 +183,7 @@ class Dispatcher:
         exchange.stages.enter("route")
         budget = self._budgets.setdefault(prepared.model.name, RetryBudget())
         budget.active += 1
-        try:
-            return await self._send(exchange, prepared, Sending(budget))
-        except BaseException:
-            budget.active -= 1
-            raise
-
-    def begins_anew(self, exchange: Exchange, prepared: Prepared, failure: ApiError) -> bool:
-        """Make the progress ready for another model, after all that could answer for this one have failed.
-        Returns False where an answer reported tokens: they are not to be computed twice."""
-        progress = exchange.progress
-        if _tokens_of(progress):
-            return False
-        if isinstance(failure, UNSENT) and not progress.refused:
-            progress.dispatched = False
-        is_lost = progress.dispatched and not progress.refused
-        exchange.progress = progress.anew(prepared.dialect.done, lost=is_lost)
-        return True
-
-    def end(self, exchange: Exchange, dispatched: Dispatched, error: BaseException | None) -> None:
-        """Note the end of a request, and the error that ended it."""
-        self._budgets[dispatched.model.name].active -= 1
-        if (closing := exchange.progress.closing) is not None and closing.load:
-            self._replicas.observe(dispatched.placement.replica, closing.load)
-        self._replicas.release(dispatched.placement, outcome_of(error, exchange.watch))
-
-    async def _send(self, exchange: Exchange, prepared: Prepared, sending: Sending) -> Dispatched:
+        sending = Sending(budget)
         failure: ApiError | None = None
         try:
             while True:
@@ -231,9 +206,31 @@ class Dispatcher:
                 except BaseException as error:
                     self._replicas.release(place, outcome_of(error, exchange.watch))
                     raise
+        except BaseException:
+            budget.active -= 1
+            raise
         finally:
             sending.give_back()
             del failure  # its traceback refers to this frame, a cycle that would keep the body
+
+    def begins_anew(self, exchange: Exchange, prepared: Prepared, failure: ApiError) -> bool:
+        """Make the progress ready for another model, after all that could answer for this one have failed.
+        Returns False where an answer reported tokens: they are not to be computed twice."""
+        progress = exchange.progress
+        if _tokens_of(progress):
+            return False
+        if isinstance(failure, UNSENT) and not progress.refused:
+            progress.dispatched = False
+        is_lost = progress.dispatched and not progress.refused
+        exchange.progress = progress.anew(prepared.dialect.done, lost=is_lost)
+        return True
+
+    def end(self, exchange: Exchange, dispatched: Dispatched, error: BaseException | None) -> None:
+        """Note the end of a request, and the error that ended it."""
+        self._budgets[dispatched.model.name].active -= 1
+        if (closing := exchange.progress.closing) is not None and closing.load:
+            self._replicas.observe(dispatched.placement.replica, closing.load)
+        self._replicas.release(dispatched.placement, outcome_of(error, exchange.watch))
 
     def _goes_elsewhere(
         self, exchange: Exchange, prepared: Prepared, sending: Sending, is_unsent: bool
@@ -337,7 +334,7 @@ class Dispatcher:
         outcome = Outcome.NEUTRAL if failure is None else outcome_of(failure, exchange.watch)
         self._replicas.release(lost_at, outcome)
         if succeeded(loser):
-            await loser.result().opened.aclose()
+            await loser.result().opened.answer.aclose()
 
     async def _attempt(
         self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending, progress: Progress

@@ -18,7 +18,6 @@ from http import HTTPStatus
 from typing import Final
 
 import msgspec
-import structlog
 from aiohttp import web
 
 from gateway.accounts import AccountsReader
@@ -124,7 +123,7 @@ class Edge:
         if path in PROBES:
             return self._probe(request)
         exchange = self._open(request, path)
-        structlog.contextvars.bind_contextvars(request_id=exchange.request_id)
+        logs.REQUEST_ID.set(exchange.request_id)
         try:
             return await self._answer(exchange)
         except (ClientGone, asyncio.CancelledError) as error:

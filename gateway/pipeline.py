@@ -135,7 +135,7 @@ class Pipeline:
                 await self._relay(exchange, dispatched)
             finally:
                 self._dispatcher.end(exchange, dispatched, sys.exception())
-                await dispatched.opened.aclose()  # tells the engine to stop, if there is more
+                await dispatched.opened.answer.aclose()  # tells the engine to stop, if there is more
         finally:
             await self._settle(exchange)
 

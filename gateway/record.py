@@ -7,6 +7,7 @@ the rest are constants of the code. Tenants beyond `TENANTS_SHOWN_MAX` share one
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import cache
 from typing import Final
 
 from msgspec import Struct
@@ -23,7 +24,7 @@ from shared.completed_line import EVENT, GATEWAY_STAGES, GatewayLine
 from shared.end_reason import EndReason, end_reason_of
 from shared.errors import STATUS_CLIENT_GONE, ApiError
 from shared.ids import KeyId, ReplicaId, RequestId, TenantId
-from shared.metrics import Counter, Gauge, GaugeFamily, Histogram
+from shared.metrics import Counter, Gauge, GaugeFamily, Histogram, Series
 from shared.sse import Closing
 from shared.telemetry import Stages
 from shared.tracing import NO_TRACING, Tracing, has_failed, line_of
@@ -183,6 +184,13 @@ def forget_replica(replica: Replica) -> None:
     UPSTREAM_ATTEMPTS.forget(replica.id)
 
 
+@cache
+def _token_series(model: str, tenant: str) -> tuple[Series, Series, Series]:
+    """The numbers of a model's and a tenant's tokens: of prompts, of answers, and those that were cached."""
+    prompt, completion, cached = (TOKENS.series(model, tenant, k) for k in ("prompt", "completion", "cached"))
+    return prompt, completion, cached
+
+
 def observe_attempt(replica: ReplicaId) -> None:
     UPSTREAM_ATTEMPTS.inc(replica, "connected")
 
@@ -214,14 +222,15 @@ class Reporter:
             self._recorder.add(line, stages.stamps(), logged, record.ticks)
         self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=lambda: line_of(line))
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
-        REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason.value)
+        REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason)
         SECONDS.observe(seconds, model, record.stream, exemplar=exemplar)
         if record.first_byte_s is not None:
             FIRST_BYTE.observe(record.first_byte_s, model, record.stream, exemplar=exemplar)
         if (closing := record.closing) is not None:
-            TOKENS.inc(model, tenant, "prompt", by=closing.prompt_tokens)
-            TOKENS.inc(model, tenant, "completion", by=closing.completion_tokens)
-            TOKENS.inc(model, tenant, "cached", by=closing.cached_tokens)
+            prompt, completion, cached = _token_series(model, tenant)
+            prompt.value += closing.prompt_tokens
+            completion.value += closing.completion_tokens
+            cached.value += closing.cached_tokens
 
     def _tenant_label(self, tenant: TenantId | None) -> str:
         if tenant is None:
@@ -234,55 +243,54 @@ class Reporter:
 
 
 def _line(record: RequestRecord, stages: Stages, seconds: float) -> GatewayLine:
-    """The completed line. Its fields are named here in their order, and without `**`, which would make a dict
-    of them first: that took as long as all the rest."""
-    error, closing, decision, trace = record.error, record.closing, record.decision, stages.trace
-    refusal = None if decision is None else decision.refusal
-    edge, auth, answer, seat, body, validate, tenant, tokenize, quota, route, connect, wait, relay, settle = (
-        stages.milliseconds(GATEWAY_STAGES)
-    )
-    return GatewayLine(
-        ts=datetime.now(UTC), level="info", event=EVENT, logger=__name__,
-        request_id=record.request_id,
-        trace_id=trace.trace_id, span_id=trace.span_id, parent_span_id=stages.parent_span_id,
-        method=record.method, endpoint=record.endpoint, status=record.status,
-        end_reason=record.end_reason, stage=record.stage, stream=record.stream, total_ms=_ms(seconds),
-        tenant=record.tenant, model=record.model,
-        error_code=None if error is None else error.code,
-        error_param=None if error is None else error.param,
-        error_detail=None if error is None else error.detail,
-        prompt_tokens=record.prompt_tokens if closing is None else closing.prompt_tokens,
-        completion_tokens=None if closing is None else closing.completion_tokens,
-        cached_tokens=None if closing is None else closing.cached_tokens,
-        host_tokens=None if closing is None else closing.host_tokens,
-        disk_tokens=None if closing is None else closing.disk_tokens,
-        causes=_causes(closing, tokenize),
-        body_ms=body, validate_ms=validate, tokenize_ms=tokenize,
-        service="gateway", key_id=record.key, replica=record.replica, attempts=record.attempts,
-        failed_attempts=", ".join(record.failures) or None,
-        route=None if record.route is None else record.route.value,
-        prompt_exact=record.prompt_exact or closing is not None,
-        reserved_tokens=record.reserved, settled_tokens=record.settled, events=record.events,
-        body_len=record.body_len, engine_swaps=None if closing is None else closing.swaps,
-        first_byte_ms=None if record.first_byte_s is None else _ms(record.first_byte_s),
-        quota_meter=None if refusal is None else refusal.meter.value,
-        quota_scope=None if refusal is None else refusal.scope.value,
-        engine_end_reason=None if closing is None else closing.end_reason,
-        engine_edge_ms=None if closing is None else closing.edge_ms,
-        engine_body_ms=None if closing is None else closing.body_ms,
-        engine_validate_ms=None if closing is None else closing.validate_ms,
-        engine_tokenize_ms=None if closing is None else closing.tokenize_ms,
-        engine_handover_ms=None if closing is None else closing.handover_ms,
-        engine_first_byte_ms=None if closing is None else closing.first_byte_ms or None,
-        engine_queue_ms=None if closing is None else closing.queue_ms,
-        engine_prefill_ms=None if closing is None else closing.prefill_ms,
-        engine_decode_ms=None if closing is None else closing.decode_ms,
-        engine_preempted_ms=None if closing is None else closing.preempted_ms,
-        engine_preemptions=None if closing is None else closing.preemptions,
-        engine_stalled_ms=None if closing is None else closing.stalled_ms,
-        edge_ms=edge, auth_ms=auth, answer_ms=answer, seat_ms=seat, tenant_ms=tenant, quota_ms=quota,
-        route_ms=route, connect_ms=connect, wait_ms=wait, relay_ms=relay, settle_ms=settle,
+    """The completed line. It is made of what every line has, and the rest is set: of more names than these in
+    one call a dict would be made first, which took as long as all the rest."""
+    trace, closing = stages.trace, record.closing
+    line = GatewayLine(
+        datetime.now(UTC), "info", EVENT, __name__, record.request_id, trace.trace_id, trace.span_id,
+        record.method, record.endpoint, record.status, record.end_reason, record.stage, record.stream,
+        _ms(seconds), service="gateway", attempts=record.attempts,
+        prompt_exact=record.prompt_exact or closing is not None, reserved_tokens=record.reserved,
+        settled_tokens=record.settled, events=record.events, body_len=record.body_len,
     )  # fmt: skip
+    line.parent_span_id = stages.parent_span_id
+    line.tenant, line.key_id, line.model = record.tenant, record.key, record.model
+    line.replica = record.replica
+    line.prompt_tokens = record.prompt_tokens
+    if record.route is not None:
+        line.route = record.route.value
+    if record.first_byte_s is not None:
+        line.first_byte_ms = _ms(record.first_byte_s)
+    if record.failures:
+        line.failed_attempts = ", ".join(record.failures)
+    if (error := record.error) is not None:
+        line.error_code, line.error_param, line.error_detail = error.code, error.param, error.detail
+    if record.decision is not None and (refusal := record.decision.refusal) is not None:
+        line.quota_meter, line.quota_scope = refusal.meter.value, refusal.scope.value
+    (
+        line.edge_ms, line.auth_ms, line.answer_ms, line.seat_ms, line.body_ms, line.validate_ms,
+        line.tenant_ms, line.tokenize_ms, line.quota_ms, line.route_ms, line.connect_ms, line.wait_ms,
+        line.relay_ms, line.settle_ms,
+    ) = stages.milliseconds(GATEWAY_STAGES)  # fmt: skip
+    if closing is not None:
+        _copy(closing, line)
+    line.causes = _causes(closing, line.tokenize_ms)
+    return line
+
+
+def _copy(closing: Closing, line: GatewayLine) -> None:
+    """Copy what the engine told."""
+    line.prompt_tokens, line.completion_tokens = closing.prompt_tokens, closing.completion_tokens
+    line.cached_tokens = closing.cached_tokens
+    line.host_tokens, line.disk_tokens = closing.host_tokens, closing.disk_tokens
+    line.engine_end_reason = closing.end_reason
+    line.engine_edge_ms, line.engine_body_ms = closing.edge_ms, closing.body_ms
+    line.engine_validate_ms, line.engine_tokenize_ms = closing.validate_ms, closing.tokenize_ms
+    line.engine_handover_ms, line.engine_first_byte_ms = closing.handover_ms, closing.first_byte_ms or None
+    line.engine_queue_ms, line.engine_prefill_ms = closing.queue_ms, closing.prefill_ms
+    line.engine_decode_ms, line.engine_preempted_ms = closing.decode_ms, closing.preempted_ms
+    line.engine_preemptions, line.engine_swaps = closing.preemptions, closing.swaps
+    line.engine_stalled_ms = closing.stalled_ms
 
 
 def _causes(closing: Closing | None, tokenize_ms: float | None) -> tuple[Cause, ...] | None:

@@ -6,16 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Generic, TypeVar
 
+from msgspec import Struct
+
 T = TypeVar("T")
 
 
-class Done(Generic[T]):
+class Done(Struct, Generic[T], frozen=True, eq=False):
     """An awaitable that is over already: the result of a call that had nothing to wait for."""
 
-    __slots__ = ("result",)
-
-    def __init__(self, result: T) -> None:
-        self.result = result
+    result: T
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result

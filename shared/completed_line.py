@@ -34,8 +34,8 @@ WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 
 
-class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields that both services' lines have."""
+class CompletedLine(Struct, omit_defaults=True):
+    """The fields that both services' lines have. It is made of what every line has, and then filled in."""
 
     ts: Annotated[datetime, Meta(tz=True)]
     """When the line was written: the end of the request, on this service's clock."""
@@ -50,8 +50,6 @@ class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The W3C trace: the caller's, where it sent a `traceparent`."""
     span_id: str
     """This request in this service."""
-    parent_span_id: str | None = None
-    """The span that `traceparent` named. None without that header."""
     method: str
     """At most 16 characters; empty where the request could not be parsed."""
     endpoint: str
@@ -65,6 +63,8 @@ class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """True if a stream was asked for. False as long as the body was not read."""
     total_ms: Milliseconds
     """From the request's headers to its end."""
+    parent_span_id: str | None = None
+    """The span that `traceparent` named. None without that header."""
     tenant: str | None = None
     """None for a caller without a valid key, and for one that asks the engine itself."""
     model: str | None = None
@@ -97,7 +97,7 @@ class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Stage: the gateway counts the tokens; the engine makes sequences, and trusts the gateway's tokens."""
 
 
-class GatewayLine(CompletedLine, frozen=True, kw_only=True):
+class GatewayLine(CompletedLine, kw_only=True):
     """The completed line of the gateway."""
 
     service: Literal["gateway"]
@@ -173,7 +173,7 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
     """Stage: charging what was computed."""
 
 
-class EngineLine(CompletedLine, frozen=True, kw_only=True):
+class EngineLine(CompletedLine, kw_only=True):
     """The completed line of the engine. Where the request has several sequences, the times from `queue_ms` to
     `stalled_ms` are those of the one that ended last."""
 

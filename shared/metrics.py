@@ -100,7 +100,10 @@ class Counter(Collector):
 
     def inc(self, *labels: object, by: float = 1) -> None:
         """Add to the number of these label values."""
-        self.series(*labels).value += by
+        try:
+            self._series[labels].value += by
+        except KeyError:
+            self.series(*labels).value += by
 
     def value(self, *labels: object) -> float:
         """The number of these label values; 0 where it was never counted."""

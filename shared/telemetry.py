@@ -180,8 +180,8 @@ class Stages:
     """
 
     __slots__ = (
-        *("_began_s", "_carved", "_ended_s", "_final", "_measured_s", "_monotonic", "_over", "_service"),
-        *("clock", "now", "parent_span_id", "state", "trace"),
+        *("_began_s", "_carved", "_ended_s", "_final", "_measured_s", "_entered", "_monotonic", "_service"),
+        *("clock", "parent_span_id", "state", "trace"),
     )
 
     def __init__(
@@ -197,10 +197,10 @@ class Stages:
         self._service = service
         self.clock = clock
         self._monotonic = clock.monotonic
-        self._over: list[str] = []
-        """The visits to stages that are over, in order; those that `enter` began come first."""
+        self._entered: list[str] = []
+        """The visits to stages that `enter` began, in order. All but the last are over."""
         self._began_s: list[float] = []
-        """The start of each of them, and of the one that is not over, in seconds on the clock."""
+        """The start of each of them, in seconds on the clock."""
         self._measured_s: dict[str, float] = {}
         """The times of stages that were measured elsewhere, in seconds."""
         self._ended_s: dict[str, float] = {}
@@ -209,8 +209,6 @@ class Stages:
         """The parts of stages that `carve` named, and the seconds of each."""
         self._final: tuple[_Layout, list[float]] | None = None
         """The stages' times as they were at `end`. None before."""
-        self.now = ""
-        """The stage that `enter` began last."""
         parent = parse_traceparent(traceparent) if traceparent is not None else None
         self.parent_span_id = None if parent is None else parent.span_id
         """The span that `traceparent` named. None where there was none."""
@@ -232,13 +230,16 @@ class Stages:
 
         For a request that is in one stage at every moment, so that the stages' times add up to its own.
         """
-        now_s = self._monotonic()
-        began_s = self._began_s
-        if began_s:
-            self._over.append(self.now)
-        began_s.append(now_s)
-        self.now = stage
+        monotonic = self._monotonic  # what a slot holds is slow to call as a method
+        now_s = monotonic()
+        self._entered.append(stage)
+        self._began_s.append(now_s)
         return now_s
+
+    @property
+    def now(self) -> str:
+        """The stage that `enter` began last; empty before that."""
+        return self._entered[-1] if self._entered else ""
 
     @property
     def began_s(self) -> float:
@@ -267,7 +268,7 @@ class Stages:
         clock. Of the parts of a stage the time is known and not the place: they follow each other in it, as
         in `order`."""
         began_s = self._began_s
-        for name, begin_s, next_s in zip(self._over, began_s, began_s[1:], strict=False):
+        for name, begin_s, next_s in zip(self._entered, began_s, began_s[1:], strict=False):
             at_s = begin_s
             carved = self._carved.get(name, {})
             for part in sorted(carved, key=order.index if order else None):
@@ -290,13 +291,13 @@ class Stages:
 
     def stamps(self) -> Stamps:
         """The visits that are over, as they were noted."""
-        return Stamps(tuple(self._over), tuple(self._began_s))
+        return Stamps(tuple(self._entered[:-1]), tuple(self._began_s))
 
     def _taken(self) -> tuple[_Layout, list[float]]:
         """The stages that are over, and the seconds that each took."""
         if self._final is not None:
             return self._final
-        visits, began_s = tuple(self._over), self._began_s
+        visits, began_s = tuple(self._entered[:-1]), self._began_s
         seconds = list(map(sub, began_s[1:], began_s))
         if self._measured_s:
             visits, seconds = (*visits, *self._measured_s), [*seconds, *self._measured_s.values()]
@@ -311,7 +312,7 @@ class Stages:
     def server_timing(self) -> str:
         """The `Server-Timing` header, in milliseconds, in the order of entry."""
         layout, seconds = self._taken()
-        return layout.timing % tuple(map(_MS.__mul__, seconds))
+        return layout.timing % tuple([s * 1e3 for s in seconds])
 
     def log_fields(self) -> dict[str, float]:
         """The times for the completed line, such as `{"quota_ms": 0.031}`."""
@@ -329,13 +330,14 @@ class Stages:
         _STAGE_SECONDS.observe_all(layout.names, seconds, self._service, exemplar=exemplar)
 
 
-_MS: Final = 1e3
+_WHOLE: Final = 1.5 * 2**52
+"""Added to a number and taken away again, it leaves the nearest whole one: so large a sum has no fraction."""
 _Values = list[float | None]
 
 
 def _milliseconds(seconds: list[float]) -> list[float]:
     """Rounded to whole microseconds."""
-    return [(s * 1e6 + 0.5) // 1.0 / 1e3 for s in seconds]
+    return [(s * 1e6 + _WHOLE - _WHOLE) / 1e3 for s in seconds]
 
 
 @lru_cache(maxsize=LAYOUTS_MAX)

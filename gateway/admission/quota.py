@@ -88,7 +88,7 @@ class Subject(Struct, frozen=True):
     """The answer to its requests while the store of quotas cannot be asked; the tenant's setting."""
 
 
-class Account(Struct, frozen=True):
+class Account(Struct, frozen=True, gc=False):
     """A subject's usage, as a store keeps it."""
 
     requests: int = 0
@@ -125,7 +125,7 @@ class Account(Struct, frozen=True):
         return Account(requests, tokens, now_ms, self.live, self.spent, day, month)
 
 
-class Window(Struct, frozen=True):
+class Window(Struct, frozen=True, gc=False):
     """One bucket, or the budget of one period, as the `x-ratelimit-*` headers show it."""
 
     limit: int
@@ -135,7 +135,7 @@ class Window(Struct, frozen=True):
     milliseconds."""
 
 
-class Windows(Struct, frozen=True):
+class Windows(Struct, frozen=True, gc=False):
     """The tightest window of each bucket and period over all subjects. None for one without a limit."""
 
     requests: Window | None = None
@@ -144,7 +144,7 @@ class Windows(Struct, frozen=True):
     month: Window | None = None
 
 
-class Refusal(Struct, frozen=True):
+class Refusal(Struct, frozen=True, gc=False):
     meter: Meter
     scope: Scope
     limit: int
@@ -155,7 +155,7 @@ class Refusal(Struct, frozen=True):
     """The tokens that are left of any of the budgets; 0 for other meters."""
 
 
-class Decision(Struct, frozen=True):
+class Decision(Struct, frozen=True, gc=False):
     refusal: Refusal | None
     windows: Windows | None
     """The quotas after the decision. None for an admitted seat: the headers show the quotas after tokens are
@@ -164,7 +164,7 @@ class Decision(Struct, frozen=True):
     """The tokens reserved by this call."""
 
 
-class Settlement(Struct, frozen=True):
+class Settlement(Struct, frozen=True, gc=False):
     """The result of settling a reservation: `reserved + overdrawn == settled + released`."""
 
     reserved: int

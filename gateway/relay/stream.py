@@ -114,18 +114,16 @@ class Progress(Struct, eq=False):
 
 
 class Opened(Struct, frozen=True, eq=False):
-    """An answer that has begun. Its holder must close it."""
+    """An answer that has begun."""
 
     answer: Answer
+    """Its holder must close it."""
     head: bytes
     """The bytes of a stream up to the end of its first event, or beyond. Empty for any other answer."""
 
     def __repr__(self) -> str:
         """Nothing of the answer."""
         return f"<{type(self).__name__} {self.answer.status}>"
-
-    async def aclose(self) -> None:
-        await self.answer.aclose()
 
 
 async def open_answer(answer: Answer, progress: Progress, dialect: Dialect, *, hides_usage: bool) -> Opened:

@@ -77,6 +77,8 @@ _MASK: Final = 2**64 - 1
 class Route(StrEnum):
     """Why a replica was chosen."""
 
+    __hash__ = str.__hash__  # it is counted by, and Enum's own hash is slow
+
     AFFINITY = "affinity"
     """It is the conversation's home."""
     LOAD = "load"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextvars
 import io
 import json
 import logging
@@ -60,6 +61,17 @@ def test_a_line_says_when_what_and_who(stream: io.StringIO) -> None:
         "status": 200,
         "queue_ms": 1.5,
     }
+
+
+def test_lines_of_a_request_have_its_id_whoever_writes_them(stream: io.StringIO) -> None:
+    def write() -> None:
+        logs.REQUEST_ID.set("req_1")
+        logs.get("gateway.app").warning("replica.ejected")
+        logging.getLogger("aiohttp").warning("of the library")
+
+    contextvars.copy_context().run(write)
+    logs.get("gateway.app").warning("of no request")
+    assert [line.get("request_id") for line in lines(stream)] == ["req_1", "req_1", None]
 
 
 def test_levels_below_the_configured_one_are_silent(stream: io.StringIO) -> None:
