@@ -75,7 +75,8 @@ class Joined(Served):
         if not self.sent_s and len(self.steps_s) >= self.after:
             self.sent_s = time.perf_counter()
             return [self.late]
-        return [StopCore()] if len(self.reasons) > len(self.requests) else []
+        awaited = len(self.requests) + (self.sent_s > 0.0)  # it never comes where the others end too early
+        return [StopCore()] if len(self.reasons) >= awaited else []
 
     def send(self, message: CoreOutput) -> None:
         super().send(message)

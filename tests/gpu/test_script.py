@@ -223,7 +223,8 @@ def test_the_benchmark_of_the_whole_engine_at_toy_size(
 
 
 @interpreted
-def test_a_long_prompt_beside_streams_at_toy_size(tmp_path: Path) -> None:
+def test_a_long_prompt_beside_streams_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "TOKEN_MAX", TOY.vocab_size - 1)
     path = write_model(TOY, tmp_path / "toy", torch.device("cpu"))
     found = whole.beside(path, 2, 3, 20, 24, toy_runner)
     assert found["steps"] >= 2, "the prompt takes several steps of at most 8 tokens"

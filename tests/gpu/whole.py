@@ -251,7 +251,7 @@ def beside(
     runner = load(path, streams + 1, max(context + decodes, prompt + 2))
     rng = random.Random(3)
     wanted = [
-        Wanted([rng.randint(2, 10_000) for _ in range(length)], outputs)
+        Wanted([rng.randint(2, TOKEN_MAX) for _ in range(length)], outputs)
         for length, outputs in [(context, decodes)] * streams + [(prompt, 2)]
     ]
     *before, late = sequences(wanted)
