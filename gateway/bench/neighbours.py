@@ -70,7 +70,7 @@ cache holds more or less of their prompts."""
 WARM_ROUNDS: Final = 5
 REPEATS_MAX: Final = 12
 SERVICES_NICE: Final = 10
-"""What is added to the services' nice value."""
+"""The number that is added to the services' nice value."""
 REST_POLL_S: Final = 0.02
 REST_DEADLINE_S: Final = 60.0
 _LAG: Final = "penstock_loop_lag_max_seconds"
@@ -134,7 +134,7 @@ class _Cost:
 
 @dataclass(slots=True)
 class _Strength:
-    """What the attacker got done."""
+    """The requests, answers and bytes of an attacker."""
 
     requests: int = 0
     answers: int = 0

@@ -105,7 +105,7 @@ class MixedInputs:
     chunk_slots: Tensor
     """[CHUNKS_MAX + 1]"""
     tiles: Mapping[int | None, Tensor]
-    """By width of window, [N, 2] as `tile_list` has them; tiles of the last chunk behind."""
+    """The tiles of each width of window, [N, 2], as `tile_list` has them; behind them tiles of the last chunk."""
 
     @staticmethod
     def within(memory: Tensor, shape: MixedShape) -> MixedInputs:

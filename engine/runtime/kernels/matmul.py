@@ -197,7 +197,7 @@ def normed_matmul(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What a kernel does to activations before it multiplies them, and to their product for it."""
+    """The work of a kernel on activations before it multiplies them, and on their product for it."""
 
     change: Tensor | None = None
     norm: Tensor | None = None
