@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 STREAM_TOKENS: Final = 48
 CHAT_TOKENS: Final = 1
-"""The tokens of a chat's answer. With one of them the whole answer is its first token; gaps are told by streams."""
+"""The tokens of a chat's answer: with one, it is its first token. Gaps are the streams' to tell."""
 CUE_ROUNDS: Final = 3
 """The rounds after which attacks that end on cue are ended: in the last of them they were at their height."""
 LONG: Final = "Tell me what a penstock is, in a few words. " * 26

@@ -105,7 +105,7 @@ class MixedInputs:
     chunk_slots: Tensor
     """[CHUNKS_MAX + 1]"""
     tiles: Mapping[int | None, Tensor]
-    """The tiles of each width of window, [N, 2], as `tile_list` has them; behind them tiles of the last chunk."""
+    """The tiles of each width of window, [N, 2], as `tile_list` has them; the last chunk's come last."""
 
     @staticmethod
     def within(memory: Tensor, shape: MixedShape) -> MixedInputs:
