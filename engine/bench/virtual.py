@@ -69,6 +69,7 @@ class Engine:
     planner: type[Planner] = Planner
     noise: float = 0.0
     """The largest share of its time by which a step takes longer or shorter, at random."""
+    noise_seed: int = 1
 
 
 @dataclass(slots=True)
@@ -187,7 +188,7 @@ class _Virtual:
             gap_targets_s=engine.gap_targets_s,
             prompt_share=engine.prompt_share,
         )
-        self._cost, self._noise, self._rng = engine.cost, engine.noise, random.Random(1)
+        self._cost, self._noise, self._rng = engine.cost, engine.noise, random.Random(engine.noise_seed)
         self._scheduler = Scheduler(config, info, engine.discipline, engine.planner)
         self._watch = TurnWatch(self._scheduler)
         self._requests = requests

@@ -31,8 +31,11 @@ runner measured as it warmed up counts for ever, too, `PRIOR` times as much as a
 Without it, a few bad readings could put an end to swapping, and with that to readings that correct them.
 
 *Its error.* The model keeps, of the last `ERRORS` steps with prompts, by how much each took longer than it
-was estimated to, before it learned from it. `error` is the quantile `QUANTILE` of that: one step in ten errs
-by more. Steps that took less count as 0, since they break no promise.
+was estimated to, before it learned from it; steps that took less count as 0, since they break no promise.
+`error` is the quantile `QUANTILE` of that, since a gap target is a promise about the 99th percentile. Few
+steps cannot show such a quantile: it would be the largest error among them, and one step during which the
+host did something else would halve the chunks of hundreds. So it is estimated from their mean, as for errors
+with an exponential tail, whose quantile q is ln(1 / (1 - q)) times the mean.
 """
 
 from __future__ import annotations
@@ -60,13 +63,15 @@ WARMUP_ROUNDS: Final = 64
 """Solutions in a row with which the coefficients begin: each is damped towards the one before it."""
 SLOWDOWN_MAX: Final = 16.0
 """The largest factor by which steps count as slower, or as faster, than they were while warming up."""
-QUANTILE: Final = 0.9
+QUANTILE: Final = 0.99
+TAIL: Final = math.log(1.0 / (1.0 - QUANTILE))
+"""The quantile of errors with an exponential tail, in multiples of their mean."""
 ERRORS: Final = 200
 """The number of steps from which the error is taken."""
 ERROR_MIN, ERROR_MAX = 0.02, 1.0
 ERROR_AT_FIRST: Final = 0.1
-"""The error until `ERRORS_KNOWN` steps tell it."""
-ERRORS_KNOWN: Final = 10
+"""The error before any step tells it; it counts as much as `ERRORS_AT_FIRST` steps."""
+ERRORS_AT_FIRST: Final = 4
 
 
 def _pairs(position: int, length: int) -> float:
@@ -238,9 +243,8 @@ class CostLearner:
     @property
     def error(self) -> float:
         """The share by which a step with prompts may take longer than its estimate (see above)."""
-        if len(self._errors) < ERRORS_KNOWN:
-            return max([ERROR_AT_FIRST, *self._errors])
-        return max(ERROR_MIN, sorted(self._errors)[int(QUANTILE * len(self._errors))])
+        errors = ERROR_AT_FIRST * ERRORS_AT_FIRST + TAIL * sum(self._errors)
+        return min(max(ERROR_MIN, errors / (ERRORS_AT_FIRST + len(self._errors))), ERROR_MAX)
 
     @property
     def _slowdown(self) -> float:

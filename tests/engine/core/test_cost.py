@@ -203,11 +203,20 @@ def test_the_model_knows_its_error() -> None:
         learner.observe(Work.of([rng.randint(0, 999)], [1]), 1.0)
     assert learner.error == ERROR_AT_FIRST, "steps without prompts say nothing about prompts"
     learner = CostLearner(timed=timed_steps(truth))
-    for noise, least, most in ((0.0, ERROR_MIN, ERROR_MIN), (0.2, 0.12, 0.25), (0.0, ERROR_MIN, 0.05)):
+    for noise, least, most in ((0.0, ERROR_MIN, ERROR_MIN), (0.2, 0.12, 0.3), (0.0, ERROR_MIN, 0.05)):
         for _ in range(300):
             work = Work.of([500] * 8 + [rng.randint(0, 3000)], [1] * 8 + [rng.randint(10, 60)])
             learner.observe(work, truth.seconds(work) * (1.0 + noise * rng.uniform(-1.0, 1.0)))
         assert least <= learner.error <= most
+
+
+def test_a_single_step_that_the_host_held_up_does_not_halve_the_chunks() -> None:
+    learner, truth = CostLearner(timed=timed_steps(RUNNERS["two CPU cores"])), RUNNERS["two CPU cores"]
+    work = Work.of([500] * 8 + [1000], [1] * 8 + [50])
+    for i in range(40):
+        learner.observe(work, truth.seconds(work) * (2.0 if i == 30 else 1.0))
+        assert learner.error <= 0.2
+    assert learner.error > ERROR_MIN, "it counts"
 
 
 def test_the_error_is_bounded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from engine.core.messages import ServiceClass
 from shared.bench.figures import quantile
 
 STREAMS, CALM_STEPS, PROMPT_LEN = 8, 60, 4000
+SEEDS = (1, 2, 3, 4, 5)
 RUNNERS = {
     "474M on two cores": StepCost(token_s=1.8e-3, row_s=7e-4, pair_s=7e-7, context_s=6.3e-6, fixed_s=0.068),
     "29M on two cores": StepCost(token_s=7e-5, row_s=1e-4, pair_s=7e-8, context_s=6e-7, fixed_s=4e-3),
@@ -46,16 +48,17 @@ def gap_p99_s(streams: list[Outcome], steps: int) -> float:
 def test_gaps_keep_to_the_target_or_twice_the_decodes_and_the_prompt_gets_its_share(
     name: str, target_s: float, noise: float
 ) -> None:
-    cost = RUNNERS[name]
-    engine = Engine(cost, gap_targets_s=(target_s,) * 3, noise=noise)
-    calm_s = decodes_s(cost, 100)
-    (prompt,), streams = beside_streams(engine, Request(CALM_STEPS * calm_s, PROMPT_LEN, 2))
-    steps = round(prompt.first_token_s / calm_s / 2)
-    most_s = max(target_s, 2 * decodes_s(cost, CALM_STEPS + 60 + steps))
-    assert gap_p99_s(streams, steps) <= most_s * (1.0 + 0.6 * noise) * 1.01
+    cost, calm_s = RUNNERS[name], decodes_s(RUNNERS[name], 100)
     share = max(0.5, 1.0 - calm_s / target_s)
-    alone = run([Request(0.0, 60, 2), Request(100.0, PROMPT_LEN, 2)], engine).outcomes[1]
-    assert prompt.first_token_s <= 1.15 * (1.0 + noise) * alone.first_token_s / share
+    gaps = []
+    for seed in SEEDS if noise else SEEDS[:1]:
+        engine = Engine(cost, gap_targets_s=(target_s,) * 3, noise=noise, noise_seed=seed)
+        (prompt,), streams = beside_streams(engine, Request(CALM_STEPS * calm_s, PROMPT_LEN, 2))
+        steps = round(prompt.first_token_s / calm_s / 2)
+        gaps.append(gap_p99_s(streams, steps) / max(target_s, 2 * decodes_s(cost, CALM_STEPS + 60 + steps)))
+        alone = run([Request(0.0, 60, 2), Request(100.0, PROMPT_LEN, 2)], engine).outcomes[1]
+        assert prompt.first_token_s <= 1.15 * (1.0 + noise) * alone.first_token_s / share
+    assert statistics.median(gaps) <= (1.0 + 0.5 * noise) * 1.01
 
 
 @pytest.mark.parametrize("name", RUNNERS)
