@@ -33,6 +33,7 @@ from shared.timeouts import TIMEOUT_S_MAX, stated_timeout_s
 from shared.validation import Parsed, with_fields
 
 TENANTS_KEPT_MAX: Final = 1024
+"""The number of tenants, and times for a first token, whose headers are cached."""
 OURS_ALONE: Final = frozenset({"penstock", "priority"})
 """Fields that engines of other makes are not sent."""
 _RANKS: Final[dict[object, int]] = {"flex": 0, "default": 1, "auto": 1, "scale": 1, "priority": 2}

@@ -36,6 +36,7 @@ INLINE_LEN_MAX: Final = 256 * 1024
 """Bytes of a body that is counted and parsed on the event loop, in some two milliseconds; larger ones go to
 threads."""
 ENCODED_AGAIN_LEN_MAX: Final = 16 * 1024
+"""Bytes of the longest body that is encoded again to see whether a field is given twice."""
 FIELDS_MAX: Final = 256
 """The most fields at the body's top level."""
 IGNORED_NAMED_MAX: Final = 32
