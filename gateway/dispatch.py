@@ -17,7 +17,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Final, Self
@@ -246,9 +246,9 @@ class Dispatcher:
         exchange.stages.enter("route")
         return True
 
-    async def _answered(
+    def _answered(
         self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending
-    ) -> Dispatched:
+    ) -> Awaitable[Dispatched]:
         """Ask one replica, or two where the request is hedged."""
         exchange.stages.enter("connect")
         exchange.record.replica = place.replica.id
@@ -259,8 +259,8 @@ class Dispatcher:
             if prepared.is_hedged:
                 after_ms = self._replicas.first_events(prepared.model.name).p95_ms
         if after_ms is None:
-            return await self._attempt(exchange, prepared, place, sending, exchange.progress)
-        return await self._hedged(exchange, prepared, place, sending, after_ms)
+            return self._attempt(exchange, prepared, place, sending, exchange.progress)
+        return self._hedged(exchange, prepared, place, sending, after_ms)
 
     async def _hedged(
         self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending, after_ms: int

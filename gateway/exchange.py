@@ -85,6 +85,10 @@ class Exchange(Struct, eq=False):
         self.payer, self.reserved = None, 0
 
     def bound_by(self, timeouts: TimeoutsConfig) -> None:
+        """Take over other deadlines. Only the total counts now."""
+        if timeouts is self.timeouts:  # as for most callers
+            self.watch.relax()
+            return
         self.timeouts = timeouts
         self.watch.bound(timeouts.total_s)
         self.client.slow_client_s = timeouts.slow_client_s
@@ -108,13 +112,12 @@ class Exchange(Struct, eq=False):
         if self.fallback:
             headers[FALLBACK_HEADER] = self.fallback
         if self.windows is not None:
-            headers |= ratelimit_headers(self.windows)
+            _add_windows(headers, self.windows)
         return headers
 
 
-def ratelimit_headers(windows: Windows) -> dict[str, str]:
-    """OpenAI's `x-ratelimit-*` headers, and the like for the budgets of the day and of the month."""
-    headers: dict[str, str] = {}
+def _add_windows(headers: dict[str, str], windows: Windows) -> None:
+    """Add OpenAI's `x-ratelimit-*` headers, and the like for the budgets of the day and of the month."""
     if (window := windows.requests) is not None:
         _add_window(headers, _OF_REQUESTS, window)
     if (window := windows.tokens) is not None:
@@ -123,7 +126,6 @@ def ratelimit_headers(windows: Windows) -> dict[str, str]:
         _add_window(headers, _OF_DAY, window)
     if (window := windows.month) is not None:
         _add_window(headers, _OF_MONTH, window)
-    return headers
 
 
 def _names(of: str) -> tuple[str, str, str]:

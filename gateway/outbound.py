@@ -8,6 +8,7 @@ usage, by which the request is charged.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Final
 
 from msgspec import Raw
@@ -31,6 +32,8 @@ from shared.openai import BODY_LEN_MAX, GenerationRequest, StreamOptions
 from shared.timeouts import TIMEOUT_S_MAX, stated_timeout_s
 from shared.validation import Parsed, with_fields
 
+TENANTS_KEPT_MAX: Final = 1024
+"""The number of tenants, and times for a first token, whose headers are cached."""
 OURS_ALONE: Final = frozenset({"penstock", "priority"})
 """Fields that engines of other makes are not sent."""
 _RANKS: Final[dict[object, int]] = {"flex": 0, "default": 1, "auto": 1, "scale": 1, "priority": 2}
@@ -87,11 +90,7 @@ def outbound(
 
 def _for_ours(exchange: Exchange, terms: Terms) -> HeaderPairs:
     tenant, model = terms.tenant, terms.model
-    headers: HeaderPairs = (
-        (_TENANT, tenant.id.encode()),
-        (_SERVICE_TIER, tenant.service_tier.encode()),
-        (_FIRST_TOKEN_TIMEOUT, b"%d" % max(1, round(1e3 * _first_token_s(exchange)))),
-    )
+    headers = _same_for_all(tenant.id, tenant.service_tier, _first_token_s(exchange))
     deadlines = (
         (QUEUE_TIMEOUT_HEADER, tenant.queue_timeout_s or model.queue_timeout_s),
         (REQUEST_TIMEOUT_HEADER, tenant.request_timeout_s or model.request_timeout_s),
@@ -103,6 +102,16 @@ def _for_ours(exchange: Exchange, terms: Terms) -> HeaderPairs:
         if (seconds := bound_s(name, asked, most_s)) is not None:
             headers += ((name.encode(), repr(seconds).removesuffix(".0").encode()),)
     return headers
+
+
+@lru_cache(maxsize=TENANTS_KEPT_MAX)
+def _same_for_all(tenant: str, tier: Tier, first_token_s: float) -> HeaderPairs:
+    """The headers that are the same for all requests of a tenant with the same time for a first token."""
+    return (
+        (_TENANT, tenant.encode()),
+        (_SERVICE_TIER, tier.encode()),
+        (_FIRST_TOKEN_TIMEOUT, b"%d" % max(1, round(1e3 * first_token_s))),
+    )
 
 
 def _first_token_s(exchange: Exchange) -> float:

@@ -35,6 +35,7 @@ Rules:
 from __future__ import annotations
 
 import sys
+from collections.abc import Awaitable
 from functools import partial
 from typing import Final
 
@@ -378,7 +379,8 @@ class Pipeline:
         turn, tier = self._replicas.next_turn(), terms.tenant.service_tier
         return affinity_of(request, model, tenant, count.prompt_tokens, turn, tier)
 
-    async def _relay(self, exchange: Exchange, dispatched: Dispatched) -> None:
+    def _relay(self, exchange: Exchange, dispatched: Dispatched) -> Awaitable[None]:
+        """Pass the answer on."""
         answer = dispatched.opened.answer
 
         def first_byte() -> dict[str, str]:
@@ -397,7 +399,7 @@ class Pipeline:
             first_byte,
             exchange.clock.monotonic,
         )
-        await relay.run(dispatched.opened)
+        return relay.run(dispatched.opened)
 
 
 def used_tokens(progress: Progress, reserved: int) -> Used:

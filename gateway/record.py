@@ -7,7 +7,7 @@ the rest are constants of the code. Tenants beyond `TENANTS_SHOWN_MAX` share one
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 from msgspec import Struct
@@ -220,7 +220,8 @@ class Reporter:
         logged = logs.write_line(line, "info")
         if self._recorder.is_on:
             self._recorder.add(line, stages.stamps(), logged, record.ticks)
-        self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=lambda: line_of(line))
+        if self._tracing.is_on:
+            self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=partial(line_of, line))
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
         REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason)
         SECONDS.observe(seconds, model, record.stream, exemplar=exemplar)

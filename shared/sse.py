@@ -49,8 +49,8 @@ comment."""
 assert len(_COMMENT) < CLOSING_LEN_MAX < EVENT_LEN_MAX
 
 
-class Closing(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's report at the end of every answer."""
+class Closing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The engine's report at the end of every answer. Most of it is zero, and left out on the wire."""
 
     end_reason: str
     prompt_tokens: int = 0

@@ -106,6 +106,7 @@ class Tracing:
     def __init__(self, policy: TracePolicy = TracePolicy(), sink: SpanSink | None = None) -> None:
         self.policy: Final = policy
         self._sink: Final = sink
+        self.is_on: Final = sink is not None
 
     def stages(
         self, service: str, clock: Clock, *, traceparent: str | None = None, tracestate: str | None = None

@@ -15,7 +15,7 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final, Self
 
 import tokenizers
@@ -28,6 +28,9 @@ KEPT_LEN_MAX: Final = 24
 
 Split = Callable[[str], list[str]]
 """A function that splits a text into pieces, some of them empty."""
+Splits = tuple[Split, Split]
+"""The two steps of a pre-tokenizer: the first isolates characters, and the second cuts words off what is
+between them. Neither looks beyond the piece that it is given."""
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -46,6 +49,7 @@ _END: Final = r" ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2: Final = r" [A-Za-z]++|[A-Za-z]++| ?[0-9]++|'(?:s|t|re|ve|m|ll|d)| ?[^\sA-Za-z0-9]++|\s+(?!\S)|\s+"
 """GPT-2's own pattern tries contractions first. No letter or digit begins one, so those, which are more, go
 first here."""
+_WHOLE: Final = r"(?s:.+)"
 _IN_ASCII: Final = {
     "\n": "\n",
     # Qwen 2 and 3
@@ -66,9 +70,9 @@ _FLAGS: Final = ("lstrip", "rstrip", "single_word", "normalized")
 class WordEncoder:
     """An encoder with the results of `raw.encode(text, add_special_tokens=False)`."""
 
-    __slots__ = ("_pieces", "_raw", "_split_added", "_splits", "_words")
+    __slots__ = ("_cut", "_isolate", "_pieces", "_raw", "_split_added", "_words")
 
-    def __init__(self, raw: tokenizers.Tokenizer, added: dict[str, int], splits: Iterable[Split]) -> None:
+    def __init__(self, raw: tokenizers.Tokenizer, added: dict[str, int], splits: Splits) -> None:
         self._raw = raw
         self._pieces: dict[str, list[int]] = {token: [token_id] for token, token_id in added.items()}
         """A cache of ids by piece: added tokens, and the short text between them, such as what templates
@@ -76,7 +80,7 @@ class WordEncoder:
         self._words: dict[str, list[int]] = {}
         longest_first = sorted(added, key=len, reverse=True)
         self._split_added = _split("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._splits = tuple(splits)
+        self._isolate, self._cut = splits
 
     @classmethod
     def of(cls, raw: tokenizers.Tokenizer, spec: dict[str, Any]) -> Self | None:
@@ -103,12 +107,10 @@ class WordEncoder:
         return ids
 
     def _piece_ids(self, piece: str) -> list[int]:
-        words = [piece]
-        for split in self._splits:
-            words = [word for whole in words for word in split(whole) if word]
         ids: list[int] = []
-        for word in words:
-            ids += self._words.get(word) or self._word_ids(word)
+        for part in self._isolate(piece):
+            for word in self._cut(part):
+                ids += self._words.get(word) or self._word_ids(word)
         return _kept(self._pieces, piece, ids)
 
     def _word_ids(self, word: str) -> list[int]:
@@ -129,7 +131,7 @@ def _split(pattern: str) -> Split:
 
 
 def _cut(pattern: str) -> Split:
-    """The same for a pattern that leaves nothing between its matches."""
+    """The same for a pattern that leaves nothing between its matches, none of which is empty."""
     return re.compile(pattern, re.ASCII).findall
 
 
@@ -160,24 +162,30 @@ def _regex_of(stage: dict[str, Any]) -> str | None:
     return pattern.get("Regex") if isinstance(pattern, dict) else None
 
 
-def _splits(pre: dict[str, Any]) -> list[Split] | None:
-    """The stages of a byte-level pre-tokenizer, each of which cuts the pieces of the one before. None if one
-    is not known here."""
+def _splits(pre: dict[str, Any]) -> Splits | None:
+    """The steps of a byte-level pre-tokenizer. None if one of its stages is not known here, or comes after
+    the one that cuts."""
     stages = _stages(pre)
     if not stages or stages[-1].get("type") != "ByteLevel":
         return None
-    splits: list[Split] = []
+    isolated: list[str] = []
+    cut: str | None = None
     for at, stage in enumerate(stages, 1):
         match stage:
-            case {"type": "Digits", "individual_digits": bool(individual)}:
-                splits.append(_split("[0-9]" if individual else "[0-9]+"))
+            case {"type": "Digits", "individual_digits": bool(individual)} if cut is None:
+                isolated.append("[0-9]" if individual else "[0-9]+")
             case {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} if (
-                regex in _IN_ASCII
+                regex in _IN_ASCII and cut is None
             ):
-                splits.append((_cut if regex in _WORDS else _split)(_IN_ASCII[regex]))
-            case {"type": "ByteLevel", "add_prefix_space": False} if at == len(stages):
-                if stage.get("use_regex", True):
-                    splits.append(_cut(_GPT2))
+                if regex in _WORDS:
+                    cut = _IN_ASCII[regex]
+                else:
+                    isolated.append(_IN_ASCII[regex])
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False} if at == len(stages):
+                pass
+            case {"type": "ByteLevel", "add_prefix_space": False} if at == len(stages) and cut is None:
+                cut = _GPT2
             case _:
                 return None
-    return splits
+    # Sorted, so that a digit alone is tried before several.
+    return _split("|".join(sorted(isolated)) or "(?!)"), _cut(cut or _WHOLE)

@@ -182,7 +182,11 @@ class MemoryStore:
 
     def _holdings(self, subjects: Sequence[Subject], now_ms: int) -> list[SubjectAccount]:
         accounts, at_ms = self._accounts, now_ms + self._ahead_ms
-        return [(s, accounts.get((s.scope, s.id), _EMPTY).at(s.limits, at_ms)) for s in subjects]
+        holdings: list[SubjectAccount] = []
+        for subject in subjects:  # a comprehension is a function that is made each time
+            account = accounts.get((subject.scope, subject.id), _EMPTY)
+            holdings.append((subject, account.at(subject.limits, at_ms)))
+        return holdings
 
     def _charge(self, holdings: list[SubjectAccount], *, seated: int, tokens: int) -> list[SubjectAccount]:
         charged: list[SubjectAccount] = []

@@ -17,7 +17,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -258,13 +258,15 @@ class Relay(Struct, frozen=True, eq=False):
         self.progress.body_len += len(chunk)
         return self.client.write_nowait(chunk)
 
-    async def _begin(self, answer: Answer, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> None:
+    def _begin(
+        self, answer: Answer, body: bytes, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> Awaitable[None]:
         content_type = answer.headers.get("content-type", "application/json")
         headers = {"content-type": content_type, **headers, **self.first_byte()}
         if self.progress.events:
             self.progress.note(self.monotonic())
         self.progress.body_len += len(body)
-        await self.client.begin(answer.status, headers, body, whole=answer.finished)
+        return self.client.begin(answer.status, headers, body, whole=answer.finished)
 
     def _expect_more(self) -> None:
         self.watch.expect(self.timeouts.inter_token_s, InterTokenTimeout, "The engine stopped sending.")

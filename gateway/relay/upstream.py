@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from http import HTTPStatus
@@ -177,9 +177,9 @@ class Answer:
                 raise UpstreamFailed("The engine's answer is too large.", detail=f"over {len_max} bytes")
         return bytes(body)
 
-    async def aclose(self) -> None:
+    def aclose(self) -> Awaitable[None]:
         """Give the connection back or, when the answer is unfinished, end its stream at once."""
-        await (self._stream.aclose() if self.finished else shielded(self._stream.aclose()))
+        return self._stream.aclose() if self.finished else shielded(self._stream.aclose())
 
     async def error(self) -> ApiError:
         """The error of an answer with an error status, as one of our own tree."""

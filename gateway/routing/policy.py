@@ -137,15 +137,15 @@ class View(Struct):
     """The requests of this worker that are there."""
     uncounted: int = 0
     """Those of them whose prompt tokens are in `sent`."""
-    loads: list[int] = field(default_factory=lambda: [0, 0, 0])
-    """The sum of all that, in tokens."""
+    loads: Sequence[int] = ()
+    """The sum of all that, in tokens. Empty until somebody asks: where there is one replica, nobody does."""
 
     def report(self, report: LoadReport, now_ms: int, late_ms: int = LATE_MS) -> None:
         """Take over what the replica says of itself. It is believed in full for `late_ms`."""
         self.told = tuple(sum(map(mul, report.waiting, parts)) for parts in _PARTS)
         self.sequences = report.sequences
         self.fresh_until_ms = now_ms + late_ms
-        self._sum()
+        self.loads = ()
 
     def returned(self, away_ms: int, now_ms: int) -> None:
         """Begin slowly again after an ejection that lasted so long."""
@@ -155,11 +155,10 @@ class View(Struct):
     def enter(self, service_class: int, tokens: int) -> None:
         """Count a request of this class that is sent there, with the prompt tokens that it has to compute."""
         self.requests += 1
+        self.loads = ()
         if tokens:
             self.uncounted += 1
             self._send(service_class, tokens)
-        else:
-            self._sum()
 
     def count(self, service_class: int, tokens: int) -> None:
         """Take note that a report has these tokens of a request, or that they are computed."""
@@ -169,7 +168,7 @@ class View(Struct):
     def leave(self) -> None:
         """Take note that a request has ended."""
         self.requests -= 1
-        self._sum()
+        self.loads = ()
 
     @property
     def reports(self) -> bool:
@@ -191,15 +190,17 @@ class View(Struct):
         flex, default, priority = self.sent
         parts = _PARTS_OF[service_class]
         self.sent = [flex + tokens * parts[0], default + tokens * parts[1], priority + tokens * parts[2]]
-        self._sum()
+        self.loads = ()
 
-    def _sum(self) -> None:
+    def sums(self) -> Sequence[int]:
+        """Work out `loads`."""
         told, sent, requests = self.told, self.sent, REQUEST_LEN * max(self.requests, self.sequences)
-        self.loads = [
+        self.loads = (
             (told[0] + sent[0]) // _FULL + requests,
             (told[1] + sent[1]) // _FULL + requests,
             (told[2] + sent[2]) // _FULL + requests,
-        ]
+        )
+        return self.loads
 
 
 class Choice(Struct, frozen=True):
@@ -213,7 +214,7 @@ class Choice(Struct, frozen=True):
 
 def loads(views: Sequence[View], now_ms: int, service_class: int = DEFAULT) -> list[int]:
     """The loads to decide by, for a request of this class (rules 2 and 4)."""
-    known = [view.loads[service_class] for view in views]
+    known = [(view.loads or view.sums())[service_class] for view in views]
     old_ms = now_ms - SLOW_START_MS
     late = [i for i, view in enumerate(views) if now_ms > view.fresh_until_ms]
     new = [i for i, view in enumerate(views) if old_ms < view.since_ms]

@@ -32,7 +32,7 @@ CONTENT_LENGTH_DIGITS: Final = 18  # an integer of one word, far above any real 
 SENT_NAMES_MAX: Final = 256
 RECEIVED_NAMES_MAX: Final = 256
 """Lists of names whose check is cached, each no longer than a header list may be."""
-_NUL, _CR, _LF = b"\0\r\n"
+_NUL, _TAB, _LF, _CR, _SPACE = b"\0\t\n\r "
 """Bytes as numbers: Python finds a number in bytes ten times as fast as bytes, which it takes for a number
 first."""
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
@@ -54,12 +54,16 @@ def header_list(pseudo: HeaderList, pairs: Sequence[tuple[bytes, bytes]]) -> Hea
     if pairs:
         raw_names, values = zip(*pairs, strict=True)
         names, host_at = _sent_names(raw_names)
-        if host_at is not None and values[host_at] and pseudo[-1][0] == b":authority":
-            head = [*pseudo[:-1], (b":authority", values[host_at])]
-        head = head + [
-            (name, value.strip(b" \t")) for name, value in zip(names, values, strict=True) if name is not None
-        ]
+        if names is None:
+            head = [*pseudo, *pairs]
+        else:
+            if host_at is not None and values[host_at] and pseudo[-1][0] == b":authority":
+                head = [*pseudo[:-1], (b":authority", values[host_at])]
+            sent = zip(names, values, strict=True)
+            head = head + [(name, value) for name, value in sent if name is not None]
     text = b"".join(chain.from_iterable(head))
+    if _SPACE in text or _TAB in text:
+        head = [(name, value.strip(b" \t")) for name, value in head]
     if _NUL in text or _CR in text or _LF in text:
         bad = next(name for name, value in head if _NO_VALUE.search(value))
         raise BadHeader(f"header {bad!r} cannot be sent")
@@ -69,8 +73,9 @@ def header_list(pseudo: HeaderList, pairs: Sequence[tuple[bytes, bytes]]) -> Hea
 
 
 @lru_cache(maxsize=SENT_NAMES_MAX)
-def _sent_names(raw_names: tuple[bytes, ...]) -> tuple[tuple[bytes | None, ...], int | None]:
-    """The names as they are sent, with None for HTTP/1.1's own; and the index of the first Host, or None.
+def _sent_names(raw_names: tuple[bytes, ...]) -> tuple[tuple[bytes | None, ...] | None, int | None]:
+    """The names as they are sent, with None for HTTP/1.1's own, or None where all are sent as they are; and
+    the index of the first Host, or None.
 
     Cached, because most messages have the same names. Raises BadHeader.
     """
@@ -79,6 +84,8 @@ def _sent_names(raw_names: tuple[bytes, ...]) -> tuple[tuple[bytes | None, ...],
         if not _NAME.fullmatch(name):
             raise BadHeader(f"header {raw_name!r} cannot be sent")
     host_at = names.index(b"host") if b"host" in names else None
+    if names == raw_names and CONNECTION_SPECIFIC.isdisjoint(names):
+        return None, None
     return tuple(None if name in CONNECTION_SPECIFIC else name for name in names), host_at
 
 

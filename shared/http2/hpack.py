@@ -123,10 +123,13 @@ def _stateless(block: bytes) -> HeaderList | None:
                 if index == _INDEX_BITS:
                     index, at = _continued(block, at, index)
                 name = _STATIC[index - 1][0]
+            elif (length := block[at]) < _LEN_BITS:  # `_string` inlined for short names and values
+                start, at = at + 1, at + 1 + length
+                name = block[start:at]
             else:
                 name, at = _string(block, at)
             length = block[at]
-            if length < _LEN_BITS:  # `_string` inlined for short values
+            if length < _LEN_BITS:
                 start, at = at + 1, at + 1 + length
                 value = block[start:at]
             else:

@@ -110,6 +110,22 @@ def test_any_fields_are_taken_or_refused(type_: type[GenerationRequest], fields:
     assert msgspec.json.decode(with_fields(parsed.fields)) == json.loads(body)
 
 
+@given(
+    st.lists(st.text(max_size=8), min_size=1, max_size=4, unique=True),
+    st.booleans(),
+    st.sampled_from([",", ", "]),
+)
+def test_a_name_given_twice_is_found_however_it_is_spelt(
+    others: list[str], is_ascii: bool, comma: str
+) -> None:
+    fields = {**CHAT, **{f"zzz{name}": 0 for name in others}}
+    pairs = [f"{json.dumps(name)}:{json.dumps(value)}" for name, value in fields.items()]
+    assert parse(f"{{{comma.join(pairs)}}}".encode(), ChatRequest).fields.keys() == fields.keys()
+    again = json.dumps(f"zzz{others[0]}", ensure_ascii=is_ascii)
+    body = f"{{{comma.join([*pairs, f'{again}:0'])}}}"
+    assert "given twice" in refused(body.encode(), ChatRequest).message
+
+
 @pytest.mark.parametrize("unit", [b"\\ud800", b"\\n", b"\\ud83d\\ude00", b'\\"', b"x"])
 def test_the_error_of_a_malformed_body_takes_linear_time(unit: bytes) -> None:
     """A quadratic scan of 8 MiB would not end before the day does."""

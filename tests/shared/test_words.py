@@ -120,6 +120,8 @@ def processed(post: processors.PostProcessor) -> tokenizers.Tokenizer:
         made(pre_tokenizers.Sequence([split("a+"), GPT2])),
         made(pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN), "removed"), GPT2])),
         made(pre_tokenizers.Sequence([GPT2, pre_tokenizers.Whitespace()])),
+        made(pre_tokenizers.Sequence([split(QWEN), GPT2])),
+        made(pre_tokenizers.Sequence([split(QWEN), digits(individual_digits=True), BYTES])),
         normalized(normalizers.Lowercase()),
         with_token(AddedToken("<x>", lstrip=True, normalized=False)),
         with_token(AddedToken("<x>", normalized=True)),
