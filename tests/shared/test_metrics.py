@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from shared.metrics import REGISTRY, Counter, Gauge, Histogram, registry_of_service
 from shared.telemetry import exposition
 
-BOUNDS = (0.1, 0.5, 1, 10)
+BOUNDS = (0.125, 0.5, 1, 10)
 
 
 @pytest.fixture
@@ -40,7 +40,8 @@ def test_a_counter_reads_as_the_librarys(counter: Counter) -> None:
     assert REGISTRY.get_sample_value("test_things_total", {"kind": "a", "ok": "True"}) == 3.5
 
 
-@given(st.lists(st.floats(0, 100) | st.sampled_from(BOUNDS), max_size=50))
+# half-precision values have exact sums: from Python 3.12 on, `sum` rounds less than the library's additions
+@given(st.lists(st.floats(0, 100, width=16) | st.sampled_from(BOUNDS), max_size=50))
 def test_a_histogram_reads_as_the_librarys(values: list[float]) -> None:
     ours = Histogram("test_seconds", "Seconds.", ("stage",), BOUNDS)
     try:
