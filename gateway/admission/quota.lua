@@ -17,10 +17,10 @@
 --   PREFIX:{acme}:posted:GATEWAY the number of the last rows that this gateway posted
 --
 -- KEYS      leases, reservations, then one account for each subject
--- ARGV      operation, reservation, now_ms, not_after_ms, settings, then the words of the operation. The
---           settings are doubles, packed, which a gateway does once for each caller: lease_ttl_ms, days_kept, and
---           for each subject requests_per_min, tokens_per_min, concurrent, token_budget, tokens_per_day,
---           tokens_per_month (negative is no limit)
+-- ARGV      operation, settings, reservation, now_ms, not_after_ms, then the words of the operation. The
+--           settings are doubles, packed: lease_ttl_ms, days_kept, and for each subject requests_per_min,
+--           tokens_per_min, concurrent, token_budget, tokens_per_day, tokens_per_month (negative is no limit). A
+--           gateway puts together all up to them once for each caller
 --
 -- Rules:
 --
@@ -57,9 +57,9 @@ local ACCOUNT_LEN = 56
 local ROW = '>dddddd'
 
 local leases, reservations = KEYS[1], KEYS[2]
-local operation, reservation = ARGV[1], ARGV[2]
-local now, not_after = tonumber(ARGV[3]), tonumber(ARGV[4])
-local ttl, days_kept = struct.unpack('>dd', ARGV[5])
+local operation, settings, reservation = ARGV[1], ARGV[2], ARGV[3]
+local now, not_after = tonumber(ARGV[4]), tonumber(ARGV[5])
+local ttl, days_kept = struct.unpack('>dd', settings)
 
 if now == 0 then
   local time = redis.call('TIME')
@@ -122,7 +122,7 @@ local function holdings(count)
     local usage = parse(value)
     usage.key = KEYS[i + 2]
     local rpm, tpm, concurrent, budget, per_day, per_month =
-      struct.unpack(LIMITS, ARGV[5], FIRST_LIMIT + LIMITS_LEN * (i - 1))
+      struct.unpack(LIMITS, settings, FIRST_LIMIT + LIMITS_LEN * (i - 1))
     usage.rpm, usage.tpm, usage.concurrent = limit(rpm), limit(tpm), limit(concurrent)
     usage.budget, usage.per_day, usage.per_month = limit(budget), limit(per_day), limit(per_month)
     local elapsed = now - usage.at

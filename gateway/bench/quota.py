@@ -31,9 +31,10 @@ from redis.backoff import NoBackoff
 
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import QuotaStore, ReservationId, Scope, Settlement, StoreUnavailable, Subject
-from gateway.admission.redis_link import Command, Moved, RedisLink, Word
+from gateway.admission.redis_calls import SCRIPT
+from gateway.admission.redis_link import Command, Moved, RedisLink
 from gateway.admission.redis_links import links_of
-from gateway.admission.redis_store import SCRIPT, RedisStore
+from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Payer, Used
 from gateway.quota_config import QuotaLimits, QuotasConfig
 from shared.bench.figures import Figure, at_most, figure, quantile
@@ -205,9 +206,8 @@ class _Pool:
     """redis-py in the place of our connection: one that sends nothing twice."""
 
     is_cluster: Final = False
-    timeout_ms: Final = int(TIMEOUT_S * 1000)
-    server_ms: Final = -timeout_ms
-    """So that calls have no time limit at the server, whose clock is not known here."""
+    deadline_ms: Final = 0
+    """Calls have no time limit at the server, whose clock is not known here."""
 
     def __init__(self, url: str, connections: int) -> None:
         self.client = redis.asyncio.Redis.from_url(
@@ -217,8 +217,14 @@ class _Pool:
     def require_up(self) -> None:
         pass
 
-    async def call(self, *words: Word) -> Any:
-        return await self.client.execute_command(*words)  # type: ignore[no-untyped-call]
+    async def call(self, command: bytes) -> Any:
+        pool = self.client.connection_pool
+        connection = await pool.get_connection()  # type: ignore[no-untyped-call]
+        try:
+            await connection.send_packed_command(command)
+            return await connection.read_response()
+        finally:
+            await pool.release(connection)
 
     def of(self, tenant: TenantId) -> RedisLink:
         return cast(RedisLink, self)
@@ -244,8 +250,8 @@ class _PooledStore(RedisStore):
 
     async def settle(self, reservation: ReservationId, used: Used) -> Settlement | None:  # type: ignore[override]
         held = self._held.pop(reservation)
-        words = used.tokens, used.prompt, used.cached, used.completion
-        reply = await self._run("settle", reservation, held.subjects, *words)
+        command = self._calls_of(held.subjects).settle(reservation, 0, used, is_counted=True)
+        reply = await self._ask(held.subjects[0].tenant, command)
         return Settlement(reply[1], used.tokens)
 
 
