@@ -7,6 +7,7 @@ is put together once: to pack each call word by word took most of its time.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -19,14 +20,11 @@ from gateway.admission.usage import Used
 SCRIPT: Final = (Path(__file__).parent / "quota.lua").read_text()
 SCRIPT_SHA: Final = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 """Its name among the scripts that a server has cached."""
-_NAME: Final = b"$%d\r\n%b\r\n"
-_NUMBER: Final = b"$16\r\n%016d\r\n"
-"""As long as the script's largest numbers are, so that the length need not be found out."""
-_FIRST: Final = _NAME + 2 * _NUMBER
-"""The reservation, now_ms, not_after_ms."""
-_ENTER: Final = _FIRST + _NUMBER
-_RESERVE: Final = _FIRST + 2 * _NUMBER
-_SETTLE: Final = _FIRST + 4 * _NUMBER
+_TIMES: Final = struct.Struct(">2d")
+"""Numbers as the script wants them. In a command their length, in bytes, is before them."""
+_ENTER: Final = struct.Struct(">3d")
+_RESERVE: Final = struct.Struct(">4d")
+_SETTLE: Final = struct.Struct(">6d")
 
 
 def part(*words: Word) -> bytes:
@@ -42,11 +40,16 @@ def in_full(command: bytes) -> bytes:
 def call(keys: Sequence[str], operation: str, settings: bytes, now_ms: int, *words: Word) -> bytes:
     """A call that concerns no single reservation, at any time."""
     first: tuple[Word, ...] = "EVALSHA", SCRIPT_SHA, len(keys), *keys, operation, settings
-    return packed((*first, "", now_ms, 0, *words))
+    return packed((*first, "", times(now_ms), *words))
+
+
+def times(now_ms: float) -> bytes:
+    """The numbers of a call that has no others, and may be done at any time."""
+    return _TIMES.pack(now_ms, 0)
 
 
 class Calls(Struct, frozen=True):
-    """The calls for the same subjects: what each begins with."""
+    """The calls for the same subjects: what each begins with. A now_ms of 0 is the server's time."""
 
     enters: bytes
     reserves: bytes
@@ -58,22 +61,22 @@ class Calls(Struct, frozen=True):
 
         def opening(operation: str, words: int) -> bytes:
             first = part("EVALSHA", SCRIPT_SHA, len(keys), *keys, operation, settings)
-            return b"*%d\r\n%b" % (5 + len(keys) + 3 + words, first)
+            return b"*%d\r\n%b" % (7 + len(keys) + words, first)
 
-        return cls(opening("enter", 1), opening("reserve", 4), opening("settle", 4))
+        return cls(opening("enter", 0), opening("reserve", 2), opening("settle", 0))
 
-    def enter(self, reservation: str, now_ms: int, not_after_ms: int, least: int) -> bytes:
-        name = reservation.encode()
-        return self.enters + _ENTER % (len(name), name, now_ms, not_after_ms, least)
+    def enter(self, reservation: str, now_ms: float, not_after_ms: float, least: int) -> bytes:
+        name, numbers = reservation.encode(), _ENTER.pack(now_ms, not_after_ms, least)
+        return b"%b$%d\r\n%b\r\n$24\r\n%b\r\n" % (self.enters, len(name), name, numbers)
 
     def reserve(
-        self, reservation: str, now_ms: int, not_after_ms: int, least: int, most: int, row: bytes
+        self, reservation: str, now_ms: float, not_after_ms: float, least: int, most: int, row: bytes
     ) -> bytes:
         """`row`: the words USAGE and ROW."""
-        name = reservation.encode()
-        return self.reserves + _RESERVE % (len(name), name, now_ms, not_after_ms, least, most) + row
+        name, numbers = reservation.encode(), _RESERVE.pack(now_ms, not_after_ms, least, most)
+        return b"%b$%d\r\n%b\r\n$32\r\n%b\r\n%b" % (self.reserves, len(name), name, numbers, row)
 
-    def settle(self, reservation: str, now_ms: int, used: Used, *, is_counted: bool) -> bytes:
+    def settle(self, reservation: str, now_ms: float, used: Used, *, is_counted: bool) -> bytes:
         name, prompt = reservation.encode(), used.prompt if is_counted else -1
-        tokens = used.tokens, prompt, used.cached, used.completion
-        return self.settles + _SETTLE % (len(name), name, now_ms, 0, *tokens)
+        numbers = _SETTLE.pack(now_ms, 0, used.tokens, prompt, used.cached, used.completion)
+        return b"%b$%d\r\n%b\r\n$48\r\n%b\r\n" % (self.settles, len(name), name, numbers)

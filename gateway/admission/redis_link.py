@@ -202,11 +202,11 @@ class RedisLink:
             raise StoreUnavailable(self.problem)
 
     @property
-    def deadline_ms(self) -> int:
+    def deadline_ms(self) -> float:
         """When a call that is made now is late, by the server's clock, in ms since the epoch. It is too early
         by the time that the fastest reply took."""
         ahead_ms = max(self._ahead_ms, self._ahead_before_ms)
-        return int((self._loop.time() + self._timeout_s) * 1000 + ahead_ms)
+        return (self._loop.time() + self._timeout_s) * 1000 + ahead_ms
 
     async def aclose(self) -> None:
         """Calls without an answer fail."""

@@ -47,7 +47,7 @@ from gateway.admission.quota import (
     SubjectAccount,
     Windows,
 )
-from gateway.admission.redis_calls import SCRIPT, Calls, call, in_full, part
+from gateway.admission.redis_calls import SCRIPT, Calls, call, in_full, part, times
 from gateway.admission.redis_link import Moved, RedisLink, ScriptMissing, Word
 from gateway.admission.redis_links import Links, tag_of
 from gateway.admission.store_failures import failed
@@ -321,8 +321,19 @@ class RedisStore:
 
     async def _ask(self, tenant: TenantId, command: bytes) -> list[Any]:
         try:
-            return await _asked(self._links.of(tenant), command)
-        except Moved as moved:  # so nothing was done
+            reply: list[Any] = await self._links.of(tenant).call(command)
+        except (ScriptMissing, Moved) as refusal:  # so nothing was done
+            reply = await self._ask_again(tenant, command, refusal)
+        return reply
+
+    async def _ask_again(self, tenant: TenantId, command: bytes, refusal: ScriptMissing | Moved) -> list[Any]:
+        """Ask what a server could not do, as it did not know the script or has not got the keys."""
+        try:
+            if isinstance(refusal, Moved):
+                raise refusal
+            in_place: list[Any] = await self._links.of(tenant).call(in_full(command))
+            return in_place
+        except Moved as moved:
             tag = tag_of(tenant)
             try:
                 link = await self._links.follow(moved, tag, self._probe(tag))
@@ -334,9 +345,9 @@ class RedisStore:
 
     def _probe(self, tag: str) -> tuple[Word, ...]:
         key = f"{self._prefix}:{{{tag}}}:probe"
-        return "EVAL", SCRIPT, 1, key, "probe", self._settings, "", self._now_ms(), 0
+        return "EVAL", SCRIPT, 1, key, "probe", self._settings, "", times(self._now_ms())
 
-    def _times_ms(self, tenant: TenantId) -> tuple[int, int]:
+    def _times_ms(self, tenant: TenantId) -> tuple[float, float]:
         """now_ms and not_after_ms of a call that is not to be done once its caller no longer waits. Raises
         StoreUnavailable when the tenant's server is down."""
         link = self._links.of(tenant)

@@ -7,8 +7,8 @@ nothing else; its CPU time is divided by the requests. Redis is a process of its
 PING twice, as often as a request waits for Redis, and does nothing else: a caller that is alone pays for two
 turns of the loop, four system calls and two wake-ups, whatever it asks.
 
-The rows take turns. Each figure is the median of its turns; ratios and differences are taken within a turn, and
-they alone mean anything elsewhere.
+The rows take turns, and each figure is a median of turns. Ratios and differences are those within a turn; only
+they mean anything elsewhere.
 """
 
 from __future__ import annotations
