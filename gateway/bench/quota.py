@@ -7,8 +7,8 @@ nothing else; its CPU time is divided by the requests. Redis is a process of its
 PING twice, as often as a request waits for Redis, and does nothing else: a caller that is alone pays for two
 turns of the loop, four system calls and two wake-ups, whatever it asks.
 
-The rows take turns, and each figure is a median of turns. Ratios and differences are those within a turn; only
-they mean anything elsewhere.
+The rows take turns, and each figure is a median of turns. Ratios and differences are taken within a turn, and
+they alone mean anything elsewhere.
 """
 
 from __future__ import annotations
@@ -176,9 +176,10 @@ async def _caller(request: Request, requests: int, latencies_s: list[float]) -> 
 
 def _quotas(store: QuotaStore) -> Request:
     """The calls of a request."""
+    numbers = itertools.count()
 
     async def request() -> AsyncIterator[None]:
-        name = ReservationId(uuid.uuid4().hex)
+        name = ReservationId(f"bench-{next(numbers)}")
         for call in (
             lambda: store.enter(name, _SUBJECTS, needs_tokens=True),
             lambda: store.reserve(name, _SUBJECTS, 500, 500, _PAYER),
