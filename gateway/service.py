@@ -54,13 +54,18 @@ async def serve(config: GatewayConfig, path: Path, worker: WorkerStart | None = 
         hangup = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
         reloading = asyncio.create_task(_reload_at(hangup, gateway))
-        gc.collect()
-        gc.freeze()  # a full collection would look through all modules, and stop every stream for 15 ms
-        gc.set_threshold(YOUNG_MAX)
+        collect_rarely()
         await stop.wait()
         is_clean = await gateway.drain(hurry)
         reloading.cancel()
     return ExitCode.CLEAN if is_clean else ExitCode.DRAIN_CUT
+
+
+def collect_rarely() -> None:
+    """Set Python's garbage collector as a gateway that has started needs it."""
+    gc.collect()
+    gc.freeze()  # a full collection would look through all modules, and stop every stream for 15 ms
+    gc.set_threshold(YOUNG_MAX)
 
 
 async def _reload_at(hangup: asyncio.Event, gateway: Gateway) -> None:

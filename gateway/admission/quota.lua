@@ -17,10 +17,11 @@
 --   PREFIX:{acme}:posted:GATEWAY the number of the last rows that this gateway posted
 --
 -- KEYS      leases, reservations, then one account for each subject
--- ARGV      operation, reservation, now_ms, not_after_ms, settings, then the words of the operation. The
---           settings are doubles, packed, which a gateway does once for each caller: lease_ttl_ms, days_kept, and
---           for each subject requests_per_min, tokens_per_min, concurrent, token_budget, tokens_per_day,
---           tokens_per_month (negative is no limit)
+-- ARGV      operation, settings, reservation, numbers, then the words of the operation. The settings and the
+--           numbers are doubles, packed. Settings: lease_ttl_ms, days_kept, and for each subject requests_per_min,
+--           tokens_per_min, concurrent, token_budget, tokens_per_day, tokens_per_month (negative is no limit); a
+--           gateway puts together all up to them once for each caller. Numbers: now_ms, not_after_ms, then those of
+--           the operation
 --
 -- Rules:
 --
@@ -48,7 +49,8 @@ local ROWS_MAX = 20000 -- as usage.py has it
 local OTHERS = '*/*'
 local PAGE = 500 -- rows of one reply, about
 local SETTLED_MS = 10000 -- longer than a call that is sent again may take
-local FIRST_WORD = 6
+local FIRST_NUMBER = 17 -- a position in the numbers
+local FIRST_WORD = 5
 local FIRST_LIMIT = 17 -- a position in the settings
 local LIMITS = '>dddddd'
 local LIMITS_LEN = 48
@@ -57,9 +59,9 @@ local ACCOUNT_LEN = 56
 local ROW = '>dddddd'
 
 local leases, reservations = KEYS[1], KEYS[2]
-local operation, reservation = ARGV[1], ARGV[2]
-local now, not_after = tonumber(ARGV[3]), tonumber(ARGV[4])
-local ttl, days_kept = struct.unpack('>dd', ARGV[5])
+local operation, settings, reservation, numbers = unpack(ARGV, 1, 4)
+local now, not_after = struct.unpack('>dd', numbers)
+local ttl, days_kept = struct.unpack('>dd', settings)
 
 if now == 0 then
   local time = redis.call('TIME')
@@ -122,7 +124,7 @@ local function holdings(count)
     local usage = parse(value)
     usage.key = KEYS[i + 2]
     local rpm, tpm, concurrent, budget, per_day, per_month =
-      struct.unpack(LIMITS, ARGV[5], FIRST_LIMIT + LIMITS_LEN * (i - 1))
+      struct.unpack(LIMITS, settings, FIRST_LIMIT + LIMITS_LEN * (i - 1))
     usage.rpm, usage.tpm, usage.concurrent = limit(rpm), limit(tpm), limit(concurrent)
     usage.budget, usage.per_day, usage.per_month = limit(budget), limit(per_day), limit(per_month)
     local elapsed = now - usage.at
@@ -309,14 +311,14 @@ end
 
 local operations = {}
 
--- The word: the least that the request will ask for, 0 or 1. Returns 0 when the seat is given, without the
+-- The number: the least that the request will ask for, 0 or 1. Returns 0 when the seat is given, without the
 -- usage; -1 when it is refused.
 function operations.enter()
   expire()
   if redis.call('HEXISTS', reservations, reservation) == 1 then
     return { now, 0 }
   end
-  local subjects, needs_tokens = holdings(), tonumber(ARGV[6])
+  local subjects, needs_tokens = holdings(), struct.unpack('>d', numbers, FIRST_NUMBER)
   if not allowed(subjects, 0, needs_tokens) then
     return answer(-1, subjects)
   end
@@ -325,11 +327,11 @@ function operations.enter()
   return { now, 0 }
 end
 
--- The words: the least, the most, USAGE, ROW. Returns the tokens that are granted, and the usage after that; when
--- refused -1, less the number of subjects that have given their seats.
+-- The numbers: the least, the most. The words: USAGE, ROW. Returns the tokens that are granted, and the usage
+-- after that; when refused -1, less the number of subjects that have given their seats.
 function operations.reserve()
   expire()
-  local subjects, least, most = holdings(), tonumber(ARGV[6]), tonumber(ARGV[7])
+  local subjects, least, most = holdings(), struct.unpack('>dd', numbers, FIRST_NUMBER)
   local record, seated = redis.call('HGET', reservations, reservation), 0
   if record then
     local reserved, _, _, _, accounts = read(record)
@@ -343,11 +345,11 @@ function operations.reserve()
   end
   local granted = grant(subjects, least, most)
   charge(subjects, seated, granted)
-  book(granted, ARGV[8], ARGV[9], not record)
+  book(granted, ARGV[FIRST_WORD], ARGV[FIRST_WORD + 1], not record)
   return answer(granted, subjects)
 end
 
--- The words: the tokens used; those of the prompt, cached ones, those of the answer. A negative prompt: it is
+-- The numbers: the tokens used; those of the prompt, cached ones, those of the answer. A negative prompt: it is
 -- not to be counted. Returns the tokens that were reserved; -1 when there is no such reservation. A settlement
 -- whose reply was lost is sent again: it changes nothing, and has the same answer.
 function operations.settle()
@@ -360,7 +362,7 @@ function operations.settle()
     return { now, is_recent and tonumber(before) or -1 }
   end
   local reserved, at, usage_key, row, accounts = read(record)
-  local used, prompt = tonumber(ARGV[6]), tonumber(ARGV[7])
+  local used, prompt, cached, completion = struct.unpack('>dddd', numbers, FIRST_NUMBER)
   local difference = used - reserved
   for _, usage in ipairs(holdings(seats_of(accounts))) do
     usage.tokens = usage.tpm and math.max(0, usage.tokens + difference * WEIGHT) or 0
@@ -379,10 +381,8 @@ function operations.settle()
     save(usage)
   end
   if row ~= '-' and prompt >= 0 then
-    local completion = tonumber(ARGV[9])
     local estimated = used - prompt - completion
-    local numbers = { 1, prompt, tonumber(ARGV[8]), completion, estimated > 0 and 1 or 0, estimated }
-    count(usage_key, day_of(at), row, numbers)
+    count(usage_key, day_of(at), row, { 1, prompt, cached, completion, estimated > 0 and 1 or 0, estimated })
   end
   redis.call('HDEL', reservations, reservation)
   redis.call('ZREM', leases, reservation)

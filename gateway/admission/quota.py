@@ -75,7 +75,7 @@ class Scope(StrEnum):
     """All requests for a model, whoever sends them."""
 
 
-class Subject(Struct, frozen=True):
+class Subject(Struct, frozen=True, cache_hash=True):
     """A key, a tenant or a model whose quotas a request counts against."""
 
     scope: Scope

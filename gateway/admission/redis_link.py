@@ -12,7 +12,7 @@ Rules:
    a server that is known not to answer. A probe that succeeds brings it up again.
 3. What was sent on a connection that broke is sent once more on the next one, within its time: calls are
    idempotent. Nothing else is ever repeated.
-4. A caller that is cancelled leaves its future in the line, so that the order holds.
+4. A caller that is cancelled leaves its answer in the line, so that the order holds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import re
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import hiredis
+from msgspec import Struct
 
 from gateway.admission.quota import StoreUnavailable
 from shared import logs
@@ -57,9 +58,10 @@ class ScriptMissing(StoreUnavailable):
     """The server does not know the script, and has done nothing."""
 
 
-def _packed(words: Command) -> bytes:
-    packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]  # its stub means tuples of one word
-    return packed
+def packed(words: Command) -> bytes:
+    """A command as a server reads it."""
+    command: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]  # its stub means tuples of one word
+    return command
 
 
 class Moved(StoreUnavailable):
@@ -77,15 +79,24 @@ class Moved(StoreUnavailable):
 _MOVED: Final = re.compile(r"MOVED (?P<slot>\d{1,5}) (?P<host>[^\s]{1,253}):(?P<port>\d{1,5})")
 
 
-class _Call:
-    __slots__ = ("command", "deadline", "future", "is_resent")
+class Answer(Protocol):
+    """Where the answer to a call goes, as soon as it is read: a future, or what nobody waits for."""
 
-    def __init__(self, future: asyncio.Future[Any], command: bytes, deadline: float) -> None:
-        self.future = future
-        self.command = command
-        self.deadline = deadline
-        """When it is late, by the loop's clock."""
-        self.is_resent = False
+    def done(self) -> bool:
+        """True if no answer is wanted any more."""
+        ...
+
+    def set_result(self, reply: Any, /) -> None: ...
+
+    def set_exception(self, error: StoreUnavailable, /) -> None: ...
+
+
+class _Call(Struct, eq=False):
+    answer: Answer
+    command: bytes
+    deadline_s: float
+    """When it is late, by the loop's clock."""
+    is_resent: bool = False
 
 
 class _Wire(asyncio.Protocol):
@@ -161,18 +172,26 @@ class RedisLink:
         self.problem = "not asked yet"
         """Why it went down the last time."""
 
-    def call(self, *words: Word) -> asyncio.Future[Any]:
+    def call(self, command: bytes) -> asyncio.Future[Any]:
         """The reply, a list that begins with the server's time in ms. Raises StoreUnavailable, here or in the
         future, and ScriptMissing."""
+        answer = self._loop.create_future()
+        self.send(command, answer)
+        return answer
+
+    def send(self, command: bytes, answer: Answer) -> None:
+        """The same, with an answer of the caller's own. Raises StoreUnavailable."""
         self.require_up()
-        return self._ask(words)
+        self._send(command, answer)
 
     async def probe(self, *words: Word) -> None:
         """Ask a server that may be down. If it answers, it is up. Raises StoreUnavailable."""
         self._loop = asyncio.get_running_loop()
         await self._connected()
         self._ahead_before_ms, self._ahead_ms = self._ahead_ms, -math.inf
-        await self._ask(words)
+        answer = self._loop.create_future()
+        self._send(packed(words), answer)
+        await answer
         if not self.is_up:
             log.info("redis.up")
         self.is_up = True
@@ -183,14 +202,11 @@ class RedisLink:
             raise StoreUnavailable(self.problem)
 
     @property
-    def timeout_ms(self) -> int:
-        """How long a call may take."""
-        return int(self._timeout_s * 1000)
-
-    @property
-    def server_ms(self) -> int:
-        """The server's time now, in ms since the epoch; too early by the time that the fastest reply took."""
-        return int(self._loop.time() * 1000 + max(self._ahead_ms, self._ahead_before_ms))
+    def deadline_ms(self) -> float:
+        """When a call that is made now is late, by the server's clock, in ms since the epoch. It is too early
+        by the time that the fastest reply took."""
+        ahead_ms = max(self._ahead_ms, self._ahead_before_ms)
+        return (self._loop.time() + self._timeout_s) * 1000 + ahead_ms
 
     async def aclose(self) -> None:
         """Calls without an answer fail."""
@@ -201,21 +217,19 @@ class RedisLink:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def _ask(self, words: Command) -> asyncio.Future[Any]:
+    def _send(self, command: bytes, answer: Answer) -> None:
         if len(self._waiting) >= WAITING_MAX:
             raise StoreUnavailable("too many calls wait")
-        loop = self._loop
-        call = _Call(loop.create_future(), _packed(words), loop.time() + self._timeout_s)
-        self._waiting.append(call)
+        deadline_s = self._loop.time() + self._timeout_s
+        self._waiting.append(_Call(answer, command, deadline_s))
         if self._wire is None:
             self._connect_soon()
         else:
-            self._unsent.append(call.command)
-            if len(self._unsent) == 1:
-                loop.call_soon(self._flush)
+            if not self._unsent:
+                self._loop.call_soon(self._flush)
+            self._unsent.append(command)
         if self._timer is None:
-            self._timer = loop.call_at(call.deadline, self._look)
-        return call.future
+            self._timer = self._loop.call_at(deadline_s, self._look)
 
     def _flush(self) -> None:
         if self._wire is not None and self._unsent:
@@ -226,16 +240,16 @@ class RedisLink:
         if not self._waiting:  # nobody asked
             self._down("a reply to no call")
             return
-        future = self._waiting.popleft().future
+        answer = self._waiting.popleft().answer
         if isinstance(reply, hiredis.ReplyError):
             error = self._error(str(reply))
-            if not future.done():
-                future.set_exception(error)
+            if not answer.done():
+                answer.set_exception(error)
             return
         if (ahead_ms := reply[0] - self._loop.time() * 1000) > self._ahead_ms:
             self._ahead_ms = ahead_ms
-        if not future.done():
-            future.set_result(reply)
+        if not answer.done():
+            answer.set_result(reply)
 
     def _error(self, said: str) -> StoreUnavailable:
         code = said.partition(" ")[0]
@@ -252,9 +266,9 @@ class RedisLink:
         self._timer = None
         if not self._waiting:
             return
-        deadline = self._waiting[0].deadline
-        if self._loop.time() < deadline:
-            self._timer = self._loop.call_at(deadline, self._look)
+        deadline_s = self._waiting[0].deadline_s
+        if self._loop.time() < deadline_s:
+            self._timer = self._loop.call_at(deadline_s, self._look)
         else:
             self._down(f"no answer within {self._timeout_s:g} s")
 
@@ -269,8 +283,8 @@ class RedisLink:
         self._unsent.clear()
         waiting, self._waiting = self._waiting, deque()
         for call in waiting:
-            if not call.future.done():
-                call.future.set_exception(StoreUnavailable(problem))
+            if not call.answer.done():
+                call.answer.set_exception(StoreUnavailable(problem))
 
     # -- the connection ---------------------------------------------------------------------------
 
@@ -306,7 +320,7 @@ class RedisLink:
     async def _greet(self, wire: _Wire) -> None:
         replies: asyncio.Queue[Any] = asyncio.Queue()
         wire.heard, wire.lost = replies.put_nowait, lambda: replies.put_nowait(None)
-        wire.write(b"".join(map(_packed, (*self._greeting, ("TIME",)))))
+        wire.write(b"".join(map(packed, (*self._greeting, ("TIME",)))))
         reply: Any = None
         for _ in (*self._greeting, "TIME"):
             reply = await replies.get()
@@ -322,7 +336,7 @@ class RedisLink:
             self._down("closed as soon as it was open")
             return
         self._wire, wire.heard, wire.lost = wire, self._heard, self._lost
-        self._waiting = deque(call for call in self._waiting if not call.future.done())
+        self._waiting = deque(call for call in self._waiting if not call.answer.done())
         if self._waiting:
             wire.write(b"".join(call.command for call in self._waiting))
 
@@ -331,9 +345,9 @@ class RedisLink:
         self._unsent.clear()
         waiting, self._waiting = self._waiting, deque()
         for call in waiting:
-            if call.is_resent and not call.future.done():
-                call.future.set_exception(StoreUnavailable("the connection broke twice"))
-            elif not call.future.done():
+            if call.is_resent and not call.answer.done():
+                call.answer.set_exception(StoreUnavailable("the connection broke twice"))
+            elif not call.answer.done():
                 call.is_resent = True
                 self._waiting.append(call)
         if self.is_up or self._waiting:

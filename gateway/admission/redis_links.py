@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, Final, Protocol
 from urllib.parse import quote
 
@@ -31,6 +32,8 @@ from shared.tls import UnusableTls, client_context
 CLIENT_NAME: Final = "penstock-gateway"
 NODES_MAX: Final = 1000
 """The most nodes that are connected to because another one named them: what Redis recommends at most."""
+TENANTS_KNOWN_MAX: Final = 16 * 1024
+"""Tenants whose slots are not worked out anew for each call."""
 TAGS_TRIED_MAX: Final = 100_000
 """Hash tags that are tried to find one of a node: six for each slot there is."""
 
@@ -137,7 +140,7 @@ class ClusterLinks:
         """The first probe of each node that another one has named."""
 
     def of(self, tenant: TenantId) -> RedisLink:
-        slot = key_slot(tag_of(tenant).encode())
+        slot = _slot_of(tenant)
         if self._moved and (owner := self._moved.get(slot)) is not None:
             return self._links[owner]
         for first, last, address in self._ranges:
@@ -201,6 +204,11 @@ class ClusterLinks:
 
     async def aclose(self) -> None:
         await asyncio.gather(*(link.aclose() for link in self._links.values()))
+
+
+@lru_cache(TENANTS_KNOWN_MAX)
+def _slot_of(tenant: TenantId) -> int:
+    return key_slot(tag_of(tenant).encode())
 
 
 def _is_within(slot: int, ranges: Iterable[tuple[int, int]]) -> bool:

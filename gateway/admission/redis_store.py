@@ -23,13 +23,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import struct
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import astuple
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
@@ -49,6 +47,7 @@ from gateway.admission.quota import (
     SubjectAccount,
     Windows,
 )
+from gateway.admission.redis_calls import SCRIPT, Calls, call, in_full, part, times
 from gateway.admission.redis_link import Moved, RedisLink, ScriptMissing, Word
 from gateway.admission.redis_links import Links, tag_of
 from gateway.admission.store_failures import failed
@@ -58,17 +57,13 @@ from gateway.shield import Done
 from shared.clock import Clock
 from shared.ids import KeyId, TenantId
 
-SCRIPT: Final = (Path(__file__).parent / "quota.lua").read_text()
-SCRIPT_SHA: Final = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
-"""Its name among the scripts that a server has cached."""
 RENEWED_MAX: Final = 256
 """Leases that one call renews."""
 DAYS_KEPT: Final = AccountingConfig().days
 ENCODED_MAX: Final = 16 * 1024
 _SEATED: Final = Decision(None, None)
 _LIMITS: Final = struct.Struct(">6d")
-_FOR_THE_CALLER: Final = ("enter", "reserve")
-"""Operations that are not to be done once their caller no longer waits; the others are right however late."""
+_NO_ROW: Final = part("-", "-")
 
 
 class _Held(Struct):
@@ -81,6 +76,27 @@ class _Held(Struct):
     """True while Redis is asked to settle it."""
     is_counted: bool = False
     """Rule 4."""
+
+
+class _Settling(Struct, eq=False):
+    """Where the answer to a settlement goes: it costs less than a future and its callbacks."""
+
+    store: RedisStore
+    reservation: ReservationId
+    held: _Held
+    command: bytes
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, reply: object, /) -> None:
+        self.store.settlement_over(self.reservation, self.held, None)
+
+    def set_exception(self, error: StoreUnavailable, /) -> None:
+        if isinstance(error, ScriptMissing | Moved):  # so nothing was done
+            self.store.send_again(self)
+        else:
+            self.store.settlement_over(self.reservation, self.held, error)
 
 
 class RedisStore:
@@ -100,11 +116,14 @@ class RedisStore:
         self._prefix: Final = prefix
         self._settings: Final = struct.pack(">2d", lease_ttl_ms, days_kept)
         self._clock: Final = clock
-        self._encoded = lru_cache(ENCODED_MAX)(self._encode)
+        self._calls_of = lru_cache(ENCODED_MAX)(self._calls)
         self._row_of = lru_cache(ENCODED_MAX)(self._row)
         self._held: dict[ReservationId, _Held] = {}
-        self._settling: set[asyncio.Future[list[Any]]] = set()
-        """Calls that settle and are not over."""
+        self._settling = 0
+        """Settlements that Redis has not answered."""
+        self._none_settles = asyncio.Event()
+        self._none_settles.set()
+        self._sent_again: set[asyncio.Task[None]] = set()
         self._knows_servers = False
         self._has_followed = False
         """True if a call was sent on to another node since the nodes were asked for their slots."""
@@ -119,9 +138,11 @@ class RedisStore:
     ) -> Decision:
         if not subjects:
             return _SEATED
-        self._links.of(subjects[0].tenant).require_up()
+        tenant = subjects[0].tenant
+        times_ms = self._times_ms(tenant)
         held = self._hold(reservation, subjects)
-        reply = await self._run("enter", reservation, held.subjects, int(needs_tokens))
+        command = self._calls_of(held.subjects).enter(reservation, *times_ms, int(needs_tokens))
+        reply = await self._ask(tenant, command)
         if reply[1] == 0:
             return _SEATED
         del self._held[reservation]
@@ -138,10 +159,12 @@ class RedisStore:
         assert 0 <= least <= most
         if not subjects:
             return Decision(None, Windows(), most)
-        self._links.of(subjects[0].tenant).require_up()
+        tenant = subjects[0].tenant
+        times_ms = self._times_ms(tenant)
         held = self._held[reservation] = _Held(tuple(subjects))  # it has them even if no answer comes
-        row = ("-", "-") if payer is None else self._row_of(payer)
-        reply = await self._run("reserve", reservation, held.subjects, least, most, *row)
+        row = _NO_ROW if payer is None else self._row_of(payer)
+        command = self._calls_of(held.subjects).reserve(reservation, *times_ms, least, most, row)
+        reply = await self._ask(tenant, command)
         holdings = _holdings(subjects, reply)
         if (granted := reply[1]) >= 0:
             held.is_counted, held.granted = True, granted
@@ -161,8 +184,7 @@ class RedisStore:
 
     async def settled(self) -> None:
         """Wait until no settlement is under way. Each is answered, or fails, within its time."""
-        while self._settling:
-            await asyncio.wait(tuple(self._settling))
+        await self._none_settles.wait()
 
     async def renew(self, reservations: Sequence[ReservationId]) -> None:
         """Rule 2."""
@@ -189,14 +211,14 @@ class RedisStore:
                 tenants[keys] = tenant
         for keys, renewed in together.items():
             for i in range(0, len(renewed), RENEWED_MAX):
-                words = *keys, *self._head("renew"), *renewed[i : i + RENEWED_MAX]
-                yield self._eval(tenants[keys], (2, *words))
+                yield self._run(tenants[keys], keys, "renew", *renewed[i : i + RENEWED_MAX])
 
     async def windows(self, subjects: Sequence[Subject]) -> Windows:
         if not subjects:
             return Windows()
-        reply = await self._run("windows", ReservationId(""), tuple(subjects))
-        return quota.windows_of(_holdings(subjects, reply))
+        keys, settings = self._encoded(subjects)
+        command = call(keys, "windows", settings, self._now_ms())
+        return quota.windows_of(_holdings(subjects, await self._ask(subjects[0].tenant, command)))
 
     async def post(self, source: str, number: int, tenant: TenantId, day: int, sheet: Sheet) -> None:
         """Add the rows to those of a tenant's day. `source` numbers its posts upwards, from 1 on: one that is
@@ -206,20 +228,19 @@ class RedisStore:
         for (key, model), totals in sheet.items():
             words += (_row_name(key, model), *totals.numbers)
         posted = f"{usage.removesuffix('usage:')}posted:{source}"
-        await self._eval(tenant, (1, posted, *self._head("post"), *words))
+        await self._run(tenant, (posted,), "post", *words)
 
     async def usage(self, tenant: TenantId, first: int, last: int) -> AsyncIterator[UsageRow]:
         """Each reply has a page of rows, so that no call takes long."""
         usage = self._usage_key(tenant)
         days = range(first, last + 1)
         keys = [f"{usage}{day}" for day in days]
-        _, _, *exist = await self._eval(tenant, (len(keys), *keys, *self._head("days")))
+        _, _, *exist = await self._run(tenant, keys, "days")
         for day, key, is_there in zip(days, keys, exist, strict=True):
             sheet: Sheet = {}
             cursor = "0" if is_there else None
             while cursor is not None:
-                words = 1, key, *self._head("rows"), cursor
-                reply = await self._eval(tenant, words)
+                reply = await self._run(tenant, (key,), "rows", cursor)
                 sheet |= _sheet(reply[2:])
                 cursor = None if (following := reply[1].decode()) == "0" else following
             for (key_id, model), totals in sheet.items():
@@ -247,36 +268,46 @@ class RedisStore:
         """Ask Redis to settle a reservation: the words are on their way when this returns."""
         used = held.used
         assert used is not None
-        words = used.tokens, used.prompt if held.is_counted else -1, used.cached, used.completion
-        call = self._words("settle", reservation, held.subjects, *words)
-        held.is_settling = True
+        calls = self._calls_of(held.subjects)
+        command = calls.settle(reservation, self._now_ms(), used, is_counted=held.is_counted)
         try:
-            asked = self._links.of(held.subjects[0].tenant).call("EVALSHA", SCRIPT_SHA, *call)
+            link = self._links.of(held.subjects[0].tenant)
+            link.send(command, _Settling(self, reservation, held, command))
         except StoreUnavailable as error:
-            held.is_settling = False
             failed("settle", error)
             return
-        answered = asyncio.ensure_future(asked)
-        self._settling.add(answered)
-        answered.add_done_callback(lambda over: self._settlement_over(over, reservation, held, call))
+        held.is_settling = True
+        if not self._settling:
+            self._none_settles.clear()
+        self._settling += 1
 
-    def _settlement_over(
-        self, over: asyncio.Future[list[Any]], reservation: ReservationId, held: _Held, call: tuple[Word, ...]
+    def settlement_over(
+        self, reservation: ReservationId, held: _Held, error: StoreUnavailable | None
     ) -> None:
-        self._settling.discard(over)
-        if over.cancelled():  # with the loop
-            return
-        error = over.exception()
-        if isinstance(error, ScriptMissing | Moved) and call:  # so nothing was done
-            again = asyncio.ensure_future(self._eval(held.subjects[0].tenant, call))
-            self._settling.add(again)
-            again.add_done_callback(lambda over: self._settlement_over(over, reservation, held, ()))
-            return
+        """Note the end of one that was sent."""
+        self._settling -= 1
+        if not self._settling:
+            self._none_settles.set()
         held.is_settling = False
-        if isinstance(error, StoreUnavailable):
+        if error is not None:
             failed("settle", error)
         elif self._held.get(reservation) is held:
             del self._held[reservation]
+
+    def send_again(self, settling: _Settling) -> None:
+        """Send one that the server has refused to do."""
+
+        async def again() -> None:
+            error: StoreUnavailable | None = None
+            try:
+                await self._ask(settling.held.subjects[0].tenant, settling.command)
+            except StoreUnavailable as problem:
+                error = problem
+            self.settlement_over(settling.reservation, settling.held, error)
+
+        task = asyncio.ensure_future(again())
+        self._sent_again.add(task)
+        task.add_done_callback(self._sent_again.discard)
 
     def _settle_again(self) -> None:
         """Send the settlements that have failed."""
@@ -284,40 +315,44 @@ class RedisStore:
             if held.used is not None and not held.is_settling:
                 self._send_settlement(name, held)
 
-    async def _run(
-        self, operation: str, reservation: ReservationId, subjects: tuple[Subject, ...], *words: Word
-    ) -> list[int]:
-        return await self._eval(subjects[0].tenant, self._words(operation, reservation, subjects, *words))
+    async def _run(self, tenant: TenantId, keys: Sequence[str], operation: str, *words: Word) -> list[Any]:
+        """A call that concerns no subject and no single reservation."""
+        return await self._ask(tenant, call(keys, operation, self._settings, self._now_ms(), *words))
 
-    def _words(
-        self, operation: str, reservation: ReservationId, subjects: tuple[Subject, ...], *words: Word
-    ) -> tuple[Word, ...]:
-        now_ms, not_after_ms = self._now_ms(), 0  # 0: at any time
-        if not now_ms and operation in _FOR_THE_CALLER:
-            link = self._links.of(subjects[0].tenant)
-            not_after_ms = link.server_ms + link.timeout_ms
-        keys, settings = self._encoded(subjects)
-        return len(keys), *keys, operation, reservation, now_ms, not_after_ms, settings, *words
-
-    async def _eval(self, tenant: TenantId, words: tuple[Word, ...]) -> list[Any]:
+    async def _ask(self, tenant: TenantId, command: bytes) -> list[Any]:
         try:
-            return await _eval_at(self._links.of(tenant), words)
-        except Moved as moved:  # so nothing was done
+            reply: list[Any] = await self._links.of(tenant).call(command)
+        except (ScriptMissing, Moved) as refusal:  # so nothing was done
+            reply = await self._ask_again(tenant, command, refusal)
+        return reply
+
+    async def _ask_again(self, tenant: TenantId, command: bytes, refusal: ScriptMissing | Moved) -> list[Any]:
+        """Ask what a server could not do, as it did not know the script or has not got the keys."""
+        try:
+            if isinstance(refusal, Moved):
+                raise refusal
+            in_place: list[Any] = await self._links.of(tenant).call(in_full(command))
+            return in_place
+        except Moved as moved:
             tag = tag_of(tenant)
             try:
                 link = await self._links.follow(moved, tag, self._probe(tag))
                 self._has_followed = True
-                return await _eval_at(link, words)
+                return await _asked(link, command)
             except StoreUnavailable:
                 self._knows_servers = False
                 raise
 
     def _probe(self, tag: str) -> tuple[Word, ...]:
-        return "EVAL", SCRIPT, 1, f"{self._prefix}:{{{tag}}}:probe", *self._head("probe")
+        key = f"{self._prefix}:{{{tag}}}:probe"
+        return "EVAL", SCRIPT, 1, key, "probe", self._settings, "", times(self._now_ms())
 
-    def _head(self, operation: str) -> tuple[Word, ...]:
-        """The first words of a call that concerns no subject and no single reservation."""
-        return operation, "", self._now_ms(), 0, self._settings
+    def _times_ms(self, tenant: TenantId) -> tuple[float, float]:
+        """now_ms and not_after_ms of a call that is not to be done once its caller no longer waits. Raises
+        StoreUnavailable when the tenant's server is down."""
+        link = self._links.of(tenant)
+        link.require_up()
+        return (0, link.deadline_ms) if self._clock is None else (self._now_ms(), 0)
 
     def _now_ms(self) -> int:
         """0: by the server's clock."""
@@ -332,10 +367,13 @@ class RedisStore:
         """The beginning of the keys of a tenant's rows."""
         return f"{self._prefix}:{{{tag_of(tenant)}}}:usage:"
 
-    def _row(self, payer: Payer) -> tuple[str, str]:
-        return self._usage_key(payer.tenant), _row_name(payer.key, payer.model)
+    def _row(self, payer: Payer) -> bytes:
+        return part(self._usage_key(payer.tenant), _row_name(payer.key, payer.model))
 
-    def _encode(self, subjects: tuple[Subject, ...]) -> tuple[tuple[str, ...], bytes]:
+    def _calls(self, subjects: tuple[Subject, ...]) -> Calls:
+        return Calls.of(*self._encoded(subjects))
+
+    def _encoded(self, subjects: Sequence[Subject]) -> tuple[tuple[str, ...], bytes]:
         """The keys of a call, and the settings with the limits, as the script wants them."""
         tenant = subjects[0].tenant
         assert all(subject.tenant == tenant for subject in subjects)
@@ -351,11 +389,11 @@ class RedisStore:
         return f"{self._prefix}:{{{tag_of(subject.tenant)}}}:{name}"
 
 
-async def _eval_at(link: RedisLink, words: tuple[Word, ...]) -> list[Any]:
+async def _asked(link: RedisLink, command: bytes) -> list[Any]:
     try:
-        reply: list[Any] = await link.call("EVALSHA", SCRIPT_SHA, *words)
+        reply: list[Any] = await link.call(command)
     except ScriptMissing:  # so nothing was done
-        reply = await link.call("EVAL", SCRIPT, *words)
+        reply = await link.call(in_full(command))
     return reply
 
 

@@ -47,7 +47,7 @@ class Used(Struct, frozen=True):
 NOTHING: Final = Used()
 
 
-class Payer(Struct, frozen=True):
+class Payer(Struct, frozen=True, cache_hash=True):
     """The row that a request is counted in."""
 
     tenant: TenantId

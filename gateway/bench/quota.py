@@ -5,8 +5,10 @@ This process does what a gateway does for each request's quotas, from 1 caller a
 nothing else; its CPU time is divided by the requests. Redis is a process of its own, started here unless
 --redis names one. The third row sends the same calls through redis-py's pool of connections. The fourth sends
 PING twice, as often as a request waits for Redis, and does nothing else: a caller that is alone pays for two
-turns of the loop, four system calls and two wake-ups, whatever it asks. Only the ratios of one run mean
-anything.
+turns of the loop, four system calls and two wake-ups, whatever it asks.
+
+The rows take turns, and each figure is a median of turns. Ratios and differences are taken within a turn, and
+they alone mean anything elsewhere.
 """
 
 from __future__ import annotations
@@ -14,28 +16,33 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import itertools
 import shutil
 import time
 import uuid
 from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import redis.asyncio
 import uvloop
+from msgspec import Struct
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import QuotaStore, ReservationId, Scope, Settlement, StoreUnavailable, Subject
-from gateway.admission.redis_link import Command, Moved, RedisLink, Word
+from gateway.admission.redis_calls import SCRIPT
+from gateway.admission.redis_link import Command, Moved, RedisLink
 from gateway.admission.redis_links import links_of
-from gateway.admission.redis_store import SCRIPT, RedisStore
+from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Payer, Used
 from gateway.quota_config import QuotaLimits, QuotasConfig
+from gateway.service import collect_rarely
 from shared.bench.figures import Figure, at_most, figure, quantile
 from shared.bench.services import free_port
 from shared.bench.streams import BenchFailed
@@ -63,15 +70,15 @@ _SUBJECTS: Final = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=6000, help="requests of each row")
-    parser.add_argument("--rounds", type=int, default=3, help="repetitions, of which the cheapest counts")
+    parser.add_argument("--requests", type=int, default=2000, help="requests of a turn")
+    parser.add_argument("--turns", type=int, default=11, help="turns of each row")
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 64], help="callers at once, a row each")
     parser.add_argument("--redis", metavar="URL", help="a server to use instead of one that is started")
 
 
 async def run(options: argparse.Namespace) -> list[Figure]:
     def on_a_gateways_loop() -> list[Figure]:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with _collecting_rarely(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(options))
 
     return await asyncio.to_thread(on_a_gateways_loop)
@@ -87,47 +94,69 @@ async def _run(options: argparse.Namespace) -> list[Figure]:
             "Redis, redis-py's pool": await stack.enter_async_context(_pooled(url, max(options.callers))),
         }
         bare = await stack.enter_async_context(_bare(url))
+        rows = {name: _quotas(store) for name, store in stores.items()} | {"bare round trips": bare.request}
         for callers in options.callers:
-            measured = {name: await _best(_quotas(store), callers, options) for name, store in stores.items()}
-            measured["bare round trips"] = await _best(bare.request, callers, options)
-            for name, row in measured.items():
-                figures += row.figures(f"{callers} callers: {name}")
-            figures += _compared(callers, {name: row.cpu_us for name, row in measured.items()})
+            turns = await _in_turns(rows, callers, options)
+            for name in rows:
+                figures += _figures(f"{callers} callers: {name}", [turn[name] for turn in turns])
+            figures += _compared(callers, turns)
     return figures
 
 
-def _compared(callers: int, cpu_us: dict[str, float]) -> Iterable[Figure]:
-    ours, pooled = cpu_us["Redis"], cpu_us["Redis, redis-py's pool"]
-    yield figure(f"{callers} callers: Redis / redis-py's pool", ours / pooled, "x", POOL_RATIO_TARGET)
-    if callers == 1:
-        beyond_us = ours - cpu_us["bare round trips"]
-        yield figure("1 callers: Redis beyond bare round trips", beyond_us, "us/request", ALONE_TARGET)
-    else:
-        beyond_us = ours - cpu_us["memory"]
-        yield figure(f"{callers} callers: Redis beyond memory", beyond_us, "us/request", LOADED_TARGET)
+@contextlib.contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """As a gateway does."""
+    threshold = gc.get_threshold()
+    collect_rarely()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*threshold)
+        gc.unfreeze()
 
 
-class _Row:
+class _Row(Struct):
     """One measurement."""
 
-    def __init__(self, cpu_us: float, wall_s: float, latencies_s: list[float]) -> None:
-        self.cpu_us = cpu_us
-        """Per request."""
-        self.wall_s = wall_s
-        self.latencies_s = latencies_s
-        """The three calls of a request, each by itself."""
+    cpu_us: float
+    """Per request."""
+    wall_s: float
+    latencies_s: list[float]
+    """The three calls of a request, each by itself."""
 
-    def figures(self, name: str) -> Iterable[Figure]:
-        yield figure(f"{name}: CPU", self.cpu_us, "us/request")
-        yield figure(f"{name}: calls", len(self.latencies_s) / self.wall_s, "calls/s")
-        for q in (0.5, 0.99):
-            yield figure(f"{name}: call, p{q * 100:g}", 1e6 * quantile(self.latencies_s, q), "us")
+    @property
+    def calls_per_s(self) -> float:
+        return len(self.latencies_s) / self.wall_s
 
 
-async def _best(request: Request, callers: int, options: argparse.Namespace) -> _Row:
-    await _measure(request, callers, 20 * callers)  # connections are made, code is warm
-    rows = [await _measure(request, callers, options.requests) for _ in range(options.rounds)]
-    return min(rows, key=lambda row: row.cpu_us)
+Turn = Mapping[str, _Row]
+
+
+def _figures(name: str, rows: Sequence[_Row]) -> Iterable[Figure]:
+    yield figure(f"{name}: CPU", median(row.cpu_us for row in rows), "us/request")
+    yield figure(f"{name}: calls", median(row.calls_per_s for row in rows), "calls/s")
+    for q in (0.5, 0.99):
+        latency_us = median(1e6 * quantile(row.latencies_s, q) for row in rows)
+        yield figure(f"{name}: call, p{q * 100:g}", latency_us, "us")
+
+
+def _compared(callers: int, turns: Sequence[Turn]) -> Iterable[Figure]:
+    pool = "Redis, redis-py's pool"
+    ratio = median(turn["Redis"].cpu_us / turn[pool].cpu_us for turn in turns)
+    yield figure(f"{callers} callers: Redis / redis-py's pool", ratio, "x", POOL_RATIO_TARGET)
+    other, target = ("bare round trips", ALONE_TARGET) if callers == 1 else ("memory", LOADED_TARGET)
+    beyond_us = median(turn["Redis"].cpu_us - turn[other].cpu_us for turn in turns)
+    yield figure(f"{callers} callers: Redis beyond {other}", beyond_us, "us/request", target)
+
+
+async def _in_turns(rows: Mapping[str, Request], callers: int, options: argparse.Namespace) -> list[Turn]:
+    for request in rows.values():
+        await _measure(request, callers, 20 * callers)  # connections are made, code is warm
+    turns: list[Turn] = []
+    for turn in range(options.turns):
+        order = list(rows)[:: -1 if turn % 2 else 1]
+        turns.append({name: await _measure(rows[name], callers, options.requests) for name in order})
+    return turns
 
 
 async def _measure(request: Request, callers: int, requests: int) -> _Row:
@@ -147,9 +176,10 @@ async def _caller(request: Request, requests: int, latencies_s: list[float]) -> 
 
 def _quotas(store: QuotaStore) -> Request:
     """The calls of a request."""
+    numbers = itertools.count()
 
     async def request() -> AsyncIterator[None]:
-        name = ReservationId(uuid.uuid4().hex)
+        name = ReservationId(f"bench-{next(numbers)}")
         for call in (
             lambda: store.enter(name, _SUBJECTS, needs_tokens=True),
             lambda: store.reserve(name, _SUBJECTS, 500, 500, _PAYER),
@@ -205,9 +235,8 @@ class _Pool:
     """redis-py in the place of our connection: one that sends nothing twice."""
 
     is_cluster: Final = False
-    timeout_ms: Final = int(TIMEOUT_S * 1000)
-    server_ms: Final = -timeout_ms
-    """So that calls have no time limit at the server, whose clock is not known here."""
+    deadline_ms: Final = 0
+    """Calls have no time limit at the server, whose clock is not known here."""
 
     def __init__(self, url: str, connections: int) -> None:
         self.client = redis.asyncio.Redis.from_url(
@@ -217,8 +246,14 @@ class _Pool:
     def require_up(self) -> None:
         pass
 
-    async def call(self, *words: Word) -> Any:
-        return await self.client.execute_command(*words)  # type: ignore[no-untyped-call]
+    async def call(self, command: bytes) -> Any:
+        pool = self.client.connection_pool
+        connection = await pool.get_connection()  # type: ignore[no-untyped-call]
+        try:
+            await connection.send_packed_command(command)
+            return await connection.read_response()
+        finally:
+            await pool.release(connection)
 
     def of(self, tenant: TenantId) -> RedisLink:
         return cast(RedisLink, self)
@@ -244,8 +279,8 @@ class _PooledStore(RedisStore):
 
     async def settle(self, reservation: ReservationId, used: Used) -> Settlement | None:  # type: ignore[override]
         held = self._held.pop(reservation)
-        words = used.tokens, used.prompt, used.cached, used.completion
-        reply = await self._run("settle", reservation, held.subjects, *words)
+        command = self._calls_of(held.subjects).settle(reservation, 0, used, is_counted=True)
+        reply = await self._ask(held.subjects[0].tenant, command)
         return Settlement(reply[1], used.tokens)
 
 

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from gateway.accounts import AccountsReader, Kind
 from gateway.admission.quota import StoreUnavailable
-from gateway.admission.redis_link import Moved, ScriptMissing, Word
+from gateway.admission.redis_link import Moved, ScriptMissing, Word, packed
 from gateway.admission.redis_links import Links, links_of, tag_of
 from gateway.config import KeyConfig
 from gateway.directory.entries import (
@@ -212,9 +212,9 @@ class RedisDirectory:
             await link.probe("EVAL", SCRIPT, len(self._keys), *self._keys, "probe")
         try:
             try:
-                reply: list[Any] = await link.call("EVALSHA", SCRIPT_SHA, *asked)
+                reply: list[Any] = await link.call(packed(("EVALSHA", SCRIPT_SHA, *asked)))
             except ScriptMissing:  # so nothing was done
-                reply = await link.call("EVAL", SCRIPT, *asked)
+                reply = await link.call(packed(("EVAL", SCRIPT, *asked)))
         except Moved:
             self._knows_servers = False
             raise

@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import pytest
 
-from gateway.admission import redis_store, usage
+from gateway.admission import redis_calls, usage
 from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.periods import DAY_MS
 from gateway.admission.quota import LEASE_TTL_MS, QuotaStore, Scope, StoreUnavailable, Subject
-from gateway.admission.redis_link import Word
-from gateway.admission.redis_store import SCRIPT, RedisStore
+from gateway.admission.redis_calls import SCRIPT
+from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Payer, Totals, UsageRow, Used
 from gateway.quota_config import QuotaFail, QuotaLimits
 from shared.errors import QuotaUnavailable
@@ -86,8 +86,8 @@ async def test_keys_beyond_the_most_rows_share_one_and_the_sum_is_exact(
     """10,000 keys of a tenant have rows of their own."""
     _, store = clock_and_store
     if not isinstance(store, MemoryStore):
-        monkeypatch.setattr(redis_store, "SCRIPT", SMALL_SCRIPT)
-        monkeypatch.setattr(redis_store, "SCRIPT_SHA", "0" * 40)
+        monkeypatch.setattr(redis_calls, "SCRIPT", SMALL_SCRIPT)
+        monkeypatch.setattr(redis_calls, "SCRIPT_SHA", "0" * 40)
     monkeypatch.setattr(usage, "ROWS_MAX", 3)
     assert ROWS_MAX >= 10_000
     for i in range(6):
@@ -103,16 +103,16 @@ async def test_keys_beyond_the_most_rows_share_one_and_the_sum_is_exact(
 
 async def lost_once(store: RedisStore, operation: str, call: Callable[[], Awaitable[object]]) -> None:
     """Make a call of which the store loses the answer after Redis has done it."""
-    run = store._eval
+    ask = store._ask
 
-    async def deaf(tenant: TenantId, words: tuple[Word, ...]) -> list[Any]:
-        reply = await run(tenant, words)
-        if operation in words:
+    async def deaf(tenant: TenantId, command: bytes) -> list[Any]:
+        reply = await ask(tenant, command)
+        if f"\r\n{operation}\r\n".encode() in command:
             raise StoreUnavailable("no answer came")
         return reply
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "_eval", deaf)
+        patch.setattr(store, "_ask", deaf)
         await call()
 
 
@@ -181,15 +181,15 @@ async def test_many_rows_are_read_page_by_page(redis: RedisServer) -> None:
         sheet = {(KeyId(f"key-{number}"), "m"): Totals(1, number) for number in range(3000)}
         await store.post("gateway", 1, TenantId("t"), TODAY, sheet)
         calls: list[int] = []
-        run = store._eval
+        ask = store._ask
 
-        async def counted(tenant: TenantId, words: tuple[Word, ...]) -> list[Any]:
-            reply = await run(tenant, words)
+        async def counted(tenant: TenantId, command: bytes) -> list[Any]:
+            reply = await ask(tenant, command)
             calls.append(len(reply))
             return reply
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(store, "_eval", counted)
+            patch.setattr(store, "_ask", counted)
             found = await rows(store)
         assert {(row.key, row.model): row.totals for row in found} == sheet
         assert max(calls) < 3000 * 7 / 2

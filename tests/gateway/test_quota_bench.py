@@ -17,7 +17,7 @@ def options(*argv: str) -> argparse.Namespace:
 
 
 async def test_each_store_is_measured_beside_the_others(redis: RedisServer) -> None:
-    few = options("--requests", "8", "--rounds", "1", "--callers", "1", "4", "--redis", redis.url)
+    few = options("--requests", "8", "--turns", "1", "--callers", "1", "4", "--redis", redis.url)
     figures = {figure.name: figure for figure in await quota.run(few)}
     for callers in (1, 4):
         for row in ROWS:
@@ -32,5 +32,5 @@ async def test_each_store_is_measured_beside_the_others(redis: RedisServer) -> N
 
 
 async def test_a_server_is_started_where_none_is_named() -> None:
-    figures = await quota.run(options("--requests", "1", "--rounds", "1", "--callers", "1"))
+    figures = await quota.run(options("--requests", "1", "--turns", "1", "--callers", "1"))
     assert len(figures) == 4 * len(ROWS) + 2

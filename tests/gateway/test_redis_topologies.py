@@ -155,6 +155,19 @@ async def test_slots_that_move_are_followed(cluster: Cluster) -> None:
         assert await admitted(store, "m0", who), "a repeated call of a request that has its seat"
 
 
+async def test_a_settlement_follows_a_slot_that_has_moved(cluster: Cluster) -> None:
+    """It is the first call that meets the move, and nobody waits for it."""
+    moved = cluster.tenants[0]
+    async with redis_store(cluster.nodes[0], url=cluster.url, cluster=True, prefix="test") as store:
+        assert await admitted(store, 1, tenant(moved, concurrent=1))
+        cluster.nodes[0].admin.flushall()
+        cluster.assign(key_slot(moved.encode()), cluster.nodes[1])
+        assert await store.settle(rid(1), Used()) is not None
+        await store.settled()
+        assert not store._held, "the new node has answered that it knows no such reservation"
+        assert store.is_well
+
+
 async def test_slots_that_move_to_a_new_node_are_followed(cluster: Cluster) -> None:
     """One that the store has never heard of: it is connected to within a call's time."""
     moved = cluster.tenants[0]
