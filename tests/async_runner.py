@@ -124,3 +124,7 @@ def _assert_apart(flight: Flight, before: Flight) -> None:
         assert not before.writes[page], "a page is copied that a step in flight writes"
     for _, page in flight.plan.swapped_in:
         assert not before.reads[page], "a page is copied onto that a step in flight uses"
+    for _, page, _ in flight.plan.forked:
+        assert not before.reads[page] | before.writes[page], (
+            "a page becomes a fork that a step in flight uses"
+        )

@@ -152,6 +152,8 @@ class FakeRunner:
         self._part_full: dict[int, tuple[int, list[int]]] = {}
         """The length and the tokens of the sequence that last left a page part full, by page."""
         self._store = array("q", bytes(8 * info.pages * info.page_size))
+        self._forked: dict[int, int] = {}
+        """The lengths of the heads that the plan copies, by page."""
         self._host_part_full: dict[int, tuple[int, list[int]]] = {}
         self._host_store = array("q", bytes(8 * info.host_pages * info.page_size))
 
@@ -230,12 +232,24 @@ class FakeRunner:
             self._host_part_full.pop(host_page, None)
             if page in self._part_full:
                 self._host_part_full[host_page] = self._part_full[page]
+        self._fork(plan)
         for host_page, page in plan.swapped_in:
             copied = self._host_store[host_page * size : (host_page + 1) * size]
             self._store[page * size : (page + 1) * size] = copied
             self._part_full.pop(page, None)
             if host_page in self._host_part_full:
                 self._part_full[page] = self._host_part_full[host_page]
+
+    def _fork(self, plan: Plan) -> None:
+        size, store = self.info.page_size, self._store
+        assert {page for _, page, _ in plan.forked} <= {p for _, pages in plan.grown for p in pages}
+        self._forked = {page: length for _, page, length in plan.forked}
+        assert len(self._forked) == len(plan.forked), "two heads are copied to one place"
+        for source, page, length in plan.forked:
+            assert 0 < length < size
+            copied = store[source * size : source * size + length]
+            store[page * size : (page + 1) * size] = copied + array("q", [0] * (size - length))
+            self._part_full.pop(page, None)
 
     def _check(self, plan: Plan) -> None:
         assert plan.slots
@@ -265,9 +279,10 @@ class FakeRunner:
         if state.computed_len is not None:
             assert position == state.computed_len, "a row continues where its slot stands"
         elif position % size:
-            left = self._part_full.get(state.table[position // size])
-            assert left == (position, state.tokens), (
-                "a prefix hit is whole pages; else it was stalled or swapped"
+            page = state.table[position // size]
+            is_forked = self._forked.get(page) == position % size
+            assert is_forked or self._part_full.get(page) == (position, state.tokens), (
+                "a prefix hit is whole pages; else it was forked, stalled or swapped"
             )
         assert length >= 1
         assert end <= len(state.tokens), "only known tokens can be computed"

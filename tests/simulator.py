@@ -89,6 +89,17 @@ class Report:
         return sum(len(life.tokens) for life in self.lives)
 
     @property
+    def owed_tokens(self) -> int:
+        """The tokens that are charged and were not in the cache: of each request what the cache lacked of its
+        prompt, once, and the output. The first output token comes with the prompt's last, which are one."""
+        lacked: dict[str, int] = {}
+        for life in self.lives:
+            if life.started is not None:
+                lacks = len(life.message.prompt_ids) - life.started.cached_len
+                lacked[life.message.request_id] = max(lacks, lacked.get(life.message.request_id, 0))
+        return sum(lacked.values()) - len(lacked) + self.output_tokens
+
+    @property
     def displaced(self) -> int:
         """Preemptions of stalled sequences."""
         return self.preemptions - sum(life.finished.preemptions for life in self.lives if life.finished)

@@ -71,6 +71,8 @@ class SimConfig:
     """The share of steps during which some handle is paused, and of steps during which some is resumed."""
     lost_share: float = 0.1
     """The share of pauses that no resumption ends."""
+    fails: bool = True
+    """True if the model fails numerically for some sequences."""
     prompt_logprobs_share: float = 0.15
     logprobs_share: float = 0.3
     step_base_s: float = 0.005
@@ -140,13 +142,13 @@ class _Traffic:
         messages: list[tuple[float, Message]] = []
         prefixes = [self._random_ids(rng.randint(1, config.prompt_len_max)) for _ in range(config.prefixes)]
         now, handle = 0.0, 0
-        for _ in range(config.requests):
+        for request in range(config.requests):
             now += rng.expovariate(1 / config.arrival_gap_s)
             prompt_ids = self._prompt(prefixes)
             salt = bytes([rng.randrange(config.salts)])
             for _ in range(rng.randint(1, config.n_max)):
                 handle += 1
-                messages.append((now, self._add(handle, prompt_ids, salt)))
+                messages.append((now, self._add(handle, f"req_{request}", prompt_ids, salt)))
                 if rng.random() < config.abort_share:
                     later = now + rng.expovariate(1 / 0.3)
                     messages += [(later, AbortSequences([handle]))] * rng.randint(1, 2)
@@ -154,11 +156,11 @@ class _Traffic:
                     messages += self._pauses(handle, now)
         return sorted(messages, key=lambda message: message[0])
 
-    def _add(self, handle: int, prompt_ids: list[int], salt: bytes) -> AddSequence:
+    def _add(self, handle: int, request_id: str, prompt_ids: list[int], salt: bytes) -> AddSequence:
         rng, config = self._rng, self._config
         return AddSequence(
             handle,
-            f"req_{handle}",
+            request_id,
             prompt_ids,
             self._sampling(),
             salt,
@@ -191,7 +193,7 @@ class _Traffic:
         rng, config = self._rng, self._config
         max_tokens = rng.randint(1, config.max_tokens_max)
         return SamplingParams(
-            seed=rng.randrange(2**64),
+            seed=rng.randrange(2**64) | (not config.fails),  # odd seeds do not fail
             max_tokens=max_tokens,
             stop_token_ids=tuple(range(rng.randrange(4))),
             min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),

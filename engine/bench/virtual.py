@@ -118,7 +118,7 @@ class TurnWatch:
     ones were admitted, which is what its bound on waiting depends on.
 
     Later arrivals of another tenant count only in plans before and after which none of its own tenant ran. A
-    sequence that leaves the queue or is paused is counted anew after that.
+    sequence that leaves the queue, is paused or follows another is counted anew after that.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -133,6 +133,9 @@ class TurnWatch:
     def before_plan(self) -> None:
         self._queue = {s.handle: (s.arrived_at, s.status, s.tenant) for s in self._scheduler.unpaused}
         self._tenants = set(self._scheduler.holdings.slots)
+        self._forget_others()
+
+    def _forget_others(self) -> None:
         for counts in (self._passed_by, self._older_admitted):
             for handle in counts.keys() - self._queue.keys():
                 del counts[handle]
@@ -140,8 +143,10 @@ class TurnWatch:
     def after_plan(self, plan: Plan) -> None:
         seated = [self._scheduler.running(start.slot) for start in plan.seated]
         self._tenants |= self._scheduler.holdings.slots.keys()
-        here = {s.handle for s in (*self._scheduler.unpaused, *seated)}
+        waiting = [s for s in self._scheduler.unpaused if not self._scheduler.is_following(s)]
+        here = {s.handle for s in (*waiting, *seated)}
         self._queue = {handle: entry for handle, entry in self._queue.items() if handle in here}
+        self._forget_others()
         for admitted in seated:
             _, status, _ = self._queue.pop(admitted.handle, (0.0, Status.PREEMPTED, ""))
             self._passed_by.pop(admitted.handle, None)

@@ -24,15 +24,21 @@ I. No running sequence is preempted while a step is in flight: its pages would b
    is committed, and the next plan is made as if steps had never overlapped. So rules C and G hold as they
    stand, and rows in flight can only be late (rule H) for a sequence that has ended, never for one that goes
    on.
+K. What a sequence lacks of its prompt's last page may be the head of a page that another fills, or filled.
+   Then it is *forked*: the plan that admits the sequence copies the head into a page of its own. So the
+   choices of one prompt compute its last token alone for themselves, and a prompt that comes again does.
+   The same plan may evict the source, as it makes its copies before it writes anything; but it is the last to
+   be taken, for the choices that come after.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Final
 
-from engine.core.block_manager import BlockManager, pages_for
+from engine.core.block_manager import BlockManager, PageIdentity, pages_for
 from engine.core.config import SchedulerConfig
 from engine.core.cost import CostLearner
 from engine.core.messages import Lack, Move, Moved, RunnerInfo, ServiceClass
@@ -71,6 +77,7 @@ class Allocator:
         self._left: list[int] = []
         self._replaced: list[tuple[Sequence, int]] = []
         self._moved: list[Moved] = []
+        self._forked: list[tuple[int, int, int]] = []
         self._preemption_awaits_commit = False
         self._may_yield_from = -math.inf
         self.holdings: Final = TenantHoldings(runner.slots, runner.pages)
@@ -106,6 +113,11 @@ class Allocator:
         replaced, self._replaced = self._replaced, []
         return [(s.slot, index, s.pages[index]) for s, index in replaced if s.slot is not None]
 
+    def take_forked(self) -> list[tuple[int, int, int]]:
+        """The copies of heads since the last call, as (source, page, length)."""
+        forked, self._forked = self._forked, []
+        return forked
+
     def take_moved(self) -> list[Moved]:
         """The preemptions and readmissions since the last call."""
         moved, self._moved = self._moved, []
@@ -120,14 +132,23 @@ class Allocator:
             return Prefix(sequence.pages, [], sequence.computed_len)
         if not self._config.prefix_cache:
             return self.swapper.prefix(sequence, [])
-        pages_len = sequence.reusable_len // self._runner.page_size
-        identities = sequence.chain.extend(sequence.tokens, pages_len)[:pages_len]
-        found = self.pages.match(identities)
-        if not (self._keeps and self.swapper.host.kept and len(found) < pages_len):
-            return self.swapper.prefix(sequence, found)
-        behind, cost = identities[len(found) :], self._learner.cost
-        kept = self.swapper.kept(len(found), behind, cost, streams=bool(self.running))
-        return self.swapper.prefix(sequence, found, kept)
+        size, chain, end = self._runner.page_size, sequence.chain, sequence.reusable_len
+        identities = chain.extend(sequence.tokens, end // size)[: end // size]
+        found, kept = self.pages.match(identities), list[PageIdentity]()
+        if self._keeps and self.swapper.host.kept and len(found) < len(identities):
+            behind, cost = identities[len(found) :], self._learner.cost
+            kept = self.swapper.kept(len(found), behind, cost, streams=bool(self.running))
+        prefix = self.swapper.prefix(sequence, found, kept)
+        if prefix.computed_len != len(identities) * size or prefix.computed_len == end:
+            return prefix
+        head = chain.identity(sequence.tokens, end)
+        source = None if head is None else self.pages.find(head)
+        return prefix if source is None else replace(prefix, source=source, computed_len=end)
+
+    def lacks_prompt(self, sequence: Sequence) -> bool:
+        """True if no other could take all of this sequence's prompt now, but for its last token."""
+        identity = sequence.prompt_identity
+        return self._config.prefix_cache and identity is not None and self.pages.find(identity) is None
 
     def fetch(self, sequence: Sequence) -> tuple[int, float]:
         """Read the pages behind a newcomer's prefix from disk, where that is cheaper. Returns the number of
@@ -248,8 +269,13 @@ class Allocator:
         brought = self.swapper.take(sequence, prefix)  # before others move out, and need room
         fresh = pages_for(len(sequence.tokens), self._runner.page_size) - len(prefix.pages)
         self._reclaim(fresh, builder, now)
+        if prefix.source is not None:
+            self.pages.spare(prefix.source)
         pages = prefix.pages + self._allocate(fresh)
         self._bring_in(sequence, brought, pages, len(prefix.pages))
+        if prefix.source is not None:
+            index, length = divmod(prefix.computed_len, self._runner.page_size)
+            self._forked.append((prefix.source, pages[index], length))
         builder.copied_pages = self.swapper.copied_pages
         slot = self._slots_free.pop()
         sequence.admit(slot, pages, brought.computed_len, now)
@@ -349,6 +375,8 @@ class Allocator:
         else:
             self._waiting.leave(victim)
         swapped = self.swapper.take_out(victim, self._learner.cost)
+        if swapped is None and self._config.prefix_cache:
+            victim.name_head(self.pages, victim.computed_len)
         builder.copied_pages = self.swapper.copied_pages
         self.pages.release(victim.pages)
         victim.preempt(now, swapped, yields=move is Move.PREEMPTED_SHARE)

@@ -4,7 +4,8 @@ A page holds the keys and values of `page_size` consecutive tokens of one sequen
 the tensors; here a page is only its number. At any moment each page is exactly one of
 
     free      no sequence refers to it, and it has no identity
-    cached    no sequence refers to it, but it has the identity of a prefix that may be asked for again
+    cached    no sequence refers to it, but it has the identity of a prefix that may be asked for again, or a
+              head
     owned     in the page tables of one or more living sequences (its references)
 
               allocate                       release, without identity
@@ -32,8 +33,12 @@ Rules
    parent is derived from the salt. So equal identities mean equal prefixes from position 0 under
    equal salts, and no client can forge a collision to read another's prefix.
 4. Pages are released tail first, and evicted in the order of their release: a prefix loses its end
-   before its beginning, because a page is of use only with all its ancestors.
-5. Two sequences may compute the same page at the same time. The first to finish it gives it its
+   before its beginning, because a page is of use only with all its ancestors. A page that has a head alone,
+   which none has copied since its release, goes before all full ones: heads take no room from prefixes.
+5. The first tokens of a page that do not fill it are its *head*. A head may be found as a page is, by an
+   identity of the same kind, as soon as it is computed. It is never shared, since its owner writes behind it:
+   who finds it copies it into a page of its own (`engine.core.allocator`, rule K).
+6. Two sequences may compute the same page at the same time. The first to finish it gives it its
    identity; the second then refers to that page, too, and gives its own back (`register` names the
    one to keep, `engine.core.allocator` changes the table). Both hold the same keys and values: to the bit
    when they were computed in batches of the same shapes, else as near as the runner's rounding allows.
@@ -63,11 +68,12 @@ def pages_for(tokens_len: int, page_size: int) -> int:
 class PageChain:
     """The identities of one sequence's full pages, each computed once, in order, when first needed."""
 
-    __slots__ = ("_page_size", "_root", "identities")
+    __slots__ = ("_last", "_page_size", "_root", "identities")
 
     def __init__(self, salt: bytes, page_size: int) -> None:
         self._root = hashlib.sha256(b"penstock prefix\0" + salt).digest()
         self._page_size = page_size
+        self._last: tuple[int, PageIdentity | None] = (0, None)  # the last answer of `identity`, by its end
         self.identities: list[PageIdentity] = []
 
     def extend(self, tokens: array[int], pages_len: int) -> list[PageIdentity]:
@@ -79,9 +85,20 @@ class PageChain:
         assert pages_len * size <= len(tokens)
         for page in range(len(identities), pages_len):
             parent = identities[-1] if identities else self._root
-            packed = tokens[page * size : (page + 1) * size].tobytes()
-            identities.append(PageIdentity(hashlib.sha256(parent + packed).digest()))
+            identities.append(_identity(parent, tokens[page * size : (page + 1) * size]))
         return identities
+
+    def identity(self, tokens: array[int], end: int) -> PageIdentity | None:
+        """The identity of the full page or the head in which the first `end` of `tokens` end; None for 0."""
+        if end and self._last[0] != end:
+            full, rest = divmod(end, self._page_size)
+            parent = self.extend(tokens, full)[full - 1] if full else self._root
+            self._last = end, _identity(parent, tokens[end - rest : end]) if rest else PageIdentity(parent)
+        return self._last[1] if end else None
+
+
+def _identity(parent: bytes, tokens: array[int]) -> PageIdentity:
+    return PageIdentity(hashlib.sha256(parent + tokens.tobytes()).digest())
 
 
 class BlockManager:
@@ -95,9 +112,11 @@ class BlockManager:
         self.page_size: Final = page_size
         self._free = list(reversed(range(pages)))  # a stack: the page released last is still warm
         self._cached: OrderedDict[int, None] = OrderedDict()  # evicted from the front
+        self._cached_heads: OrderedDict[int, None] = OrderedDict()  # evicted before these
         self._refs = [0] * pages
         self._identity: list[PageIdentity | None] = [None] * pages
-        self._by_identity: dict[PageIdentity, int] = {}
+        self._by_identity: dict[PageIdentity, int] = {}  # of full pages and of heads
+        self._heads: dict[int, list[PageIdentity]] = {}  # by page
         self._tells_evicted = tells_evicted
         self._evicted: list[tuple[int, PageIdentity]] = []
 
@@ -107,7 +126,7 @@ class BlockManager:
 
     @property
     def cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._cached_heads)
 
     @property
     def owned(self) -> int:
@@ -116,7 +135,7 @@ class BlockManager:
     @property
     def available(self) -> int:
         """Pages that `allocate` could hand out now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.cached
 
     def match(self, identities: Sequence[PageIdentity]) -> list[int]:
         """The pages that hold the longest known prefix of the chain. Takes no reference: `acquire` them
@@ -128,6 +147,18 @@ class BlockManager:
                 break
             pages.append(page)
         return pages
+
+    def find(self, identity: PageIdentity) -> int | None:
+        """The page that has this identity, or this head. Takes no reference: `spare` it before the next
+        `allocate`."""
+        return self._by_identity.get(identity)
+
+    def spare(self, page: int) -> None:
+        """Let `allocate` take this page only after all others."""
+        if not self._refs[page]:
+            self._cached_heads.pop(page, None)
+            self._cached[page] = None
+            self._cached.move_to_end(page)
 
     def unreferenced(self, pages: Iterable[int]) -> int:
         """The number of these pages that `acquire` would take out of `available`."""
@@ -167,24 +198,24 @@ class BlockManager:
         return pages
 
     def _evict(self) -> int:
-        page, _ = self._cached.popitem(last=False)
+        page, _ = (self._cached_heads or self._cached).popitem(last=False)
         identity = self._identity[page]
-        assert identity is not None
-        if self._tells_evicted:
+        assert identity is not None or page in self._heads
+        if self._tells_evicted and identity is not None:
             self._evicted.append((page, identity))
         self._forget(page)
         return page
 
     def take_evicted(self) -> list[tuple[int, PageIdentity]]:
-        """The cached pages that `allocate` took since the last call, and the identities that they had; the
-        oldest first. What they hold is there until the next plan writes to them."""
+        """The full pages that `allocate` took out of the cache since the last call, and the identities that
+        they had; the oldest first. What they hold is there until the next plan writes to them."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
     def register(self, page: int, identity: PageIdentity) -> int:
         """Give a page that is full and computed its identity, so that `match` finds it.
 
-        Returns the page that has the identity: this one, or another that had it before (rule 5).
+        Returns the page that has the identity: this one, or another that had it before (rule 6).
         """
         assert self._refs[page] >= 1
         assert self._identity[page] is None
@@ -193,6 +224,15 @@ class BlockManager:
             self._identity[page] = identity
         return found
 
+    def register_head(self, page: int, head: PageIdentity) -> None:
+        """Let `find` find a computed head in this page, unless a page that is owned has it already."""
+        assert self._refs[page] >= 1
+        before = self._by_identity.get(head, page)
+        if before == page or not self._refs[before]:
+            self._forget_head(before, head)
+            self._by_identity[head] = page
+            self._heads.setdefault(page, []).append(head)
+
     def release(self, pages: Sequence[int]) -> None:
         """Drop one reference to each page of a table, the tail first (rule 4)."""
         for page in reversed(pages):
@@ -200,10 +240,12 @@ class BlockManager:
             assert self._refs[page] >= 0, "a page was released twice"
             if self._refs[page] > 0:
                 continue
-            if self._identity[page] is None:
-                self._free.append(page)
-            else:
+            if self._identity[page] is not None:
                 self._cached[page] = None
+            elif page in self._heads:
+                self._cached_heads[page] = None
+            else:
+                self._free.append(page)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Take the identities of these pages, whose contents are not to be trusted: no new sequence finds
@@ -217,6 +259,22 @@ class BlockManager:
         if identity is not None:
             del self._by_identity[identity]
             self._identity[page] = None
+        for head in self._heads.pop(page, ()):
+            del self._by_identity[head]
+
+    def _forget_head(self, page: int, head: PageIdentity) -> None:
+        """Take a head from a page, if it has it. A cached page that nothing else can find becomes free."""
+        heads = self._heads.get(page, [])
+        if head not in heads:
+            return
+        heads.remove(head)
+        del self._by_identity[head]
+        if not heads:
+            del self._heads[page]
+        if not (heads or self._refs[page] or self._identity[page]):
+            self._cached.pop(page, None)
+            self._cached_heads.pop(page, None)
+            self._free.append(page)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert rule 1; `tables` has the page tables of all living sequences."""
@@ -227,10 +285,14 @@ class BlockManager:
                 refs[page] += 1
         assert self._refs == refs, f"references {self._refs}, and in so many tables {refs}"
         held = [page for page, count in enumerate(refs) if count]
-        states = sorted([*self._free, *self._cached, *held])
+        cached = [*self._cached, *self._cached_heads]
+        states = sorted([*self._free, *cached, *held])
         assert states == list(range(self.total)), "a page is lost, free twice, or in two states"
         identified = {identity: page for page, identity in enumerate(self._identity) if identity is not None}
+        identified |= {head: page for page, heads in self._heads.items() for head in heads}
         assert identified == self._by_identity
+        assert all(self._heads.values())
         pages = set(identified.values())
-        assert pages.issuperset(self._cached), "a page is cached without an identity"
-        assert pages.isdisjoint(self._free), "a page is free and has an identity"
+        assert pages.issuperset(cached), "a page is cached, and nothing can find it"
+        assert not any(self._identity[page] for page in self._cached_heads)
+        assert pages.isdisjoint(self._free), "a page is free, and can be found"

@@ -411,7 +411,7 @@ class SlotAssignment(msgspec.Struct, array_like=True, frozen=True):
 
 class Plan(msgspec.Struct, array_like=True, frozen=True):
     """The plan of one step. The runner executes it in this order: leave, seat, grow, replace, swap out,
-    swap in, compute, sample.
+    fork, swap in, compute, sample.
 
     Row i computes tokens `[positions[i], positions[i] + lengths[i])` of `slots[i]`, writes their
     keys and values to that slot's pages, and samples the next token when `samples[i]`. The runner
@@ -434,11 +434,14 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     swapped_out: list[tuple[int, int]] = []
     """Pairs (page, host page): copy the page to the host page before this plan writes to the page."""
     swapped_in: list[tuple[int, int]] = []
-    """Pairs (host page, page): copy the host page to the page, after all copies out and before any page is
-    read."""
+    """Pairs (host page, page): copy the host page to the page, after all copies out and all forks, and before
+    any page is read."""
     replaced: list[tuple[int, int, int]] = []
     """Triples (slot, index, page): this entry of the slot's page table becomes another page, which holds the
     same."""
+    forked: list[tuple[int, int, int]] = []
+    """Triples (source, page, length): copy the first `length` tokens of a page to another, in this order and
+    after all copies out. The source may be the page itself."""
 
 
 class RunResult(msgspec.Struct, array_like=True, frozen=True):

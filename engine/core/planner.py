@@ -6,9 +6,10 @@ In the turn of the oldest (`engine.core.policy`) it ends the tenant's admissions
 of its tenant runs, it ends them for all tenants; otherwise it waits until one of its own tenant ends, and
 other tenants do not.
 
-D. A sequence waits, and others pass it, while another computes the very page that it lacks next: the `n`
-   choices of one request compute their prompt once. (`PASSED_MAX` of them end the admissions of their tenant,
-   so that planning stays cheap.) In its turn the oldest does not wait.
+D. A sequence waits, and others pass it, while another computes the very page that it lacks next. In its turn
+   the oldest does not wait. But while another computes its whole prompt it *follows* that, and has no turn:
+   the `n` choices of one request compute their prompt once. (`PASSED_MAX` of them end the admissions of their
+   tenant, so that planning stays cheap.)
 """
 
 from __future__ import annotations
@@ -200,6 +201,8 @@ class Planner:
     def _admit_by_rank(self, builder: PlanBuilder, news: News, circumstances: Circumstances) -> None:
         allocator, now = self.allocator, circumstances.now
         blocked = Blocked()
+        computing = self._prefilling(builder)
+        self.waiting.computed = {s.prompt_identity for s in computing if allocator.lacks_prompt(s)}
         for candidate in self.waiting.candidates(builder.unplanned_prefills, circumstances):
             sequence = candidate.sequence
             if builder.is_full or blocked.of_all == HIGHEST_CLASS:
@@ -211,7 +214,8 @@ class Planner:
                 continue
             prefix = allocator.find_prefix(sequence)
             sequence.expected_len = len(sequence.tokens) - prefix.computed_len
-            if not candidate.in_turn and self._is_coming(sequence, prefix, builder):
+            is_coming = not candidate.in_turn and self._is_coming(sequence, prefix, builder)
+            if is_coming or self.waiting.is_following(sequence):
                 blocked.pass_over(sequence)
             elif not builder.has_time_for(sequence, prefix.computed_len):
                 return
@@ -229,11 +233,13 @@ class Planner:
         if hits_len == sequence.reusable_len // self.runner.page_size:
             return False
         lacking = sequence.chain.identities[hits_len]
+        others = self._prefilling(builder)
+        return any(lacking in other.chain.identities[hits_len : hits_len + 1] for other in others)
+
+    def _prefilling(self, builder: PlanBuilder) -> list[Sequence]:
+        """The sequences of which this plan, or a step in flight, computes prompts."""
         flying = [s for flight in self.in_flight.values() for s in flight.prefills if s.slot is not None]
-        return any(
-            lacking in other.chain.identities[hits_len : hits_len + 1]
-            for other in (*builder.prefills, *flying)
-        )
+        return builder.prefills + flying
 
     def _admit(
         self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, news: News, now: float
@@ -256,5 +262,7 @@ class Planner:
         builder.seated.append(seated)
         builder.grown[slot] = list(sequence.pages)
         builder.prefills.append(sequence)
+        if self.allocator.lacks_prompt(sequence):
+            self.waiting.computed.add(sequence.prompt_identity)
         builder.charge_copies()
         builder.add_chunk(sequence, tokens_min=1)

@@ -57,9 +57,10 @@ class Results:
             self.tenants.charge(tenant, tokens)
 
     def _advance(self, sequence: Sequence, length: int, samples: bool) -> None:
-        """Count the row's tokens as computed, and give the pages that they fill to the prefix cache."""
-        size = self.pages.page_size
-        full_before = sequence.computed_len // size
+        """Count the row's tokens as computed, and give the pages that they fill to the prefix cache, and the
+        head in which the part of the prompt ends that other sequences may take from there."""
+        size, before = self.pages.page_size, sequence.computed_len
+        full_before = before // size
         sequence.land(length, samples)
         full = sequence.computed_len // size
         if full > full_before and self.config.prefix_cache:
@@ -68,6 +69,9 @@ class Results:
                 found = self.pages.register(sequence.pages[index], identities[index])
                 if found != sequence.pages[index]:
                     self.merge(sequence, index, found)
+        prompt_end = sequence.prompt_len - 1
+        if before <= prompt_end <= sequence.computed_len and self.config.prefix_cache:
+            sequence.name_head(self.pages, prompt_end)
 
     def _take_token(
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, news: News, now: float

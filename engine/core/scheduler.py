@@ -33,6 +33,7 @@ The rules, each in full at the head of the module that keeps it:
     H  step        a plan beside a step in flight goes by lengths; rows of ended sequences bring nothing
     I  allocator   no running sequence is preempted while a step is in flight
     J  victims     tenants share the slots; a tenant that holds more yields to one that holds less
+    K  allocator   what fills no page is copied from a sequence that has computed it
 
 Why it never stops. A sequence whose longest form would not fit into the whole pool is rejected when it is
 added. When no sequence runs, every page is available or held by stalled ones alone, no watermark applies, and
@@ -147,6 +148,10 @@ class Scheduler:
     def unpaused(self) -> list[Sequence]:
         """The waiting sequences that are not paused."""
         return self._waiting.unpaused
+
+    def is_following(self, sequence: Sequence) -> bool:
+        """True if a waiting sequence lacks the prompt that another computes."""
+        return self._waiting.is_following(sequence)
 
     def running(self, slot: int) -> Sequence:
         """The sequence that holds this slot."""
@@ -323,6 +328,7 @@ class Scheduler:
             swapped_out=swapped_out,
             swapped_in=swapped_in,
             replaced=self._allocator.take_replaced(),
+            forked=self._allocator.take_forked(),
         )
         for sequence, length, samples in zip(builder.rows, builder.lengths, builder.samples, strict=True):
             sequence.launch(self._step, length, samples)

@@ -50,7 +50,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from engine.core.block_manager import PageChain, PageIdentity
+from engine.core.block_manager import BlockManager, PageChain, PageIdentity
 from engine.core.messages import Finished, FinishReason, SamplingParams, ServiceClass
 
 
@@ -204,6 +204,12 @@ class Sequence:
         return self.prompt_logprobs_sent if self.is_scored else len(self.tokens) - 1
 
     @property
+    def prompt_identity(self) -> PageIdentity | None:
+        """The identity of all that others with the same prompt may take of it; None for a prompt of one
+        token."""
+        return self.chain.identity(self.tokens, self.prompt_len - 1)
+
+    @property
     def is_scored(self) -> bool:
         """True if log-probabilities of its prompt are asked for and not all sent yet."""
         return self.sampling.prompt_logprobs is not None and self.prompt_logprobs_sent < self.prompt_len - 1
@@ -290,6 +296,14 @@ class Sequence:
         if self.computed_len == self.prompt_len:
             self._charge(now)
         self.tokens.append(token)
+
+    def name_head(self, pages: BlockManager, end: int) -> None:
+        """Let others find the head in which its first `end` tokens end, which are computed."""
+        assert end <= self.computed_len
+        if end % pages.page_size:
+            head = self.chain.identity(self.tokens, end)
+            assert head is not None
+            pages.register_head(self.pages[end // pages.page_size], head)
 
     def finished(self, reason: FinishReason) -> Finished:
         """The report of its end."""

@@ -93,6 +93,8 @@ class Prefix:
     """The number of tokens in all these pages."""
     kept: list[PageIdentity] = field(default_factory=list)
     """The pages right behind `pages` that host memory keeps."""
+    source: int | None = None
+    """The page that has the head behind all these pages; its tokens are counted in `computed_len`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Final
 
 from engine.core import policy
+from engine.core.block_manager import PageIdentity
 from engine.core.messages import ServiceClass
 from engine.core.policy import Circumstances, Discipline
 from engine.core.sequence import Sequence, Status
@@ -47,6 +48,8 @@ class WaitingQueue:
         self._admissions = 0
         self._admitted_since_oldest = 0
         self._held: dict[str, Sequence] = {}  # by tenant
+        self.computed: set[PageIdentity | None] = set()
+        """The prompts that running sequences compute (rule D of `engine.core.planner`)."""
 
     @property
     def newcomers(self) -> int:
@@ -94,6 +97,13 @@ class WaitingQueue:
         self._admissions += 1
         self.leave(sequence)
 
+    def is_following(self, sequence: Sequence) -> bool:
+        """True if a waiting sequence lacks the prompt that another computes."""
+        if not self.computed or sequence.swapped is not None:
+            return False
+        takes_prompt = sequence.reusable_len == sequence.prompt_len - 1
+        return takes_prompt and sequence.prompt_identity in self.computed
+
     def rank(self, sequences: Iterable[Sequence], circumstances: Circumstances) -> list[Sequence]:
         """These sequences in the order of the discipline; the first goes first."""
         return self._discipline.order(sequences, circumstances)
@@ -102,7 +112,7 @@ class WaitingQueue:
         """Waiting sequences, and the running ones in `prefilling` among them, in the order in which they are
         served. The caller admits candidates in between; after each admission the oldest may have its turn."""
         running = set(prefilling)
-        self._held = {s.tenant: s for s in self._held.values() if not s.is_paused}
+        self._held = {s.tenant: s for s in self._held.values() if not (s.is_paused or self.is_following(s))}
         turns, had_turn, admissions = list[Sequence](), set[int](), -1
         for sequence in self.rank([*self.unpaused, *running], circumstances):
             while sequence.status is not Status.STALLED:
@@ -134,10 +144,12 @@ class WaitingQueue:
         return list(oldest.values())
 
     def _without_pages(self) -> Iterator[Sequence]:
-        """The unpaused sequences except those that resume after a stall, which have their pages."""
+        """The unpaused sequences except those that resume after a stall, which have their pages, and those
+        that follow others."""
         for status, queue in self.queues.items():
             if status is not Status.STALLED:
-                yield from (s for s in queue.values() if not s.is_paused and s.awaits is None)
+                unpaused = (s for s in queue.values() if not s.is_paused and s.awaits is None)
+                yield from (s for s in unpaused if not self.is_following(s))
 
     def by_class(self, now: float) -> tuple[tuple[int, ...], tuple[float, ...], list[int]]:
         """For each class the number of unpaused waiting sequences, the age of the oldest in seconds (0.0

@@ -9,6 +9,10 @@ weight of zero, and zero times NaN is NaN. Two rules keep garbage out:
   1. Attention reads only pages that belong to the row.
   2. A page that a step begins and does not fill is cleared before it is written, so the places behind a
      sequence's last token, in its last page, are zero and never a previous owner's values.
+  3. A fork copies a page whole, since the native kernels lay tokens out in their own order. So behind the
+     tokens that count are values of the source, which are finite: a sequence that has others fails, and its
+     pages are not found any more. On a GPU, where it may have failed in a step in flight, they are cleared if
+     the attention does not mask what it loads.
 
 Host memory (`HostPages`) keeps a page's layers side by side. Whole pages are copied there when their owner
 has to give way, or when the prefix cache evicts them, and back before anything reads them again, so the
@@ -34,6 +38,8 @@ from engine.runtime.models.config import ModelConfig
 
 Move = tuple[int, int]
 """A copy of a page: its source and its target."""
+Fork = tuple[int, int, int]
+"""A copy of a page's first tokens: its source, its target, and their number."""
 
 CACHE_MARGIN: Final = 0.25
 """Pages beyond what the slots can own, as a share of that: they keep prefixes of finished sequences."""
@@ -109,6 +115,13 @@ class KVCache:
         keys[places.pages, :, places.offsets] = k
         values[places.pages, :, places.offsets] = v
 
+    def fork(self, forked: Sequence[Fork]) -> None:
+        """Copy the first tokens of pages to other pages, in this order (third rule)."""
+        for source, page, length in forked:
+            self.pool[:, :, page].copy_(self.pool[:, :, source])
+            if self.clear_tails:
+                self.pool[:, :, page, :, length:].zero_()
+
 
 class HostPages:
     """A pool of pages in host memory, beside a cache's own."""
@@ -125,11 +138,12 @@ class HostPages:
         self.keys: Final = list(self._pool[:, 0].unbind(1))
         self.values: Final = list(self._pool[:, 1].unbind(1))
 
-    def copy(self, out: Sequence[Move], back: Sequence[Move]) -> None:
-        """Copy (page, host page) pairs out, then (host page, page) pairs back."""
+    def copy(self, out: Sequence[Move], back: Sequence[Move], forked: Sequence[Fork] = ()) -> None:
+        """Copy (page, host page) pairs out, then fork pages, then copy (host page, page) pairs back."""
         cache, host = self._cache.pool, self._pool
         for page, host_page in out:
             host[host_page].copy_(cache[:, :, page], non_blocking=True)
+        self._cache.fork(forked)
         for host_page, page in back:
             cache[:, :, page].copy_(host[host_page], non_blocking=True)
 

@@ -89,23 +89,45 @@ def test_pages_hits_steps_and_the_use_of_their_budget(serving: tuple[Service, ht
         with stream(http, 20) as response:
             closing = closing_of(response)
     until(lambda: len(process.completed) == 2)
-    assert closing["cached_tokens"] == 128, "two pages of 64"
+    assert closing["cached_tokens"] == 129, "two pages of 64, and a token of a third"
     now = gauges(http.base_url)
-    assert (now["prefix_query_tokens"], now["prefix_hit_tokens"]) == (260, 128)
+    assert (now["prefix_query_tokens"], now["prefix_hit_tokens"]) == (260, 129)
     assert now["kv_pages:owned"] == 0
-    assert now["kv_pages:cached"] == 2
+    assert now["kv_pages:cached"] == 3
     assert now["kv_pages:free"] > 2
     assert now["prompt_tokens"] == 260
     assert now["generated_tokens"] == 40
     assert (now["running_sequences"], now["stalled_sequences"], now["waiting_tokens"]) == (0, 0, 0)
 
-    # 130 prompt tokens and 19 of the output, then 2 and 19: nothing else is computed
+    # 130 prompt tokens and 19 of the output, then 1 and 19: nothing else is computed
+    assert computed(http) == 130 + 19 + 1 + 19
     families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
     use = {sample.name: sample.value for sample in families["penstock_engine_step_budget_use"].samples}
     time = {sample.name: sample.value for sample in families["penstock_engine_step_seconds"].samples}
-    assert use["penstock_engine_step_budget_use_sum"] * BUDGET == pytest.approx(130 + 19 + 2 + 19)
     assert use["penstock_engine_step_budget_use_count"] == time["penstock_engine_step_seconds_count"]
     assert time["penstock_engine_step_seconds_sum"] > 0
+
+
+def computed(http: httpx.Client) -> int:
+    """The tokens that all steps computed."""
+    families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
+    use = {sample.name: sample.value for sample in families["penstock_engine_step_budget_use"].samples}
+    return round(use["penstock_engine_step_budget_use_sum"] * BUDGET)
+
+
+def test_sixty_four_choices_compute_what_they_are_charged(serving: tuple[Service, httpx.Client]) -> None:
+    """On two slots, whatever the prompt leaves of its last page. A prompt's last token and an answer's first
+    come of one row."""
+    process, http = serving
+    with stream(http, 1) as response:
+        closing_of(response)
+    for done, prompt_len in enumerate((1, 10, 63, 64, 65)):
+        before = computed(http)
+        with stream(http, 3, prompt=[300 + prompt_len] * prompt_len, n=64) as response:
+            closing = closing_of(response)
+        until(lambda done=done: len(process.completed) == done + 2)  # type: ignore[misc]
+        assert (closing["prompt_tokens"], closing["completion_tokens"]) == (prompt_len, 64 * 3)
+        assert computed(http) - before == prompt_len - 1 + 64 * 3
 
 
 def test_each_figure_is_there_before_anything_happened(serving: tuple[Service, httpx.Client]) -> None:

@@ -93,6 +93,20 @@ def through_the_core(path: Path, load: Load = on_gpu, count: int = 12, outputs: 
     return {"tokens": len(wanted) * outputs, "steps": served.steps}
 
 
+def choices(path: Path, load: Load = on_gpu, count: int = 10, outputs: int = 16) -> dict[str, Any]:
+    """Choices of one prompt, which take its last page from each other: each is transformers' greedy."""
+    asked = prompts(4, 50)
+    wanted = requests([prompt for prompt in asked for _ in range(count)], outputs, [{"temperature": 0.0}])
+    served = serve(load(path), wanted, step_tokens_max=STEP_TOKENS_MAX)
+    expected = reference_greedy(path, asked, outputs)
+    found = [served.tokens[handle] for handle in range(len(wanted))]
+    assert found == [tokens for tokens in expected for _ in range(count)], "tokens differ between choices"
+    assert served.stats is not None
+    taken = served.stats.prefix_hit_tokens
+    assert taken == sum((count - 1) * (len(prompt) - 1) for prompt in asked), "a prompt was computed twice"
+    return {"tokens": len(wanted) * outputs, "steps": served.steps}
+
+
 @dataclass
 class Fewer:
     """A runner that tells of fewer pages than it has, so that sequences are preempted."""
@@ -172,6 +186,7 @@ def main() -> int:
             row = f"engine {family}"
             ok &= check("engine", f"{row} against transformers", partial(through_the_core, path))
             ok &= check("engine", f"{row} graphs against eager", partial(graphs, path))
+            ok &= check("engine", f"{row} choices of one prompt", partial(choices, path))
         ok &= check("engine", "engine launches wait for nothing", partial(no_waits, path))
         for family, path in paths.items():
             row = f"engine {family} overlapped against plain"

@@ -1,10 +1,10 @@
 """Executes plans on a GPU, beside the host.
 
-    leave, seat, grow     DeviceSlots.apply: the plan's changes, sent in a copy or two
-    swap out, swap in     HostPages.copy
-    compute, sample       a plan of decode rows alone is one launch: a graph, replayed
-                          of some others, the layers are (`mixed.py`); the rest goes kernel by kernel
-    results               copied to host memory, behind an event
+    leave, seat, grow         DeviceSlots.apply: the plan's changes, sent in a copy or two
+    swap out, fork, swap in   HostPages.copy
+    compute, sample           a plan of decode rows alone is one launch: a graph, replayed
+                              of some others, the layers are (`mixed.py`); the rest goes kernel by kernel
+    results                   copied to host memory, behind an event
 
 `launch` queues all of that and never waits: it reads no result of the device, sends only from memory that is
 left alone until it was read (`engine.runtime.device.transfer`), and copies results out before it returns, in
@@ -78,7 +78,7 @@ class DeviceRunner:
     def compute(self, plan: Plan) -> Computed:
         """Queue a plan's work, and leave its results on the device."""
         self.slots.apply(plan)
-        self.host.copy(plan.swapped_out, plan.swapped_in)
+        self.host.copy(plan.swapped_out, plan.swapped_in, plan.forked)
         return self._compute(DeviceBatch.of(plan, self.slots)) if plan.slots else Computed()
 
     def _compute(self, batch: DeviceBatch) -> Computed:

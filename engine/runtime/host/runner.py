@@ -1,9 +1,9 @@
 """Executes plans on a CPU: the implementation of `engine.core.messages.Runner`.
 
-    leave, seat, grow     slots.apply
-    swap out, swap in     host.copy
-    compute               assemble the rows, forward, logits for the tokens that sample
-    sample                sampler, log-probabilities, the new tokens into the slots
+    leave, seat, grow         slots.apply
+    swap out, fork, swap in   host.copy
+    compute                   assemble the rows, forward, logits for the tokens that sample
+    sample                    sampler, log-probabilities, the new tokens into the slots
 
 `launch` does all of that; `collect` reads the results. Sampled tokens and the counts of a sequence's history
 go into the slots, where the next step finds them. The host's work per step is proportional to its rows.
@@ -45,7 +45,7 @@ class HostRunner:
     def launch(self, plan: Plan) -> Computed:
         """Execute a plan. Asserts that it follows from the plans before it."""
         self.slots.apply(plan)
-        self.host.copy(plan.swapped_out, plan.swapped_in)
+        self.host.copy(plan.swapped_out, plan.swapped_in, plan.forked)
         if not plan.slots:
             return Computed()
         batch = assemble(plan, self.slots)

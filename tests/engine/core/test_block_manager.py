@@ -16,6 +16,13 @@ def chain_of(tokens: list[int], salt: bytes = b"") -> list[PageIdentity]:
     return PageChain(salt, SIZE).extend(array("I", tokens), len(tokens) // SIZE)
 
 
+def head_of(tokens: list[int]) -> PageIdentity:
+    """The identity of the page or head in which these tokens end."""
+    identity = PageChain(b"", SIZE).identity(array("I", tokens), len(tokens))
+    assert identity is not None
+    return identity
+
+
 def filled(manager: BlockManager, tokens: list[int], salt: bytes = b"") -> list[int]:
     """The pages of a sequence that has computed these tokens."""
     pages = manager.allocate(pages_for(len(tokens), SIZE))
@@ -159,6 +166,63 @@ def test_check_finds_wrong_page_tables(tables: list[list[int]]) -> None:
         manager.check(tables)
 
 
+def test_a_head_is_found_while_its_page_is_owned_or_cached_and_goes_with_it() -> None:
+    manager = BlockManager(2, SIZE)
+    head, longer = head_of(list(range(5))), head_of(list(range(6)))
+    pages = filled(manager, list(range(4))) + manager.allocate(1)
+    manager.register_head(pages[1], head)
+    manager.register_head(pages[1], longer)
+    assert [manager.find(head), manager.find(longer)] == [pages[1]] * 2
+    manager.release(pages)
+    assert (manager.free, manager.cached) == (0, 2)
+    assert manager.find(head) == pages[1]
+    manager.spare(pages[1])
+    assert manager.allocate(1) == pages[:1], "the other one, though it is of more use"
+    assert manager.allocate(1) == pages[1:]
+    assert manager.find(head) is manager.find(longer) is None
+    manager.check([pages[:1], pages[1:]])
+
+
+def test_heads_take_no_room_from_full_pages() -> None:
+    manager = BlockManager(4, SIZE)
+    full = filled(manager, list(range(8)))
+    manager.release(full)
+    for first in (7, 9):
+        (page,) = manager.allocate(1)
+        manager.register_head(page, head_of([first]))
+        manager.release([page])
+    assert (manager.free, manager.cached) == (0, 4)
+    taken = manager.allocate(2)
+    assert manager.match(chain_of(list(range(8)))) == full
+    assert manager.find(head_of([7])) is manager.find(head_of([9])) is None
+    manager.check([taken])
+
+
+def test_a_head_moves_from_a_cached_page_to_one_that_is_owned_and_not_on() -> None:
+    manager = BlockManager(4, SIZE)
+    first, second, third = ([page] for page in manager.allocate(3))
+    for page in (first, second):
+        manager.register_head(page[0], head_of([5]))
+    assert manager.find(head_of([5])) == first[0]
+    manager.release(first)
+    manager.register_head(third[0], head_of([5]))
+    assert manager.find(head_of([5])) == third[0]
+    assert (manager.free, manager.cached) == (2, 0), "nothing else finds the first"
+    manager.check([second, third])
+
+
+def test_the_end_of_a_prompt_is_named_by_all_that_is_before_it() -> None:
+    tokens, others = array("I", range(9)), array("I", [7, *range(1, 9)])
+    plain, salted, other = PageChain(b"", SIZE), PageChain(b"salt", SIZE), PageChain(b"", SIZE)
+    assert plain.identity(tokens, 0) is None
+    assert plain.identity(tokens, 8) == chain_of(list(range(8)))[1], "a full page"
+    names = [plain.identity(tokens, end) for end in range(1, 10)]
+    names += [salted.identity(tokens, end) for end in range(1, 10)]
+    names += [other.identity(others, end) for end in range(1, 10)]
+    assert len(set(names)) == 27
+    assert plain.identity(tokens, 7) == PageChain(b"", SIZE).identity(array("I", range(7)), 7)
+
+
 class Pool(RuleBasedStateMachine):
     """Sequences come, fill pages, grow, are forgotten and go, in any order. No page is lost or in two states
     at any time, and a prefix that is found is the one that was asked for."""
@@ -187,7 +251,17 @@ class Pool(RuleBasedStateMachine):
             if index >= len(hits):
                 self.holds[table[index]] = tokens[: (index + 1) * SIZE]
                 self.manager.register(table[index], identity)
+        if len(tokens) % SIZE:
+            self.holds[table[-1]] = tokens
+            self.manager.register_head(table[-1], head_of(tokens))
         self.tables.append(table)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16))
+    def find(self, tokens: list[int]) -> None:
+        page = self.manager.find(head_of(tokens))
+        assert page is None or self.holds[page] == tokens
+        if page is not None:
+            self.manager.spare(page)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())

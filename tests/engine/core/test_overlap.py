@@ -302,7 +302,7 @@ def test_a_page_is_found_by_others_only_when_its_tokens_are_known() -> None:
     h = Overlapped(page_size=4, step_tokens_max=64)
     h.add(1, [*PROMPT, 1], greedy(3))
     h.launch()
-    h.add(2, [*PROMPT, 2], greedy(3))
+    h.add(2, [*PROMPT, 2, 2], greedy(3))
     second = h.launch()
     assert second is not None
     assert not second.seated, "it waits for what the other computes (rule D)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.planner import PASSED_MAX, Planner
+from engine.core.waiting import WaitingQueue
 from tests.engine.core.harness import Harness, greedy
 
 PROMPT = list(range(1, 11))
@@ -16,8 +17,8 @@ def test_a_page_aligned_prefix_hit_still_computes_the_last_token() -> None:
         h.add(handle, PROMPT[:8], greedy(3))
         h.run()
     h.assert_all_as_solo()
-    assert h.started[2].cached_len == 4
-    assert h.plans[3].lengths == [4]
+    assert h.started[2].cached_len == 7, "the page is not shared, which would leave nothing to compute"
+    assert h.plans[3].lengths == [1]
 
 
 def test_a_prefix_hit_of_all_but_one_token_is_a_single_row() -> None:
@@ -47,7 +48,7 @@ def test_salts_do_not_share_a_prefix() -> None:
     for handle, salt in ((1, b"a"), (2, b"b"), (3, b"a")):
         h.add(handle, PROMPT, greedy(3), cache_salt=salt)
         h.run()
-    assert [h.started[handle].cached_len for handle in (1, 2, 3)] == [0, 0, 8]
+    assert [h.started[handle].cached_len for handle in (1, 2, 3)] == [0, 0, 9]
 
 
 def test_without_the_prefix_cache_nothing_is_shared() -> None:
@@ -141,6 +142,7 @@ def test_equal_pages_of_two_running_sequences_are_merged() -> None:
 def test_equal_prefixes_computed_in_one_step_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule D, which makes the second wait for the first, is switched off."""
     monkeypatch.setattr(Planner, "_is_coming", lambda *_: False)
+    monkeypatch.setattr(WaitingQueue, "is_following", lambda *_: False)
     h = Harness()
     for handle in (1, 2, 3):
         h.add(handle, [1] * 14, greedy(3))

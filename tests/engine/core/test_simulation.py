@@ -211,6 +211,29 @@ def tally(report: Report) -> Counter[object]:
     )
 
 
+def calm(config: SimConfig) -> SimConfig:
+    """The world with many choices, in which each is computed to its end and no page is evicted."""
+    scheduler = replace(config.scheduler, prefix_cache=True, queue_len_max=UNBOUNDED)
+    return replace(
+        config, n_max=16, pages=4000, tenants=1, classes=1, fails=False, abort_share=0.0,
+        in_flight_abort_share=0.0, pause_share=0.0, in_flight_pause_share=0.0, prompt_logprobs_share=0.0,
+        host_pages=0, host_tier=False, disk=False, scheduler=scheduler,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("run", [simulate, simulate_overlapped])
+def test_choices_are_charged_to_the_token_what_they_compute(run: Callable[[int, SimConfig], Report]) -> None:
+    """The choices of a prompt compute it once, however few slots and tokens there are, whatever is cached.
+    Overlapped steps may compute a token more for each choice that ends by a stop token."""
+    choices = 0
+    for seed in range(drawn(60, whole=600)):
+        report = run(seed, calm(random_config(seed)))
+        late = report.reasons[FinishReason.STOP] if run is simulate_overlapped else 0
+        assert report.owed_tokens <= report.computed_tokens <= report.owed_tokens + late, seed
+        choices += len(report.lives) - report.reasons[FinishReason.REJECTED]
+    assert choices > 5000
+
+
 def test_a_simulation_can_be_replayed() -> None:
     first, again = simulate(7, SimConfig()), simulate(7, SimConfig())
     assert first == again

@@ -85,7 +85,9 @@ def test_what_the_cache_has_is_not_counted() -> None:
     h.add(1, [5] * 40, greedy(1))
     h.run()
     h.add(2, [5] * 40, greedy(1))
-    assert h.scheduler.stats().class_tokens == (0, 4, 0)
+    assert h.scheduler.stats().class_tokens == (0, 1, 0)
+    h.add(3, [5] * 39 + [6, 6], greedy(1))
+    assert h.scheduler.stats().class_tokens == (0, 1 + 5, 0)
 
 
 def test_a_paused_sequence_waits_for_its_reader_and_is_not_counted() -> None:

@@ -47,6 +47,7 @@ class Driver:
         random.Random(seed).shuffle(self._host_free)
         self._swapped_out: list[tuple[int, int]] = []
         self._swapped_in: list[tuple[int, int]] = []
+        self._forked: list[tuple[int, int, int]] = []
         self._moved: list[tuple[int, list[int]]] = []
         self._poison = poison
         self._left: list[int] = []
@@ -96,6 +97,18 @@ class Driver:
         self._moved.append((slot, list(life.pages)))
         life.host_pages = []
 
+    def fork(self, slot: int, source: Life, length: int, sampling: SamplingParams) -> Life:
+        """A sequence with the prompt of another takes its first tokens: the next step copies their pages."""
+        size = self.runner.info.page_size
+        life = self.seat(slot, source.tokens[: source.prompt_len], sampling)
+        count = -(-length // size)
+        life.pages, self._free = self._free[:count], self._free[count:]
+        for index, (page, own) in enumerate(zip(source.pages, life.pages, strict=False)):
+            self._forked.append((page, own, min(size, length - index * size)))
+        self._moved.append((slot, list(life.pages)))
+        life.computed = length
+        return life
+
     def step(self, rows: Sequence[tuple[int, int]]) -> RunResult:
         """Compute so many further tokens of each slot; a row that reaches what is known samples."""
         size = self.runner.info.page_size
@@ -113,9 +126,10 @@ class Driver:
             life.computed = end
         slots, lengths = [slot for slot, _ in rows], [length for _, length in rows]
         copies = self._swapped_out, self._swapped_in
-        plan = Plan(0, self._left, self._seated, grown, slots, positions, lengths, samples, *copies)
+        changes = self._left, self._seated, grown
+        plan = Plan(0, *changes, slots, positions, lengths, samples, *copies, forked=self._forked)
         self._left, self._seated, self._moved = [], [], []
-        self._swapped_out, self._swapped_in = [], []
+        self._swapped_out, self._swapped_in, self._forked = [], [], []
         result = self.runner.run(plan)
         if self._poison:
             self._spoil(set(self._free).intersection(page for page, _ in copies[0]))

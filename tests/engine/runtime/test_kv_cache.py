@@ -4,6 +4,7 @@ copied to host memory and back."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,39 @@ def test_what_goes_out_goes_before_what_comes_back() -> None:
     host.copy([(1, 0)], [(1, 1), (0, 2)])
     for layer, device, other in zip((*cache.keys, *cache.values), before, before[layers:], strict=False):
         assert torch.equal(layer, torch.stack([device[0], other[1], device[1]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("clears", [False, True])
+def test_forks_copy_pages_in_their_order_and_clear_tails_where_they_must_be(
+    dtype: torch.dtype, clears: bool
+) -> None:
+    cache = KVCache(replace(GEOMETRY, dtype=dtype), 5)
+    pool = cache.pool.view(torch.uint8)
+    pool.copy_(torch.arange(pool.numel()).view_as(pool) % 251)
+    before = pool.clone()
+    cache.clear_tails = clears
+    cache.fork([(2, 0, 3), (0, 4, 1), (3, 3, 2)])
+    expected = before.clone()
+    for page, source, length in ((0, 2, 3), (4, 2, 1), (3, 3, 2)):
+        expected[:, :, page] = before[:, :, source]
+        if clears:
+            expected[:, :, page, :, length:] = 0
+    assert torch.equal(pool, expected)
+
+
+def test_a_fork_comes_after_what_goes_out_and_before_what_comes_back() -> None:
+    """A page goes to the host and becomes a copy; its source is the place of a page that comes back."""
+    cache = KVCache(GEOMETRY, 3)
+    host = HostPages(cache, 2)
+    before = some_pages(cache, host)
+    layers = 2 * GEOMETRY.layers
+    size = GEOMETRY.page_size
+    host.copy([(1, 0)], [(1, 2)], [(2, 1, size)])
+    for layer, device, other in zip((*cache.keys, *cache.values), before, before[layers:], strict=False):
+        assert torch.equal(layer, torch.stack([device[0], device[2], other[1]]))
+    for layer, device in zip((*host.keys, *host.values), before, strict=False):
+        assert torch.equal(layer[0], device[1])
 
 
 def test_measuring_copies_leaves_the_cache_as_it_was() -> None:

@@ -77,6 +77,35 @@ def test_many_together_twice_under_pressure(tiny_model: MakeModel, family: str) 
     assert last.pages_free + last.pages_cached == PAGES
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("prompt_len", [1, 2, 15, 16, 17, 40])
+def test_choices_are_what_requests_of_their_own_would_be(
+    tiny_model: MakeModel, kernels: str, prompt_len: int
+) -> None:
+    """With the native kernels to the bit, though all but one take their prompt from another's page."""
+    path = tiny_model("qwen3")
+    prompt = random.Random(prompt_len).choices(range(VOCAB_SIZE), k=prompt_len)
+    choices = []
+    for handle in range(7):
+        temperature, penalty = handle % 3 / 2, handle % 2 / 2
+        sampling = SamplingParams(handle, 20, temperature, logprobs=1, frequency_penalty=penalty)
+        choices.append(AddSequence(handle, "req", prompt, sampling))
+    runner = load(path, max_num_seqs=3, max_step_tokens=16, kernels=kernels)
+    config = SchedulerConfig(step_tokens_max=16, queue_len_max=64)
+    steps = serve(Scheduler(config, runner.info), runner, choices)
+    alone = load(path, max_num_seqs=3, max_step_tokens=64, kernels=kernels)
+    config = SchedulerConfig(step_tokens_max=64, queue_len_max=64, prefix_cache=False)
+    in_turn = Scheduler(config, alone.info)
+    expected = [step for choice in choices for step in serve(in_turn, alone, [choice])]
+    (tokens, logprobs), (tokens_alone, logprobs_alone) = all_said(steps), all_said(expected)
+    assert tokens == tokens_alone
+    for handle, values in logprobs.items():
+        error = 0.0 if kernels == "native" else TOLERANCE
+        assert values == pytest.approx(logprobs_alone[handle], abs=error, rel=0.0)
+    assert steps[-1].stats.prefix_hit_tokens == 6 * (prompt_len - 1)
+    assert sum(step.stats.step_tokens for step in steps) == prompt_len - 1 + 7 * 20
+
+
 def serve_overlapped(scheduler: Scheduler, runner: Runner, added: list[AddSequence]) -> list[StepOutput]:
     """The same, each step launched before the one before it is collected."""
     steps: list[StepOutput] = []

@@ -85,8 +85,8 @@ def test_all_that_can_be_asked_for_is_as_on_a_cpu_by_graphs_and_eager(path: Path
 
 
 def test_launching_waits_for_nothing(path: Path) -> None:
-    """Seats, prompts, log-probabilities, replays, swaps: all are queued. Results are collected late, when
-    later plans have taken their place on the device."""
+    """Seats, prompts, log-probabilities, replays, swaps, forks: all are queued. Results are collected late,
+    when later plans have taken their place on the device."""
     runner = load_fake(path, max_num_seqs=len(COMPANY), kv_cache_memory=1 << 20)
     asked = company()
     seated = [SlotAssignment(slot, ids, len(ids), params) for slot, (ids, params) in enumerate(asked)]
@@ -97,7 +97,9 @@ def test_launching_waits_for_nothing(path: Path) -> None:
         ones = [1] * len(slots)
         positions = [n + step - 1 for n in known]
         moves = [(15, 0)] if step == 2 else [], [(0, 16)] if step == 3 else []
-        plans.append(Plan(step, [], [], [], slots, positions, ones, [True] * len(slots), *moves))
+        forks = [(0, 16, 3), (16, 17, 2)] if step == 1 else []
+        samples = [True] * len(slots)
+        plans.append(Plan(step, [], [], [], slots, positions, ones, samples, *moves, forked=forks))
     with no_waits():
         flights = [runner.launch(plan) for plan in plans]
     tokens = [list(column) for column in zip(*(flight.collect().tokens for flight in flights), strict=True)]
@@ -135,6 +137,23 @@ def test_swapped_sequences_go_on_where_they_were(path: Path) -> None:
     driver.swap_in(1, first)
     driver.finish([0, 1], 5)
     assert [first.output, second.output] == reference_greedy(path, prompts, 5)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 20, 37])
+def test_forked_sequences_go_on_as_those_that_computed_it_all(path: Path, length: int) -> None:
+    """By a graph, where each computes one token, and beside a chunk. Nobody's pages hold NaN."""
+    runner = load_fake(path, max_num_seqs=3, kv_cache_memory=1 << 20)
+    driver = Driver(runner)
+    prompt = list(range(5, 43))
+    first = driver.seat(0, prompt, GREEDY)
+    driver.step([(0, 38)])
+    driver.step([(0, 1)])
+    second = driver.fork(1, first, length, GREEDY)
+    driver.step([(0, 1), (1, 38 - length)])
+    third = driver.fork(2, second, 37, GREEDY)
+    driver.finish([0, 1, 2], 6)
+    expected = reference_greedy(path, [prompt], 6)[0]
+    assert [first.output[:6], second.output, third.output[:6]] == [expected] * 3
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where a row is not finite

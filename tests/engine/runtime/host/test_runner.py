@@ -202,6 +202,27 @@ def test_pages_change_places_within_one_step(runner: HostRunner, twin: HostRunne
     assert [life.output for life in (first, second, third)] == [life.output for life in undisturbed]
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("length", [1, 15, 16, 20, 69])
+def test_a_fork_goes_on_as_what_it_was_copied_from(tiny_model: MakeModel, kernels: str, length: int) -> None:
+    """By itself to the bit, with all that lies behind the copied tokens changed since."""
+    driver = Driver(load(tiny_model("qwen3"), kernels=kernels))
+    prompt = [7 + i for i in range(70)]
+    drawn = SamplingParams(seed=5, max_tokens=8, temperature=0.8, logprobs=2)
+    alone = driver.seat(0, prompt, drawn)
+    driver.step([(0, 70)])
+    first = driver.seat(1, prompt, GREEDY)
+    driver.step([(1, 70)])
+    driver.finish([1], 3)
+    second = driver.fork(2, first, length, drawn)
+    driver.step([(2, 70 - length)])
+    driver.finish([0], 6)
+    driver.finish([2], 6)
+    assert second.output == alone.output
+    if kernels == "native":
+        assert second.logprobs == alone.logprobs
+
+
 def test_logprobs_only_for_those_who_ask(runner: HostRunner) -> None:
     driver = Driver(runner)
     asking = SamplingParams(seed=0, max_tokens=2, temperature=0.0, logprobs=2)
