@@ -127,7 +127,8 @@ class Pipeline:
     async def run(self, exchange: Exchange, endpoint: Endpoint) -> None:
         """Answer one request. Raises ApiError, ClientGone or CancelledError; by then all is settled."""
         principal = await self.authenticate(exchange)
-        await self._turns.take(principal.tenant)
+        if (turn := self._turns.ask(principal.tenant)) is not None:
+            await turn
         try:
             await self._take_seat(exchange, principal, endpoint)
             dispatched = await self._dispatch(exchange, principal, endpoint)

@@ -149,7 +149,8 @@ async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: H
         body = await exchange.request.body(
             len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s, hold=holding.hold
         )
-        await state.turns.take(exchange.tenant)
+        if (turn := state.turns.ask(exchange.tenant)) is not None:
+            await turn
     with exchange.enter("validate"):
         if len(body) <= INLINE_LEN_MAX:
             parsed = parse(body, kind, weigh(body, holding))
