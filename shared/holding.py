@@ -78,9 +78,9 @@ def weigh(body: bytes, holding: Holding) -> Census:
     return _held(body, census_of(body), holding)
 
 
-async def weigh_long(body: bytes, holding: Holding, threads: FairThreads, tenant: str) -> Census:
+async def weigh_long(body: bytes, holding: Holding, threads: FairThreads, tenant: str) -> None:
     """The same for a body of any length, slice by slice on a thread."""
-    return _held(body, await threads.run(tenant, census_slices(body)), holding)
+    _held(body, await threads.run(tenant, census_slices(body), holds=True), holding)
 
 
 def _held(body: bytes, census: Census, holding: Holding) -> Census:
