@@ -25,12 +25,14 @@ from aiohttp import web
 from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
+from gateway.client.reading import ReadsInTurn
 from gateway.config import GatewayConfig
 from gateway.edge import Edge
 from gateway.hygiene import HEAD_LEN_MAX
 from gateway.record import CONNECTIONS_CUT
 from shared import logs
 from shared.errors import forget_frames
+from shared.fair_turns import FairTurns
 from shared.http2.sockets import bound_transport
 from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, bound_socket, http1_options
 
@@ -120,6 +122,8 @@ class PublicServer(web.Server):
         """The time of the last warning that connections are cut, in seconds on the loop's clock."""
         self._head_s = config.timeouts.head_s
         self._options = http1_options(config.timeouts.idle_s)
+        self.turns: Final = FairTurns()
+        """The turns in which bodies are read."""
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         """Rule 1: idle connections keep out neither callers nor probes."""
@@ -190,7 +194,7 @@ class _Site(web.SockSite):
         )
 
 
-class _Protocol(RequestHandler):
+class _Protocol(ReadsInTurn):
     """The protocol of one public connection."""
 
     __slots__ = (
@@ -207,7 +211,7 @@ class _Protocol(RequestHandler):
     def __init__(
         self, server: PublicServer, edge: Edge, write_buffer_len: int, head_s: float, **options: Any
     ) -> None:
-        super().__init__(server, **options)
+        super().__init__(server, server.turns, **options)
         self._server = server
         self._edge = edge
         self._write_buffer_len = write_buffer_len
@@ -284,10 +288,11 @@ class _Protocol(RequestHandler):
         return len(data) > most and self._awaits_head and data.find(_HEAD_END, 0, most) < 0
 
     def _has_small_chunks(self, data: bytes) -> bool:
-        if data.count(b"\r\n", CRLFS_LOOKED_AT) * CHUNK_LEN_MIN <= len(data):
-            return False
         request = self._current_request
-        return b"hunked" in data if request is None else "transfer-encoding" in request.headers
+        is_chunked = self._awaits_head if request is None else "transfer-encoding" in request.headers
+        if not is_chunked or data.count(b"\r\n", CRLFS_LOOKED_AT) * CHUNK_LEN_MIN <= len(data):
+            return False
+        return request is not None or b"hunked" in data
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -301,12 +306,6 @@ class _Protocol(RequestHandler):
             self._server.note(self)
         forget_frames(exc)  # aiohttp keeps the error of a failed write, and its frames keep the request
         super().connection_lost(exc)
-
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """Resume reading if it was paused. aiohttp calls this after every read of a body, and would run its
-        parser over nothing each time."""
-        if self._reading_paused:
-            super().resume_reading(resume_parser)
 
     def handle_error(
         self,

@@ -36,14 +36,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable
-from functools import partial
 from typing import Final
 
 from gateway.accounts import Terms
 from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal, ReservationId, Scope
 from gateway.admission.tokens import Count, check_fits, count_tokens, span
 from gateway.admission.usage import NOTHING, Used
-from gateway.admission.validate import validate
+from gateway.admission.validate import validate, validate_slices
 from gateway.billing.lines import Billing
 from gateway.client.body import read_body
 from gateway.config import ALL_ENDPOINTS, GatewayConfig
@@ -128,7 +127,8 @@ class Pipeline:
     async def run(self, exchange: Exchange, endpoint: Endpoint) -> None:
         """Answer one request. Raises ApiError, ClientGone or CancelledError; by then all is settled."""
         principal = await self.authenticate(exchange)
-        await self._turns.take(principal.tenant)
+        if (turn := self._turns.ask(principal.tenant)) is not None:
+            await turn
         try:
             await self._take_seat(exchange, principal, endpoint)
             dispatched = await self._dispatch(exchange, principal, endpoint)
@@ -285,9 +285,9 @@ class Pipeline:
         if len(body) <= INLINE_LEN_MAX:
             parsed = validate(body, endpoint.shape, refuses_unknown, weigh(body, holding))
         else:
-            census = await weigh_long(body, holding, self._threads, principal.tenant)
-            work = partial(validate, body, endpoint.shape, refuses_unknown, census)
-            parsed = await self._threads.call(principal.tenant, work)
+            await weigh_long(body, holding, self._threads, principal.tenant)
+            work = validate_slices(body, endpoint.shape, refuses_unknown)
+            parsed = await self._threads.run(principal.tenant, work, holds=True)
         assert isinstance(parsed.request, ProxiedRequest)
         exchange.ignored_fields = parsed.ignored_header
         exchange.streams = isinstance(parsed.request, GenerationRequest) and bool(parsed.request.stream)

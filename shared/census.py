@@ -20,7 +20,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from shared.fair_threads import Slices
+from shared.fair_threads import Slices, at_once
 
 VALUES_MAX: Final = 256 * 1024
 """The most items of all arrays and fields of all objects: the token ids of a long prompt, and far more than
@@ -94,13 +94,7 @@ def census_of(body: bytes) -> Census:
 
 def take_census(body: bytes, slice_len: int = SLICE_LEN) -> Census:
     """The result of `census_slices`, computed at once."""
-    slices = census_slices(body, slice_len)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            census: Census = end.value
-            return census
+    return at_once(census_slices(body, slice_len))
 
 
 def _is_narrow(piece: bytes) -> bool:

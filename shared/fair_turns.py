@@ -2,12 +2,12 @@
 
 A loop runs all that is ready before it looks at its sockets again. Hundreds of requests that come together
 would hold it for as long as all of them take to begin, and the tokens of running streams would wait for that.
-So a request takes its turn before it begins.
+So a request takes its turn before it begins, and a body that comes in many pieces before each.
 
 Rules
 
-1. In one turn of the loop at most `BEGIN_MAX` requests begin. The others wait for one of the next turns;
-   between two turns the loop does all else that is ready.
+1. In one turn of the loop at most `BEGIN_MAX` requests begin, or bodies are read on. The others wait for one
+   of the next turns; between two turns the loop does all else that is ready.
 2. Tenants that wait go one after another, whatever the number of their requests. Within a tenant the one that
    came first goes first.
 3. A request that was cancelled while it waited takes no turn.
@@ -20,7 +20,7 @@ from collections import deque
 from typing import Final
 
 BEGIN_MAX: Final = 8
-"""Requests that begin in one turn. Each takes a fraction of a millisecond until it waits for something."""
+"""Requests that begin in one turn, or pieces that are read. Each takes a fraction of a millisecond."""
 
 
 class FairTurns:
@@ -36,18 +36,19 @@ class FairTurns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """The requests that wait, by tenant; the tenant that goes next is first."""
 
-    async def take(self, tenant: str) -> None:
-        """Wait for a turn in which the tenant's request may begin."""
+    def ask(self, tenant: str) -> asyncio.Future[None] | None:
+        """Ask for a turn in which the tenant's request may go on: None where this is one, else what is done
+        when it comes. Who needs it no more cancels it."""
         loop = asyncio.get_running_loop()
         if not self._is_turning:
             self._is_turning = True
             loop.call_soon(self._turn)
         if self._begun < BEGIN_MAX and not self._waiting:
             self._begun += 1
-            return
+            return None
         waits: asyncio.Future[None] = loop.create_future()
         self._waiting.setdefault(tenant, deque()).append(waits)
-        await waits
+        return waits
 
     def _turn(self) -> None:
         self._begun = 0

@@ -41,22 +41,22 @@ SHRINK_MIN: Final = 64 * 1024
 class Holding:
     """One request's part of a `FairShare` of bytes."""
 
-    __slots__ = ("_held", "_share", "_tenant")
+    __slots__ = ("_held", "_share", "tenant")
 
     def __init__(self, share: FairShare, tenant: str) -> None:
         self._share: Final = share
-        self._tenant: Final = tenant
+        self.tenant: Final = tenant
         self._held = 0
 
     def hold(self, size: int) -> None:
         """Hold `size` bytes in all from now on. Raises Overloaded when the tenant may not have as many."""
         if size < self._held:
-            self._share.release(self._tenant, self._held - size)
-        elif not self._share.acquire(self._tenant, size - self._held):
+            self._share.release(self.tenant, self._held - size)
+        elif not self._share.acquire(self.tenant, size - self._held):
             raise Overloaded(
                 "Requests hold as much memory as they may. Please try again later.",
                 retry_after_s=1.0,
-                detail=f"bytes: {self._share.describe(self._tenant, size - self._held)}",
+                detail=f"bytes: {self._share.describe(self.tenant, size - self._held)}",
             )
         self._held = size
 
@@ -78,9 +78,9 @@ def weigh(body: bytes, holding: Holding) -> Census:
     return _held(body, census_of(body), holding)
 
 
-async def weigh_long(body: bytes, holding: Holding, threads: FairThreads, tenant: str) -> Census:
+async def weigh_long(body: bytes, holding: Holding, threads: FairThreads, tenant: str) -> None:
     """The same for a body of any length, slice by slice on a thread."""
-    return _held(body, await threads.run(tenant, census_slices(body)), holding)
+    _held(body, await threads.run(tenant, census_slices(body), holds=True), holding)
 
 
 def _held(body: bytes, census: Census, holding: Holding) -> Census:

@@ -36,11 +36,15 @@ def prompt_slices(
         return _checked([ids], "messages")
     prompt_count(request.prompt)
     prompt = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if not isinstance(prompt[0], str):  # all are of one kind
+        longest = len(prompt) if isinstance(prompt[0], int) else max(map(len, prompt))  # type: ignore[arg-type]
+        most, too_long = _bound(len_max, "prompt")
+        if longest > most:
+            raise too_long
+        return tokenizer.prompt_ids(request)
     texts = [item for item in prompt if isinstance(item, str)]
     if not all(texts):
         raise _empty("prompt")
-    if not texts:
-        return tokenizer.prompt_ids(request)
     prompts: list[list[int]] = []
     tokens = encoded_len = 0
     for text in texts:
@@ -65,8 +69,7 @@ def text_slices(
 ) -> Slices[list[int]]:
     """The ids of `Tokenizer.encode`, in slices. `param` names the text in errors, which are those of
     `prompt_slices`."""
-    most = TOKENS_MAX if len_max is None else min(len_max, TOKENS_MAX)
-    too_long = _too_many(param) if most == TOKENS_MAX else _too_long(param, most)
+    most, too_long = _bound(len_max, param)
     slicer = tokenizer.slicer
     if slicer is not None and len(text) > most * slicer.longest:
         raise too_long
@@ -113,6 +116,12 @@ def _checked(prompts: list[list[int]], param: str) -> list[list[int]]:
 
 def _empty(param: str) -> ApiError:
     return InvalidRequest(f"{param} must not be empty.", param=param)
+
+
+def _bound(len_max: int | None, param: str) -> tuple[int, ApiError]:
+    """The most tokens of one prompt, and the error of one that has more."""
+    most = TOKENS_MAX if len_max is None else min(len_max, TOKENS_MAX)
+    return most, _too_many(param) if most == TOKENS_MAX else _too_long(param, most)
 
 
 def _too_long(param: str, len_max: int) -> ApiError:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Final, Generic, TypeVar
@@ -25,8 +26,9 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
-from shared.census import Census, census_of
+from shared.census import SLICE_LEN, Census, census_of
 from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
+from shared.fair_threads import Slices
 from shared.fields import survey
 from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Prompt, PromptRequest
 
@@ -39,6 +41,8 @@ ENCODED_AGAIN_LEN_MAX: Final = 16 * 1024
 """Bytes of the longest body that is encoded again to see whether a field is given twice."""
 FIELDS_MAX: Final = 256
 """The most fields at the body's top level."""
+_REFUSED: Final = (UnicodeDecodeError, RecursionError, msgspec.DecodeError)
+"""The errors of decoding that are the caller's."""
 IGNORED_NAMED_MAX: Final = 32
 """The most names of ignored fields that the answer's header lists."""
 _HEADER_SAFE: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -86,18 +90,44 @@ def parse(body: bytes, type_: type[T], census: Census | None = None) -> Parsed[T
         body.decode()  # msgspec leaves strings that it skips unchecked
         fields = _top_level(body)
         request = _decoder(type_).decode(body)
-    except UnicodeDecodeError:
-        raise InvalidJson("The body is not valid UTF-8.") from None
-    except RecursionError:
-        raise InvalidJson("The body is nested too deeply.") from None
-    except msgspec.ValidationError as error:
-        raise _invalid_value(str(error), type_) from None
-    except msgspec.DecodeError as error:
-        raise _invalid_json(body, str(error)) from None
+    except _REFUSED as error:
+        raise _refusal(error, body, type_) from None
+    return _parsed(request, fields, type_)
+
+
+def parse_slices(body: bytes, type_: type[T]) -> Slices[Parsed[T]]:
+    """The same, pass by pass, for a body of any length whose census was taken and checked already."""
+    try:
+        text = getincrementaldecoder("utf-8")()
+        for at in range(0, len(body), SLICE_LEN):
+            text.decode(body[at : at + SLICE_LEN], final=at + SLICE_LEN >= len(body))
+            yield
+        fields = _top_level(body)
+        yield
+        request = _decoder(type_).decode(body)
+        yield
+    except _REFUSED as error:
+        raise _refusal(error, body, type_) from None
+    return _parsed(request, fields, type_)
+
+
+def _parsed(request: T, fields: dict[str, Raw], type_: type[T]) -> Parsed[T]:
     if isinstance(request, PromptRequest):
         check(request)
     found = survey(request, fields, _names(type_))
     return Parsed(request, fields, found.unknown, found.unsupported)
+
+
+def _refusal(error: Exception, body: bytes, type_: type[Struct]) -> InvalidRequest:
+    match error:
+        case UnicodeDecodeError():
+            return InvalidJson("The body is not valid UTF-8.")
+        case RecursionError():
+            return InvalidJson("The body is nested too deeply.")
+        case msgspec.ValidationError():
+            return _invalid_value(str(error), type_)
+        case _:
+            return _invalid_json(body, str(error))
 
 
 def with_fields(fields: dict[str, Raw], **overrides: object) -> bytes:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from engine.api.admission import (
@@ -47,7 +46,7 @@ from shared.openai import (
 )
 from shared.prompts import prompt_slices
 from shared.timeouts import stated_timeout_ms, stated_timeout_s
-from shared.validation import INLINE_LEN_MAX, Parsed, parse, prompt_count
+from shared.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices, prompt_count
 
 T = TypeVar("T")
 R = TypeVar("R", ChatRequest, CompletionRequest)
@@ -149,13 +148,14 @@ async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: H
         body = await exchange.request.body(
             len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s, hold=holding.hold
         )
-        await state.turns.take(exchange.tenant)
+        if (turn := state.turns.ask(exchange.tenant)) is not None:
+            await turn
     with exchange.enter("validate"):
         if len(body) <= INLINE_LEN_MAX:
             parsed = parse(body, kind, weigh(body, holding))
         else:
-            census = await weigh_long(body, holding, state.threads, exchange.tenant)
-            parsed = await state.threads.call(exchange.tenant, partial(parse, body, kind, census))
+            await weigh_long(body, holding, state.threads, exchange.tenant)
+            parsed = await state.threads.run(exchange.tenant, parse_slices(body, kind), holds=True)
         if (name := parsed.request.model) is not None:
             state.check_name(name)
             exchange.model = name

@@ -13,14 +13,16 @@ The rank of a waiting sequence is its *weighted response ratio*; the highest goe
 - Every sequence counts as having waited `HEAD_START_S` on arrival. Waits much shorter than that hardly change
   the order, so of sequences that came just now the shortest goes first.
 - `share` halves with every `SHARE_HALVED_BY` tokens, beyond the first `SHARE_FREE`, by which a tenant is
-  ahead of the least served of those that compete (`engine.core.tenants`). A tenant's second sequence in line
-  stands as if its first had been served already, and so on: a flood of requests pushes its own tail back, and
-  no other tenant. The head start makes the share weigh more than a wait, hence the free lead: tenants that
-  take turns are never far apart.
+  ahead of the least served of those that compete (`engine.core.tenants`). The head start makes the share
+  weigh more than a wait, hence the free lead: tenants that take turns are never far apart.
+- A tenant has one line, and the ratios of those before a sequence in it count against its own as resistances
+  in series do: `1 / rank` is the sum of `1 / ratio` from the head of the line to the sequence. Of a hundred
+  equal ones the tenth has a tenth of the first's rank. So a flood of requests pushes its own tail back, and
+  no other tenant: what comes alone goes before all of a flood but the first few.
 - A running prefill is ranked by what is left of it, so that a short prompt passes a long one that has begun,
   and a long one that is nearly done is finished before another.
 - A preempted sequence, swapped or not, stands level with the best newcomer of its class or a lower one, and
-  before it; one that yielded its slot to another tenant, with the best newcomer of its own tenant.
+  before it. One that yielded its slot to another tenant stands so in its own tenant's line.
 - A sequence that resumes after a stall and still holds its pages goes first: it needs a slot, and no
   computation to get it.
 
@@ -102,15 +104,17 @@ def by_response_ratio(sequences: Iterable[Sequence], circumstances: Circumstance
     by_status: dict[Status, list[Sequence]] = defaultdict(list)
     for sequence in sequences:
         by_status[sequence.status].append(sequence)
-    preempted = by_status[Status.PREEMPTED] + by_status[Status.SWAPPED]
-    ranks = _ranks_of_newcomers(by_status[Status.WAITING], circumstances)
-    best = _best_ranks(by_status[Status.WAITING] if preempted else (), ranks)
-    for sequence in (*preempted, *by_status[Status.RUNNING]):
+    newcomers, preempted = by_status[Status.WAITING], by_status[Status.PREEMPTED] + by_status[Status.SWAPPED]
+    forced = [sequence for sequence in preempted if not sequence.yields]
+    ranks = _ranks_in_line([*newcomers, *(s for s in preempted if s.yields)], circumstances)
+    best = [0.0] * len(ServiceClass)
+    for sequence in newcomers if forced else ():
+        best[sequence.service_class] = max(best[sequence.service_class], ranks[sequence.handle])
+    for sequence in (*forced, *by_status[Status.RUNNING]):
         lead = circumstances.leads.get(sequence.tenant, 0)
         ranks[sequence.handle] = response_ratio(sequence, circumstances) * share(lead)
-    for sequence in preempted:
-        newcomers = best[sequence.tenant if sequence.yields else None][: sequence.service_class + 1]
-        ranks[sequence.handle] = max(ranks[sequence.handle], *newcomers)
+    for sequence in forced:
+        ranks[sequence.handle] = max(ranks[sequence.handle], *best[: sequence.service_class + 1])
 
     def key(sequence: Sequence) -> tuple[float, bool, float, int]:
         is_new = sequence.status is Status.WAITING
@@ -120,33 +124,35 @@ def by_response_ratio(sequences: Iterable[Sequence], circumstances: Circumstance
     return by_age(stalled) + sorted((s for those in by_status.values() for s in those), key=key)
 
 
-def _ranks_of_newcomers(newcomers: Iterable[Sequence], circumstances: Circumstances) -> dict[int, float]:
-    """Ranks by handle; each counts those of its tenant before it as served already."""
-    of_tenant: dict[str, list[tuple[float, float, int, int]]] = defaultdict(list)
-    for sequence in newcomers:
-        ratio = response_ratio(sequence, circumstances)
-        entry = (-ratio, sequence.arrived_at, sequence.handle, sequence.expected_len)
-        of_tenant[sequence.tenant].append(entry)
+def _ranks_in_line(waiting: Iterable[Sequence], circumstances: Circumstances) -> dict[int, float]:
+    """Ranks by handle of newcomers and of sequences that yielded: in each tenant's line, the ratios in
+    series."""
+    lines: dict[str, list[Sequence]] = defaultdict(list)
+    for sequence in waiting:
+        lines[sequence.tenant].append(sequence)
     ranks = {}
-    for tenant, entries in of_tenant.items():
-        lead = circumstances.leads.get(tenant, 0)
-        for negative, _, handle, expected_len in sorted(entries):
-            ranks[handle] = -negative * share(lead)
-            lead += expected_len
+    for tenant, line in lines.items():
+        its_share, before = share(circumstances.leads.get(tenant, 0)), 0.0
+        for negative, _, _, handle in sorted(_places(line, circumstances)):
+            before -= 1.0 / negative
+            ranks[handle] = its_share / before
     return ranks
 
 
-def _best_ranks(
-    newcomers: Iterable[Sequence], ranks: Mapping[int, float]
-) -> Mapping[str | None, list[float]]:
-    """The highest rank of a newcomer for each class, by tenant and under None for all tenants together; 0.0
-    where there is none."""
-    best: dict[str | None, list[float]] = defaultdict(lambda: [0.0] * len(ServiceClass))
-    for sequence in newcomers:
-        for tenant in (sequence.tenant, None):
-            those, its = best[tenant], sequence.service_class
-            those[its] = max(those[its], ranks[sequence.handle])
-    return best
+def _places(line: Iterable[Sequence], circumstances: Circumstances) -> list[tuple[float, bool, float, int]]:
+    """The sort keys of one tenant's line, each with minus its ratio first."""
+    places, yielded, best = [], list[Sequence](), [0.0] * len(ServiceClass)
+    for sequence in line:
+        if sequence.yields:
+            yielded.append(sequence)
+            continue
+        ratio, its = response_ratio(sequence, circumstances), sequence.service_class
+        best[its] = max(best[its], ratio)
+        places.append((-ratio, True, sequence.arrived_at, sequence.handle))
+    for sequence in yielded:
+        ratio = max(response_ratio(sequence, circumstances), *best[: sequence.service_class + 1])
+        places.append((-ratio, False, sequence.arrived_at, sequence.handle))
+    return places
 
 
 def response_ratio(sequence: Sequence, circumstances: Circumstances) -> float:

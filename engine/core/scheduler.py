@@ -195,9 +195,11 @@ class Scheduler:
         sequence.expected_len -= self._allocator.find_prefix(sequence).computed_len
         coming_len, compute_s = self._allocator.fetch(sequence)
         sequence.expected_len -= coming_len
+        self._tenants.enter(sequence.tenant)
         if message.first_token_s < math.inf:
             expected_s = self._planner.first_token_s(sequence, now, message.first_token_s)
             if expected_s > message.first_token_s:
+                self._tenants.leave(sequence.tenant)
                 self._refuse(message.handle, FinishReason.TOO_LATE, expected_s)
                 return
             self._deadlines.add(sequence.first_token_by, sequence.handle)
@@ -359,6 +361,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         self._allocator.release(sequence)
         del self._sequences[sequence.handle]
+        self._tenants.leave(sequence.tenant)
         self._paused.pop(sequence.handle, None)
         self._fetching.pop(sequence.handle, None)
         sequence.finish(now)
@@ -429,6 +432,7 @@ class Scheduler:
     def check(self) -> None:
         """Assert that no page, slot or sequence is lost or in two places. For tests: O(pages + sequences)."""
         self._allocator.check()
+        self._tenants.check(sequence.tenant for sequence in self._sequences.values())
         self._check_flights()
         living = [*self._waiting, *self._allocator.running.values()]
         assert {sequence.handle: sequence for sequence in living} == self._sequences

@@ -4,9 +4,11 @@ now, which decides whose sequences yield their slots.
 `TenantCounters` has one virtual counter of tokens for each tenant, after the virtual token counter of Sheng
 et al., "Fairness in Serving Large Language Models" (2024). Of two tenants that both have work waiting, the
 one with the smaller counter has been served less. Only differences matter, and only up to `SPAN_TOKENS`: when
-tenants compete, one that lags further behind the most served of them is lifted to that distance. So a tenant
-that is new or was away gets a head start of at most `SPAN_TOKENS` and starves no other; and one that used an
-idle engine owes no more than that for it.
+tenants compete, one that lags further behind the most served of them is lifted to that distance. A tenant
+that is new begins level with the least served of those that are here, as by start-time fair queueing (Goyal,
+Vin and Cheng, 1996), and one that was away as far behind them as it was when it left: what others used
+meanwhile is no credit of its own. Where none is here, all begin level: who used an idle engine owes nothing
+for it.
 
 The counters of `TENANTS_MAX` tenants are kept. Beyond that the tenant whose counter has not changed for
 longest is forgotten, and counts as new when it comes back.
@@ -37,6 +39,41 @@ class TenantCounters:
         assert tenants_max >= 1
         self._tenants_max = tenants_max
         self._served: OrderedDict[str, int] = OrderedDict()
+        self._most = 0
+        """The largest counter that there was."""
+        self._here: Counter[str] = Counter()
+        """The number of sequences of each tenant that has any."""
+        self._behind: dict[str, int] = {}
+        """The tokens by which each tenant that left was behind the least served of the others."""
+
+    def enter(self, tenant: str) -> None:
+        """Count one more sequence of this tenant. One that has none is lifted to where it stood: as far
+        behind the least served of those that have any, or level with the most served of all where none
+        has."""
+        if tenant not in self._here:
+            least = self._least_here()
+            floor = self._most if least is None else least - self._behind.get(tenant, 0)
+            self._set(tenant, max(self._served.get(tenant, 0), floor))
+        self._here[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        """Count one sequence of this tenant less."""
+        self._here[tenant] -= 1
+        assert self._here[tenant] >= 0
+        if self._here[tenant]:
+            return
+        del self._here[tenant]
+        least = self._least_here()
+        if least is not None and tenant in self._served:
+            self._behind[tenant] = max(0, least - self._served[tenant])
+
+    def _least_here(self) -> int | None:
+        return min([self._served.get(each, 0) for each in self._here], default=None)
+
+    def check(self, here: Iterable[str]) -> None:
+        """Assert that the counts are those of the sequences that have not ended; `here` has the tenant of
+        each."""
+        assert self._here == Counter(here)
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Count `tokens` as computed for this tenant."""
@@ -58,9 +95,11 @@ class TenantCounters:
 
     def _set(self, tenant: str, served: int) -> None:
         self._served[tenant] = served
+        self._most = max(self._most, served)
         self._served.move_to_end(tenant)
         if len(self._served) > self._tenants_max:
-            self._served.popitem(last=False)
+            forgotten, _ = self._served.popitem(last=False)
+            self._behind.pop(forgotten, None)
 
 
 class TenantHoldings:

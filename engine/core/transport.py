@@ -28,13 +28,13 @@ from engine.core.messages import CoreInput, CoreOutput
 from shared.clock import SYSTEM_CLOCK
 
 HIGH_WATER_MARK: Final = 128
-"""Messages that each socket queues."""
+"""Messages that the socket outward queues."""
 RECEIVE_MAX: Final = 1024
-"""Messages that one step takes in."""
+"""Messages that the socket inward queues, and that one step takes in. A message behind more than the socket
+queues waits for a step more: one request alone may send 256."""
 PARENT_CHECK_MS: Final = 1000
 LINGER_MS: Final = 2000
 """The time that messages may take to leave after `close`, in milliseconds."""
-assert HIGH_WATER_MARK <= RECEIVE_MAX
 
 
 class _Parent:
@@ -55,7 +55,7 @@ class ZmqInbox:
         self._parent = _Parent()
         self._decoder = msgspec.msgpack.Decoder(CoreInput)
         self._socket = context.socket(zmq.PULL)
-        self._socket.set_hwm(HIGH_WATER_MARK)
+        self._socket.set_hwm(RECEIVE_MAX)
         self._socket.connect(endpoint)
 
     def receive(self, wait_s: float) -> list[CoreInput]:

@@ -11,8 +11,9 @@ from msgspec import Struct
 
 from shared.census import Census
 from shared.errors import InvalidRequest
+from shared.fair_threads import Slices
 from shared.openai import GenerationRequest
-from shared.validation import Parsed, parse
+from shared.validation import Parsed, parse, parse_slices
 
 T = TypeVar("T", bound=Struct)
 
@@ -28,7 +29,17 @@ def validate(
     body: bytes, type_: type[T], unknown_fields: Literal["ignore", "refuse"], census: Census
 ) -> Parsed[T]:
     """Parse a body. Raises InvalidJson or InvalidRequest, which name the field."""
-    parsed = parse(body, type_, census)
+    return _admitted(parse(body, type_, census), unknown_fields)
+
+
+def validate_slices(
+    body: bytes, type_: type[T], unknown_fields: Literal["ignore", "refuse"]
+) -> Slices[Parsed[T]]:
+    """The same, pass by pass, for a body of any length whose census was taken and checked already."""
+    return _admitted((yield from parse_slices(body, type_)), unknown_fields)
+
+
+def _admitted(parsed: Parsed[T], unknown_fields: Literal["ignore", "refuse"]) -> Parsed[T]:
     if isinstance(parsed.request, GenerationRequest) and parsed.request.penstock is not None:
         raise InvalidRequest("penstock is set by the gateway alone.", param="penstock")
     if parsed.ignored and unknown_fields == "refuse":

@@ -165,3 +165,39 @@ async def test_workers_work_side_by_side() -> None:
 
     await asyncio.gather(threads.run("a", meet()), threads.run("b", meet()))  # type: ignore[arg-type]
     threads.close()
+
+
+async def test_slices_that_hold_the_interpreter_go_one_at_a_time_and_keep_no_worker_from_others() -> None:
+    threads = FairThreads(2)
+    running, most = set[str](), 0
+    beside = threading.Barrier(2, timeout=PATIENCE_S)
+
+    def held(name: str) -> Slices[None]:
+        nonlocal most
+        for _ in range(3):
+            running.add(name)
+            most = max(most, len(running))
+            beside.wait()
+            running.remove(name)
+            yield
+
+    def free() -> Slices[None]:
+        for _ in range(6):
+            beside.wait()
+            yield
+
+    holding = [threads.run(name, held(name), holds=True) for name in "ab"]
+    await asyncio.gather(*holding, threads.run("c", free()))
+    assert most == 1
+    threads.close()
+
+
+async def test_a_slice_that_held_the_interpreter_leaves_it_to_the_loop_for_as_long(bench: Bench) -> None:
+    """No turn of the loop comes near that time."""
+    held = asyncio.create_task(bench.threads.run("a", bench.job("held", 2, slice_s=1e6), holds=True))
+    while not bench.done:  # noqa: ASYNC110 -- another thread's work
+        await asyncio.sleep(0)
+    await bench.threads.run("b", bench.job("other", 5))
+    await bench.threads.run("a", bench.job("its own", 5))
+    assert bench.done.count("held") == 1
+    held.cancel()

@@ -10,6 +10,12 @@ FLOOD = 5 * BEGIN_MAX
 TURNS_MAX = 100
 
 
+async def take(turns: FairTurns, tenant: str) -> None:
+    """Wait for a turn of this tenant's."""
+    if (turn := turns.ask(tenant)) is not None:
+        await turn
+
+
 class Bench:
     """Requests that note in which turn of the loop they begin."""
 
@@ -19,7 +25,7 @@ class Bench:
         self.begun: list[tuple[int, str]] = []
 
     async def request(self, tenant: str) -> None:
-        await self.turns.take(tenant)
+        await take(self.turns, tenant)
         self.begun.append((self.turn, tenant))
 
     async def run(self, tenants: Sequence[str], then: Sequence[str] = ()) -> list[asyncio.Task[None]]:
@@ -61,7 +67,7 @@ async def test_tenants_that_wait_take_turns_and_keep_the_order_of_their_own() ->
     turns, begun = FairTurns(), list[str]()
 
     async def request(tenant: str, number: int) -> None:
-        await turns.take(tenant)
+        await take(turns, tenant)
         begun.append(f"{tenant}{number}")
 
     first = [asyncio.create_task(request("a", number)) for number in range(BEGIN_MAX + 4)]
@@ -73,12 +79,12 @@ async def test_tenants_that_wait_take_turns_and_keep_the_order_of_their_own() ->
 
 async def test_a_request_that_was_cancelled_takes_no_turn() -> None:
     turns = FairTurns()
-    tasks = [asyncio.create_task(turns.take("a")) for _ in range(FLOOD)]
+    tasks = [asyncio.create_task(take(turns, "a")) for _ in range(FLOOD)]
     await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    late = asyncio.create_task(turns.take("b"))
+    late = asyncio.create_task(take(turns, "b"))
     for _ in range(3):
         await asyncio.sleep(0)
     assert late.done()

@@ -74,6 +74,15 @@ def test_a_text_that_cannot_fit_is_refused_by_its_length_alone() -> None:
     assert "100 tokens" in refused.value.message
 
 
+@pytest.mark.parametrize("prompt", [[10**9] * 101, [[1], [10**9] * 101]], ids=["ids", "lists of ids"])
+def test_ids_that_cannot_fit_are_refused_before_any_is_looked_at(prompt: Any) -> None:
+    """There may be a million, and none of these has a token."""
+    with pytest.raises(ContextLengthExceeded, match="100 tokens"):
+        finish(prompt_slices(BYTE_LEVEL, completion(prompt), 100))
+    with pytest.raises(InvalidRequest, match="token ids"):
+        finish(prompt_slices(BYTE_LEVEL, completion(prompt), 101))
+
+
 def test_counting_stops_where_the_bound_is_passed() -> None:
     text = WORDS * 20_000
     whole, slices = finish(text_slices(BYTE_LEVEL, text, None, "prompt"))

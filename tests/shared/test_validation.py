@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared import validation
 from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
+from shared.fair_threads import at_once
 from shared.openai import (
     BODY_LEN_MAX,
     PROMPTS_MAX,
@@ -19,7 +22,7 @@ from shared.openai import (
     DetokenizeRequest,
     GenerationRequest,
 )
-from shared.validation import IGNORED_NAMED_MAX, parse, with_fields
+from shared.validation import IGNORED_NAMED_MAX, Parsed, parse, parse_slices, with_fields
 from tests.shared.request_bodies import (
     CHAT,
     MESSAGE,
@@ -78,6 +81,29 @@ def test_hostile_bodies_are_refused(body: bytes, param: str | None) -> None:
     error = refused(body)
     assert error.param == param
     assert len(error.message) < 200
+
+
+def passes(body: bytes, type_: type[ChatRequest]) -> Parsed[ChatRequest]:
+    return at_once(parse_slices(body, type_))
+
+
+def outcome(how: Callable[[bytes, type[ChatRequest]], Parsed[ChatRequest]], body: bytes) -> object:
+    try:
+        return how(body, ChatRequest)
+    except InvalidRequest as error:
+        return type(error), error.message, error.param
+
+
+@pytest.mark.parametrize("slice_len", [1, 3, 1 << 20])
+def test_a_body_that_is_parsed_pass_by_pass_is_what_it_is_at_once(
+    monkeypatch: pytest.MonkeyPatch, slice_len: int
+) -> None:
+    """Whatever character or surrogate the slices cut in two."""
+    monkeypatch.setattr(validation, "SLICE_LEN", slice_len)
+    wide = chat(user="\u00e9\u20ac\U0001f600" * 3)
+    bodies = [body for body, _ in HOSTILE.values() if len(body) < 10_000]
+    for body in [*bodies, chat(), wide, wide[:-3], wide.replace(b"\xf0", b"\xe2"), chat(n="x"), b"", b"{}"]:
+        assert outcome(passes, body) == outcome(parse, body)
 
 
 def test_pairs_of_surrogates_are_characters() -> None:

@@ -82,10 +82,29 @@ def test_fairness_puts_a_tenant_that_is_ahead_behind_the_others() -> None:
 
 
 def test_fairness_lets_a_flood_push_only_its_own_tail_back() -> None:
-    """No tenant is ahead yet, and still the flood's third request counts its first two."""
+    """No tenant is ahead yet, and still the flood's second request counts its first."""
     flood = [sequence(handle, 9.0, tenant="a", prompt_len=2048) for handle in range(1, 30)]
     other = sequence(99, 9.5, tenant="b", prompt_len=2048)
-    assert ordered(*flood, other)[:3] == [1, 2, 99]
+    assert ordered(*flood, other)[:3] == [1, 99, 2]
+
+
+@pytest.mark.parametrize("prompt_len", [1, 12, 100])
+def test_fairness_puts_what_comes_alone_before_a_flood_of_shorter_prompts_but_its_first(
+    prompt_len: int,
+) -> None:
+    """However short they are: of prompts of a tenth of its length ten go first, and not all two hundred."""
+    flood = [sequence(handle, 9.0, tenant="a", prompt_len=prompt_len) for handle in range(1, 200)]
+    other = sequence(999, 9.1, tenant="b", prompt_len=10 * prompt_len)
+    order = ordered(*flood, other)
+    assert order.index(999) <= 12
+    assert [handle for handle in order if handle != 999] == list(range(1, 200))
+
+
+def test_the_tenth_of_a_line_of_equals_has_a_tenth_of_the_rank_of_its_first() -> None:
+    line = [sequence(handle, 10.0, tenant="a", prompt_len=100) for handle in range(1, 40)]
+    others = sequence(91, 10.0, tenant="b", prompt_len=9000), sequence(92, 10.0, tenant="c", prompt_len=11000)
+    order = ordered(*line, *others)
+    assert order.index(91) < order.index(10) < order.index(92)  # 1 + 1 s / 9 s, a tenth of 1 + 1 s / 0.1 s
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(1, 500), st.sampled_from("ab"),

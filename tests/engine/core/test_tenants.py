@@ -31,3 +31,54 @@ def test_fairness_keeps_a_bounded_number_of_tenants_and_a_forgotten_one_is_new()
     for tenant in ("a", "b", "c"):
         counters.charge(tenant, 10 * SPAN_TOKENS)
     assert counters.leads(["a", "c"]) == {"a": 0, "c": SPAN_TOKENS}
+
+
+@pytest.mark.parametrize("newcomer", ["unheard of", "away"])
+def test_fairness_lets_a_tenant_that_comes_begin_level_with_the_least_served_of_those_that_are_here(
+    newcomer: str,
+) -> None:
+    """What the others were served before it came is no credit of its own."""
+    counters = TenantCounters()
+    counters.charge("away", 1)
+    counters.charge("gone", 100 * SPAN_TOKENS)
+    counters.enter("busy")
+    counters.enter("modest")
+    counters.charge("busy", 500)
+    counters.charge("modest", 200)
+    counters.enter(newcomer)
+    level = {"modest": 0, newcomer: 0}
+    assert counters.leads(["busy", *level]) == {"busy": 300, **level}
+
+
+def test_fairness_lets_a_tenant_that_is_behind_stay_there_while_it_is_here() -> None:
+    counters = TenantCounters()
+    for tenant in ("modest", "busy", "modest"):
+        counters.enter(tenant)
+    counters.charge("busy", 900)
+    counters.leave("modest")
+    counters.enter("modest")
+    assert counters.leads(["busy", "modest"]) == {"busy": 900, "modest": 0}
+
+
+def test_fairness_keeps_a_tenant_that_is_away_as_far_behind_as_it_was() -> None:
+    """It comes for a request now and then, beside one that is always here."""
+    counters = TenantCounters()
+    counters.enter("modest")
+    counters.enter("busy")
+    counters.charge("busy", 900)
+    counters.leave("modest")
+    counters.charge("busy", 5000)
+    counters.enter("modest")
+    assert counters.leads(["busy", "modest"]) == {"busy": 900, "modest": 0}
+    counters.enter("new")
+    assert counters.leads(["new", "modest"]) == {"new": 0, "modest": 0}
+
+
+def test_fairness_forgets_who_used_an_idle_engine() -> None:
+    counters = TenantCounters()
+    counters.enter("alone")
+    counters.charge("alone", 900)
+    counters.leave("alone")
+    for tenant in ("new", "alone"):
+        counters.enter(tenant)
+    assert counters.leads(["new", "alone"]) == {"new": 0, "alone": 0}
