@@ -31,6 +31,7 @@ from engine.runtime.kernels.autotune import (
     folded_shape,
 )
 from engine.runtime.kernels.matmul import Tile
+from tests.engine.runtime.kernels.interpreter import prepare_interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
 TOY = replace(
@@ -44,6 +45,7 @@ TOY = replace(
     windows=(None,),
 )
 FLOORS = (4e12, 7e14)
+prepare_interpreter()
 
 
 @dataclass
