@@ -67,9 +67,9 @@ def test_the_queue_by_class_and_age_and_what_preemption_costs_whom(
         assert now["class_waiting_age_seconds:priority"] == 0
         closings = [closing_of(response) for response in (*flex, high, *waiting)]
     until(lambda: len(process.completed) == 5)
-    assert [closing["preemptions"] for closing in closings].count(1) == 1
+    assert [closing.get("preemptions", 0) for closing in closings].count(1) == 1
     for closing in closings:
-        assert (closing["preempted_ms"] > 0) == (closing["preemptions"] == 1)
+        assert (closing.get("preempted_ms", 0) > 0) == (closing.get("preemptions", 0) == 1)
         assert closing["prefill_ms"] > 0
         assert closing["decode_ms"] > 0
     assert closings[3]["queue_ms"] > closings[2]["queue_ms"], "the low waited for the high"
