@@ -48,7 +48,13 @@ from engine.core.step import InFlight
 from engine.core.swap import Brought, Preference, Prefix, Swapper
 from engine.core.tenants import TenantHoldings
 from engine.core.tiers import DiskLink, PageDisk
-from engine.core.victims import by_expendability, choose_stalled, choose_victims, may_yield
+from engine.core.victims import (
+    YIELDS_AHEAD_S,
+    by_expendability,
+    choose_stalled,
+    choose_victims,
+    may_yield,
+)
 from engine.core.waiting import WaitingQueue
 
 
@@ -199,7 +205,7 @@ class Allocator:
         highest = max((s.service_class for s in waiting), default=min(ServiceClass))
         if any(s.service_class < highest for s in self.running.values()):
             return True  # rule G
-        if now < self._may_yield_from:
+        if now + YIELDS_AHEAD_S < self._may_yield_from:
             return False
         tenants = {sequence.tenant for sequence in waiting}
         slots_of = self.holdings.slots.items()
@@ -221,7 +227,7 @@ class Allocator:
         if lower and self.fits(sequence, prefix, lower):
             ordered = by_expendability(lower, self._restore_s, self.holdings)
             return self._preempt_enough(sequence, prefix, ordered, builder, now, yields=False)
-        if now < self._may_yield_from:
+        if now + YIELDS_AHEAD_S < self._may_yield_from:
             return False
         yielding = [s for s in may_yield(self.running.values(), sequence) if s.slot not in seated]
         known_pages = pages_for(len(sequence.tokens), self._runner.page_size)
@@ -254,7 +260,7 @@ class Allocator:
             if self.fits(sequence, prefix, fewer):
                 chosen = fewer
         if yields:
-            self._may_yield_from = now + sum(map(self._restore_s, chosen))
+            self._may_yield_from = max(now, self._may_yield_from) + sum(map(self._restore_s, chosen))
         for victim in chosen:
             self._preempt(victim, builder, now, Move.PREEMPTED_SHARE if yields else Move.PREEMPTED_CLASS)
         return True

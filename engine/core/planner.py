@@ -196,7 +196,7 @@ class Planner:
 
     def _circumstances(self, now: float, rivals: Iterable[Sequence]) -> Circumstances:
         competing = {sequence.tenant for sequence in rivals}
-        return Circumstances(now, self.learner.cost, self.tenants.leads(competing))
+        return Circumstances(now, self.learner.cost, self.tenants.leads(competing), self.tenants.admitted_at)
 
     def _admit_by_rank(self, builder: PlanBuilder, news: News, circumstances: Circumstances) -> None:
         allocator, now = self.allocator, circumstances.now
@@ -245,6 +245,7 @@ class Planner:
         self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, news: News, now: float
     ) -> None:
         is_new = sequence.status is Status.WAITING
+        self.tenants.admitted_at[sequence.tenant] = now
         brought = self.allocator.admit(sequence, prefix, builder, now)
         slot, cached_len = sequence.slot, sequence.computed_len
         assert slot is not None

@@ -15,10 +15,12 @@ The rank of a waiting sequence is its *weighted response ratio*; the highest goe
 - `share` halves with every `SHARE_HALVED_BY` tokens, beyond the first `SHARE_FREE`, by which a tenant is
   ahead of the least served of those that compete (`engine.core.tenants`). The head start makes the share
   weigh more than a wait, hence the free lead: tenants that take turns are never far apart.
-- A tenant has one line, and the ratios of those before a sequence in it count against its own as resistances
-  in series do: `1 / rank` is the sum of `1 / ratio` from the head of the line to the sequence. Of a hundred
-  equal ones the tenth has a tenth of the first's rank. So a flood of requests pushes its own tail back, and
-  no other tenant: what comes alone goes before all of a flood but the first few.
+- A tenant has one line, ordered by ratio, and the ratios of those before a sequence in it count against its
+  own as resistances in series do: `1 / rank` is the sum of `1 / ratio` from the head of the line to the
+  sequence. Of a hundred equal ones the tenth has a tenth of the first's rank. So a flood of requests pushes
+  its own tail back, and no other tenant: what comes alone goes before all of a flood but the first few.
+- In that sum a wait counts from the tenant's last admission on: before that, the sequence waited for others
+  of its own tenant. Else the requests of a crowd would be old when their turns come, and pass every newcomer.
 - A running prefill is ranked by what is left of it, so that a short prompt passes a long one that has begun,
   and a long one that is nearly done is finished before another.
 - A preempted sequence, swapped or not, stands level with the best newcomer of its class or a lower one, and
@@ -51,7 +53,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from engine.core.cost import StepCost
@@ -81,6 +83,9 @@ class Circumstances:
     cost: StepCost
     leads: Mapping[str, int]
     """The tokens by which each tenant is ahead of the least served of those that compete."""
+    admitted_at: Mapping[str, float] = field(default_factory=dict)
+    """When a sequence of each tenant was last admitted, by the core's clock; tenants without any are left
+    out."""
 
 
 Order = Callable[[Iterable[Sequence], Circumstances], list[Sequence]]
@@ -106,15 +111,14 @@ def by_response_ratio(sequences: Iterable[Sequence], circumstances: Circumstance
         by_status[sequence.status].append(sequence)
     newcomers, preempted = by_status[Status.WAITING], by_status[Status.PREEMPTED] + by_status[Status.SWAPPED]
     forced = [sequence for sequence in preempted if not sequence.yields]
-    ranks = _ranks_in_line([*newcomers, *(s for s in preempted if s.yields)], circumstances)
+    yielded = [sequence for sequence in preempted if sequence.yields]
+    ranks = _ranks_in_line([*newcomers, *yielded, *by_status[Status.RUNNING]], circumstances)
     best = [0.0] * len(ServiceClass)
     for sequence in newcomers if forced else ():
         best[sequence.service_class] = max(best[sequence.service_class], ranks[sequence.handle])
-    for sequence in (*forced, *by_status[Status.RUNNING]):
-        lead = circumstances.leads.get(sequence.tenant, 0)
-        ranks[sequence.handle] = response_ratio(sequence, circumstances) * share(lead)
     for sequence in forced:
-        ranks[sequence.handle] = max(ranks[sequence.handle], *best[: sequence.service_class + 1])
+        own = response_ratio(sequence, circumstances) * share(circumstances.leads.get(sequence.tenant, 0))
+        ranks[sequence.handle] = max(own, *best[: sequence.service_class + 1])
 
     def key(sequence: Sequence) -> tuple[float, bool, float, int]:
         is_new = sequence.status is Status.WAITING
@@ -124,42 +128,56 @@ def by_response_ratio(sequences: Iterable[Sequence], circumstances: Circumstance
     return by_age(stalled) + sorted((s for those in by_status.values() for s in those), key=key)
 
 
-def _ranks_in_line(waiting: Iterable[Sequence], circumstances: Circumstances) -> dict[int, float]:
-    """Ranks by handle of newcomers and of sequences that yielded: in each tenant's line, the ratios in
-    series."""
+def _ranks_in_line(sequences: Iterable[Sequence], circumstances: Circumstances) -> dict[int, float]:
+    """Ranks by handle: in each tenant's line, the ratios in series."""
     lines: dict[str, list[Sequence]] = defaultdict(list)
-    for sequence in waiting:
+    for sequence in sequences:
         lines[sequence.tenant].append(sequence)
     ranks = {}
     for tenant, line in lines.items():
-        its_share, before = share(circumstances.leads.get(tenant, 0)), 0.0
-        for negative, _, _, handle in sorted(_places(line, circumstances)):
-            before -= 1.0 / negative
-            ranks[handle] = its_share / before
+        its_share, resistance = share(circumstances.leads.get(tenant, 0)), 0.0
+        for _, _, _, handle, ratio in sorted(_places(tenant, line, circumstances)):
+            resistance += 1.0 / ratio
+            ranks[handle] = its_share / resistance
     return ranks
 
 
-def _places(line: Iterable[Sequence], circumstances: Circumstances) -> list[tuple[float, bool, float, int]]:
-    """The sort keys of one tenant's line, each with minus its ratio first."""
-    places, yielded, best = [], list[Sequence](), [0.0] * len(ServiceClass)
-    for sequence in line:
-        if sequence.yields:
-            yielded.append(sequence)
-            continue
-        ratio, its = response_ratio(sequence, circumstances), sequence.service_class
-        best[its] = max(best[its], ratio)
-        places.append((-ratio, True, sequence.arrived_at, sequence.handle))
-    for sequence in yielded:
-        ratio = max(response_ratio(sequence, circumstances), *best[: sequence.service_class + 1])
-        places.append((-ratio, False, sequence.arrived_at, sequence.handle))
+def _places(
+    tenant: str, line: Iterable[Sequence], circumstances: Circumstances
+) -> list[tuple[float, bool, float, int, float]]:
+    """The sort keys of one tenant's line, which begin with minus the ratio and the handle of which is the
+    last part; behind each the ratio that counts among tenants."""
+    since = circumstances.admitted_at.get(tenant, -math.inf)
+    best, places = [0.0] * len(ServiceClass), []
+    for sequence in sorted(line, key=_has_yielded):
+        ratio, among_tenants = _ratios(sequence, circumstances, since)
+        its, stands_aside = sequence.service_class, _has_yielded(sequence)
+        if stands_aside:
+            ratio = max(ratio, *best[: its + 1])
+        elif sequence.status is Status.WAITING:
+            best[its] = max(best[its], ratio)
+        places.append((-ratio, not stands_aside, sequence.arrived_at, sequence.handle, among_tenants))
     return places
+
+
+def _has_yielded(sequence: Sequence) -> bool:
+    """True if it waits because it yielded its slot to another tenant."""
+    return bool(sequence.yields) and sequence.status is not Status.RUNNING
 
 
 def response_ratio(sequence: Sequence, circumstances: Circumstances) -> float:
     """The weight of its class, times one plus its wait (head start included) in units of its service time."""
+    return _ratios(sequence, circumstances)[0]
+
+
+def _ratios(
+    sequence: Sequence, circumstances: Circumstances, since: float = -math.inf
+) -> tuple[float, float]:
+    """The response ratio, and the same of what it waited from `since` on."""
     waited_s = HEAD_START_S + circumstances.now - sequence.arrived_at
-    service_s = circumstances.cost.service_s(sequence.expected_len)
-    return WEIGHTS[sequence.service_class] * (1.0 + waited_s / service_s)
+    lately_s = min(waited_s, HEAD_START_S + circumstances.now - since)
+    service_s, weight = circumstances.cost.service_s(sequence.expected_len), WEIGHTS[sequence.service_class]
+    return weight * (1.0 + waited_s / service_s), weight * (1.0 + lately_s / service_s)
 
 
 def share(lead: int) -> float:

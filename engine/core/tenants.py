@@ -5,10 +5,9 @@ now, which decides whose sequences yield their slots.
 et al., "Fairness in Serving Large Language Models" (2024). Of two tenants that both have work waiting, the
 one with the smaller counter has been served less. Only differences matter, and only up to `SPAN_TOKENS`: when
 tenants compete, one that lags further behind the most served of them is lifted to that distance. A tenant
-that is new begins level with the least served of those that are here, as by start-time fair queueing (Goyal,
-Vin and Cheng, 1996), and one that was away as far behind them as it was when it left: what others used
-meanwhile is no credit of its own. Where none is here, all begin level: who used an idle engine owes nothing
-for it.
+that is new or was away begins level with the least served of those that are here, as by start-time fair
+queueing (Goyal, Vin and Cheng, 1996): what others used meanwhile is no credit of its own. Where none is here,
+all begin level: who used an idle engine owes nothing for it.
 
 The counters of `TENANTS_MAX` tenants are kept. Beyond that the tenant whose counter has not changed for
 longest is forgotten, and counts as new when it comes back.
@@ -43,37 +42,30 @@ class TenantCounters:
         """The largest counter that there was."""
         self._here: Counter[str] = Counter()
         """The number of sequences of each tenant that has any."""
-        self._behind: dict[str, int] = {}
-        """The tokens by which each tenant that left was behind the least served of the others."""
+        self.admitted_at: Final[dict[str, float]] = {}
+        """When a sequence of each tenant that has any was last admitted."""
 
     def enter(self, tenant: str) -> None:
-        """Count one more sequence of this tenant. One that has none is lifted to where it stood: as far
-        behind the least served of those that have any, or level with the most served of all where none
-        has."""
+        """Count one more sequence of this tenant. One that has none is lifted to the least served of those
+        that have any, or to the most served of all where none has."""
         if tenant not in self._here:
-            least = self._least_here()
-            floor = self._most if least is None else least - self._behind.get(tenant, 0)
-            self._set(tenant, max(self._served.get(tenant, 0), floor))
+            least = min([self._served.get(each, 0) for each in self._here], default=self._most)
+            self._set(tenant, max(self._served.get(tenant, 0), least))
         self._here[tenant] += 1
 
     def leave(self, tenant: str) -> None:
         """Count one sequence of this tenant less."""
         self._here[tenant] -= 1
         assert self._here[tenant] >= 0
-        if self._here[tenant]:
-            return
-        del self._here[tenant]
-        least = self._least_here()
-        if least is not None and tenant in self._served:
-            self._behind[tenant] = max(0, least - self._served[tenant])
-
-    def _least_here(self) -> int | None:
-        return min([self._served.get(each, 0) for each in self._here], default=None)
+        if not self._here[tenant]:
+            del self._here[tenant]
+            self.admitted_at.pop(tenant, None)
 
     def check(self, here: Iterable[str]) -> None:
         """Assert that the counts are those of the sequences that have not ended; `here` has the tenant of
         each."""
         assert self._here == Counter(here)
+        assert self.admitted_at.keys() <= self._here.keys()
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Count `tokens` as computed for this tenant."""
@@ -98,8 +90,7 @@ class TenantCounters:
         self._most = max(self._most, served)
         self._served.move_to_end(tenant)
         if len(self._served) > self._tenants_max:
-            forgotten, _ = self._served.popitem(last=False)
-            self._behind.pop(forgotten, None)
+            self._served.popitem(last=False)
 
 
 class TenantHoldings:

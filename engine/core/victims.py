@@ -12,9 +12,10 @@ J. Slots are shared by tenants. A sequence that does not fit, and with which its
    another tenant holds now, by their dominant shares (`engine.core.tenants`), takes slot and pages from that
    other tenant, again if that is enough. Spared are the oldest running sequence of each tenant and those of a
    higher class. Protected ones are not spared: otherwise a tenant with only protected ones could keep every
-   slot as long as it likes. After victims that cost `r` seconds to restore, no sequence yields for `r`
-   seconds, so restoring takes at most half of the time, however often tenants come and go. Where a decode
-   needs a page, the tenant that holds most gives one up first.
+   slot as long as it likes. Each second that restoring victims will take is paid for by a second without
+   yields, so restoring takes at most half of the time, however often tenants come and go. `YIELDS_AHEAD_S`
+   of it need not be paid for before, since newcomers come in bursts. Where a decode needs a page, the tenant
+   that holds most gives one up first.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
+from typing import Final
 
 from engine.core.messages import ServiceClass
 from engine.core.policy import age
 from engine.core.sequence import Sequence
 from engine.core.tenants import TenantHoldings
+
+YIELDS_AHEAD_S: Final = 1.0
+"""The seconds of restoring that yields may cause before time without them has paid for it (rule J)."""
 
 
 def may_yield(running: Iterable[Sequence], sequence: Sequence) -> list[Sequence]:

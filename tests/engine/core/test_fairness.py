@@ -131,7 +131,9 @@ def test_a_decode_preempts_a_sequence_of_the_tenant_that_holds_most() -> None:
     assert h.finished[9].preemptions == 0
 
 
-def test_after_a_yield_none_follows_until_its_sequence_could_have_been_restored() -> None:
+def test_yields_are_paid_for_by_time_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a yield none follows until its sequence could have been restored, but for what may be ahead."""
+    monkeypatch.setattr("engine.core.allocator.YIELDS_AHEAD_S", 0.0)
     h = flooded()
     while h.scheduler.stats().running < 8:
         h.step()
@@ -146,6 +148,17 @@ def test_after_a_yield_none_follows_until_its_sequence_could_have_been_restored(
     h.now = at + 60.0
     assert h.plan() is not None
     assert yields(h) == [7, 8]
+
+
+def test_newcomers_that_come_together_need_not_wait_for_each_others_yields() -> None:
+    h = flooded()
+    while h.scheduler.stats().running < 8:
+        h.step()
+    for handle, tenant in ((100, "b"), (101, "c"), (102, "d")):
+        h.add(handle, [handle % 50] * 4, greedy(LONG), tenant=tenant)
+    h.now = 150.0
+    h.step()
+    assert yields(h) == [6, 7, 8]
 
 
 def test_a_sequence_that_waits_for_its_own_tenant_blocks_no_other_tenant() -> None:

@@ -107,6 +107,21 @@ def test_the_tenth_of_a_line_of_equals_has_a_tenth_of_the_rank_of_its_first() ->
     assert order.index(91) < order.index(10) < order.index(92)  # 1 + 1 s / 9 s, a tenth of 1 + 1 s / 0.1 s
 
 
+def test_a_wait_for_others_of_the_own_tenant_counts_against_no_other_tenant() -> None:
+    """A crowd's request of ninety seconds passes a newcomer where its tenant had nothing, and not where
+    others of it were admitted just now."""
+    crowd, newcomer = sequence(1, 10.0, tenant="crowd"), sequence(2, 99.9, tenant="b")
+    for admitted_at, order in (({}, [1, 2]), ({"crowd": 99.95}, [2, 1])):
+        circumstances = Circumstances(100.0, COST, {}, admitted_at)
+        assert handles(policy.by_response_ratio([crowd, newcomer], circumstances)) == order
+
+
+def test_a_lone_tenants_line_is_in_the_order_of_whole_waits() -> None:
+    old, new = sequence(1, 0.0, prompt_len=200), sequence(2, 99.0, prompt_len=100)
+    circumstances = Circumstances(100.0, COST, {}, {"": 100.0})
+    assert handles(policy.by_response_ratio([new, old], circumstances)) == [1, 2]
+
+
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(1, 500), st.sampled_from("ab"),
                           st.sampled_from(ServiceClass), st.booleans()), max_size=12))  # fmt: skip
 def test_an_order_has_every_sequence_once_and_no_preempted_one_behind_its_class(

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.core import deadlines, pace, planner, policy, tenants
+from engine.core import deadlines, pace, planner, policy, tenants, victims
 from engine.core.config import SchedulerConfig
 from shared import fair_share, fair_turns
 
@@ -23,6 +23,7 @@ OWNERS = {
     "planner": planner,
     "policy": policy,
     "tenants": tenants,
+    "victims": victims,
 }
 
 
