@@ -111,7 +111,7 @@ def test_threads_that_compute_give_way_to_those_that_carry(short_tmp: Path) -> N
         assert carriers
         assert {niceness[thread] for thread in carriers} == {own}
         assert niceness[core_pid] == min(own + NICENESS, 19)
-        assert sum(value > own for value in niceness.values()) >= 2
+        assert sum(value == min(own + NICENESS, 19) for value in niceness.values()) >= 2
 
 
 def test_a_core_that_logs_from_the_background_is_not_stopped(short_tmp: Path) -> None:
