@@ -105,7 +105,7 @@ async def _run(options: argparse.Namespace) -> list[Figure]:
 
 @contextlib.contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """As a gateway does."""
+    """The garbage collector set as a gateway sets it, until this ends."""
     threshold = gc.get_threshold()
     collect_rarely()
     try:
