@@ -5,9 +5,10 @@ now, which decides whose sequences yield their slots.
 et al., "Fairness in Serving Large Language Models" (2024). Of two tenants that both have work waiting, the
 one with the smaller counter has been served less. Only differences matter, and only up to `SPAN_TOKENS`: when
 tenants compete, one that lags further behind the most served of them is lifted to that distance. A tenant
-that is new or was away begins level with the least served of those that are here, as by start-time fair
-queueing (Goyal, Vin and Cheng, 1996): what others used meanwhile is no credit of its own. Where none is here,
-all begin level: who used an idle engine owes nothing for it.
+that is new or was away begins near the least served of those that are here, as by start-time fair queueing
+(Goyal, Vin and Cheng, 1996): what others used meanwhile is no credit of its own. It begins `ARRIVAL_TOKENS`
+behind, by which the share of those that are here is halved: of equal requests the newcomer's goes before a
+flood's. Where none is here, all begin level: who used an idle engine owes nothing for it.
 
 The counters of `TENANTS_MAX` tenants are kept. Beyond that the tenant whose counter has not changed for
 longest is forgotten, and counts as new when it comes back.
@@ -25,8 +26,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from engine.core.policy import SHARE_FREE, SHARE_HALVED_BY
+
 SPAN_TOKENS: Final = 16_384
 """The largest difference between the counters of competing tenants, in tokens."""
+ARRIVAL_TOKENS: Final = SHARE_FREE + SHARE_HALVED_BY
+"""The tokens by which a tenant that comes begins behind the least served."""
 TENANTS_MAX: Final = 4096
 """Tenants whose counters are kept."""
 
@@ -46,11 +51,12 @@ class TenantCounters:
         """When a sequence of each tenant that has any was last admitted."""
 
     def enter(self, tenant: str) -> None:
-        """Count one more sequence of this tenant. One that has none is lifted to the least served of those
-        that have any, or to the most served of all where none has."""
+        """Count one more sequence of this tenant. One that has none is lifted to a little behind the least
+        served of those that have any, or to the most served of all where none has."""
         if tenant not in self._here:
-            least = min([self._served.get(each, 0) for each in self._here], default=self._most)
-            self._set(tenant, max(self._served.get(tenant, 0), least))
+            here = [self._served.get(each, 0) for each in self._here]
+            floor = min(here) - ARRIVAL_TOKENS if here else self._most
+            self._set(tenant, max(self._served.get(tenant, 0), floor))
         self._here[tenant] += 1
 
     def leave(self, tenant: str) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.tenants import SPAN_TOKENS, TenantCounters
+from engine.core.tenants import ARRIVAL_TOKENS, SPAN_TOKENS, TenantCounters
 
 
 def test_fairness_counts_how_far_a_tenant_is_ahead_of_its_competitors() -> None:
@@ -34,7 +34,7 @@ def test_fairness_keeps_a_bounded_number_of_tenants_and_a_forgotten_one_is_new()
 
 
 @pytest.mark.parametrize("newcomer", ["unheard of", "away"])
-def test_fairness_lets_a_tenant_that_comes_begin_level_with_the_least_served_of_those_that_are_here(
+def test_fairness_lets_a_tenant_that_comes_begin_a_little_behind_the_least_served(
     newcomer: str,
 ) -> None:
     """What the others were served before it came is no credit of its own."""
@@ -43,11 +43,11 @@ def test_fairness_lets_a_tenant_that_comes_begin_level_with_the_least_served_of_
     counters.charge("gone", 100 * SPAN_TOKENS)
     counters.enter("busy")
     counters.enter("modest")
-    counters.charge("busy", 500)
-    counters.charge("modest", 200)
+    counters.charge("busy", 5500)
+    counters.charge("modest", 5200)
     counters.enter(newcomer)
-    level = {"modest": 0, newcomer: 0}
-    assert counters.leads(["busy", *level]) == {"busy": 300, **level}
+    ahead = {"busy": 2 * ARRIVAL_TOKENS + 300, "modest": ARRIVAL_TOKENS, newcomer: 0}
+    assert counters.leads(ahead) == ahead
 
 
 def test_fairness_lets_a_tenant_that_is_behind_stay_there_while_it_is_here() -> None:
@@ -60,7 +60,7 @@ def test_fairness_lets_a_tenant_that_is_behind_stay_there_while_it_is_here() -> 
     assert counters.leads(["busy", "modest"]) == {"busy": 900, "modest": 0}
 
 
-def test_fairness_gives_a_tenant_that_was_away_no_credit() -> None:
+def test_fairness_gives_a_tenant_that_was_away_no_credit_for_what_others_used() -> None:
     """It comes for a request now and then, beside one that is always here."""
     counters = TenantCounters()
     counters.enter("modest")
@@ -69,7 +69,7 @@ def test_fairness_gives_a_tenant_that_was_away_no_credit() -> None:
     counters.leave("modest")
     counters.charge("busy", 5000)
     counters.enter("modest")
-    assert counters.leads(["busy", "modest"]) == {"busy": 0, "modest": 0}
+    assert counters.leads(["busy", "modest"]) == {"busy": ARRIVAL_TOKENS, "modest": 0}
 
 
 def test_fairness_forgets_who_used_an_idle_engine() -> None:
