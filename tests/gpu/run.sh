@@ -20,6 +20,7 @@
 #              long prompt, start to ready of 8B, and last transformers' continuous batching. Writes 18 GB to
 #              TMPDIR, or where that is not set to /dev/shm if it has room for twice as much, and removes them.
 #   matmul     measures the library against our tiles.
+#   profile    the decode steps kernel by kernel.
 #   ranks      what tensor-parallel ranks do together, over NCCL, eager and captured; where there are two cards,
 #              small models on both against one.
 #   backends   every attention back end that is installed (FlashAttention, FlashInfer, cuDNN, torch), eager and
@@ -51,11 +52,11 @@ cd "$(dirname "$0")/../.." || exit 1
 TOTAL_S=${TOTAL_S:-590}
 TABLE_S=5
 LOADING_S=120
-PARTS_ALL=(floors kernels steps tokens engine attention whole matmul ranks backends)
+PARTS_ALL=(floors kernels steps tokens engine attention whole matmul profile ranks backends)
 declare -A WEIGHT_S=([floors]=90 [kernels]=95 [steps]=110 [tokens]=40 [engine]=50 [attention]=35 [whole]=145
-    [matmul]=20 [ranks]=10 [backends]=10)
+    [matmul]=20 [profile]=20 [ranks]=10 [backends]=10)
 declare -A SHARES=([kernels]=7 [tokens]=8 [engine]=5 [backends]=3)
-MEASURING=" floors attention matmul steps "
+MEASURING=" floors attention matmul steps profile "
 
 usage() { echo "$1; see the head of tests/gpu/run.sh" >&2; exit 2; }
 

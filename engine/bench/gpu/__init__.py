@@ -8,6 +8,7 @@ weights.
                installed; whole prompts by the library's kernels and the engine's.
     matmul     the library against the engine's tiles, per shape of the two models, weights not in the cache.
     steps      decode steps and prefills, as graphs where they decode; fp8 weights and KV against bf16.
+    profile    the same decode steps kernel by kernel, with the time in which nothing runs.
 
 Theory of the floors. A decode step of batch B at context L must read its weights once and B contexts of keys
 and values, and multiply 2 P numbers per row:
@@ -37,7 +38,7 @@ from shared.bench.streams import BenchFailed
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-LIMITS_S: Final = {"floors": 60, "attention": 90, "matmul": 150, "steps": 200}
+LIMITS_S: Final = {"floors": 60, "attention": 90, "matmul": 150, "steps": 200, "profile": 60}
 """The parts in their order, and the longest time of each: an H200 needs half of it."""
 
 

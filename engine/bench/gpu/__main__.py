@@ -16,9 +16,9 @@ def main(argv: list[str]) -> int:
         return 2
     if not torch.cuda.is_available():
         return NO_GPU
-    from engine.bench.gpu import attention, floors, matmul, steps
+    from engine.bench.gpu import attention, floors, matmul, profile, steps
 
-    parts = {"floors": floors, "attention": attention, "matmul": matmul, "steps": steps}
+    parts = {"floors": floors, "attention": attention, "matmul": matmul, "profile": profile, "steps": steps}
     with torch.inference_mode():
         return int(parts[argv[0]].main())
 

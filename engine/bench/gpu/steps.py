@@ -41,7 +41,14 @@ from engine.runtime.device.sampling import DeviceSampling, SamplingScratch, samp
 from engine.runtime.device.splits import measure_splits
 from engine.runtime.device.timing import DeviceTimer, shortest_replay_us
 from engine.runtime.hardware import usable_cores
-from engine.runtime.kernels.autotune import MatmulTable, folded_shape
+from engine.runtime.kernels.autotune import (
+    DeviceLinear,
+    MatmulTable,
+    folded_shape,
+    fused_shape,
+    measured_rows,
+    shape_of,
+)
 from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
 from engine.runtime.kernels.launching import compiling_in
 from engine.runtime.kv_cache import KVCache, KVGeometry
@@ -65,11 +72,15 @@ class Bench:
         self.spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
         self.decoder = DeviceDecoder(config, RandomWeights(CUDA), CUDA, fp8=fp8)
         if name not in _TABLES:
-            layer = self.decoder.linears[:4] + self.decoder.linears[-1:]
-            _TABLES[name] = tuned(layer, DeviceTimer(), CUDA, self.decoder.pairs)
+            _TABLES[name] = tuned(self._kinds, DeviceTimer(), CUDA, self.decoder.pairs)
         self.decoder.table = _TABLES[name]
         self.programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(0).multi_processor_count
         write("steps", f"{name} made and tuned", took_s=time.perf_counter() - began)
+
+    @property
+    def _kinds(self) -> list[DeviceLinear]:
+        """A product of each shape: a layer's, and the head."""
+        return self.decoder.linears[:4] + self.decoder.linears[-1:]
 
     def cache(self, tokens: int, kv_dtype: torch.dtype = torch.bfloat16) -> KVCache:
         config = self.config
@@ -98,6 +109,22 @@ class Bench:
         folded = self.decoder.table.folded
         found = (folded.get(folded_shape(pair, batch)) for pair in self.decoder.pairs)
         return len({measured for measured in found if measured is not None and measured.tile is not None})
+
+    def replayer(self, batch: int, context: int, *, dependently: bool) -> Callable[[], object]:
+        """Runs a step of random tokens by its graph."""
+        step = replace(self._step(batch, context, torch.bfloat16), launches_dependently=dependently)
+        _compile(step, batch, context)
+        graphs = _captured(step, batch)
+        return partial(graphs.replay, list(range(batch)), [context] * batch)
+
+    def choices(self, batch: int) -> dict[str, str]:
+        """The kernels that were chosen for each product at this batch."""
+        found = {}
+        for name, linear in zip(("qkv", "output", "gate_up", "down", "head"), self._kinds, strict=True):
+            product = self.decoder.table.measured.get(shape_of(linear.weight, measured_rows(batch)))
+            fused = self.decoder.table.fused.get(fused_shape(linear, batch))
+            found[name] = f"{product}; {fused}"
+        return found
 
     def decode_dependently(self, batch: int, context: int) -> dict[str, Any]:
         """Check that dependent launches give the same bits as plain ones, and measure the same step with
@@ -226,10 +253,13 @@ LLAMA, QWEN, FP8 = "Llama-3.1-8B", "Qwen3-0.6B", "Llama-3.1-8B fp8"
 _CONFIGS = {LLAMA: LLAMA_8B, QWEN: QWEN3_06B, FP8: LLAMA_8B}
 
 
+def made(name: str) -> Bench:
+    return Bench(name, _CONFIGS[name], fp8=name == FP8)
+
+
 def _made(name: str) -> MakeBench:
     """Makes a model once, for the rows that follow each other."""
-    config = _CONFIGS[name]
-    return cache(partial(Bench, name, config, fp8=name == FP8))
+    return cache(partial(made, name))
 
 
 def targets(name: str, batches: Sequence[int], prompts: Sequence[int] = ()) -> bool:

@@ -188,7 +188,7 @@ class MatmulTable:
     ) -> Tensor:
         """x [M, K] -> [M, N], in `out` where that is given."""
         if len(x) <= MEASURED_ROWS[-1]:
-            found = self.measured.get(shape_of(weight, _measured_rows(len(x))))
+            found = self.measured.get(shape_of(weight, measured_rows(len(x))))
             if found is not None and found.tile is not None:
                 return _by_tile(x, weight, found.tile, bias=bias, out=out)
             if found is not None and found.blas != BLAS[0]:
@@ -275,7 +275,7 @@ def end_norm(stream: Stream, linear: DeviceLinear, tile: Tile) -> tuple[Tensor, 
 Way = Callable[[Stream, DeviceLinear, Tile], tuple[Tensor, Stream]]
 
 
-def _measured_rows(rows: int) -> int:
+def measured_rows(rows: int) -> int:
     return next((few for few in FEW_ROWS if rows <= few), row_bucket(rows))
 
 
@@ -417,9 +417,9 @@ def shape_of(weight: Weight, rows: int) -> MatmulShape:
 
 
 def fused_shape(linear: DeviceLinear, rows: int) -> FusedShape:
-    return FusedShape(shape_of(linear.weight, _measured_rows(rows)), linear.gated)
+    return FusedShape(shape_of(linear.weight, measured_rows(rows)), linear.gated)
 
 
 def folded_shape(pair: Pair, rows: int) -> FoldedShape:
     adding, following = pair
-    return FoldedShape(shape_of(adding.weight, _measured_rows(rows)), fused_shape(following, rows))
+    return FoldedShape(shape_of(adding.weight, measured_rows(rows)), fused_shape(following, rows))

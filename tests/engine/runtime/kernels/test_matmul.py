@@ -246,7 +246,7 @@ def test_one_kernel_competes_with_product_norm_and_gate(
 def test_a_tail_without_a_head(rows: int) -> None:
     stream, norm = stream_of(rows, 64, torch.float32)
     linear_of_it = DeviceLinear(torch.randn(48, 64), norm=norm, gated=True)
-    shape = autotune.shape_of(linear_of_it.weight, autotune._measured_rows(rows))
+    shape = autotune.shape_of(linear_of_it.weight, autotune.measured_rows(rows))
     tailed = MatmulTable({}, {FusedShape(shape, True): FusedMeasured(SMALL, 1.0, 2.0, is_headed=False)})
     assert stream.change is not None
     given = Stream(stream.residual.clone(), stream.change.clone())
