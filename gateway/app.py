@@ -49,6 +49,7 @@ from gateway.identity.callers import callers_of
 from gateway.identity.guests import Guests, WithGuests
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
+from gateway.identity.known import KnownCallers
 from gateway.limits_api import LimitsApi
 from gateway.listener import Listening, PublicServer, listen
 from gateway.pipeline import Pipeline
@@ -131,8 +132,9 @@ class Gateway:
         self.engines = Engines(config.models, _profiles(config, upstream, credentials, self.replicas), clock)
         memory = FairShare(config.limits.request_memory)
         _set_gauges(self.live, upstream, memory)
+        self._known = KnownCallers()
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
-        pipeline = Pipeline(config, *parts, self.billing)
+        pipeline = Pipeline(config, *parts, self.billing, self._known)
         self._health = health = Health(self.lifecycle, self._problems)
         self._tracing = tracing_of(config.tracing, "penstock-gateway", env)
         self._recorder = _recorder(config, worker)
@@ -196,7 +198,14 @@ class Gateway:
             public = PublicServer(self._edge, self.config)
             port, is_shared = (address.port, False) if self._worker is None else (self._worker.port, True)
             self._public = await listen(
-                stack, public, address.host, port, send_buffer_len=buffer_len, tls=tls, is_shared=is_shared
+                stack,
+                public,
+                address.host,
+                port,
+                send_buffer_len=buffer_len,
+                tls=tls,
+                is_shared=is_shared,
+                known=self._known,
             )
             self.port = self._public.port
             self._chats.serve = public

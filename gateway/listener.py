@@ -11,12 +11,15 @@ Rules of the public listener:
    requests that a connection sends ahead of their answers, and the connections that hold either: above the
    bound, the one that has done so for longest is closed.
 3. A TLS handshake, before which there is no request whose deadline could end it, has a time limit of its own.
+4. Connections are set up (`gateway.accepting`), and the requests of callers who have left are ended, in
+   turns: a few in each turn of the loop, tenants one after another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import ssl
 from contextlib import AsyncExitStack
 from typing import Any, Final
@@ -25,10 +28,12 @@ from aiohttp import web
 from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
+from gateway.accepting import Accepting
 from gateway.client.reading import ReadsInTurn
 from gateway.config import GatewayConfig
 from gateway.edge import Edge
 from gateway.hygiene import HEAD_LEN_MAX
+from gateway.identity.known import KnownCallers
 from gateway.record import CONNECTIONS_CUT
 from shared import logs
 from shared.errors import forget_frames
@@ -93,9 +98,10 @@ async def listen(
     send_buffer_len: int,
     tls: ssl.SSLContext | None = None,
     is_shared: bool = False,
+    known: KnownCallers | None = None,
 ) -> Listening:
     """Serve on an address until `stack` is closed. `is_shared` is true if other workers listen on it, too.
-    Raises ListenFailed."""
+    `known` are the callers whose connections are set up in their tenants' turns. Raises ListenFailed."""
     runner = web.ServerRunner(server, shutdown_timeout=CLOSE_GRACE_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
@@ -103,7 +109,7 @@ async def listen(
         sock = bound_socket(host, port, send_buffer_len, is_shared=is_shared)
     except OSError as error:
         raise ListenFailed(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    site = _Site(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN)
+    site = _Site(known or KnownCallers(), runner, sock, ssl_context=tls, backlog=BACKLOG_LEN)
     await site.start()
     return Listening(site, server, sock.getsockname()[1])
 
@@ -124,6 +130,8 @@ class PublicServer(web.Server):
         self._options = http1_options(config.timeouts.idle_s)
         self.turns: Final = FairTurns()
         """The turns in which bodies are read."""
+        self.ends: Final = FairTurns()
+        """The turns in which requests are ended whose callers have left."""
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         """Rule 1: idle connections keep out neither callers nor probes."""
@@ -181,17 +189,23 @@ def _is_idle(handler: RequestHandler) -> bool:
 class _Site(web.SockSite):
     """A bound socket that is served, with the time limit of rule 3."""
 
+    def __init__(
+        self, known: KnownCallers, runner: web.ServerRunner, sock: socket.socket, **options: Any
+    ) -> None:
+        super().__init__(runner, sock, **options)
+        self._known = known
+        self._accepting: Accepting | None = None
+
     async def start(self) -> None:
         await web.BaseSite.start(self)
-        server = self._runner.server
+        server, tls = self._runner.server, self._ssl_context
         assert server is not None
-        self._server = await asyncio.get_running_loop().create_server(
-            server,
-            sock=self._sock,
-            ssl=self._ssl_context,
-            backlog=self._backlog,
-            ssl_handshake_timeout=None if self._ssl_context is None else HANDSHAKE_S,
-        )
+        self._accepting = Accepting(self._sock, self._backlog, server, self._known, tls, HANDSHAKE_S)
+
+    async def stop(self) -> None:
+        if self._accepting is not None:
+            self._accepting.close()
+        await super().stop()
 
 
 class _Protocol(ReadsInTurn):
@@ -305,7 +319,10 @@ class _Protocol(ReadsInTurn):
         if self._held:
             self._server.note(self)
         forget_frames(exc)  # aiohttp keeps the error of a failed write, and its frames keep the request
-        super().connection_lost(exc)
+        if self._current_request is None or (turn := self._server.ends.ask(self.tenant)) is None:
+            super().connection_lost(exc)
+        else:
+            turn.add_done_callback(lambda _: ReadsInTurn.connection_lost(self, exc))
 
     def handle_error(
         self,

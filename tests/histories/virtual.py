@@ -109,6 +109,13 @@ async def start_connection(addr_infos: list[Any], **_: Any) -> Address:
     return Address(addr_infos[0][4][1])
 
 
+def accepting(sock: socket.socket, _: int, protocol: ProtocolFactory, *__: Any) -> Listener:
+    """The replacement of `gateway.accepting.Accepting`."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop.network.listen(sock, protocol)
+
+
 class Listener:
     """The part of an `asyncio.Server` that the services use."""
 

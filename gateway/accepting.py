@@ -1,0 +1,169 @@
+"""The acceptance of connections, in turns that are shared fairly between those who connect.
+
+A connection is accepted as it comes, and set up in a turn (`shared.fair_turns`): of the tenant whose key its
+first bytes show, else of the address that it comes from. To accept one takes microseconds. To set it up, to
+parse its request and to refuse that takes half a millisecond, so who comes behind hundreds of connections
+waits for a turn, and not for all of them. uvloop by itself accepts one connection in each turn of the loop,
+and asyncio all of them in one, in the order in which they came.
+
+Rules
+
+1. In one turn of the loop at most `SET_UP_MAX` connections are set up, tenants and addresses one after
+   another.
+2. A key is looked at and not checked. It names a tenant if a request with the same one was let in of late
+   (`gateway.identity.known`), and decides about nothing but the turn.
+3. The address counts where no such key is shown: there is TLS, nothing has come yet, or the caller is not
+   known. Of IPv6 it is the network of 64 bits, which one caller may have to itself. Behind a proxy all these
+   have one address, and go in the order in which they came.
+4. Connections that wait for their turns are bounded. More of them wait in the kernel. None is refused, and
+   those that wait when the listener closes are set up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+from gateway.identity.known import KnownCallers
+from shared import logs
+from shared.fair_turns import FairTurns
+
+ACCEPT_MAX: Final = 64
+"""Connections that are accepted in one turn of the loop, each of which takes some 15 microseconds."""
+SET_UP_MAX: Final = 2
+"""Connections that are set up in one turn. The request that comes with one, which begins a few turns later,
+takes most of a millisecond; so this bounds the length of turns beside a flood of both."""
+WAITING_MAX: Final = 1024
+"""Connections that wait for their turns."""
+PAUSE_S: Final = 1.0
+"""The time for which nothing is accepted when the process may open no more files, in seconds."""
+LOOKED_AT_LEN: Final = 2048
+"""Bytes of a connection's beginning in which a key is looked for."""
+V6_NETWORK_LEN: Final = 8
+"""Bytes of an IPv6 address that tell the network."""
+_AUTHORIZATION: Final = re.compile(rb"\r\nauthorization:[ \t]*([^\r\n]*)", re.IGNORECASE)
+
+log = logs.get(__name__)
+
+
+class Accepting:
+    """A listening socket, whose connections are set up in turns."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        backlog: int,
+        protocol: Callable[[], asyncio.BaseProtocol],
+        known: KnownCallers,
+        tls: ssl.SSLContext | None,
+        handshake_s: float,
+    ) -> None:
+        """Begin to accept. `sock` is bound. `handshake_s` is the time limit of a TLS handshake."""
+        self._loop = asyncio.get_running_loop()
+        self._sock: Final = sock
+        self._protocol: Final = protocol
+        self._known: Final = known
+        self._tls: Final[dict[str, Any]] = {"ssl": tls, "ssl_handshake_timeout": handshake_s} if tls else {}
+        self._turns: Final = FairTurns(SET_UP_MAX)
+        self._waiting: Final[dict[socket.socket, asyncio.Future[None]]] = {}
+        """The turn that each connection waits for."""
+        self._beginning: Final[set[asyncio.Task[None]]] = set()
+        self._is_accepting = False
+        self._is_closed = False
+        sock.setblocking(False)
+        sock.listen(backlog)
+        self._resume()
+
+    def close(self) -> None:
+        """Accept no more connections. Later calls do nothing."""
+        self._pause()
+        self._is_closed = True
+        self._sock.close()
+        for turn in list(self._waiting.values()):
+            turn.cancel()
+
+    def _resume(self) -> None:
+        if not self._is_accepting and not self._is_closed:
+            self._is_accepting = True
+            self._loop.add_reader(self._sock, self._accept)
+
+    def _pause(self) -> None:
+        if self._is_accepting:
+            self._is_accepting = False
+            self._loop.remove_reader(self._sock)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPT_MAX):
+            if len(self._waiting) >= WAITING_MAX:
+                return self._pause()
+            try:
+                sock, (host, *_) = self._sock.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return None
+            except OSError as error:  # no descriptor, or no memory, is left
+                log.warning("gateway.accept_failed", error=error.strerror)
+                self._loop.call_later(PAUSE_S, self._resume)
+                return self._pause()
+            sock.setblocking(False)
+            tenant = self._tenant_of(sock)
+            self._take(sock, tenant or _network(sock.family, host))
+            if tenant is None and not self._tls and sock in self._waiting:
+                self._loop.add_reader(sock, self._look_again, sock)
+        return None
+
+    def _take(self, sock: socket.socket, whose: str) -> None:
+        """Set a connection up in a turn of these."""
+        turn = self._turns.ask(whose)
+        if turn is None:
+            self._begin(sock)
+        else:
+            self._waiting[sock] = turn
+            turn.add_done_callback(partial(self._begin_in_turn, sock))
+
+    def _look_again(self, sock: socket.socket) -> None:
+        """Let a connection that has shown a tenant's key only now wait for that tenant's turn."""
+        self._loop.remove_reader(sock)
+        if (tenant := self._tenant_of(sock)) is not None:
+            turn = self._waiting.pop(sock)
+            self._take(sock, tenant)
+            turn.cancel()
+
+    def _begin_in_turn(self, sock: socket.socket, turn: asyncio.Future[None]) -> None:
+        if self._waiting.get(sock) is turn:
+            del self._waiting[sock]
+            self._loop.remove_reader(sock)
+            self._begin(sock)
+            self._resume()
+
+    def _begin(self, sock: socket.socket) -> None:
+        task = self._loop.create_task(self._set_up(sock))
+        self._beginning.add(task)
+        task.add_done_callback(self._beginning.discard)
+
+    async def _set_up(self, sock: socket.socket) -> None:
+        with suppress(OSError, RuntimeError):  # its caller has left, the handshake failed, or it was closed
+            await self._loop.connect_accepted_socket(self._protocol, sock, **self._tls)
+
+    def _tenant_of(self, sock: socket.socket) -> str | None:
+        """The tenant whose key the connection's first bytes show. None where they show none that is known."""
+        if self._tls:
+            return None
+        try:
+            begun = sock.recv(LOOKED_AT_LEN, socket.MSG_PEEK)
+        except OSError:  # nothing has come, or the caller has left
+            return None
+        found = _AUTHORIZATION.search(begun)
+        return None if found is None else self._known.tenant_of(found[1].decode("latin-1").rstrip())
+
+
+def _network(family: int, host: str) -> str:
+    """The address whose turns a connection takes, as no tenant is named."""
+    if family == socket.AF_INET6 and not host.startswith("::ffff:"):
+        host = socket.inet_pton(family, host.partition("%")[0])[:V6_NETWORK_LEN].hex()
+    return f"from {host}"
