@@ -1,10 +1,10 @@
 """The acceptance of connections, in turns that are shared fairly between those who connect.
 
-A connection is accepted as it comes, and set up in a turn (`shared.fair_turns`): of the tenant whose key its
-first bytes show, else of the address that it comes from. To accept one takes microseconds. To set it up, to
-parse its request and to refuse that takes half a millisecond, so who comes behind hundreds of connections
-waits for a turn, and not for all of them. uvloop by itself accepts one connection in each turn of the loop,
-and asyncio all of them in one, in the order in which they came.
+A connection is accepted as it comes, and set up once its first bytes are there, in a turn
+(`shared.fair_turns`): of the tenant whose key they show, else of the address that it comes from. To accept
+one takes microseconds. To set it up, to parse its request and to refuse that takes half a millisecond, so
+who comes behind hundreds of connections waits for a turn, and not for all of them. uvloop by itself accepts
+one connection in each turn of the loop, and asyncio all of them in one, in the order in which they came.
 
 Rules
 
@@ -12,10 +12,12 @@ Rules
    another.
 2. A key is looked at and not checked. It names a tenant if a request with the same one was let in of late
    (`gateway.identity.known`), and decides about nothing but the turn.
-3. The address counts where no such key is shown: there is TLS, nothing has come yet, or the caller is not
-   known. Of IPv6 it is the network of 64 bits, which one caller may have to itself. Behind a proxy all these
-   have one address, and go in the order in which they came.
-4. Connections that wait for their turns are bounded. More of them wait in the kernel. None is refused, and
+3. The address counts where no such key is shown: there is TLS, or the caller is not known. Of IPv6 it is the
+   network of 64 bits, which one caller may have to itself. Behind a proxy all these have one address, and go
+   in the order in which they came.
+4. First bytes are waited for within a time, and by a bounded number of connections. After that a connection
+   waits for its turn without them.
+5. Connections that wait for their turns are bounded. More of them wait in the kernel. None is refused, and
    those that wait when the listener closes are set up.
 """
 
@@ -41,6 +43,10 @@ SET_UP_MAX: Final = 2
 takes most of a millisecond; so this bounds the length of turns beside a flood of both."""
 WAITING_MAX: Final = 1024
 """Connections that wait for their turns."""
+SILENT_MAX: Final = 1024
+"""Connections of which nothing has come yet; of more, the oldest waits for its turn."""
+SILENT_S: Final = 0.5
+"""The time for which a connection's first bytes are waited for, in seconds."""
 PAUSE_S: Final = 1.0
 """The time for which nothing is accepted when the process may open no more files, in seconds."""
 LOOKED_AT_LEN: Final = 2048
@@ -71,8 +77,10 @@ class Accepting:
         self._known: Final = known
         self._tls: Final[dict[str, Any]] = {"ssl": tls, "ssl_handshake_timeout": handshake_s} if tls else {}
         self._turns: Final = FairTurns(SET_UP_MAX)
-        self._waiting: Final[dict[socket.socket, asyncio.Future[None]]] = {}
-        """The turn that each connection waits for."""
+        self._silent: Final[dict[socket.socket, tuple[str, asyncio.TimerHandle]]] = {}
+        """Connections of which nothing has come, oldest first: their addresses, and the end of waiting."""
+        self._waiting: Final[set[asyncio.Future[None]]] = set()
+        """The turns that connections wait for."""
         self._beginning: Final[set[asyncio.Task[None]]] = set()
         self._is_accepting = False
         self._is_closed = False
@@ -85,7 +93,9 @@ class Accepting:
         self._pause()
         self._is_closed = True
         self._sock.close()
-        for turn in list(self._waiting.values()):
+        for sock in list(self._silent):
+            self._hear(sock)
+        for turn in list(self._waiting):
             turn.cancel()
 
     def _resume(self) -> None:
@@ -111,35 +121,39 @@ class Accepting:
                 self._loop.call_later(PAUSE_S, self._resume)
                 return self._pause()
             sock.setblocking(False)
-            tenant = self._tenant_of(sock)
-            self._take(sock, tenant or _network(sock.family, host))
-            if tenant is None and not self._tls and sock in self._waiting:
-                self._loop.add_reader(sock, self._look_again, sock)
+            self._take(sock, _network(sock.family, host))
         return None
 
-    def _take(self, sock: socket.socket, whose: str) -> None:
-        """Set a connection up in a turn of these."""
-        turn = self._turns.ask(whose)
+    def _take(self, sock: socket.socket, address: str) -> None:
+        begun = _begun(sock)
+        if begun is not None:
+            return self._wait(sock, begun, address)
+        late = self._loop.call_later(SILENT_S, self._hear, sock)
+        self._silent[sock] = address, late
+        self._loop.add_reader(sock, self._hear, sock)
+        if len(self._silent) > SILENT_MAX:
+            self._hear(next(iter(self._silent)))
+        return None
+
+    def _hear(self, sock: socket.socket) -> None:
+        """Let a connection wait for its turn, as something has come of it, or it was silent for too long."""
+        address, late = self._silent.pop(sock)
+        late.cancel()
+        self._loop.remove_reader(sock)
+        self._wait(sock, _begun(sock) or b"", address)
+
+    def _wait(self, sock: socket.socket, begun: bytes, address: str) -> None:
+        turn = self._turns.ask(self._tenant_of(begun) or address)
         if turn is None:
             self._begin(sock)
         else:
-            self._waiting[sock] = turn
+            self._waiting.add(turn)
             turn.add_done_callback(partial(self._begin_in_turn, sock))
 
-    def _look_again(self, sock: socket.socket) -> None:
-        """Let a connection that has shown a tenant's key only now wait for that tenant's turn."""
-        self._loop.remove_reader(sock)
-        if (tenant := self._tenant_of(sock)) is not None:
-            turn = self._waiting.pop(sock)
-            self._take(sock, tenant)
-            turn.cancel()
-
     def _begin_in_turn(self, sock: socket.socket, turn: asyncio.Future[None]) -> None:
-        if self._waiting.get(sock) is turn:
-            del self._waiting[sock]
-            self._loop.remove_reader(sock)
-            self._begin(sock)
-            self._resume()
+        self._waiting.remove(turn)
+        self._begin(sock)
+        self._resume()
 
     def _begin(self, sock: socket.socket) -> None:
         task = self._loop.create_task(self._set_up(sock))
@@ -150,16 +164,20 @@ class Accepting:
         with suppress(OSError, RuntimeError):  # its caller has left, the handshake failed, or it was closed
             await self._loop.connect_accepted_socket(self._protocol, sock, **self._tls)
 
-    def _tenant_of(self, sock: socket.socket) -> str | None:
-        """The tenant whose key the connection's first bytes show. None where they show none that is known."""
-        if self._tls:
-            return None
-        try:
-            begun = sock.recv(LOOKED_AT_LEN, socket.MSG_PEEK)
-        except OSError:  # nothing has come, or the caller has left
-            return None
+    def _tenant_of(self, begun: bytes) -> str | None:
+        """The tenant whose key a connection's first bytes show. None where they show none that is known."""
         found = _AUTHORIZATION.search(begun)
         return None if found is None else self._known.tenant_of(found[1].decode("latin-1").rstrip())
+
+
+def _begun(sock: socket.socket) -> bytes | None:
+    """The first bytes of a connection, which stay to be read. None as long as nothing has come."""
+    try:
+        return sock.recv(LOOKED_AT_LEN, socket.MSG_PEEK)
+    except BlockingIOError:
+        return None
+    except OSError:  # the caller has left
+        return b""
 
 
 def _network(family: int, host: str) -> str:

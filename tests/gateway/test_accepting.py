@@ -122,8 +122,8 @@ def test_no_turn_sets_up_more_than_its_part_of_a_flood(runner: asyncio.Runner) -
 
 @pytest.mark.parametrize(
     ("key", "host"),
-    [(VICTIM, "127.0.0.1"), ("", ELSEWHERE), ("made up", ELSEWHERE)],
-    ids=["by its key", "by its address", "by its address, with a key that is not known"],
+    [(VICTIM, "127.0.0.1"), ("made up", ELSEWHERE)],
+    ids=["by its key", "by its address, with a key that is not known"],
 )
 @pytest.mark.parametrize("attack", ["known", "made up", "silent"])
 def test_who_comes_behind_a_flood_goes_next(runner: asyncio.Runner, key: str, host: str, attack: str) -> None:
@@ -141,21 +141,37 @@ def test_who_comes_behind_a_flood_goes_next(runner: asyncio.Runner, key: str, ho
     runner.run(run())
 
 
-def test_who_shows_its_key_only_while_it_waits_goes_next(
-    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+def test_silent_ones_hold_up_nobody_and_are_set_up_when_something_comes(runner: asyncio.Runner) -> None:
+    async def run() -> None:
+        with door() as at:
+            clients = [at.connect("a") for _ in range(FLOOD)]
+            victim = at.connect("victim")
+            served = at.open()
+            await at.until(lambda: len(served._silent) == FLOOD + 1)
+            for client in clients:
+                client.sendall(HEAD % ATTACKER.encode())
+            victim.sendall(HEAD % VICTIM.encode())
+            await at.all_in()
+        assert at.order.index("victim") <= 4 * SET_UP_MAX < FLOOD
+        assert not served._silent
+
+    runner.run(run())
+
+
+@pytest.mark.parametrize("bound", ["SILENT_S", "SILENT_MAX"])
+def test_silent_ones_are_set_up_after_a_time_or_when_there_are_too_many(
+    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    monkeypatch.setattr(accepting, "ACCEPT_MAX", 2 * FLOOD)
+    monkeypatch.setattr(accepting, bound, 0)
+    other = {"SILENT_S": ("SILENT_MAX", FLOOD), "SILENT_MAX": ("SILENT_S", 10 * PATIENCE_S)}[bound]
+    monkeypatch.setattr(accepting, *other)
 
     async def run() -> None:
         with door() as at:
             for _ in range(FLOOD):
                 at.connect("a")
-            client = at.connect("victim")
-            served = at.open()
-            await at.until(lambda: bool(served._waiting))
-            client.sendall(HEAD % VICTIM.encode())
+            at.open()
             await at.all_in()
-        assert at.order.index("victim") <= 4 * SET_UP_MAX < FLOOD
 
     runner.run(run())
 
@@ -202,6 +218,7 @@ def test_those_who_wait_when_the_listener_closes_are_set_up(runner: asyncio.Runn
         with door() as at:
             for _ in range(4 * SET_UP_MAX):
                 at.connect("a", ATTACKER)
+                at.connect("a")
             served = at.open()
             await at.until(lambda: len(served._waiting) > SET_UP_MAX)
             served.close()
