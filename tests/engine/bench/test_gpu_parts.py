@@ -30,6 +30,7 @@ from engine.runtime.kernels.autotune import (
     Timer,
     folded_shape,
 )
+from engine.runtime.kernels.decode_attention import RESIDENCIES
 from engine.runtime.kernels.matmul import Tile
 from tests.engine.runtime.kernels.interpreter import prepare_interpreter
 
@@ -128,8 +129,8 @@ def test_steps(fp8: bool) -> None:
     assert found["share"] == pytest.approx(expected * 1e3)
     assert found["overlap"] == ["not faster"]
     assert found["shared_norms"] == 0, "a batch of few rows"
+    assert found["residency"] == str(RESIDENCIES[0])
     if not fp8:
-        assert bench.decode_by_measured_splits(2, 65)["split_tokens"] == 256
         assert bench.decode_dependently(2, 65)["plain_ms"] == 1.0
         assert bench.prefill(70, LibraryPrefill)["tokens"] == 70
 

@@ -31,7 +31,7 @@ def device_model(path: Path, runner: HostRunner, *, fp8: bool = False) -> Device
     spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
     info = runner.info
     decode = TritonDecode(
-        runner.cache, spec, rows_max=info.slots + 1, length_max=info.max_model_len, programs=2
+        runner.cache, spec, rows_max=info.slots + 1, length_max=info.max_model_len, multiprocessors=1
     )
     return DeviceModel(decoder, runner.cache, decode, TritonPrefill(runner.cache, spec))
 

@@ -80,7 +80,7 @@ def step_of(config: ModelConfig) -> DecodeStep:
     cache = KVCache(KVGeometry(config.layers, config.kv_heads, PAGE, config.head_dim, torch.float32), 8)
     spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
     decoder = DeviceDecoder(config, RandomWeights(CPU, torch.float32), CPU)
-    attention = TritonDecode(cache, spec, rows_max=SLOTS, length_max=64, programs=2)
+    attention = TritonDecode(cache, spec, rows_max=SLOTS, length_max=64, multiprocessors=1)
     tokens = torch.zeros(SLOTS, 64, dtype=torch.int32)
     table = torch.zeros(SLOTS, 4, dtype=torch.int32)
     sampling = DeviceSampling.empty(SLOTS, config.vocab_size, CPU)
