@@ -18,7 +18,6 @@ from engine.runtime.host.layers import rms_norm, rotate
 from engine.runtime.kernels import fused
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable, begin_norm, end_norm
 from engine.runtime.kernels.begin import begin_step
-from engine.runtime.kernels.decode_attention import RESIDENCIES
 from engine.runtime.kernels.folding import scaled_tiles
 from engine.runtime.kernels.fused import Norm, Stream
 from engine.runtime.kernels.matmul import (
@@ -91,13 +90,6 @@ def decode_attention(shape: Shape, dtype: torch.dtype, window: int | None) -> di
         for _ in range(REPEATS):  # the last to arrive differs from run to run; what it adds up must not
             same(run(), found, f"run again by {programs} programs")
     return {"error": max(errors)}
-
-
-def decode_residencies(dtype: torch.dtype) -> dict[str, Any]:
-    """As a start may choose, long rows beside short ones."""
-    case = paged_case(Shape(8, 4, 128), [1] * len(LENGTHS), LENGTHS, dtype=dtype)
-    found = [decode.run(case, residency=residency, programs=264, device=CUDA) for residency in RESIDENCIES]
-    return {"error": max(near(own, case.expected(None), ERROR_MAX[dtype]) for own in found)}
 
 
 def prefill_attention(shape: Shape, dtype: torch.dtype, window: int | None) -> dict[str, Any]:
@@ -357,11 +349,9 @@ def in_precision(dtype: torch.dtype, shapes: Sequence[Shape]) -> bool:
         "norm": norms,
         "store": store,
         "silu": activation,
-        "decode by residencies": decode_residencies,
     }
     for what, run in checks.items():
-        if what != "decode by residencies" or dtype != torch.float32:  # half a minute to compile
-            ok &= check("kernels", f"{what} {name}", partial(run, dtype))
+        ok &= check("kernels", f"{what} {name}", partial(run, dtype))
     for shape in shapes:
         for window in (None, 100):
             page = shape.page_size

@@ -17,10 +17,9 @@ from engine.bench.gpu.measuring import check, graph_ms
 from engine.bench.gpu.results import floors
 from engine.runtime.attention import AttentionSpec, Chunk
 from engine.runtime.attention.build import Bounds, build_backends
-from engine.runtime.attention.triton_paged import TritonDecode, TritonPrefill
+from engine.runtime.attention.triton_paged import TritonPrefill
 from engine.runtime.backends import NAMES, Choice, Need, choose
 from engine.runtime.errors import BadRunnerConfig
-from engine.runtime.kernels.decode_attention import RESIDENCIES
 from engine.runtime.kv_cache import KVCache, KVGeometry
 
 CUDA: Final = torch.device("cuda")
@@ -53,7 +52,6 @@ def chosen(name: str, kv_dtype: torch.dtype) -> tuple[Choice, int]:
 def decode(
     batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16, name: str = "triton"
 ) -> dict[str, Any]:
-    """Measure a back end, ours at each residency: a start takes the fastest."""
     choice, page_size = chosen(name, kv_dtype)
     width = -(-context // page_size)
     pages = batch * width
@@ -76,19 +74,13 @@ def decode(
             step(layer, q)
 
     assert torch.isfinite(back_end.on_device(tables, lengths)(0, q)).all(), "not finite"
-    took_us = {}
-    for residency in RESIDENCIES if isinstance(back_end, TritonDecode) else RESIDENCIES[:1]:
-        if isinstance(back_end, TritonDecode):
-            back_end.residencies = {batch: residency}
-        took_us[str(residency)] = graph_ms(run) / layers * 1e3
-    us = min(took_us.values())
+    us = graph_ms(run) / layers * 1e3
     return {
         "back_end": str(choice.decode),
         "batch": batch,
         "context": context,
         "kv": str(kv_dtype),
         "us": us,
-        "us_by_residency": took_us,
         "bytes_per_s": read / us * 1e6,
         "share": read / floors()[0] / us * 1e6,
     }

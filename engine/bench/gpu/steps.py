@@ -37,7 +37,6 @@ from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, 
 from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs
 from engine.runtime.device.load import OVERLAP_CAPABILITY
 from engine.runtime.device.network import DecodeStep, DeviceDecoder, StepTokens
-from engine.runtime.device.residency import measure_residency
 from engine.runtime.device.sampling import DeviceSampling, SamplingScratch, sample
 from engine.runtime.device.timing import DeviceTimer, shortest_replay_us
 from engine.runtime.hardware import usable_cores
@@ -93,8 +92,6 @@ class Bench:
         """Measure a step of random tokens, each row at `context`, sampled at temperature 1, as a graph in the
         form that a start would choose."""
         step, overlapping = self._step(batch, context, kv_dtype), None
-        assert isinstance(step.attention, TritonDecode)
-        measure_residency(step.attention, [batch], CudaGraphDevice(), shortest_replay_us)
         if torch.cuda.get_device_properties(0).major >= OVERLAP_CAPABILITY[0]:
             overlapping = replace(step, launches_dependently=True)
             _compile(overlapping, batch, context)
@@ -102,12 +99,7 @@ class Bench:
         graphs.capture(CudaGraphDevice(timer=shortest_replay_us), lambda *_: None)
         ms, _ = _replayed(graphs, batch, context)
         overlap = [found.value for found in graphs.overlaps.values()]
-        [residency] = step.attention.residencies.values()
-        choices = {
-            "overlap": overlap,
-            "shared_norms": self._shared_norms(batch),
-            "residency": str(residency),
-        }
+        choices = {"overlap": overlap, "shared_norms": self._shared_norms(batch)}
         return self._shares(ms, batch, context, kv_dtype) | choices
 
     def _shared_norms(self, batch: int) -> int:
@@ -147,10 +139,8 @@ class Bench:
     def _step(self, batch: int, context: int, kv_dtype: torch.dtype) -> DecodeStep:
         config, width = self.config, -(-context // PAGE)
         cache = self.cache(batch * width * PAGE, kv_dtype)
-        sizes: dict[str, Any] = {"rows_max": batch, "length_max": context}
-        attention = TritonDecode(
-            cache, self.spec, **sizes, multiprocessors=self.multiprocessors, dtype=self.decoder.dtype
-        )
+        sizes: dict[str, Any] = {"rows_max": batch, "multiprocessors": self.multiprocessors}
+        attention = TritonDecode(cache, self.spec, **sizes, dtype=self.decoder.dtype)
         table = torch.zeros(batch + 1, width, dtype=torch.int32, device=CUDA)
         table[:batch] = torch.randperm(batch * width, device=CUDA).int().view(batch, width)
         table[batch] = batch * width

@@ -71,7 +71,6 @@ def _decode(
             cache,
             spec,
             rows_max=bounds.rows_max,
-            length_max=bounds.length_max,
             multiprocessors=bounds.multiprocessors,
             dtype=dtype,
         )

@@ -20,12 +20,11 @@ from engine.runtime.attention import AttentionSpec, Chunk, PrefillRows, chunks_o
 from engine.runtime.batch import PackedBatch
 from engine.runtime.fp8 import taken
 from engine.runtime.kernels.decode_attention import (
-    RESIDENCIES,
     DecodeScratch,
     DecodeWork,
-    Residency,
     list_work,
     paged_decode,
+    programs_of,
     tile_tokens,
 )
 from engine.runtime.kernels.prefill_attention import paged_prefill, tile_list
@@ -50,24 +49,19 @@ class TritonDecode:
         spec: AttentionSpec,
         *,
         rows_max: int,
-        length_max: int,
         multiprocessors: int,
         dtype: torch.dtype | None = None,
     ) -> None:
         """`dtype`: of queries; None: as the cache's, or bfloat16 for one in fp8."""
         self.cache: Final = cache
         self.spec: Final = spec
-        self.length_max: Final = length_max
-        self.residencies: dict[int, Residency] = {}
-        """What was measured to be the fastest, by number of rows, ascending; the default for more rows."""
-        self._multiprocessors = multiprocessors
         device, stored = cache.keys[0].device, cache.geometry.dtype
         self.dtype: Final = dtype or (torch.bfloat16 if stored == torch.float8_e4m3fn else stored)
         self._tile = tile_tokens(cache.geometry.page_size, spec.head_dim, self.dtype)
-        programs = max(residency.programs for residency in RESIDENCIES) * multiprocessors
-        self._work = {window: DecodeWork.empty(programs, device) for window in set(spec.windows)}
+        self._programs = programs_of(multiprocessors, stored)
+        self._work = {window: DecodeWork.empty(self._programs, device) for window in set(spec.windows)}
         heads = spec.heads, spec.kv_heads, spec.head_dim
-        self._scratch = DecodeScratch.empty(programs, rows_max, *heads, device)
+        self._scratch = DecodeScratch.empty(self._programs, rows_max, *heads, device)
 
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TritonDecodeStep:
         """`tables`: the decode rows' page tables, if they are on the device already."""
@@ -79,19 +73,8 @@ class TritonDecode:
         """Do nothing: the list of work is made on the device."""
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> TritonDecodeStep:
-        chosen = (found for rows, found in self.residencies.items() if len(lengths) <= rows)
-        residency = next(chosen, RESIDENCIES[0])
-        programs = residency.programs * self._multiprocessors
         for window, work in self._work.items():
-            list_work(
-                lengths,
-                self.spec.kv_heads,
-                window,
-                self._tile,
-                work,
-                programs=programs,
-                piece_tokens_min=residency.piece_tokens_min,
-            )
+            list_work(lengths, self.spec.kv_heads, window, self._tile, work, programs=self._programs)
         return TritonDecodeStep(
             self.cache,
             self.spec,
@@ -99,8 +82,7 @@ class TritonDecode:
             self._scratch,
             tables,
             lengths,
-            programs,
-            residency,
+            self._programs,
             self._tile,
         )
 
@@ -114,7 +96,6 @@ class TritonDecodeStep:
     tables: Tensor
     lengths: Tensor
     programs: int
-    residency: Residency
     tile: int
 
     def __call__(self, layer: int, q: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -132,7 +113,6 @@ class TritonDecodeStep:
             window=window,
             kv_scales=self.cache.scales[layer],
             programs=self.programs,
-            residency=self.residency,
             tile=self.tile,
             out=out,
         )

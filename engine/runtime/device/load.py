@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -39,14 +39,12 @@ from engine.runtime.device.mixed import TOKEN_COUNTS, MixedGraphs, MixedShape, M
 from engine.runtime.device.network import DecodeStep, DeviceDecoder, DeviceModel, DeviceSampler
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
-from engine.runtime.device.residency import measure_residency
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.device.sampling import SamplingScratch
 from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.errors import DoesNotFit, UnsupportedModel
 from engine.runtime.hardware import usable_cores
 from engine.runtime.kernels.autotune import MatmulTable
-from engine.runtime.kernels.decode_attention import RESIDENCIES
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kernels.folding import fold_norms
 from engine.runtime.kv_cache import (
@@ -193,11 +191,6 @@ class DeviceShard:
         if device.timer is not None and self.card.capability >= OVERLAP_CAPABILITY:
             overlapping = replace(step, launches_dependently=True)
         graphs = self._graphs(step, runner.slots, buckets, overlapping)
-        if device.timer is not None and isinstance(step.attention, TritonDecode):
-            progress("measuring attention")
-            measure_residency(step.attention, graphs.timed_buckets, device, device.timer)
-            chosen = [f"{r.programs} for {rows}" for rows, r in step.attention.residencies.items()]
-            progress(f"attention's programs per multiprocessor, by rows: {', '.join(chosen)}")
         if overlapping is not None:
             progress("compiling kernels that overlap")
             with ThreadPoolExecutor(usable_cores()) as workers, self.card.compiling(workers):
@@ -324,18 +317,8 @@ class DeviceShard:
         for rows in batch_buckets(runner.decode_rows_max):
             for overlaps in forms:
                 replace(step, launches_dependently=overlaps)(DecodeInputs.empty(rows, self.card.device))
-        self._rehearse_residencies(step, runner.decode_rows_max, forms)
         if (mixed := self._mixed(step, runner)) is not None:
             mixed.launch()
-
-    def _rehearse_residencies(self, step: DecodeStep, rows: int, forms: Sequence[bool]) -> None:
-        """Launch the forms of attention that a start measures."""
-        if not isinstance(step.attention, TritonDecode):
-            return
-        for residency, overlaps in product(RESIDENCIES[1:], forms):
-            step.attention.residencies = {rows: residency}
-            replace(step, launches_dependently=overlaps)(DecodeInputs.empty(rows, self.card.device))
-        step.attention.residencies = {}
 
 
 def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:

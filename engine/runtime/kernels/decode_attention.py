@@ -41,12 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.kernels.dependent_launch import (
-    dependent,
-    let_next_start,
-    wait_for_earlier,
-    wait_for_results,
-)
+from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.widening import beside, widened
 
@@ -56,37 +51,24 @@ DOT_ROWS_MIN: Final = 16
 WARPS: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """How many programs share a multiprocessor, and what each may take of it.
-
-    Programs hide each other's arithmetic, and the time in which one has nothing in flight: at the end of a
-    segment and the start of the next. More programs have fewer stages and registers each.
-    """
-
-    programs: int
-    stages: int
-    """Stages of the software pipeline, the page's lookup and the arithmetic included: of 5, two hold a tile
-    of keys and of values (64 KiB at head size 128), one in flight while the other is multiplied. With three
-    programs that is 213 of a multiprocessor's 227 KiB, and 96 KiB in flight where latency times bandwidth
-    asks for 26 KiB (4.8 TB/s x 0.7 us / 132 SMs) of an idle memory, and for twice that of a busy one."""
-    stages_fp8: int
-    """Stages for keys and values in fp8, whose tiles are half as large."""
-    registers: int
-    """Registers per thread. Values that do not fit are spilled before the first page and loaded again behind
-    the last."""
-    piece_tokens_min: int = 256
-    """Keys of a program's piece at least, where there are fewer pieces than programs: to combine very short
-    ones takes longer than to read them."""
-
-
-RESIDENCIES: Final = (
-    Residency(3, 5, 7, 168),
-    Residency(2, 5, 7, 168),
-    Residency(4, 4, 5, 128),
-    Residency(2, 5, 7, 168, piece_tokens_min=128),
-)
-"""The default, and what a start may choose instead of it (`device/residency.py`)."""
+STAGES: Final = 5
+"""Stages of the software pipeline, the page's lookup and the arithmetic included: between these there is room
+for two tiles of keys and of values (64 KiB at head size 128), one in flight while the other is multiplied."""
+STAGES_FP8: Final = 7
+"""Stages for keys and values in fp8: one more tile in flight, as a tile is half as large."""
+PROGRAMS_PER_SM: Final = 2
+"""Programs of a multiprocessor hide each other's arithmetic, and the time in which one has nothing in flight:
+at the end of a segment and the start of the next. More of them make more segments. On an H200 two took 0.97
+and 0.89 times as long as three for 32 rows of 4,096 and 2,048 keys, as long for 1 and 256 rows, and less than
+four always."""
+PROGRAMS_PER_SM_FP8: Final = 3
+"""Of fp8, which is half the bytes and as much arithmetic: three took 0.90 times as long as two."""
+REGISTERS_MAX: Final = 168
+"""Registers per thread, which leave room for three programs. Values that do not fit are spilled before the
+first page and loaded again behind the last."""
+PIECE_TOKENS_MIN: Final = 256
+"""Keys of a program's piece at least, where there are fewer pieces than programs: to combine shorter ones
+takes longer than to read them. On an H200 128 took 1.02 times as long for a row of 2,048 keys."""
 COMBINE_ELEMENTS: Final = 8192
 """Elements of partial sums that are added at once: 64 registers per thread."""
 HEAD_DIMS: Final = (16, 32, 64, 128, 256)
@@ -101,6 +83,11 @@ def tile_tokens(page_size: int, head_dim: int, dtype: torch.dtype, bytes_max: in
     """The number of keys that are multiplied at once: a page's, or a part of them. `dtype`: the queries'
     type."""
     return min(page_size, bytes_max // (head_dim * dtype.itemsize))
+
+
+def programs_of(multiprocessors: int, stored: torch.dtype) -> int:
+    """The programs that run at once. `stored`: the type of keys and values."""
+    return multiprocessors * (PROGRAMS_PER_SM_FP8 if stored == torch.float8_e4m3fn else PROGRAMS_PER_SM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +134,7 @@ def list_work(
     work: DecodeWork,
     *,
     programs: int,
-    piece_tokens_min: int = RESIDENCIES[0].piece_tokens_min,
+    piece_tokens_min: int = PIECE_TOKENS_MIN,
 ) -> None:
     """lengths [R] int32, keys per row -> `work` of so many programs. Where pages are read in parts,
     `page_size` is a part's."""
@@ -183,7 +170,6 @@ def paged_decode(
     window: int | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     programs: int,
-    residency: Residency = RESIDENCIES[0],
     tile: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -191,7 +177,7 @@ def paged_decode(
 
     A token's heads lie side by side. `work` is `list_work` of the same lengths, window, programs and `tile`,
     the keys that are multiplied at once (None: `tile_tokens`). `kv_scales`: the factors of stored keys and
-    values (fp8). `programs`: the residency's times the device's multiprocessors.
+    values (fp8). `programs`: as many as run at once on the device (`programs_of`).
     """
     assert q.shape[2] in HEAD_DIMS, f"head size {q.shape[2]} is none of {HEAD_DIMS}"
     tile = tile or tile_tokens(keys.shape[2], q.shape[2], q.dtype)
@@ -216,21 +202,18 @@ def paged_decode(
         tables.stride(0),
         scale * LOG2_E * kv_scales[0],
         kv_scales[1],
-        **_constants(q, keys, tile, window, residency),
+        **_constants(q, keys, tile, window),
         **dependent(),
     )
     return out
 
 
-def _constants(
-    q: Tensor, keys: Tensor, tile: int, window: int | None, residency: Residency
-) -> dict[str, int]:
+def _constants(q: Tensor, keys: Tensor, tile: int, window: int | None) -> dict[str, int]:
     """The constants that `decode_kernel` is compiled with for these shapes: tiles, warps and registers."""
     _, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = keys.shape
     group = heads // kv_heads
     group_block = triton.next_power_of_2(group)
-    is_fp8 = keys.dtype == torch.float8_e4m3fn
     return {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -243,8 +226,8 @@ def _constants(
         "COLUMNS": COLUMNS,
         "COMBINE": max(1, COMBINE_ELEMENTS // (group_block * head_dim)),
         "num_warps": WARPS,
-        "num_stages": residency.stages_fp8 if is_fp8 else residency.stages,
-        "maxnreg": residency.registers,
+        "num_stages": STAGES_FP8 if keys.dtype == torch.float8_e4m3fn else STAGES,
+        "maxnreg": REGISTERS_MAX,
     }
 
 
@@ -338,7 +321,7 @@ def decode_kernel(
     PDL: tl.constexpr,
 ):
     """Program i computes piece i, segment by segment: heads of a row follow each other, then the next row."""
-    wait_for_results(PDL)
+    wait_for_earlier(PDL)
     program = tl.program_id(0)
     piece = pieces + program * COLUMNS
     row, at, left = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
@@ -387,7 +370,6 @@ def decode_kernel(
         at = tl.where(is_over, 0, at + count)
         length = tl.where(is_over, following, length)
         row += is_over.to(tl.int32)
-    let_next_start(PDL)
 
 
 @triton.jit

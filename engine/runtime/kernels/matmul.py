@@ -59,7 +59,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.fp8 import Fp8Weight
-from engine.runtime.kernels.dependent_launch import dependent, let_next_start, prefetch, wait_for_results
+from engine.runtime.kernels.dependent_launch import dependent, prefetch, wait_for_earlier
 from engine.runtime.kernels.fused import Norm, Stream, Unscaled
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.widening import widened
@@ -295,7 +295,7 @@ def skinny_kernel(
     w_at = weight + n.to(tl.int64)[:, None] * width + k[None, :]
     if PDL:
         _prefetch(weight, n, inside_n, 0, width, (STAGES - 1) * BLOCK_K)
-    wait_for_results(PDL)
+    wait_for_earlier(PDL)
     acc = tl.zeros([TILE, BLOCK_K // _NEIGHBOURS] if ALONE else [BLOCK_M, TILE], tl.float32)
     squares = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)
     # without a dot, a loop is pipelined only where that is asked for
@@ -320,7 +320,6 @@ def skinny_kernel(
             turn = start // BLOCK_K % tl.num_programs(0)
             own_rows = tl.where(turn == tl.program_id(0), rows, 0)
             tl.store(total + start + x_at, stream, mask=inside & (row[:, None] < own_rows))
-    let_next_start(PDL)
     if ALONE:
         acc = tl.sum(acc, 1)[None, :]
     if norm is not None:

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.kernels.dependent_launch import dependent, let_next_start, wait_for_results
+from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.fused import Norm, Stream, Unscaled
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.matmul import (
@@ -189,7 +189,7 @@ def split_kernel(
     w_at = weight + n.to(tl.int64)[:, None] * width + k[None, :]
     if PDL:
         _prefetch(weight, n, inside_n, begin, width, (STAGES - 1) * BLOCK_K)
-    wait_for_results(PDL)
+    wait_for_earlier(PDL)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(begin, end, BLOCK_K):
         inside_k = start + k < width
@@ -199,7 +199,6 @@ def split_kernel(
         part = tl.load(x + start + x_at, mask=inside, other=0.0)
         scale_at = start // GROUP * height + n if GROUP > 0 else n
         acc = _add_product(acc, part, w_at + start, scales, scale_at, inside_n, inside_k, EVEN, GROUP)
-    let_next_start(PDL)
     own = row[:, None] * BLOCK_N + column[None, :]
     exists = row[:, None] < rows
     first = sums + place.to(tl.int64) * splits * (BLOCK_M * BLOCK_N)

@@ -228,7 +228,6 @@ def decode_launch(
     head_dim: int,
     window: int | None = None,
     page_size: int = 64,
-    residency: decode_attention.Residency = decode_attention.RESIDENCIES[0],
     **kv: Any,
 ) -> Callable[[], object]:
     """Batch 32 of an 8B model."""
@@ -247,7 +246,6 @@ def decode_launch(
             scale=0.1,
             window=window,
             programs=programs,
-            residency=residency,
         )
 
     return launch
@@ -271,11 +269,6 @@ def report_decode() -> None:
     module = decode_attention
     report("list_work", module, "list_work_kernel", list_launch)
     report("decode 8B", module, "decode_kernel", decode_launch(32, 8, 128))
-    for residency in module.RESIDENCIES[1:3]:
-        launch = decode_launch(32, 8, 128, residency=residency)
-        report(f"decode 8B {residency.programs} programs", module, "decode_kernel", launch)
-        launch = decode_launch(32, 8, 128, residency=residency, dtype=torch.float8_e4m3fn)
-        report(f"decode fp8 {residency.programs} programs", module, "decode_kernel", launch)
     report("decode window", module, "decode_kernel", decode_launch(28, 4, 128, 4096))
     report("decode fp8 cache", module, "decode_kernel", decode_launch(32, 8, 128, dtype=torch.float8_e4m3fn))
 

@@ -27,7 +27,6 @@ def run(
     scales: tuple[float, float] = (1, 1),
     device: torch.device = CPU,
     piece_tokens_min: int = 256,
-    residency: kernels.Residency = kernels.RESIDENCIES[0],
 ) -> Tensor:
     """On whatever device; tests/gpu calls it too."""
     case = case.moved(device)
@@ -53,7 +52,6 @@ def run(
         window=window,
         kv_scales=scales,
         programs=programs,
-        residency=residency,
         tile=tile,
     )
     assert not scratch.arrivals.any(), "the counters are not ready for the next layer"
