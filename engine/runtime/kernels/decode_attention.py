@@ -12,7 +12,7 @@ key-value heads, one behind the other, are one line, and each program computes a
 length. So no program waits for another, whatever the rows' lengths. A program's piece is cut into segments
 where a row or a head ends; a segment is a whole (row, head), or one of two that are not: the program's first
 and its last. Splits of a fixed size made a drained pipeline and a partial sum of every split, and programs
-whose splits were equally long drained at the same time: on an H200 they read at 50 to 70 % of its rate.
+whose splits were equally long drained at the same time: on an H200 they read at 57 to 71 % of its rate.
 
 A row's result therefore depends in its last bits on the lengths of the rows beside it. It is the same
 whenever those are the same: sums are added up in the order of the programs, not of their arrival.
@@ -62,7 +62,8 @@ at the end of a segment and the start of the next. More of them make more segmen
 and 0.89 times as long as three for 32 rows of 4,096 and 2,048 keys, as long for 1 and 256 rows, and less than
 four always."""
 PROGRAMS_PER_SM_FP8: Final = 3
-"""Of fp8, which is half the bytes and as much arithmetic: three took 0.90 times as long as two."""
+"""The same for keys and values in fp8, which are half the bytes and as much arithmetic: on an H200 three
+programs took 0.90 times as long as two."""
 REGISTERS_MAX: Final = 168
 """Registers per thread, which leave room for three programs. Values that do not fit are spilled before the
 first page and loaded again behind the last."""

@@ -6,8 +6,7 @@ competes with the same pair and the kernels between and behind it, measured toge
 
 It saves the norm's launch and a reading of the stream. It costs the library's products, as both are by tiles.
 It has to win by the same margin as a tile alone: launches follow each other more closely in a graph than
-where they are timed, so that fewer of them look better than they are. On an H200 pairs that won by 2 % lost
-in a graph.
+where they are timed, so that fewer of them look better than they are.
 """
 
 from __future__ import annotations

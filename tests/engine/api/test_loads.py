@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -185,7 +187,7 @@ class Told:
     """What an engine tells, and when, on a clock that moves by hand."""
 
     def __init__(self, served: Served, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._clock = clock
+        self.clock = clock
         self.reports: list[LoadReport | None] = []
         monkeypatch.setattr(served.engine.server, "push_load", self._tell)
 
@@ -196,7 +198,7 @@ class Told:
         """What is told in the next seconds."""
         before = len(self.reports)
         for _ in range(round(seconds / PUSH_CHANGED_S)):
-            self._clock.advance(PUSH_CHANGED_S + 1e-6)  # no sleep is too short
+            self.clock.advance(PUSH_CHANGED_S + 1e-6)  # no sleep is too short
             await settled()
         return self.reports[before:]
 
@@ -212,24 +214,28 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_an_idle_engine_tells_its_load_as_rarely_as_it_says(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@asynccontextmanager
+async def idle(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Served, Told]]:
+    """An engine that has just told that it is idle."""
     clock = VirtualClock()
     async with serve(clock=clock) as served:
         told = Told(served, clock, monkeypatch)
         await told.between()
+        yield served, told
+
+
+async def test_an_idle_engine_tells_its_load_as_rarely_as_it_says(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with idle(serve, monkeypatch) as (_, told):
         assert await told.within(5.0) == [IDLE] * 5
 
 
 async def test_a_load_that_changes_is_told_at_once_and_repeated_while_there_is_work(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = VirtualClock()
-    async with serve(clock=clock) as served:
+    async with idle(serve, monkeypatch) as (served, told):
         served.core.admits = False
-        told = Told(served, clock, monkeypatch)
-        await told.between()
         before = len(told.reports)
         call = asyncio.create_task(served.http.post("/v1/chat/completions", json=CHAT))
         await until(lambda: len(served.core.added) == 1)
@@ -246,10 +252,7 @@ async def test_a_load_that_changes_is_told_at_once_and_repeated_while_there_is_w
 async def test_steps_that_end_after_the_last_request_are_told_at_once(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = VirtualClock()
-    async with serve(clock=clock) as served:
-        told = Told(served, clock, monkeypatch)
-        await told.between()
+    async with idle(serve, monkeypatch) as (served, told):
         before = len(told.reports)
         step = msgspec.structs.replace(NO_STEP, number=1, prompts=1, prompt_tokens=60)
         counted(served.core, (0, 0, 0), 0, step)
@@ -260,10 +263,7 @@ async def test_steps_that_end_after_the_last_request_are_told_at_once(
 async def test_a_load_that_changes_all_the_time_is_told_every_50_ms(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = VirtualClock()
-    async with serve(clock=clock) as served:
-        told = Told(served, clock, monkeypatch)
-        await told.between()
+    async with idle(serve, monkeypatch) as (served, told):
         before, tokens = len(told.reports), 0
         for _ in range(20):
             for _ in range(5):
@@ -271,7 +271,7 @@ async def test_a_load_that_changes_all_the_time_is_told_every_50_ms(
                 step = msgspec.structs.replace(NO_STEP, number=tokens, prompts=1, prompt_tokens=1)
                 counted(served.core, (0, 0, 0), 0, step)
                 await settled()
-            clock.advance(PUSH_CHANGED_S)
+            told.clock.advance(PUSH_CHANGED_S)
             await settled()
         assert len(told.reports) - before <= 21
         assert told.reports[-1] == msgspec.structs.replace(IDLE, computed=tokens)
