@@ -11,6 +11,8 @@ import asyncio
 from http import HTTPStatus
 from typing import Final
 
+import msgspec
+
 from gateway.config import ModelConfig
 from gateway.engines import Engines
 from gateway.relay.upstream import Outbound, Upstream
@@ -82,7 +84,8 @@ class ForeignLoads:
         if report is None:
             self._mute_until_s[replica.url] = self._clock.monotonic() + RETRY_S
         else:
-            self._replicas.observe(replica, report, self._interval_s)
+            interval_ms = int(1000 * self._interval_s)
+            self._replicas.observe(replica, msgspec.structs.replace(report, interval_ms=interval_ms))
 
     async def _fetched(self, replica: Replica) -> LoadReport | None:
         request = Outbound("GET", METRICS_PATH, ())

@@ -13,9 +13,11 @@ import msgspec
 from msgspec import Meta
 
 LOAD_HEADER: Final = "x-penstock-load"
-PUSH_INTERVAL_S: Final = 0.1
-"""The longest time between two reports on a connection."""
-PUSH_CHANGED_S: Final = PUSH_INTERVAL_S / 2
+INTERVAL_MS: Final = 100
+"""The longest time between two reports on a connection of an engine that has something to do."""
+IDLE_INTERVAL_MS: Final = 1000
+"""The same of one that has nothing to do. Each report costs both ends a wake-up."""
+PUSH_CHANGED_S: Final = INTERVAL_MS / 2 / 1000
 """The time between two reports while the load changes: with 16 workers, reports that come half as often cost
 the slowest hundredth of first tokens a tenth more time (`penstock bench routing`)."""
 REPORT_LEN_MAX: Final = 512
@@ -24,6 +26,7 @@ FLEX, DEFAULT, PRIORITY = range(3)
 """The service classes, in the order of `LoadReport.waiting`; the higher the sooner."""
 
 Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
+Interval = Annotated[int, Meta(ge=1, le=60_000)]
 
 
 class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -36,6 +39,14 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """True if the engine finishes what it has, and takes no more."""
     computed: Amount = 0
     """Prompt tokens that it has computed since it started: while they rise, it works on what waits."""
+    interval_ms: Interval = INTERVAL_MS
+    """The longest time until the next report, by which a gateway knows how long to believe this one. Engines
+    that do not say it report at intervals of `INTERVAL_MS`; gateways that do not read it take it for that."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the engine has nothing to do."""
+        return not self.sequences and not any(self.waiting)
 
 
 _decode: Final = msgspec.json.Decoder(LoadReport).decode

@@ -101,7 +101,7 @@ class Report:
 
     @property
     def displaced(self) -> int:
-        """Preemptions of stalled sequences."""
+        """How often a sequence that had no slot lost its pages."""
         return self.preemptions - sum(life.finished.preemptions for life in self.lives if life.finished)
 
     @property

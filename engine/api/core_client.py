@@ -150,6 +150,8 @@ class CoreClient:
         self.info: RunnerInfo | None = None
         self.stats: CoreStats | None = None
         self.steps: Final = StepRing()
+        self.stirred: Final = asyncio.Event()
+        """Set whenever sequences are submitted and when a step is back. Who waits for it clears it."""
         self.failure: str | None = None
         self.answers = True
         """True if the core answered the last Ping in time."""
@@ -194,6 +196,7 @@ class CoreClient:
         if self.info is None:
             raise NotReady("The engine is still starting.", retry_after_s=RETRY_AFTER_S_MIN)
         self._enter_queue(share.tenant, len(sequences), sum(len(prompt_ids) for prompt_ids, _ in sequences))
+        self.stirred.set()
         handles = []
         for (prompt_ids, sampling), output in zip(sequences, outputs, strict=True):
             handle = next(self._handles)
@@ -386,6 +389,7 @@ class CoreClient:
         """Deliver the outputs of one step to their requests. This is the hot path."""
         now = self._clock.monotonic()
         live = self._live
+        self.stirred.set()
         self._count(step.stats)
         if step.record is not None:
             self.steps.push(step.record)

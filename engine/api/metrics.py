@@ -185,10 +185,11 @@ def _memory(stats: CoreStats) -> Iterator[Metric]:
     disk.add_metric(["missed"], stats.disk.missed)
     yield disk
     preemptions = CounterMetricFamily(
-        f"{PREFIX}preemptions", "Sequences that gave their pages back, and how.", labels=["kind"]
+        f"{PREFIX}preemptions", "Sequences that gave up their pages, or a slot alone.", labels=["kind"]
     )
-    preemptions.add_metric(["recompute"], stats.preemptions - stats.swaps_out)
+    preemptions.add_metric(["recompute"], stats.preemptions - stats.yields - stats.swaps_out)
     preemptions.add_metric(["swap"], stats.swaps_out)
+    preemptions.add_metric(["yield"], stats.yields)
     yield preemptions
     yield _counter("swaps_in", "Sequences whose pages came back from host memory.", stats.swaps_in)
     swapped = CounterMetricFamily(

@@ -14,6 +14,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import gc
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import NotReady
 from shared.exit_codes import ExitCode
 from shared.lifecycle import Phase, on_stop_signals
-from shared.load_report import PUSH_CHANGED_S, PUSH_INTERVAL_S, encode_load
+from shared.load_report import PUSH_CHANGED_S, LoadReport, encode_load
 from shared.loops import loop_name, watch_lag
 from shared.otlp import tracing_of
 from shared.renewable_tls import RenewableTls
@@ -162,14 +163,19 @@ class Engine:
 
     async def _push_loads(self) -> None:
         """Tell gateways the load at intervals, for as long as the process serves: sooner where it has
-        changed."""
-        told, told_s = b"", 0.0
+        changed. An idle engine sleeps until it is told something, or until its next report is due."""
+        told, told_s = LoadReport(), -math.inf
         while True:
-            load, now_s = encode_load(self.state.load()), self._clock.monotonic()
-            if load != told or now_s - told_s >= PUSH_INTERVAL_S:
-                self.server.push_load(load)
+            self.state.core.stirred.clear()
+            load, now_s = self.state.load(), self._clock.monotonic()
+            if load != told or now_s - told_s >= load.interval_ms / 1000:
+                self._push_load()
                 told, told_s = load, now_s
             await self._clock.sleep(PUSH_CHANGED_S)
+            if load.is_idle:
+                due = asyncio.ensure_future(self._clock.sleep(load.interval_ms / 1000 - PUSH_CHANGED_S))
+                await _first(due, self.state.core.stirred, timeout_s=None)
+                due.cancel()
 
     def _push_load(self) -> None:
         self.server.push_load(encode_load(self.state.load()))

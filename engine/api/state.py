@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import msgspec
+
 from engine.api.admission import Limits
 from engine.api.core_client import CoreClient
 from engine.api.metrics import CoreReading, EngineMetrics
@@ -20,7 +22,7 @@ from shared.fair_threads import FairThreads
 from shared.fair_turns import FairTurns
 from shared.ids import RequestId
 from shared.lifecycle import Lifecycle, Phase
-from shared.load_report import LoadReport
+from shared.load_report import IDLE_INTERVAL_MS, LoadReport
 from shared.openai import Model
 from shared.probes import Health
 from shared.tracing import NO_TRACING, Tracing
@@ -94,7 +96,8 @@ class EngineState:
         flex, default, priority = self.core.waiting_tokens
         is_over = self.lifecycle.phase in (Phase.DRAINING, Phase.STOPPED)
         computed = self.core.steps.sums.prompt_tokens
-        return LoadReport((flex, default, priority), self.core.live, is_over, computed)
+        load = LoadReport((flex, default, priority), self.core.live, is_over, computed)
+        return msgspec.structs.replace(load, interval_ms=IDLE_INTERVAL_MS) if load.is_idle else load
 
     def loaded_model(self) -> ServedModel:
         """The model, whose name and tokenizer are known before the core is ready. Raises NotReady

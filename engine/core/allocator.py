@@ -1,18 +1,20 @@
 """Slots and pages: which sequence holds which, and which sequence gives them up for which.
 
-A sequence holds a slot while it runs, and pages while it runs or is stalled. It gets them when it is admitted
-(`admit`), gets a page more whenever its decode needs one (`grow`), and loses them when it is preempted, for
-one that runs and grows or for one that is admitted (`preempt_for`), when it stalls (`stall_paused`, the slot
-alone) or when it ends (`release`). Which sequence is preempted is chosen in `engine.core.victims`, with the
-rules G and J; how it is restored, in `engine.core.swap`.
+A sequence holds a slot while it runs, and pages while it runs, is stalled or has yielded. It gets them when
+it is admitted (`admit`), gets a page more whenever its decode needs one (`grow`), and loses them when it is
+preempted, for one that runs and grows or for one that is admitted (`preempt_for`), or when it ends
+(`release`). It loses the slot alone when it stalls (`stall_paused`) or yields (`_step_aside`). Which sequence
+is preempted is chosen in `engine.core.victims`, with the rules G and J; how it is restored, in
+`engine.core.swap`.
 
 A. Pages for all known tokens are taken at admission, so only decodes grow, one page at a time. A new sequence
    is admitted into a free slot when the whole uncached part fits into the available pages, with a watermark
-   to spare. Pages of stalled sequences count as available, and are taken when no others are left.
+   to spare. Pages of sequences without a slot (those that stalled or yielded) count as available, and are
+   taken when no others are left.
 C. A sequence that was preempted `preemptions_max` times is *protected*: from its next admission on, none is
    admitted unless all that run, itself included, can grow to their ends, into pages that are available or
-   that stalled sequences hold. So none is preempted while it runs, and no sequence is preempted more than
-   `preemptions_max` times while it runs, apart from yields by rule J.
+   that sequences without a slot hold. So none is preempted while it runs, and no sequence is preempted more
+   than `preemptions_max` times while it runs, apart from yields by rule J.
 E. A paused sequence is in no plan. What was in flight when the pause came still counts. It harms no other:
    its slot is released at the next plan at which nothing of it is in flight, since admitting it again costs
    no computation; its pages are released when others lack them, before any running sequence is preempted.
@@ -51,8 +53,8 @@ from engine.core.tiers import DiskLink, PageDisk
 from engine.core.victims import (
     YIELDS_AHEAD_S,
     by_expendability,
-    choose_stalled,
     choose_victims,
+    choose_waiting,
     may_yield,
 )
 from engine.core.waiting import WaitingQueue
@@ -96,7 +98,9 @@ class Allocator:
         self.running: Final[dict[int, Sequence]] = {}
         """The running sequences by slot, in the order of admission."""
         self.preemptions = 0
-        """Preemptions since the start, those of stalled sequences included."""
+        """How often a sequence gave up pages, or its slot alone, since the start."""
+        self.yields = 0
+        """How often it was the slot alone."""
         self.lack = Lack.NOTHING
         """The want of the first sequence that did not fit into the plan that is made."""
 
@@ -107,7 +111,7 @@ class Allocator:
     @property
     def holders(self) -> int:
         """The number of sequences that hold pages."""
-        return len(self.running) + len(self._waiting.stalled)
+        return len(self.running) + len(self._waiting.with_pages)
 
     def take_left(self) -> list[int]:
         """The slots that were left since the last call."""
@@ -133,8 +137,8 @@ class Allocator:
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
         """The part of a waiting sequence that need not be computed if it is admitted now: that in its own
-        pages when it is stalled, else that in the prefix cache and in host memory."""
-        if sequence.status is Status.STALLED:
+        pages when it kept them, else that in the prefix cache and in host memory."""
+        if sequence.pages:
             return Prefix(sequence.pages, [], sequence.computed_len)
         if not self._config.prefix_cache:
             return self.swapper.prefix(sequence, [])
@@ -173,7 +177,7 @@ class Allocator:
         return coming * size, cost.chunk_s(known * size, coming * size)
 
     def fits(self, sequence: Sequence, prefix: Prefix, victims: Collection[Sequence] = ()) -> bool:
-        """True if `sequence` could be admitted once `victims` and all stalled sequences are preempted.
+        """True if `sequence` could be admitted once `victims` and all that wait with pages are preempted.
 
         It needs a slot, pages for all its known tokens, and beside running sequences the watermark as well;
         with a protected sequence it needs the pages that all of them may need to grow to their ends (rule C).
@@ -259,10 +263,11 @@ class Allocator:
             fewer = [other for other in chosen if other is not victim]
             if self.fits(sequence, prefix, fewer):
                 chosen = fewer
-        if yields:
-            self._may_yield_from = max(now, self._may_yield_from) + sum(map(self._restore_s, chosen))
         for victim in chosen:
-            self._preempt(victim, builder, now, Move.PREEMPTED_SHARE if yields else Move.PREEMPTED_CLASS)
+            if yields:
+                self._step_aside(victim, builder, now)
+            else:
+                self._preempt(victim, builder, now, Move.PREEMPTED_CLASS)
         return True
 
     def admit(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, now: float) -> Brought:
@@ -270,7 +275,7 @@ class Allocator:
         self._waiting.admit(sequence)
         if sequence.status is not Status.WAITING:
             self._moved.append(Moved(sequence.handle, Move.READMITTED, sequence.swapped is not None))
-        if sequence.status is not Status.STALLED:
+        if not sequence.pages:
             self.pages.acquire(prefix.pages)
         brought = self.swapper.take(sequence, prefix)  # before others move out, and need room
         fresh = pages_for(len(sequence.tokens), self._runner.page_size) - len(prefix.pages)
@@ -361,34 +366,46 @@ class Allocator:
         return self.swapper.restoration(sequence, self._learner.cost).least_s
 
     def _reclaimable(self, victims: Iterable[Sequence] = ()) -> set[int]:
-        """The pages that become available when `victims` and all stalled sequences release theirs."""
-        return self.pages.only_in([s.pages for s in (*self._waiting.stalled.values(), *victims)])
+        """The pages that become available when `victims` and all that wait with pages release theirs."""
+        return self.pages.only_in([s.pages for s in (*self._waiting.with_pages, *victims)])
 
     def _reclaim(self, pages_needed: int, builder: PlanBuilder, now: float) -> None:
-        """Preempt stalled sequences until `pages_needed` are available. The caller knows that they hold
-        enough."""
+        """Preempt sequences that wait with pages until `pages_needed` are available. The caller knows that
+        they hold enough."""
         while self.pages.available < pages_needed:
-            stalled = self._waiting.stalled.values()
-            victim = choose_stalled(stalled, self._pages_freed)
+            victim = choose_waiting(self._waiting.with_pages, self._pages_freed)
             self._preempt(victim, builder, now, Move.PREEMPTED_STALLED)
 
+    def _step_aside(self, victim: Sequence, builder: PlanBuilder, now: float) -> None:
+        """Take the slot from a running sequence, and leave it its pages until others need them."""
+        assert not self._in_flight, "rule I is broken"
+        builder.drop(self._release_slot(victim), victim)
+        victim.step_aside(now)
+        self._waiting.enter(victim)
+        self.preemptions += 1
+        self.yields += 1
+        self._moved.append(Moved(victim.handle, Move.PREEMPTED_SHARE, swapped=False))
+
     def _preempt(self, victim: Sequence, builder: PlanBuilder, now: float, move: Move) -> None:
-        """Take slot and pages from a running or stalled sequence, with all that was planned for it. What it
+        """Take pages, and the slot if it has one, from a sequence, with all that was planned for it. What it
         has computed may be copied to host memory first."""
         if victim.status is Status.RUNNING:
             assert not self._in_flight, "rule I is broken"
             builder.drop(self._release_slot(victim), victim)
         else:
-            self._waiting.leave(victim)
+            self._waiting.displace(victim)
+        if has_yielded := victim.status is Status.YIELDED:
+            self._may_yield_from = max(now, self._may_yield_from) + self._restore_s(victim)
         swapped = self.swapper.take_out(victim, self._learner.cost)
         if swapped is None and self._config.prefix_cache:
             victim.name_head(self.pages, victim.computed_len)
         builder.copied_pages = self.swapper.copied_pages
         self.pages.release(victim.pages)
-        victim.preempt(now, swapped, yields=move is Move.PREEMPTED_SHARE)
+        victim.preempt(now, swapped)
         self._waiting.enter(victim)
         self.preemptions += 1
-        self._moved.append(Moved(victim.handle, move, swapped is not None))
+        if not has_yielded:  # else it was told before
+            self._moved.append(Moved(victim.handle, move, swapped is not None))
 
     # -- release ----------------------------------------------------------------------------------
 
@@ -460,7 +477,8 @@ class Allocator:
         page_size, preemptions_max = self._runner.page_size, self._config.preemptions_max
         assert sorted(slots) == list(range(self._runner.slots)), "a slot is lost, or owned twice"
         for status, queue in self._waiting.queues.items():
-            has_pages, is_swapped = status is Status.STALLED, status is Status.SWAPPED
+            has_pages = status in (Status.STALLED, Status.YIELDED)
+            is_swapped = status is Status.SWAPPED
             for sequence in queue.values():
                 assert sequence.status is status
                 assert sequence.slot is None

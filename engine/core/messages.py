@@ -280,7 +280,7 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     prefix_hit_tokens: int
     """Counter: prompt tokens that were found there."""
     preemptions: int
-    """Counter: preemptions, those of stalled sequences included."""
+    """Counter: sequences that gave up their pages, stalled ones included, or their slots alone (`yields`)."""
     step_s: float
     """Duration of the last step, from its plan (or the commit before, if that was later) to its commit."""
     step_tokens: int
@@ -292,7 +292,7 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     class_waited_s: tuple[float, ...] = ()
     """For each class: the age of the oldest of these, in seconds; 0.0 where there is none."""
     swaps_out: int = 0
-    """Counter: preemptions that copied pages to host memory."""
+    """Counter: sequences whose pages were copied to host memory, which were preempted or had yielded."""
     swaps_in: int = 0
     """Counter: admissions that copied pages from host memory."""
     swapped_out_bytes: int = 0
@@ -312,6 +312,8 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """Counter: the part of `prefix_hit_tokens` that came back from host memory."""
     prefix_disk_tokens: int = 0
     disk: DiskCounts = DiskCounts()
+    yields: int = 0
+    """Counter: sequences that gave up their slots alone, to a tenant that held less."""
 
 
 class Lack(IntEnum):
@@ -331,7 +333,7 @@ class Move(IntEnum):
     PREEMPTED_CLASS = 1
     """It gave slot and pages up to a sequence of a higher class."""
     PREEMPTED_SHARE = 2
-    """It gave them up to a tenant that held less."""
+    """It gave its slot up to a tenant that held less."""
     PREEMPTED_PAGES = 3
     """It gave them up to others that grew."""
     PREEMPTED_STALLED = 4

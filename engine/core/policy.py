@@ -24,7 +24,8 @@ The rank of a waiting sequence is its *weighted response ratio*; the highest goe
 - A running prefill is ranked by what is left of it, so that a short prompt passes a long one that has begun,
   and a long one that is nearly done is finished before another.
 - A preempted sequence, swapped or not, stands level with the best newcomer of its class or a lower one, and
-  before it. One that yielded its slot to another tenant stands so in its own tenant's line.
+  before it. One that yielded its slot to another tenant stands so in its own tenant's line, with its pages or
+  without.
 - A sequence that resumes after a stall and still holds its pages goes first: it needs a slot, and no
   computation to get it.
 
@@ -88,6 +89,9 @@ class Circumstances:
     out."""
 
 
+DISPLACED: Final = (Status.PREEMPTED, Status.SWAPPED, Status.YIELDED)
+"""The statuses of sequences that ran, and lost their slots to others."""
+
 Order = Callable[[Iterable[Sequence], Circumstances], list[Sequence]]
 """Sorts waiting sequences and running prefills; the first goes first."""
 
@@ -109,7 +113,8 @@ def by_response_ratio(sequences: Iterable[Sequence], circumstances: Circumstance
     by_status: dict[Status, list[Sequence]] = defaultdict(list)
     for sequence in sequences:
         by_status[sequence.status].append(sequence)
-    newcomers, preempted = by_status[Status.WAITING], by_status[Status.PREEMPTED] + by_status[Status.SWAPPED]
+    newcomers = by_status[Status.WAITING]
+    preempted = [s for status in DISPLACED for s in by_status[status]]
     forced = [sequence for sequence in preempted if not sequence.yields]
     yielded = [sequence for sequence in preempted if sequence.yields]
     ranks = _ranks_in_line([*newcomers, *yielded, *by_status[Status.RUNNING]], circumstances)

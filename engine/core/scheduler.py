@@ -427,6 +427,7 @@ class Scheduler:
             waiting_tokens=self._waiting.newcomer_tokens,
             class_tokens=tuple(class_tokens),
             newest=self._newest,
+            yields=allocator.yields,
         )
 
     def check(self) -> None:

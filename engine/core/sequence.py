@@ -2,10 +2,10 @@
 
                     admit             stall
       WAITING ------------> RUNNING ----------> STALLED          each of them may `finish`
-                            |     ^ <---------- |
-                    preempt |     |    admit    | preempt
+                            |     ^ <---------- |                or YIELDED, by `step_aside`, as STALLED
+                    preempt |     |    admit    | preempt        in every other move
                             v     | admit       |
-                            PREEMPTED <---------+         or SWAPPED, as PREEMPTED in every move
+                            PREEMPTED <---------+                or SWAPPED, as PREEMPTED in every move
 
 `MOVES` below is that drawing, and `_move` obeys it. Status and holdings change together, in the
 same method:
@@ -14,6 +14,7 @@ same method:
     WAITING       -        -         -
     RUNNING      yes      yes        -
     STALLED       -       yes        -
+    YIELDED       -       yes        -
     PREEMPTED     -        -         -
     SWAPPED       -        -        yes
 
@@ -37,8 +38,8 @@ tokens being computed, and `coming` tokens being sampled, whose values the host 
     pages    [ x x x x x x x . . ]               planned_len 9, pending_len 1: it may go on at once
 
 A plan goes by `planned_len`. What needs a token's value, as a page's identity does, waits for the commit.
-Only a running sequence has anything in flight, so a stalled or preempted one holds what it has computed
-and nothing changes it. One that finishes may leave rows in flight behind; they bring nothing.
+Only a running sequence has anything in flight, so a stalled or preempted one, or one that yielded, holds what
+it has computed and nothing changes it. One that finishes may leave rows in flight behind; they bring nothing.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ class Status(Enum):
     """Gave slot and pages back, and waits to be admitted again."""
     SWAPPED = "swapped"
     """Gave slot and pages back, with a copy in host memory, and waits to be admitted again."""
+    YIELDED = "yielded"
+    """Gave its slot to another tenant, keeps its pages until others need them, and waits to be admitted
+    again."""
     FINISHED = "finished"
 
     # Members are single objects. Enum's own hash is that of its name, computed in Python for every look-up.
@@ -75,8 +79,11 @@ class Status(Enum):
 
 MOVES: Final[Mapping[Status, frozenset[Status]]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
-    Status.RUNNING: frozenset({Status.STALLED, Status.PREEMPTED, Status.SWAPPED, Status.FINISHED}),
+    Status.RUNNING: frozenset(
+        {Status.STALLED, Status.YIELDED, Status.PREEMPTED, Status.SWAPPED, Status.FINISHED}
+    ),
     Status.STALLED: frozenset({Status.RUNNING, Status.PREEMPTED, Status.SWAPPED, Status.FINISHED}),
+    Status.YIELDED: frozenset({Status.RUNNING, Status.PREEMPTED, Status.SWAPPED, Status.FINISHED}),
     Status.PREEMPTED: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.SWAPPED: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.FINISHED: frozenset(),
@@ -145,7 +152,7 @@ class Sequence:
     """Preemptions while it ran, yields included. Those while it was stalled are not counted: there is at most
     one for each pause."""
     yields: int = 0
-    """Preemptions in favour of a tenant that held less (rule J)."""
+    """How often it stepped aside for a tenant that held less (rule J). These count as preemptions, too."""
     prompt_logprobs_sent: int = 0
     """The number of prompt positions of which the next token's log-probabilities have been reported."""
     spent_s: dict[LifePhase, float] = field(default_factory=lambda: dict.fromkeys(LifePhase, 0.0))
@@ -228,7 +235,7 @@ class Sequence:
             return LifePhase.STALLED
         if self.status is Status.WAITING:
             return LifePhase.QUEUE
-        if self.status in (Status.PREEMPTED, Status.SWAPPED):
+        if self.status in (Status.YIELDED, Status.PREEMPTED, Status.SWAPPED):
             return LifePhase.PREEMPTED
         return LifePhase.DECODE if self.output_len else LifePhase.PREFILL
 
@@ -258,12 +265,19 @@ class Sequence:
         self._move(Status.STALLED, now)
         self.slot = None
 
-    def preempt(self, now: float, swapped: Swapped | None = None, *, yields: bool = False) -> None:
+    def step_aside(self, now: float) -> None:
+        """Give the slot up to another tenant and keep the pages."""
+        assert not self.in_flight_len
+        self.preemptions += 1
+        self.yields += 1
+        self._move(Status.YIELDED, now)
+        self.slot = None
+
+    def preempt(self, now: float, swapped: Swapped | None = None) -> None:
         """Give up slot and pages, and keep the tokens and the copy in host memory, if there is one. The
         caller has released the pages at the block manager."""
         assert not self.in_flight_len
         self.preemptions += self.status is Status.RUNNING
-        self.yields += yields
         self._move(Status.SWAPPED if swapped else Status.PREEMPTED, now)
         self._vacate()
         self.swapped = swapped

@@ -3,8 +3,9 @@
 Pure functions that read sequences and change nothing; `engine.core.allocator` says when a victim is needed,
 and preempts it.
 
-A stalled sequence is chosen before one that runs. Running ones are chosen by class, then by what their tenant
-holds, then by what restoring them costs (`by_expendability`).
+A sequence that waits with pages, because it stalled or yielded its slot, is chosen before one that runs.
+Running ones are chosen by class, then by what their tenant holds, then by what restoring them costs
+(`by_expendability`).
 
 G. A sequence that does not fit takes slot and pages from running sequences of a lower class, if that is
    enough; otherwise from none. Protected ones (rule C) and those admitted by the same plan are spared.
@@ -12,10 +13,11 @@ J. Slots are shared by tenants. A sequence that does not fit, and with which its
    another tenant holds now, by their dominant shares (`engine.core.tenants`), takes slot and pages from that
    other tenant, again if that is enough. Spared are the oldest running sequence of each tenant and those of a
    higher class. Protected ones are not spared: otherwise a tenant with only protected ones could keep every
-   slot as long as it likes. Each second that restoring victims will take is paid for by a second without
-   yields, so restoring takes at most half of the time, however often tenants come and go. `YIELDS_AHEAD_S`
-   of it need not be paid for before, since newcomers come in bursts. Where a decode needs a page, the tenant
-   that holds most gives one up first.
+   slot as long as it likes. What yields its slot keeps its pages until others lack them, as what stalls does:
+   where slots alone are scarce, a yield costs nothing. Each second that restoring those will take whose pages
+   were taken is paid for by a second without yields, so restoring takes at most half of the time, however
+   often tenants come and go. `YIELDS_AHEAD_S` of it need not be paid for before, since newcomers come in
+   bursts. Where a decode needs a page, the tenant that holds most gives one up first.
 """
 
 from __future__ import annotations
@@ -54,19 +56,21 @@ def may_yield(running: Iterable[Sequence], sequence: Sequence) -> list[Sequence]
     ]
 
 
-def choose_stalled(stalled: Iterable[Sequence], pages_freed: Callable[[Sequence], int]) -> Sequence:
-    """The stalled sequence that gives its pages back first: one that frees some at once; among those one of
-    the lowest class; among those the one that has been paused for longest. Resumed ones come last.
+def choose_waiting(with_pages: Iterable[Sequence], pages_freed: Callable[[Sequence], int]) -> Sequence:
+    """The sequence without a slot that gives its pages back first: one that frees some at once; among those
+    one that is paused; among those one of the lowest class; among those the one that has been paused for
+    longest, or, where none is paused, the last that came.
 
     One is chosen even when none frees a page alone, because two that share a page do so one by one.
     """
 
     def cost(sequence: Sequence) -> tuple[bool, bool, int, float, int]:
-        since = math.inf if sequence.paused_at is None else sequence.paused_at
         is_read = sequence.paused_at is None
-        return (not pages_freed(sequence), is_read, sequence.service_class, since, sequence.handle)
+        since = -sequence.arrived_at if sequence.paused_at is None else sequence.paused_at
+        last = -sequence.handle if is_read else sequence.handle
+        return (not pages_freed(sequence), is_read, sequence.service_class, since, last)
 
-    return min(stalled, key=cost)
+    return min(with_pages, key=cost)
 
 
 def by_expendability(

@@ -1,5 +1,5 @@
 """The waiting queue: sequences that wait for a slot, which are newcomers (never admitted yet), preempted
-ones, swapped or not, and stalled ones, which keep their pages.
+ones, swapped or not, and ones that keep their pages: stalled ones, and those that yielded their slots.
 
 It keeps the turn of the oldest, on which the bound at the head of `engine.core.policy` rests: it counts the
 admissions since the last that was the oldest's. An oldest sequence that did not fit in its turn, while others
@@ -41,6 +41,7 @@ class WaitingQueue:
             Status.PREEMPTED: {},
             Status.SWAPPED: {},
             Status.STALLED: {},
+            Status.YIELDED: {},
         }
         """The waiting sequences by status, then by handle."""
         self.newcomer_tokens = 0
@@ -57,8 +58,9 @@ class WaitingQueue:
         return len(self.queues[Status.WAITING])
 
     @property
-    def stalled(self) -> dict[int, Sequence]:
-        return self.queues[Status.STALLED]
+    def with_pages(self) -> list[Sequence]:
+        """The sequences that keep their pages until others need them."""
+        return [*self.queues[Status.STALLED].values(), *self.queues[Status.YIELDED].values()]
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain.from_iterable(queue.values() for queue in self.queues.values())
@@ -79,18 +81,22 @@ class WaitingQueue:
             self.newcomer_tokens += sequence.prompt_len
 
     def leave(self, sequence: Sequence) -> None:
-        """Remove a sequence that ends, or a stalled one that loses its pages, before its status changes."""
-        del self.queues[sequence.status][sequence.handle]
+        """Remove a sequence that ends or is admitted, before its status changes."""
+        self.displace(sequence)
         if self._held.get(sequence.tenant) is sequence:
             del self._held[sequence.tenant]
         if sequence.status is Status.WAITING:
             self.newcomer_tokens -= sequence.prompt_len
 
+    def displace(self, sequence: Sequence) -> None:
+        """Remove a sequence that loses its pages, before its status changes; `enter` follows."""
+        del self.queues[sequence.status][sequence.handle]
+
     def admit(self, sequence: Sequence) -> None:
         """Remove a sequence that gets a slot, before its status changes."""
         if sequence.status is not Status.STALLED:
             not_held = (
-                s for s in self._without_pages() if s.tenant not in self._held or s.tenant == sequence.tenant
+                s for s in self._taking_turns() if s.tenant not in self._held or s.tenant == sequence.tenant
             )
             is_oldest = sequence is min(not_held, key=policy.age)
             self._admitted_since_oldest = 0 if is_oldest else self._admitted_since_oldest + 1
@@ -138,14 +144,14 @@ class WaitingQueue:
         is_oldests_turn = self._admitted_since_oldest >= self._discipline.oldest_every - 1
         oldest: dict[str, Sequence] = {}
         if is_oldests_turn or self._held:
-            for sequence in policy.by_age(self._without_pages()):
+            for sequence in policy.by_age(self._taking_turns()):
                 if is_oldests_turn or sequence.tenant in self._held:
                     oldest.setdefault(sequence.tenant, sequence)
         return list(oldest.values())
 
-    def _without_pages(self) -> Iterator[Sequence]:
-        """The unpaused sequences except those that resume after a stall, which have their pages, and those
-        that follow others."""
+    def _taking_turns(self) -> Iterator[Sequence]:
+        """The unpaused sequences except those that resume after a stall with their pages, and those that
+        follow others."""
         for status, queue in self.queues.items():
             if status is not Status.STALLED:
                 unpaused = (s for s in queue.values() if not s.is_paused and s.awaits is None)

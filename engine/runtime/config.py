@@ -27,7 +27,6 @@ Kernels = Literal["auto", "native", "torch"]
 Weights = Literal["plain", "int8", "fp8"]
 KVCacheDtype = Literal["auto", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
-DecodeSplits = Literal["fixed", "measured"]
 PageSize = Annotated[
     int,
     Unit("tokens"),
@@ -59,10 +58,6 @@ class RunnerConfig:
     attention_backend: Text = "auto"
     """The library for attention on a GPU: triton, cudnn, flash-attn, flashinfer, flashinfer-trtllm or torch,
     or one for each phase, as prefill=cudnn,decode=triton. auto: a library that is installed, else ours."""
-    decode_splits: DecodeSplits = "fixed"
-    """Pieces that our own attention cuts a sequence's keys into while it decodes. fixed: 256 tokens, so that
-    its result does not depend on the other sequences of a step, to the last bit. measured: the fastest size
-    for each number of sequences, found at the start."""
     enforce_eager: bool = False
     """On a GPU, launch steps kernel by kernel instead of as CUDA graphs: it starts sooner, takes less
     memory, and is slower."""

@@ -52,12 +52,13 @@ from typing import Final
 from msgspec import Struct, field
 
 from gateway.routing.table import Table
-from shared.load_report import DEFAULT, FLEX, LoadReport
+from shared.load_report import DEFAULT, FLEX, INTERVAL_MS, LoadReport
 
-REPORT_INTERVAL_MS: Final = 100
-"""The longest time between two reports of a replica."""
-LATE_MS: Final = 3 * REPORT_INTERVAL_MS
-"""The age up to which a report is believed in full. At twice this age it is not believed at all."""
+INTERVALS_MAX: Final = 3
+"""The intervals between two reports for which the last is believed in full. An engine says its interval."""
+LATE_MS: Final = INTERVALS_MAX * INTERVAL_MS
+"""The time for which the report of an engine that has something to do is believed in full. So long after that
+time no report is believed at all."""
 SLOW_START_MS: Final = 10_000
 """The age at which a new replica's own load is believed in full."""
 WEIGHTS: Final = (1, 4, 16)
@@ -140,11 +141,11 @@ class View(Struct):
     loads: Sequence[int] = ()
     """The sum of all that, in tokens. Empty until somebody asks: where there is one replica, nobody does."""
 
-    def report(self, report: LoadReport, now_ms: int, late_ms: int = LATE_MS) -> None:
-        """Take over what the replica says of itself. It is believed in full for `late_ms`."""
+    def report(self, report: LoadReport, now_ms: int) -> None:
+        """Take over what the replica says of itself."""
         self.told = tuple(sum(map(mul, report.waiting, parts)) for parts in _PARTS)
         self.sequences = report.sequences
-        self.fresh_until_ms = now_ms + late_ms
+        self.fresh_until_ms = now_ms + INTERVALS_MAX * report.interval_ms
         self.loads = ()
 
     def returned(self, away_ms: int, now_ms: int) -> None:

@@ -44,10 +44,8 @@ from gateway.routing.table import Table, key_of
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import ReplicaId
-from shared.load_report import PUSH_INTERVAL_S, LoadReport
+from shared.load_report import LoadReport
 
-INTERVALS_MAX: Final = 3
-"""The intervals between two reports for which the last is believed in full."""
 SWEEP_S: Final = 1.0
 """The time between two looks for members whose time is over, in seconds."""
 ENGINE_DRAIN_S: Final = 5.0
@@ -288,11 +286,11 @@ class Replicas:
 
     # -- reports ----------------------------------------------------------------------------------
 
-    def observe(self, replica: Replica, report: LoadReport, interval_s: float = PUSH_INTERVAL_S) -> None:
+    def observe(self, replica: Replica, report: LoadReport) -> None:
         """Take over what a replica reports of its load. One that drains gets nothing new, unless none is left
         beside it: what it says may be out of date, and it refuses by itself."""
         now_ms = self._now_ms()
-        replica.view.report(report, now_ms, int(INTERVALS_MAX * interval_s * 1000))
+        replica.view.report(report, now_ms)
         replica.health.report(report.computed, sum(report.waiting), now_ms)
         if not report.draining:
             self.undrain(replica, DrainCause.ENGINE)

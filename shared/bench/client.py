@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 HEADERS_LEN_MAX: Final = 64 * 1024
-EXCHANGE_DEADLINE_S: Final = 600.0
+EXCHANGE_DEADLINE_S: Final = 1200.0
 
 
 @dataclass(frozen=True, slots=True)

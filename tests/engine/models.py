@@ -114,6 +114,18 @@ def reference_greedy(path: Path, prompts: Sequence[Sequence[int]], n: int) -> li
     return outputs
 
 
+def not_greedy(path: Path, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> list[int]:
+    """The prompts, by number, whose output is not the reference's greedy one. A forward pass each: if every
+    token is the likeliest behind those before it, all are what `reference_greedy` would find."""
+    model = reference_model(path)
+    found = []
+    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        likeliest = reference_logprobs(model, [*prompt, *output])[len(prompt) - 1 : -1].argmax(-1)
+        if likeliest.tolist() != list(output):
+            found.append(number)
+    return found
+
+
 def _enliven(model: Any) -> None:
     """Fresh models are too tame: zero biases, unit norms, and logits so flat that rounding decides."""
     with torch.no_grad():

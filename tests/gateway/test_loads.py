@@ -32,7 +32,15 @@ from gateway.routing.policy import (
 )
 from gateway.routing.replicas import ENGINE_DRAIN_S, Placement, Replica, Replicas
 from gateway.routing.table import key_of
-from shared.load_report import DEFAULT, FLEX, PRIORITY, LoadReport
+from shared.load_report import (
+    DEFAULT,
+    FLEX,
+    IDLE_INTERVAL_MS,
+    INTERVAL_MS,
+    PRIORITY,
+    LoadReport,
+    parse_load,
+)
 from shared.openai import ChatMessage, ChatRequest
 from shared.sse import DONE, Closing, closing_comment
 from tests.fakes import VirtualClock
@@ -101,6 +109,31 @@ def test_what_this_worker_sent_to_a_silent_replica_stays_known() -> None:
     silent.fresh_until_ms -= 2 * LATE_MS
     silent.enter(DEFAULT, 700)
     assert loads([*views, silent], NOW_MS)[3] == 2_000 + 700 + REQUEST_LEN
+
+
+@pytest.mark.parametrize("interval_ms", [INTERVAL_MS, IDLE_INTERVAL_MS])
+def test_a_report_is_believed_for_three_of_the_intervals_that_it_states(interval_ms: int) -> None:
+    views = [view(LoadReport((0, tokens, 0), interval_ms=60_000)) for tokens in (1_000, 2_000, 3_000)]
+    views.append(view(LoadReport(interval_ms=interval_ms)))
+    believed_ms = 3 * interval_ms
+    seen = [loads(views, NOW_MS + ms)[3] for ms in (0, believed_ms, believed_ms + LATE_MS)]
+    assert seen == [0, 0, 2_000]
+
+
+def test_an_engine_that_states_no_interval_is_believed_as_before() -> None:
+    report = parse_load('{"waiting":[0,7,0],"sequences":1}')
+    assert report is not None
+    assert view(report).fresh_until_ms == NOW_MS + LATE_MS
+
+
+def test_a_later_report_takes_back_how_long_the_one_before_is_believed() -> None:
+    """An idle engine that gets work is cut off after it has said so."""
+    seen = view(LoadReport(interval_ms=IDLE_INTERVAL_MS), LoadReport((0, 7, 0), 1))
+    assert seen.fresh_until_ms == NOW_MS + LATE_MS
+
+
+def test_an_idle_engine_repeats_that_it_drains_in_time() -> None:
+    assert 3 * IDLE_INTERVAL_MS < 1000 * ENGINE_DRAIN_S
 
 
 def test_a_new_replica_is_no_better_than_the_median_and_no_better_than_it_says() -> None:

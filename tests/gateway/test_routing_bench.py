@@ -61,7 +61,8 @@ def test_what_a_worker_knows_is_what_its_views_would_tell() -> None:
             fleet.free_ms[replica] = fleet.now_ms + random.randrange(3 * REPORT_MS)
             fleet.report(replica)
             for one in views:
-                one[replica].report(LoadReport((0, fleet.told[replica], 0)), 0, policy.NEVER_MS)
+                report = LoadReport((0, fleet.told[replica], 0), interval_ms=policy.NEVER_MS)
+                one[replica].report(report, 0)
                 one[replica].count(DEFAULT, one[replica].sent[DEFAULT] // 1000)
         else:
             turns += 1

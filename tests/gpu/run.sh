@@ -53,8 +53,8 @@ TOTAL_S=${TOTAL_S:-590}
 TABLE_S=5
 LOADING_S=120
 PARTS_ALL=(floors kernels steps tokens engine attention whole matmul profile ranks backends)
-declare -A WEIGHT_S=([floors]=90 [kernels]=95 [steps]=110 [tokens]=40 [engine]=50 [attention]=35 [whole]=145
-    [matmul]=20 [profile]=20 [ranks]=10 [backends]=10)
+declare -A WEIGHT_S=([floors]=30 [kernels]=80 [steps]=90 [tokens]=60 [engine]=70 [attention]=25 [whole]=190
+    [matmul]=20 [profile]=60 [ranks]=10 [backends]=10)
 declare -A SHARES=([kernels]=7 [tokens]=8 [engine]=5 [backends]=3)
 MEASURING=" floors attention matmul steps profile "
 

@@ -26,7 +26,7 @@ from engine.runtime.kv_cache import KVCache
 from engine.runtime.load import load_runner
 from engine.runtime.models.config import read_model_config
 from engine.runtime.weights import Checkpoint, checkpoint_files
-from tests.engine.models import FAMILIES, make_tiny_model, reference_greedy
+from tests.engine.models import FAMILIES, make_tiny_model, not_greedy
 from tests.engine.runtime.driver import Driver
 
 CUDA = torch.device("cuda")
@@ -63,7 +63,7 @@ def on_gpu(path: Path) -> tuple[HostRunner, DeviceModel]:
         part.fill_(torch.nan)
     decoder = DeviceDecoder(config, Checkpoint(checkpoint_files(path), torch.float32), CUDA)
     spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
-    decode = TritonDecode(cache, spec, rows_max=info.slots + 1, length_max=info.max_model_len, programs=264)
+    decode = TritonDecode(cache, spec, rows_max=info.slots + 1, multiprocessors=132)
     model = DeviceModel(decoder, cache, decode, TritonPrefill(cache, spec))
     runner.model = HostLogits(model)
     return runner, model
@@ -76,8 +76,9 @@ def tokens(path: Path) -> dict[str, Any]:
     greedy = SamplingParams(seed=0, max_tokens=OUTPUTS, temperature=0.0)
     lives = [driver.seat(slot, prompt, greedy) for slot, prompt in enumerate(PROMPTS)]
     driver.finish([0, 1, 2], OUTPUTS, chunk=32)
-    expected = reference_greedy(path, PROMPTS, OUTPUTS)
-    assert [life.output for life in lives] == expected, "tokens differ from transformers'"
+    found = [life.output for life in lives]
+    assert {len(tokens) for tokens in found} == {OUTPUTS}
+    assert not (off := not_greedy(path, PROMPTS, found)), f"prompts {off} differ from transformers'"
     return {"tokens": OUTPUTS * len(PROMPTS)}
 
 

@@ -3,13 +3,13 @@
     engine 256 requests     nano-vllm's benchmark: 256 prompts of 100 to 1,024 random tokens, as many out,
                             temperature 0.6, all at once; no API in between, as there
     transformers ...        the same requests through its continuous batching
-    engine idle batch 32    the time between one decode graph's end and the next one's start, in the core
+    engine start ...        from starting the process to ready, weights on disk, kernels compiled before: once
+                            on a machine, which a row is about; then the same decodes through the API, a
+                            connection each: its gap beside `graph_ms` of the row about idling is what the
+                            whole engine adds
     engine 4k prompt ...    the gaps of 32 streams in the core while a prompt is computed beside them, at the
                             gap target that an engine has by default
-    engine start ...        from starting the process to ready, weights on disk, kernels compiled before: once
-                            on a machine, which the last row is about; then the same decodes through the API,
-                            a connection each: its gap beside `graph_ms` of the row before is what the whole
-                            engine adds
+    engine idle batch 32    the time between one decode graph's end and the next one's start, in the core
 
 The floor of the first: every prompt's prefill at the card's matrix rate, and every decode step of all who
 still run at its bandwidth, as if all ran from the start (`decode_floor_s`, `prefill_floor_s`).
@@ -343,12 +343,12 @@ def main() -> int:
                 "engine 256 requests Qwen3-0.6B",
                 lambda: throughput(small(), QWEN3_06B, nano_vllm(), floors()),
             ),
-            ("engine idle batch 32", lambda: idle(large())),
-            ("engine 4k prompt beside 32 streams", lambda: beside(large())),
             ("engine start 8B", lambda: start(large())),
+            ("engine 4k prompt beside 32 streams", lambda: beside(large())),
+            ("engine idle batch 32", lambda: idle(large())),
+            ("engine start 8B, kernels compiled anew", lambda: start_cold(large())),
             ("engine idle batch 32 Qwen3-0.6B", lambda: idle(small())),
             ("engine start Qwen3-0.6B", lambda: start(small())),
-            ("engine start 8B, kernels compiled anew", lambda: start_cold(large())),
             ("transformers 256 requests Qwen3-0.6B", lambda: transformers(small(), nano_vllm())),
         ):
             with freed():

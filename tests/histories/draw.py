@@ -152,7 +152,7 @@ def draw_setting(seed: int, requests: int) -> Setting:
     timeouts = {
         "total_s": rng.uniform(0.2, 1.0) if hasty else 20.0,
         "first_token_s": rng.uniform(0.05, 0.4) if hasty else 8.0,
-        "inter_token_s": rng.uniform(0.05, 0.2) if hasty else 8.0,
+        "inter_token_s": rng.uniform(0.03, 0.1) if hasty else 8.0,
         "slow_client_s": rng.choice([0.3, 1.5]),
         "body_s": 0.5,
         "connect_s": 0.5,

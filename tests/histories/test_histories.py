@@ -60,7 +60,7 @@ MET: Final = {
     "gateway: engine_failed in wait, unary": 5,
     "gateway: engine_failed in relay, stream": 5,
     "ended by upstream_failed": 5,
-    "gateway: refused in seat, unary": 3,
+    "gateway: refused in seat, unary": 2,
     "gateway: refused in body, unary": 3,
     "gateway: refused in validate, unary": 3,
     "gateway: refused in tenant, stream": 2,

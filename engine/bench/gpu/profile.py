@@ -1,7 +1,7 @@
 """Where the time of a decode step goes: each kernel of a layer, and the time before it in which nothing runs.
 
-Rows are those of `steps` that have targets. A profiler slows the host, not the kernels of a graph; their
-times are the device's own, so they add up to the step that `steps` measures, within a few percent.
+Rows are those of `steps` that have targets. The times are the device's own; on an H200 a step under the
+profiler took 1 to 8 % longer than `steps` measured, the short ones most.
 """
 
 from __future__ import annotations

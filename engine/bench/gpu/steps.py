@@ -38,7 +38,6 @@ from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs
 from engine.runtime.device.load import OVERLAP_CAPABILITY
 from engine.runtime.device.network import DecodeStep, DeviceDecoder, StepTokens
 from engine.runtime.device.sampling import DeviceSampling, SamplingScratch, sample
-from engine.runtime.device.splits import measure_splits
 from engine.runtime.device.timing import DeviceTimer, shortest_replay_us
 from engine.runtime.hardware import usable_cores
 from engine.runtime.kernels.autotune import (
@@ -49,7 +48,6 @@ from engine.runtime.kernels.autotune import (
     measured_rows,
     shape_of,
 )
-from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
 from engine.runtime.kernels.launching import compiling_in
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import ModelConfig
@@ -74,7 +72,7 @@ class Bench:
         if name not in _TABLES:
             _TABLES[name] = tuned(self._kinds, DeviceTimer(), CUDA, self.decoder.pairs)
         self.decoder.table = _TABLES[name]
-        self.programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(0).multi_processor_count
+        self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         write("steps", f"{name} made and tuned", took_s=time.perf_counter() - began)
 
     @property
@@ -138,20 +136,11 @@ class Bench:
             assert torch.equal(own, expected), "differs from the step whose launches are plain"
         return self._shares(ms, batch, context, torch.bfloat16) | {"plain_ms": plain_ms}
 
-    def decode_by_measured_splits(self, batch: int, context: int) -> dict[str, Any]:
-        """Measure a step whose attention has the size of splits that a start would measure."""
-        step = self._step(batch, context, torch.bfloat16)
-        assert isinstance(step.attention, TritonDecode)
-        measure_splits(step.attention, [batch], CudaGraphDevice(timer=shortest_replay_us))
-        ms, _ = _replayed(_captured(step, batch), batch, context)
-        [split_tokens] = step.attention.split_tokens.values()
-        return self._shares(ms, batch, context, torch.bfloat16) | {"split_tokens": split_tokens}
-
     def _step(self, batch: int, context: int, kv_dtype: torch.dtype) -> DecodeStep:
         config, width = self.config, -(-context // PAGE)
         cache = self.cache(batch * width * PAGE, kv_dtype)
-        sizes: dict[str, Any] = {"rows_max": batch, "length_max": context, "programs": self.programs}
-        attention = TritonDecode(cache, self.spec, **sizes, dtype=self.decoder.dtype, has_narrow_splits=True)
+        sizes: dict[str, Any] = {"rows_max": batch, "multiprocessors": self.multiprocessors}
+        attention = TritonDecode(cache, self.spec, **sizes, dtype=self.decoder.dtype)
         table = torch.zeros(batch + 1, width, dtype=torch.int32, device=CUDA)
         table[:batch] = torch.randperm(batch * width, device=CUDA).int().view(batch, width)
         table[batch] = batch * width
@@ -239,10 +228,6 @@ def _decode_dependently(make: MakeBench, batch: int, context: int) -> dict[str, 
     return make().decode_dependently(batch, context)
 
 
-def _decode_by_measured_splits(make: MakeBench, batch: int, context: int) -> dict[str, Any]:
-    return make().decode_by_measured_splits(batch, context)
-
-
 def _prefill(
     make: MakeBench, length: int, backend: type[TritonPrefill] | type[LibraryPrefill]
 ) -> dict[str, Any]:
@@ -281,18 +266,6 @@ def overlapped(name: str, batches: Sequence[int]) -> bool:
         context = fitting_context(_CONFIGS[name], batch, CONTEXT)
         row = f"decode {name} batch {batch} context {context} launched dependently"
         run = partial(_decode_dependently, make, batch, context)
-        ok &= check("steps", row, run, limit_s=ROW_LIMIT_S)
-        torch.cuda.empty_cache()
-    return ok
-
-
-def split(name: str, batches: Sequence[int]) -> bool:
-    """Measure one model's decode steps with measured splits of attention, plainly launched."""
-    ok, make = True, _made(name)
-    for batch in batches:
-        context = fitting_context(_CONFIGS[name], batch, CONTEXT)
-        row = f"decode {name} batch {batch} context {context} by measured splits"
-        run = partial(_decode_by_measured_splits, make, batch, context)
         ok &= check("steps", row, run, limit_s=ROW_LIMIT_S)
         torch.cuda.empty_cache()
     return ok
@@ -362,8 +335,6 @@ def main() -> int:
         flat_rows,
         partial(overlapped, LLAMA, (1, 32, 256)),
         partial(overlapped, QWEN, (1, 32, 256)),
-        partial(split, QWEN, (1, 256)),
-        partial(split, LLAMA, (1, 256)),
         in_eight_bits,
         partial(targets, QWEN, (32,), (2048,)),
         partial(compared, LLAMA, (2048, 8192)),

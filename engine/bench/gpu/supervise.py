@@ -112,9 +112,7 @@ class _Share:
                 "TMPDIR": own,
             }
             if self.part.shares > 1:
-                environment["OMP_NUM_THREADS"] = (
-                    "1"  # threads of several processes wait for each other's turns
-                )
+                environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // self.part.shares))
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", *self.part.argv),
                 env=environment,

@@ -42,8 +42,6 @@ class Bounds:
     length_max: int
     """Keys that one row sees."""
     multiprocessors: int
-    splits_are_measured: bool = False
-    """True if our kernel needs memory for splits that are narrower than its own choice."""
 
 
 def build_backends(
@@ -68,16 +66,13 @@ def _decode(
         return ReferenceDecode(cache, spec)
     if chosen.backend is Backend.TRITON:
         from engine.runtime.attention.triton_paged import TritonDecode
-        from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
 
         return TritonDecode(
             cache,
             spec,
             rows_max=bounds.rows_max,
-            length_max=bounds.length_max,
-            programs=PROGRAMS_PER_SM * bounds.multiprocessors,
+            multiprocessors=bounds.multiprocessors,
             dtype=dtype,
-            has_narrow_splits=bounds.splits_are_measured,
         )
     assert library is not None, chosen
     if chosen.backend is Backend.FLASHINFER_TRTLLM:

@@ -20,37 +20,28 @@ from engine.runtime.attention import AttentionSpec, Chunk, PrefillRows, chunks_o
 from engine.runtime.batch import PackedBatch
 from engine.runtime.fp8 import taken
 from engine.runtime.kernels.decode_attention import (
-    SPLIT_TOKENS,
     DecodeScratch,
     DecodeWork,
     list_work,
-    most_splits,
     paged_decode,
+    programs_of,
     tile_tokens,
 )
 from engine.runtime.kernels.prefill_attention import paged_prefill, tile_list
 from engine.runtime.kv_cache import KVCache
 
-FRESH_TOKENS_MIN: Final = 1024
-"""The fewest tokens of a prompt that goes to the library: a step has several shorter ones, and the library
-takes a launch for each."""
+FRESH_TOKENS_MIN: Final = 4096
+"""The fewest tokens of a prompt that goes to the library. It needs a copy of keys and values and several
+launches for each prompt. On an H200 a prompt of 2,048 tokens took 1.01 times as long with it as with our own
+kernel for a model of 8B and 1.76 times for one of 0.6B, and one of 8,192 tokens 0.97 times for 8B."""
 FRESH_TOKENS_MULTIPLE: Final = 512
 """The multiple of tokens to which prompts are rounded up for the library. cuDNN plans each length anew while
 the host waits; so all multiples are planned before the first request."""
 assert FRESH_TOKENS_MIN % FRESH_TOKENS_MULTIPLE == 0
 
 
-SPLITS_MEASURED: Final = (64, 128, 256, 512, 1024)
-"""Keys of a split, that a start may choose from."""
-NARROW_ROWS_MAX: Final = 16
-"""Rows for which the memory in which splits meet suffices at the narrowest."""
-
-
 class TritonDecode:
-    """Back end for rows of one token. Owns the memory in which splits meet: one per device and stream.
-
-    Splits have `SPLIT_TOKENS` keys, unless `split_tokens` has another number for so many rows or fewer.
-    """
+    """Back end for rows of one token. Owns the memory in which segments meet: one per device and stream."""
 
     def __init__(
         self,
@@ -58,40 +49,19 @@ class TritonDecode:
         spec: AttentionSpec,
         *,
         rows_max: int,
-        length_max: int,
-        programs: int,
+        multiprocessors: int,
         dtype: torch.dtype | None = None,
-        has_narrow_splits: bool = False,
     ) -> None:
-        """`dtype`: of queries; None: as the cache's, or bfloat16 for one in fp8. `has_narrow_splits`: whether
-        there is memory for splits that are narrower than `SPLIT_TOKENS`."""
+        """`dtype`: of queries; None: as the cache's, or bfloat16 for one in fp8."""
         self.cache: Final = cache
         self.spec: Final = spec
-        self.length_max: Final = length_max
-        self.split_tokens: dict[int, int] = {}
-        """Keys of a split by number of rows, ascending."""
-        self._programs = programs
         device, stored = cache.keys[0].device, cache.geometry.dtype
         self.dtype: Final = dtype or (torch.bfloat16 if stored == torch.float8_e4m3fn else stored)
         self._tile = tile_tokens(cache.geometry.page_size, spec.head_dim, self.dtype)
-        windows = set(spec.windows)
-        self._work = {window: DecodeWork.empty(rows_max, device) for window in windows}
-        splits = self._most_splits(SPLIT_TOKENS)
-        if has_narrow_splits:
-            narrow = min(rows_max, NARROW_ROWS_MAX) * self._most_splits(SPLITS_MEASURED[0])
-            splits = max(splits, -(-narrow // rows_max))
-        self._sums_max = rows_max * splits
+        self._programs = programs_of(multiprocessors, stored)
+        self._work = {window: DecodeWork.empty(self._programs, device) for window in set(spec.windows)}
         heads = spec.heads, spec.kv_heads, spec.head_dim
-        self._scratch = DecodeScratch.empty(rows_max, *heads, splits, device)
-
-    def _most_splits(self, split_tokens: int) -> int:
-        """The most splits of a row."""
-        windows = set(self.spec.windows)
-        return max(most_splits(self.length_max, window, self._tile, split_tokens) for window in windows)
-
-    def fits(self, rows: int, split_tokens: int) -> bool:
-        """True if there is memory for so many rows with such splits, whatever their lengths."""
-        return rows * self._most_splits(split_tokens) <= self._sums_max
+        self._scratch = DecodeScratch.empty(self._programs, rows_max, *heads, device)
 
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TritonDecodeStep:
         """`tables`: the decode rows' page tables, if they are on the device already."""
@@ -103,10 +73,8 @@ class TritonDecode:
         """Do nothing: the list of work is made on the device."""
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> TritonDecodeStep:
-        chosen = (tokens for rows, tokens in self.split_tokens.items() if len(lengths) <= rows)
-        split_tokens = next(chosen, SPLIT_TOKENS)
         for window, work in self._work.items():
-            list_work(lengths, window, self._tile, work, split_tokens)
+            list_work(lengths, self.spec.kv_heads, window, self._tile, work, programs=self._programs)
         return TritonDecodeStep(
             self.cache,
             self.spec,
@@ -116,7 +84,6 @@ class TritonDecode:
             lengths,
             self._programs,
             self._tile,
-            split_tokens,
         )
 
 
@@ -130,7 +97,6 @@ class TritonDecodeStep:
     lengths: Tensor
     programs: int
     tile: int
-    split_tokens: int
 
     def __call__(self, layer: int, q: Tensor, *, out: Tensor | None = None) -> Tensor:
         """q [R, H, D] -> the same shape, in `out` where that is given."""
@@ -148,7 +114,6 @@ class TritonDecodeStep:
             kv_scales=self.cache.scales[layer],
             programs=self.programs,
             tile=self.tile,
-            split_tokens=self.split_tokens,
             out=out,
         )
 

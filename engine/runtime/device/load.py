@@ -42,7 +42,6 @@ from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehears
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.device.sampling import SamplingScratch
 from engine.runtime.device.slots import DeviceSlots
-from engine.runtime.device.splits import measure_splits
 from engine.runtime.errors import DoesNotFit, UnsupportedModel
 from engine.runtime.hardware import usable_cores
 from engine.runtime.kernels.autotune import MatmulTable
@@ -192,11 +191,6 @@ class DeviceShard:
         if device.timer is not None and self.card.capability >= OVERLAP_CAPABILITY:
             overlapping = replace(step, launches_dependently=True)
         graphs = self._graphs(step, runner.slots, buckets, overlapping)
-        if self.design.config.decode_splits == "measured" and isinstance(step.attention, TritonDecode):
-            progress("measuring splits of attention")
-            measure_splits(step.attention, graphs.timed_buckets, device)
-            sizes = [f"{tokens} to {rows} rows" for rows, tokens in step.attention.split_tokens.items()]
-            progress(f"keys of a split: {', '.join(sizes)}")
         if overlapping is not None:
             progress("compiling kernels that overlap")
             with ThreadPoolExecutor(usable_cores()) as workers, self.card.compiling(workers):
@@ -219,8 +213,7 @@ class DeviceShard:
         )
         scratch = SamplingScratch.empty(info.slots, info.vocab_size, decoder.dtype, device)
         spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.windows)
-        measured = self.design.config.decode_splits == "measured"
-        bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors, measured)
+        bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
         tables = slots.tokens, slots.page_table, slots.sampling
         step = DecodeStep(decoder, cache, decode, *tables, scratch)

@@ -7,23 +7,23 @@ to the memory's rate it reads. Four decisions follow.
 keys are read once, and `tl.dot` wants 16 rows anyway. The other rows are padding: they cost only arithmetic
 that would wait for memory otherwise.
 
-**Splits of fixed size** (flash-decoding, Dao et al. 2023, with the size fixed). A row's keys are cut into
-splits of `SPLIT_TOKENS`, wider ones only where a row would have more than `SPLITS_MAX`. The cut follows from
-the row's length alone, which makes the result the same in every batch, bit by bit. That is the default.
+**Equal shares** (stream-K, Osama et al. 2023; lean attention, Sanovar et al. 2024). The tiles of all rows and
+key-value heads, one behind the other, are one line, and each program computes a piece of it, all of the same
+length. So no program waits for another, whatever the rows' lengths. A program's piece is cut into segments
+where a row or a head ends; a segment is a whole (row, head), or one of two that are not: the program's first
+and its last. Splits of a fixed size made a drained pipeline and a partial sum of every split, and programs
+whose splits were equally long drained at the same time: on an H200 they read at 57 to 71 % of its rate.
 
-Few rows want narrower splits, which keep all multiprocessors busy. Many rows want wider ones, which drain the
-pipeline less often. So the size is an argument of a launch, and a start may be asked to measure it for each
-number of rows (`--decode-splits measured`). A row's result then depends on how many rows its graph has,
-in the last bits, and on nothing else of them: it is still the same in each run of that graph.
+A row's result therefore depends in its last bits on the lengths of the rows beside it. It is the same
+whenever those are the same: sums are added up in the order of the programs, not of their arrival.
 
-**Work is listed on the device.** `list_work` turns lengths into a list of (row, split), once a step for all
-layers that share a window. A fixed number of programs then walks the list, item i going to program i modulo
-their number. So one CUDA graph serves every mixture of lengths.
+**Work is listed on the device.** `list_work` turns lengths into the begin of each program's piece, once a
+step for all layers that share a window. So one CUDA graph serves every mixture of lengths.
 
-**The last to arrive combines.** Splits leave an unnormalised sum, a maximum and a weight. A counter per
-(row, kv head) tells the program that completes a row; it adds the splits up in ascending order and sets the
-counter back for the next layer. Memory order: a program's stores, a barrier among its threads, then an
-acquire-release addition; the sums are read past the first-level cache.
+**The last to arrive combines.** Segments that are not whole leave an unnormalised sum, a maximum and a
+weight. A counter per (row, kv head) tells the program that completes it; that program adds the sums up and
+sets the counter back for the next layer. Memory order: a program's stores, a barrier among its threads, then
+an acquire-release addition; the sums are read past the first-level cache.
 
 A row of length 0 comes out as zero: it is the padding of a graph.
 
@@ -45,29 +45,33 @@ from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.widening import beside, widened
 
-SPLIT_TOKENS: Final = 256
-"""Keys of a split. At group 4 and head size 128 partial sums are then 3 % of the bytes read, and a batch of 1
-at 2k tokens still makes 64 items of 8 kv heads."""
-SPLITS_MAX: Final = 128
-"""The most splits of a row. Bounds the partial sums, and the work of the program that adds them up."""
-PROGRAMS_PER_SM: Final = 3
-"""Programs of a multiprocessor hide each other's arithmetic, and the time in which one has nothing in flight:
-at the end of an item and the start of the next. Registers allow three."""
+COLUMNS: Final = 8
+"""Numbers of a piece in `DecodeWork`, of which six are used."""
 DOT_ROWS_MIN: Final = 16
 WARPS: Final = 4
+
+
 STAGES: Final = 5
 """Stages of the software pipeline, the page's lookup and the arithmetic included: between these there is room
-for two tiles of keys and of values (64 KiB at head size 128), one in flight while the other is multiplied.
-With three programs that is 213 of a multiprocessor's 227 KiB, and 96 KiB in flight where latency times
-bandwidth asks for 26 KiB (4.8 TB/s x 0.7 us / 132 SMs) of an idle memory, and for twice that of a busy
-one."""
+for two tiles of keys and of values (64 KiB at head size 128), one in flight while the other is multiplied."""
 STAGES_FP8: Final = 7
 """Stages for keys and values in fp8: one more tile in flight, as a tile is half as large."""
+PROGRAMS_PER_SM: Final = 2
+"""Programs of a multiprocessor hide each other's arithmetic, and the time in which one has nothing in flight:
+at the end of a segment and the start of the next. More of them make more segments. On an H200 two took 0.97
+and 0.89 times as long as three for 32 rows of 4,096 and 2,048 keys, as long for 1 and 256 rows, and less than
+four always."""
+PROGRAMS_PER_SM_FP8: Final = 3
+"""The same for keys and values in fp8, which are half the bytes and as much arithmetic: on an H200 three
+programs took 0.90 times as long as two."""
 REGISTERS_MAX: Final = 168
 """Registers per thread, which leave room for three programs. Values that do not fit are spilled before the
 first page and loaded again behind the last."""
-COMBINE_ELEMENTS: Final = 4096
-"""Elements of partial sums that are added at once: 32 registers per thread."""
+PIECE_TOKENS_MIN: Final = 256
+"""Keys of a program's piece at least, where there are fewer pieces than programs: to combine shorter ones
+takes longer than to read them. On an H200 128 took 1.02 times as long for a row of 2,048 keys."""
+COMBINE_ELEMENTS: Final = 8192
+"""Elements of partial sums that are added at once: 64 registers per thread."""
 HEAD_DIMS: Final = (16, 32, 64, 128, 256)
 TILE_BYTES_MAX: Final = 16 << 10
 """Bytes of the keys that are multiplied at once, in the queries' type: 64 keys at head size 128. More bytes
@@ -82,56 +86,40 @@ def tile_tokens(page_size: int, head_dim: int, dtype: torch.dtype, bytes_max: in
     return min(page_size, bytes_max // (head_dim * dtype.itemsize))
 
 
-def split_count(length: int, window: int | None, page_size: int, split_tokens: int = SPLIT_TOKENS) -> int:
-    """The number of splits of a row with `length` keys: the kernels' rule, for the host."""
-    first = 0 if window is None else max(0, length - window) // page_size
-    pages = -(-length // page_size) - first
-    pages_per_split = max(split_tokens // page_size, -(-pages // SPLITS_MAX), 1)
-    return max(1, -(-pages // pages_per_split))
-
-
-def most_splits(length_max: int, window: int | None, page_size: int, split_tokens: int = SPLIT_TOKENS) -> int:
-    """The largest `split_count` of any length up to this one. The longest row may have fewer splits: wider
-    splits are fewer, and a window that begins within a page touches one page more."""
-    pages = -(-length_max // page_size)
-    if window is not None:
-        pages = min(pages, (window + page_size - 2) // page_size + 1)
-    return max(1, min(SPLITS_MAX, -(-pages // max(1, split_tokens // page_size))))
+def programs_of(multiprocessors: int, stored: torch.dtype) -> int:
+    """The programs that run at once. `stored`: the type of keys and values."""
+    return multiprocessors * (PROGRAMS_PER_SM_FP8 if stored == torch.float8_e4m3fn else PROGRAMS_PER_SM)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """The list of work that `list_work` fills, for a limited number of rows: reused by every layer and
-    step."""
+    """The pieces that `list_work` fills, for a limited number of programs: reused by every layer and step."""
 
-    items: Tensor
-    """[rows * SPLITS_MAX] int32: row * SPLITS_MAX + split."""
-    total: Tensor
-    """The number of items, [1] int32."""
+    pieces: Tensor
+    """[programs, COLUMNS] int32: the row in which a piece begins, its first tile among the row's, its tiles,
+    its segments, the tiles of every piece but the last ones, and the row's length."""
 
     @staticmethod
-    def empty(rows: int, device: torch.device) -> DecodeWork:
-        items = torch.zeros(rows * SPLITS_MAX, dtype=torch.int32, device=device)
-        return DecodeWork(items, torch.zeros(1, dtype=torch.int32, device=device))
+    def empty(programs: int, device: torch.device) -> DecodeWork:
+        return DecodeWork(torch.zeros(programs, COLUMNS, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeScratch:
-    """The memory in which splits leave their sums. One per device, as layers run one after the other."""
+    """The memory in which segments leave their sums. One per device, as layers run one after the other."""
 
     sums: Tensor
-    """The unnormalised sums, [items, Hkv, group, D] float32."""
+    """The unnormalised sums of each program's first and last segment, [2 * programs, group, D] float32."""
     scales: Tensor
-    """Each split's maximum (base 2) and weight, [2, items, Hkv, group] float32."""
+    """Their maximum (base 2) and weight, [2, 2 * programs, group] float32."""
     arrivals: Tensor
-    """The numbers of splits that are done, [rows, Hkv] int32: zero between launches."""
+    """The numbers of segments that are done, [rows, Hkv] int32: zero between launches."""
 
     @staticmethod
     def empty(
-        rows: int, heads: int, kv_heads: int, head_dim: int, splits: int, device: torch.device
+        programs: int, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> DecodeScratch:
-        """`splits`: the most that a row can have (`most_splits`)."""
-        shape = (rows * splits, kv_heads, heads // kv_heads)
+        shape = (2 * programs, heads // kv_heads)
         return DecodeScratch(
             sums=torch.empty(*shape, head_dim, device=device),
             scales=torch.empty(2, *shape, device=device),
@@ -140,24 +128,31 @@ class DecodeScratch:
 
 
 def list_work(
-    lengths: Tensor, window: int | None, page_size: int, work: DecodeWork, split_tokens: int = SPLIT_TOKENS
+    lengths: Tensor,
+    kv_heads: int,
+    window: int | None,
+    page_size: int,
+    work: DecodeWork,
+    *,
+    programs: int,
+    piece_tokens_min: int = PIECE_TOKENS_MIN,
 ) -> None:
-    """lengths [R] int32, keys per row -> `work`, in order of rows and splits. Where pages are read in parts,
+    """lengths [R] int32, keys per row -> `work` of so many programs. Where pages are read in parts,
     `page_size` is a part's."""
     rows = len(lengths)
-    assert rows * SPLITS_MAX <= len(work.items)
+    assert programs <= len(work.pieces)
     launch(
         list_work_kernel,
-        (rows,),
+        (programs,),
         lengths,
-        work.items,
-        work.total,
+        work.pieces,
         rows,
-        max(1, split_tokens // page_size),
+        max(1, piece_tokens_min // page_size),
+        KV_HEADS=kv_heads,
         WINDOW=window or 0,
         PAGE=page_size,
-        SPLITS_MAX=SPLITS_MAX,
-        ROWS_BLOCK=triton.next_power_of_2(rows),
+        COLUMNS=COLUMNS,
+        ROWS_BLOCK=max(2, triton.next_power_of_2(rows)),
         num_warps=1,
         **dependent(),
     )
@@ -177,17 +172,17 @@ def paged_decode(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     programs: int,
     tile: int | None = None,
-    split_tokens: int = SPLIT_TOKENS,
     out: Tensor | None = None,
 ) -> Tensor:
     """q [R, H, D]; keys, values [pages, Hkv, page_size, D]; tables [R, P], lengths [R] int32 -> [R, H, D].
 
-    A token's heads lie side by side. `work` is `list_work` of the same lengths, window, splits and `tile`,
+    A token's heads lie side by side. `work` is `list_work` of the same lengths, window, programs and `tile`,
     the keys that are multiplied at once (None: `tile_tokens`). `kv_scales`: the factors of stored keys and
-    values (fp8). `programs`: PROGRAMS_PER_SM times the device's multiprocessors.
+    values (fp8). `programs`: as many as run at once on the device (`programs_of`).
     """
     assert q.shape[2] in HEAD_DIMS, f"head size {q.shape[2]} is none of {HEAD_DIMS}"
     tile = tile or tile_tokens(keys.shape[2], q.shape[2], q.dtype)
+    assert 2 * programs <= len(scratch.sums)
     assert all((tables.stride(1) == 1, *(t.is_contiguous() for t in (q[0], keys, values))))
     out = q.new_empty(q.shape) if out is None else out
     launch(
@@ -198,17 +193,16 @@ def paged_decode(
         values,
         tables,
         lengths,
-        work.items,
-        work.total,
+        work.pieces,
         scratch.sums,
         *scratch.scales,
         scratch.arrivals,
         out,
+        len(q),
         q.stride(0),
         tables.stride(0),
         scale * LOG2_E * kv_scales[0],
         kv_scales[1],
-        max(1, split_tokens // tile),
         **_constants(q, keys, tile, window),
         **dependent(),
     )
@@ -230,7 +224,7 @@ def _constants(q: Tensor, keys: Tensor, tile: int, window: int | None) -> dict[s
         "PAGE": tile,
         "PARTS": page_size // tile,
         "WINDOW": window or 0,
-        "SPLITS_MAX": SPLITS_MAX,
+        "COLUMNS": COLUMNS,
         "COMBINE": max(1, COMBINE_ELEMENTS // (group_block * head_dim)),
         "num_warps": WARPS,
         "num_stages": STAGES_FP8 if keys.dtype == torch.float8_e4m3fn else STAGES,
@@ -247,70 +241,74 @@ def _first_page(length, WINDOW: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _pages_per_split(pages, split_pages, SPLITS_MAX: tl.constexpr):
-    return tl.maximum(split_pages, (pages + SPLITS_MAX - 1) // SPLITS_MAX)
+def _tiles(length, WINDOW: tl.constexpr, PAGE: tl.constexpr):
+    """The tiles of a row and head; a row without keys has one, in which its zeros are written."""
+    return tl.maximum((length + PAGE - 1) // PAGE - _first_page(length, WINDOW, PAGE), 1)
 
 
-@triton.jit
-def _split_count(
-    length,
-    split_pages,
-    WINDOW: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLITS_MAX: tl.constexpr,
-):
-    pages = (length + PAGE - 1) // PAGE - _first_page(length, WINDOW, PAGE)
-    each = _pages_per_split(pages, split_pages, SPLITS_MAX)
-    return tl.maximum((pages + each - 1) // each, 1)
-
-
-@triton.jit(do_not_specialize=["rows", "split_pages"])
+@triton.jit(do_not_specialize=["rows", "least"])
 def list_work_kernel(
     lengths,
-    items,
-    total,
+    pieces,
     rows,
-    split_pages,
+    least,
+    KV_HEADS: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLITS_MAX: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program per row counts the splits of the rows before its own, and lists its own splits behind
-    them."""
+    """Program i lists the piece of program i. `least`: the tiles of a piece at least."""
     wait_for_earlier(PDL)
-    row = tl.program_id(0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     every = tl.arange(0, ROWS_BLOCK)
     length = tl.load(lengths + every, mask=every < rows, other=0)
-    splits = _split_count(length, split_pages, WINDOW, PAGE, SPLITS_MAX)
-    before = tl.sum(tl.where(every < row, splits, 0))
-    own = tl.sum(tl.where(every == row, splits, 0))
-    split = tl.arange(0, SPLITS_MAX)
-    tl.store(items + before + split, row * SPLITS_MAX + split, mask=split < own)
-    if row == rows - 1:
-        tl.store(total, before + own)
+    own = tl.where(every < rows, _tiles(length, WINDOW, PAGE), 0)
+    ends = tl.cumsum(own * KV_HEADS)
+    total = tl.sum(own * KV_HEADS)
+    each = tl.maximum((total + programs - 1) // programs, least)
+    begin = program * each
+    count = tl.maximum(tl.minimum(each, total - begin), 0)
+    row, at, tiles = _place(begin, own, ends, every, KV_HEADS)
+    last_row, last_at, last_tiles = _place(tl.maximum(begin + count - 1, 0), own, ends, every, KV_HEADS)
+    heads = (last_row - row) * KV_HEADS + last_at // last_tiles - at // tiles
+    piece = pieces + program * COLUMNS
+    tl.store(piece, row)
+    tl.store(piece + 1, at)
+    tl.store(piece + 2, count)
+    tl.store(piece + 3, tl.where(count > 0, heads + 1, 0))
+    tl.store(piece + 4, each)
+    tl.store(piece + 5, tl.sum(tl.where(every == row, length, 0)))
 
 
-@triton.jit(do_not_specialize=["split_pages"], do_not_specialize_on_alignment=["tables"])
+@triton.jit
+def _place(tile, own, ends, every, KV_HEADS: tl.constexpr):
+    """The row that a tile of the line is in, the tile's number there, and the tiles of each of its heads."""
+    row = tl.sum((ends <= tile).to(tl.int32))
+    tiles = tl.sum(tl.where(every == row, own, 0))
+    begin = tl.sum(tl.where(every == row, ends, 0)) - tiles * KV_HEADS
+    return row, tile - begin, tl.maximum(tiles, 1)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["tables"])
 def decode_kernel(
     q,
     keys,
     values,
     tables,
     lengths,
-    items,
-    total,
+    pieces,
     sums,
     maxima,
     weights,
     arrivals,
     out,
+    rows,
     q_stride,
     table_stride,
     scale,
     v_scale,
-    split_pages,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -319,29 +317,32 @@ def decode_kernel(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
-    SPLITS_MAX: tl.constexpr,
+    COLUMNS: tl.constexpr,
     COMBINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program i computes items i, i + programs, ...: kv heads of a split follow each other, as they do in
-    memory."""
+    """Program i computes piece i, segment by segment: heads of a row follow each other, then the next row."""
     wait_for_earlier(PDL)
-    for i in range(tl.program_id(0), tl.load(total) * KV_HEADS, tl.num_programs(0)):
-        place, head = i // KV_HEADS, i % KV_HEADS
-        item = tl.load(items + place)
-        row, split = item // SPLITS_MAX, item % SPLITS_MAX
-        length = tl.load(lengths + row)
-        splits = _split_count(length, split_pages, WINDOW, PAGE, SPLITS_MAX)
+    program = tl.program_id(0)
+    piece = pieces + program * COLUMNS
+    row, at, left = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+    segments, each, length = tl.load(piece + 3), tl.load(piece + 4), tl.load(piece + 5)
+    tile = program * each
+    for segment in range(segments):
+        following = tl.load(lengths + tl.minimum(row + 1, rows - 1))
+        tiles = _tiles(length, WINDOW, PAGE)
+        head, first = at // tiles, at % tiles
+        count = tl.minimum(tiles - first, left)
         member = tl.arange(0, DOT_ROWS)
         dim = tl.arange(0, D)
         in_row = (head * GROUP + member[:, None]) * D + dim[None, :]
         query = tl.load(q + row * q_stride + in_row, mask=member[:, None] < GROUP, other=0.0)
         query = beside(query, keys)
-        acc, top, weight = _attend_split(
-            query, keys, values, tables + row.to(tl.int64) * table_stride, length, split, head, scale,
-            split_pages, WINDOW, KV_HEADS, DOT_ROWS, D, PAGE, PARTS, SPLITS_MAX,
+        acc, top, weight = _attend(
+            query, keys, values, tables + row.to(tl.int64) * table_stride, length, first, count, head, scale,
+            WINDOW, KV_HEADS, DOT_ROWS, D, PAGE, PARTS,
         )  # fmt: skip
-        if splits == 1:
+        if count == tiles:
             result = acc * v_scale / tl.where(weight > 0, weight, 1.0)[:, None]
             tl.store(
                 out + row * (KV_HEADS * GROUP * D) + in_row,
@@ -349,49 +350,55 @@ def decode_kernel(
                 mask=member[:, None] < GROUP,
             )
         else:
-            slot = (place * KV_HEADS + head) * GROUP + member.to(tl.int64)
+            slot = (program * 2 + tl.minimum(segment, 1)) * GROUP + member
             tl.store(maxima + slot, top, mask=member < GROUP)
             tl.store(weights + slot, weight, mask=member < GROUP)
             tl.store(sums + slot[:, None] * D + dim[None, :], acc, mask=member[:, None] < GROUP)
             tl.debug_barrier()
+            begin = tile - first
+            opening = begin // each
+            others = (begin + tiles - 1) // each - opening
             counter = arrivals + row * KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+            if tl.atomic_add(counter, 1, sem="acq_rel") == others:
                 tl.store(counter, 0)
                 _combine(
-                    sums, maxima, weights, out, place - split, splits, row, head, v_scale,
-                    KV_HEADS, GROUP, GROUP_BLOCK, D, SPLITS_MAX, COMBINE,
+                    sums, maxima, weights, out, opening, tl.minimum(begin - opening * each, 1), others + 1,
+                    row * KV_HEADS + head, v_scale, GROUP, GROUP_BLOCK, D, COMBINE,
                 )  # fmt: skip
+        tile += count
+        left -= count
+        is_over = at + count == tiles * KV_HEADS
+        at = tl.where(is_over, 0, at + count)
+        length = tl.where(is_over, following, length)
+        row += is_over.to(tl.int32)
 
 
 @triton.jit
-def _attend_split(
+def _attend(
     query,
     keys,
     values,
     table,
     length,
-    split,
+    first,
+    count,
     head,
     scale,
-    split_pages,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DOT_ROWS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
-    SPLITS_MAX: tl.constexpr,
 ):
     """query [DOT_ROWS, D] -> (unnormalised sum, maximum, weight). Every page holds a key that is seen."""
-    first_page, end_page = _first_page(length, WINDOW, PAGE), (length + PAGE - 1) // PAGE
-    each = _pages_per_split(end_page - first_page, split_pages, SPLITS_MAX)
-    begin = first_page + split * each
+    begin = _first_page(length, WINDOW, PAGE) + first
     in_page = tl.arange(0, PAGE)
     tile = in_page[:, None] * D + tl.arange(0, D)[None, :]
     acc = tl.zeros([DOT_ROWS, D], tl.float32)
     top = tl.full([DOT_ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([DOT_ROWS], tl.float32)
-    for page in range(begin, tl.minimum(begin + each, end_page)):
+    for page in range(begin, tl.minimum(begin + count, (length + PAGE - 1) // PAGE)):
         whole = tl.load(table + page // PARTS).to(tl.int64) * KV_HEADS + head
         start = (whole * PARTS + page % PARTS) * (PAGE * D)
         position = page * PAGE + in_page
@@ -417,56 +424,41 @@ def _combine(
     maxima,
     weights,
     out,
-    first,
-    splits,
-    row,
-    head,
+    opening,
+    place,
+    count,
+    row_head,
     v_scale,
-    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     D: tl.constexpr,
-    SPLITS_MAX: tl.constexpr,
     COMBINE: tl.constexpr,
 ):
-    """Add splits [first, first + splits) of the list, in ascending blocks of COMBINE, to the row's output."""
+    """Add up the segments of a row and head, of `count` programs from `opening` on, by blocks of COMBINE. The
+    first is in `place` of its program's two, the others are their programs' first."""
     member = tl.arange(0, GROUP_BLOCK)
     dim = tl.arange(0, D)
-    slot, here = _slots(first, 0, splits, head, KV_HEADS, GROUP, GROUP_BLOCK, SPLITS_MAX)
-    maximum = tl.load(maxima + slot, mask=here, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(tl.where(member[None, :] < GROUP, maximum, 0.0), 0)
-    weight = tl.load(weights + slot, mask=here, other=0.0, cache_modifier=".cg")
-    weight = tl.sum(weight * tl.exp2(maximum - top[None, :]), 0)
     acc = tl.zeros([GROUP_BLOCK, D], tl.float32)
-    for begin in range(0, splits, COMBINE):
-        at, exists = _slots(first, begin, splits, head, KV_HEADS, GROUP, GROUP_BLOCK, COMBINE)
-        fade = tl.load(maxima + at, mask=exists, other=float("-inf"), cache_modifier=".cg") - top[None, :]
+    top = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    weight = tl.zeros([GROUP_BLOCK], tl.float32)
+    for begin in range(0, count, COMBINE):
+        number = begin + tl.arange(0, COMBINE)[:, None]
+        exists = (number < count) & (member[None, :] < GROUP)
+        at = ((opening + number) * 2 + tl.where(number == 0, place, 0)) * GROUP + member[None, :]
+        maximum = tl.load(maxima + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(weights + at, mask=exists, other=0.0, cache_modifier=".cg")
         parts = tl.load(
             sums + at[:, :, None] * D + dim[None, None, :],
             mask=exists[:, :, None],
             other=0.0,
             cache_modifier=".cg",
         )
-        acc += tl.sum(parts * tl.exp2(fade)[:, :, None], 0)
+        higher = tl.maximum(top, tl.max(maximum, 0))
+        base = tl.where(member < GROUP, higher, 0.0)
+        fade, own = tl.exp2(top - base), tl.exp2(maximum - base[None, :])
+        acc = acc * fade[:, None] + tl.sum(parts * own[:, :, None], 0)
+        weight = weight * fade + tl.sum(part * own, 0)
+        top = higher
     result = acc * v_scale / tl.where(weight > 0, weight, 1.0)[:, None]
-    out_at = (row * KV_HEADS + head) * (GROUP * D) + member[:, None] * D + dim[None, :]
+    out_at = row_head * (GROUP * D) + member[:, None] * D + dim[None, :]
     tl.store(out + out_at, result.to(out.dtype.element_ty), mask=member[:, None] < GROUP)
-
-
-@triton.jit
-def _slots(
-    first,
-    begin,
-    splits,
-    head,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The places of the sums of splits [begin, begin + BLOCK), and whether they exist: [BLOCK,
-    GROUP_BLOCK]."""
-    split = begin + tl.arange(0, BLOCK)[:, None]
-    member = tl.arange(0, GROUP_BLOCK)[None, :]
-    at = ((first + split) * KV_HEADS + head) * GROUP + member.to(tl.int64)
-    return at, (split < splits) & (member < GROUP)

@@ -12,7 +12,9 @@ Rules, which make this as safe as a plain launch:
   2. Every program of it waits, also one with nothing to do. The wait lasts until the kernel before has ended,
      which had waited itself: so all earlier kernels have ended as well.
   3. It lets the next one start (`gdc_launch_dependents`) when its own wait is over: one kernel is ahead,
-     never a queue of them that takes up the multiprocessors.
+     never a queue of them that takes up the multiprocessors. (On an H200 a decode step of one row took 0.94
+     times as long so for a model of 0.6B, and 1.14 times for one of 8B, whose long kernels push what the next
+     one fetches ahead out of the cache again. Let the next one start at their ends, neither gained.)
   4. Before the wait nothing is touched but weights, which are not written once they are loaded.
 
 A kernel that is launched plainly, Triton's or a library's, needs none of this: it starts when all before it

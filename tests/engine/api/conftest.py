@@ -15,6 +15,7 @@ import pytest
 from engine.api.server import Engine
 from engine.config import EngineConfig
 from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
 from shared.completed_line import EVENT
 from shared.http2.client import Http2Transport
 from shared.tokenizer import Tokenizer, TokenizerBundle
@@ -93,11 +94,15 @@ def serve(config: EngineConfig, model_dir: Path, tokenizer: Tokenizer) -> Serve:
 
     @asynccontextmanager
     async def run(
-        *, script: Script | None = None, core: dict[str, Any] | None = None, **changes: Any
+        *,
+        script: Script | None = None,
+        core: dict[str, Any] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        **changes: Any,
     ) -> AsyncIterator[Served]:
         eos = tokenizer.encode(EOS)
         fake = FakeCore(script or (lambda _: eos), vocab_size=tokenizer.vocab_size, **(core or {}))
-        engine = Engine(replace(config, **changes), lambda _: model_dir, lambda _: fake)
+        engine = Engine(replace(config, **changes), lambda _: model_dir, lambda _: fake, clock)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(engine.stop)
             await engine.start()

@@ -131,6 +131,11 @@ class FakeCore:
         self.is_held = False
         self._work.set()
 
+    @property
+    def left(self) -> int:
+        """The number of sequences that have steps to go."""
+        return len(self.waiting) + len(self._willing)
+
     def step(self) -> None:
         started = []
         if self.admits:

@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from triton import OutOfResources
 
-from engine.bench.gpu import attention, matmul, measuring, results, steps
+from engine.bench.gpu import attention, matmul, measuring, profile, results, steps
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s
 from engine.bench.gpu.supervise import LOST
 from engine.runtime.attention.triton_paged import LibraryPrefill
@@ -129,7 +129,6 @@ def test_steps(fp8: bool) -> None:
     assert found["overlap"] == ["not faster"]
     assert found["shared_norms"] == 0, "a batch of few rows"
     if not fp8:
-        assert bench.decode_by_measured_splits(2, 65)["split_tokens"] == 256
         assert bench.decode_dependently(2, 65)["plain_ms"] == 1.0
         assert bench.prefill(70, LibraryPrefill)["tokens"] == 70
 
@@ -195,3 +194,22 @@ def test_shapes_that_are_multiplied() -> None:
         "down": (64, 96),
         "head": (320, 64),
     }
+
+
+def test_a_profile_is_told_by_layers() -> None:
+    """From one layer's attention to the next one's; a step's begin and end are in no layer."""
+    now, ran = 0.0, list[profile.Ran]()
+    layer = [("decode_kernel", 9.0), ("output", 3.0), ("qkv", 5.0)]
+    for _ in range(3):
+        for name, took in [("begin", 1.0), *layer * 4, ("sample", 2.0)]:
+            ran.append(profile.Ran(name, now, now + took))
+            now += took + 0.5
+    found = profile.summary(ran, replays=3)
+    assert found["layer"] == [
+        "decode_kernel: 9.00 after 0.50",
+        "output: 3.00 after 0.50",
+        "qkv: 5.00 after 0.50",
+    ]
+    assert found["layer_us"] == 18.5
+    assert found["busy_us"] == 71.0
+    assert found["step_us"] == pytest.approx(77.8, abs=0.1)

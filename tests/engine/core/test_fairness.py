@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core import victims
-from engine.core.messages import ServiceClass
+from engine.core.messages import FinishReason, ServiceClass
 from engine.core.planner import PASSED_MAX
-from engine.core.sequence import Sequence
+from engine.core.policy import DISPLACED
+from engine.core.sequence import Sequence, Status
 from engine.core.tenants import TenantHoldings
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.sequences import PRIORITY, sequence
@@ -22,13 +24,21 @@ from tests.worlds import SimConfig
 LONG = 200
 
 
-def flooded(count: int = 8, *, slots: int = 8, **fields: object) -> Harness:
+def flooded(
+    count: int = 8, *, slots: int = 8, pages: int = 1024, answer_len: int = LONG, **fields: object
+) -> Harness:
     """A harness in which one tenant holds every slot, for long answers."""
-    h = Harness(slots=slots, max_model_len=512, pages=1024, **fields)  # type: ignore[arg-type]
+    h = Harness(slots=slots, max_model_len=512, pages=pages, **fields)  # type: ignore[arg-type]
     for handle in range(1, count + 1):
-        h.add(handle, [handle % 50] * 4, greedy(LONG), tenant="flood")
+        h.add(handle, [handle % 50] * 4, greedy(answer_len), tenant="flood")
     h.steps(2)
     return h
+
+
+def statuses(h: Harness) -> dict[int, Status]:
+    """The statuses of the flood's sequences that ran and wait."""
+    queues = h.scheduler._waiting.queues
+    return {handle: status for status in (*DISPLACED, Status.STALLED) for handle in sorted(queues[status])}
 
 
 def yields(h: Harness) -> list[int]:
@@ -131,23 +141,87 @@ def test_a_decode_preempts_a_sequence_of_the_tenant_that_holds_most() -> None:
     assert h.finished[9].preemptions == 0
 
 
-def test_yields_are_paid_for_by_time_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a yield none follows until its sequence could have been restored, but for what may be ahead."""
+def test_yields_whose_pages_were_taken_are_paid_for_by_time_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None follows until the sequence could have been restored, but for what may be ahead."""
     monkeypatch.setattr("engine.core.allocator.YIELDS_AHEAD_S", 0.0)
-    h = flooded()
-    while h.scheduler.stats().running < 8:
+    h = flooded(pages=36, answer_len=60)
+    while h.scheduler.stats().pages_owned < 32:
         h.step()
-    h.add(100, [40] * 4, greedy(LONG), tenant="b")
-    h.add(101, [41] * 4, greedy(LONG), tenant="c")
+    h.add(100, [40] * 24, greedy(60), tenant="b")
     h.now, at = 150.0, 150.0
     h.step()
     assert yields(h) == [8]
+    assert statuses(h) == {8: Status.PREEMPTED}
+    h.add(101, [41] * 4, greedy(60), tenant="c")
     h.now = at
     h.step()
     assert yields(h) == [8]
     h.now = at + 60.0
     assert h.plan() is not None
     assert yields(h) == [7, 8]
+
+
+@pytest.mark.parametrize("swaps", [{}, {"host_pages": 1024, "prefers_swap": lambda _: True}])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_yield_for_a_slot_alone_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch, swaps: dict[str, Any], prefix_cache: bool
+) -> None:
+    """The sequence keeps its pages: none are copied, no token is computed again, no other yield waits."""
+    monkeypatch.setattr("engine.core.allocator.YIELDS_AHEAD_S", 0.0)
+    h = flooded(prefix_cache=prefix_cache, **swaps)
+    h.steps(20)
+    for handle, tenant in ((100, "b"), (101, "c"), (102, "d")):
+        h.add(handle, [handle % 50] * 4, greedy(3), tenant=tenant)
+    h.step()
+    assert statuses(h) == dict.fromkeys((6, 7, 8), Status.YIELDED)
+    before = len(h.plans)
+    h.run()
+    h.assert_all_as_solo()
+    again = {start.slot: plan for plan in h.plans[before:] for start in plan.seated}
+    assert len(again) == 3
+    for slot, plan in again.items():
+        assert plan.lengths[plan.slots.index(slot)] == 1
+    assert not any(plan.swapped_out or plan.swapped_in for plan in h.plans)
+    assert [h.finished[handle].preemptions for handle in (5, 6, 7, 8)] == [0, 1, 1, 1]
+    assert h.finished[8].preempted_s > 0
+
+
+@pytest.mark.parametrize("host_pages", [0, 64])
+def test_what_yielded_loses_its_pages_before_any_that_runs_does(host_pages: int) -> None:
+    h = flooded(3, slots=3, pages=20, answer_len=50, host_pages=host_pages, prefers_swap=lambda _: True)
+    h.steps(12)
+    h.add(100, [40] * 4, greedy(40), tenant="victim")
+    h.step()
+    assert statuses(h) == {3: Status.YIELDED}
+    while statuses(h) == {3: Status.YIELDED}:
+        h.step()
+    assert statuses(h) == {3: Status.SWAPPED if host_pages else Status.PREEMPTED}
+    stats = h.scheduler.stats()
+    assert (stats.preemptions, stats.yields, stats.swaps_out) == (2, 1, host_pages and 1)
+    h.run()
+    h.assert_all_as_solo()
+
+
+def test_what_yielded_and_is_aborted_or_paused_holds_nothing_that_others_need() -> None:
+    h = flooded(3, slots=3, pages=20, answer_len=50)
+    h.steps(12)
+    h.add(100, [40] * 4, greedy(2), tenant="b")
+    h.add(101, [41] * 4, greedy(2), tenant="c")
+    h.step()
+    assert statuses(h) == dict.fromkeys((2, 3), Status.YIELDED)
+    h.abort(3)
+    h.pause(2)
+    h.steps(10)
+    assert statuses(h) == {2: Status.YIELDED}
+    h.add(102, [42] * 40, greedy(2), tenant="d")
+    h.steps(20)
+    assert 102 in h.finished
+    h.resume(2)
+    h.run()
+    assert h.reason(3) is FinishReason.ABORTED
+    assert h.tokens[2] == h.solo(2).tokens
 
 
 def test_newcomers_that_come_together_need_not_wait_for_each_others_yields() -> None:

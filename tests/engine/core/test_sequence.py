@@ -34,6 +34,8 @@ def move(seq: Sequence, status: Status) -> None:
                 seq.stall(10.0)
             finally:
                 seq.resume(10.0)
+        case Status.YIELDED:
+            seq.step_aside(10.0)
         case Status.PREEMPTED:
             seq.preempt(10.0)
         case Status.SWAPPED:
@@ -46,6 +48,7 @@ PATHS = {
     Status.WAITING: [],
     Status.RUNNING: [Status.RUNNING],
     Status.STALLED: [Status.RUNNING, Status.STALLED],
+    Status.YIELDED: [Status.RUNNING, Status.YIELDED],
     Status.PREEMPTED: [Status.RUNNING, Status.PREEMPTED],
     Status.SWAPPED: [Status.RUNNING, Status.SWAPPED],
     Status.FINISHED: [Status.FINISHED],
@@ -56,6 +59,7 @@ HOLDINGS = {
     Status.WAITING: (False, False, False),
     Status.RUNNING: (True, True, False),
     Status.STALLED: (False, True, False),
+    Status.YIELDED: (False, True, False),
     Status.PREEMPTED: (False, False, False),
     Status.SWAPPED: (False, False, True),
     Status.FINISHED: (False, False, False),

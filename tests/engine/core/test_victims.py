@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.sequence import Sequence
 from engine.core.tenants import TenantHoldings
-from engine.core.victims import choose_stalled, choose_victims
+from engine.core.victims import choose_victims, choose_waiting
 from tests.engine.core.sequences import FLEX, PRIORITY, handles, sequence, stalled
 
 
@@ -59,9 +59,19 @@ def test_the_stalled_sequence_paused_for_longest_is_preempted_first(
     freed: dict[int, int], victim: int
 ) -> None:
     seqs = [stalled(4, 1.0, resumed=True), stalled(1, 3.0), stalled(2, 2.0), stalled(3, 3.0)]
-    assert choose_stalled(seqs, lambda seq: freed[seq.handle]).handle == victim
+    assert choose_waiting(seqs, lambda seq: freed[seq.handle]).handle == victim
+
+
+def test_of_those_that_yielded_the_last_that_came_loses_its_pages_first() -> None:
+    seqs = [sequence(handle, float(handle)) for handle in (1, 3, 2)]
+    for seq in seqs:
+        seq.admit(0, [0], 0, 5.0)
+        seq.step_aside(6.0)
+    assert choose_waiting(seqs, lambda _: 1).handle == 3
+    assert choose_waiting([*seqs, stalled(9, 8.0)], lambda _: 1).handle == 9
+    assert choose_waiting(seqs, lambda seq: seq.handle != 3).handle == 2
 
 
 def test_a_stalled_sequence_of_the_lowest_class_is_preempted_first() -> None:
     seqs = [stalled(1, 1.0), stalled(2, 5.0, service_class=FLEX), stalled(3, 0.0, service_class=PRIORITY)]
-    assert choose_stalled(seqs, lambda _: 1).handle == 2
+    assert choose_waiting(seqs, lambda _: 1).handle == 2

@@ -53,6 +53,7 @@ _GAP: Final = f'{ENGINE}time_per_output_token_seconds_bucket{{instance="e",le="%
 _MEMBERS: Final = f'{GATEWAY}members{{model="m",phase="%s",instance="%s"}}'
 _AGE: Final = f'{ENGINE}class_waiting_age_seconds{{service_class="default",instance="e"}}'
 _PREEMPTED: Final = f'{ENGINE}preemptions_total{{kind="swap",instance="e"}}'
+_YIELDED: Final = f'{ENGINE}preemptions_total{{kind="yield",instance="e"}}'
 _UP: Final = f'{GATEWAY}quota_store_up{{instance="g"}}'
 _FAILURES: Final = f'{GATEWAY}quota_store_failures_total{{call="reserve",instance="g"}}'
 _BUILD: Final = 'penstock_build_info{version="%s",instance="%s"}'
@@ -154,14 +155,14 @@ ALERTS: Final = (
     ),
     Alert(
         "PenstockPreempting",
-        f"sum by (instance) (rate({ENGINE}preemptions_total[10m])) > 1",
+        f'sum by (instance) (rate({ENGINE}preemptions_total{{kind!="yield"}}[10m])) > 1',
         "10m",
         "ticket",
-        "{{ $labels.instance }} takes pages from more than one running sequence a second.",
+        "{{ $labels.instance }} takes pages from more than one sequence a second.",
         "The KV cache is too small for what runs. Give --kv-cache-memory more, lower --max-num-seqs or "
         "--max-model-len, use fp8 keys and values on a GPU, or add replicas.",
         {_PREEMPTED: grows(120)},
-        {_PREEMPTED: grows(30)},
+        {_PREEMPTED: grows(30), _YIELDED: grows(600)},
     ),
     Alert(
         "PenstockQuotaStoreDown",

@@ -416,7 +416,8 @@ ENGINES: Final = Dashboard(
                 panel(
                     "Preemptions",
                     "cps",
-                    "Sequences that gave their pages back, to be computed again or copied to host memory.",
+                    "Sequences that gave up their pages, to be computed again or copied to host memory, or a "
+                    "slot alone.",
                     (rate(f"{ENGINE}preemptions_total", _INSTANCE, "kind"), "{{kind}}"),
                     (rate(f"{ENGINE}swaps_in_total", _INSTANCE), "came back"),
                 ),

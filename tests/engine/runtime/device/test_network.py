@@ -30,9 +30,7 @@ def device_model(path: Path, runner: HostRunner, *, fp8: bool = False) -> Device
     decoder = DeviceDecoder(config, source, CPU, fp8=fp8)
     spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
     info = runner.info
-    decode = TritonDecode(
-        runner.cache, spec, rows_max=info.slots + 1, length_max=info.max_model_len, programs=2
-    )
+    decode = TritonDecode(runner.cache, spec, rows_max=info.slots + 1, multiprocessors=1)
     return DeviceModel(decoder, runner.cache, decode, TritonPrefill(runner.cache, spec))
 
 

@@ -223,10 +223,15 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def decode_launch(
-    heads: int, kv_heads: int, head_dim: int, window: int | None = None, page_size: int = 64, **kv: Any
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None = None,
+    page_size: int = 64,
+    **kv: Any,
 ) -> Callable[[], object]:
     """Batch 32 of an 8B model."""
-    rows, device = 32, torch.device("meta")
+    rows, programs, device = 32, 264, torch.device("meta")
 
     def launch() -> Tensor:
         cache = meta(1000, kv_heads, page_size, head_dim, **kv)
@@ -236,11 +241,11 @@ def decode_launch(
             cache,
             meta(rows, 128, dtype=torch.int32),
             meta(rows, dtype=torch.int32),
-            decode_attention.DecodeWork.empty(rows, device),
-            decode_attention.DecodeScratch.empty(rows, heads, kv_heads, head_dim, 32, device),
+            decode_attention.DecodeWork.empty(programs, device),
+            decode_attention.DecodeScratch.empty(programs, rows, heads, kv_heads, head_dim, device),
             scale=0.1,
             window=window,
-            programs=264,
+            programs=programs,
         )
 
     return launch
@@ -249,15 +254,15 @@ def decode_launch(
 def report_largest_pages() -> None:
     """Of a prefill, the largest tiles; of decode, pages that are read in parts."""
     for dim in (64, 128, 256):
-        page = {"page_size": 32_768 // dim}
+        page: dict[str, Any] = {"page_size": 32_768 // dim}
         decode, prefill = decode_launch(8, 2, dim, **page), prefill_launch(8, 2, dim, **page)
         report(f"parts decode {dim}", decode_attention, "decode_kernel", decode)
         report(f"largest prefill {dim}", prefill_attention, "prefill_kernel", prefill)
 
 
 def list_launch() -> None:
-    work = decode_attention.DecodeWork.empty(256, torch.device("meta"))
-    decode_attention.list_work(meta(256, dtype=torch.int32), None, 64, work)
+    work = decode_attention.DecodeWork.empty(264, torch.device("meta"))
+    decode_attention.list_work(meta(256, dtype=torch.int32), 8, None, 64, work, programs=264)
 
 
 def report_decode() -> None:

@@ -19,7 +19,7 @@ def test_decode_prepares_from_the_device_alone() -> None:
     for part in (*cache.keys, *cache.values):
         part.normal_()
     spec = AttentionSpec(4, 2, 16, [None, 8])
-    decode = TritonDecode(cache, spec, rows_max=2, length_max=64, programs=3)
+    decode = TritonDecode(cache, spec, rows_max=2, multiprocessors=1)
     tables, lengths = torch.tensor([[3, 1], [2, 0]]), torch.tensor([20, 7], dtype=torch.int32)
     q = torch.randn(2, 4, 16)
     together = decode.on_device(tables, lengths)

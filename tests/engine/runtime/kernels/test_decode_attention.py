@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -25,20 +26,20 @@ def run(
     programs: int = 3,
     scales: tuple[float, float] = (1, 1),
     device: torch.device = CPU,
-    split_tokens: int = kernels.SPLIT_TOKENS,
+    piece_tokens_min: int = 256,
 ) -> Tensor:
     """On whatever device; tests/gpu calls it too."""
     case = case.moved(device)
     rows, shape = len(case.lengths), case.shape
-    size = shape.page_size
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    work = kernels.DecodeWork.empty(rows, device)
-    tile = kernels.tile_tokens(size, shape.head_dim, case.q.dtype)
-    splits = kernels.most_splits(max(case.lengths), window, tile, split_tokens)
+    work = kernels.DecodeWork.empty(programs, device)
+    tile = kernels.tile_tokens(shape.page_size, shape.head_dim, case.q.dtype)
     heads = shape.heads, shape.kv_heads, shape.head_dim
-    scratch = kernels.DecodeScratch.empty(rows, *heads, splits, device)
+    scratch = kernels.DecodeScratch.empty(programs, rows, *heads, device)
     scratch.sums.fill_(torch.nan)
-    kernels.list_work(lengths, window, tile, work, split_tokens)
+    kernels.list_work(
+        lengths, shape.kv_heads, window, tile, work, programs=programs, piece_tokens_min=piece_tokens_min
+    )
     out = kernels.paged_decode(
         case.q,
         case.keys,
@@ -52,7 +53,6 @@ def run(
         kv_scales=scales,
         programs=programs,
         tile=tile,
-        split_tokens=split_tokens,
     )
     assert not scratch.arrivals.any(), "the counters are not ready for the next layer"
     return out.cpu()
@@ -71,13 +71,14 @@ def test_equals_the_definition(shape: Shape, window: int | None) -> None:
     close(run(case, window), case.expected(window))
 
 
-@pytest.mark.parametrize("split_tokens", [64, 128, 1024])
-def test_splits_of_other_sizes(split_tokens: int) -> None:
-    """In whatever order they arrive: programs take them in another order where there are more."""
-    case = paged_case(Shape(1, 2, 32), [1] * len(RAGGED), RAGGED)
-    found = run(case, split_tokens=split_tokens)
-    close(found, case.expected(None))
-    assert torch.equal(run(case, programs=7, split_tokens=split_tokens), found)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("programs", [1, 2, 5, 7, 40])
+def test_pieces_of_any_length(programs: int, window: int | None) -> None:
+    """Down to a tile each, so that many programs share a row; also more programs than tiles."""
+    case = paged_case(Shape(2, 2, 32, 16), [1] * len(RAGGED), RAGGED)
+    found = run(case, window, programs, piece_tokens_min=1)
+    close(found, case.expected(window))
+    assert torch.equal(run(case, window, programs, piece_tokens_min=1), found)
 
 
 @pytest.mark.parametrize("shape", [Shape(2, 2, 32, 16), Shape(1, 20, 16, 32), Shape(1, 4, 256)], ids=str)
@@ -107,70 +108,58 @@ def test_fp8_cache() -> None:
     close(run(case, scales=(0.5, 3.0)), case.expected(None))
 
 
-def test_a_rows_bits_depend_on_nothing_but_the_row() -> None:
-    """Not on the neighbours, nor on where its pages lie, nor on how many programs share the work."""
-    shape = Shape(2, 2, 64)
-    case = paged_case(shape, [1] * len(RAGGED), RAGGED)
-    together = run(case)
-    alone = PagedCase(shape, [1], RAGGED[:1], case.q[:1], case.keys, case.values, case.tables[:1], [])
-    assert torch.equal(run(alone, programs=1), together[:1])
-    order = torch.tensor(random.Random(1).sample(range(len(RAGGED)), len(RAGGED)))
-    shuffled = PagedCase(
-        shape,
-        case.chunks,
-        [RAGGED[i] for i in order],
-        case.q[order],
-        case.keys,
-        case.values,
-        case.tables[order],
-        [],
+def test_bits_do_not_depend_on_where_pages_lie() -> None:
+    case = paged_case(Shape(2, 2, 64), [1] * len(RAGGED), RAGGED)
+    order = torch.tensor(random.Random(1).sample(range(len(case.keys)), len(case.keys)))
+    moved = replace(
+        case, keys=case.keys[order], values=case.values[order], tables=order.argsort()[case.tables].int()
     )
-    assert torch.equal(run(shuffled, programs=7), together[order])
+    assert torch.equal(run(moved, programs=7), run(case, programs=7))
+
+
+@dataclass(frozen=True)
+class Piece:
+    row: int
+    at: int
+    count: int
+    segments: int
+    each: int
+    length: int
+
+
+def listed(lengths: Sequence[int], heads: int, window: int | None, page: int, programs: int) -> list[Piece]:
+    work = kernels.DecodeWork.empty(programs, CPU)
+    kernels.list_work(torch.tensor(lengths, dtype=torch.int32), heads, window, page, work, programs=programs)
+    return [Piece(*numbers) for numbers in work.pieces[:, :6].tolist()]
+
+
+def line(lengths: Sequence[int], heads: int, window: int | None, page: int) -> list[tuple[int, int]]:
+    """The (row, head) of every tile, in order: what pieces are cut from."""
+    first = [0 if window is None else max(0, length - window) // page for length in lengths]
+    tiles = [max(1, -(-length // page) - begin) for length, begin in zip(lengths, first, strict=True)]
+    return [(row, head) for row, own in enumerate(tiles) for head in range(heads) for _ in range(own)]
 
 
 @given(
-    st.integers(1, 70_000),
-    st.none() | st.integers(1, 5000),
-    st.sampled_from([16, 64, 512]),
-    st.sampled_from([64, 128, 256, 512, 1024]),
-    st.data(),
+    st.lists(st.integers(0, 3000), min_size=1, max_size=9),
+    st.sampled_from([1, 2, 8]),
+    st.none() | st.integers(1, 500),
+    st.sampled_from([16, 64]),
+    st.integers(1, 12),
 )
-def test_no_row_has_more_splits_than_there_is_room_for(
-    longest: int, window: int | None, page: int, tokens: int, data: st.DataObject
+def test_pieces_are_equal_shares_of_the_line(
+    lengths: list[int], heads: int, window: int | None, page: int, programs: int
 ) -> None:
-    length = data.draw(st.integers(1, longest))
-    most = kernels.most_splits(longest, window, page, tokens)
-    assert kernels.split_count(length, window, page, tokens) <= most
-
-
-@pytest.mark.parametrize(
-    ("length", "longest", "window"),
-    [(8193, 8192 + 64, 4096), (32_768, 33_280, None)],
-    ids=["window", "width"],
-)
-def test_the_longest_row_has_not_always_the_most_splits(
-    length: int, longest: int, window: int | None
-) -> None:
-    assert kernels.split_count(length, window, 64) > kernels.split_count(longest, window, 64)
-
-
-@pytest.mark.parametrize(("window", "tokens"), [(None, 256), (90, 256), (90, 32), (None, 8)])
-def test_the_list_of_work_is_the_hosts_rule(window: int | None, tokens: int) -> None:
-    """A page is the least that a split has."""
-    page = 16
-    limit = kernels.SPLITS_MAX * kernels.SPLIT_TOKENS
-    lengths = [0, 1, 255, 256, 257, limit, limit + 1, 3 * limit + 5, 17]
-    counts = [kernels.split_count(length, window, page, tokens) for length in lengths]
-    expected = [
-        row * kernels.SPLITS_MAX + split for row, count in enumerate(counts) for split in range(count)
-    ]
-    assert listed(lengths, window, page, tokens) == expected
-    assert max(counts) <= kernels.SPLITS_MAX
-    if (window, tokens) == (None, 256):
-        assert counts == [1, 1, 1, 1, 2, 128, 121, 126, 1]
-
-
-def listed(lengths: Sequence[int], window: int | None, page: int, tokens: int) -> list[int]:
-    work = kernels.DecodeWork.empty(len(lengths), torch.device("cpu"))
-    kernels.list_work(torch.tensor(lengths, dtype=torch.int32), window, page, work, tokens)
-    return work.items[: work.total].tolist()
+    """All of it, in order, none twice; and never shorter than is worth it but at the end."""
+    pieces, whole = listed(lengths, heads, window, page, programs), line(lengths, heads, window, page)
+    each = max(-(-len(whole) // programs), 256 // page)
+    assert {piece.each for piece in pieces} == {each}
+    starts = [next(i for i, (row, _) in enumerate(whole) if row == r) for r in range(len(lengths))]
+    for program, piece in enumerate(pieces):
+        own = whole[program * each :][:each]
+        assert piece.count == len(own)
+        assert piece.segments == len(set(own))
+        if own:
+            assert piece.row == own[0][0]
+            assert piece.at == program * each - starts[piece.row]
+            assert piece.length == lengths[piece.row]

@@ -168,11 +168,11 @@ class FakeTimer:
 
 
 @pytest.mark.usefixtures("narrow")
-@pytest.mark.parametrize(("together_us", "is_folded"), [(39.5, True), (39.7, False), (45.0, False)])
+@pytest.mark.parametrize(("together_us", "is_folded"), [(38.0, True), (38.2, False), (45.0, False)])
 def test_a_pair_together_competes_with_its_kernels_apart(
     monkeypatch: pytest.MonkeyPatch, together_us: float, is_folded: bool
 ) -> None:
-    """At 17 rows and more, where both products have tiles. A hundredth is noise."""
+    """At 17 rows and more, where both products have tiles. A twentieth is noise."""
     adding, scaled = pair_of(32, 64, 64, gated=True)
     pairs = [(adding, scaled)] * 2
     with monkeypatch.context() as patch:
