@@ -1,10 +1,10 @@
 """The acceptance of connections, in turns that are shared fairly between those who connect.
 
-A connection is accepted as it comes, and set up once its first bytes are there, in a turn
-(`shared.fair_turns`): of the tenant whose key they show, else of the address that it comes from. To accept
-one takes microseconds. To set it up, to parse its request and to refuse that takes half a millisecond, so
-who comes behind hundreds of connections waits for a turn, and not for all of them. uvloop by itself accepts
-one connection in each turn of the loop, and asyncio all of them in one, in the order in which they came.
+A connection is accepted as it comes, and set up when its first bytes come, in a turn (`shared.fair_turns`):
+of the tenant whose key they show, else of the address that it comes from. To accept one takes microseconds.
+To set it up, to parse its request and to refuse that takes half a millisecond, so who comes behind hundreds
+of connections waits for a turn, and not for all of them. uvloop by itself accepts one connection in each turn
+of the loop, and asyncio all of them in one, in the order in which they came.
 
 Rules
 
@@ -15,10 +15,11 @@ Rules
 3. The address counts where no such key is shown: there is TLS, or the caller is not known. Of IPv6 it is the
    network of 64 bits, which one caller may have to itself. Behind a proxy all these have one address, and go
    in the order in which they came.
-4. First bytes are waited for within a time, and by a bounded number of connections. After that a connection
-   waits for its turn without them.
+4. A connection of which nothing has come is *silent*: in HTTP and in TLS the client speaks first. It holds a
+   descriptor and no more, and is closed after the time for which a connection may be idle. The server bounds
+   the number of silent ones together with the others (`on_silent`).
 5. Connections that wait for their turns are bounded. More of them wait in the kernel. None is refused, and
-   those that wait when the listener closes are set up.
+   those that are there when the listener closes are set up.
 """
 
 from __future__ import annotations
@@ -43,10 +44,6 @@ SET_UP_MAX: Final = 2
 takes most of a millisecond; so this bounds the length of turns beside a flood of both."""
 WAITING_MAX: Final = 1024
 """Connections that wait for their turns."""
-SILENT_MAX: Final = 1024
-"""Connections of which nothing has come yet; of more, the oldest waits for its turn."""
-SILENT_S: Final = 0.5
-"""The time for which a connection's first bytes are waited for, in seconds."""
 PAUSE_S: Final = 1.0
 """The time for which nothing is accepted when the process may open no more files, in seconds."""
 LOOKED_AT_LEN: Final = 2048
@@ -69,16 +66,21 @@ class Accepting:
         known: KnownCallers,
         tls: ssl.SSLContext | None,
         handshake_s: float,
+        silent_s: float,
+        on_silent: Callable[[], None],
     ) -> None:
-        """Begin to accept. `sock` is bound. `handshake_s` is the time limit of a TLS handshake."""
+        """Begin to accept. `sock` is bound. `handshake_s` is the time limit of a TLS handshake, `silent_s`
+        that of first bytes. `on_silent` is called when there is one more silent connection."""
         self._loop = asyncio.get_running_loop()
         self._sock: Final = sock
         self._protocol: Final = protocol
         self._known: Final = known
         self._tls: Final[dict[str, Any]] = {"ssl": tls, "ssl_handshake_timeout": handshake_s} if tls else {}
         self._turns: Final = FairTurns(SET_UP_MAX)
+        self._silent_s: Final = silent_s
+        self._on_silent: Final = on_silent
         self._silent: Final[dict[socket.socket, tuple[str, asyncio.TimerHandle]]] = {}
-        """Connections of which nothing has come, oldest first: their addresses, and the end of waiting."""
+        """The silent connections, oldest first: their addresses, and the ends of their time."""
         self._waiting: Final[set[asyncio.Future[None]]] = set()
         """The turns that connections wait for."""
         self._beginning: Final[set[asyncio.Task[None]]] = set()
@@ -94,9 +96,18 @@ class Accepting:
         self._is_closed = True
         self._sock.close()
         for sock in list(self._silent):
-            self._hear(sock)
+            self._wait(sock, b"", self._heard(sock))
         for turn in list(self._waiting):
             turn.cancel()
+
+    @property
+    def silent_count(self) -> int:
+        """The number of silent connections."""
+        return len(self._silent)
+
+    def close_first_silent(self) -> None:
+        """Close the connection that has been silent for longest."""
+        self._close_silent(next(iter(self._silent)))
 
     def _resume(self) -> None:
         if not self._is_accepting and not self._is_closed:
@@ -128,19 +139,30 @@ class Accepting:
         begun = _begun(sock)
         if begun is not None:
             return self._wait(sock, begun, address)
-        late = self._loop.call_later(SILENT_S, self._hear, sock)
+        late = self._loop.call_later(self._silent_s, self._close_silent, sock)
         self._silent[sock] = address, late
         self._loop.add_reader(sock, self._hear, sock)
-        if len(self._silent) > SILENT_MAX:
-            self._hear(next(iter(self._silent)))
-        return None
+        return self._on_silent()
 
     def _hear(self, sock: socket.socket) -> None:
-        """Let a connection wait for its turn, as something has come of it, or it was silent for too long."""
+        """Let a connection wait for its turn, as something has come of it. One that its caller has left is
+        closed."""
+        begun = _begun(sock)
+        if begun:
+            self._wait(sock, begun, self._heard(sock))
+        elif begun is not None:
+            self._close_silent(sock)
+
+    def _close_silent(self, sock: socket.socket) -> None:
+        self._heard(sock)
+        sock.close()
+
+    def _heard(self, sock: socket.socket) -> str:
+        """Forget that a connection is silent. Returns its address."""
         address, late = self._silent.pop(sock)
         late.cancel()
         self._loop.remove_reader(sock)
-        self._wait(sock, _begun(sock) or b"", address)
+        return address
 
     def _wait(self, sock: socket.socket, begun: bytes, address: str) -> None:
         turn = self._turns.ask(self._tenant_of(begun) or address)

@@ -195,17 +195,10 @@ class Gateway:
             await asyncio.gather(self._key_sources.first(), self._discovery.first())
             tls = None if self._tls is None else self._tls.context
             buffer_len = self.config.limits.send_buffer_len
-            public = PublicServer(self._edge, self.config)
+            public = PublicServer(self._edge, self.config, self._known)
             port, is_shared = (address.port, False) if self._worker is None else (self._worker.port, True)
             self._public = await listen(
-                stack,
-                public,
-                address.host,
-                port,
-                send_buffer_len=buffer_len,
-                tls=tls,
-                is_shared=is_shared,
-                known=self._known,
+                stack, public, address.host, port, send_buffer_len=buffer_len, tls=tls, is_shared=is_shared
             )
             self.port = self._public.port
             self._chats.serve = public

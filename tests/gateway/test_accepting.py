@@ -47,6 +47,8 @@ class Door:
         self.made: list[tuple[int, str]] = []
         """The turn in which each connection was set up, and its name."""
         self.lost = 0
+        self.silent_s = 10 * PATIENCE_S
+        self.silent_max = 2 * FLOOD
 
     def connect(self, name: str, key: str = "", host: str = "127.0.0.1") -> socket.socket:
         """Connect from an address, and send a head with this key, if there is one."""
@@ -61,7 +63,16 @@ class Door:
     def open(self) -> Accepting:
         """Begin to accept."""
         asyncio.get_running_loop().call_soon(self._count)
-        return Accepting(self._sock, 2 * FLOOD, lambda: _Guest(self), self.known, None, HANDSHAKE_S)
+
+        times = HANDSHAKE_S, self.silent_s
+        self._served = Accepting(
+            self._sock, 2 * FLOOD, lambda: _Guest(self), self.known, None, *times, self._bound
+        )
+        return self._served
+
+    def _bound(self) -> None:
+        if self._served.silent_count > self.silent_max:
+            self._served.close_first_silent()
 
     def _count(self) -> None:
         self.turn += 1
@@ -94,6 +105,13 @@ class _Guest(asyncio.Protocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._door.lost += 1
+
+
+async def is_closed(client: socket.socket) -> None:
+    """The server has closed the connection of this client, to which it sent nothing."""
+    client.setblocking(False)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
 
 
 @contextmanager
@@ -134,8 +152,9 @@ def test_who_comes_behind_a_flood_goes_next(runner: asyncio.Runner, key: str, ho
             for i in range(FLOOD):
                 at.connect("a", {"known": ATTACKER, "made up": f"key-{i}", "silent": ""}[attack])
             at.connect("victim", key, host)
-            at.open()
-            await at.all_in()
+            served = at.open()
+            await at.until(lambda: len(at.made) + served.silent_count == FLOOD + 1)
+        assert served.silent_count == (FLOOD if attack == "silent" else 0)
         assert at.order.index("victim") <= 3 * SET_UP_MAX < FLOOD
 
     runner.run(run())
@@ -147,31 +166,56 @@ def test_silent_ones_hold_up_nobody_and_are_set_up_when_something_comes(runner: 
             clients = [at.connect("a") for _ in range(FLOOD)]
             victim = at.connect("victim")
             served = at.open()
-            await at.until(lambda: len(served._silent) == FLOOD + 1)
+            await at.until(lambda: served.silent_count == FLOOD + 1)
             for client in clients:
                 client.sendall(HEAD % ATTACKER.encode())
             victim.sendall(HEAD % VICTIM.encode())
             await at.all_in()
         assert at.order.index("victim") <= 4 * SET_UP_MAX < FLOOD
-        assert not served._silent
+        assert not served.silent_count
 
     runner.run(run())
 
 
-@pytest.mark.parametrize("bound", ["SILENT_S", "SILENT_MAX"])
-def test_silent_ones_are_set_up_after_a_time_or_when_there_are_too_many(
-    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, bound: str
-) -> None:
-    monkeypatch.setattr(accepting, bound, 0)
-    other = {"SILENT_S": ("SILENT_MAX", FLOOD), "SILENT_MAX": ("SILENT_S", 10 * PATIENCE_S)}[bound]
-    monkeypatch.setattr(accepting, *other)
-
+def test_silent_ones_are_closed_after_a_time(runner: asyncio.Runner) -> None:
     async def run() -> None:
         with door() as at:
-            for _ in range(FLOOD):
-                at.connect("a")
-            at.open()
-            await at.all_in()
+            at.silent_s = 0.0
+            clients = [at.connect("a") for _ in range(FLOOD)]
+            served = at.open()
+            for client in clients:
+                await is_closed(client)
+            assert not served.silent_count
+            assert not at.made
+
+    runner.run(run())
+
+
+def test_of_too_many_silent_ones_the_oldest_is_closed(runner: asyncio.Runner) -> None:
+    async def run() -> None:
+        with door() as at:
+            at.silent_max = 1
+            *others, last = [at.connect("a") for _ in range(FLOOD)]
+            served = at.open()
+            for client in others:
+                await is_closed(client)
+            last.sendall(HEAD % VICTIM.encode())
+            await at.until(lambda: len(at.made) == 1)
+            assert not served.silent_count
+
+    runner.run(run())
+
+
+def test_a_silent_one_that_leaves_is_forgotten(runner: asyncio.Runner) -> None:
+    async def run() -> None:
+        with door() as at:
+            clients = [at.connect("a") for _ in range(FLOOD)]
+            served = at.open()
+            await at.until(lambda: served.silent_count == FLOOD)
+            for client in clients:
+                client.close()
+            await at.until(lambda: not served.silent_count)
+            assert not at.made
 
     runner.run(run())
 
@@ -213,7 +257,7 @@ def test_more_than_may_wait_stay_in_the_kernel_and_are_served(
     assert most == SET_UP_MAX
 
 
-def test_those_who_wait_when_the_listener_closes_are_set_up(runner: asyncio.Runner) -> None:
+def test_those_who_wait_or_are_silent_when_the_listener_closes_are_set_up(runner: asyncio.Runner) -> None:
     async def run() -> None:
         with door() as at:
             for _ in range(4 * SET_UP_MAX):

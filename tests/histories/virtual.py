@@ -117,7 +117,9 @@ def accepting(sock: socket.socket, _: int, protocol: ProtocolFactory, *__: Any) 
 
 
 class Listener:
-    """The part of an `asyncio.Server` that the services use."""
+    """The part of an `asyncio.Server`, and of `Accepting`, that the services use."""
+
+    silent_count = 0
 
     def __init__(self, network: Network, sock: socket.socket) -> None:
         self._network = network
