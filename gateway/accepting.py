@@ -30,12 +30,12 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final
 
 from gateway.identity.known import KnownCallers
 from shared import logs
 from shared.fair_turns import FairTurns
+from shared.listening import CLOSE_GRACE_S
 
 ACCEPT_MAX: Final = 64
 """Connections that are accepted in one turn of the loop, each of which takes some 15 microseconds."""
@@ -81,8 +81,8 @@ class Accepting:
         self._on_silent: Final = on_silent
         self._silent: Final[dict[socket.socket, tuple[str, asyncio.TimerHandle]]] = {}
         """The silent connections, oldest first: their addresses, and the ends of their time."""
-        self._waiting: Final[set[asyncio.Future[None]]] = set()
-        """The turns that connections wait for."""
+        self._waiting: Final[dict[asyncio.Future[None], socket.socket]] = {}
+        """Connections by the turns that they wait for."""
         self._beginning: Final[set[asyncio.Task[None]]] = set()
         self._is_accepting = False
         self._is_closed = False
@@ -90,15 +90,20 @@ class Accepting:
         sock.listen(backlog)
         self._resume()
 
-    def close(self) -> None:
-        """Accept no more connections. Later calls do nothing."""
+    async def aclose(self) -> None:
+        """Accept no more connections, and set up those that are there, `CLOSE_GRACE_S` at most."""
         self._pause()
         self._is_closed = True
         self._sock.close()
         for sock in list(self._silent):
             self._wait(sock, b"", self._heard(sock))
         for turn in list(self._waiting):
+            self._begin(self._waiting.pop(turn))
             turn.cancel()
+        if self._beginning:
+            _, late = await asyncio.wait(self._beginning, timeout=CLOSE_GRACE_S)
+            for task in late:
+                task.cancel()
 
     @property
     def silent_count(self) -> int:
@@ -169,13 +174,13 @@ class Accepting:
         if turn is None:
             self._begin(sock)
         else:
-            self._waiting.add(turn)
-            turn.add_done_callback(partial(self._begin_in_turn, sock))
+            self._waiting[turn] = sock
+            turn.add_done_callback(self._begin_in_turn)
 
-    def _begin_in_turn(self, sock: socket.socket, turn: asyncio.Future[None]) -> None:
-        self._waiting.remove(turn)
-        self._begin(sock)
-        self._resume()
+    def _begin_in_turn(self, turn: asyncio.Future[None]) -> None:
+        if (sock := self._waiting.pop(turn, None)) is not None:
+            self._begin(sock)
+            self._resume()
 
     def _begin(self, sock: socket.socket) -> None:
         task = self._loop.create_task(self._set_up(sock))

@@ -218,7 +218,7 @@ class _PublicSite(web.SockSite):
 
     async def stop(self) -> None:
         if self._accepting is not None:
-            self._accepting.close()
+            await self._accepting.aclose()
         await super().stop()
 
 

@@ -265,8 +265,8 @@ def test_those_who_wait_or_are_silent_when_the_listener_closes_are_set_up(runner
                 at.connect("a")
             served = at.open()
             await at.until(lambda: len(served._waiting) > SET_UP_MAX)
-            served.close()
-            await at.all_in()
+            await served.aclose()
+            assert len(at.made) == len(at._names)
             with pytest.raises(ConnectionRefusedError):
                 at.connect("late")
 

@@ -131,6 +131,9 @@ class Listener:
         self._network.unlisten(self.port)
         self._sock.close()
 
+    async def aclose(self) -> None:
+        self.close()
+
     async def wait_closed(self) -> None:
         pass
 
