@@ -231,6 +231,9 @@ class HttpServer:
     async def stop(self) -> None:
         """End every connection, and cancel the handlers that still run."""
         if self._listener is not None:
+            for sock in self._listener.sockets:  # asyncio forgets what it accepted in the turn of `close`
+                asyncio.get_running_loop().remove_reader(sock)
+            await asyncio.sleep(0)
             self._listener.close()
         if self._http2 is not None:
             await self._http2.close()
