@@ -3,8 +3,8 @@
     read -> validate -> tokenize -> admit -> submit -> (stream | collect) -> settle
 
 A `Generation` exists from the moment its sequences are in the core's queue. Whatever its end (complete, an
-error, a deadline, a client that leaves at any await), `_close` runs once and tells the core to drop exactly
-the sequences that have not ended.
+error, a deadline, a client that leaves at any await), `_end` runs once, tells the core to end exactly the
+sequences that have not ended, and hears what it had under way for them.
 
 Rules
 
@@ -41,6 +41,9 @@ from shared.openai import ChatRequest, CompletionRequest, PromptTokensDetails, U
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
+UNDER_WAY_S: Final = 0.2
+"""The time in which the core is heard out about the sequences of a request that ended before them, in seconds:
+less than the time for which a gateway waits for the report (`gateway.pipeline.REPORT_S`)."""
 WRITE_LEN: Final = 64 * 1024
 """The number of bytes of an answer that are made before they are written and other requests may run."""
 
@@ -108,8 +111,8 @@ class Generation:
         submitted_at = self._exchange.stages.enter("handover")
         for output in self._outputs:
             output.submitted_at = submitted_at
-        with self._deadlines.watch(self._expire, self._is_waiting):
-            try:
+        try:
+            with self._deadlines.watch(self._expire, self._is_waiting):
                 sequences, self._sequences = self._sequences, []
                 self._handles = self._state.core.submit(
                     self._exchange.request_id,
@@ -123,8 +126,8 @@ class Generation:
                 if not self._streams:
                     self._exchange.tell_load()
                 await (self._stream() if self._streams else self._respond())
-            finally:
-                self._close()
+        finally:
+            await self._end()
 
     def abort(self) -> None:
         """End the request, as `DELETE /v1/requests/{id}` asks."""
@@ -134,7 +137,7 @@ class Generation:
         """End the request with `error`. The core is told at once, because the request's own task may
         be waiting for a client that does not read."""
         if not self._is_settled:
-            self._state.core.release(self._handles)
+            self._state.core.abort(self._handles)
             self._output.fail(error)
 
     def _is_waiting(self) -> bool:
@@ -227,12 +230,19 @@ class Generation:
 
     # -- accounts ---------------------------------------------------------------------------------
 
-    def _close(self) -> None:
-        if not self._is_settled:
-            self._exchange.fate = self._exchange.fate or self._output.error
-            self._settle()
-        self._state.core.release(self._handles)
-        self._output.close()
+    async def _end(self) -> None:
+        """Settle, after the core was heard out about the sequences that have not ended, and forget them."""
+        core, exchange, output = self._state.core, self._exchange, self._output
+        try:
+            if self._handles and not self._is_settled:
+                exchange.fate = exchange.fate or output.error
+                core.abort(self._handles)
+                await output.wait_left_core(UNDER_WAY_S)
+        finally:
+            if not self._is_settled:
+                self._settle()
+            core.release(self._handles)
+            output.close()
 
     def _settle(self) -> None:
         """Note what the request has cost, once: its tally, its stages, the metrics."""

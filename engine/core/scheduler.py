@@ -359,6 +359,7 @@ class Scheduler:
     # -- ending -----------------------------------------------------------------------------------
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        assert not (sequence.coming and reason is FinishReason.LENGTH), "a row beyond the last token"
         self._allocator.release(sequence)
         del self._sequences[sequence.handle]
         self._tenants.leave(sequence.tenant)

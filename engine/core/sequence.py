@@ -330,6 +330,7 @@ class Sequence:
             preempted_s=self.spent_s[LifePhase.PREEMPTED],
             preemptions=self.preemptions,
             stalled_s=self.spent_s[LifePhase.STALLED],
+            late_tokens=self.coming + (reason is FinishReason.NUMERIC),
         )
 
     def _vacate(self) -> None:

@@ -127,6 +127,8 @@ class Remains:
     errors: list[Line] = field(default_factory=list)
     computed: list[dict[str, Computed]] = field(default_factory=list)
     """The computed tokens of each replica, by request id."""
+    late_tokens: float = 0.0
+    """The tokens that the engines name as sampled and charged to nobody."""
     torn: set[str] = field(default_factory=set)
     """Requests that were in progress when an engine's connections were cut."""
     troubled: set[Trouble] = field(default_factory=set)
@@ -365,6 +367,7 @@ class _World:
         remains.ledger, remains.leases = store.ledger, store.live
         for replica in self._replicas:
             remains.computed.append(replica.core.computed)
+            remains.late_tokens += replica.engine.state.metrics.late_tokens.value()
             stats = replica.core.scheduler.stats()
             remains.preemptions += stats.preemptions
             remains.hit_tokens += stats.prefix_hit_tokens

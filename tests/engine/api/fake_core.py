@@ -98,8 +98,8 @@ class FakeCore:
             case AbortSequences(handles):
                 self.aborted += handles
                 for handle in handles:
-                    self.waiting.pop(handle, None)
-                    self.running.pop(handle, None)
+                    if handle in self.waiting or handle in self.running:
+                        self.finish(handle, FinishReason.ABORTED)
             case PauseSequences(handles):
                 self.pauses.append(message)
                 self.paused.update(handles)
