@@ -409,7 +409,7 @@ class CoreClient:
         self._take_news(step, now)
         stopped: list[int] = []
         behind: list[int] = []
-        late_tokens = 0
+        late_tokens = again_tokens = 0
         for handle, token, logprobs in zip(step.handles, step.tokens, step.logprobs or repeat(None)):  # noqa: B905
             if (output := live.get(handle)) is None:
                 late_tokens += 1
@@ -425,11 +425,13 @@ class CoreClient:
                 self._end(output, finished)
             if output is None or not finished.reason.is_callers:
                 late_tokens += finished.late_tokens
+            again_tokens += finished.again_tokens
             self._forget(finished.handle)
         self.release([handle for handle in stopped if handle not in ended])
         if behind and (behind := [handle for handle in behind if handle in live]):
             self._pause(behind, now)
-        self._metrics.on_step(step, late_tokens)
+        self._metrics.on_step(step)
+        self._metrics.count_uncharged(late=late_tokens, preempted=again_tokens)
 
     def _take_news(self, step: StepOutput, now: float) -> None:
         """Deliver what happens a few times in a sequence's life."""

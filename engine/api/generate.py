@@ -42,8 +42,8 @@ from shared.openai import ChatRequest, CompletionRequest, PromptTokensDetails, U
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
 UNDER_WAY_S: Final = 0.2
-"""The time in which the core is heard out about the sequences of a request that ended before them, in seconds:
-less than the time for which a gateway waits for the report (`gateway.pipeline.REPORT_S`)."""
+"""The time in which the core is heard out about the sequences of a request that ended before them, in
+seconds: less than the time for which a gateway waits for the report (`gateway.pipeline.REPORT_S`)."""
 WRITE_LEN: Final = 64 * 1024
 """The number of bytes of an answer that are made before they are written and other requests may run."""
 
@@ -266,6 +266,7 @@ class Generation:
         last = max(self._outputs, key=lambda output: output.timing(now).life_s)
         exchange.causes += last.causes(now, shared=len(self._outputs) > 1)
         metrics.prompt_tokens.inc(by=tally.prompt_tokens)
+        metrics.count_uncharged(choice=self._prompt_tokens_again())
         request_s = now - exchange.started_at
         exemplar = exchange.exemplar(request_s)
         first_token_at = [
@@ -323,6 +324,19 @@ class Generation:
             for i, length in enumerate(self._prompt_lens)
             if any(output.has_begun for output in outputs[i * n : (i + 1) * n])
         )
+
+    def _prompt_tokens_again(self) -> int:
+        """The number of prompt tokens that choices computed beside the one of each prompt that is charged for
+        them. All but the last could have been found in the prefix cache."""
+        lacking = [
+            [
+                length - 1 - output.cached_len
+                for output in self._outputs[i * self._n : (i + 1) * self._n]
+                if output.has_begun
+            ]
+            for i, length in enumerate(self._prompt_lens)
+        ]
+        return sum(sum(lens) - max(lens, default=0) for lens in lacking)
 
     def _usage(self) -> Usage:
         tally = self._exchange.tally

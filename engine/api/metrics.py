@@ -49,8 +49,8 @@ class EngineMetrics:
         self.requests = self._counter("requests", "Requests, by how they ended.", "end_reason")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were taken.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens that the core sampled.")
-        self.late_tokens = self._counter(
-            "late_tokens", "Tokens sampled after their sequence's end, and charged to nobody."
+        self.uncharged_tokens = self._counter(
+            "uncharged_tokens", "Tokens that were computed and are charged to nobody.", "reason"
         )
         self.step_s = self._histogram("step_seconds", "How long the runner took for one step.", _STEP_S)
         self.budget_use = self._histogram(
@@ -78,8 +78,8 @@ class EngineMetrics:
     def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, documentation, (), buckets, registry=self.registry)
 
-    def on_step(self, step: StepOutput, late_tokens: int = 0) -> None:
-        """Count what a step computed, how long it took, and the tokens in its news that nobody gets."""
+    def on_step(self, step: StepOutput) -> None:
+        """Count what a step computed, and how long it took."""
         if step.step != self._last_step:  # there is news without a step
             self._last_step = step.step
             self.step_s.observe(step.stats.step_s)
@@ -88,8 +88,14 @@ class EngineMetrics:
                 self.vllm.on_step(step)
         if step.tokens:
             self.generated_tokens.inc(by=len(step.tokens))
-        if late_tokens:
-            self.late_tokens.inc(by=late_tokens)
+
+    def count_uncharged(self, **tokens: int) -> None:
+        """Count tokens that were computed and are charged to nobody, by reason: `late` were sampled after
+        their sequence's end, `preempted` were computed again after a preemption, and `choice` are those of a
+        prompt that a further choice did not find in the prefix cache."""
+        for reason, number in tokens.items():
+            if number:
+                self.uncharged_tokens.inc(reason, by=number)
 
     def core_ready(self, info: RunnerInfo) -> None:
         """Take note of what the core has. Its sizes are in vLLM's metrics."""

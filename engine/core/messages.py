@@ -257,8 +257,10 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     expected_s: float = 0.0
     """The estimate of its time to first token, for one that was refused as too late; 0.0 otherwise."""
     late_tokens: int = 0
-    """Tokens that were sampled for it and are not reported: those of steps that were in flight at its end, and
-    one that was not finite."""
+    """Tokens that were sampled for it and are not reported: those in flight at its end, and one that was not
+    finite."""
+    again_tokens: int = 0
+    """Tokens that were computed again, since it had given up its pages."""
 
 
 class DiskCounts(msgspec.Struct, array_like=True, frozen=True):

@@ -10,7 +10,9 @@
    all but those that were under way when the sequence ended by itself, by a stop token or in an error, and
    those behind a stop string; and each prompt of which a choice has begun. Behind the last token by
    `max_tokens`, none is sampled. Where a core died or hung, the line reports no more than that.
-4. What an engine sampled and no line reports is what its metric of late tokens names.
+4. What an engine sampled and no line reports is what its metric of uncharged tokens names as late; what was
+   computed again after a preemption is named as well, to the token; and nothing else that was computed is
+   neither charged nor named.
 5. The usage in an answer that was read to its end is the number of tokens charged.
 6. The ledger is the sum of the lines: nothing stays reserved, no lease is held, and no budget is overspent.
 7. No object that was made for a request is left when it has ended, without a garbage collection.
@@ -76,6 +78,7 @@ def check(remains: Remains) -> Counter[str]:
     assert not remains.kept, f"still there: {remains.kept}"
     tally.update({"preemption": remains.preemptions, "prefix hit": remains.hit_tokens})
     tally.update(str(trouble) for trouble in remains.troubled)
+    tally.update({f"uncharged: {reason}": tokens for reason, tokens in remains.uncharged.items()})
     return tally
 
 
@@ -168,6 +171,10 @@ def _check_ends(account: Computed) -> None:
         end = account.ends[handle]
         assert sampled == account.tokens[handle] + end.late_tokens, "a sampled token is lost"
         assert not (end.late_tokens and end.reason is FinishReason.LENGTH), "a row beyond the last token"
+        found_len = account.cached_lens[handle]
+        had = account.positions[handle].union(range(found_len))
+        again = account.rows_len[handle] + found_len - len(had)
+        assert end.again_tokens == again, "what was computed again is named otherwise"
 
 
 def _owed(account: Computed) -> int:
@@ -186,7 +193,7 @@ def _begun_len(account: Computed, n: int) -> int:
     """The tokens of the prompts of which a choice has begun."""
     handles = sorted(account.prompt_lens)
     prompts = [handles[first : first + n] for first in range(0, len(handles), n)]
-    begun = [choices[0] for choices in prompts if account.started.intersection(choices)]
+    begun = [choices[0] for choices in prompts if account.cached_lens.keys() & set(choices)]
     return sum(account.prompt_lens[handle] for handle in begun)
 
 
@@ -199,7 +206,10 @@ def _check_late(remains: Remains) -> None:
     sampled = sum(account.sampled.total() for _, account in accounts)
     sampled -= sum(_owed(account) for request_id, account in accounts if request_id in discarded)
     told_of = sum(int(line.get("completion_tokens", 0)) for line in remains.engine_lines)
-    assert sampled - told_of == remains.late_tokens, "tokens are neither charged nor named as late"
+    assert sampled - told_of == remains.uncharged["late"], "tokens are neither charged nor named as late"
+    told_of += sum(int(line.get("prompt_tokens", 0)) for line in remains.engine_lines)
+    computed = sum(account.rows_len.total() for _, account in accounts)
+    assert computed <= told_of + remains.uncharged.total(), "tokens are neither charged nor named"
 
 
 def _check_ledger(remains: Remains) -> None:
