@@ -49,6 +49,7 @@ from gateway.identity.callers import callers_of
 from gateway.identity.guests import Guests, WithGuests
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
+from gateway.identity.known import KnownCallers
 from gateway.limits_api import LimitsApi
 from gateway.listener import Listening, PublicServer, listen
 from gateway.pipeline import Pipeline
@@ -131,8 +132,9 @@ class Gateway:
         self.engines = Engines(config.models, _profiles(config, upstream, credentials, self.replicas), clock)
         memory = FairShare(config.limits.request_memory)
         _set_gauges(self.live, upstream, memory)
+        self._known = KnownCallers()
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
-        pipeline = Pipeline(config, *parts, self.billing)
+        pipeline = Pipeline(config, *parts, self.billing, self._known)
         self._health = health = Health(self.lifecycle, self._problems)
         self._tracing = tracing_of(config.tracing, "penstock-gateway", env)
         self._recorder = _recorder(config, worker)
@@ -193,7 +195,7 @@ class Gateway:
             await asyncio.gather(self._key_sources.first(), self._discovery.first())
             tls = None if self._tls is None else self._tls.context
             buffer_len = self.config.limits.send_buffer_len
-            public = PublicServer(self._edge, self.config)
+            public = PublicServer(self._edge, self.config, self._known)
             port, is_shared = (address.port, False) if self._worker is None else (self._worker.port, True)
             self._public = await listen(
                 stack, public, address.host, port, send_buffer_len=buffer_len, tls=tls, is_shared=is_shared

@@ -25,7 +25,7 @@ from gateway.admin import probe_response
 from gateway.admission.quota import QuotaStore, ReservationId
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
-from gateway.client.reading import reads_for
+from gateway.client.reading import serves
 from gateway.client.responses import JSON, error_response, json_response
 from gateway.config import GatewayConfig, ModelConfig
 from gateway.endpoints import CHUNKS, ENDPOINTS, MODELS, REQUESTS
@@ -244,7 +244,7 @@ class Edge:
         response = error_response(error, exchange.headers())
         if exchange.stages.now == "edge" or not exchange.request.content.is_eof():
             response.force_close()  # its head was refused, or the rest of its body is dropped
-            reads_for(exchange.request, exchange.record.tenant or "")
+            serves(exchange.request, exchange.record.tenant or "")
         return response
 
     async def _look_up_windows(self, exchange: Exchange) -> None:

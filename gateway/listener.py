@@ -5,18 +5,21 @@ No router and no middleware: a request goes to one handler, `gateway.edge` on th
 
 Rules of the public listener:
 
-1. Connections are bounded. Above the bound, the oldest connection without a request is closed; where all have
-   a request, the new one is.
+1. Connections are bounded. Above the bound, the oldest of which nothing has come yet is closed; where there
+   is none, the oldest without a request; where all have a request, the new one.
 2. A request's head is bounded in bytes and in time, and nothing is read after something malformed. So are the
    requests that a connection sends ahead of their answers, and the connections that hold either: above the
    bound, the one that has done so for longest is closed.
 3. A TLS handshake, before which there is no request whose deadline could end it, has a time limit of its own.
+4. Connections are set up (`gateway.accepting`), and the requests of callers who have left are ended, in
+   turns: a few in each turn of the loop, tenants one after another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import ssl
 from contextlib import AsyncExitStack
 from typing import Any, Final
@@ -25,10 +28,12 @@ from aiohttp import web
 from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
+from gateway.accepting import Accepting
 from gateway.client.reading import ReadsInTurn
 from gateway.config import GatewayConfig
 from gateway.edge import Edge
 from gateway.hygiene import HEAD_LEN_MAX
+from gateway.identity.known import KnownCallers
 from gateway.record import CONNECTIONS_CUT
 from shared import logs
 from shared.errors import forget_frames
@@ -70,8 +75,8 @@ class ListenFailed(Exception):
 class Listening:
     """An open listener."""
 
-    def __init__(self, site: _Site, server: web.Server, port: int) -> None:
-        self._site: _Site | None = site
+    def __init__(self, site: web.SockSite, server: web.Server, port: int) -> None:
+        self._site: web.SockSite | None = site
         self._server = server
         self.port: Final = port
 
@@ -103,7 +108,8 @@ async def listen(
         sock = bound_socket(host, port, send_buffer_len, is_shared=is_shared)
     except OSError as error:
         raise ListenFailed(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    site = _Site(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN)
+    site_type = _PublicSite if isinstance(server, PublicServer) else web.SockSite
+    site = site_type(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN)
     await site.start()
     return Listening(site, server, sock.getsockname()[1])
 
@@ -111,9 +117,12 @@ async def listen(
 class PublicServer(web.Server):
     """The server of the public listener."""
 
-    def __init__(self, edge: Edge, config: GatewayConfig) -> None:
+    def __init__(self, edge: Edge, config: GatewayConfig, known: KnownCallers) -> None:
+        """`known` are the callers whose connections are set up in their tenants' turns."""
         super().__init__(edge.handle, handler_cancellation=True)
         self._edge = edge
+        self._known = known
+        self._accepting: Accepting | None = None
         self._holding: dict[_Protocol, None] = {}
         """The connections that held something when they last received, the oldest of them first."""
         self._write_buffer_len = config.limits.write_buffer_len
@@ -121,18 +130,36 @@ class PublicServer(web.Server):
         self._warned_at_s = -math.inf
         """The time of the last warning that connections are cut, in seconds on the loop's clock."""
         self._head_s = config.timeouts.head_s
-        self._options = http1_options(config.timeouts.idle_s)
+        self._idle_s = config.timeouts.idle_s
+        self._options = http1_options(self._idle_s)
         self.turns: Final = FairTurns()
         """The turns in which bodies are read."""
+        self.ends: Final = FairTurns()
+        """The turns in which requests are ended whose callers have left."""
+
+    def accept(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None) -> Accepting:
+        """Accept connections of a bound socket from now on. To be called once."""
+        times = HANDSHAKE_S, self._idle_s if tls is None else HANDSHAKE_S
+        self._accepting = Accepting(sock, backlog, self, self._known, tls, *times, self._make_room)
+        return self._accepting
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        """Rule 1: idle connections keep out neither callers nor probes."""
         super().connection_made(handler, transport)
-        if len(self._connections) <= self._connections_max:
+        self._make_room(handler)
+
+    def _make_room(self, new: RequestHandler | None = None) -> None:
+        """Rule 1, after a connection has been set up, or accepted without a first byte (None)."""
+        silent = self._accepting
+        assert silent is not None
+        if len(self._connections) + silent.silent_count <= self._connections_max:
             return
-        first = next((one for one in self._connections if _is_idle(one) and one is not handler), handler)
         self._tell("gateway.connections_full", connections_max=self._connections_max)
-        self._connections[first].abort()
+        has_older = silent.silent_count > (new is None)
+        idle = None if has_older else next((one for one in self._connections if _is_idle(one, new)), new)
+        if idle is None:
+            silent.close_first_silent()
+        else:
+            self._connections[idle].abort()
 
     def pre_shutdown(self) -> None:
         """Close the connections without a request, and the others after their answer.
@@ -174,24 +201,25 @@ class PublicServer(web.Server):
         return _Protocol(self, self._edge, *bounds, loop=self._loop, **self._options)
 
 
-def _is_idle(handler: RequestHandler) -> bool:
-    return handler._current_request is None
+def _is_idle(handler: RequestHandler, new: RequestHandler | None) -> bool:
+    return handler._current_request is None and handler is not new
 
 
-class _Site(web.SockSite):
-    """A bound socket that is served, with the time limit of rule 3."""
+class _PublicSite(web.SockSite):
+    """The public listener's socket."""
+
+    _accepting: Accepting | None = None
 
     async def start(self) -> None:
         await web.BaseSite.start(self)
         server = self._runner.server
-        assert server is not None
-        self._server = await asyncio.get_running_loop().create_server(
-            server,
-            sock=self._sock,
-            ssl=self._ssl_context,
-            backlog=self._backlog,
-            ssl_handshake_timeout=None if self._ssl_context is None else HANDSHAKE_S,
-        )
+        assert isinstance(server, PublicServer)
+        self._accepting = server.accept(self._sock, self._backlog, self._ssl_context)
+
+    async def stop(self) -> None:
+        if self._accepting is not None:
+            await self._accepting.aclose()
+        await super().stop()
 
 
 class _Protocol(ReadsInTurn):
@@ -305,7 +333,10 @@ class _Protocol(ReadsInTurn):
         if self._held:
             self._server.note(self)
         forget_frames(exc)  # aiohttp keeps the error of a failed write, and its frames keep the request
-        super().connection_lost(exc)
+        if self._current_request is None or (turn := self._server.ends.ask(self.tenant)) is None:
+            super().connection_lost(exc)
+        else:
+            turn.add_done_callback(lambda _: ReadsInTurn.connection_lost(self, exc))
 
     def handle_error(
         self,

@@ -45,12 +45,14 @@ from gateway.admission.usage import NOTHING, Used
 from gateway.admission.validate import validate, validate_slices
 from gateway.billing.lines import Billing
 from gateway.client.body import read_body
+from gateway.client.reading import serves
 from gateway.config import ALL_ENDPOINTS, GatewayConfig
 from gateway.dispatch import REPEATED, Dispatched, Dispatcher, Prepared
 from gateway.endpoints import Dialect, Endpoint, ProxiedRequest
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.identity.caller import Caller, Principal
+from gateway.identity.known import KnownCallers
 from gateway.identity.tenant import check_endpoint
 from gateway.outbound import outbound
 from gateway.record import observe_decision
@@ -110,8 +112,11 @@ class Pipeline:
         threads: FairThreads,
         memory: FairShare,
         billing: Billing,
+        known: KnownCallers,
     ) -> None:
-        """`memory` is the share of bytes that requests hold until they are answered."""
+        """`memory` is the share of bytes that requests hold until they are answered. `known` learns who was
+        let in."""
+        self._known = known
         self._billing = billing
         self._live = live
         self._threads = threads
@@ -259,6 +264,9 @@ class Pipeline:
             raise Unauthenticated("The tenant of this API key does not exist any more.")
         exchange.principal = principal
         exchange.record.key, exchange.record.tenant = principal.key, principal.tenant
+        serves(request, principal.tenant)
+        if caller.authorization is not None:
+            self._known.note(caller.authorization, principal.tenant)
         if principal.endpoints is not ALL_ENDPOINTS:
             check_endpoint(principal, exchange.path)
         return principal

@@ -6,8 +6,8 @@ So a request takes its turn before it begins, and a body that comes in many piec
 
 Rules
 
-1. In one turn of the loop at most `BEGIN_MAX` requests begin, or bodies are read on. The others wait for one
-   of the next turns; between two turns the loop does all else that is ready.
+1. In one turn of the loop at most `BEGIN_MAX` requests begin, or bodies are read on, or what else takes turns
+   goes on. The others wait for one of the next turns; between two turns the loop does all else that is ready.
 2. Tenants that wait go one after another, whatever the number of their requests. Within a tenant the one that
    came first goes first.
 3. A request that was cancelled while it waited takes no turn.
@@ -26,9 +26,10 @@ BEGIN_MAX: Final = 8
 class FairTurns:
     """The turns of one loop. It may be made before the loop runs."""
 
-    __slots__ = ("_begun", "_is_turning", "_waiting")
+    __slots__ = ("_begin_max", "_begun", "_is_turning", "_waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, begin_max: int = BEGIN_MAX) -> None:
+        self._begin_max: Final = begin_max
         self._begun = 0
         """The number of requests that have begun in this turn."""
         self._is_turning = False
@@ -43,7 +44,7 @@ class FairTurns:
         if not self._is_turning:
             self._is_turning = True
             loop.call_soon(self._turn)
-        if self._begun < BEGIN_MAX and not self._waiting:
+        if self._begun < self._begin_max and not self._waiting:
             self._begun += 1
             return None
         waits: asyncio.Future[None] = loop.create_future()
@@ -52,7 +53,7 @@ class FairTurns:
 
     def _turn(self) -> None:
         self._begun = 0
-        while self._waiting and self._begun < BEGIN_MAX:
+        while self._waiting and self._begun < self._begin_max:
             self._begin_next()
         self._is_turning = self._begun > 0
         if self._is_turning:

@@ -119,7 +119,7 @@ GATEWAY_LEVELS = (
     {"exchange", "directory", "usage_api", "replica_api"},
     {"outbound", "requests_api", "limits_api", "console", "dispatch"},
     {"pipeline", "admin"},  # the only one that knows the order of the stages
-    {"edge"},
+    {"edge", "accepting"},
     {"listener"},
     {"workers"},
     {"app"},

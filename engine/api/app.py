@@ -193,6 +193,8 @@ class HttpServer:
         self._http2: Http2Server | None = None
         self._http1: web.ServerRunner | None = None
         self._listener: asyncio.Server | None = None
+        self._silent: set[SniffingProtocol] = set()
+        """Connections of which it is not known yet which server they belong to."""
 
     async def start(self) -> int:
         """Begin to listen. Returns the port. Raises OSError."""
@@ -202,7 +204,10 @@ class HttpServer:
         self._http2 = http2 = Http2Server(self._handle)
         listener = bound_socket(self._host, self._port)
         self._listener = await asyncio.get_running_loop().create_server(
-            lambda: SniffingProtocol(http2.protocol, http1), sock=listener, backlog=BACKLOG_LEN, ssl=self._tls
+            lambda: SniffingProtocol(http2.protocol, http1, silent=self._silent),
+            sock=listener,
+            backlog=BACKLOG_LEN,
+            ssl=self._tls,
         )
         port = listener.getsockname()[1]
         assert isinstance(port, int)
@@ -231,6 +236,8 @@ class HttpServer:
             await self._http2.close()
         if self._http1 is not None:
             await self._http1.cleanup()
+        for silent in tuple(self._silent):
+            silent.abort()
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         responder = AioResponder(request)

@@ -4,8 +4,9 @@ Redis.
 This process does what a gateway does for each request's quotas, from 1 caller and from many, and
 nothing else; its CPU time is divided by the requests. Redis is a process of its own, started here unless
 --redis names one. The third row sends the same calls through redis-py's pool of connections. The fourth sends
-PING twice, as often as a request waits for Redis, and does nothing else: a caller that is alone pays for two
-turns of the loop, four system calls and two wake-ups, whatever it asks.
+the same commands without a store, and looks at no answer: a caller that is alone pays for two turns of the
+loop, four system calls and two wake-ups, which are dearer the longer it has waited, whatever it does with the
+answers.
 
 The rows take turns, and each figure is a median of turns. Ratios and differences are taken within a turn, and
 they alone mean anything elsewhere.
@@ -28,6 +29,7 @@ from statistics import median
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
+import hiredis
 import redis.asyncio
 import uvloop
 from msgspec import Struct
@@ -37,7 +39,7 @@ from redis.backoff import NoBackoff
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import QuotaStore, ReservationId, Scope, Settlement, StoreUnavailable, Subject
 from gateway.admission.redis_calls import SCRIPT
-from gateway.admission.redis_link import Command, Moved, RedisLink
+from gateway.admission.redis_link import Command, Moved, RedisLink, packed
 from gateway.admission.redis_links import links_of
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Payer, Used
@@ -53,7 +55,7 @@ __all__ = ["BenchFailed", "add_arguments", "run"]
 POOL_RATIO_TARGET: Final = at_most(0.5)
 """CPU of our connection over that of redis-py's pool."""
 ALONE_TARGET: Final = at_most(40)
-"""CPU of a request whose caller is alone, beyond the same number of bare round trips."""
+"""CPU of a request whose caller is alone, beyond its bare calls."""
 LOADED_TARGET: Final = at_most(12)
 """CPU of a request among many, beyond the store in memory."""
 START_S: Final = 10.0
@@ -88,13 +90,14 @@ async def _run(options: argparse.Namespace) -> list[Figure]:
     figures: list[Figure] = []
     async with contextlib.AsyncExitStack() as stack:
         url = options.redis or await stack.enter_async_context(redis_server())
+        ours = await stack.enter_async_context(_ours(url))
         stores: dict[str, QuotaStore] = {
             "memory": MemoryStore(),
-            "Redis": await stack.enter_async_context(_ours(url)),
+            "Redis": ours,
             "Redis, redis-py's pool": await stack.enter_async_context(_pooled(url, max(options.callers))),
         }
-        bare = await stack.enter_async_context(_bare(url))
-        rows = {name: _quotas(store) for name, store in stores.items()} | {"bare round trips": bare.request}
+        bare = await stack.enter_async_context(_bare(url, ours))
+        rows = {name: _quotas(store) for name, store in stores.items()} | {"bare calls": bare.request}
         for callers in options.callers:
             turns = await _in_turns(rows, callers, options)
             for name in rows:
@@ -144,7 +147,7 @@ def _compared(callers: int, turns: Sequence[Turn]) -> Iterable[Figure]:
     pool = "Redis, redis-py's pool"
     ratio = median(turn["Redis"].cpu_us / turn[pool].cpu_us for turn in turns)
     yield figure(f"{callers} callers: Redis / redis-py's pool", ratio, "x", POOL_RATIO_TARGET)
-    other, target = ("bare round trips", ALONE_TARGET) if callers == 1 else ("memory", LOADED_TARGET)
+    other, target = ("bare calls", ALONE_TARGET) if callers == 1 else ("memory", LOADED_TARGET)
     beyond_us = median(turn["Redis"].cpu_us - turn[other].cpu_us for turn in turns)
     yield figure(f"{callers} callers: Redis beyond {other}", beyond_us, "us/request", target)
 
@@ -218,7 +221,7 @@ async def redis_server() -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def _ours(url: str) -> AsyncIterator[QuotaStore]:
+async def _ours(url: str) -> AsyncIterator[RedisStore]:
     config = QuotasConfig(store="redis", url=url, timeout_s=TIMEOUT_S)
     store = RedisStore(links_of(config, {}), _prefix())
     try:
@@ -296,41 +299,61 @@ async def _pooled(url: str, connections: int) -> AsyncIterator[QuotaStore]:
 
 
 class _Bare(asyncio.Protocol):
-    """A connection that can do nothing but wait for answers to PING."""
+    """A connection over which the commands of a request go, and that looks at no answer."""
 
-    PING: Final = b"*1\r\n$4\r\nPING\r\n"
-    PONG: Final = b"+PONG\r\n"
-
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._received = 0
+    def __init__(self, store: RedisStore) -> None:
+        self._calls = store._calls_of(_SUBJECTS)
+        self._row = store._row_of(_PAYER)
+        self._reader = hiredis.Reader()
+        self._waiting: deque[asyncio.Future[None] | None] = deque()
+        """None for a settlement, for which nobody waits."""
+        self._names = itertools.count()
+        self._unsent = b""
+        """The settlements, which leave with the next call."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._received += len(data)
-        while self._received >= len(self.PONG):
-            self._received -= len(self.PONG)
-            self._waiting.popleft().set_result(None)
+        self._reader.feed(data)
+        while (reply := self._reader.gets()) is not False:
+            assert not isinstance(reply, hiredis.ReplyError), reply
+            if (answered := self._waiting.popleft()) is not None:
+                answered.set_result(None)
 
     async def request(self) -> AsyncIterator[None]:
-        for _ in range(2):
-            answered = asyncio.get_running_loop().create_future()
-            self._waiting.append(answered)
-            self._transport.write(self.PING)
-            await answered
-            yield
+        name = f"bare-{next(self._names)}"
+        await self._asked(self._calls.enter(name, 0, 0, 1))
+        yield
+        await self._asked(self._calls.reserve(name, 0, 0, 500, 500, self._row))
+        yield
+        self._waiting.append(None)
+        self._unsent += self._calls.settle(name, 0, Used(prompt=200, completion=100), is_counted=True)
+        yield
+
+    async def settled(self) -> None:
+        """Send the last settlements, and wait for them."""
+        await self._asked(packed(("PING",)))
+
+    def _asked(self, command: bytes) -> asyncio.Future[None]:
+        answered = asyncio.get_running_loop().create_future()
+        self._waiting.append(answered)
+        self._transport.write(self._unsent + command)
+        self._unsent = b""
+        return answered
 
 
 @contextlib.asynccontextmanager
-async def _bare(url: str) -> AsyncIterator[_Bare]:
+async def _bare(url: str, store: RedisStore) -> AsyncIterator[_Bare]:
     at = urlsplit(url)
     if at.scheme != "redis" or at.password:
         raise BenchFailed("--redis: a server without TLS and without a password is needed")
     loop = asyncio.get_running_loop()
-    transport, bare = await loop.create_connection(_Bare, at.hostname or "localhost", at.port or 6379)
+    transport, bare = await loop.create_connection(
+        lambda: _Bare(store), at.hostname or "localhost", at.port or 6379
+    )
     try:
         yield bare
+        await bare.settled()
     finally:
         transport.close()

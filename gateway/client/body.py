@@ -6,7 +6,6 @@ from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.client.deadlines import Watch
-from gateway.client.reading import reads_for
 from shared.errors import BodyTimeout
 from shared.holding import Holding
 from shared.http import ClientGone
@@ -38,7 +37,6 @@ async def read_body(
     content = request.content
     if is_coming := not content.is_eof():  # most came with their headers
         watch.expect(within_s, BodyTimeout, too_late_message(within_s))
-        reads_for(request, holding.tenant)
     chunks: list[bytes] = []
     room = len_max
     try:

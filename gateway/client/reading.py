@@ -27,7 +27,7 @@ class ReadsInTurn(RequestHandler):
     def __init__(self, server: web.Server, turns: FairTurns, **options: Any) -> None:
         super().__init__(server, read_bufsize=BUFFER_LEN, **options)
         self.tenant = ""
-        """The tenant for which the connection reads; empty until it is known."""
+        """The tenant whose request the connection serves, or served last; empty until it is known."""
         self._turns = turns
         self._turn: asyncio.Future[None] | None = None
         """The turn that the connection waits for. None where it waits for none."""
@@ -54,7 +54,7 @@ class ReadsInTurn(RequestHandler):
         super().connection_lost(exc)
 
 
-def reads_for(request: web.BaseRequest, tenant: str) -> None:
-    """Read the rest of a request's body in this tenant's turns."""
+def serves(request: web.BaseRequest, tenant: str) -> None:
+    """Take what the request's connection has still to do for it in this tenant's turns."""
     if isinstance(request.protocol, ReadsInTurn):
         request.protocol.tenant = tenant

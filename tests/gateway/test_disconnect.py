@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 from gateway.admission.quota import Decision, ReservationId, Subject
 from gateway.admission.usage import Payer, Used
 from shared.errors import EngineFailed
+from shared.fair_turns import BEGIN_MAX
 from shared.sse import DONE, closing_comment, error_event
-from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, until
+from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import HEADERS, Script, chunk, closing, stream, unary
 
 
@@ -35,9 +37,11 @@ class RawClient:
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", house.gateway.port))
         return cls(*await asyncio.open_connection(sock=sock))
 
-    def post(self, body: bytes, *, path: str = "/v1/chat/completions", length: int | None = None) -> None:
+    def post(
+        self, body: bytes, *, path: str = "/v1/chat/completions", length: int | None = None, key: str = KEY
+    ) -> None:
         head = (
-            f"POST {path} HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer {KEY}\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer {key}\r\n"
             f"content-length: {len(body) if length is None else length}\r\n\r\n"
         )
         self.writer.write(head.encode() + body)
@@ -66,6 +70,27 @@ async def test_disconnect_while_the_body_is_sent(house: House) -> None:
     client.leave()
     await left_at(house, "body")
     assert not house.engine.seen
+
+
+async def test_who_leaves_behind_a_flood_of_leavers_is_ended_next(house: House) -> None:
+    """The requests of callers who leave together are ended in turns, in which tenants follow one another."""
+    flood = 10 * BEGIN_MAX
+    clients = [await RawClient.of(house) for _ in range(flood + 1)]
+    for client in clients:
+        client.post(b'{"model":', length=1000, key=KEY if client is not clients[-1] else OTHER_KEY)
+    await until(lambda: len(house.gateway.live) == flood + 1)
+    for client in clients:
+        client.leave()
+    counts = [flood + 1]
+    async with asyncio.timeout(PATIENCE_S):
+        while counts[-1]:
+            await asyncio.sleep(0)
+            counts.append(len(house.gateway.live))
+    assert max(before - after for before, after in itertools.pairwise(counts)) <= BEGIN_MAX
+    lines = await house.lines(flood + 1)
+    assert [line["tenant"] for line in lines].index("other") <= 3 * BEGIN_MAX < flood
+    assert {line["end_reason"] for line in lines} == {"client_cancel"}
+    await house.at_rest()
 
 
 async def test_disconnect_while_the_prompt_is_counted(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

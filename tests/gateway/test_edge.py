@@ -126,6 +126,24 @@ async def test_idle_connections_are_closed_to_make_room_for_new_ones(open_house:
         writer.transport.abort()
 
 
+async def test_silent_connections_keep_out_no_idle_ones(open_house: Open) -> None:
+    """A caller that keeps its connection has it beside a flood of those that say nothing."""
+    house = await open_house(limits={"connections_max": 2})
+    request = f"GET /v1/models HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer {KEY}\r\n\r\n".encode()
+    kept, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+    for _ in range(3):
+        writer.write(request)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await kept.readuntil(b"]}")).startswith(b"HTTP/1.1 200")
+            held = [await asyncio.open_connection("127.0.0.1", house.gateway.port) for _ in range(20)]
+            for reader, _ in held[:-1]:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+        for _, sent in held:
+            sent.transport.abort()
+    writer.transport.abort()
+
+
 async def test_where_every_connection_has_a_request_a_new_one_is_closed(open_house: Open) -> None:
     house = await open_house(limits={"connections_max": 1})
     go_on = asyncio.Event()

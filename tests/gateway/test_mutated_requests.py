@@ -70,7 +70,8 @@ async def test_a_mutated_request_is_answered_as_its_callers_mistake(open_house: 
     house.engine.script = unary()
     crashes: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: crashes.append(context))
-    server = PublicServer(house.gateway._edge, house.gateway.config)
+    server = house.gateway._chats.serve
+    assert isinstance(server, PublicServer)
     draw, statuses, grown = random.Random(SEED), Counter[int](), 0
     for batch in range(REQUESTS_COUNT // AT_ONCE):
         if batch == 10:

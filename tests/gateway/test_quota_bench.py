@@ -7,7 +7,7 @@ import argparse
 from gateway.bench import quota
 from tests.gateway.redis_server import RedisServer
 
-ROWS = ("memory", "Redis", "Redis, redis-py's pool", "bare round trips")
+ROWS = ("memory", "Redis", "Redis, redis-py's pool", "bare calls")
 
 
 def options(*argv: str) -> argparse.Namespace:
@@ -26,7 +26,7 @@ async def test_each_store_is_measured_beside_the_others(redis: RedisServer) -> N
                 assert value is not None
                 assert value > 0
         assert figures[f"{callers} callers: Redis / redis-py's pool"].target is not None
-    assert figures["1 callers: Redis beyond bare round trips"].target is not None
+    assert figures["1 callers: Redis beyond bare calls"].target is not None
     assert figures["4 callers: Redis beyond memory"].target is not None
     assert redis.admin.keys("bench-*reservations") == [], "all is settled"
 

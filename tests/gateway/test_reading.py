@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 from aiohttp import web
 
-from gateway.client.reading import ReadsInTurn, reads_for
+from gateway.client.reading import ReadsInTurn, serves
 from shared.fair_turns import BEGIN_MAX, FairTurns
 from shared.listening import LINGER_S
 
@@ -56,7 +56,7 @@ class _Room:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         tenant = request.headers["x-tenant"]
-        reads_for(request, tenant)
+        serves(request, tenant)
         if tenant == "refused":
             return web.Response(status=429)
         length = 0

@@ -109,8 +109,17 @@ async def start_connection(addr_infos: list[Any], **_: Any) -> Address:
     return Address(addr_infos[0][4][1])
 
 
+def accepting(sock: socket.socket, _: int, protocol: ProtocolFactory, *__: Any) -> Listener:
+    """The replacement of `gateway.accepting.Accepting`."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop.network.listen(sock, protocol)
+
+
 class Listener:
-    """The part of an `asyncio.Server` that the services use."""
+    """The part of an `asyncio.Server`, and of `Accepting`, that the services use."""
+
+    silent_count = 0
 
     def __init__(self, network: Network, sock: socket.socket) -> None:
         self._network = network
@@ -121,6 +130,9 @@ class Listener:
     def close(self) -> None:
         self._network.unlisten(self.port)
         self._sock.close()
+
+    async def aclose(self) -> None:
+        self.close()
 
     async def wait_closed(self) -> None:
         pass

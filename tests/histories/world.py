@@ -25,6 +25,7 @@ import gateway.client.answer
 import gateway.client.deadlines
 import gateway.engines
 import gateway.exchange
+import gateway.listener
 import gateway.record
 import gateway.relay.stream
 import gateway.routing.replicas
@@ -47,7 +48,7 @@ from tests.fake_runner import runner_info
 from tests.histories.caller import Caller, call
 from tests.histories.core import Computed, InProcessCore
 from tests.histories.draw import MODEL, End, History, Setting, Trouble
-from tests.histories.virtual import VirtualLoop, start_connection
+from tests.histories.virtual import VirtualLoop, accepting, start_connection
 from tests.uncollected import uncollected
 
 PATIENCE_S: Final = 120.0
@@ -177,6 +178,7 @@ def _in_virtual_time(loop: VirtualLoop) -> Iterator[None]:
             (shared.clock._SystemClock, "monotonic", staticmethod(loop.time)),
             (shared.fair_threads, "ThreadPoolExecutor", LoopPool),
             (aiohappyeyeballs, "start_connection", start_connection),
+            (gateway.listener, "Accepting", accepting),
             (engine.api.server, "_in_daemon_thread", inline),
             (engine.api.server, "load_model", lru_cache(load_model)),
             (gateway.engines, "_warm", _tokenizer),

@@ -117,3 +117,14 @@ async def _until_refused(http2: httpx.AsyncClient) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
             await http2.get("/livez")
+
+
+async def test_a_connection_that_said_nothing_ends_with_the_engine(served: Served) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
+    await until(lambda: len(served.engine.server._silent) == 1)
+    await served.engine.stop()
+    async with asyncio.timeout(PATIENCE_S):
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+    writer.close()
+    assert not served.engine.server._silent

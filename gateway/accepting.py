@@ -1,0 +1,214 @@
+"""The acceptance of connections, in turns that are shared fairly between those who connect.
+
+A connection is accepted as it comes, and set up when its first bytes come, in a turn (`shared.fair_turns`):
+of the tenant whose key they show, else of the address that it comes from. To accept one takes microseconds.
+To set it up, to parse its request and to refuse that takes half a millisecond, so who comes behind hundreds
+of connections waits for a turn, and not for all of them. uvloop by itself accepts one connection in each turn
+of the loop, and asyncio all of them in one, in the order in which they came.
+
+Rules
+
+1. In one turn of the loop at most `SET_UP_MAX` connections are set up, tenants and addresses one after
+   another.
+2. A key is looked at and not checked. It names a tenant if a request with the same one was let in of late
+   (`gateway.identity.known`), and decides about nothing but the turn.
+3. The address counts where no such key is shown: there is TLS, or the caller is not known. Of IPv6 it is the
+   network of 64 bits, which one caller may have to itself. Behind a proxy all these have one address, and go
+   in the order in which they came.
+4. A connection of which nothing has come is *silent*: in HTTP and in TLS the client speaks first. It holds a
+   descriptor and no more, and is closed after the time for which a connection may be idle. The server bounds
+   the number of silent ones together with the others (`on_silent`).
+5. Connections that wait for their turns are bounded. More of them wait in the kernel. None is refused, and
+   those that are there when the listener closes are set up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from gateway.identity.known import KnownCallers
+from shared import logs
+from shared.fair_turns import FairTurns
+from shared.listening import CLOSE_GRACE_S
+
+ACCEPT_MAX: Final = 64
+"""Connections that are accepted in one turn of the loop, each of which takes some 15 microseconds."""
+SET_UP_MAX: Final = 2
+"""Connections that are set up in one turn. The request that comes with one, which begins a few turns later,
+takes most of a millisecond; so this bounds the length of turns beside a flood of both."""
+WAITING_MAX: Final = 1024
+"""Connections that wait for their turns."""
+PAUSE_S: Final = 1.0
+"""The time for which nothing is accepted when the process may open no more files, in seconds."""
+LOOKED_AT_LEN: Final = 2048
+"""Bytes of a connection's beginning in which a key is looked for."""
+V6_NETWORK_LEN: Final = 8
+"""Bytes of an IPv6 address that tell the network."""
+_AUTHORIZATION: Final = re.compile(rb"\r\nauthorization:[ \t]*([^\r\n]*)", re.IGNORECASE)
+
+log = logs.get(__name__)
+
+
+class Accepting:
+    """A listening socket, whose connections are set up in turns."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        backlog: int,
+        protocol: Callable[[], asyncio.BaseProtocol],
+        known: KnownCallers,
+        tls: ssl.SSLContext | None,
+        handshake_s: float,
+        silent_s: float,
+        on_silent: Callable[[], None],
+    ) -> None:
+        """Begin to accept. `sock` is bound. `handshake_s` is the time limit of a TLS handshake, `silent_s`
+        that of first bytes. `on_silent` is called when there is one more silent connection."""
+        self._loop = asyncio.get_running_loop()
+        self._sock: Final = sock
+        self._protocol: Final = protocol
+        self._known: Final = known
+        self._tls: Final[dict[str, Any]] = {"ssl": tls, "ssl_handshake_timeout": handshake_s} if tls else {}
+        self._turns: Final = FairTurns(SET_UP_MAX)
+        self._silent_s: Final = silent_s
+        self._on_silent: Final = on_silent
+        self._silent: Final[dict[socket.socket, tuple[str, asyncio.TimerHandle]]] = {}
+        """The silent connections, oldest first: their addresses, and the ends of their time."""
+        self._waiting: Final[dict[asyncio.Future[None], socket.socket]] = {}
+        """Connections by the turns that they wait for."""
+        self._beginning: Final[set[asyncio.Task[None]]] = set()
+        self._is_accepting = False
+        self._is_closed = False
+        sock.setblocking(False)
+        sock.listen(backlog)
+        self._resume()
+
+    async def aclose(self) -> None:
+        """Accept no more connections, and set up those that are there, `CLOSE_GRACE_S` at most."""
+        self._pause()
+        self._is_closed = True
+        self._sock.close()
+        for sock in list(self._silent):
+            self._wait(sock, b"", self._heard(sock))
+        for turn in list(self._waiting):
+            self._begin(self._waiting.pop(turn))
+            turn.cancel()
+        if self._beginning:
+            _, late = await asyncio.wait(self._beginning, timeout=CLOSE_GRACE_S)
+            for task in late:
+                task.cancel()
+
+    @property
+    def silent_count(self) -> int:
+        """The number of silent connections."""
+        return len(self._silent)
+
+    def close_first_silent(self) -> None:
+        """Close the connection that has been silent for longest."""
+        self._close_silent(next(iter(self._silent)))
+
+    def _resume(self) -> None:
+        if not self._is_accepting and not self._is_closed:
+            self._is_accepting = True
+            self._loop.add_reader(self._sock, self._accept)
+
+    def _pause(self) -> None:
+        if self._is_accepting:
+            self._is_accepting = False
+            self._loop.remove_reader(self._sock)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPT_MAX):
+            if len(self._waiting) >= WAITING_MAX:
+                return self._pause()
+            try:
+                sock, (host, *_) = self._sock.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return None
+            except OSError as error:  # no descriptor, or no memory, is left
+                log.warning("gateway.accept_failed", error=error.strerror)
+                self._loop.call_later(PAUSE_S, self._resume)
+                return self._pause()
+            sock.setblocking(False)
+            self._take(sock, _network(sock.family, host))
+        return None
+
+    def _take(self, sock: socket.socket, address: str) -> None:
+        begun = _begun(sock)
+        if begun is not None:
+            return self._wait(sock, begun, address)
+        late = self._loop.call_later(self._silent_s, self._close_silent, sock)
+        self._silent[sock] = address, late
+        self._loop.add_reader(sock, self._hear, sock)
+        return self._on_silent()
+
+    def _hear(self, sock: socket.socket) -> None:
+        """Let a connection wait for its turn, as something has come of it. One that its caller has left is
+        closed."""
+        begun = _begun(sock)
+        if begun:
+            self._wait(sock, begun, self._heard(sock))
+        elif begun is not None:
+            self._close_silent(sock)
+
+    def _close_silent(self, sock: socket.socket) -> None:
+        self._heard(sock)
+        sock.close()
+
+    def _heard(self, sock: socket.socket) -> str:
+        """Forget that a connection is silent. Returns its address."""
+        address, late = self._silent.pop(sock)
+        late.cancel()
+        self._loop.remove_reader(sock)
+        return address
+
+    def _wait(self, sock: socket.socket, begun: bytes, address: str) -> None:
+        turn = self._turns.ask(self._tenant_of(begun) or address)
+        if turn is None:
+            self._begin(sock)
+        else:
+            self._waiting[turn] = sock
+            turn.add_done_callback(self._begin_in_turn)
+
+    def _begin_in_turn(self, turn: asyncio.Future[None]) -> None:
+        if (sock := self._waiting.pop(turn, None)) is not None:
+            self._begin(sock)
+            self._resume()
+
+    def _begin(self, sock: socket.socket) -> None:
+        task = self._loop.create_task(self._set_up(sock))
+        self._beginning.add(task)
+        task.add_done_callback(self._beginning.discard)
+
+    async def _set_up(self, sock: socket.socket) -> None:
+        with suppress(OSError, RuntimeError):  # its caller has left, the handshake failed, or it was closed
+            await self._loop.connect_accepted_socket(self._protocol, sock, **self._tls)
+
+    def _tenant_of(self, begun: bytes) -> str | None:
+        """The tenant whose key a connection's first bytes show. None where they show none that is known."""
+        found = _AUTHORIZATION.search(begun)
+        return None if found is None else self._known.tenant_of(found[1].decode("latin-1").rstrip())
+
+
+def _begun(sock: socket.socket) -> bytes | None:
+    """The first bytes of a connection, which stay to be read. None as long as nothing has come."""
+    try:
+        return sock.recv(LOOKED_AT_LEN, socket.MSG_PEEK)
+    except BlockingIOError:
+        return None
+    except OSError:  # the caller has left
+        return b""
+
+
+def _network(family: int, host: str) -> str:
+    """The address whose turns a connection takes, as no tenant is named."""
+    if family == socket.AF_INET6 and not host.startswith("::ffff:"):
+        host = socket.inet_pton(family, host.partition("%")[0])[:V6_NETWORK_LEN].hex()
+    return f"from {host}"
