@@ -250,12 +250,23 @@ def test_abort_cancels_a_sequence_at_any_stage(state: str, stage: str) -> None:
     h.run()
     assert h.reason(victim) is FinishReason.ABORTED
     assert h.tokens[victim] == before == h.solo(victim).tokens[: len(before)]
-    under_way = stage in ("launched", "collected") or (state == "decode" and stage != "committed")
-    assert h.finished[victim].late_tokens == under_way
     for handle in others:
         assert (h.tokens[handle], h.reason(handle)) == (h.solo(handle).tokens, h.solo(handle).reason)
     stats = h.scheduler.stats()
     assert (stats.pages_owned, stats.running, stats.waiting) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_what_is_in_flight_at_an_abort_is_told_as_late(in_flight: int) -> None:
+    h = Overlapped()
+    h.add(1, PROMPT, greedy(20))
+    for _ in range(in_flight):
+        h.launch()
+    h.abort(1)
+    while h.flying:
+        h.land()
+    h.read()
+    assert (h.tokens[1], h.finished[1].late_tokens) == ([], in_flight)
 
 
 def test_late_prompt_logprobs_are_dropped() -> None:
