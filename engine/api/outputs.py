@@ -115,8 +115,7 @@ class ChoiceOutput:
         self._text: list[str] = []
         self._entries: list[Entry] = []
         self._trail: deque[tuple[int, Entry]] = deque()
-        """The end of each token's text, and its entry, for tokens whose text has not been released
-        yet."""
+        """The end of each token's text, and its entry, for tokens whose text is not released yet."""
         self._is_first = True
         self._has_news = False
         self._unsent_tokens = 0
@@ -130,8 +129,7 @@ class ChoiceOutput:
         self._preempted_in_prefill_s = 0.0
 
         self.is_ending = False
-        """True from the moment at which the core was told to end it: what comes then is counted, and not
-        sent."""
+        """True once the core was told to end it: what comes then is counted, and not sent."""
         self.finish_reason: FinishReasonName | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.completion_tokens = 0

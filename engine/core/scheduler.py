@@ -370,6 +370,11 @@ class Scheduler:
 
     # -- report -----------------------------------------------------------------------------------
 
+    @property
+    def has_ends(self) -> bool:
+        """True if a sequence ended since the last report."""
+        return bool(self._news.finished)
+
     def report(self) -> StepOutput | None:
         """The news since the last report; None when no step was committed and no sequence began, ended
         or was paused."""

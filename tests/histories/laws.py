@@ -186,7 +186,7 @@ def _owed(account: Computed) -> int:
 def _is_discarded(history: History) -> bool:
     """True if no answer is asked for. The token that the core samples in any case costs nothing: it is not
     computed further."""
-    return msgspec.json.decode(history.body).get("max_tokens", 1) == 0
+    return bool(msgspec.json.decode(history.body).get("max_tokens", 1) == 0)
 
 
 def _begun_len(account: Computed, n: int) -> int:
