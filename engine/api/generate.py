@@ -38,6 +38,7 @@ from shared.errors import ApiError, RequestAborted
 from shared.holding import Holding
 from shared.ids import IGNORED_FIELDS_HEADER
 from shared.openai import ChatRequest, CompletionRequest, PromptTokensDetails, Usage
+from shared.shield import shielded
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
@@ -237,7 +238,7 @@ class Generation:
             if self._handles and not self._is_settled:
                 exchange.fate = exchange.fate or output.error
                 core.abort(self._handles)
-                await output.wait_left_core(UNDER_WAY_S)
+                await shielded(output.wait_left_core(UNDER_WAY_S))
         finally:
             if not self._is_settled:
                 self._settle()

@@ -52,6 +52,26 @@ async def test_a_client_that_leaves_is_charged_for_what_the_core_had_under_way(
     assert late_tokens(served) == 0
 
 
+async def test_a_client_that_leaves_a_request_that_has_failed_changes_no_charge(
+    served: Served, lines: list[dict[str, Any]]
+) -> None:
+    core = served.core
+    served.says("the quick", ends=False)
+    core.is_held, core.heeds_aborts = True, False
+    task = asyncio.create_task(served.http.post("/v1/chat/completions", json={**CHAT, "n": 2}))
+    await until(lambda: len(core.added) == 2)
+    core.step()
+    core.finish(1, FinishReason.NUMERIC)
+    await until(lambda: core.aborted == [2])
+    task.cancel()
+    await until(lambda: task.done())
+    await until(lambda: not served.engine.server.http2_streams)
+    core.step()
+    core.finish(2, FinishReason.ABORTED)
+    await until(lambda: bool(lines))
+    assert lines[0]["completion_tokens"] == 3
+
+
 async def test_a_prompt_that_began_unheard_is_charged(served: Served, lines: list[dict[str, Any]]) -> None:
     async with left(served, steps=0):
         served.core.step()
