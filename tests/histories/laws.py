@@ -113,7 +113,8 @@ def _check_charge(remains: Remains, told: Told, line: Line) -> bool:
     costs = [_cost(one) for one in told.engine]
     if line["settled_tokens"] == sum(costs):
         return True
-    assert line["settled_tokens"] in (line["reserved_tokens"], costs[-1] if costs else 0), (
+    learnt = [_cost(one) for one in told.engine if one["end_reason"] == line.get("engine_end_reason")]
+    assert line["settled_tokens"] in (line["reserved_tokens"], *(learnt if costs else [0])), (
         "charged is neither what was computed nor what was reserved"
     )
     if told.history.request_id in remains.torn:
