@@ -68,6 +68,7 @@ from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import GatewayStopped, KeyRevoked
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
+from shared.fair_turns import FairTurns
 from shared.ids import KeyId, TenantId
 from shared.lifecycle import Lifecycle, Phase
 from shared.listening import http1_options
@@ -132,9 +133,9 @@ class Gateway:
         self.engines = Engines(config.models, _profiles(config, upstream, credentials, self.replicas), clock)
         memory = FairShare(config.limits.request_memory)
         _set_gauges(self.live, upstream, memory)
-        self._known = KnownCallers()
+        self._known, self._turns = KnownCallers(), FairTurns()
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
-        pipeline = Pipeline(config, *parts, self.billing, self._known)
+        pipeline = Pipeline(config, *parts, self.billing, self._known, self._turns)
         self._health = health = Health(self.lifecycle, self._problems)
         self._tracing = tracing_of(config.tracing, "penstock-gateway", env)
         self._recorder = _recorder(config, worker)
@@ -195,7 +196,7 @@ class Gateway:
             await asyncio.gather(self._key_sources.first(), self._discovery.first())
             tls = None if self._tls is None else self._tls.context
             buffer_len = self.config.limits.send_buffer_len
-            public = PublicServer(self._edge, self.config, self._known)
+            public = PublicServer(self._edge, self.config, self._known, self._turns)
             port, is_shared = (address.port, False) if self._worker is None else (self._worker.port, True)
             self._public = await listen(
                 stack, public, address.host, port, send_buffer_len=buffer_len, tls=tls, is_shared=is_shared

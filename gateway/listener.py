@@ -117,8 +117,10 @@ async def listen(
 class PublicServer(web.Server):
     """The server of the public listener."""
 
-    def __init__(self, edge: Edge, config: GatewayConfig, known: KnownCallers) -> None:
-        """`known` are the callers whose connections are set up in their tenants' turns."""
+    def __init__(self, edge: Edge, config: GatewayConfig, known: KnownCallers, turns: FairTurns) -> None:
+        """`known` are the callers whose connections are set up in their tenants' turns. `turns` are those in
+        which requests begin, and end when their callers leave: who leaves and comes again has the seat that
+        it left."""
         super().__init__(edge.handle, handler_cancellation=True)
         self._edge = edge
         self._known = known
@@ -134,8 +136,7 @@ class PublicServer(web.Server):
         self._options = http1_options(self._idle_s)
         self.turns: Final = FairTurns()
         """The turns in which bodies are read."""
-        self.ends: Final = FairTurns()
-        """The turns in which requests are ended whose callers have left."""
+        self.ends: Final = turns
 
     def accept(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None) -> Accepting:
         """Accept connections of a bound socket from now on. To be called once."""

@@ -113,14 +113,15 @@ class Pipeline:
         memory: FairShare,
         billing: Billing,
         known: KnownCallers,
+        turns: FairTurns,
     ) -> None:
         """`memory` is the share of bytes that requests hold until they are answered. `known` learns who was
-        let in."""
+        let in. `turns` are those in which requests begin."""
         self._known = known
         self._billing = billing
         self._live = live
         self._threads = threads
-        self._turns = FairTurns()
+        self._turns = turns
         self._memory = memory
         self._config = config
         self._engines = engines

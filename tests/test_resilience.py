@@ -262,9 +262,7 @@ async def storm(port: int) -> list[Visit]:
 
 
 async def test_a_thousand_disconnects_leak_nothing(served: Service, short_tmp: Path) -> None:
-    # Who has left holds its seat until the engine's core has said what was under way for it, some steps at
-    # most. A lease that leaked would soon refuse.
-    limits = f"limits = {{ concurrent = {2 * TOGETHER} }}"
+    limits = f"limits = {{ concurrent = {2 * TOGETHER} }}"  # leaks would refuse; who left awaits a report
     with gateway(short_tmp, engine_url(served), tenant=limits) as front:
         url, engine_at = gateway_url(front), engine_url(served)
         assert ask(url).status_code == 200
