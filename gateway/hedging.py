@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from gateway.shield import shielded
+from shared.shield import shielded
 
 T = TypeVar("T")
 

@@ -62,7 +62,6 @@ from gateway.relay.upstream import Outbound, Upstream
 from gateway.routing.affinity import affinity_of
 from gateway.routing.policy import NOWHERE, Affinity
 from gateway.routing.replicas import Replicas
-from gateway.shield import Done, shielded
 from shared.errors import (
     ApiError,
     BudgetExhausted,
@@ -81,6 +80,7 @@ from shared.fair_turns import FairTurns
 from shared.holding import Holding, weigh, weigh_long
 from shared.ids import TOKENIZER_HEADER
 from shared.openai import GenerationRequest, PromptRequest
+from shared.shield import Done, shielded
 from shared.validation import INLINE_LEN_MAX, Parsed
 
 _WHOSE: Final = {

@@ -91,13 +91,32 @@ class Report:
     @property
     def owed_tokens(self) -> int:
         """The tokens that are charged and were not in the cache: of each request what the cache lacked of its
-        prompt, once, and the output. The first output token comes with the prompt's last, which are one."""
-        lacked: dict[str, int] = {}
+        prompt, once, the output, and what was under way for a caller that ended it. The first output token
+        comes with the prompt's last, which are one."""
+        under_way = sum(end.late_tokens for end in self.ends if end.reason.is_callers)
+        return sum(map(max, self._lacked.values())) + self.output_tokens + under_way
+
+    @property
+    def uncharged_tokens(self) -> int:
+        """The tokens that are computed and named as charged to nobody."""
+        late = sum(end.late_tokens for end in self.ends if not end.reason.is_callers)
+        again = sum(end.again_tokens for end in self.ends)
+        return late + again + sum(sum(lacks) - max(lacks) for lacks in self._lacked.values())
+
+    @property
+    def ends(self) -> list[Finished]:
+        return [life.finished for life in self.lives if life.finished is not None]
+
+    @property
+    def _lacked(self) -> dict[str, list[int]]:
+        """What the cache lacked of the prompt of each choice that began, but for its last token, by
+        request."""
+        lacked: dict[str, list[int]] = {}
         for life in self.lives:
             if life.started is not None:
-                lacks = len(life.message.prompt_ids) - life.started.cached_len
-                lacked[life.message.request_id] = max(lacks, lacked.get(life.message.request_id, 0))
-        return sum(lacked.values()) - len(lacked) + self.output_tokens
+                lacks = len(life.message.prompt_ids) - 1 - life.started.cached_len
+                lacked.setdefault(life.message.request_id, []).append(lacks)
+        return lacked
 
     @property
     def displaced(self) -> int:

@@ -8,7 +8,9 @@ Rules.
    process knows: a sequence waits from its submission until its Started, its end or its release. A tenant's
    part of the queue follows what is left of it (`shared.fair_share`), and one request of any size may wait
    while its tenant has no other. The core's own bounds are never reached before these.
-3. A request that submits also releases, however it ended. Releasing aborts the sequences that have not ended.
+3. A request that submits also releases, however it ended. One that ends before its sequences do aborts them,
+   and hears of their last tokens until the core says that they have ended. Releasing aborts as well, and
+   nothing more is heard.
 4. A sequence whose client is behind in reading is paused once, and resumed once the client has caught up.
 5. A core that leaves a Ping unanswered for `core_timeout_s` takes no more work until it answers.
 6. The core is dead as soon as its process has ended, has said CoreFailed, or has sent what cannot be read.
@@ -238,13 +240,25 @@ class CoreClient:
             if handle > self._seen:
                 self._unseen[entry.service_class] -= entry.prompt_len
 
-    def release(self, handles: Iterable[int]) -> int:
-        """Forget sequences whose request has ended, and abort those that have not ended themselves.
-        Returns the number that was aborted."""
-        open_handles = [handle for handle in handles if self._forget(handle)]
-        if open_handles and self.failure is None:
-            self._send(AbortSequences(open_handles))
-        return len(open_handles)
+    def abort(self, handles: Iterable[int]) -> None:
+        """Have the core end those of a request's sequences that have not ended. Their tokens are counted
+        until it says that they have."""
+        ending = [handle for handle in handles if handle in self._live and not self._live[handle].is_ending]
+        for handle in ending:
+            self._live[handle].is_ending = True
+            self._on_left_queue(handle)
+            self._paused.discard(handle)
+        if self._is_stopping:  # nobody answers any more
+            for handle in ending:
+                self._forget(handle)
+        elif ending:
+            self._send(AbortSequences(ending))
+
+    def release(self, handles: Sequence[int]) -> None:
+        """Forget sequences whose request has ended, and abort those that have not ended themselves."""
+        self.abort(handles)
+        for handle in handles:
+            self._forget(handle)
 
     def resume(self, handles: Iterable[int]) -> None:
         """Resume those of a request's sequences that are paused: its client has taken everything."""
@@ -270,10 +284,11 @@ class CoreClient:
         for output in self._live.values():
             output.output.fail(error)
 
-    def _forget(self, handle: int) -> bool:
+    def _forget(self, handle: int) -> None:
         self._on_left_queue(handle)
         self._paused.discard(handle)
-        return self._live.pop(handle, None) is not None
+        if (output := self._live.pop(handle, None)) is not None:
+            output.output.leave_core()
 
     def _send(self, message: CoreInput) -> None:
         assert self._link is not None
@@ -376,10 +391,8 @@ class CoreClient:
         self.failure = reason
         log.error("core.failed", reason=reason, open_sequences=len(self._live))
         self.shut(EngineFailed("The engine failed while it worked on this request.", detail=reason))
-        self._live.clear()
-        for handle in list(self._waiting):
-            self._on_left_queue(handle)
-        self._paused.clear()
+        for handle in list(self._live):
+            self._forget(handle)
         self.stats = None  # the last statistics no longer hold
         self.settled.set()
 
@@ -396,8 +409,10 @@ class CoreClient:
         self._take_news(step, now)
         stopped: list[int] = []
         behind: list[int] = []
+        late_tokens = again_tokens = 0
         for handle, token, logprobs in zip(step.handles, step.tokens, step.logprobs or repeat(None)):  # noqa: B905
             if (output := live.get(handle)) is None:
+                late_tokens += 1
                 continue
             if self._deliver(output, token, logprobs, now):
                 stopped.append(handle)
@@ -405,13 +420,18 @@ class CoreClient:
                 behind.append(handle)
         ended = {finished.handle for finished in step.finished}
         for finished in step.finished:
-            if (output := live.get(finished.handle)) is not None and finished.handle not in stopped:
+            output = None if finished.handle in stopped else live.get(finished.handle)
+            if output is not None:
                 self._end(output, finished)
+            if output is None or not finished.reason.is_callers:
+                late_tokens += finished.late_tokens
+            again_tokens += finished.again_tokens
             self._forget(finished.handle)
-        self.release(handle for handle in stopped if handle not in ended)
+        self.release([handle for handle in stopped if handle not in ended])
         if behind and (behind := [handle for handle in behind if handle in live]):
             self._pause(behind, now)
         self._metrics.on_step(step)
+        self._metrics.count_uncharged(late=late_tokens, preempted=again_tokens)
 
     def _take_news(self, step: StepOutput, now: float) -> None:
         """Deliver what happens a few times in a sequence's life."""

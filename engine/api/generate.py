@@ -3,8 +3,8 @@
     read -> validate -> tokenize -> admit -> submit -> (stream | collect) -> settle
 
 A `Generation` exists from the moment its sequences are in the core's queue. Whatever its end (complete, an
-error, a deadline, a client that leaves at any await), `_close` runs once and tells the core to drop exactly
-the sequences that have not ended.
+error, a deadline, a client that leaves at any await), `_end` runs once, tells the core to end exactly the
+sequences that have not ended, and hears what it had under way for them.
 
 Rules
 
@@ -38,9 +38,13 @@ from shared.errors import ApiError, RequestAborted
 from shared.holding import Holding
 from shared.ids import IGNORED_FIELDS_HEADER
 from shared.openai import ChatRequest, CompletionRequest, PromptTokensDetails, Usage
+from shared.shield import shielded
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
+UNDER_WAY_S: Final = 0.2
+"""The time in which the core is heard out about the sequences of a request that ended before them, in
+seconds: less than the time for which a gateway waits for the report (`gateway.pipeline.REPORT_S`)."""
 WRITE_LEN: Final = 64 * 1024
 """The number of bytes of an answer that are made before they are written and other requests may run."""
 
@@ -108,8 +112,8 @@ class Generation:
         submitted_at = self._exchange.stages.enter("handover")
         for output in self._outputs:
             output.submitted_at = submitted_at
-        with self._deadlines.watch(self._expire, self._is_waiting):
-            try:
+        try:
+            with self._deadlines.watch(self._expire, self._is_waiting):
                 sequences, self._sequences = self._sequences, []
                 self._handles = self._state.core.submit(
                     self._exchange.request_id,
@@ -123,8 +127,8 @@ class Generation:
                 if not self._streams:
                     self._exchange.tell_load()
                 await (self._stream() if self._streams else self._respond())
-            finally:
-                self._close()
+        finally:
+            await self._end()
 
     def abort(self) -> None:
         """End the request, as `DELETE /v1/requests/{id}` asks."""
@@ -134,7 +138,7 @@ class Generation:
         """End the request with `error`. The core is told at once, because the request's own task may
         be waiting for a client that does not read."""
         if not self._is_settled:
-            self._state.core.release(self._handles)
+            self._state.core.abort(self._handles)
             self._output.fail(error)
 
     def _is_waiting(self) -> bool:
@@ -227,12 +231,19 @@ class Generation:
 
     # -- accounts ---------------------------------------------------------------------------------
 
-    def _close(self) -> None:
-        if not self._is_settled:
-            self._exchange.fate = self._exchange.fate or self._output.error
-            self._settle()
-        self._state.core.release(self._handles)
-        self._output.close()
+    async def _end(self) -> None:
+        """Settle, after the core was heard out about the sequences that have not ended, and forget them."""
+        core, exchange, output = self._state.core, self._exchange, self._output
+        try:
+            if self._handles and not self._is_settled:
+                exchange.fate = exchange.fate or output.error
+                core.abort(self._handles)
+                await shielded(output.wait_left_core(UNDER_WAY_S))
+        finally:
+            if not self._is_settled:
+                self._settle()
+            core.release(self._handles)
+            output.close()
 
     def _settle(self) -> None:
         """Note what the request has cost, once: its tally, its stages, the metrics."""
@@ -256,6 +267,7 @@ class Generation:
         last = max(self._outputs, key=lambda output: output.timing(now).life_s)
         exchange.causes += last.causes(now, shared=len(self._outputs) > 1)
         metrics.prompt_tokens.inc(by=tally.prompt_tokens)
+        metrics.count_uncharged(choice=self._prompt_tokens_again())
         request_s = now - exchange.started_at
         exemplar = exchange.exemplar(request_s)
         first_token_at = [
@@ -313,6 +325,19 @@ class Generation:
             for i, length in enumerate(self._prompt_lens)
             if any(output.has_begun for output in outputs[i * n : (i + 1) * n])
         )
+
+    def _prompt_tokens_again(self) -> int:
+        """The number of prompt tokens that choices computed beside the one of each prompt that is charged for
+        them. All but the last could have been found in the prefix cache."""
+        lacking = [
+            [
+                length - 1 - output.cached_len
+                for output in self._outputs[i * self._n : (i + 1) * self._n]
+                if output.has_begun
+            ]
+            for i, length in enumerate(self._prompt_lens)
+        ]
+        return sum(sum(lens) - max(lens, default=0) for lens in lacking)
 
     def _usage(self) -> Usage:
         tally = self._exchange.tally

@@ -49,6 +49,9 @@ class EngineMetrics:
         self.requests = self._counter("requests", "Requests, by how they ended.", "end_reason")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were taken.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens that the core sampled.")
+        self.uncharged_tokens = self._counter(
+            "uncharged_tokens", "Tokens that were computed and are charged to nobody.", "reason"
+        )
         self.step_s = self._histogram("step_seconds", "How long the runner took for one step.", _STEP_S)
         self.budget_use = self._histogram(
             "step_budget_use", "Of the tokens that one step may compute, those that it did.", _SHARES
@@ -85,6 +88,14 @@ class EngineMetrics:
                 self.vllm.on_step(step)
         if step.tokens:
             self.generated_tokens.inc(by=len(step.tokens))
+
+    def count_uncharged(self, **tokens: int) -> None:
+        """Count tokens that were computed and are charged to nobody, by reason: `late` were sampled after
+        their sequence's end, `preempted` were computed again after a preemption, and `choice` are those of a
+        prompt that a further choice did not find in the prefix cache."""
+        for reason, number in tokens.items():
+            if number:
+                self.uncharged_tokens.inc(reason, by=number)
 
     def core_ready(self, info: RunnerInfo) -> None:
         """Take note of what the core has. Its sizes are in vLLM's metrics."""

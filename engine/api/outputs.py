@@ -115,8 +115,7 @@ class ChoiceOutput:
         self._text: list[str] = []
         self._entries: list[Entry] = []
         self._trail: deque[tuple[int, Entry]] = deque()
-        """The end of each token's text, and its entry, for tokens whose text has not been released
-        yet."""
+        """The end of each token's text, and its entry, for tokens whose text is not released yet."""
         self._is_first = True
         self._has_news = False
         self._unsent_tokens = 0
@@ -129,6 +128,8 @@ class ChoiceOutput:
         self._halts: Final = Halts(self._steps)
         self._preempted_in_prefill_s = 0.0
 
+        self.is_ending = False
+        """True once the core was told to end it: what comes then is counted, and not sent."""
         self.finish_reason: FinishReasonName | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.completion_tokens = 0
@@ -161,7 +162,7 @@ class ChoiceOutput:
         """True if so much is unsent that the client cannot be reading, and the sequence should
         pause."""
         passed = self._unsent_tokens >= UNSENT_TOKENS_MAX or self._unsent_text_len >= UNSENT_TEXT_LEN_MAX
-        return passed and not self.output.is_whole
+        return passed and not (self.output.is_whole or self.is_ending)
 
     def timing(self, now: float) -> Timing:
         """The sequence's times: as the core reports them once the sequence has ended, and until then
@@ -219,6 +220,9 @@ class ChoiceOutput:
         """Take a token. Returns True when it completed a stop string, so that the core must be told
         to end the sequence."""
         assert self.finish_reason is None
+        if self.is_ending:
+            self._count(1)
+            return False
         if self.first_token_at is None:
             self.first_token_at = now
             self._marks.first_token = self._steps.mark()
@@ -257,6 +261,10 @@ class ChoiceOutput:
             finished.stalled_s,
             self._halts.swaps,
         )
+        if finished.reason.is_callers:
+            self._count(finished.late_tokens)
+        if self.is_ending:
+            return
         match finished.reason:
             case FinishReason.STOP | FinishReason.LENGTH:
                 self._release(self._detokenizer.finish())
@@ -272,6 +280,11 @@ class ChoiceOutput:
                 self.output.fail(SlowClient("The client stopped reading its answer."))
             case FinishReason.ABORTED:
                 self.output.fail(EngineFailed("The engine ended this request.", detail="aborted unasked"))
+
+    def _count(self, tokens: int) -> None:
+        """Count generated tokens, which are charged."""
+        if not self._discards:
+            self.completion_tokens += tokens
 
     # -- to the writer ----------------------------------------------------------------------------
 
@@ -323,6 +336,9 @@ class RequestOutput:
     def __init__(self, choices: int, *, whole: bool = False, on_end: Callable[[], None] = _nothing) -> None:
         self.open = choices
         """The number of choices that have not finished."""
+        self._in_core = choices
+        """The number of sequences of which the core may still tell something."""
+        self._left_core: asyncio.Future[None] | None = None
         self.is_whole = whole
         """True if the answer is not streamed, so that its handler waits until every choice has
         finished."""
@@ -350,6 +366,18 @@ class RequestOutput:
         self._wake()
         if not self.open:
             self._on_end()
+
+    def leave_core(self) -> None:
+        """Note that the core tells nothing more of one of the sequences."""
+        self._in_core -= 1
+        if not self._in_core and self._left_core is not None and not self._left_core.done():
+            self._left_core.set_result(None)
+
+    async def wait_left_core(self, within_s: float) -> None:
+        """Wait until the core has told all of the sequences, for `within_s` at most."""
+        if self._in_core:
+            self._left_core = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._left_core}, timeout=within_s)
 
     def close(self) -> None:
         """Drop the references to the handler and to the choices. They refer to this object, and the

@@ -9,7 +9,8 @@ a step is planned before the one before it is back, so both work all the time:
     host      | plan 2, commit 1 | plan 3, commit 2 | plan 4, commit 3 |
     device    | 1                | 2                | 3                |
 
-The sequences that a step admits are reported before it is launched; all else after it.
+The sequences that a step admits, and those that ended between two steps, are reported before it is launched;
+all else after it.
 
 The host knows the tokens of a step only after it has planned the next one: why that is safe stands in rules H
 and I (`engine.core.step`, `engine.core.allocator`). Overlap gains nothing with a runner that computes while
@@ -136,8 +137,9 @@ class CoreLoop:
         plan = self._scheduler.plan(self._clock.monotonic())
         if plan is None:
             return None
-        if plan.seated:
-            # A sequence that begins is charged for its prompt even if its client leaves during this step.
+        if plan.seated or self._scheduler.has_ends:
+            # A sequence that begins is charged for its prompt even if its client leaves during this step. Who
+            # aborted one waits to hear what was under way.
             self._emit()
         return Launched(plan, self._runner.launch(plan))
 

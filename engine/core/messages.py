@@ -43,6 +43,12 @@ class FinishReason(IntEnum):
     TOO_LATE = 7
     """Its first token did not come by its deadline, or could not have."""
 
+    @property
+    def is_callers(self) -> bool:
+        """True if the caller chose the moment: it left, did not read, or set a deadline. What was under way
+        for it then is charged."""
+        return self in (FinishReason.ABORTED, FinishReason.STALLED)
+
 
 class ServiceClass(IntEnum):
     """The service class of a sequence. The scheduler favours higher classes, which have larger numbers."""
@@ -250,6 +256,11 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """Time from each pause to its resumption, and on until the sequence has a slot again if it stalled."""
     expected_s: float = 0.0
     """The estimate of its time to first token, for one that was refused as too late; 0.0 otherwise."""
+    late_tokens: int = 0
+    """Tokens that were sampled for it and are not reported: those in flight at its end, and one that was not
+    finite."""
+    again_tokens: int = 0
+    """Tokens that were computed again, since it had given up its pages."""
 
 
 class DiskCounts(msgspec.Struct, array_like=True, frozen=True):

@@ -359,6 +359,7 @@ class Scheduler:
     # -- ending -----------------------------------------------------------------------------------
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        assert not (sequence.coming and reason is FinishReason.LENGTH), "a row beyond the last token"
         self._allocator.release(sequence)
         del self._sequences[sequence.handle]
         self._tenants.leave(sequence.tenant)
@@ -368,6 +369,11 @@ class Scheduler:
         self._news.finished.append(sequence.finished(reason))
 
     # -- report -----------------------------------------------------------------------------------
+
+    @property
+    def has_ends(self) -> bool:
+        """True if a sequence ended since the last report."""
+        return bool(self._news.finished)
 
     def report(self) -> StepOutput | None:
         """The news since the last report; None when no step was committed and no sequence began, ended

@@ -140,6 +140,10 @@ class Sequence:
     coming: int = 0
     last_step: int = 0
     """The number of the newest step that computes for it, in flight or committed; 0: none."""
+    given_up_len: int = 0
+    """The most tokens of which it gave up what it had computed."""
+    again_tokens: int = 0
+    """Tokens among these that steps computed again, or compute again."""
     swapped: Swapped | None = None
     expected_len: int = field(init=False)
     """Known tokens that are still to be computed: while it waits, those that the prefix cache lacked at the
@@ -278,6 +282,7 @@ class Sequence:
         caller has released the pages at the block manager."""
         assert not self.in_flight_len
         self.preemptions += self.status is Status.RUNNING
+        self.given_up_len = max(self.given_up_len, self.computed_len)
         self._move(Status.SWAPPED if swapped else Status.PREEMPTED, now)
         self._vacate()
         self.swapped = swapped
@@ -292,6 +297,8 @@ class Sequence:
         assert self.status is Status.RUNNING
         assert step > self.last_step
         self.last_step = step
+        if self.given_up_len:
+            self.again_tokens += max(0, min(self.given_up_len - self.planned_len, length))
         self.in_flight_len += length
         self.coming += samples
 
@@ -330,6 +337,8 @@ class Sequence:
             preempted_s=self.spent_s[LifePhase.PREEMPTED],
             preemptions=self.preemptions,
             stalled_s=self.spent_s[LifePhase.STALLED],
+            late_tokens=self.coming + (reason is FinishReason.NUMERIC),
+            again_tokens=self.again_tokens,
         )
 
     def _vacate(self) -> None:

@@ -41,11 +41,11 @@ from gateway.admission.quota import (
 from gateway.admission.store_failures import failed
 from gateway.admission.usage import Payer, Sheet, UsageRow, Used
 from gateway.quota_config import QuotaLimits
-from gateway.shield import Done
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import QuotaUnavailable
 from shared.ids import TenantId
 from shared.metrics import Counter, Gauge
+from shared.shield import Done
 
 SHARES_MAX: Final = 16 * 1024
 POSTED_MAX: Final = 100

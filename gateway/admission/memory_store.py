@@ -37,9 +37,9 @@ from gateway.admission.quota import (
     Windows,
 )
 from gateway.admission.usage import Payer, UsageRow, UsageRows, Used
-from gateway.shield import Done
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import TenantId
+from shared.shield import Done
 
 ACCOUNTS_MIN: Final = 20_000
 """The number of accounts up to which none is forgotten."""

@@ -53,9 +53,9 @@ from gateway.admission.redis_links import Links, tag_of
 from gateway.admission.store_failures import failed
 from gateway.admission.usage import OTHERS, Payer, Sheet, Totals, UsageRow, Used
 from gateway.quota_config import QuotaLimits
-from gateway.shield import Done
 from shared.clock import Clock
 from shared.ids import KeyId, TenantId
+from shared.shield import Done
 
 RENEWED_MAX: Final = 256
 """Leases that one call renews."""

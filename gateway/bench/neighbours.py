@@ -10,7 +10,8 @@ it.
     memory             the peak of each process above its memory at rest, as a fraction of `shared.memory`
     charged            tokens that the gateway settled for the attacker, as a fraction of those that steps
                        computed for it: of all that were computed, without those of as many rounds of the
-                       victim alone. Steps that run before the engine hears of a cancellation count as well
+                       victim alone, and without those that the engine names as charged to
+                       nobody
     strength           the attack's requests, its answers and the bytes of its bodies, per second: an attacker
                        that is starved shows there
 
@@ -74,6 +75,7 @@ SERVICES_NICE: Final = 10
 REST_POLL_S: Final = 0.02
 REST_DEADLINE_S: Final = 60.0
 _LAG: Final = "penstock_loop_lag_max_seconds"
+_UNCHARGED: Final = "penstock_engine_uncharged_tokens_total{"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +128,7 @@ class _Cost:
     settled: float
     computed: float
     """The tokens that steps computed: prompts without what was cached, and all generated tokens but each last
-    one."""
+    one. Those that the engine names as charged to nobody are left out."""
 
     def less(self, other: _Cost, times: float = 1.0) -> _Cost:
         return _Cost(self.settled - times * other.settled, self.computed - times * other.computed)
@@ -237,7 +239,8 @@ def _parsed(text: str) -> _Reading:
 
 def _cost(read: dict[str, _Reading]) -> _Cost:
     steps = read["engine"]["penstock_engine_step_budget_use_sum"] * STEP_TOKENS
-    return _Cost(read["gateway"]['penstock_gateway_quota_tokens_total{kind="settled"}'], steps)
+    named = sum(value for name, value in read["engine"].values.items() if name.startswith(_UNCHARGED))
+    return _Cost(read["gateway"]['penstock_gateway_quota_tokens_total{kind="settled"}'], steps - named)
 
 
 def _charged(attackers: _Cost) -> float | None:

@@ -18,9 +18,9 @@ from gateway.config import GatewayConfig
 from gateway.identity.caller import Caller, Identity, Principal, Revoked
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
-from gateway.shield import Done
 from shared.errors import Unauthenticated
 from shared.ids import TenantId
+from shared.shield import Done
 
 if TYPE_CHECKING:
     from gateway.identity.certificates import CertificateTable

@@ -34,9 +34,9 @@ from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Principal
 from gateway.identity.jwks import REFETCH_WAIT_S, WAITING_MAX, IssuerKeys
 from gateway.identity.key_set import KID, VerificationKey, algorithms
-from gateway.shield import Done
 from shared.errors import IdentityUnavailable, Unauthenticated
 from shared.ids import KeyId, TenantId
+from shared.shield import Done
 
 TOKEN_LEN_MAX: Final = 8000
 """Bytes of a token: a header holds hardly more (`shared.listening`)."""

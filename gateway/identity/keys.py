@@ -31,9 +31,9 @@ from msgspec import Struct
 from gateway.config import ALL_MODELS, HASH_PREFIX, KeyConfig
 from gateway.identity.caller import Caller, Principal
 from gateway.quota_config import QuotaLimits
-from gateway.shield import Done
 from shared.errors import IdentityUnavailable, Unauthenticated
 from shared.ids import KeyId
+from shared.shield import Done
 
 KEY_LEN_MAX: Final = 256
 ENV_LEN_MAX: Final = 16

@@ -26,7 +26,6 @@ import msgspec
 from gateway.config import HopProtocol, ModelConfig
 from gateway.edge_config import HopConfig
 from gateway.relay.http1 import AcceptChunk, Http1Transport
-from gateway.shield import shielded
 from shared import errors
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import (
@@ -50,6 +49,7 @@ from shared.http2.config import PulseConfig
 from shared.http2.report import Report
 from shared.load_report import LoadReport, parse_load
 from shared.renewable_tls import RenewableTls
+from shared.shield import shielded
 from shared.sse import CLOSING_HEADER, Closing, parse_closing
 from shared.tls import client_context
 

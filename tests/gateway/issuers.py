@@ -24,9 +24,9 @@ from gateway.holder_config import GrantConfig
 from gateway.identity.caller import Principal
 from gateway.identity.jwks import KeySources
 from gateway.identity.jwt import TokenTable
-from gateway.shield import Done
 from shared.config import to_toml
 from shared.ids import TenantId
+from shared.shield import Done
 from tests.fakes import VirtualClock
 
 ISS = "https://idp.test/"

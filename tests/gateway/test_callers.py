@@ -14,9 +14,9 @@ from gateway.config import (
 from gateway.identity.caller import Caller
 from gateway.identity.callers import Callers
 from gateway.identity.keys import KeyTable
-from gateway.shield import Done
 from shared.config import ConfigError
 from shared.errors import Unauthenticated
+from shared.shield import Done
 from tests.gateway.conftest import settings
 from tests.gateway.issuers import (
     EC,

@@ -19,8 +19,8 @@ from gateway.identity.caller import Caller, Principal
 from gateway.identity.callers import callers_of
 from gateway.identity.jwks import FileKeys, KeySources
 from gateway.identity.key_set import KEYS_MAX, SET_LEN_MAX, BadKeys, keys_of, secret_of
-from gateway.shield import Done
 from shared.config import ConfigError, to_toml
+from shared.shield import Done
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings
 from tests.gateway.issuers import (

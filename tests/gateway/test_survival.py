@@ -23,9 +23,9 @@ from gateway.admission.usage import Sheet, Used
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background
 from gateway.identity.caller import Caller, Principal
 from gateway.quota_config import QuotaFail, QuotaLimits
-from gateway.shield import Done
 from shared.errors import QuotaUnavailable
 from shared.ids import TenantId
+from shared.shield import Done
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import OTHER_KEY, Open, until
 

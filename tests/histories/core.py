@@ -1,15 +1,16 @@
 """An engine's core in the test's own event loop: the real loop and scheduler over the fake runner.
 
 A step takes its messages at its beginning, and its outputs are sent at its end, `step_s` later, as from a
-process of its own. The tokens that the core reports are added up by request, to be compared with the engine's
-log lines.
+process of its own. What plans have the runner compute, and what the core reports, is added up by request, to
+be compared with the engine's log lines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.core.config import SchedulerConfig
@@ -20,6 +21,7 @@ from engine.core.messages import (
     CoreInput,
     CoreOutput,
     CoreReady,
+    Finished,
     Pending,
     Plan,
     RunnerInfo,
@@ -36,13 +38,21 @@ class Broken(Exception):
 
 @dataclass(slots=True)
 class Computed:
-    """The tokens that the core reported as computed for one request."""
+    """The tokens that the core computed for one request, and what it reported of them."""
 
     prompt_lens: dict[int, int] = field(default_factory=dict)
     """The prompt lengths of all submitted sequences, by handle."""
-    started: set[int] = field(default_factory=set)
+    cached_lens: dict[int, int] = field(default_factory=dict)
+    """The prompt tokens that were found in the prefix cache, by handle, of all sequences that have begun."""
+    rows_len: Counter[int] = field(default_factory=Counter)
+    """The number of tokens that plans had the runner compute, by handle."""
+    positions: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The positions of these."""
+    sampled: Counter[int] = field(default_factory=Counter)
+    """The number of tokens that plans had the runner sample, by handle."""
     tokens: Counter[int] = field(default_factory=Counter)
-    """The number of sampled tokens, by handle."""
+    """The number of tokens that were reported, by handle."""
+    ends: dict[int, Finished] = field(default_factory=dict)
 
 
 class Inbox:
@@ -72,14 +82,16 @@ class Outbox:
 class BreakableRunner:
     """A runner that can be told to fail."""
 
-    def __init__(self, runner: FakeRunner) -> None:
+    def __init__(self, runner: FakeRunner, on_launch: Callable[[Plan], None]) -> None:
         self._runner = runner
+        self._on_launch = on_launch
         self.info = runner.info
         self.is_broken = False
 
     def launch(self, plan: Plan) -> Pending:
         if self.is_broken:
             raise Broken("the device is lost")
+        self._on_launch(plan)
         return self._runner.launch(plan)
 
 
@@ -101,10 +113,20 @@ class InProcessCore:
         self.hangs_s = 0.0
         """Seconds by which its next step takes longer."""
         make = AsyncRunner(info, config.step_tokens_max, self._unread) if overlap else None
-        self.runner = BreakableRunner(make or FakeRunner(info, config.step_tokens_max))
+        self.runner = BreakableRunner(make or FakeRunner(info, config.step_tokens_max), self._count_rows)
         self._loop = CoreLoop(self.runner, self._inbox, self._outbox, config, clock, overlap=overlap)
         self._step = self._loop._overlapped_step if overlap else self._loop._plain_step
         self.scheduler = self._loop._scheduler
+
+    def _count_rows(self, plan: Plan) -> None:
+        rows = self.scheduler._in_flight[plan.step].rows
+        columns = zip(rows, plan.positions, plan.lengths, plan.samples, strict=True)
+        for sequence, position, length, samples in columns:
+            handle = sequence.handle
+            computed = self.computed[self._requests[handle]]
+            computed.rows_len[handle] += length
+            computed.positions[handle].update(range(position, position + length))
+            computed.sampled[handle] += samples
 
     def _unread(self) -> list[int]:
         """The slots of paused sequences."""
@@ -177,6 +199,9 @@ class InProcessCore:
 
     def _add_up(self, step: StepOutput) -> None:
         for started in step.started:
-            self.computed[self._requests[started.handle]].started.add(started.handle)
+            computed = self.computed[self._requests[started.handle]]
+            computed.cached_lens[started.handle] = started.cached_len
         for handle in step.handles:
             self.computed[self._requests[handle]].tokens[handle] += 1
+        for finished in step.finished:
+            self.computed[self._requests[finished.handle]].ends[finished.handle] = finished

@@ -6,11 +6,16 @@
    not be known, the reserved tokens were charged, and the line says nothing of the engine. That happens only
    when the hop was cut: by a dead engine or network, or over HTTP/1.1 by the gateway, or by an engine whose
    answer was not read.
-3. The engine's line reports the tokens that its core has computed by then, but for those of steps in flight
-   and of one message on its way.
-4. The usage in an answer that was read to its end is the number of tokens charged.
-5. The ledger is the sum of the lines: nothing stays reserved, no lease is held, and no budget is overspent.
-6. No object that was made for a request is left when it has ended, without a garbage collection.
+3. The engine's line reports the tokens that its core had the runner sample, to the token, whatever the end:
+   all but those that were under way when the sequence ended by itself, by a stop token or in an error, and
+   those behind a stop string; and each prompt of which a choice has begun. Behind the last token by
+   `max_tokens`, none is sampled. Where a core died or hung, the line reports no more than that.
+4. What an engine sampled and no line reports is what its metric of uncharged tokens names as late; what was
+   computed again after a preemption is named as well, to the token; and nothing else that was computed is
+   neither charged nor named.
+5. The usage in an answer that was read to its end is the number of tokens charged.
+6. The ledger is the sum of the lines: nothing stays reserved, no lease is held, and no budget is overspent.
+7. No object that was made for a request is left when it has ended, without a garbage collection.
 """
 
 from __future__ import annotations
@@ -20,7 +25,11 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
+from engine.core.messages import FinishReason
 from tests.histories.caller import Caller
+from tests.histories.core import Computed
 from tests.histories.draw import BUDGET, TENANTS, End, History, Trouble
 from tests.histories.world import Line, Remains
 
@@ -37,6 +46,8 @@ CUT_BY_GATEWAY: Final = {
 """Ends after which no answer is read further."""
 BREAKING: Final = {Trouble.CUT, Trouble.KILLED, Trouble.STOPS}
 """Troubles that end connections."""
+UNHEARD: Final = {Trouble.KILLED, Trouble.CORE_DIES, Trouble.CORE_FAILS, Trouble.STOPS, Trouble.HANGS}
+"""Troubles in which a core does not tell, or not in time, how its sequences ended."""
 EXPECTED_ERRORS: Final = {"core.failed", "core.hangs"}
 _TOTAL: Final = re.compile(rb'"usage":\{[^}]*"total_tokens":(\d+)')
 
@@ -60,12 +71,14 @@ def check(remains: Remains) -> Counter[str]:
             _check_request(remains, told, tally)
         except AssertionError as error:
             raise AssertionError(f"{told.history.request_id}: {error}\n{_shown(told)}") from error
+    _check_late(remains)
     _check_ledger(remains)
     unexpected = [line for line in remains.errors if line["event"] not in EXPECTED_ERRORS]
     assert not unexpected, unexpected
     assert not remains.kept, f"still there: {remains.kept}"
     tally.update({"preemption": remains.preemptions, "prefix hit": remains.hit_tokens})
     tally.update(str(trouble) for trouble in remains.troubled)
+    tally.update({f"uncharged: {reason}": tokens for reason, tokens in remains.uncharged.items()})
     return tally
 
 
@@ -100,7 +113,8 @@ def _check_charge(remains: Remains, told: Told, line: Line) -> bool:
     costs = [_cost(one) for one in told.engine]
     if line["settled_tokens"] == sum(costs):
         return True
-    assert line["settled_tokens"] in (line["reserved_tokens"], costs[-1] if costs else 0), (
+    learnt = [_cost(one) for one in told.engine if one["end_reason"] == line.get("engine_end_reason")]
+    assert line["settled_tokens"] in (line["reserved_tokens"], *(learnt if costs else [0])), (
         "charged is neither what was computed nor what was reserved"
     )
     if told.history.request_id in remains.torn:
@@ -138,22 +152,69 @@ def _check_account(remains: Remains, told: Told) -> None:
     """Assert law 3 for all engines that were asked together, since the lines do not name the engine."""
     request_id = told.history.request_id
     accounts = [computed[request_id] for computed in remains.computed if request_id in computed]
-    sampled = sum(account.tokens.total() for account in accounts)
     told_of = sum(int(line.get("completion_tokens", 0)) for line in told.engine)
-    sequences = sum(len(account.prompt_lens) for account in accounts)
-    assert told_of <= sampled, "more is told than was computed"
-    assert sampled - told_of <= _ON_ITS_WAY[remains.setting.overlap] * sequences, (
-        "more was computed than is told"
-    )
+    assert told_of <= sum(account.sampled.total() for account in accounts), "more is told than was computed"
+    if remains.troubled & UNHEARD:
+        return
+    for account in accounts:
+        _check_ends(account)
+    fields = msgspec.json.decode(told.history.body)
+    prompts = sum(_begun_len(account, fields.get("n", 1)) for account in accounts)
+    assert prompts == sum(int(line.get("prompt_tokens", 0)) for line in told.engine), "a prompt is untold"
+    owed = 0 if _is_discarded(told.history) else sum(_owed(account) for account in accounts)
+    if "stop" not in fields:  # else what comes behind the string is not told
+        assert told_of == owed, "what is told is not what was computed"
 
 
-_ON_ITS_WAY: Final = {False: 2, True: 3}
-"""Tokens of a sequence that may be computed and not counted when its request ends, by whether steps overlap:
-one for each step in flight, and one in the message on its way."""
+def _check_ends(account: Computed) -> None:
+    """Assert that every sampled token was reported, or named at the sequence's end."""
+    for handle, sampled in account.sampled.items():
+        end = account.ends[handle]
+        assert sampled == account.tokens[handle] + end.late_tokens, "a sampled token is lost"
+        assert not (end.late_tokens and end.reason is FinishReason.LENGTH), "a row beyond the last token"
+        found_len = account.cached_lens[handle]
+        had = account.positions[handle].union(range(found_len))
+        again = account.rows_len[handle] + found_len - len(had)
+        assert end.again_tokens == again, "what was computed again is named otherwise"
+
+
+def _owed(account: Computed) -> int:
+    """The tokens that a request without stop strings is charged for its answers."""
+    ends = account.ends.values()
+    return account.tokens.total() + sum(end.late_tokens for end in ends if end.reason.is_callers)
+
+
+def _is_discarded(history: History) -> bool:
+    """True if no answer is asked for. The token that the core samples in any case costs nothing: it is not
+    computed further."""
+    return bool(msgspec.json.decode(history.body).get("max_tokens", 1) == 0)
+
+
+def _begun_len(account: Computed, n: int) -> int:
+    """The tokens of the prompts of which a choice has begun."""
+    handles = sorted(account.prompt_lens)
+    prompts = [handles[first : first + n] for first in range(0, len(handles), n)]
+    begun = [choices[0] for choices in prompts if account.cached_lens.keys() & set(choices)]
+    return sum(account.prompt_lens[handle] for handle in begun)
+
+
+def _check_late(remains: Remains) -> None:
+    """Assert law 4."""
+    if remains.troubled & UNHEARD:
+        return
+    accounts = [pair for computed in remains.computed for pair in computed.items()]
+    discarded = {history.request_id for history in remains.setting.histories if _is_discarded(history)}
+    sampled = sum(account.sampled.total() for _, account in accounts)
+    sampled -= sum(_owed(account) for request_id, account in accounts if request_id in discarded)
+    told_of = sum(int(line.get("completion_tokens", 0)) for line in remains.engine_lines)
+    assert sampled - told_of == remains.uncharged["late"], "tokens are neither charged nor named as late"
+    told_of += sum(int(line.get("prompt_tokens", 0)) for line in remains.engine_lines)
+    computed = sum(account.rows_len.total() for _, account in accounts)
+    assert computed <= told_of + remains.uncharged.total(), "tokens are neither charged nor named"
 
 
 def _check_ledger(remains: Remains) -> None:
-    """Assert law 5."""
+    """Assert law 6."""
     ledger = remains.ledger
     assert ledger.balanced
     assert (ledger.outstanding, remains.leases) == (0, 0)

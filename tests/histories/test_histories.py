@@ -20,7 +20,7 @@ from tests.effort import drawn
 from tests.engine.api.tiny import write_model_dir
 from tests.histories.draw import End, Trouble, draw_setting
 from tests.histories.laws import check
-from tests.histories.world import Remains, run_world
+from tests.histories.world import Line, Remains, run_world
 
 BATCHES: Final = drawn(1, whole=4)
 WORLDS: Final = 25
@@ -35,6 +35,9 @@ MET: Final = {
     "cost: nothing": 400,
     "preemption": 100,
     "prefix hit": 1_000,
+    "uncharged: late": 100,
+    "uncharged: preempted": 1_000,
+    "uncharged: choice": 100,
     "asked again elsewhere": 10,
     "ended in connect": 1,
     "ended by drain": 1,
@@ -133,6 +136,36 @@ def test_a_charge_that_is_off_by_one_token_is_found(remains: Remains, error: int
     finally:
         line["settled_tokens"] -= error
     check(remains)
+
+
+@pytest.mark.parametrize("error", [-1, 1])
+def test_a_late_token_that_is_not_named_is_found(remains: Remains, error: int) -> None:
+    remains.uncharged["late"] += error
+    try:
+        with pytest.raises(AssertionError, match="neither charged nor named"):
+            check(remains)
+    finally:
+        remains.uncharged["late"] -= error
+
+
+def test_a_token_that_is_under_way_and_not_told_is_found(remains: Remains) -> None:
+    line = next(
+        line for line in remains.engine_lines if line["end_reason"] == "client_cancel" and charged(line)
+    )
+    told = [line, *(one for one in remains.gateway_lines if one["request_id"] == line["request_id"])]
+    for one in told:
+        one["completion_tokens"] -= 1
+    told[1]["settled_tokens"] -= 1
+    with pytest.raises(AssertionError, match="what is told is not what was computed"):
+        check(remains)
+    for one in told:
+        one["completion_tokens"] += 1
+    told[1]["settled_tokens"] += 1
+
+
+def charged(line: Line) -> int:
+    """The generated tokens that a line tells of."""
+    return int(line.get("completion_tokens", 0))
 
 
 def test_a_log_line_that_is_missing_or_written_twice_is_found(remains: Remains) -> None:

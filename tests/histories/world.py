@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -128,6 +129,8 @@ class Remains:
     errors: list[Line] = field(default_factory=list)
     computed: list[dict[str, Computed]] = field(default_factory=list)
     """The computed tokens of each replica, by request id."""
+    uncharged: Counter[str] = field(default_factory=Counter)
+    """The tokens that the engines name as charged to nobody, by reason."""
     torn: set[str] = field(default_factory=set)
     """Requests that were in progress when an engine's connections were cut."""
     troubled: set[Trouble] = field(default_factory=set)
@@ -367,6 +370,9 @@ class _World:
         remains.ledger, remains.leases = store.ledger, store.live
         for replica in self._replicas:
             remains.computed.append(replica.core.computed)
+            uncharged = replica.engine.state.metrics.uncharged_tokens
+            for reason in ("late", "preempted", "choice"):
+                remains.uncharged[reason] += round(uncharged.value(reason))
             stats = replica.core.scheduler.stats()
             remains.preemptions += stats.preemptions
             remains.hit_tokens += stats.prefix_hit_tokens

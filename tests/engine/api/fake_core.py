@@ -42,7 +42,8 @@ class FakeCore:
     is paused.
 
     By itself it steps whenever there is work; with `is_held` it steps when told to. A sequence that
-    has reached the end of its script waits for ever.
+    has reached the end of its script waits for ever. An aborted one ends at once; with `heeds_aborts` false
+    it goes on until the test ends it.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class FakeCore:
         self.is_silent = is_silent
         self.is_held = False
         self.admits = True
+        self.heeds_aborts = True
         self.added: list[AddSequence] = []
         self.aborted: list[int] = []
         self.pauses: list[PauseSequences | ResumeSequences] = []
@@ -97,9 +99,9 @@ class FakeCore:
                 self.waiting[message.handle] = message
             case AbortSequences(handles):
                 self.aborted += handles
-                for handle in handles:
-                    self.waiting.pop(handle, None)
-                    self.running.pop(handle, None)
+                for handle in handles if self.heeds_aborts else []:
+                    if handle in self.waiting or handle in self.running:
+                        self.finish(handle, FinishReason.ABORTED)
             case PauseSequences(handles):
                 self.pauses.append(message)
                 self.paused.update(handles)
@@ -173,12 +175,14 @@ class FakeCore:
                 output.finished.append(Finished(row.add.handle, reason, 0.001, 0.002, 0.003, 0.0, 0))
         self.say(output)
 
-    def finish(self, handle: int, reason: FinishReason, expected_s: float = 0.0) -> None:
+    def finish(
+        self, handle: int, reason: FinishReason, expected_s: float = 0.0, late_tokens: int = 0
+    ) -> None:
         """End a sequence without a token."""
         self.running.pop(handle, None)
         self.waiting.pop(handle, None)
         self.paused.discard(handle)
-        finished = [Finished(handle, reason, 0.001, 0.002, 0.003, 0.0, 0, 0.007, expected_s)]
+        finished = [Finished(handle, reason, 0.001, 0.002, 0.003, 0.0, 0, 0.007, expected_s, late_tokens)]
         self.say(StepOutput(self._steps, [], [], [], [], [], finished, self._stats()))
 
     def _stats(self) -> CoreStats:

@@ -178,6 +178,7 @@ def test_a_stop_token_leaves_one_late_row_whose_result_is_dropped() -> None:
     assert h.reason(1) is FinishReason.STOP
     late = set(plan.slots) - set(h.seated.values())
     assert len(late) == 1, "its row is in flight still"
+    assert h.finished[1].late_tokens == 1
     held = h.scheduler.stats()
     following = h.step()
     assert following is not None
@@ -192,7 +193,7 @@ def test_no_row_is_planned_behind_the_last_token() -> None:
     h.add(1, PROMPT, greedy(5))
     h.run()
     h.assert_all_as_solo()
-    assert h.rows == 5
+    assert (h.rows, h.finished[1].late_tokens) == (5, 0)
     assert h.runner.overlaps == 4
 
 
@@ -208,7 +209,8 @@ def test_a_row_behind_a_numeric_failure_is_dropped_and_its_pages_forgotten() -> 
     h.add(1, prompt, greedy(20, seed=seed))
     h.run()
     h.assert_all_as_solo()
-    assert h.rows == len(h.tokens[1]) + 2, "the row that failed, and a late one"
+    assert h.rows == len(h.tokens[1]) + h.finished[1].late_tokens
+    assert h.finished[1].late_tokens == 2, "the row that failed, and a late one"
     assert h.scheduler.stats().pages_cached == 0, "its pages are no prefix of others"
 
 
@@ -252,6 +254,19 @@ def test_abort_cancels_a_sequence_at_any_stage(state: str, stage: str) -> None:
         assert (h.tokens[handle], h.reason(handle)) == (h.solo(handle).tokens, h.solo(handle).reason)
     stats = h.scheduler.stats()
     assert (stats.pages_owned, stats.running, stats.waiting) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_what_is_in_flight_at_an_abort_is_told_as_late(in_flight: int) -> None:
+    h = Overlapped()
+    h.add(1, PROMPT, greedy(20))
+    for _ in range(in_flight):
+        h.launch()
+    h.abort(1)
+    while h.flying:
+        h.land()
+    h.read()
+    assert (h.tokens[1], h.finished[1].late_tokens) == ([], in_flight)
 
 
 def test_late_prompt_logprobs_are_dropped() -> None:

@@ -28,7 +28,12 @@ def test_a_preempted_sequence_finds_its_own_prefix_again() -> None:
     assert again.prompt_len == 8
     assert len(again.token_ids) > 8, "prompt and output so far"
     row = next(plan for plan in h.plans[1:] if plan.seated)
-    assert row.positions[row.slots.index(again.slot)] > 0, "some of it was still cached"
+    position = row.positions[row.slots.index(again.slot)]
+    assert position > 0, "some of it was still cached"
+    assert h.finished[2].again_tokens == len(again.token_ids) - 1 - position, (
+        "its newest was not computed yet"
+    )
+    assert h.finished[1].again_tokens == 0
 
 
 def test_a_preempted_sequence_is_admitted_before_newcomers() -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gateway.shield import shielded
+from shared.shield import shielded
 from tests.uncollected import uncollected
 
 
