@@ -52,6 +52,8 @@ class EngineMetrics:
         self.uncharged_tokens = self._counter(
             "uncharged_tokens", "Tokens that were computed and are charged to nobody.", "reason"
         )
+        for reason in ("late", "preempted", "choice"):  # a rate needs a series from the start
+            self.uncharged_tokens.inc(reason, by=0)
         self.step_s = self._histogram("step_seconds", "How long the runner took for one step.", _STEP_S)
         self.budget_use = self._histogram(
             "step_budget_use", "Of the tokens that one step may compute, those that it did.", _SHARES
