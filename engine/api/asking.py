@@ -148,7 +148,7 @@ async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: H
         body = await exchange.request.body(
             len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s, hold=holding.hold
         )
-        if (turn := state.turns.ask(exchange.tenant)) is not None:
+        if (turn := state.begins.ask(exchange.tenant)) is not None:
             await turn
     with exchange.enter("validate"):
         if len(body) <= INLINE_LEN_MAX:

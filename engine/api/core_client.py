@@ -193,11 +193,10 @@ class CoreClient:
         its part of it.
         """
         assert len(sequences) == len(outputs)
-        if self._refusal is not None:
-            raise self._refusal.with_traceback(None)
-        if self.info is None:
-            raise NotReady("The engine is still starting.", retry_after_s=RETRY_AFTER_S_MIN)
-        self._enter_queue(share.tenant, len(sequences), sum(len(prompt_ids) for prompt_ids, _ in sequences))
+        tokens = sum(len(prompt_ids) for prompt_ids, _ in sequences)
+        self.check_room(share.tenant, len(sequences), tokens)
+        self._queue.acquire(share.tenant, len(sequences), alone=True)
+        self._queue_tokens.acquire(share.tenant, tokens, alone=True)
         self.stirred.set()
         handles = []
         for (prompt_ids, sampling), output in zip(sequences, outputs, strict=True):
@@ -220,12 +219,16 @@ class CoreClient:
             )
         return handles
 
-    def _enter_queue(self, tenant: str, sequences: int, tokens: int) -> None:
-        if self._queue.acquire(tenant, sequences, alone=True):
-            if self._queue_tokens.acquire(tenant, tokens, alone=True):
-                return
-            self._queue.release(tenant, sequences)
+    def check_room(self, tenant: str, sequences: int, tokens: int) -> None:
+        """Raise what `submit` raises for so much, before more is done for it."""
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
+        if self.info is None:
+            raise NotReady("The engine is still starting.", retry_after_s=RETRY_AFTER_S_MIN)
         queue, queue_tokens = self._queue, self._queue_tokens
+        has_room = queue.may_acquire(tenant, sequences, alone=True)
+        if has_room and queue_tokens.may_acquire(tenant, tokens, alone=True):
+            return
         raise Overloaded(
             "The engine's queue is full. Please try again later.",
             retry_after_s=min(max(RETRY_AFTER_S_MIN, math.ceil(self._queue_s)), RETRY_AFTER_S_MAX),

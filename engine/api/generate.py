@@ -13,7 +13,8 @@ Rules
    submitted.
 2. Deadlines count from the request's arrival, on this process's clock: they hold whether or not the core
    steps.
-3. A prompt counts as computed once one of its choices has begun. What a request has cost is reported at its
+3. Requests begin and end in turns, one in each turn of the loop, of one tenant after another.
+4. A prompt counts as computed once one of its choices has begun. What a request has cost is reported at its
    end, whatever that is.
 """
 
@@ -68,6 +69,9 @@ async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> No
         if arrival.is_aborted:
             raise RequestAborted("The request was aborted.")
         holding.hold(asked.answer_len)
+        exchange.stage = "queue"
+        prompt_lens = [len(choice.prompt_ids) for choice in asked.choices]
+        state.core.check_room(exchange.tenant, len(prompt_lens), sum(prompt_lens))
         generation = Generation(state, exchange, asked, model, deadlines)
         del asked  # frees the prompts, which the core has once they are submitted
         with state.listed(exchange.request_id, generation):
@@ -108,7 +112,6 @@ class Generation:
         self._is_settled = False
 
     async def run(self) -> None:
-        self._exchange.stage = "queue"
         submitted_at = self._exchange.stages.enter("handover")
         for output in self._outputs:
             output.submitted_at = submitted_at
@@ -172,6 +175,10 @@ class Generation:
                         await asyncio.sleep(0)
                         pieces, size = [], 0
             if output.is_done:
+                if (turn := self._state.ends.ask(exchange.tenant)) is not None:
+                    await responder.write(b"".join(pieces))
+                    await turn
+                    pieces = []
                 pieces.append(self._ending())
             await responder.write(b"".join(pieces))
         exchange.is_served = True
@@ -196,6 +203,8 @@ class Generation:
 
     async def _respond(self) -> None:
         deltas: list[Delta] = sorted(await self._output.take(), key=lambda delta: delta.index)
+        if (turn := self._state.ends.ask(self._exchange.tenant)) is not None:
+            await turn
         self._settle()
         self._exchange.answers()
         closing = sse.encode_closing(self._exchange.closing()).decode()

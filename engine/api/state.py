@@ -49,7 +49,11 @@ class EngineState:
         self.lifecycle = Lifecycle()
         self.health = Health(self.lifecycle, self._problems)
         self.threads = FairThreads(config.tokenizer_threads)
-        self.turns = FairTurns()
+        self.begins = FairTurns()
+        """The turns in which requests begin."""
+        self.ends = FairTurns()
+        """The turns in which answers end. Those of a crowd end together, and would hold the loop for as
+        long as all of them take."""
         self.memory = FairShare(config.request_memory)
         """The bytes that requests hold in this process (bodies, prompts, answers), shared out between
         tenants."""

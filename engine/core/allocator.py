@@ -211,9 +211,7 @@ class Allocator:
             return True  # rule G
         if now + YIELDS_AHEAD_S < self._may_yield_from:
             return False
-        tenants = {sequence.tenant for sequence in waiting}
-        slots_of = self.holdings.slots.items()
-        most = max((self.holdings.share(t) for t, slots in slots_of if slots > 1), default=0.0)
+        most, tenants = self.holdings.most, {sequence.tenant for sequence in waiting}
         return any(self.holdings.share(t, slots=1, pages=1) < most for t in tenants)  # rule J
 
     def preempt_for(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, now: float) -> bool:
@@ -233,9 +231,11 @@ class Allocator:
             return self._preempt_enough(sequence, prefix, ordered, builder, now, yields=False)
         if now + YIELDS_AHEAD_S < self._may_yield_from:
             return False
-        yielding = [s for s in may_yield(self.running.values(), sequence) if s.slot not in seated]
         known_pages = pages_for(len(sequence.tokens), self._runner.page_size)
         will_hold = self.holdings.share(sequence.tenant, slots=1, pages=known_pages)
+        if will_hold >= self.holdings.most:  # as for nearly all of a crowd
+            return False
+        yielding = [s for s in may_yield(self.running.values(), sequence) if s.slot not in seated]
         ordered = by_expendability(yielding, self._restore_s, self.holdings, above=will_hold)
         if ordered and self.fits(sequence, prefix, ordered):
             return self._preempt_enough(sequence, prefix, ordered, builder, now, yields=True)

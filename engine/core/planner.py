@@ -74,6 +74,22 @@ class Blocked:
 
 
 @dataclass(slots=True)
+class Outlook:
+    """What first tokens of newcomers wait for as things stand, for all that are taken in together."""
+
+    rate: Rate
+    rivals: list[Sequence]
+    """The prompts that may go before a newcomer's, `LOOKED_AT_MAX` at most."""
+    lens: list[int]
+    """The tokens of each that are still to be computed."""
+
+    def add(self, newcomer: Sequence) -> None:
+        if len(self.rivals) < deadlines.LOOKED_AT_MAX:
+            self.rivals.append(newcomer)
+            self.lens.append(newcomer.expected_len)
+
+
+@dataclass(slots=True)
 class Planner:
     """Fills the plan of one step."""
 
@@ -88,6 +104,8 @@ class Planner:
     credit: Credit = field(default_factory=Credit)
     """The time that the last step left to prompts."""
     hurries: HurryCredits = field(default_factory=HurryCredits)
+    outlook: Outlook | None = None
+    """The last one that was taken; None once anything but a newcomer has changed it."""
     prefix_query_tokens: int = 0
     """Prompt tokens of all sequences that were admitted for the first time."""
     prefix_hit_tokens: int = 0
@@ -170,29 +188,33 @@ class Planner:
         """The estimate of a newcomer's time to first token, by rule 1 of `engine.core.deadlines`, or more
         where even that is at most `within_s`. Its work does not grow with the queue: a flood of requests with
         deadlines would cost its square otherwise."""
+        if self.outlook is None:
+            self.outlook = self._look_out()
+        cost, rate, rivals = self.learner.cost, self.outlook.rate, self.outlook.rivals
+        position, own_len = sequence.prompt_len - sequence.expected_len, sequence.expected_len
+        most_s = deadlines.first_token_most_s(cost, rate, self.outlook.lens, position, own_len)
+        if most_s <= within_s:
+            return most_s
+        before: list[int] = []
+        if rivals:
+            ranked = self.waiting.rank([*rivals, sequence], self._circumstances(now, [*rivals, sequence]))
+            before = [other.expected_len for other in ranked[: ranked.index(sequence)]]
+        allowance_s = self.hurries.left_s(sequence.tenant, now)
+        fast = deadlines.hurried(rate, self.learner.error)
+        return deadlines.first_token_s(cost, rate, fast, before, position, own_len, allowance_s)
+
+    def _look_out(self) -> Outlook:
         prefills: list[Sequence] = []
         streams: list[Sequence] = []
         for other in self.allocator.running.values():
             if other.is_due:
                 (streams if other.pending_len == 1 else prefills).append(other)
-        cost, error = self.learner.cost, self.learner.error
-        decodes_s = cost.seconds(Work.of([each.planned_len for each in streams], [1] * len(streams)))
-        budget = self._budget(streams, decodes_s)
-        rate = Rate(decodes_s, budget.seconds, len(streams), self.config.step_tokens_max)
+        work = Work.of([each.planned_len for each in streams], [1] * len(streams))
+        budget = self._budget(streams, decodes_s := self.learner.cost.seconds(work))
         waiting = [other for other in islice(self.waiting, deadlines.LOOKED_AT_MAX) if not other.is_paused]
         rivals = [*prefills, *waiting][: deadlines.LOOKED_AT_MAX]
-        before = [other.expected_len for other in rivals]
-        position = sequence.prompt_len - sequence.expected_len
-        most_s = deadlines.first_token_most_s(cost, rate, before, position, sequence.expected_len)
-        if most_s <= within_s:
-            return most_s
-        if rivals:
-            circumstances = self._circumstances(now, [*rivals, sequence])
-            ranked = self.waiting.rank([*rivals, sequence], circumstances)
-            before = [other.expected_len for other in ranked[: ranked.index(sequence)]]
-        allowance_s = self.hurries.left_s(sequence.tenant, now)
-        fast = deadlines.hurried(rate, error)
-        return deadlines.first_token_s(cost, rate, fast, before, position, sequence.expected_len, allowance_s)
+        rate = Rate(decodes_s, budget.seconds, len(streams), self.config.step_tokens_max)
+        return Outlook(rate, rivals, [other.expected_len for other in rivals])
 
     def _circumstances(self, now: float, rivals: Iterable[Sequence]) -> Circumstances:
         competing = {sequence.tenant for sequence in rivals}

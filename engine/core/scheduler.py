@@ -207,6 +207,8 @@ class Scheduler:
         self._wake(now)
         self._sequences[sequence.handle] = sequence
         self._waiting.enter(sequence)
+        if self._planner.outlook is not None:
+            self._planner.outlook.add(sequence)
         if coming_len:
             self._fetching[sequence.handle] = sequence, now + compute_s
 
@@ -250,6 +252,7 @@ class Scheduler:
         for handle in handles:
             sequence = self._sequences.get(handle)
             if sequence is not None and not sequence.is_paused:
+                self._planner.outlook = None
                 sequence.pause(now)
                 self._paused[handle] = sequence
                 self._news.is_due = True
@@ -259,6 +262,7 @@ class Scheduler:
     def resume(self, handles: Iterable[int], now: float) -> None:
         """Plan these sequences again; handles that are not paused are passed over."""
         self._wake(now)
+        self._planner.outlook = None
         for handle in handles:
             sequence = self._paused.pop(handle, None)
             if sequence is not None:
@@ -287,7 +291,7 @@ class Scheduler:
         step in flight is committed: then commit, and plan again.
         """
         assert len(self._in_flight) <= STEPS_AHEAD_MAX
-        self._now = now
+        self._now, self._planner.outlook = now, None
         self._end_overdue(now)
         self._take_fetched(now)
         self._allocator.stall_paused(now)
@@ -345,6 +349,7 @@ class Scheduler:
         """Take in the result of the oldest plan in flight. Rows of sequences that ended meanwhile bring
         nothing (rule H)."""
         flight = self._in_flight.pop(plan.step)
+        self._planner.outlook = None
         assert all(plan.step < other for other in self._in_flight), "out of order"
         self._step_s = now - max(flight.planned_at, self._committed_at)
         self._step_tokens = sum(plan.lengths)
@@ -360,6 +365,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         assert not (sequence.coming and reason is FinishReason.LENGTH), "a row beyond the last token"
+        self._planner.outlook = None
         self._allocator.release(sequence)
         del self._sequences[sequence.handle]
         self._tenants.leave(sequence.tenant)

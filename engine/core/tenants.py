@@ -114,6 +114,12 @@ class TenantHoldings:
         """Slots by tenant; tenants without any are left out."""
         return self._slots
 
+    @property
+    def most(self) -> float:
+        """The largest dominant share of a tenant that holds several slots, and so may yield one; 0.0 where
+        none does."""
+        return max((self.share(tenant) for tenant, slots in self._slots.items() if slots > 1), default=0.0)
+
     def add(self, tenant: str, *, slots: int, pages: int) -> None:
         """Count so many slots and pages more for this tenant; negative numbers are fewer."""
         self._slots[tenant] += slots

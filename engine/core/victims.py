@@ -95,12 +95,14 @@ def by_expendability(
     ordered: list[Sequence] = []
     slots, pages = Counter[str](), Counter[str]()  # held by the sequences in the list
     for _, of_tenant in sorted(of_class.items()):
-        for those in of_tenant.values():
-            those.sort(key=key, reverse=True)
+        in_order = set[str]()
         shares = [(-holdings.share(t, slots=-slots[t], pages=-pages[t]), t) for t in of_tenant]
         heapify(shares)
         while shares and -shares[0][0] > above:
             _, tenant = heappop(shares)
+            if tenant not in in_order:
+                in_order.add(tenant)
+                of_tenant[tenant].sort(key=key, reverse=True)
             ordered.append(least := of_tenant[tenant].pop())
             slots[tenant] += 1
             pages[tenant] += len(least.pages)

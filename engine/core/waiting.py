@@ -95,13 +95,22 @@ class WaitingQueue:
     def admit(self, sequence: Sequence) -> None:
         """Remove a sequence that gets a slot, before its status changes."""
         if sequence.status is not Status.STALLED:
-            not_held = (
-                s for s in self._taking_turns() if s.tenant not in self._held or s.tenant == sequence.tenant
-            )
-            is_oldest = sequence is min(not_held, key=policy.age)
-            self._admitted_since_oldest = 0 if is_oldest else self._admitted_since_oldest + 1
+            self._admitted_since_oldest = self._admitted_since_oldest + 1 if self._has_older(sequence) else 0
         self._admissions += 1
         self.leave(sequence)
+
+    def _has_older(self, sequence: Sequence) -> bool:
+        """True if an older one has its turn before `sequence`: of its own tenant, or of one that has no held
+        one."""
+        own_age, tenant, held = policy.age(sequence), sequence.tenant, self._held
+        older = (
+            other
+            for status, queue in self.queues.items()
+            if status is not Status.STALLED
+            for other in queue.values()
+            if policy.age(other) < own_age
+        )
+        return any((s.tenant == tenant or s.tenant not in held) and self._takes_turns(s) for s in older)
 
     def is_following(self, sequence: Sequence) -> bool:
         """True if a waiting sequence lacks the prompt that another computes."""
@@ -144,18 +153,23 @@ class WaitingQueue:
         is_oldests_turn = self._admitted_since_oldest >= self._discipline.oldest_every - 1
         oldest: dict[str, Sequence] = {}
         if is_oldests_turn or self._held:
-            for sequence in policy.by_age(self._taking_turns()):
-                if is_oldests_turn or sequence.tenant in self._held:
-                    oldest.setdefault(sequence.tenant, sequence)
-        return list(oldest.values())
+            for sequence in self._taking_turns():
+                tenant = sequence.tenant
+                if is_oldests_turn or tenant in self._held:
+                    first = oldest.setdefault(tenant, sequence)
+                    if policy.age(sequence) < policy.age(first):
+                        oldest[tenant] = sequence
+        return policy.by_age(oldest.values())
 
     def _taking_turns(self) -> Iterator[Sequence]:
-        """The unpaused sequences except those that resume after a stall with their pages, and those that
-        follow others."""
+        """The sequences that take turns, but for those that resume after a stall with their pages."""
         for status, queue in self.queues.items():
             if status is not Status.STALLED:
-                unpaused = (s for s in queue.values() if not s.is_paused and s.awaits is None)
-                yield from (s for s in unpaused if not self.is_following(s))
+                yield from filter(self._takes_turns, queue.values())
+
+    def _takes_turns(self, sequence: Sequence) -> bool:
+        """True if a waiting sequence is neither paused nor waits for the disk, and follows no other."""
+        return sequence.paused_at is None and sequence.awaits is None and not self.is_following(sequence)
 
     def by_class(self, now: float) -> tuple[tuple[int, ...], tuple[float, ...], list[int]]:
         """For each class the number of unpaused waiting sequences, the age of the oldest in seconds (0.0

@@ -209,6 +209,50 @@ def test_an_estimate_costs_no_more_in_a_flood(first_token_s: float) -> None:
     assert h.scheduler.stats().waiting == 2 * LOOKED_AT_MAX + 3000 + (0 if refused else 50)
 
 
+def test_estimates_of_those_that_come_together_look_at_what_runs_once() -> None:
+    """Between two plans, each of a crowd's estimates costs the same, however much runs and waits."""
+
+    def lines_of_a_crowd(slots: int) -> int:
+        h = Harness(slots=slots, queue_len_max=10_000, pages=4 * slots)
+        for handle in range(1, 2 * slots + 1):
+            h.add(handle, [handle % 7] * 4, greedy(100))
+        h.steps(2)
+        h.add(1000, [1] * 4, greedy(2), first_token_s=1e6)
+
+        def come() -> None:
+            for handle in range(2000, 2025):
+                h.add(handle, [1] * 4, greedy(2), first_token_s=1e6)
+
+        return lines_of(come)
+
+    assert lines_of_a_crowd(64) <= 1.1 * lines_of_a_crowd(2)
+
+
+@pytest.mark.parametrize("change", ["pause", "resume", "abort", "step"])
+def test_an_estimate_knows_what_has_changed_since_the_last(change: str) -> None:
+    h = Harness(slots=2)
+    for handle in (1, 2, 3):
+        h.add(handle, [handle] * 8, greedy(100))
+    h.steps(3)
+    if change == "resume":
+        h.scheduler.pause([3], h.now)
+    h.add(4, [4] * 8, greedy(2), first_token_s=1e6)
+    match change:
+        case "pause":
+            h.scheduler.pause([3], h.now)
+        case "resume":
+            h.scheduler.resume([3], h.now)
+        case "abort":
+            h.scheduler.abort([3], h.now)
+        case _:
+            h.steps(1)
+    planner = h.scheduler._planner
+    kept = planner.outlook
+    assert kept is None or kept == planner._look_out()
+    h.add(5, [5] * 8, greedy(2), first_token_s=1e6)
+    assert planner.outlook == planner._look_out()
+
+
 def test_those_who_state_short_deadlines_delay_no_other_tenant() -> None:
     """A thousand requests that want their first tokens within a millisecond are refused as they come, and
     what they wait behind is untouched; a thousand that can wait for eleven days are served by rank."""

@@ -1,0 +1,87 @@
+"""Requests of a crowd: those that are refused cost little, and those that end together end in turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import httpx
+import pytest
+
+from engine.api import generate
+from engine.api.generate import Generation
+from tests.engine.api.conftest import Serve, Served, until
+
+CROWD = 24
+
+
+def ask(served: Served, tenant: str, *, stream: bool = False) -> asyncio.Task[httpx.Response]:
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 4, "stream": stream}
+    headers = {"x-penstock-tenant": tenant}
+    return asyncio.create_task(served.http.post("/v1/completions", json=body, headers=headers))
+
+
+class Turns:
+    """Counts the turns of the loop, and notes in which of them a tenant's answer ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.turn = 0
+        self.ended: list[tuple[int, str]] = []
+        settle = Generation._settle
+
+        def noted(generation: Generation) -> None:
+            self.ended.append((self.turn, generation._exchange.tenant))
+            settle(generation)
+
+        monkeypatch.setattr(Generation, "_settle", noted)
+
+    def count(self) -> None:
+        self.turn += 1
+        asyncio.get_running_loop().call_soon(self.count)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_that_end_together_end_in_turns_of_their_tenants(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    turns = Turns(monkeypatch)
+    async with serve(max_queue_len=100, max_num_seqs=100) as served:
+        served.core.is_held = True
+        served.says("x")
+        crowd = [ask(served, "crowd", stream=stream) for _ in range(CROWD)]
+        await until(lambda: served.engine.state.core.live == CROWD)
+        victim = ask(served, "victim", stream=stream)
+        await until(lambda: served.engine.state.core.live == CROWD + 1)
+        turns.count()
+        served.core.release()
+        answers = await asyncio.gather(victim, *crowd)
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.text.count("[DONE]") for answer in answers}) == 1
+        served.assert_nothing_leaks()
+    assert max(Counter(turn for turn, _ in turns.ended).values()) == 1
+    order = [tenant for _, tenant in turns.ended]
+    assert len(order) == CROWD + 1
+    assert order.index("victim") <= 2
+
+
+async def test_nothing_is_made_for_requests_that_find_the_queue_full(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[Generation]()
+
+    def make(*arguments: object) -> Generation:
+        made.append(Generation(*arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    monkeypatch.setattr(generate, "Generation", make)
+    async with serve(max_queue_len=8) as served:
+        served.core.admits = False
+        served.says("x")
+        crowd = [ask(served, "crowd") for _ in range(CROWD)]
+        await until(lambda: sum(task.done() for task in crowd) == CROWD - 6)
+        assert len(made) == 6
+        served.core.admits = True
+        served.core.release()
+        statuses = Counter([(await task).status_code for task in crowd])
+        assert statuses == {200: 6, 503: CROWD - 6}
+        served.assert_nothing_leaks()
