@@ -25,10 +25,14 @@ class ServiceFailed(Exception):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of this machine's own address for a server that sets SO_REUSEADDR, as servers do. For a minute
+    the kernel gives it to no one else: it remembers a connection that this side has closed first
+    (TIME_WAIT)."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            listening.accept()[0].close()
+    return port
 
 
 def demo_model() -> str:

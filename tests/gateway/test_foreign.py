@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 from gateway.app import Gateway
 from gateway.config import load
 from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, usage_of
+from shared.bench.services import free_port
 from tests.gateway import foreign_app
 from tests.gateway.conftest import KEY, PATIENCE_S, settings, until
 from tests.gateway.foreign_app import MODEL, USAGE, WORDS
@@ -32,9 +32,7 @@ TEXT = "".join(WORDS)
 @asynccontextmanager
 async def granian(protocol: str) -> AsyncIterator[str]:
     """`protocol` as our configuration names it. The server speaks that one alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = await asyncio.create_subprocess_exec(
         *(str(GRANIAN), "--interface", "asgi", "--http", protocol.removeprefix("http"), "--workers", "1"),
         *("--host", "127.0.0.1", "--port", str(port), "--no-ws", "--log-level", "warning"),

@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from shared.bench.services import free_port
 from shared.cli import restarts, running, supervisor, up
 from shared.cli.running import Running
 from shared.cli.supervisor import ServiceSpec
@@ -43,10 +43,9 @@ class Screen(io.StringIO):
         return super().write(text)
 
     async def shows(self, text: str) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while text not in self.getvalue():
-                self._changed.clear()
-                await self._changed.wait()
+        while text not in self.getvalue():
+            self._changed.clear()
+            await self._changed.wait()
 
 
 @dataclass
@@ -87,15 +86,16 @@ class Stage:
         lines = (line.split() for line in self.diary.read_text().splitlines())
         return next(int(words[2]) for words in lines if words[:2] == [name, "started"])
 
+    async def shows(self, text: str) -> None:
+        """Wait until the screen shows it, or fail with all that it shows once nothing more comes."""
+        showing = asyncio.ensure_future(self.screen.shows(text))
+        await asyncio.wait({showing, self.task}, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        showing.cancel()
+        assert text in self.screen.getvalue(), self.screen.getvalue()
+
     async def ends(self) -> int:
         async with asyncio.timeout(PATIENCE_S):
             return await self.task
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 Staging = Callable[..., Stage]
@@ -128,12 +128,12 @@ async def test_an_engine_of_several_that_ends_is_started_again(
     """And Ctrl-C ends all of them, the new one too."""
     monkeypatch.setattr(restarts, "RESTART_S_MIN", 0.01)
     stage = staging(engines=2)
-    await stage.screen.shows("Ctrl-C here stops all services.")
+    await stage.shows("Ctrl-C here stops all services.")
     assert "Engines    2" in stage.screen.getvalue()
     first = stage.pid("engine-1")
     os.kill(first, signal.SIGKILL)
-    await stage.screen.shows("the engine-1 was killed by signal 9")
-    await stage.screen.shows("The engine-1 is ready again.")
+    await stage.shows("the engine-1 was killed by signal 9")
+    await stage.shows("The engine-1 is ready again.")
     started = [line for line in stage.diary.read_text().splitlines() if line.startswith("engine-1 started")]
     pids = [int(line.split()[2]) for line in started]
     assert (len(pids), pids[0]) == (2, first)
@@ -149,7 +149,7 @@ async def test_an_engine_that_ends_again_and_again_ends_all(
     monkeypatch.setattr(restarts, "RESTART_S_MIN", 0.01)
     monkeypatch.setattr(restarts, "ROW_MAX", 2)
     stage = staging(engines=2)
-    await stage.screen.shows("Ready after")
+    await stage.shows("Ready after")
     spec = stage.plan.services[0]
     object.__setattr__(spec, "argv", (*spec.argv, "dies"))
     os.kill(stage.pid("engine-0"), signal.SIGKILL)
@@ -162,7 +162,7 @@ async def test_an_engine_that_ends_again_and_again_ends_all(
 
 async def test_the_gateways_end_is_the_end_of_all_engines(staging: Staging) -> None:
     stage = staging(engines=2)
-    await stage.screen.shows("Ready after")
+    await stage.shows("Ready after")
     os.kill(stage.pid("gateway"), signal.SIGKILL)
     assert await stage.ends() == 1
     assert "the gateway was killed by signal 9" in stage.screen.getvalue()
@@ -179,7 +179,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_up_starts_in_order_and_stops_in_the_opposite(staging: Staging, number: signal.Signals) -> None:
     stage = staging()
-    await stage.screen.shows("Ctrl-C here stops both")
+    await stage.shows("Ctrl-C here stops both")
     assert stage.events() == ["engine started", "gateway started"]
     assert running.read_running() == stage.plan.running
     os.kill(os.getpid(), number)
@@ -194,9 +194,9 @@ async def test_up_starts_in_order_and_stops_in_the_opposite(staging: Staging, nu
 
 async def test_a_second_signal_kills(staging: Staging) -> None:
     stage = staging(gateway=("stubborn",))
-    await stage.screen.shows("Ready after")
+    await stage.shows("Ready after")
     os.kill(os.getpid(), signal.SIGINT)
-    await stage.screen.shows("Ctrl-C again stops at once")
+    await stage.shows("Ctrl-C again stops at once")
     os.kill(os.getpid(), signal.SIGINT)
     assert await stage.ends() == 0
     assert "engine stopped" not in stage.events()
@@ -206,7 +206,7 @@ async def test_a_second_signal_kills(staging: Staging) -> None:
 
 async def test_a_child_that_will_not_stop_is_killed_in_time(staging: Staging) -> None:
     stage = staging(grace_s=0.1, gateway=("stubborn",), engine=("stubborn",))
-    await stage.screen.shows("Ready after")
+    await stage.shows("Ready after")
     os.kill(os.getpid(), signal.SIGTERM)
     assert await stage.ends() == 0
     assert not is_alive(stage.pid("gateway"))
@@ -231,7 +231,7 @@ async def test_a_child_that_never_gets_ready_times_out(staging: Staging) -> None
 
 async def test_a_child_that_dies_takes_the_other_with_it(staging: Staging) -> None:
     stage = staging()
-    await stage.screen.shows("Ready after")
+    await stage.shows("Ready after")
     async with httpx.AsyncClient() as client:
         with contextlib.suppress(httpx.RemoteProtocolError):
             await client.get(f"{stage.plan.services[0].url}/die")
@@ -244,7 +244,7 @@ async def test_a_child_that_dies_takes_the_other_with_it(staging: Staging) -> No
 
 async def test_a_child_that_is_killed_is_reported_with_its_signal(staging: Staging) -> None:
     stage = staging()
-    await stage.screen.shows("Ready after")
+    await stage.shows("Ready after")
     os.kill(stage.pid("engine"), signal.SIGKILL)
     assert await stage.ends() == 1
     assert "the engine was killed by signal 9" in stage.screen.getvalue()
@@ -262,7 +262,7 @@ async def test_a_child_that_can_serve_no_more_counts_as_dead(
 
 async def test_a_signal_while_starting_stops_what_has_started(staging: Staging) -> None:
     stage = staging(engine=("never-ready",))
-    await stage.screen.shows("warming up")
+    await stage.shows("warming up")
     os.kill(os.getpid(), signal.SIGINT)
     assert await stage.ends() == 0
     assert stage.events() == ["engine started", "engine stopped"]

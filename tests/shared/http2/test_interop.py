@@ -11,7 +11,6 @@ import asyncio
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from shared.bench.services import free_port
 from shared.http2 import limits
 from shared.http2.client import STREAM_EXTENSION, Http2Transport
 from shared.http2.config import ConnectionConfig
@@ -139,9 +139,7 @@ async def test_httpx_with_httpcore(fast: bool) -> None:
 
 @asynccontextmanager
 async def granian() -> AsyncIterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = await asyncio.create_subprocess_exec(
         *(tool("granian"), "--interface", "asgi", "--http", "2", "--workers", "1"),
         *("--host", "127.0.0.1", "--port", str(port), "--no-ws", "--log-level", "warning", "asgi_app:app"),
