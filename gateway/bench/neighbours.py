@@ -9,9 +9,8 @@ it.
     longest block      of each service's event loop, as its metrics tell
     memory             the peak of each process above its memory at rest, as a fraction of `shared.memory`
     charged            tokens that the gateway settled for the attacker, as a fraction of those that steps
-                       computed for it: of all that were computed, without those of as many rounds of the
-                       victim alone, and without those that the engine names as charged to
-                       nobody
+                       computed for it: of all without those of the victim, by its answers' usage, and
+                       those that the engine names as charged to nobody
     strength           the attack's requests, its answers and the bytes of its bodies, per second: an attacker
                        that is starved shows there
 
@@ -50,7 +49,7 @@ from gateway.bench.neighbourhood import (
     peak_bytes,
     rest_bytes,
 )
-from gateway.bench.victim import Account, Victim, VictimFailed
+from gateway.bench.victim import Account, Cost, Victim, VictimFailed
 from shared.bench.cpu import descendants
 from shared.bench.figures import Figure, at_least, at_most, figure, quantile
 from shared.bench.services import demo_model, free_port, get, service
@@ -66,10 +65,11 @@ BLOCK_TARGET: Final = at_most(50)
 MEMORY_TARGET: Final = at_most(1)
 CHARGED_TARGET: Final = at_least(1)
 COMPUTED_MIN: Final = 200
-"""The fewest computed tokens for which a ratio is told. Rounds of the victim differ by some, as the prefix
-cache holds more or less of their prompts."""
+"""The fewest computed tokens for which a ratio is told."""
 WARM_ROUNDS: Final = 5
-REPEATS_MAX: Final = 12
+ROUNDS: Final = 60
+"""Four first tokens in each: with fewer than a hundred in all, their p99 would be the longest of them."""
+REPEATS_MAX: Final = 36
 SERVICES_NICE: Final = 10
 """The number that is added to the services' nice value."""
 REST_POLL_S: Final = 0.02
@@ -88,7 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         + "; ".join(Law),
     )
     parser.add_argument(
-        "--rounds", type=int, default=20, help="the victim's rounds of a stream and three chats, each time"
+        "--rounds",
+        type=int,
+        default=ROUNDS,
+        help="the victim's rounds of a stream and three chats, each time",
     )
 
 
@@ -119,19 +122,6 @@ class _Process:
     name: str
     pid: int
     memory_max: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    """Tokens since the services' start, or between two readings."""
-
-    settled: float
-    computed: float
-    """The tokens that steps computed: prompts without what was cached, and all generated tokens but each last
-    one. Those that the engine names as charged to nobody are left out."""
-
-    def less(self, other: _Cost, times: float = 1.0) -> _Cost:
-        return _Cost(self.settled - times * other.settled, self.computed - times * other.computed)
 
 
 @dataclass(slots=True)
@@ -188,7 +178,6 @@ class _House:
 
     async def measure(self, sender: Sender, rounds: int) -> _Seen:
         """Run the attack that the sender has prepared, beside the victim. Raises VictimFailed, EOFError."""
-        at_first = _cost(await self._at_rest())
         alone, beside = await self._victim.alone(rounds), Account()
         for process in self._processes:
             forget_peak(process.pid)
@@ -202,13 +191,12 @@ class _House:
                 break
         during = await self._read()
         in_all = _cost(await self._at_rest()).less(before)
-        victims = before.less(at_first)
         return _Seen(
             alone,
             beside,
             {name: 1e3 * reading[_LAG] for name, reading in during.items()},
             {process.name: self._share(process) for process in self._processes},
-            _charged(in_all.less(victims, beside.rounds / rounds)),
+            _charged(in_all.less(beside.cost)),
             strength,
         )
 
@@ -237,13 +225,14 @@ def _parsed(text: str) -> _Reading:
     return _Reading({name: float(value) for name, _, value in lines})
 
 
-def _cost(read: dict[str, _Reading]) -> _Cost:
+def _cost(read: dict[str, _Reading]) -> Cost:
+    """Of all requests since the services' start, without computed tokens that are charged to nobody."""
     steps = read["engine"]["penstock_engine_step_budget_use_sum"] * STEP_TOKENS
     named = sum(value for name, value in read["engine"].values.items() if name.startswith(_UNCHARGED))
-    return _Cost(read["gateway"]['penstock_gateway_quota_tokens_total{kind="settled"}'], steps - named)
+    return Cost(read["gateway"]['penstock_gateway_quota_tokens_total{kind="settled"}'], steps - named)
 
 
-def _charged(attackers: _Cost) -> float | None:
+def _charged(attackers: Cost) -> float | None:
     return attackers.settled / attackers.computed if attackers.computed >= COMPUTED_MIN else None
 
 

@@ -73,7 +73,7 @@ _SUBJECTS: Final = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=2000, help="requests of a turn")
-    parser.add_argument("--turns", type=int, default=11, help="turns of each row")
+    parser.add_argument("--turns", type=int, default=31, help="turns of each row")
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 64], help="callers at once, a row each")
     parser.add_argument("--redis", metavar="URL", help="a server to use instead of one that is started")
 

@@ -36,11 +36,28 @@ class VictimFailed(Exception):
     """A request of the victim did not get what it gets alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Tokens that requests were charged, and those that steps computed for them."""
+
+    settled: float = 0.0
+    computed: float = 0.0
+    """Prompts without what was cached, and all generated tokens but each last one."""
+
+    def plus(self, other: Cost) -> Cost:
+        return Cost(self.settled + other.settled, self.computed + other.computed)
+
+    def less(self, other: Cost) -> Cost:
+        return Cost(self.settled - other.settled, self.computed - other.computed)
+
+
 @dataclass(slots=True)
 class Account:
-    """The times that the victim saw, in milliseconds."""
+    """What the victim saw. Times are in milliseconds."""
 
     rounds: int = 0
+    cost: Cost = Cost()
+    """By the usage that its answers tell."""
     gaps_ms: list[float] = field(default_factory=list)
     """The times between two events of a stream."""
     first_ms: list[float] = field(default_factory=list)
@@ -51,9 +68,15 @@ class Account:
         self.gaps_ms += (1e3 * (b - a) for a, b in itertools.pairwise(stream.event_times))
         self.first_ms.append(1e3 * (stream.event_times[0] - stream.sent_at))
         self.first_ms += (1e3 * (chat.ended_at - chat.sent_at) for chat in chats)
+        for answer in (stream, *chats):
+            usage = answer.usage
+            assert usage is not None
+            settled = usage.prompt_tokens + usage.completion_tokens
+            self.cost = self.cost.plus(Cost(settled, usage.computed))
 
     def merge(self, other: Account) -> None:
         self.rounds += other.rounds
+        self.cost = self.cost.plus(other.cost)
         self.gaps_ms += other.gaps_ms
         self.first_ms += other.first_ms
 

@@ -87,6 +87,17 @@ class TokenCounts(msgspec.Struct):
 
     prompt_tokens: int
     completion_tokens: int
+    prompt_tokens_details: _PromptDetails | None = None
+
+    @property
+    def computed(self) -> int:
+        """The tokens that steps computed: the prompt without what was cached, and all but the last token."""
+        cached = self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens
+        return self.prompt_tokens - (cached or 0) + self.completion_tokens - 1
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
 
 
 class _WithUsage(msgspec.Struct):

@@ -10,10 +10,15 @@ from gateway.bench.attack import Attack, Law
 from gateway.bench.attackers import named
 from gateway.bench.attacks import ATTACKS, against
 from gateway.bench.neighbourhood import LIVE_MAX, REQUEST_MEMORY, gateway_config
-from gateway.bench.neighbours import _charged, _Cost, _is_wanted, _parsed
+from gateway.bench.neighbours import _charged, _is_wanted, _parsed
+from gateway.bench.victim import Account, Cost
 from gateway.config import load
+from shared.bench.client import TimedRequest
 from shared.config import to_toml
 from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
+
+DETAILS = b'"prompt_tokens_details": {"cached_tokens": %d}'
+USAGE = b'{"usage": {"prompt_tokens": %d, ' + DETAILS + b', "completion_tokens": %d}}'
 
 
 def test_every_attack_has_a_name_of_its_own_and_every_law_has_attacks() -> None:
@@ -42,9 +47,13 @@ def test_the_gateways_file_is_a_configuration() -> None:
 
 
 def test_charges_are_told_without_the_victims() -> None:
-    in_all, victims = _Cost(1000.0, 900.0), _Cost(200.0, 100.0)
-    assert _charged(in_all.less(victims, 2.0)) == pytest.approx(600 / 700)
-    assert _charged(in_all.less(victims, 9.0)) is None
+    victims = Account()
+    stream = TimedRequest(0.0, event_times=[0.0], last_event=b"data: " + USAGE % (20, 16, 11))
+    victims.add(stream, [TimedRequest(0.0, body=USAGE % (10, 0, 1))])
+    assert victims.cost == Cost(31.0 + 11.0, 14.0 + 10.0)
+    victims.merge(victims)
+    assert _charged(Cost(684.0, 648.0).less(victims.cost)) == 1.0
+    assert _charged(Cost(684.0, 48.0 + 199.0).less(victims.cost)) is None
 
 
 def test_metrics_are_read_by_their_names_with_their_labels() -> None:
