@@ -8,7 +8,8 @@ of the loop, and asyncio all of them in one, in the order in which they came.
 
 Rules
 
-1. In one turn of the loop one connection is set up, of tenants and addresses one after another.
+1. In one turn of the loop at most `SET_UP_MAX` connections are set up, tenants and addresses one after
+   another.
 2. A key is looked at and not checked. It names a tenant if a request with the same one was let in of late
    (`gateway.identity.known`), and decides about nothing but the turn.
 3. The address counts where no such key is shown: there is TLS, or the caller is not known. Of IPv6 it is the
@@ -38,6 +39,9 @@ from shared.listening import CLOSE_GRACE_S
 
 ACCEPT_MAX: Final = 64
 """Connections that are accepted in one turn of the loop, each of which takes some 15 microseconds."""
+SET_UP_MAX: Final = 2
+"""Connections that are set up in one turn. The request that comes with one, which begins a few turns later,
+takes most of a millisecond; so this bounds the length of turns beside a flood of both."""
 WAITING_MAX: Final = 1024
 """Connections that wait for their turns."""
 PAUSE_S: Final = 1.0
@@ -72,7 +76,7 @@ class Accepting:
         self._protocol: Final = protocol
         self._known: Final = known
         self._tls: Final[dict[str, Any]] = {"ssl": tls, "ssl_handshake_timeout": handshake_s} if tls else {}
-        self._turns: Final = FairTurns()
+        self._turns: Final = FairTurns(SET_UP_MAX)
         self._silent_s: Final = silent_s
         self._on_silent: Final = on_silent
         self._silent: Final[dict[socket.socket, tuple[str, asyncio.TimerHandle]]] = {}

@@ -12,7 +12,7 @@ Rules of the public listener:
    bound, the one that has done so for longest is closed.
 3. A TLS handshake, before which there is no request whose deadline could end it, has a time limit of its own.
 4. Connections are set up (`gateway.accepting`), and the requests of callers who have left are ended, in
-   turns: one in each turn of the loop, tenants one after another.
+   turns: a few in each turn of the loop, tenants one after another.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ So a request takes its turn before it begins, and a body that comes in many piec
 
 Rules
 
-1. In one turn of the loop one request begins, or one body is read on, or what else takes turns goes on. The
-   others wait for one of the next turns; between two turns the loop does all else that is ready. So who comes
-   waits for one beginning before it is looked at, and for one of each tenant before its own. A turn in which
-   nothing else is ready costs microseconds: several in each turn would save little.
+1. In one turn of the loop at most `BEGIN_MAX` requests begin, or bodies are read on, or what else takes turns
+   goes on. The others wait for one of the next turns; between two turns the loop does all else that is ready.
 2. Tenants that wait go one after another, whatever the number of their requests. Within a tenant the one that
    came first goes first.
 3. A request that was cancelled while it waited takes no turn.
@@ -19,16 +17,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Final
+
+BEGIN_MAX: Final = 8
+"""Requests that begin in one turn, or pieces that are read. Each takes a fraction of a millisecond."""
 
 
 class FairTurns:
     """The turns of one loop. It may be made before the loop runs."""
 
-    __slots__ = ("_is_taken", "_waiting")
+    __slots__ = ("_begin_max", "_begun", "_is_turning", "_waiting")
 
-    def __init__(self) -> None:
-        self._is_taken = False
-        """True if a request has begun in this turn. Then `_turn` is called in the next one."""
+    def __init__(self, begin_max: int = BEGIN_MAX) -> None:
+        self._begin_max: Final = begin_max
+        self._begun = 0
+        """The number of requests that have begun in this turn."""
+        self._is_turning = False
+        """True if `_turn` is called in the next turn."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """The requests that wait, by tenant; the tenant that goes next is first."""
 
@@ -36,29 +41,30 @@ class FairTurns:
         """Ask for a turn in which the tenant's request may go on: None where this is one, else what is done
         when it comes. Who needs it no more cancels it."""
         loop = asyncio.get_running_loop()
-        if not self._is_taken:
-            self._is_taken = True
+        if not self._is_turning:
+            self._is_turning = True
             loop.call_soon(self._turn)
+        if self._begun < self._begin_max and not self._waiting:
+            self._begun += 1
             return None
         waits: asyncio.Future[None] = loop.create_future()
         self._waiting.setdefault(tenant, deque()).append(waits)
         return waits
 
     def _turn(self) -> None:
-        self._is_taken = False
-        while self._waiting and not self._is_taken:
-            self._is_taken = self._begin_next()
-        if self._is_taken:
+        self._begun = 0
+        while self._waiting and self._begun < self._begin_max:
+            self._begin_next()
+        self._is_turning = self._begun > 0
+        if self._is_turning:
             asyncio.get_running_loop().call_soon(self._turn)
 
-    def _begin_next(self) -> bool:
-        """Let the next request go on. Returns False where it was cancelled."""
+    def _begin_next(self) -> None:
         tenant = next(iter(self._waiting))
         those = self._waiting.pop(tenant)
         waits = those.popleft()
         if those:
             self._waiting[tenant] = those  # behind all others
-        if waits.done():
-            return False
-        waits.set_result(None)
-        return True
+        if not waits.done():
+            waits.set_result(None)
+            self._begun += 1

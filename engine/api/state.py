@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -26,6 +26,11 @@ from shared.load_report import IDLE_INTERVAL_MS, LoadReport
 from shared.openai import Model
 from shared.probes import Health
 from shared.tracing import NO_TRACING, Tracing
+
+IN_ONE_TURN: Final = 1
+"""Requests that begin in one turn of the loop, and answers that end. Each takes up to some milliseconds where
+processes share the cores, as hundreds of choices may begin or end with it; a turn in which nothing else is ready
+costs microseconds."""
 
 
 class Abortable(Protocol):
@@ -49,9 +54,9 @@ class EngineState:
         self.lifecycle = Lifecycle()
         self.health = Health(self.lifecycle, self._problems)
         self.threads = FairThreads(config.tokenizer_threads)
-        self.begins = FairTurns()
+        self.begins = FairTurns(IN_ONE_TURN)
         """The turns in which requests begin."""
-        self.ends = FairTurns()
+        self.ends = FairTurns(IN_ONE_TURN)
         """The turns in which answers end. Those of a crowd end together, and would hold the loop for as
         long as all of them take."""
         self.memory = FairShare(config.request_memory)

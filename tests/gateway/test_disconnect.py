@@ -15,6 +15,7 @@ import pytest
 from gateway.admission.quota import Decision, ReservationId, Subject
 from gateway.admission.usage import Payer, Used
 from shared.errors import EngineFailed
+from shared.fair_turns import BEGIN_MAX
 from shared.sse import DONE, closing_comment, error_event
 from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import HEADERS, Script, chunk, closing, stream, unary
@@ -73,7 +74,7 @@ async def test_disconnect_while_the_body_is_sent(house: House) -> None:
 
 async def test_who_leaves_behind_a_flood_of_leavers_is_ended_next(house: House) -> None:
     """The requests of callers who leave together are ended in turns, in which tenants follow one another."""
-    flood = 40
+    flood = 10 * BEGIN_MAX
     clients = [await RawClient.of(house) for _ in range(flood + 1)]
     for client in clients:
         client.post(b'{"model":', length=1000, key=KEY if client is not clients[-1] else OTHER_KEY)
@@ -85,9 +86,9 @@ async def test_who_leaves_behind_a_flood_of_leavers_is_ended_next(house: House) 
         while counts[-1]:
             await asyncio.sleep(0)
             counts.append(len(house.gateway.live))
-    assert max(before - after for before, after in itertools.pairwise(counts)) <= 1
+    assert max(before - after for before, after in itertools.pairwise(counts)) <= BEGIN_MAX
     lines = await house.lines(flood + 1)
-    assert [line["tenant"] for line in lines].index("other") <= 3 < flood
+    assert [line["tenant"] for line in lines].index("other") <= 3 * BEGIN_MAX < flood
     assert {line["end_reason"] for line in lines} == {"client_cancel"}
     await house.at_rest()
 
