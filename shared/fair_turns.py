@@ -20,7 +20,8 @@ from collections import deque
 from typing import Final
 
 BEGIN_MAX: Final = 8
-"""Requests that begin in one turn, or pieces that are read. Each takes a fraction of a millisecond."""
+"""Requests that begin in one turn, or pieces that are read. Each takes a fraction of a millisecond, and
+those that begin together leave in one write: a gateway with 1 took 1.25 times the CPU for unary requests."""
 
 
 class FairTurns:

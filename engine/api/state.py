@@ -28,9 +28,8 @@ from shared.probes import Health
 from shared.tracing import NO_TRACING, Tracing
 
 IN_ONE_TURN: Final = 1
-"""Requests that begin in one turn of the loop, and answers that end. Each takes up to some milliseconds where
-processes share the cores, as hundreds of choices may begin or end with it; a turn in which nothing else is ready
-costs microseconds."""
+"""Requests that begin in one turn of the loop, and answers that end. Each may take milliseconds where
+processes share the cores, as a hundred choices may begin or end with it."""
 
 
 class Abortable(Protocol):

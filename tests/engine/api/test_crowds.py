@@ -10,6 +10,7 @@ import pytest
 
 from engine.api import generate
 from engine.api.generate import Generation
+from engine.api.state import IN_ONE_TURN
 from tests.engine.api.conftest import Serve, Served, until
 
 CROWD = 24
@@ -58,7 +59,7 @@ async def test_answers_that_end_together_end_in_turns_of_their_tenants(
         assert {answer.status_code for answer in answers} == {200}
         assert len({answer.text.count("[DONE]") for answer in answers}) == 1
         served.assert_nothing_leaks()
-    assert max(Counter(turn for turn, _ in turns.ended).values()) == 1
+    assert max(Counter(turn for turn, _ in turns.ended).values()) == IN_ONE_TURN
     order = [tenant for _, tenant in turns.ended]
     assert len(order) == CROWD + 1
     assert order.index("victim") <= 2

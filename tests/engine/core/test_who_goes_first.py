@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from engine.api import state
 from engine.config import EngineConfig
 from engine.core import deadlines, pace, planner, policy, tenants, victims
 from engine.core.config import SchedulerConfig
-from shared import fair_share, fair_turns
+from shared import fair_share
 
 ROOT = Path(__file__).parents[3]
 ROWS = 10
@@ -17,11 +18,11 @@ OWNERS = {
     "SchedulerConfig": SchedulerConfig(),
     "EngineConfig": EngineConfig("model"),
     "fair_share": fair_share,
-    "fair_turns": fair_turns,
     "deadlines": deadlines,
     "pace": pace,
     "planner": planner,
     "policy": policy,
+    "state": state,
     "tenants": tenants,
     "victims": victims,
 }
