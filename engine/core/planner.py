@@ -75,7 +75,7 @@ class Blocked:
 
 @dataclass(slots=True)
 class Outlook:
-    """What first tokens of newcomers wait for as things stand, for all that are taken in together."""
+    """The work before the first tokens of newcomers, the same for all that come between two plans."""
 
     rate: Rate
     rivals: list[Sequence]

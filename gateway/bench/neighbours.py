@@ -226,7 +226,7 @@ def _parsed(text: str) -> _Reading:
 
 
 def _cost(read: dict[str, _Reading]) -> Cost:
-    """Of all requests since the services' start, without computed tokens that are charged to nobody."""
+    """The cost of all requests since the services' start, without computed tokens charged to nobody."""
     steps = read["engine"]["penstock_engine_step_budget_use_sum"] * STEP_TOKENS
     named = sum(value for name, value in read["engine"].values.items() if name.startswith(_UNCHARGED))
     return Cost(read["gateway"]['penstock_gateway_quota_tokens_total{kind="settled"}'], steps - named)

@@ -53,11 +53,11 @@ class Cost:
 
 @dataclass(slots=True)
 class Account:
-    """What the victim saw. Times are in milliseconds."""
+    """The times that the victim saw, in milliseconds, and the cost of its requests."""
 
     rounds: int = 0
     cost: Cost = Cost()
-    """By the usage that its answers tell."""
+    """The cost of its requests, by the usage that its answers tell."""
     gaps_ms: list[float] = field(default_factory=list)
     """The times between two events of a stream."""
     first_ms: list[float] = field(default_factory=list)
