@@ -25,6 +25,7 @@ from typing import Final
 
 import msgspec
 
+from gateway.bench.cable import Cable
 from gateway.bench.envoy import INSTALL, Envoy, envoy
 from gateway.bench.faulty_engine import PATH, Treatment
 from gateway.bench.paced_engine import MODEL
@@ -51,52 +52,6 @@ STEP_S: Final = 0.5
 RECOVERED_FACTOR: Final = 2.0
 RECOVERED_S_MIN: Final = 5 * INTERVAL_MS / 1000
 """Time that a stream may take to its first event in any case: it waits for the engine's next tick."""
-
-
-class Cable:
-    """A relay of bytes to an engine, which can be cut: then it passes nothing on, either way, and closes
-    nothing."""
-
-    def __init__(self, engine_port: int) -> None:
-        self._engine_port = engine_port
-        self._passes = asyncio.Event()
-        self._passes.set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.port = 0
-
-    async def __aenter__(self) -> Cable:
-        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def cut(self) -> None:
-        self._passes.clear()
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._passes.wait()
-        try:
-            other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self._engine_port)
-        except OSError:
-            writer.close()
-            return
-        for source, sink in ((reader, other_writer), (other_reader, writer)):
-            task = asyncio.create_task(self._pass(source, sink))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _pass(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await source.read(1 << 16):
-                await self._passes.wait()
-                sink.write(data)
-                await sink.drain()
-        sink.close()
 
 
 class Machine:

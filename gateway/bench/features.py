@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from jwt.algorithms import ECAlgorithm
 
 from gateway.bench.paced_engine import MODEL
-from gateway.bench.quota import redis_server
+from gateway.bench.redis_servers import redis_machine
 from gateway.bench.streams import Load, measured
 from gateway.bench.subjects import LIMITS, Engine, ServerUnderTest, gateway_of, paced_engine
 from gateway.bench.unary import Unary
@@ -77,7 +77,7 @@ async def features(load: Load, seconds: float) -> list[Figure]:
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         secrets = _Secrets(directory)
-        redis = await stack.enter_async_context(redis_server())
+        redis = (await stack.enter_async_context(redis_machine())).url
         engine = await stack.enter_async_context(paced_engine(load.interval_ms))
         subjects = {
             one: await stack.enter_async_context(_gateway(engine, one, secrets, redis)) for one in _ALL

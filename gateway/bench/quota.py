@@ -19,10 +19,8 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import shutil
 import time
 import uuid
-from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
@@ -43,10 +41,10 @@ from gateway.admission.redis_link import Command, Moved, RedisLink, packed
 from gateway.admission.redis_links import links_of
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Payer, Used
+from gateway.bench.redis_servers import redis_machine
 from gateway.quota_config import QuotaLimits, QuotasConfig
 from gateway.service import collect_rarely
 from shared.bench.figures import Figure, at_most, figure, quantile
-from shared.bench.services import free_port
 from shared.bench.streams import BenchFailed
 from shared.ids import KeyId, TenantId
 
@@ -89,7 +87,7 @@ async def run(options: argparse.Namespace) -> list[Figure]:
 async def _run(options: argparse.Namespace) -> list[Figure]:
     figures: list[Figure] = []
     async with contextlib.AsyncExitStack() as stack:
-        url = options.redis or await stack.enter_async_context(redis_server())
+        url = options.redis or (await stack.enter_async_context(redis_machine())).url
         ours = await stack.enter_async_context(_ours(url))
         stores: dict[str, QuotaStore] = {
             "memory": MemoryStore(),
@@ -200,24 +198,6 @@ def _prefix() -> str:
 
 
 # -- the stores -----------------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def redis_server() -> AsyncIterator[str]:
-    """The URL of a server that keeps nothing."""
-    command = shutil.which("redis-server")
-    if command is None:
-        raise BenchFailed("there is no redis-server: install it, or name one with --redis")
-    port = str(free_port())
-    options = ["--port", port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", "/tmp"]  # noqa: S108 -- nothing is written there
-    process: Process = await asyncio.create_subprocess_exec(
-        command, *options, stdout=asyncio.subprocess.DEVNULL
-    )
-    try:
-        yield f"redis://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 @contextlib.asynccontextmanager

@@ -28,6 +28,7 @@ BENCHES: Final = {
     "gpu": ("engine.bench.gpu", "decode, prefill and attention on a GPU, as shares of what the card can do"),
     "hop": ("gateway.bench.hop", "CPU time per event of the hop alone, over HTTP/2 and over HTTP/1.1"),
     "neighbours": ("gateway.bench.neighbours", "what a tenant notices of another one's attacks"),
+    "outages": ("gateway.bench.outages", "what callers notice when the Redis of the quotas fails"),
     "quota": ("gateway.bench.quota", "CPU time and latency of quotas, in memory and in Redis"),
     "routing": ("gateway.bench.routing", "policies of choosing a replica, in virtual time"),
     "scheduler": ("engine.bench.scheduler", "the scheduler against simpler ones, in virtual time"),
