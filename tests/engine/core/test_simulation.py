@@ -232,13 +232,13 @@ def test_choices_are_charged_to_the_token_what_they_compute(run: Callable[[int, 
     """The choices of a prompt compute it once, however few slots and tokens there are, whatever is cached.
     Overlapped steps compute a token more for each choice that ends by a stop token, and name it."""
     choices = 0
-    for seed in range(drawn(60, whole=600)):
+    for seed in range(drawn(20, whole=600)):
         report = run(seed, calm(random_config(seed)))
         assert report.computed_tokens == report.owed_tokens + report.uncharged_tokens, seed
         late = report.reasons[FinishReason.STOP] if run is simulate_overlapped else 0
         assert report.uncharged_tokens <= late, seed
         choices += len(report.lives) - report.reasons[FinishReason.REJECTED]
-    assert choices > 5000
+    assert choices > 1500
 
 
 def test_a_simulation_can_be_replayed() -> None:
