@@ -85,7 +85,7 @@ RENEW_S: Final = LEASE_TTL_MS / 1000 / 3
 KEYS_SHOWN_MAX: Final = 20
 """The number of keys that the log line about revoked ones names."""
 PROBE_S: Final = 0.5
-"""The same while a store that is shared does not answer."""
+"""The same while a store that is shared does not answer, and the least time between two probes of it."""
 assert RENEW_S * 2 < LEASE_TTL_MS / 1000, "one renewal may fail before a lease expires"
 
 log = logs.get(__name__)
@@ -299,7 +299,7 @@ class Gateway:
             await self._clock.sleep(PROBE_S)
             while self._guarded.is_well and self._clock.monotonic() < due_s:
                 await self._guarded.post()
-                await self._clock.sleep(PROBE_S)
+                await self._guarded.until_missed(PROBE_S)
             await self._guarded.renew(self.live.reservations())
 
     @property

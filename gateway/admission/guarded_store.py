@@ -11,7 +11,8 @@ Rules
 4. Nothing else that fails changes anything: a request has the end that it has, though it could not be
    settled. The store settles it later, or its lease lapses by itself.
 5. Leases are renewed at intervals, and much more often while the store is down: each renewal is the probe
-   that finds it well again.
+   that finds it well again. The first one comes as soon as a request meets the outage, unless the last one
+   was a moment ago: what was a hiccup is over then.
 6. What is counted here, of requests without limits and during outages, is posted to the store a moment later,
    exactly once: a post whose answer is lost is sent again under its number. A process that is killed loses
    what it has not posted.
@@ -91,6 +92,9 @@ class GuardedStore:
         """`gateways`: processes that share the store; each allows this part of a limit on its own."""
         self._store: Final = store
         self._local: Final = MemoryStore(clock, days_kept)
+        self._clock: Final = clock
+        self._missed: Final = asyncio.Event()
+        """Set once a request was without the store."""
         self._name: Final = secrets.token_hex(8)
         self._posted = 0
         self._unposted: deque[tuple[TenantId, int, Sheet]] = deque()
@@ -148,6 +152,21 @@ class GuardedStore:
         except StoreUnavailable as error:
             failed("renew", error)
 
+    async def until_missed(self, seconds: float) -> None:
+        """Return after so long, or as soon as a request is without the store."""
+        self._missed.clear()
+        if not self.is_well:
+            return
+        waiting = [
+            asyncio.ensure_future(self._clock.sleep(seconds)),
+            asyncio.ensure_future(self._missed.wait()),
+        ]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+
     async def windows(self, subjects: Sequence[Subject]) -> Windows:
         """Empty when the store did not answer."""
         try:
@@ -188,6 +207,7 @@ class GuardedStore:
     ) -> tuple[Subject, ...]:
         """Rule 2: the subjects with their part of the limits. Raises QuotaUnavailable."""
         failed(call, error)
+        self._missed.set()
         fail = subjects[0].fail if subjects else "closed"
         WITHOUT_STORE.inc(fail)
         if fail == "closed":

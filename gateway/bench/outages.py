@@ -63,6 +63,8 @@ PATIENCE_S: Final = 30.0
 LOOKS_PER_S: Final = 10
 NOTICED_S: Final = 1.0
 RECOVERED_S: Final = 5.0
+HICCUPS: Final = 0.01
+"""The share of requests that may meet a Redis that is late by itself: a busy machine's."""
 LATE_S: Final = 0.5
 """The delay of the answers of a slow Redis."""
 TIMEOUT_S: Final = QuotasConfig().timeout_s
@@ -362,49 +364,60 @@ class Seen:
     requests: int
     unstated: int
     """Answers that gateway/README.md does not state."""
+    without: int
+    """Answers 503, as they are given without Redis."""
+    without_otherwise: float
+    """The share of the requests that were answered so before the outage, or when it was over."""
     longest_beyond_ms: float
-    """The longest time that a request took from the outage on, beyond the longest of before."""
+    """The longest time that a request took from the outage until it was over, beyond that of before."""
     slowed: int
     slowed_late: int
     """Of these, those that were sent when the outage was known."""
-    without: int
-    """Requests that were answered as they are without Redis: with 503. None where `fail` is local."""
     noticed_s: float
     """The time from the outage until the metric said so. NaN: it never did."""
     dishonest: int
     """Looks at `/readyz` that said otherwise than the metric."""
     recovered_s: float
+    """The time from its end until requests, and the metric, were again as before."""
     cut: int
     uncounted: int
 
 
 def seen(subject: Subject, struck_s: float, ended_s: float, uncounted: int) -> Seen:
     """The sums of what a gateway answered; the outage was between the two times."""
-    took = [(one.sent_at - struck_s, one.ended_at - one.sent_at) for one in subject.requests]
-    usual_s = max(took_s for sent_s, took_s in took if sent_s < -TIMEOUT_S)
-    longest_s = max((took_s for sent_s, took_s in took if sent_s >= -TIMEOUT_S), default=0.0)
-    slowed = [sent_s for sent_s, took_s in took if took_s >= usual_s + TIMEOUT_S / 2]
-    refused = [one for one in subject.requests if one.status == HTTPStatus.SERVICE_UNAVAILABLE]
-    down = [look.at for look in subject.looks if not look.is_up]
     may_refuse = subject.mode == "closed"
+    refused = [one for one in subject.requests if one.status == HTTPStatus.SERVICE_UNAVAILABLE]
+    others = [
+        one for one in subject.requests if one.status not in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE)
+    ]
+    served = [one.sent_at for one in subject.requests if one.status == HTTPStatus.OK]
+    served_again_s, up_again_s = (
+        next((at for at in times if at >= ended_s), math.inf)
+        for times in (served, [look.at for look in subject.looks if look.is_up])
+    )
+    over_s = max(served_again_s, up_again_s)
+    took = {one.sent_at: one.ended_at - one.sent_at for one in subject.requests}
+    usual_s = max(took_s for sent_at, took_s in took.items() if sent_at < struck_s - TIMEOUT_S)
+    meanwhile = {at: took_s for at, took_s in took.items() if struck_s - TIMEOUT_S <= at <= over_s}
+    slowed = [at for at, took_s in meanwhile.items() if took_s >= usual_s + TIMEOUT_S / 2]
+    otherwise = [one for one in refused if one.ended_at < struck_s or one.sent_at > over_s]
     return Seen(
         requests=len(took),
-        unstated=sum(
-            one.status != HTTPStatus.OK
-            and not (may_refuse and one.status == HTTPStatus.SERVICE_UNAVAILABLE and one.ended_at > struck_s)
-            for one in subject.requests
-        ),
-        longest_beyond_ms=1000 * (longest_s - usual_s),
-        slowed=len(slowed),
-        slowed_late=sum(sent_s > KNOWN_S for sent_s in slowed),
+        unstated=len(others) + (0 if may_refuse else len(refused)),
         without=len(refused),
-        noticed_s=down[0] - struck_s if down else math.nan,
+        without_otherwise=len(otherwise) / len(took),
+        longest_beyond_ms=1000 * (max(meanwhile.values(), default=0.0) - usual_s),
+        slowed=len(slowed),
+        slowed_late=sum(at > struck_s + KNOWN_S for at in slowed),
+        noticed_s=next(
+            (look.at - struck_s for look in subject.looks if look.at >= struck_s and not look.is_up), math.nan
+        ),
         dishonest=sum(
             look.is_ready != (look.is_up or not may_refuse)
             for before, look, after in zip(subject.looks, subject.looks[1:], subject.looks[2:], strict=False)
             if before.is_up == look.is_up == after.is_up
         ),
-        recovered_s=max([0.0, *(at - ended_s for at in (*down, *(one.sent_at for one in refused)))]),
+        recovered_s=over_s - ended_s,
         cut=sum(not one.saw_done for one in subject.streams),
         uncounted=uncounted,
     )
@@ -417,6 +430,7 @@ def figures_of(outage: Outage, mode: QuotaFail, one: Seen) -> Iterator[Figure]:
     yield figure(f"{name}: answers that are not stated", one.unstated, "requests", at_most(0))
     if mode == "closed":
         yield figure(f"{name}: answers 503", one.without, "requests")
+        yield figure(f"{name}: answers 503 before or after", one.without_otherwise, "share", at_most(HICCUPS))
     longest = at_most(1000 * TIMEOUT_S)
     yield figure(f"{name}: longest beyond the longest before", one.longest_beyond_ms, "ms", longest)
     yield figure(f"{name}: slowed", one.slowed, "requests")

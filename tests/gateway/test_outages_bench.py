@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import replace
 
 import pytest
@@ -26,25 +27,30 @@ def look(at_s: float, *, is_ready: bool, is_up: bool) -> outages.Look:
 def subject(mode: str = "closed", *requests: TimedRequest) -> outages.Subject:
     one = outages.Subject(mode, ApiServer("http://127.0.0.1"), "", "", operator=None)  # type: ignore[arg-type]
     one.requests += [answered(-1.0, 0.002), answered(-0.5, 0.01), *requests]
+    one.looks = [look(3.2, is_ready=True, is_up=True)]
     return one
 
 
-def test_what_a_request_waits_is_compared_with_the_longest_of_before() -> None:
+def test_what_a_request_waits_until_the_recovery_is_compared_with_the_longest_of_before() -> None:
     met, late, usual = answered(0.1, 0.055), answered(0.5, 0.04), answered(0.6, 0.02)
-    seen = outages.seen(subject("local", met, late, usual), STRUCK_S, ENDED_S, 0)
+    one = subject("local", met, late, usual, answered(3.1, 0.02), answered(5.0, 1.0))
+    seen = outages.seen(one, STRUCK_S, ENDED_S, 0)
     assert seen.longest_beyond_ms == pytest.approx(45)
     assert (seen.slowed, seen.slowed_late) == (2, 1)
-    assert seen.requests == 5
+    assert seen.requests == 7
+    assert seen.recovered_s == pytest.approx(0.2), "the metric's time, which was later"
 
 
-def test_503_is_stated_for_a_closed_tenant_alone_and_not_before_the_outage() -> None:
-    refused = answered(1.0, 0.001, 503), answered(4.5, 0.001, 503), answered(2.0, 0.001, 500)
-    closed = outages.seen(subject("closed", *refused), STRUCK_S, ENDED_S, 0)
-    assert (closed.unstated, closed.without) == (1, 2)
-    assert closed.recovered_s == pytest.approx(1.5), "the last refusal, after the end"
-    assert outages.seen(subject("local", *refused), STRUCK_S, ENDED_S, 0).unstated == 3
-    early = answered(-0.2, 0.001, 503)
-    assert outages.seen(subject("closed", early), STRUCK_S, ENDED_S, 0).unstated == 1
+def test_503_is_stated_for_a_closed_tenant_alone_and_belongs_to_the_outage() -> None:
+    refused = answered(1.0, 0.001, 503), answered(4.0, 0.001, 503), answered(2.0, 0.001, 500)
+    again = answered(4.5, 0.001)
+    closed = outages.seen(subject("closed", *refused, again), STRUCK_S, ENDED_S, 0)
+    assert (closed.unstated, closed.without, closed.without_otherwise) == (1, 2, 0)
+    assert closed.recovered_s == pytest.approx(1.5), "the first that is served, after the end"
+    assert outages.seen(subject("local", *refused, again), STRUCK_S, ENDED_S, 0).unstated == 3
+    hiccups = answered(-0.2, 0.001, 503), again, answered(5.0, 0.001, 503)
+    assert outages.seen(subject("closed", *hiccups), STRUCK_S, ENDED_S, 0).without_otherwise == 2 / 5
+    assert outages.seen(subject("closed"), STRUCK_S, ENDED_S, 0).recovered_s == math.inf
 
 
 def test_the_probe_must_say_what_the_metric_says() -> None:

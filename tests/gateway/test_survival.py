@@ -20,6 +20,7 @@ from gateway.admission.quota import (
     Subject,
 )
 from gateway.admission.usage import Sheet, Used
+from gateway.app import PROBE_S
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background
 from gateway.identity.caller import Caller, Principal
 from gateway.quota_config import QuotaFail, QuotaLimits
@@ -29,6 +30,8 @@ from shared.shield import Done
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import OTHER_KEY, Open, until
 
+TURNS = 100
+"""Turns of the loop in which everything is done that needs no time."""
 CALLS = ("enter", "reserve", "settle", "renew", "windows")
 
 
@@ -179,6 +182,30 @@ async def test_readyz_says_that_the_store_does_not_answer_and_that_it_does_again
     await until(lambda: store.is_well)
     async with house.client.get(house.url + "/readyz") as probe:
         assert probe.status == 200
+
+
+async def test_a_request_that_meets_an_outage_has_it_probed_at_once_but_not_again_and_again(
+    open_house: Open,
+) -> None:
+    store, clock = BrokenStore(), VirtualClock()
+    house = await open_house(store=broken(store), clock=clock, tenant={"limits": {"concurrent": 9}})
+
+    async def meets_an_outage() -> None:
+        store.fails = {"enter"}
+        async with house.chat() as answer:
+            assert answer.status == 503
+        store.fails = set()
+
+    await until(lambda: clock.sleeping > 0)
+    clock.advance(PROBE_S)
+    await meets_an_outage()
+    await until(lambda: store.is_well)  # without any time
+    await meets_an_outage()
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert not store.is_well, "it was probed a moment ago"
+    clock.advance(PROBE_S)
+    await until(lambda: store.is_well)
 
 
 async def test_readyz_is_well_while_some_tenant_is_served_without_the_store(open_house: Open) -> None:
