@@ -63,7 +63,7 @@ PATIENCE_S: Final = 30.0
 LOOKS_PER_S: Final = 10
 NOTICED_S: Final = 1.0
 RECOVERED_S: Final = 5.0
-HICCUPS: Final = 0.01
+HICCUPS: Final = 0.02
 """The share of requests that may meet a Redis that is late by itself: a busy machine's."""
 LATE_S: Final = 0.5
 """The delay of the answers of a slow Redis."""
