@@ -1,0 +1,180 @@
+"""The one connection to Redis: what is sent on it, and how often. Counted by a server of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final
+
+import pytest
+import redis
+
+from gateway.admission.quota import StoreUnavailable
+from gateway.admission.redis_store import RedisStore
+from gateway.admission.usage import Used
+from tests.gateway.conftest import until
+from tests.gateway.redis_server import RedisServer, redis_server, redis_store, until_well
+from tests.gateway.test_redis_store import ACME, admitted, rid, tenant
+
+CALLERS: Final = 20
+"""Their calls together are shorter than what Redis reads at once."""
+RESERVED: Final = 30
+WHO: Final = tenant(concurrent=CALLERS, token_budget=1000)
+
+
+@pytest.fixture
+def own() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+class Counts:
+    """What a server has counted since it began, read on a connection that is kept."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.admin: redis.Redis = server.admin
+
+    @property
+    def calls(self) -> int:
+        """Calls of the script by its name, whatever became of them. Probes call it in full."""
+        found: int = self.admin.info("commandstats").get("cmdstat_evalsha", {}).get("calls", 0)
+        return found
+
+    @property
+    def connections(self) -> int:
+        found: int = self.admin.info("stats")["total_connections_received"]
+        return found
+
+    @property
+    def reads(self) -> int:
+        """Each look at them is one, too."""
+        found: int = self.admin.info("stats")["total_reads_processed"]
+        return found
+
+    @property
+    def postponed(self) -> set[str]:
+        """The connections whose calls were read, and wait for the end of a pause."""
+        clients = self.admin.client_list(_type="normal")
+        return {client["id"] for client in clients if client["cmd"] == "evalsha"}
+
+
+async def spent(store: RedisStore) -> int:
+    """Tokens that are charged to the budget: those of a lease that still runs are on hold there."""
+    refusal = (await store.reserve(rid("asks"), WHO, 1001, 1001)).refusal
+    assert refusal is not None
+    return 1000 - refusal.remaining
+
+
+async def sent(store: RedisStore, reserve: asyncio.Task[None]) -> None:
+    """Until it has left."""
+    link = store._links.of(ACME)
+    await until(lambda: len(link._waiting) == 1 and link._wire is not None and not link._unsent)
+    assert not reserve.done()
+
+
+async def reserve(store: RedisStore, name: object) -> None:
+    assert (await store.reserve(rid(name), WHO, RESERVED, RESERVED)).refusal is None
+
+
+async def reserves_that_are_late(store: RedisStore) -> None:
+    """One of each caller's, to a server that does not answer."""
+    reserves = (store.reserve(rid(name), WHO, RESERVED, RESERVED) for name in range(CALLERS))
+    late = await asyncio.gather(*reserves, return_exceptions=True)
+    assert {type(one) for one in late} == {StoreUnavailable}
+
+
+async def test_calls_whose_answers_are_late_are_done_once(own: RedisServer) -> None:
+    """A stopped server has them, and finds them when it goes on. redis-py would have sent each eleven
+    times."""
+    counts = Counts(own)
+    async with redis_store(own, timeout_s=0.2) as store:
+        for name in range(CALLERS):
+            assert await admitted(store, name, WHO)
+        assert counts.calls == CALLERS
+        own.stop_still()
+        await reserves_that_are_late(store)
+        own.go_on()
+        await until_well(store)
+        await until(lambda: counts.calls == 2 * CALLERS)
+        for name in range(CALLERS):
+            await store.settle(rid(name), Used())
+        await store.settled()
+        assert counts.calls == 3 * CALLERS
+
+
+async def test_calls_whose_answers_are_late_are_not_sent_again(own: RedisServer) -> None:
+    """A paused server greets, so that they could be. It does them when it goes on if their connection is
+    still there, which that of late ones is not."""
+    counts = Counts(own)
+    async with redis_store(own, timeout_s=0.2) as store:
+        assert await admitted(store, "first", WHO)
+        counts.admin.client_pause(timeout=60_000, all=False)
+        await reserves_that_are_late(store)
+        await until(lambda: not counts.postponed)
+        counts.admin.client_unpause()
+        await until_well(store)
+        assert counts.calls == 1
+
+
+async def test_a_call_that_a_broken_connection_took_is_sent_once_more_and_counts_once(
+    own: RedisServer,
+) -> None:
+    """The server does it twice: the answer to the first has nobody to go to."""
+    counts = Counts(own)
+    async with redis_store(own) as store:
+        assert await admitted(store, 1, WHO)
+        own.stop_still()
+        asked = asyncio.create_task(reserve(store, 1))
+        await sent(store, asked)
+        wire = store._links.of(ACME)._wire
+        assert wire is not None
+        assert wire._transport is not None
+        wire._transport.abort()
+        own.go_on()
+        await asked
+        assert counts.calls == 1 + 2
+        assert await spent(store) == RESERVED
+        await store.settle(rid(1), Used(completion=7))
+        assert await spent(store) == 7
+
+
+async def test_a_call_whose_connection_breaks_twice_is_not_sent_a_third_time(own: RedisServer) -> None:
+    counts = Counts(own)
+    async with redis_store(own) as store:
+        assert await admitted(store, 1, WHO)
+        counts.admin.client_pause(timeout=60_000, all=False)  # of writes: what is read is not done
+        asked = asyncio.create_task(reserve(store, 1))
+        broken: set[str] = set()
+        for _ in range(2):
+            await until(lambda: bool(counts.postponed - broken))
+            broken.update(counts.postponed)
+            counts.admin.client_kill_filter(_type="normal", skipme=True)
+        with pytest.raises(StoreUnavailable, match="broke twice"):
+            await asked
+        counts.admin.client_unpause()
+        await until_well(store)
+        assert counts.calls == 1, "a third one would be done now"
+
+
+async def test_the_calls_of_one_turn_of_the_loop_leave_in_one_write(own: RedisServer) -> None:
+    counts = Counts(own)
+    async with redis_store(own) as store:
+        connections, reads = counts.connections, counts.reads
+
+        def read() -> int:
+            """Since it was asked last, without its own look."""
+            nonlocal reads
+            before, reads = reads, counts.reads
+            return reads - before - 1
+
+        assert read() == 0
+        assert all(await asyncio.gather(*(admitted(store, name, WHO) for name in range(CALLERS))))
+        assert read() == 1
+        await asyncio.gather(*(reserve(store, name) for name in range(CALLERS)))
+        assert read() == 1
+        for name in range(CALLERS):
+            await store.settle(rid(name), Used())
+        await store.settled()
+        assert read() == 1
+        assert counts.connections == connections
+        assert counts.calls == 3 * CALLERS
