@@ -20,8 +20,9 @@ from typing import Any, Final
 import aiohttp
 import pytest
 
+from gateway.identity.keys import hash_key
 from shared.exit_codes import ExitCode
-from tests.gateway.conftest import CHAT, KEY
+from tests.gateway.conftest import CHAT, KEY, PROMPT
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, closing, stream
 from tests.gateway.redis_server import PATIENT_S, RedisServer
 from tests.gateway.test_admin import OPERATOR, operator_keys
@@ -42,7 +43,18 @@ RedisStore.__init__.__kwdefaults__["lease_ttl_ms"] = {TTL_MS}  # a minute is lon
 app.RENEW_S = {TTL_MS} / 4000
 sys.exit(main(sys.argv[1:]))
 """
-HEADERS: Final = {"authorization": f"Bearer {KEY}"}
+MAX_TOKENS: Final = 20
+RESERVED: Final = len(PROMPT) + MAX_TOKENS
+"""What is reserved for each request."""
+FEW: Final = 10
+FEW_OF: Final = {
+    "requests": f"requests_per_min = {FEW}",
+    "tokens": f"tokens_per_min = {FEW * RESERVED}",
+    "day": f"tokens_per_day = {FEW * RESERVED}",
+    "budget": f"token_budget = {FEW * RESERVED}",
+}
+"""Tenants, each with its own key, whose limit lets so few requests in."""
+FEWS_CALLERS: Final = 90
 
 
 class Fleet:
@@ -63,15 +75,25 @@ class Fleet:
         process = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stderr=subprocess.PIPE)
         gateway = Process(process)
         self.gateways.append(gateway)
-        listening = await gateway.until_logged("gateway.listening")
+        # With a tokenizer prompts are counted, and not guessed.
+        listening = await gateway.until_logged("gateway.listening", "tokenizer.loaded")
         gateway.port = listening["port"]
         self.admin_ports[gateway] = listening["admin_port"]
         assert process.stderr is not None
         self.readers.append(asyncio.create_task(process.stderr.read()))  # a full pipe would hold it up
 
-    async def ask(self, client: aiohttp.ClientSession, gateway: Process) -> aiohttp.ClientResponse:
+    async def ask(
+        self, client: aiohttp.ClientSession, gateway: Process, key: str = KEY
+    ) -> aiohttp.ClientResponse:
         url = f"http://127.0.0.1:{gateway.port}/v1/chat/completions"
-        return await client.post(url, json={**CHAT, "stream": True, "max_tokens": 20}, headers=HEADERS)
+        body = {**CHAT, "stream": True, "max_tokens": MAX_TOKENS}
+        return await client.post(url, json=body, headers={"authorization": f"Bearer {key}"})
+
+    def now_ms(self) -> float:
+        """By the server's clock, which counts."""
+        seconds, microseconds = self.redis.admin.time()
+        now_ms: float = seconds * 1000 + microseconds / 1000
+        return now_ms
 
     async def crowd(self, client: aiohttp.ClientSession) -> dict[Process, list[aiohttp.ClientResponse]]:
         """The streams that began, by gateway, of `CALLERS`: a few at each gateway, and then all others at
@@ -107,6 +129,12 @@ class Fleet:
         held: int = self.redis.admin.zcard(f"{self.prefix}:leases")
         return held
 
+    @property
+    def last_end_ms(self) -> float:
+        """When the last of the leases ends, unless it is renewed."""
+        leases: list[Any] = self.redis.admin.zrange(f"{self.prefix}:leases", -1, -1, withscores=True)
+        return float(leases[0][1])
+
     async def until_leases(self, count: int) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while self.leases != count:  # noqa: ASYNC110 -- Redis sets no event
@@ -121,7 +149,12 @@ async def fleet(redis: RedisServer, tmp_path: Path) -> AsyncIterator[Fleet]:
         found = Fleet(redis, engine, prefix)
         operator = operator_keys()["keys"][0]
         limits = f'id = "acme"\nlimits = {{ concurrent = {LIMIT} }}\n'
-        text = toml(engine.url).replace('id = "acme"\n', limits, 1)
+        few = "".join(
+            f'[[tenants]]\nid = "{id_}"\nlimits = {{ {limit} }}\n'
+            f'[[keys]]\nid = "{id_}"\nhash = "{hash_key(id_)}"\ntenant = "{id_}"\n'
+            for id_, limit in FEW_OF.items()
+        )
+        text = toml(engine.url, few).replace('id = "acme"\n', limits, 1)
         config.write_text(
             f'{text}\n[admin]\nport = 0\nkeys = [{{ id = "ops", hash = "{operator["hash"]}" }}]\n'
             f'[quotas]\nstore = "redis"\nurl = "{redis.url}"\nkey_prefix = "{prefix}"\n'
@@ -148,6 +181,8 @@ async def test_a_thousand_callers_of_three_gateways_share_a_limit_and_a_killed_o
         cut_off = began.pop(fleet.gateways[0])
         killed, living = len(cut_off), LIMIT - len(cut_off)
         fleet.gateways[0].process.send_signal(signal.SIGKILL)
+        assert await fleet.gateways[0].process.wait() == -signal.SIGKILL
+        assert fleet.last_end_ms <= fleet.now_ms() + TTL_MS, "nobody renews those of the killed one any more"
         await fleet.until_leases(living)
         again = [await fleet.ask(client, fleet.gateways[1 + i % 2]) for i in range(killed + 1)]
         assert [answer.status for answer in again] == [200] * killed + [429]
@@ -162,6 +197,25 @@ async def test_a_thousand_callers_of_three_gateways_share_a_limit_and_a_killed_o
         usage = await fleet.usage(client, 2)
     assert (usage["requests"], usage["estimated_requests"]) == (LIMIT + killed, killed)
     assert usage["prompt_tokens"] + usage["completion_tokens"] == LIMIT * 12
+
+
+async def test_rates_and_budgets_are_shared_exactly_by_the_callers_of_three_gateways(fleet: Fleet) -> None:
+    """No request ends meanwhile, so that none gives back what it has reserved. A rate lets in as many again
+    in each minute, which Redis counts."""
+    connector = aiohttp.TCPConnector(limit=0)
+    askers = [(key, fleet.gateways[i % GATEWAYS]) for i in range(FEWS_CALLERS) for key in FEW_OF]
+    async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession(connector=connector) as client:
+        began_ms = fleet.now_ms()
+        answers = await asyncio.gather(*(fleet.ask(client, gateway, key) for key, gateway in askers))
+        more = int(FEW * (fleet.now_ms() - began_ms) / 60_000)
+        admitted = Counter(key for (key, _), one in zip(askers, answers, strict=True) if one.status == 200)
+        assert {one.status for one in answers} == {200, 429}
+        assert (admitted["day"], admitted["budget"]) == (FEW, FEW)
+        for rate in ("requests", "tokens"):
+            assert FEW <= admitted[rate] <= FEW + more, rate
+        assert fleet.leases == admitted.total()
+        fleet.go_on.set()
+        await asyncio.gather(*(one.read() for one in answers))
 
 
 async def test_a_drained_gateway_settles_what_it_cuts_off(fleet: Fleet) -> None:

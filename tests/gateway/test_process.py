@@ -52,14 +52,17 @@ class Process:
         self.process = process
         self.port = 0
 
-    async def until_logged(self, event: str) -> dict[str, Any]:
+    async def until_logged(self, event: str, *others: str) -> dict[str, Any]:
+        """The line of this event, once it and the others were logged, in whatever order."""
         assert self.process.stderr is not None
+        found: dict[str, dict[str, Any]] = {}
         async with asyncio.timeout(START_S):
             while raw := await self.process.stderr.readline():
                 line: dict[str, Any] = msgspec.json.decode(raw)
-                if line["event"] == event:
-                    return line
-        raise AssertionError(f"{event} was never logged")
+                found[line["event"]] = line
+                if found.keys() >= {event, *others}:
+                    return found[event]
+        raise AssertionError(f"of {event, *others} only {found.keys()} were logged")
 
 
 @asynccontextmanager
