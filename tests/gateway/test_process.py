@@ -20,10 +20,11 @@ import pytest
 import trustme
 
 from gateway.identity.keys import hash_key
-from tests.gateway.conftest import KEY, PATIENCE_S, House, Open
+from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream
 
 ROOT = Path(__file__).parent.parent.parent
+HEADERS = {"authorization": f"Bearer {KEY}"}
 START_S = 60.0
 """The time for a process to start, on a machine that is busy with others."""
 
@@ -51,6 +52,7 @@ class Process:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.port = 0
+        self.admin_port = 0
 
     async def until_logged(self, event: str, *others: str) -> dict[str, Any]:
         """The line of this event, once it and the others were logged, in whatever order."""
@@ -71,7 +73,8 @@ async def started(config: Path) -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stderr=subprocess.PIPE)
     try:
         gateway = Process(process)
-        gateway.port = (await gateway.until_logged("gateway.listening"))["port"]
+        listening = await gateway.until_logged("gateway.listening")
+        gateway.port, gateway.admin_port = listening["port"], listening.get("admin_port", 0)
         yield gateway
     finally:
         if process.returncode is None:
@@ -79,26 +82,36 @@ async def started(config: Path) -> AsyncIterator[Process]:
             await process.wait()
 
 
+STREAMS = 50
+
+
 async def test_sigterm_drains_open_streams_and_exits_with_0(tmp_path: Path) -> None:
-    config = tmp_path / "gateway.toml"
-    headers = {"authorization": f"Bearer {KEY}"}
-    go_on = asyncio.Event()
-    async with FakeEngine(bundle=byte_bundle()) as engine, aiohttp.ClientSession() as client:
+    """It is not ready from the first moment on, and alive to the last."""
+    config, go_on = tmp_path / "gateway.toml", asyncio.Event()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        FakeEngine(bundle=byte_bundle()) as engine,
+        aiohttp.ClientSession(connector=connector) as client,
+    ):
         engine.script = stream(chunk("a"), go_on, chunk("b"))
-        config.write_text(toml(engine.url))
-        async with started(config) as gateway:
-            url = f"http://127.0.0.1:{gateway.port}"
-            body = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "x"}]}
-            async with client.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
+        config.write_text(toml(engine.url, "[admin]\nport = 0"))
+        async with started(config) as gateway, asyncio.timeout(PATIENCE_S):
+            url, body = f"http://127.0.0.1:{gateway.port}/v1/chat/completions", {**CHAT, "stream": True}
+            asked = (client.post(url, json=body, headers=HEADERS) for _ in range(STREAMS))
+            answers = await asyncio.gather(*asked)
+            for answer in answers:
                 assert await answer.content.readuntil(b"\n\n") == chunk("a")
-                gateway.process.send_signal(signal.SIGTERM)
-                await gateway.until_logged("gateway.draining")
-                go_on.set()
+            gateway.process.send_signal(signal.SIGTERM)
+            assert (await gateway.until_logged("gateway.draining"))["live"] == STREAMS
+            for path, status in (("readyz", 503), ("livez", 200)):
+                async with client.get(f"http://127.0.0.1:{gateway.admin_port}/{path}") as probe:
+                    assert probe.status == status
+            go_on.set()
+            for answer in answers:
                 assert await answer.read() == chunk("b") + b"data: [DONE]\n\n"
-            line = await gateway.until_logged("request.completed")
-            assert line["end_reason"] == "ok"
-            async with asyncio.timeout(PATIENCE_S):
-                assert await gateway.process.wait() == 0
+            for _ in answers:
+                assert (await gateway.until_logged("request.completed"))["end_reason"] == "ok"
+            assert await gateway.process.wait() == 0
 
 
 async def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
