@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gateway.accounts import POLL_S
 from gateway.config import KeyConfig, TenantConfig
 from gateway.directory import follower as following
 from gateway.directory import redis_directory
@@ -20,7 +21,7 @@ from gateway.directory.redis_directory import RawEntry
 from gateway.identity.keys import hash_key
 from shared.clock import SYSTEM_CLOCK
 from tests.fakes import VirtualClock
-from tests.gateway.conftest import KEY, until
+from tests.gateway.conftest import KEY, PATIENCE_S, until
 from tests.gateway.directory_world import World, at, directory_world, follower, problems, raw
 from tests.gateway.fake_engine import chunk, stream
 from tests.gateway.issuers import EC, as_toml, issuer
@@ -48,6 +49,30 @@ def restore(own: RedisServer, backup: dict[bytes, bytes]) -> None:
     raw(own).flushall()
     for name, dumped in backup.items():
         raw(own).restore(name, 0, dumped)
+
+
+async def test_a_revoked_key_is_refused_within_five_seconds_by_gateways_that_nobody_told(
+    world: World,
+) -> None:
+    """They look by themselves: each has a clock of its own here, which stands still until it is told to."""
+    assert POLL_S <= 5
+    clocks = [VirtualClock() for _ in range(2)]
+    await world.open()
+    for clock in clocks:
+        await world.open(clock=clock)
+
+    async def learn(key: str, before: int, after: int) -> None:
+        for number, clock in enumerate(clocks, 1):
+            assert await world.status(key, at=number) == before, "it has not looked since"
+            clock.advance(POLL_S)
+            await world.until_status(key, after, at=number)
+
+    async with asyncio.timeout(PATIENCE_S):
+        made = await world.key()
+        await learn(made["key"], 401, 200)
+        await world.ask("DELETE", f"keys/{made['id']}")
+        assert await world.status(made["key"]) == 401
+        await learn(made["key"], 200, 401)
 
 
 # -- outages --------------------------------------------------------------------------------------
