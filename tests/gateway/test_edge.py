@@ -11,7 +11,6 @@ import pytest
 
 from gateway.endpoints import Endpoint
 from gateway.exchange import Exchange
-from gateway.identity.keys import hash_key
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, error_of, until
 from tests.gateway.fake_engine import (
     chunk,
@@ -168,45 +167,6 @@ async def test_no_prompt_text_and_no_answer_text_is_logged(house: House) -> None
     await house.lines(2)
     assert "canary" not in house.log.getvalue()
     assert KEY not in house.log.getvalue()
-
-
-async def test_callers_add_no_series_to_the_metrics_whatever_they_send(open_house: Open) -> None:
-    """1,000 made-up models, paths, methods, ids, keys and hosts; then 150 tenants, of which 100 are shown."""
-    tenants = [{"id": f"t{i}"} for i in range(150)]
-    keys = [{"id": f"k{i}", "hash": hash_key(f"key-{i}"), "tenant": f"t{i}"} for i in range(150)]
-    house = await open_house(admin={"port": 0}, tenants=tenants, keys=keys)
-    house.engine.script = unary()
-    key = {"authorization": "Bearer key-0"}
-    async with house.chat(headers=key) as answer:
-        assert answer.status == 200
-
-    async def made_up(i: int) -> None:
-        name = f"made-up-{i}"
-        for headers in (key, {"authorization": f"Bearer {name}"}):
-            more = {"x-request-id": name, "host": name, "user-agent": name, "traceparent": name}
-            async with house.chat(model=name, user=name, headers=headers | more) as answer:
-                assert answer.status in (401, 404)
-        method = ("PATCH", "PURGE", "REPORT", "PROPFIND")[i % 4]  # the parser knows no made-up ones
-        async with house.client.request(method, f"{house.url}/{name}", headers=key) as answer:
-            assert answer.status == 404
-
-    for at in range(0, 1000, 50):
-        await asyncio.gather(*(made_up(i) for i in range(at, at + 50)))
-    before = await _series(house)
-    await made_up(1000)
-    assert await _series(house) == before, "the last of a thousand adds nothing"
-    assert not any("made-up" in one for one in before)
-    for i in range(150):
-        async with house.chat(headers={"authorization": f"Bearer key-{i}"}) as answer:
-            assert answer.status == 200
-    assert len(await _series(house)) <= 2000
-
-
-async def _series(house: House) -> set[str]:
-    """The names of all series with their labels."""
-    async with house.client.get(f"http://127.0.0.1:{house.gateway.admin_port}/metrics") as answer:
-        lines = (await answer.text()).splitlines()
-    return {line.rpartition(" ")[0] for line in lines if not line.startswith("#")}
 
 
 async def test_a_request_that_meets_a_bug_ends_as_a_500_and_others_do_not_notice(
