@@ -8,8 +8,10 @@ Rules:
 
 1. No request fetches anything. Fetches are tasks of their own, one at a time for each issuer, bounded in
    time, bytes and keys. Tokens with unknown key ids, however many, begin one at most every `REFETCH_GAP_S`.
-   Their requests wait for the one in progress, for at most `REFETCH_WAIT_S`: otherwise the first tokens of an
-   issuer that signs with a key in the moment in which it publishes it would be refused.
+   Their requests wait for the one in progress, for at most `REFETCH_WAIT_S`, `WAITING_MAX` of them: otherwise
+   the first callers of an issuer that signs with a key in the moment in which it publishes it would have to
+   come again, at each rotation. Nobody else waits: not for the fetch, since a key that is known is used as it
+   is, and not for those who wait, since they hold no seat yet and no body.
    A token is refused for its key id once a fetch that began after the id was first seen has not found it.
    Until then the answer is not known, and the caller is asked to come again. Ids that come between two
    fetches cause one when the gap is over, whether they come again or not. So a key is known at most

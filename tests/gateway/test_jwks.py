@@ -189,6 +189,22 @@ async def test_a_flood_of_unknown_keys_is_one_fetch_and_holds_up_nobody(idp: Idp
     assert await idp.victim() == 200
 
 
+async def test_a_flood_that_goes_on_is_one_fetch_in_each_gap(idp: Idp) -> None:
+    """Each id is another one, and many come at any moment."""
+    made_up = (Key(f"kid-{n}", number=1) for n in itertools.count())
+    gaps, moments = 8, 3
+    for _ in range(gaps * moments):
+        flood = [idp.status(idp.token(next(made_up))) for _ in range(5)]
+        statuses = [*await asyncio.gather(*flood, idp.victim(), idp.status(idp.token(OLD)))]
+        assert set(statuses[:-2]) <= {401, 503}
+        assert statuses[-2:] == [200, 200]
+        await until(lambda: idp.clock.sleeping > 0)
+        idp.clock.advance(REFETCH_GAP_S / moments)
+        await until(lambda: idp.clock.sleeping > 0 and idp.source.in_progress is None)
+    assert gaps * REFETCH_GAP_S < idp.source.config.refresh_s, "none was due for another reason"
+    assert gaps <= idp.server.asked - 1 <= gaps + 1, "the first one begins the first gap"
+
+
 async def test_a_new_key_is_known_within_a_stated_time_whoever_makes_up_keys(idp: Idp) -> None:
     """A made-up key id has just caused a fetch, and others follow all the time."""
     made_up = (Key(f"kid-{n}", number=1) for n in itertools.count())
@@ -271,6 +287,7 @@ async def test_a_silent_server_is_waited_for_within_bounds(idp: Idp, monkeypatch
     assert await idp.status(idp.token(OLD)) == 200
     assert await idp.victim() == 200
     assert "TimeoutError" in str(await idp.rejected())
+    assert jwks.REFETCH_WAIT_S <= 1, "but for this test's patience"
 
 
 async def test_keys_outlive_their_server_for_so_long_and_no_longer(idp: Idp) -> None:
