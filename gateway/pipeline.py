@@ -360,7 +360,7 @@ class Pipeline:
         exchange.stages.enter("settle")
         progress = exchange.progress
         try:
-            if progress.awaits_report:
+            if exchange.reserved and progress.awaits_report:  # no report comes on what computes no token
                 await shielded(progress.report.wait(REPORT_S))
         finally:
             used = used_tokens(progress, exchange.reserved)

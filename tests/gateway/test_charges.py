@@ -170,6 +170,22 @@ async def test_the_wait_for_an_engines_report_times_out(house: House, protocol: 
     assert line["settle_ms"] >= waited_ms * 0.9
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_no_report_is_waited_for_where_no_token_is_computed(
+    house: House, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next request on the connection would wait as well. An engine reports on generations alone."""
+    monkeypatch.setattr(pipeline, "REPORT_S", 100 * PATIENCE_S)
+    house.engine.script = Script([HEADERS, b"{}"], 200, "application/json")
+    asked = {"model": "tiny", "prompt": "hi"} if path == "/tokenize" else {"model": "tiny", "tokens": [1]}
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(2):
+            async with house.client.post(house.url + path, json=asked, headers=house.headers) as answer:
+                assert (answer.status, await answer.read()) == (200, b"{}")
+    assert [line["settled_tokens"] for line in await house.lines(2)] == [0, 0]
+    await house.at_rest()
+
+
 # -- what may be generated is what was reserved ---------------------------------------------------
 
 
