@@ -12,10 +12,12 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis.core.result import Ok
 from schemathesis.specs.openapi import checks
 
+from tests.effort import drawn
 from tests.gateway.conftest import PATIENCE_S
 
-EXAMPLES: Final = 20
-"""Requests of each operation, of those that the description allows and of those that it does not, each."""
+EXAMPLES: Final = drawn(20, whole=400)
+"""Requests of each operation, of those that the description allows and of those that it does not, each. The
+checks send about as many again."""
 
 
 def rejects_bad_data(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +14,10 @@ import pytest
 import schemathesis
 
 from gateway import edge, openapi
+from gateway.edge_config import LimitsConfig
 from gateway.endpoints import ENDPOINTS
+from shared.bench.cpu import resident_bytes
+from shared.memory import gateway_memory_max
 from shared.openai import (
     AssistantMessage,
     ChatChoice,
@@ -25,9 +29,10 @@ from shared.openai import (
     TokenizeResponse,
     Usage,
 )
+from shared.sse import CLOSING_HEADER, encode_closing
 from tests.gateway.conftest import KEY, House, Open, error_of, until
 from tests.gateway.described import EXAMPLES, asked_of
-from tests.gateway.fake_engine import HEADERS, Script, Seen, chunk, stream
+from tests.gateway.fake_engine import HEADERS, Script, Seen, chunk, closing, stream
 
 API: Final = Path(__file__).parents[2] / "shared/API.md"
 
@@ -106,11 +111,12 @@ def answer(seen: Seen) -> Script:
     usage = Usage(3, 2, 5, PromptTokensDetails())
     one: dict[str, Any] = {"created": 1, "model": "tiny", "system_fingerprint": "fp"}
     value: msgspec.Struct
+    reported = {CLOSING_HEADER: encode_closing(closing(3, 2)).decode()}
     match seen.path:
         case "/tokenize":
-            value = TokenizeResponse(1, 4096, [1])
+            value, reported = TokenizeResponse(1, 4096, [1]), {}
         case "/detokenize":
-            value = DetokenizeResponse("a")
+            value, reported = DetokenizeResponse("a"), {}
         case _ if seen.body.get("stream"):
             return stream(chunk("a"))
         case "/v1/completions":
@@ -118,16 +124,30 @@ def answer(seen: Seen) -> Script:
         case _:
             choice = ChatChoice(0, AssistantMessage("a"), "stop")
             value = ChatCompletion(id="c", choices=[choice], usage=usage, **one)
-    return Script([HEADERS, msgspec.json.encode(value)], 200, "application/json")
+    return Script([HEADERS, msgspec.json.encode(value)], 200, "application/json", reported)
+
+
+LIMITS: Final = LimitsConfig(
+    body_len_max=64 * 1024, request_memory=40 * 1024**2, live_max=16, tokenizer_threads=1, connections_max=64
+)
+"""With which a gateway's bound on memory is 203 MiB above what it holds at rest."""
+MEMORY_MAX: Final = gateway_memory_max(
+    LIMITS.request_memory, LIMITS.live_max, LIMITS.tokenizer_threads, LIMITS.connections_max
+)
 
 
 @pytest.mark.parametrize("mode", schemathesis.GenerationMode, ids=str)
 async def test_answers_are_as_described(open_house: Open, mode: schemathesis.GenerationMode) -> None:
-    house: House = await open_house(model={"aliases": ["*"]})
+    """12,500 requests with `DRAWN=whole`. This process, which draws them too, keeps to the gateway's bound on
+    memory."""
+    house: House = await open_house(model={"aliases": ["*"]}, limits=msgspec.to_builtins(LIMITS))
     house.engine.script = answer
+    at_rest = resident_bytes(os.getpid())
     asked = await asyncio.to_thread(asked_of, described(), house.url, KEY, mode)
     assert asked > 6 * EXAMPLES
+    await house.at_rest()
+    await until(lambda: len(house._lines()) > 12 * EXAMPLES)  # with those of the checks
     statuses = {line["status"] for line in house._lines()}
     assert statuses & {400, 404}
     assert 200 in statuses
-    await house.at_rest()
+    assert resident_bytes(os.getpid()) - at_rest < MEMORY_MAX
