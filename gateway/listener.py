@@ -21,6 +21,7 @@ import asyncio
 import math
 import socket
 import ssl
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
@@ -223,6 +224,20 @@ class _PublicSite(web.SockSite):
         await super().stop()
 
 
+def _cut_behind_heads(data: bytes) -> Iterator[bytes]:
+    """What was received, in pieces that end behind heads. aiohttp's parser drops the requests that it has
+    read of a piece in which something malformed follows. A body may look like heads: beyond as many as may be
+    sent ahead nothing is cut."""
+    begin = 0
+    for _ in range(AHEAD_MAX):
+        end = data.find(_HEAD_END, begin) + len(_HEAD_END)
+        if end < begin + len(_HEAD_END) or end == len(data):
+            break
+        yield data[begin:end]
+        begin = end
+    yield data[begin:]
+
+
 class _Protocol(ReadsInTurn):
     """The protocol of one public connection."""
 
@@ -261,13 +276,16 @@ class _Protocol(ReadsInTurn):
         malformed it would keep every piece, each with an error of its own. A body in chunks of a few bytes
         counts as malformed: parsing each takes microseconds, so that one packet of them would hold up the
         loop. So does the beginning of a head that is too long, which takes as much.
+
+        Requests that came whole before something malformed are answered before it is refused.
         """
         if self._is_refused:
             return
         if self._begins_long_head(data) or self._has_small_chunks(data):
             self._is_refused = True
             data = _MALFORMED
-        super().data_received(data)
+        for piece in _cut_behind_heads(data):
+            super().data_received(piece)
         if self._messages:
             self._end_head()
             self._is_refused = not isinstance(self._messages[-1][0], RawRequestMessage)
@@ -311,6 +329,8 @@ class _Protocol(ReadsInTurn):
         request = self._current_request
         if request is not None and not request.content.is_eof():
             request.content.set_exception(BrokenBody("what follows is malformed"))
+        elif len(self._messages) > 1 and not self._messages[-2][1].is_eof():
+            del self._messages[-2]  # what is malformed lies within this request, and is the answer to it
 
     def _begins_long_head(self, data: bytes) -> bool:
         most = HEAD_PARSED_MAX
