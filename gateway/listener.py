@@ -235,11 +235,11 @@ class _PublicSite(web.SockSite):
 
 def _cut_behind_heads(data: bytes) -> Iterator[bytes]:
     """What was received, in pieces that end behind heads. aiohttp's parser drops the requests that it has
-    read of a piece in which something malformed follows. A body may look like heads: beyond as many as may be
-    sent ahead nothing is cut."""
+    read of a piece in which something malformed follows. A body may be long, or look like heads: a head is
+    looked for as far as one may go, and no more are than may be sent ahead."""
     begin = 0
     for _ in range(AHEAD_MAX):
-        end = data.find(_HEAD_END, begin) + len(_HEAD_END)
+        end = data.find(_HEAD_END, begin, begin + HEAD_LEN_MAX) + len(_HEAD_END)
         if end < begin + len(_HEAD_END) or end == len(data):
             break
         yield data[begin:end]
