@@ -33,7 +33,6 @@ from contextlib import suppress
 from typing import Any, Final
 
 from gateway.identity.known import KnownCallers
-from shared import logs
 from shared.fair_turns import FairTurns
 from shared.listening import CLOSE_GRACE_S
 
@@ -52,8 +51,6 @@ V6_NETWORK_LEN: Final = 8
 """Bytes of an IPv6 address that tell the network."""
 _AUTHORIZATION: Final = re.compile(rb"\r\nauthorization:[ \t]*([^\r\n]*)", re.IGNORECASE)
 
-log = logs.get(__name__)
-
 
 class Accepting:
     """A listening socket, whose connections are set up in turns."""
@@ -68,9 +65,11 @@ class Accepting:
         handshake_s: float,
         silent_s: float,
         on_silent: Callable[[], None],
+        on_failed: Callable[[OSError], None],
     ) -> None:
         """Begin to accept. `sock` is bound. `handshake_s` is the time limit of a TLS handshake, `silent_s`
-        that of first bytes. `on_silent` is called when there is one more silent connection."""
+        that of first bytes. `on_silent` is called when there is one more silent connection, `on_failed` when
+        none can be accepted for `PAUSE_S`, as no descriptor or no memory is left."""
         self._loop = asyncio.get_running_loop()
         self._sock: Final = sock
         self._protocol: Final = protocol
@@ -79,6 +78,7 @@ class Accepting:
         self._turns: Final = FairTurns(SET_UP_MAX)
         self._silent_s: Final = silent_s
         self._on_silent: Final = on_silent
+        self._on_failed: Final = on_failed
         self._silent: Final[dict[socket.socket, tuple[str, asyncio.TimerHandle]]] = {}
         """The silent connections, oldest first: their addresses, and the ends of their time."""
         self._waiting: Final[dict[asyncio.Future[None], socket.socket]] = {}
@@ -132,8 +132,8 @@ class Accepting:
                 sock, (host, *_) = self._sock.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return None
-            except OSError as error:  # no descriptor, or no memory, is left
-                log.warning("gateway.accept_failed", error=error.strerror)
+            except OSError as error:
+                self._on_failed(error)
                 self._loop.call_later(PAUSE_S, self._resume)
                 return self._pause()
             sock.setblocking(False)

@@ -21,6 +21,7 @@ import asyncio
 import math
 import socket
 import ssl
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
@@ -34,7 +35,7 @@ from gateway.config import GatewayConfig
 from gateway.edge import Edge
 from gateway.hygiene import HEAD_LEN_MAX
 from gateway.identity.known import KnownCallers
-from gateway.record import CONNECTIONS_CUT
+from gateway.record import ACCEPTS_FAILED, CONNECTIONS_CUT
 from shared import logs
 from shared.errors import forget_frames
 from shared.fair_turns import FairTurns
@@ -42,7 +43,7 @@ from shared.http2.sockets import bound_transport
 from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, bound_socket, http1_options
 
 WARN_EVERY_S: Final = 10.0
-"""The shortest time between two log lines that say that connections are cut, in seconds."""
+"""The shortest time between two log lines that say the same of connections, in seconds."""
 HANDSHAKE_S: Final = 10.0
 """How long a TLS handshake may take, in seconds."""
 CHUNK_LEN_MIN: Final = 8
@@ -129,8 +130,8 @@ class PublicServer(web.Server):
         """The connections that held something when they last received, the oldest of them first."""
         self._write_buffer_len = config.limits.write_buffer_len
         self._connections_max = config.limits.connections_max
-        self._warned_at_s = -math.inf
-        """The time of the last warning that connections are cut, in seconds on the loop's clock."""
+        self._warned_at_s: dict[str, float] = {}
+        """The time of each warning's last log line, in seconds on the loop's clock."""
         self._head_s = config.timeouts.head_s
         self._idle_s = config.timeouts.idle_s
         self._options = http1_options(self._idle_s)
@@ -141,7 +142,8 @@ class PublicServer(web.Server):
     def accept(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None) -> Accepting:
         """Accept connections of a bound socket from now on. To be called once."""
         times = HANDSHAKE_S, self._idle_s if tls is None else HANDSHAKE_S
-        self._accepting = Accepting(sock, backlog, self, self._known, tls, *times, self._make_room)
+        told = self._make_room, self._accept_failed
+        self._accepting = Accepting(sock, backlog, self, self._known, tls, *times, *told)
         return self._accepting
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
@@ -192,10 +194,18 @@ class PublicServer(web.Server):
     def _tell(self, event: str, **bound: int) -> None:
         """Count a connection that is closed to bound them, and log it now and then."""
         CONNECTIONS_CUT.inc()
+        self._warn(event, **bound)
+
+    def _accept_failed(self, error: OSError) -> None:
+        """Count that no connection could be accepted, and log it now and then."""
+        ACCEPTS_FAILED.inc()
+        self._warn("gateway.accept_failed", error=error.strerror)
+
+    def _warn(self, event: str, **values: object) -> None:
         now_s = self._loop.time()
-        if now_s - self._warned_at_s >= WARN_EVERY_S:
-            self._warned_at_s = now_s
-            log.warning(event, **bound)
+        if now_s - self._warned_at_s.get(event, -math.inf) >= WARN_EVERY_S:
+            self._warned_at_s[event] = now_s
+            log.warning(event, **values)
 
     def __call__(self) -> RequestHandler:
         bounds = self._write_buffer_len, self._head_s
@@ -221,6 +231,20 @@ class _PublicSite(web.SockSite):
         if self._accepting is not None:
             await self._accepting.aclose()
         await super().stop()
+
+
+def _cut_behind_heads(data: bytes) -> Iterator[bytes]:
+    """What was received, in pieces that end behind heads. aiohttp's parser drops the requests that it has
+    read of a piece in which something malformed follows. A body may be long, or look like heads: a head is
+    looked for as far as one may go, and no more are than may be sent ahead."""
+    begin = 0
+    for _ in range(AHEAD_MAX):
+        end = data.find(_HEAD_END, begin, begin + HEAD_LEN_MAX) + len(_HEAD_END)
+        if end < begin + len(_HEAD_END) or end == len(data):
+            break
+        yield data[begin:end]
+        begin = end
+    yield data[begin:]
 
 
 class _Protocol(ReadsInTurn):
@@ -261,13 +285,16 @@ class _Protocol(ReadsInTurn):
         malformed it would keep every piece, each with an error of its own. A body in chunks of a few bytes
         counts as malformed: parsing each takes microseconds, so that one packet of them would hold up the
         loop. So does the beginning of a head that is too long, which takes as much.
+
+        Requests that came whole before something malformed are answered before it is refused.
         """
         if self._is_refused:
             return
         if self._begins_long_head(data) or self._has_small_chunks(data):
             self._is_refused = True
             data = _MALFORMED
-        super().data_received(data)
+        for piece in _cut_behind_heads(data):
+            super().data_received(piece)
         if self._messages:
             self._end_head()
             self._is_refused = not isinstance(self._messages[-1][0], RawRequestMessage)
@@ -311,6 +338,8 @@ class _Protocol(ReadsInTurn):
         request = self._current_request
         if request is not None and not request.content.is_eof():
             request.content.set_exception(BrokenBody("what follows is malformed"))
+        elif len(self._messages) > 1 and not self._messages[-2][1].is_eof():
+            del self._messages[-2]  # what is malformed lies within this request, and is the answer to it
 
     def _begins_long_head(self, data: bytes) -> bool:
         most = HEAD_PARSED_MAX

@@ -13,19 +13,24 @@ import re
 import tokenize
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from engine.api import admission, generate
+from engine.api import admission, encoding, generate, outputs, state
 from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
-from gateway import config, dispatch, hygiene
+from gateway import config, dispatch, hygiene, pipeline
+from gateway.admission import tokens
+from gateway.client import reading
 from gateway.edge_config import LimitsConfig
+from gateway.identity import jwt
 from gateway.identity.keys import hash_key
+from gateway.relay import stream
 from gateway.routing import health, retries
 from gateway.timeout_config import TimeoutsConfig
 from shared import (
@@ -33,6 +38,7 @@ from shared import (
     cli,
     errors,
     fair_share,
+    fair_turns,
     holding,
     listening,
     memory,
@@ -42,6 +48,7 @@ from shared import (
 )
 from shared.cli.service import SERVICES
 from shared.end_reason import MEANINGS
+from shared.http2 import limits as http2_limits
 
 ROOT: Final = Path(__file__).parent.parent
 TOPS: Final = ("engine", "gateway", "shared", "tests")
@@ -262,18 +269,86 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
     }
 
 
-def test_what_a_request_may_cost_is_what_the_code_says() -> None:
+STAGES: Final = ("| stage | reserved before it |", "| stage | bytes held |")
+"""The tables of what a request may cost: what is reserved, and what each stage does at most."""
+
+
+def test_what_is_reserved_before_a_stage_is_what_the_code_says() -> None:
     text = GATEWAY.read_text()
-    stages = {
-        what: numbers(bound) for what, bound in statements(text, "| stage | reserved before it").items()
+    stated = {what: numbers(bound) for what, bound in statements(text, STAGES[0]).items()}
+    shares = 2 * [fair_share.ALPHA, fair_share.ALPHA + 1]
+    assert {what: bounds for what, bounds in stated.items() if bounds} == {
+        "seat": [int(errors.RateLimited.status), *shares],
+        "answer": [admission.WINDOW_TOKENS],
     }
-    assert stages["validate"] == [validation.INLINE_LEN_MAX]
-    assert stages["the engine's door"][-1] == admission.ANSWER_LEN_MAX
-    assert stages["tokenize"] == [text_slices.SLICE_LEN]
-    assert stages["answer"] == [generate.WRITE_LEN]
-    assert f"{admission.WINDOW_TOKENS} tokens of each choice" in text
-    alpha = fair_share.ALPHA
-    assert f"has {alpha}/{alpha + 1} of `live_max`" in text
+
+
+def test_what_a_request_may_cost_is_what_the_code_says() -> None:
+    text, limits = GATEWAY.read_text(), LimitsConfig()
+    costs = rows(text, STAGES[1])
+    assert {cells[0]: [numbers(cell) for cell in cells[1:]] for cells in costs} == {
+        "auth": [[hygiene.HEAD_LEN_MAX], [jwt.TOKEN_LEN_MAX], [], [], []],
+        "seat": [[], [fair_turns.BEGIN_MAX], [], [], []],
+        "body": [[limits.body_len_max, 2 * reading.BUFFER_LEN], [fair_turns.BEGIN_MAX], [], [], []],
+        "validate": [
+            [holding.memory_max(limits.body_len_max), limits.body_len_max],
+            [validation.INLINE_LEN_MAX],
+            [census.SLICE_LEN],
+            [],
+            [],
+        ],
+        "tokenize": [[holding.TOKENS_MAX], [tokens.INLINE_LEN_MAX], [text_slices.SLICE_LEN], [], []],
+        "quota": [[], [], [], [], []],
+        "the engine's door": [
+            [admission.ANSWER_LEN_MAX],
+            [state.IN_ONE_TURN],
+            [],
+            [],
+            [1, admission.ANSWER_LEN_MAX],
+        ],
+        "queue": [[memory.SEQUENCE, memory.TOKEN], [], [], [], []],
+        "answer": [
+            [admission.WINDOW_TOKENS],
+            [generate.WRITE_LEN, encoding.PIECE_ENTRIES],
+            [],
+            [outputs.UNSENT_TOKENS_MAX],
+            [],
+        ],
+        "relay": [
+            [stream.HEAD_LEN_MAX, http2_limits.STREAM_WINDOW_LEN, limits.write_buffer_len],
+            [],
+            [],
+            [],
+            [],
+        ],
+        "settle": [[round(1000 * pipeline.REPORT_S)], [], [], [], []],
+    }
+
+
+def test_the_stages_of_what_a_request_may_cost_are_those_of_the_pipeline() -> None:
+    """Those that choose a replica and connect to it hold nothing but the request."""
+    order = re.findall(r"^    ([a-z]+) +[a-z]", str(pipeline.__doc__).partition("Rules")[0], re.MULTILINE)
+    costs = [cells[0] for cells in rows(GATEWAY.read_text(), STAGES[1])]
+    at_the_engine = ["the engine's door", "queue", "answer"]
+    assert [stage for stage in costs if stage not in at_the_engine] == [
+        stage for stage in order if stage not in ("tenant", "route", "connect", "wait")
+    ]
+
+
+def test_the_settings_that_bound_what_a_request_may_cost_exist() -> None:
+    for header in STAGES:
+        cells = " ".join(cell for cells in rows(GATEWAY.read_text(), header) for cell in cells)
+        assert set(re.findall(r"`(\w+)`", cells)) <= {*(field.name for field in fields(LimitsConfig)), "n"}
+
+
+def test_what_a_live_request_has_in_buffers_is_within_its_part_of_the_formula() -> None:
+    buffers = (
+        stream.HEAD_LEN_MAX,
+        http2_limits.STREAM_WINDOW_LEN,
+        LimitsConfig().write_buffer_len,
+        2 * reading.BUFFER_LEN,
+    )
+    assert sum(buffers) <= memory.LIVE_REQUEST
 
 
 def test_the_formulas_of_memory_are_those_of_the_code() -> None:

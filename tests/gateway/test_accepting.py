@@ -49,6 +49,7 @@ class Door:
         self.lost = 0
         self.silent_s = 10 * PATIENCE_S
         self.silent_max = 2 * FLOOD
+        self.failures: list[OSError] = []
 
     def connect(self, name: str, key: str = "", host: str = "127.0.0.1") -> socket.socket:
         """Connect from an address, and send a head with this key, if there is one."""
@@ -66,7 +67,9 @@ class Door:
 
         times = HANDSHAKE_S, self.silent_s
         self._served = Accepting(
-            self._sock, 2 * FLOOD, lambda: _Guest(self), self.known, None, *times, self._bound
+            *(self._sock, 2 * FLOOD, lambda: _Guest(self), self.known, None, *times),
+            on_silent=self._bound,
+            on_failed=self.failures.append,
         )
         return self._served
 
@@ -311,6 +314,7 @@ def test_a_process_that_may_open_no_more_files_goes_on_accepting_later(
             at.connect("a", ATTACKER)
             at.open()
             await at.all_in()
+            assert [error.errno for error in at.failures] == 3 * [errno.EMFILE]
 
     runner.run(run())
     assert not refusals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import msgspec
 import pytest
@@ -120,6 +121,44 @@ async def test_a_body_with_a_broken_chunk_is_refused_and_holds_nothing(house: Ho
     assert b"not framed as its headers say" in answer
     assert '"level":"error"' not in house.log.getvalue()
     await house.at_rest()
+
+
+async def answers(house: House, sent: bytes) -> list[int]:
+    """The statuses of all answers to these bytes, until the gateway closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            writer.write(sent)
+            return [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3}) ", await reader.read())]
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("requests", "statuses"),
+    [
+        (LINE + HOST + REST + BODY, [200]),
+        (b"GET /v1/models HTTP/1.1\r\n" + HOST + b"authorization: Bearer %b\r\n\r\n" % KEY.encode(), [200]),
+        (2 * (LINE + HOST + REST + BODY), [200, 200]),
+        (b"", []),
+    ],
+    ids=["a chat", "a request without a body", "two chats", "nothing"],
+)
+async def test_requests_before_garbage_in_one_packet_are_answered_and_the_connection_is_closed(
+    house: House, requests: bytes, statuses: list[int]
+) -> None:
+    house.engine.script = unary()
+    assert await answers(house, requests + b"\0garbage\r\n\r\n") == [*statuses, 400]
+    assert '"level":"error"' not in house.log.getvalue()
+    await house.at_rest()
+
+
+async def test_a_chunk_that_is_broken_in_the_packet_of_its_head_is_the_requests_one_answer(
+    house: House,
+) -> None:
+    framing = b"authorization: Bearer %b\r\ntransfer-encoding: chunked\r\n\r\n" % KEY.encode()
+    assert await answers(house, LINE + HOST + framing + b"no length\r\n") == [400]
+    assert not house.engine.seen
 
 
 async def test_a_broken_body_that_nobody_reads_closes_the_connection_without_an_alarm(house: House) -> None:

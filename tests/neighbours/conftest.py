@@ -29,6 +29,7 @@ from gateway.bench.neighbourhood import (
 from gateway.bench.victim import Victim
 from shared.config import to_toml
 from tests.services import (
+    MODEL_DIR,
     Line,
     Service,
     admin_url,
@@ -135,24 +136,30 @@ class House:
 
 
 @contextmanager
-def engines(count: int, *options: str) -> Iterator[list[Service]]:
-    """Engines of the built-in model, ready."""
+def engines(count: int, *options: str, model: Path = MODEL_DIR) -> Iterator[list[Service]]:
+    """Engines of a model, the built-in one if no other is named, ready."""
     with ExitStack() as stack:
         started = []
         for _ in range(count):
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="n"))
-            started.append(stack.enter_context(engine(Path(directory), *ENGINE_OPTIONS, *options)))
+            started.append(
+                stack.enter_context(engine(Path(directory), *ENGINE_OPTIONS, *options, model=str(model)))
+            )
         for one in started:
             engine_url(one)
         yield started
 
 
 @contextmanager
-def gateway(engines: Sequence[Service], *, workers: int = 1) -> Iterator[Service]:
+def gateway(
+    engines: Sequence[Service], *, others: Sequence[str] = (), workers: int = 1, **environment: str
+) -> Iterator[Service]:
+    """A gateway before these engines, and before what is at the URLs of `others`."""
+    urls = [*others, *map(engine_url, engines)]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "gateway.toml"
-        file.write_text(to_toml(gateway_config([engine_url(one) for one in engines], workers=workers)))
-        with service(["gateway", "--config", str(file)]) as started:
+        file.write_text(to_toml(gateway_config(urls, workers=workers)))
+        with service(["gateway", "--config", str(file)], **environment) as started:
             yield started
 
 

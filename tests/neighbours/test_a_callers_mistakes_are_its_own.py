@@ -37,6 +37,8 @@ VECTORS: dict[str, tuple[bytes, set[int]]] = {
     ),
     "a host that is a path": (LINE + b"host: a/x?y\r\n" + KEY + LENGTH, {400}),
     "another version": (LINE.replace(b"1.1", b"2.0") + HOST + KEY + LENGTH, {400, 505}),
+    "a version before all others": (LINE.replace(b"1.1", b"0.9") + HOST + KEY + LENGTH, {400, 505}),
+    "10,000 headers": (LINE + HOST + KEY + LENGTH + b"x: y\r\n" * 10_000, {400}),
     "a path with an escaped letter": (LINE.replace(b"chat/", b"%63hat/") + HOST + KEY + LENGTH, {404}),
     "a path with an escaped slash": (LINE.replace(b"chat/", b"chat%2f") + HOST + KEY + LENGTH, {404}),
 }

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from gateway.bench.attack import Attack, Law
+from gateway.bench.attack import Attack, Law, completion
+from gateway.bench.attackers import named
 from gateway.bench.attacks import against
 from tests.neighbours.conftest import House
+
+FRAMED_LEN = len(b"1\r\n7\r\n")
 
 
 @pytest.mark.parametrize("attack", against(Law.LOOPS), ids=lambda attack: attack.name)
 async def test_a_request_that_is_long_to_handle_lets_others_run(house: House, attack: Attack) -> None:
     await house.attacked(attack)
+
+
+async def test_two_million_chunks_of_one_byte_are_not_read_to_their_end(house: House) -> None:
+    count = 2_000_000
+    body = completion(prompt="7" * count, max_tokens=1)
+    outcomes = await house.attacked(replace(named("chunks of one byte"), body=body, count=2))
+    assert {outcome.status for outcome in outcomes} <= {400, None}, "a reset may come before the answer"
+    assert all(outcome.sent_len < FRAMED_LEN * count // 2 for outcome in outcomes)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gateway.bench.attack import Attack, Law
+from gateway.bench.attackers import named
 from gateway.bench.attacks import against
+from gateway.bench.neighbourhood import LIVE_MAX
 from tests.neighbours.conftest import House
 
 
@@ -16,3 +20,11 @@ async def test_a_key_without_quota_is_refused_before_its_body_is_read(house: Hou
     if attack.statuses == {429}:
         lines = house.gateway_lines(outcomes)
         assert {line["stage"] for line in lines.values()} == {"seat"}
+
+
+async def test_heads_without_bodies_take_no_seat_however_many_there_are(house: House) -> None:
+    """4,100 of a key without requests once left every other tenant none for 30 seconds."""
+    heads = replace(named("900 heads without a body"), count=4_100, at_once=4 * LIVE_MAX)
+    outcomes = await house.attacked(heads)
+    assert {outcome.status for outcome in outcomes} == {429}
+    assert not house.has_reached_engine(outcomes)

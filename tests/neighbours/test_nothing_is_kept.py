@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.bench.attack import MIB, Attack
+from dataclasses import replace
+
+from gateway.bench.attack import MIB, Attack, Ends, chat
 from gateway.bench.attackers import named
 from gateway.bench.neighbourhood import rest_bytes
 from tests.neighbours.conftest import House
@@ -25,6 +27,8 @@ ENGINE_GAUGES = (
     *("held_bytes", "http2_streams", "open_sequences", "running_sequences", "stalled_sequences"),
     *("queue_depth", "waiting_tokens", "kv_pages:owned", "host_pages:used"),
 )
+RUNNING = 64
+"""The engine's sequences that run at a time."""
 GATEWAY_GAUGES = ("held_bytes", "http2_streams", "requests_in_flight")
 
 
@@ -40,6 +44,29 @@ async def test_memory_does_not_grow_over_refused_cancelled_and_served_requests(h
         process.name: rest_bytes(process.pid) - rest for process, rest in zip(services, before, strict=True)
     }
     assert all(climb <= CLIMB_MAX for climb in climbed.values()), climbed
+    assert_nothing_is_held(house)
+
+
+async def test_500_streams_that_are_cut_at_the_same_moment_leave_nothing(house: House) -> None:
+    """Of two tenants, so that they get all that there is. Those beyond it are refused."""
+    flood = named("a flood of 128 requests of 8 choices")
+    body = chat(max_tokens=1900, stream=True)
+    storm = replace(flood, body=body, count=500, at_once=500, ends=Ends.ON_CUE)
+    outcomes = await house.attacked(storm)
+    assert sum(outcome.status == 200 for outcome in outcomes) >= RUNNING
+    assert not any(outcome.is_done for outcome in outcomes), "all were cut"
+    assert_nothing_is_held(house)
+
+
+async def test_150_streams_that_nobody_reads_hold_no_more_than_their_bytes(house: House) -> None:
+    unread = replace(
+        named("a reader that does not read"), count=150, at_once=150, statuses=frozenset({200, 503})
+    )
+    await house.attacked(unread)
+    assert_nothing_is_held(house)
+
+
+def assert_nothing_is_held(house: House) -> None:
     engine, gateway = gauges(house.engine_url), gauges(house.admin_url)
     assert {name: engine[name] for name in ENGINE_GAUGES} == dict.fromkeys(ENGINE_GAUGES, 0.0)
     assert {name: gateway[name] for name in GATEWAY_GAUGES} == dict.fromkeys(GATEWAY_GAUGES, 0.0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from gateway.bench.attack import Attack, Law
+from gateway.bench.attack import MODEL, Attack, Law, padded
+from gateway.bench.attackers import named
 from gateway.bench.attacks import against
 from tests.neighbours.conftest import House
 
@@ -12,3 +15,9 @@ from tests.neighbours.conftest import House
 @pytest.mark.parametrize("attack", against(Law.THREADS), ids=lambda attack: attack.name)
 async def test_long_texts_leave_the_threads_to_others_as_well(house: House, attack: Attack) -> None:
     await house.attacked(attack)
+
+
+async def test_a_text_of_8_mib_that_is_tokenized_whole_leaves_the_threads_to_others(house: House) -> None:
+    whole = padded(f'{{"model": "{MODEL}", "prompt": "', "penstock ", '"}', between="")
+    outcomes = await house.attacked(replace(named("long texts to tokenize"), body=whole))
+    assert {outcome.status for outcome in outcomes} == {200}

@@ -199,6 +199,17 @@ ALERTS: Final = (
         {f'{GATEWAY}connections_cut_total{{instance="g"}}': grows(1)},
     ),
     Alert(
+        "PenstockAcceptsFail",
+        f"sum by (instance) (increase({GATEWAY}accepts_failed_total[10m])) > 5",
+        "0m",
+        "ticket",
+        "{{ $labels.instance }} cannot accept connections: it may open no more files.",
+        "Its bound on open files (ulimit -n, LimitNOFILE) is below limits.connections_max and what its "
+        "engines, files and Redis need.",
+        {f'{GATEWAY}accepts_failed_total{{instance="g"}}': grows(5)},
+        {f'{GATEWAY}accepts_failed_total{{instance="g"}}': "0x60"},
+    ),
+    Alert(
         "PenstockBillingLost",
         f'sum by (instance) (increase({GATEWAY}billing_lines_total{{outcome="dropped"}}[10m])) > 0',
         "0m",

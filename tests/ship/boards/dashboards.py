@@ -191,8 +191,10 @@ GATEWAYS: Final = Dashboard(
                 panel(
                     "Connections cut",
                     "cps",
-                    "Client connections closed because too many were open, or held something.",
+                    "Client connections closed because too many were open, or held something; and how often "
+                    "none could be accepted, as the process may open no more files.",
                     (rate(f"{GATEWAY}connections_cut_total", _INSTANCE), "cut"),
+                    (rate(f"{GATEWAY}accepts_failed_total", _INSTANCE), "not accepted"),
                 ),
                 panel(
                     "Quota store",

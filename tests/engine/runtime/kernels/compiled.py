@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -134,19 +134,19 @@ def report(
 
 def assembled(cubin: bytes) -> dict[str, int]:
     """What the machine code takes: registers per thread, bytes of stack (registers spill to it), and how many
-    instructions within loops write to the stack and read from it."""
+    instructions use the stack within loops, and within loops that have no other in them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         found = re.search(r"REG:(\d+) STACK:(\d+)", disassembled(file.name, "-res-usage"))
         assert found
         registers, stack_bytes = map(int, found.groups())
-        looped = in_loops(disassembled(file.name, "-sass")) if stack_bytes else []
+        looped, innermost = uses_in_loops(disassembled(file.name, "-sass")) if stack_bytes else (0, 0)
     return {
         "registers": registers,
         "stack_bytes": stack_bytes,
-        "looped_spills": sum(bool(re.search(r"\bSTL", instruction)) for instruction in looped),
-        "looped_reloads": sum(bool(re.search(r"\bLDL", instruction)) for instruction in looped),
+        "looped_spills": looped,
+        "innermost_spills": innermost,
     }
 
 
@@ -155,8 +155,10 @@ def disassembled(path: str, option: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def in_loops(sass: str) -> list[str]:
-    """The instructions between a branch backwards and where it leads: at least those of all loops."""
+def uses_in_loops(sass: str) -> tuple[int, int]:
+    """How often the stack is written to or read from in all loops, and in the innermost ones.
+
+    A loop is what lies between a branch backwards and where it leads: at least those of all loops."""
     instructions = {
         int(address, 16): text for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)
     }
@@ -166,8 +168,18 @@ def in_loops(sass: str) -> list[str]:
         for address, text in instructions.items()
         if (target := re.search(r"\bBRA\b.*\b(0x[0-9a-f]+)", text))
     )
-    loops = [(begin, end) for begin, end in branches if begin < end]
-    return [text for address, text in instructions.items() if any(b <= address <= e for b, e in loops)]
+    loops = {(begin, end) for begin, end in branches if begin < end}
+    innermost = {
+        (begin, end)
+        for begin, end in loops
+        if not any(begin <= b and e <= end for b, e in loops - {(begin, end)})
+    }
+    uses = [address for address, text in instructions.items() if re.search(r"\b(?:STL|LDL)\b", text)]
+    return within(uses, loops), within(uses, innermost)
+
+
+def within(addresses: Iterable[int], loops: Iterable[tuple[int, int]]) -> int:
+    return sum(any(begin <= address <= end for begin, end in loops) for address in addresses)
 
 
 def before_the_wait(ptx: str) -> dict[str, int]:

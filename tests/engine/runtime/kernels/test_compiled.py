@@ -48,14 +48,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 
 def test_nothing_spills_in_a_loop_and_everything_fits(reports: dict[str, Report]) -> None:
     """Where a step begins, cosines of angles beyond 100,000 keep their digits in memory of their own. Decode
-    attention sets a few numbers aside before its loop over keys and reads them behind it, once a segment."""
+    attention sets a few numbers aside before its loop over keys and reads them behind it, once a segment;
+    how many, each Triton decides for itself."""
     for name, report in reports.items():
         assert report["shared_bytes"] <= SHARED_BYTES_MAX, name
         assert report["stack_bytes"] <= STACK_BYTES_MAX, name
         if not name.endswith("begin"):
             assert report["st.local"] == 0, name
-            assert report["looped_spills"] <= (1 if "decode" in name else 0), name
-            assert report["looped_reloads"] <= (6 if "decode" in name else 0), name
+            assert report["innermost_spills" if "decode" in name else "looped_spills"] == 0, name
 
 
 def test_decode_has_a_tile_in_flight_behind_another_in_each_of_three_programs(
