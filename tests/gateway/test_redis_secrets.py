@@ -134,7 +134,9 @@ def raw_of(world: World) -> RedisServer:
     return RedisServer.at(int(world.redis_url.rpartition(":")[2]))
 
 
-async def test_no_canary_comes_to_redis_and_none_is_logged_beside_it(world: World, own: RedisServer) -> None:
+async def test_no_prompt_and_no_secret_comes_to_redis_or_a_log_beside_it(
+    world: World, own: RedisServer
+) -> None:
     async with monitored(own) as sent:
         house = await world.open()
         made = await world.key(labels=["of a test"])
