@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import socket
 import ssl
 from collections.abc import Iterator
@@ -58,6 +59,8 @@ HOLDING_MAX: Final = 1024
 HEAD_PARSED_MAX: Final = 2 * HEAD_LEN_MAX
 """The most bytes of a head that are parsed: of one that is a little too long it can be said what is wrong."""
 _HEAD_END: Final = b"\r\n\r\n"
+_CONTENT_LENGTH: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: *(\d{1,12})\r\n")
+"""As clients write it; other spellings only cost a second piece."""
 _MALFORMED: Final = b"\0" * 2 * CHUNK_LEN_MIN
 """Bytes that cannot occur in a head, nor in a chunk of less than their number."""
 
@@ -234,17 +237,24 @@ class _PublicSite(web.SockSite):
 
 
 def _cut_behind_heads(data: bytes) -> Iterator[bytes]:
-    """What was received, in pieces that end behind heads. aiohttp's parser drops the requests that it has
-    read of a piece in which something malformed follows. A body may be long, or look like heads: a head is
+    """The pieces of what was received, each ending behind a head, and the last one of what is left: aiohttp's
+    parser drops the requests that it has read of a piece in which something malformed follows. The usual
+    packet, one request with its whole body, is one piece. A body may be long, or look like heads: a head is
     looked for as far as one may go, and no more are than may be sent ahead."""
     begin = 0
     for _ in range(AHEAD_MAX):
         end = data.find(_HEAD_END, begin, begin + HEAD_LEN_MAX) + len(_HEAD_END)
-        if end < begin + len(_HEAD_END) or end == len(data):
+        if end < begin + len(_HEAD_END) or _is_last(data, begin, end):
             break
         yield data[begin:end]
         begin = end
     yield data[begin:]
+
+
+def _is_last(data: bytes, begin: int, end: int) -> bool:
+    """True if nothing comes behind the request whose head ends there, but its body."""
+    length = _CONTENT_LENGTH.search(data, begin, end) if end < len(data) else None
+    return end == len(data) or (length is not None and end + int(length[1]) == len(data))
 
 
 class _Protocol(ReadsInTurn):
@@ -295,10 +305,10 @@ class _Protocol(ReadsInTurn):
             data = _MALFORMED
         for piece in _cut_behind_heads(data):
             super().data_received(piece)
-        if self._messages:
-            self._end_head()
-            self._is_refused = not isinstance(self._messages[-1][0], RawRequestMessage)
-        elif not self._awaits_head:  # the bytes belonged to a body
+            if self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
+                self._is_refused = True
+                break
+        if self._messages or not self._awaits_head:  # without a message the bytes belonged to a body
             self._end_head()
         else:
             self._head_len += len(data)

@@ -24,7 +24,7 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Final
@@ -328,19 +328,17 @@ async def _load(outage: Outage, place: Place, subjects: Sequence[Subject]) -> tu
     return struck_s, ended_s
 
 
-async def _at_a_rate(rate: float, call: Callable[[], Awaitable[None]], over: asyncio.Event) -> None:
+async def _at_a_rate(
+    rate: float, call: Callable[[], Coroutine[None, None, None]], over: asyncio.Event
+) -> None:
     """Make so many calls a second, without waiting for their ends, and at last wait for all."""
     began_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for number in itertools.count(1):
             if over.is_set():
                 return
-            group.create_task(_awaited(call))
+            group.create_task(call())
             await asyncio.sleep(max(0.0, began_s + number / rate - time.perf_counter()))
-
-
-async def _awaited(call: Callable[[], Awaitable[None]]) -> None:
-    await call()
 
 
 async def _uncounted(subject: Subject) -> int:
@@ -372,7 +370,7 @@ class Seen:
     """The longest time that a request took from the outage until it was over, beyond that of before."""
     slowed: int
     slowed_late: int
-    """Of these, those that were sent when the outage was known."""
+    """The slowed requests that were sent when the outage was known."""
     noticed_s: float
     """The time from the outage until the metric said so. NaN: it never did."""
     dishonest: int

@@ -32,6 +32,13 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
+@pytest.fixture
+def own() -> Iterator[RedisServer]:
+    """A Redis of the test's own, to make fail, to change, or to look at as a whole."""
+    with redis_server() as server:
+        yield server
+
+
 @pytest.fixture(params=["memory", "redis"])
 async def clock_and_store(
     request: pytest.FixtureRequest, redis: RedisServer

@@ -4,7 +4,7 @@ were."""
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,13 +15,7 @@ from gateway.directory.entries import encode
 from gateway.identity.keys import hash_key
 from tests.gateway.conftest import House
 from tests.gateway.directory_world import World, at, directory_world, follower, problems, raw
-from tests.gateway.redis_server import RedisServer, redis_server
-
-
-@pytest.fixture
-def own() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
+from tests.gateway.redis_server import RedisServer
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,13 +25,7 @@ from tests.gateway.conftest import KEY, PATIENCE_S, until
 from tests.gateway.directory_world import World, at, directory_world, follower, problems, raw
 from tests.gateway.fake_engine import chunk, stream
 from tests.gateway.issuers import EC, as_toml, issuer
-from tests.gateway.redis_server import RedisServer, redis_server
-
-
-@pytest.fixture
-def own() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
+from tests.gateway.redis_server import RedisServer
 
 
 @pytest.fixture

@@ -153,6 +153,10 @@ async def test_requests_before_garbage_in_one_packet_are_answered_and_the_connec
     await house.at_rest()
 
 
+async def test_much_garbage_in_one_packet_is_refused_once(house: House) -> None:
+    assert await answers(house, (listener.AHEAD_MAX + 1) * b"\0garbage\r\n\r\n") == [400]
+
+
 async def test_a_chunk_that_is_broken_in_the_packet_of_its_head_is_the_requests_one_answer(
     house: House,
 ) -> None:

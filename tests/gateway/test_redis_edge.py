@@ -29,12 +29,6 @@ def protocol() -> str:
     return "http2"
 
 
-@pytest.fixture
-def own() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
 def in_redis(url: str, **more: Any) -> dict[str, Any]:
     prefix = f"test-{uuid.uuid4().hex}"
     return {"store": "redis", "url": url, "timeout_s": PATIENT_S, "key_prefix": prefix, **more}

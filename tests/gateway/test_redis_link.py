@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Final
 
 import pytest
@@ -13,19 +12,13 @@ from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Used
 from tests.gateway.conftest import until
-from tests.gateway.redis_server import RedisServer, redis_server, redis_store, until_well
+from tests.gateway.redis_server import RedisServer, redis_store, until_well
 from tests.gateway.test_redis_store import ACME, admitted, rid, tenant
 
 CALLERS: Final = 20
 """Their calls together are shorter than what Redis reads at once."""
 RESERVED: Final = 30
 WHO: Final = tenant(concurrent=CALLERS, token_budget=1000)
-
-
-@pytest.fixture
-def own() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
 
 
 class Counts:

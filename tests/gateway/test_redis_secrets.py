@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,7 @@ from tests.gateway.conftest import PATIENCE_S, House, until
 from tests.gateway.directory_world import OPERATOR, World, directory_world, raw
 from tests.gateway.fake_engine import Script, Seen, chunk, refusal, stream, unary
 from tests.gateway.issuers import EC, GRANT, as_toml, issuer
-from tests.gateway.redis_server import PATIENT_S, RedisServer, redis_server
+from tests.gateway.redis_server import PATIENT_S, RedisServer
 
 PROMPT: Final = "canary-of-a-prompt"
 ANSWER: Final = "canary-of-an-answer"
@@ -37,12 +37,6 @@ ASKED: Final[tuple[dict[str, Any], ...]] = (
     {"messages": SAYS, "model": PROMPT},
 )
 """Bodies, some of which are refused."""
-
-
-@pytest.fixture
-def own() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Final, TypeVar
 
@@ -391,12 +391,6 @@ class Outage:
 async def outage(server: RedisServer) -> AsyncIterator[Outage]:
     async with redis_store(server, timeout_s=0.4, connect_s=0.4) as store:
         yield Outage(server, store)
-
-
-@pytest.fixture
-def own() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
 
 
 async def test_a_redis_that_is_stopped(own: RedisServer) -> None:
