@@ -7,7 +7,7 @@ killed, stopped, cut off, slow..., and later it is what it was. Asked is what ga
 - The answers are 200; from the closed gateway also 503, from the outage until the recovery.
 - A request waits at most `timeout_s` (50 ms) longer than others, and only while the outage is not known yet.
 - `/readyz` and the metric of the store tell how it is.
-- The gateways use Redis again 5 s after the outage's end, without a restart.
+- The gateways use Redis again within 5 s of the outage's end, without a restart.
 - Streams run on, and every token that was answered is counted: once, and in the end in Redis. Where Redis has
   lost its memory, that cannot be asked.
 
