@@ -14,7 +14,11 @@ import pytest
 import trustme
 from hypothesis import settings
 
-from tests.line_check import SUITES
+from tests import tracing
+
+TRACING = tracing.Tracing() if tracing.VARIABLE in os.environ else None
+
+from tests.line_check import SUITES  # noqa: E402 -- it imports the product, which is to be traced
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,6 +58,17 @@ def pytest_collection_finish() -> None:
     collection would look at all of them, which took half of the time of tests that ask for one."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if TRACING:
+        TRACING.follow(item.path)
+
+
+def pytest_unconfigure() -> None:
+    if TRACING:
+        TRACING.end()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,6 @@
 """Holds each package's coverage to the floor that pyproject.toml gives it.
 
-    python -m pytest --cov --cov-report= ...
+    TRACED=1 python -m pytest ... && coverage combine
     python -m tests.coverage_floors
 
 A percentage is that of lines and branches together, as `coverage report` computes it. A floor is what was

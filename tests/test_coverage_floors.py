@@ -1,4 +1,4 @@
-"""The floors of coverage: a fall is told, and CI measures what has a floor."""
+"""The floors of coverage: a fall is told, and CI traces what has a floor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from tests import coverage_floors
 from tests.coverage_floors import ROOT, fallen, floors, measured
+from tests.tracing import LEFT_OUT, TRACED, is_traced
 
 SOURCE = """
 def sign(x):
@@ -39,9 +40,20 @@ def test_a_branch_that_no_test_takes_is_counted(tmp_path: Path, monkeypatch: pyt
     assert measured({"package": 0.0}) == {"package": pytest.approx(100 * 5 / 7)}
 
 
-def test_a_command_holds_the_floors_of_packages_that_are_there() -> None:
-    assert "--cov " in (ROOT / ".ci" / "coverage").read_text()
-    assert "-m tests.coverage_floors" in (ROOT / ".ci" / "coverage").read_text()
+def test_ci_traces_and_holds_the_floors_of_packages_that_are_there() -> None:
+    ci = (ROOT / ".ci" / "run").read_text()
+    traced, tested, held = (ci.index(part) for part in ("TRACED=1", "eval", "-m tests.coverage_floors"))
+    assert traced < tested < held
     for package, floor in floors().items():
         assert (ROOT / package / "__init__.py").is_file(), package
         assert 90 <= floor <= 100, package
+
+
+def test_what_is_traced_is_there_and_so_is_what_is_left_out() -> None:
+    files = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    left_out = {Path(top) / f"test_{name}.py" for top, names in LEFT_OUT.items() for name in names}
+    assert left_out <= files
+    assert not any(is_traced(path) for path in left_out)
+    for top in TRACED:
+        assert any(is_traced(path) for path in files if path.is_relative_to(top)), top
+    assert not is_traced(Path("tests/engine/test_metrics.py"))
