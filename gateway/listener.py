@@ -18,7 +18,6 @@ Rules of the public listener:
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import socket
 import ssl
@@ -30,23 +29,20 @@ from aiohttp import web
 from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
-from gateway.accepting import Accepting
+from gateway.accepting import FairAccepting
 from gateway.client.reading import ReadsInTurn
 from gateway.config import GatewayConfig
 from gateway.edge import Edge
 from gateway.hygiene import HEAD_LEN_MAX
 from gateway.identity.known import KnownCallers
-from gateway.record import ACCEPTS_FAILED, CONNECTIONS_CUT
+from gateway.record import CONNECTIONS_CUT
 from shared import logs
+from shared.accepting import HANDSHAKE_S, Accepting, Warnings
 from shared.errors import forget_frames
 from shared.fair_turns import FairTurns
 from shared.http2.sockets import bound_transport
 from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, bound_socket, http1_options
 
-WARN_EVERY_S: Final = 10.0
-"""The shortest time between two log lines that say the same of connections, in seconds."""
-HANDSHAKE_S: Final = 10.0
-"""How long a TLS handshake may take, in seconds."""
 CHUNK_LEN_MIN: Final = 8
 """The fewest bytes of a chunked body for each line end in it, on average over what is received at a time."""
 CRLFS_LOOKED_AT: Final = 4096
@@ -112,8 +108,7 @@ async def listen(
         sock = bound_socket(host, port, send_buffer_len, is_shared=is_shared)
     except OSError as error:
         raise ListenFailed(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    site_type = _PublicSite if isinstance(server, PublicServer) else web.SockSite
-    site = site_type(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN)
+    site = _Site(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN)
     await site.start()
     return Listening(site, server, sock.getsockname()[1])
 
@@ -128,13 +123,12 @@ class PublicServer(web.Server):
         super().__init__(edge.handle, handler_cancellation=True)
         self._edge = edge
         self._known = known
-        self._accepting: Accepting | None = None
+        self._accepting: FairAccepting | None = None
         self._holding: dict[_Protocol, None] = {}
         """The connections that held something when they last received, the oldest of them first."""
         self._write_buffer_len = config.limits.write_buffer_len
         self._connections_max = config.limits.connections_max
-        self._warned_at_s: dict[str, float] = {}
-        """The time of each warning's last log line, in seconds on the loop's clock."""
+        self._warnings = Warnings(log)
         self._head_s = config.timeouts.head_s
         self._idle_s = config.timeouts.idle_s
         self._options = http1_options(self._idle_s)
@@ -142,11 +136,10 @@ class PublicServer(web.Server):
         """The turns in which bodies are read."""
         self.ends: Final = turns
 
-    def accept(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None) -> Accepting:
+    def accept(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None) -> FairAccepting:
         """Accept connections of a bound socket from now on. To be called once."""
         times = HANDSHAKE_S, self._idle_s if tls is None else HANDSHAKE_S
-        told = self._make_room, self._accept_failed
-        self._accepting = Accepting(sock, backlog, self, self._known, tls, *times, *told)
+        self._accepting = FairAccepting(sock, backlog, self, self._known, tls, *times, self._make_room)
         return self._accepting
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
@@ -197,18 +190,7 @@ class PublicServer(web.Server):
     def _tell(self, event: str, **bound: int) -> None:
         """Count a connection that is closed to bound them, and log it now and then."""
         CONNECTIONS_CUT.inc()
-        self._warn(event, **bound)
-
-    def _accept_failed(self, error: OSError) -> None:
-        """Count that no connection could be accepted, and log it now and then."""
-        ACCEPTS_FAILED.inc()
-        self._warn("gateway.accept_failed", error=error.strerror)
-
-    def _warn(self, event: str, **values: object) -> None:
-        now_s = self._loop.time()
-        if now_s - self._warned_at_s.get(event, -math.inf) >= WARN_EVERY_S:
-            self._warned_at_s[event] = now_s
-            log.warning(event, **values)
+        self._warnings.warn(event, **bound)
 
     def __call__(self) -> RequestHandler:
         bounds = self._write_buffer_len, self._head_s
@@ -219,16 +201,19 @@ def _is_idle(handler: RequestHandler, new: RequestHandler | None) -> bool:
     return handler._current_request is None and handler is not new
 
 
-class _PublicSite(web.SockSite):
-    """The public listener's socket."""
+class _Site(web.SockSite):
+    """A listener's socket, whose connections are not accepted by the loop."""
 
     _accepting: Accepting | None = None
 
     async def start(self) -> None:
         await web.BaseSite.start(self)
-        server = self._runner.server
-        assert isinstance(server, PublicServer)
-        self._accepting = server.accept(self._sock, self._backlog, self._ssl_context)
+        server, at = self._runner.server, (self._sock, self._backlog)
+        assert server is not None
+        if isinstance(server, PublicServer):
+            self._accepting = server.accept(*at, self._ssl_context)
+        else:
+            self._accepting = Accepting(*at, server, self._ssl_context)
 
     async def stop(self) -> None:
         if self._accepting is not None:
