@@ -11,7 +11,9 @@ Rules of the public listener:
    requests that a connection sends ahead of their answers, and the connections that hold either: above the
    bound, the one that has done so for longest is closed.
 3. A TLS handshake, before which there is no request whose deadline could end it, has a time limit of its own.
-4. Connections are set up (`gateway.accepting`), and the requests of callers who have left are ended, in
+4. A client that speaks HTTP/2 alone, as its ALPN says, is told in HTTP/2 that HTTP/1.1 is required. Python's
+   TLS cannot refuse it by the alert `no_application_protocol`: without a protocol in common it goes on.
+5. Connections are set up (`gateway.accepting`), and the requests of callers who have left are ended, in
    turns: a few in each turn of the loop, tenants one after another.
 """
 
@@ -40,8 +42,11 @@ from shared import logs
 from shared.accepting import HANDSHAKE_S, Accepting, Warnings
 from shared.errors import forget_frames
 from shared.fair_turns import FairTurns
+from shared.http2 import frames
+from shared.http2.errors import ErrorCode
 from shared.http2.sockets import bound_transport
-from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, bound_socket, http1_options
+from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, LINGER_S, bound_socket, http1_options
+from shared.tls import HTTP2
 
 CHUNK_LEN_MIN: Final = 8
 """The fewest bytes of a chunked body for each line end in it, on average over what is received at a time."""
@@ -59,6 +64,7 @@ _CONTENT_LENGTH: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: *(\d{1,12})\r\n
 """As clients write it; other spellings only cost a second piece."""
 _MALFORMED: Final = b"\0" * 2 * CHUNK_LEN_MIN
 """Bytes that cannot occur in a head, nor in a chunk of less than their number."""
+_HTTP1_REQUIRED: Final = frames.settings({}) + frames.goaway(0, ErrorCode.HTTP_1_1_REQUIRED)
 
 log = logs.get(__name__)
 
@@ -265,7 +271,8 @@ class _Protocol(ReadsInTurn):
         self._write_buffer_len = write_buffer_len
         self._head_s = head_s
         self._head_timer: asyncio.TimerHandle | None = None
-        """Closes the connection. None while no head is incomplete: most come whole, and need none."""
+        """Closes the connection. None while no head is incomplete: most come whole, and need none. Nor while
+        no HTTP/2 is refused."""
         self._head_len = 0
         """The number of bytes received of a head that is not complete yet."""
         self._held = False
@@ -351,6 +358,11 @@ class _Protocol(ReadsInTurn):
         super().connection_made(transport)
         assert self.transport is not None  # uvloop's transport is no subclass of asyncio's
         bound_transport(self.transport, self._write_buffer_len)
+        tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object")
+        if tls is not None and tls.selected_alpn_protocol() == HTTP2:
+            self._is_refused = True
+            self.transport.write(_HTTP1_REQUIRED)
+            self._head_timer = self._loop.call_later(LINGER_S, self.force_close)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_head()
