@@ -10,7 +10,8 @@ Rules of the public listener:
 2. A request's head is bounded in bytes and in time, and nothing is read after something malformed. So are the
    requests that a connection sends ahead of their answers, and the connections that hold either: above the
    bound, the one that has done so for longest is closed.
-3. A TLS handshake, before which there is no request whose deadline could end it, has a time limit of its own.
+3. A TLS handshake, before which there is no request whose deadline could end it, has a time limit of its own,
+   and their number is bounded (`shared.accepting`).
 4. A client that speaks HTTP/2 alone, as its ALPN says, is told in HTTP/2 that HTTP/1.1 is required. Python's
    TLS cannot refuse it by the alert `no_application_protocol`: without a protocol in common it goes on.
 5. Connections are set up (`gateway.accepting`), and the requests of callers who have left are ended, in

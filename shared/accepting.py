@@ -28,6 +28,9 @@ PAUSE_S: Final = 1.0
 """The time for which nothing is accepted when none could be, in seconds."""
 HANDSHAKE_S: Final = 10.0
 """How long a TLS handshake may take, in seconds."""
+HANDSHAKES_MAX: Final = 1024
+"""TLS handshakes at a time. Above it, the one that has lasted for longest is cut: one that goes on takes a
+few turns of the loop, and those that fill the number do not go on."""
 WARN_EVERY_S: Final = 10.0
 """The shortest time between two log lines that say the same of connections, in seconds."""
 ACCEPTS_FAILED: Final = Counter(
@@ -69,7 +72,8 @@ class Accepting:
         self._sock: Final = sock
         self._protocol: Final = protocol
         self._tls: Final[dict[str, Any]] = {"ssl": tls, "ssl_handshake_timeout": handshake_s} if tls else {}
-        self._beginning: Final[set[asyncio.Task[None]]] = set()
+        self._beginning: Final[dict[asyncio.Task[None], None]] = {}
+        """The connections that are being set up, the oldest first. With TLS that takes a handshake."""
         self._warnings: Final = Warnings(log)
         self._is_accepting = False
         self._is_short = False
@@ -140,8 +144,16 @@ class Accepting:
     def _begin(self, sock: socket.socket) -> None:
         """Set up a connection that was taken."""
         task = self._loop.create_task(self._set_up(sock))
-        self._beginning.add(task)
-        task.add_done_callback(self._beginning.discard)
+        self._beginning[task] = None
+        task.add_done_callback(self._ended)
+        if self._tls and len(self._beginning) > HANDSHAKES_MAX:
+            self._warnings.warn("listener.handshakes_full", handshakes_max=HANDSHAKES_MAX)
+            oldest = next(iter(self._beginning))
+            self._ended(oldest)
+            self._loop.call_soon(oldest.cancel)  # once it has begun: the socket is not its own before
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._beginning.pop(task, None)
 
     async def _set_up(self, sock: socket.socket) -> None:
         with suppress(OSError, RuntimeError):  # its caller has left, the handshake failed, or it was closed

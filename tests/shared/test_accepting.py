@@ -4,11 +4,13 @@ import asyncio
 import errno
 import os
 import socket
+import ssl
 from collections import Counter
 from collections.abc import Iterator
 from typing import cast
 
 import pytest
+import trustme
 import uvloop
 from structlog.testing import capture_logs
 
@@ -77,6 +79,37 @@ def test_who_comes_while_no_file_can_be_opened_is_served_once_one_can(
     assert ACCEPTS_FAILED.value() - before == 2 * REFUSALS
     told = [line for line in lines if line["event"] == "listener.accept_failed"]
     assert [line["error"] for line in told] == [os.strerror(errno.EMFILE)], "it is told now and then"
+
+
+def test_handshakes_that_do_not_go_on_are_bounded_and_keep_out_nobody(
+    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above the bound the oldest is cut, and whoever goes on is served."""
+    monkeypatch.setattr(accepting, "HANDSHAKES_MAX", 2)
+    authority, server = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(server)
+    client = ssl.create_default_context()
+    authority.configure_trust(client)
+
+    async def run() -> None:
+        with Short() as sock:
+            sock.bind(("127.0.0.1", 0))
+            sock.listen(CALLERS)
+            held = [await asyncio.open_connection(*sock.getsockname()) for _ in range(CALLERS)]
+            served = Accepting(sock, CALLERS, Echo, server, handshake_s=10 * PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):
+                for reader, _ in held[:-2]:
+                    assert await reader.read() == b""
+                reader, writer = await asyncio.open_connection(*sock.getsockname(), ssl=client)
+                writer.write(b"x")
+                assert await reader.readexactly(1) == b"x"
+            for _, one in [*held, (reader, writer)]:
+                one.close()
+            await served.aclose()
+
+    with capture_logs() as lines:
+        runner.run(run())
+    assert [line["event"] for line in lines] == ["listener.handshakes_full"], "it is told now and then"
 
 
 def test_nothing_is_tried_meanwhile(runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
