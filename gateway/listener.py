@@ -231,22 +231,23 @@ class _Site(web.SockSite):
 def _cut_behind_heads(data: bytes) -> Iterator[bytes]:
     """The pieces of what was received, each ending behind a head, and the last one of what is left: aiohttp's
     parser drops the requests that it has read of a piece in which something malformed follows. The usual
-    packet, one request with its whole body, is one piece. A body may be long, or look like heads: a head is
-    looked for as far as one may go, and no more are than may be sent ahead."""
-    begin = 0
+    packet, one request with its body, is one piece. A head is looked for as far as one may go, behind the
+    body of the one before where its length is stated, and no more are than may be sent ahead."""
+    begin = at = 0
     for _ in range(AHEAD_MAX):
-        end = data.find(_HEAD_END, begin, begin + HEAD_LEN_MAX) + len(_HEAD_END)
-        if end < begin + len(_HEAD_END) or _is_last(data, begin, end):
+        end = data.find(_HEAD_END, at, at + HEAD_LEN_MAX) + len(_HEAD_END)
+        if end < at + len(_HEAD_END) or (at := _behind(data, at, end)) >= len(data):
             break
         yield data[begin:end]
         begin = end
     yield data[begin:]
 
 
-def _is_last(data: bytes, begin: int, end: int) -> bool:
-    """True if nothing comes behind the request whose head ends there, but its body."""
+def _behind(data: bytes, begin: int, end: int) -> int:
+    """The place behind the request whose head lies there; behind its head alone if its body's length is not
+    stated."""
     length = _CONTENT_LENGTH.search(data, begin, end) if end < len(data) else None
-    return end == len(data) or (length is not None and end + int(length[1]) == len(data))
+    return end if length is None else end + int(length[1])
 
 
 class _Protocol(ReadsInTurn):

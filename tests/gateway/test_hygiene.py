@@ -17,6 +17,8 @@ BODY = msgspec.json.encode(CHAT)
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
 HOST = b"host: here\r\n"
 REST = b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (KEY.encode(), len(BODY))
+LONG_BODY = BODY + b" " * (hygiene.HEAD_LEN_MAX + 1)
+LONG_REST = REST.replace(b"%d" % len(BODY), b"%d" % len(LONG_BODY))
 WIDE = b"".join(b"x-%d: %b\r\n" % (i, b"y" * 8000) for i in range(5))
 assert len(WIDE) > hygiene.HEAD_LEN_MAX
 
@@ -140,9 +142,10 @@ async def answers(house: House, sent: bytes) -> list[int]:
         (LINE + HOST + REST + BODY, [200]),
         (b"GET /v1/models HTTP/1.1\r\n" + HOST + b"authorization: Bearer %b\r\n\r\n" % KEY.encode(), [200]),
         (2 * (LINE + HOST + REST + BODY), [200, 200]),
+        (2 * (LINE + HOST + LONG_REST + LONG_BODY), [200, 200]),
         (b"", []),
     ],
-    ids=["a chat", "a request without a body", "two chats", "nothing"],
+    ids=["a chat", "a request without a body", "two chats", "two long chats", "nothing"],
 )
 async def test_requests_before_garbage_in_one_packet_are_answered_and_the_connection_is_closed(
     house: House, requests: bytes, statuses: list[int]
