@@ -29,22 +29,17 @@ import re
 import socket
 import ssl
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 from gateway.identity.known import KnownCallers
+from shared.accepting import Accepting
 from shared.fair_turns import FairTurns
-from shared.listening import CLOSE_GRACE_S
 
-ACCEPT_MAX: Final = 64
-"""Connections that are accepted in one turn of the loop, each of which takes some 15 microseconds."""
 SET_UP_MAX: Final = 2
 """Connections that are set up in one turn. The request that comes with one, which begins a few turns later,
 takes most of a millisecond; so this bounds the length of turns beside a flood of both."""
 WAITING_MAX: Final = 1024
 """Connections that wait for their turns."""
-PAUSE_S: Final = 1.0
-"""The time for which nothing is accepted when the process may open no more files, in seconds."""
 LOOKED_AT_LEN: Final = 2048
 """Bytes of a connection's beginning in which a key is looked for."""
 V6_NETWORK_LEN: Final = 8
@@ -52,7 +47,7 @@ V6_NETWORK_LEN: Final = 8
 _AUTHORIZATION: Final = re.compile(rb"\r\nauthorization:[ \t]*([^\r\n]*)", re.IGNORECASE)
 
 
-class Accepting:
+class FairAccepting(Accepting):
     """A listening socket, whose connections are set up in turns."""
 
     def __init__(
@@ -65,45 +60,18 @@ class Accepting:
         handshake_s: float,
         silent_s: float,
         on_silent: Callable[[], None],
-        on_failed: Callable[[OSError], None],
     ) -> None:
         """Begin to accept. `sock` is bound. `handshake_s` is the time limit of a TLS handshake, `silent_s`
-        that of first bytes. `on_silent` is called when there is one more silent connection, `on_failed` when
-        none can be accepted for `PAUSE_S`, as no descriptor or no memory is left."""
-        self._loop = asyncio.get_running_loop()
-        self._sock: Final = sock
-        self._protocol: Final = protocol
+        that of first bytes. `on_silent` is called when there is one more silent connection."""
+        super().__init__(sock, backlog, protocol, tls, handshake_s)
         self._known: Final = known
-        self._tls: Final[dict[str, Any]] = {"ssl": tls, "ssl_handshake_timeout": handshake_s} if tls else {}
         self._turns: Final = FairTurns(SET_UP_MAX)
         self._silent_s: Final = silent_s
         self._on_silent: Final = on_silent
-        self._on_failed: Final = on_failed
         self._silent: Final[dict[socket.socket, tuple[str, asyncio.TimerHandle]]] = {}
         """The silent connections, oldest first: their addresses, and the ends of their time."""
         self._waiting: Final[dict[asyncio.Future[None], socket.socket]] = {}
         """Connections by the turns that they wait for."""
-        self._beginning: Final[set[asyncio.Task[None]]] = set()
-        self._is_accepting = False
-        self._is_closed = False
-        sock.setblocking(False)
-        sock.listen(backlog)
-        self._resume()
-
-    async def aclose(self) -> None:
-        """Accept no more connections, and set up those that are there, `CLOSE_GRACE_S` at most."""
-        self._pause()
-        self._is_closed = True
-        self._sock.close()
-        for sock in list(self._silent):
-            self._wait(sock, b"", self._heard(sock))
-        for turn in list(self._waiting):
-            self._begin(self._waiting.pop(turn))
-            turn.cancel()
-        if self._beginning:
-            _, late = await asyncio.wait(self._beginning, timeout=CLOSE_GRACE_S)
-            for task in late:
-                task.cancel()
 
     @property
     def silent_count(self) -> int:
@@ -114,40 +82,24 @@ class Accepting:
         """Close the connection that has been silent for longest."""
         self._close_silent(next(iter(self._silent)))
 
-    def _resume(self) -> None:
-        if not self._is_accepting and not self._is_closed:
-            self._is_accepting = True
-            self._loop.add_reader(self._sock, self._accept)
+    def _has_room(self) -> bool:
+        return len(self._waiting) < WAITING_MAX
 
-    def _pause(self) -> None:
-        if self._is_accepting:
-            self._is_accepting = False
-            self._loop.remove_reader(self._sock)
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPT_MAX):
-            if len(self._waiting) >= WAITING_MAX:
-                return self._pause()
-            try:
-                sock, (host, *_) = self._sock.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return None
-            except OSError as error:
-                self._on_failed(error)
-                self._loop.call_later(PAUSE_S, self._resume)
-                return self._pause()
-            sock.setblocking(False)
-            self._take(sock, _network(sock.family, host))
-        return None
-
-    def _take(self, sock: socket.socket, address: str) -> None:
-        begun = _begun(sock)
+    def _take(self, sock: socket.socket, host: str) -> None:
+        address, begun = _network(sock.family, host), _begun(sock)
         if begun is not None:
             return self._wait(sock, begun, address)
         late = self._loop.call_later(self._silent_s, self._close_silent, sock)
         self._silent[sock] = address, late
         self._loop.add_reader(sock, self._hear, sock)
         return self._on_silent()
+
+    def _begin_all(self) -> None:
+        for sock in list(self._silent):
+            self._wait(sock, b"", self._heard(sock))
+        for turn in list(self._waiting):
+            self._begin(self._waiting.pop(turn))
+            turn.cancel()
 
     def _hear(self, sock: socket.socket) -> None:
         """Let a connection wait for its turn, as something has come of it. One that its caller has left is
@@ -181,15 +133,6 @@ class Accepting:
         if (sock := self._waiting.pop(turn, None)) is not None:
             self._begin(sock)
             self._resume()
-
-    def _begin(self, sock: socket.socket) -> None:
-        task = self._loop.create_task(self._set_up(sock))
-        self._beginning.add(task)
-        task.add_done_callback(self._beginning.discard)
-
-    async def _set_up(self, sock: socket.socket) -> None:
-        with suppress(OSError, RuntimeError):  # its caller has left, the handshake failed, or it was closed
-            await self._loop.connect_accepted_socket(self._protocol, sock, **self._tls)
 
     def _tenant_of(self, begun: bytes) -> str | None:
         """The tenant whose key a connection's first bytes show. None where they show none that is known."""

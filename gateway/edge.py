@@ -179,11 +179,11 @@ class Edge:
         exchange.stages.enter("answer")
         if endpoint is not None:
             raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.", allow="POST")
-        if path == MODELS or path.startswith(f"{MODELS}/"):
+        if path == MODELS or _is_below(f"{MODELS}/", path):
             _allow(exchange, "GET")
             models = self._models(exchange.accounts.tenants, principal, path.removeprefix(MODELS)[1:])
             return await self._send(exchange, models)
-        if path.startswith(REQUESTS):
+        if _is_below(REQUESTS, path):
             _allow(exchange, "DELETE")
             request_id = RequestId(path.removeprefix(REQUESTS))
             ended = self._live.end(principal.tenant, request_id, lambda: RequestAborted("It was aborted."))
@@ -316,9 +316,14 @@ def _endpoint(path: str) -> str:
     """The route of a path, for logs and metrics: one of a few constants, whatever the path."""
     if path in ENDPOINTS or path in (MODELS, PATH):
         return path
-    if path.startswith(f"{MODELS}/"):
+    if _is_below(f"{MODELS}/", path):
         return f"{MODELS}/{{id}}"
-    return f"{REQUESTS}{{id}}" if path.startswith(REQUESTS) else UNKNOWN
+    return f"{REQUESTS}{{id}}" if _is_below(REQUESTS, path) else UNKNOWN
+
+
+def _is_below(prefix: str, path: str) -> bool:
+    """True if an id follows the prefix. A slash at the end makes it another path, which is not served."""
+    return path.startswith(prefix) and path != prefix
 
 
 def _allow(exchange: Exchange, method: str) -> None:

@@ -10,15 +10,17 @@ Rules of the public listener:
 2. A request's head is bounded in bytes and in time, and nothing is read after something malformed. So are the
    requests that a connection sends ahead of their answers, and the connections that hold either: above the
    bound, the one that has done so for longest is closed.
-3. A TLS handshake, before which there is no request whose deadline could end it, has a time limit of its own.
-4. Connections are set up (`gateway.accepting`), and the requests of callers who have left are ended, in
+3. A TLS handshake, before which there is no request whose deadline could end it, has a time limit of its own,
+   and their number is bounded (`shared.accepting`).
+4. A client that speaks HTTP/2 alone, as its ALPN says, is told in HTTP/2 that HTTP/1.1 is required. Python's
+   TLS cannot refuse it by the alert `no_application_protocol`: without a protocol in common it goes on.
+5. Connections are set up (`gateway.accepting`), and the requests of callers who have left are ended, in
    turns: a few in each turn of the loop, tenants one after another.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import socket
 import ssl
@@ -30,23 +32,23 @@ from aiohttp import web
 from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
-from gateway.accepting import Accepting
+from gateway.accepting import FairAccepting
 from gateway.client.reading import ReadsInTurn
 from gateway.config import GatewayConfig
 from gateway.edge import Edge
 from gateway.hygiene import HEAD_LEN_MAX
 from gateway.identity.known import KnownCallers
-from gateway.record import ACCEPTS_FAILED, CONNECTIONS_CUT
+from gateway.record import CONNECTIONS_CUT
 from shared import logs
+from shared.accepting import HANDSHAKE_S, Accepting, Warnings
 from shared.errors import forget_frames
 from shared.fair_turns import FairTurns
+from shared.http2 import frames
+from shared.http2.errors import ErrorCode
 from shared.http2.sockets import bound_transport
-from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, bound_socket, http1_options
+from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, LINGER_S, bound_socket, http1_options
+from shared.tls import HTTP2
 
-WARN_EVERY_S: Final = 10.0
-"""The shortest time between two log lines that say the same of connections, in seconds."""
-HANDSHAKE_S: Final = 10.0
-"""How long a TLS handshake may take, in seconds."""
 CHUNK_LEN_MIN: Final = 8
 """The fewest bytes of a chunked body for each line end in it, on average over what is received at a time."""
 CRLFS_LOOKED_AT: Final = 4096
@@ -63,6 +65,7 @@ _CONTENT_LENGTH: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: *(\d{1,12})\r\n
 """As clients write it; other spellings only cost a second piece."""
 _MALFORMED: Final = b"\0" * 2 * CHUNK_LEN_MIN
 """Bytes that cannot occur in a head, nor in a chunk of less than their number."""
+_HTTP1_REQUIRED: Final = frames.settings({}) + frames.goaway(0, ErrorCode.HTTP_1_1_REQUIRED)
 
 log = logs.get(__name__)
 
@@ -112,8 +115,7 @@ async def listen(
         sock = bound_socket(host, port, send_buffer_len, is_shared=is_shared)
     except OSError as error:
         raise ListenFailed(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    site_type = _PublicSite if isinstance(server, PublicServer) else web.SockSite
-    site = site_type(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN)
+    site = _Site(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN)
     await site.start()
     return Listening(site, server, sock.getsockname()[1])
 
@@ -128,13 +130,12 @@ class PublicServer(web.Server):
         super().__init__(edge.handle, handler_cancellation=True)
         self._edge = edge
         self._known = known
-        self._accepting: Accepting | None = None
+        self._accepting: FairAccepting | None = None
         self._holding: dict[_Protocol, None] = {}
         """The connections that held something when they last received, the oldest of them first."""
         self._write_buffer_len = config.limits.write_buffer_len
         self._connections_max = config.limits.connections_max
-        self._warned_at_s: dict[str, float] = {}
-        """The time of each warning's last log line, in seconds on the loop's clock."""
+        self._warnings = Warnings(log)
         self._head_s = config.timeouts.head_s
         self._idle_s = config.timeouts.idle_s
         self._options = http1_options(self._idle_s)
@@ -142,11 +143,10 @@ class PublicServer(web.Server):
         """The turns in which bodies are read."""
         self.ends: Final = turns
 
-    def accept(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None) -> Accepting:
+    def accept(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None) -> FairAccepting:
         """Accept connections of a bound socket from now on. To be called once."""
         times = HANDSHAKE_S, self._idle_s if tls is None else HANDSHAKE_S
-        told = self._make_room, self._accept_failed
-        self._accepting = Accepting(sock, backlog, self, self._known, tls, *times, *told)
+        self._accepting = FairAccepting(sock, backlog, self, self._known, tls, *times, self._make_room)
         return self._accepting
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
@@ -197,18 +197,7 @@ class PublicServer(web.Server):
     def _tell(self, event: str, **bound: int) -> None:
         """Count a connection that is closed to bound them, and log it now and then."""
         CONNECTIONS_CUT.inc()
-        self._warn(event, **bound)
-
-    def _accept_failed(self, error: OSError) -> None:
-        """Count that no connection could be accepted, and log it now and then."""
-        ACCEPTS_FAILED.inc()
-        self._warn("gateway.accept_failed", error=error.strerror)
-
-    def _warn(self, event: str, **values: object) -> None:
-        now_s = self._loop.time()
-        if now_s - self._warned_at_s.get(event, -math.inf) >= WARN_EVERY_S:
-            self._warned_at_s[event] = now_s
-            log.warning(event, **values)
+        self._warnings.warn(event, **bound)
 
     def __call__(self) -> RequestHandler:
         bounds = self._write_buffer_len, self._head_s
@@ -219,16 +208,19 @@ def _is_idle(handler: RequestHandler, new: RequestHandler | None) -> bool:
     return handler._current_request is None and handler is not new
 
 
-class _PublicSite(web.SockSite):
-    """The public listener's socket."""
+class _Site(web.SockSite):
+    """A listener's socket, whose connections are not accepted by the loop."""
 
     _accepting: Accepting | None = None
 
     async def start(self) -> None:
         await web.BaseSite.start(self)
-        server = self._runner.server
-        assert isinstance(server, PublicServer)
-        self._accepting = server.accept(self._sock, self._backlog, self._ssl_context)
+        server, at = self._runner.server, (self._sock, self._backlog)
+        assert server is not None
+        if isinstance(server, PublicServer):
+            self._accepting = server.accept(*at, self._ssl_context)
+        else:
+            self._accepting = Accepting(*at, server, self._ssl_context)
 
     async def stop(self) -> None:
         if self._accepting is not None:
@@ -239,22 +231,23 @@ class _PublicSite(web.SockSite):
 def _cut_behind_heads(data: bytes) -> Iterator[bytes]:
     """The pieces of what was received, each ending behind a head, and the last one of what is left: aiohttp's
     parser drops the requests that it has read of a piece in which something malformed follows. The usual
-    packet, one request with its whole body, is one piece. A body may be long, or look like heads: a head is
-    looked for as far as one may go, and no more are than may be sent ahead."""
-    begin = 0
+    packet, one request with its body, is one piece. A head is looked for as far as one may go, behind the
+    body of the one before where its length is stated, and no more are than may be sent ahead."""
+    begin = at = 0
     for _ in range(AHEAD_MAX):
-        end = data.find(_HEAD_END, begin, begin + HEAD_LEN_MAX) + len(_HEAD_END)
-        if end < begin + len(_HEAD_END) or _is_last(data, begin, end):
+        end = data.find(_HEAD_END, at, at + HEAD_LEN_MAX) + len(_HEAD_END)
+        if end < at + len(_HEAD_END) or (at := _behind(data, at, end)) >= len(data):
             break
         yield data[begin:end]
         begin = end
     yield data[begin:]
 
 
-def _is_last(data: bytes, begin: int, end: int) -> bool:
-    """True if nothing comes behind the request whose head ends there, but its body."""
+def _behind(data: bytes, begin: int, end: int) -> int:
+    """The place behind the request whose head lies there; behind its head alone if its body's length is not
+    stated."""
     length = _CONTENT_LENGTH.search(data, begin, end) if end < len(data) else None
-    return end == len(data) or (length is not None and end + int(length[1]) == len(data))
+    return end if length is None else end + int(length[1])
 
 
 class _Protocol(ReadsInTurn):
@@ -280,7 +273,8 @@ class _Protocol(ReadsInTurn):
         self._write_buffer_len = write_buffer_len
         self._head_s = head_s
         self._head_timer: asyncio.TimerHandle | None = None
-        """Closes the connection. None while no head is incomplete: most come whole, and need none."""
+        """Closes the connection. None while no head is incomplete: most come whole, and need none. Nor while
+        no HTTP/2 is refused."""
         self._head_len = 0
         """The number of bytes received of a head that is not complete yet."""
         self._held = False
@@ -366,6 +360,11 @@ class _Protocol(ReadsInTurn):
         super().connection_made(transport)
         assert self.transport is not None  # uvloop's transport is no subclass of asyncio's
         bound_transport(self.transport, self._write_buffer_len)
+        tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object")
+        if tls is not None and tls.selected_alpn_protocol() == HTTP2:
+            self._is_refused = True
+            self.transport.write(_HTTP1_REQUIRED)
+            self._head_timer = self._loop.call_later(LINGER_S, self.force_close)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_head()

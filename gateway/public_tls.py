@@ -8,6 +8,8 @@ Rules:
    new, and no session of before the reload can be resumed past it.
 2. OpenSSL verifies clients, by their authorities' revocation lists too. It lets in no client of an authority
    without a list, or with one that has expired: what cannot be known to be good is refused.
+3. The protocol is HTTP/1.1, whatever else a client speaks. HTTP/2 is agreed on only with one that speaks
+   nothing else, and only to tell it so (`gateway.listener`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from gateway.identity.caller import Revoked
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.renewable_tls import FileVersion, RenewableContext, file_version
-from shared.tls import HTTP1, UnusableTls, server_context
+from shared.tls import HTTP1, HTTP2, UnusableTls, server_context
 
 POLL_S: Final = 1.0
 """The time between two looks at the files, in seconds."""
@@ -99,7 +101,7 @@ def _load(config: TlsConfig) -> _Loaded:
             client_ca=config.client_ca,
             crl=config.crl,
             is_client_required=is_required,
-            protocols=[HTTP1],
+            protocols=[HTTP1, HTTP2],
         )
     except UnusableTls as error:
         problems += str(error).splitlines()

@@ -129,10 +129,6 @@ CONNECTIONS_CUT: Final = Counter(
     "penstock_gateway_connections_cut",
     "Client connections closed because too many were open, or held something.",
 )
-ACCEPTS_FAILED: Final = Counter(
-    "penstock_gateway_accepts_failed",
-    "Times that no client connection could be accepted for a second: no descriptor, or no memory, was left.",
-)
 TOKENS: Final = Counter(
     "penstock_gateway_tokens", "Tokens as the engine counted.", ("model", "tenant", "kind")
 )

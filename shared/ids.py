@@ -47,8 +47,8 @@ def mint_request_id() -> RequestId:
     return RequestId(f"req_{random_bits(128):032x}")
 
 
-def is_request_id(text: str) -> bool:
-    """True if the text is 1 to 64 of `A-Za-z0-9._-`."""
+def is_id(text: str) -> bool:
+    """True if the text may be an id of a request, a tenant or a key: 1 to 64 of `A-Za-z0-9._-`."""
     return _WELL_FORMED.fullmatch(text) is not None
 
 

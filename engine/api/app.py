@@ -9,7 +9,6 @@ which both servers run.
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
@@ -21,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
 from engine.api.exchange import log_unparsed
+from shared.accepting import Accepting
 from shared.clock import SYSTEM_CLOCK
 from shared.errors import (
     ApiError,
@@ -192,7 +192,7 @@ class HttpServer:
         self._keepalive_timeout_s = keepalive_timeout_s
         self._http2: Http2Server | None = None
         self._http1: web.ServerRunner | None = None
-        self._listener: asyncio.Server | None = None
+        self._accepting: Accepting | None = None
         self._silent: set[SniffingProtocol] = set()
         """Connections of which it is not known yet which server they belong to."""
 
@@ -203,11 +203,11 @@ class HttpServer:
         await self._http1.setup()
         self._http2 = http2 = Http2Server(self._handle)
         listener = bound_socket(self._host, self._port)
-        self._listener = await asyncio.get_running_loop().create_server(
+        self._accepting = Accepting(
+            listener,
+            BACKLOG_LEN,
             lambda: SniffingProtocol(http2.protocol, http1, silent=self._silent),
-            sock=listener,
-            backlog=BACKLOG_LEN,
-            ssl=self._tls,
+            self._tls,
         )
         port = listener.getsockname()[1]
         assert isinstance(port, int)
@@ -230,11 +230,8 @@ class HttpServer:
 
     async def stop(self) -> None:
         """End every connection, and cancel the handlers that still run."""
-        if self._listener is not None:
-            for sock in self._listener.sockets:  # asyncio forgets what it accepted in the turn of `close`
-                asyncio.get_running_loop().remove_reader(sock)
-            await asyncio.sleep(0)
-            self._listener.close()
+        if self._accepting is not None:
+            await self._accepting.aclose()
         if self._http2 is not None:
             await self._http2.close()
         if self._http1 is not None:

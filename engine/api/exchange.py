@@ -20,6 +20,7 @@ from shared.end_reason import EndReason, end_reason_of
 from shared.errors import (
     STATUS_CLIENT_GONE,
     ApiError,
+    InvalidRequest,
     NotReady,
     SlowClient,
     error_headers,
@@ -34,6 +35,7 @@ from shared.ids import (
     TRACESTATE_HEADER,
     RequestId,
     accept_request_id,
+    is_id,
     mint_request_id,
 )
 from shared.load_report import LOAD_HEADER, LoadReport, encode_load
@@ -125,6 +127,13 @@ class Exchange:
         self._cut: asyncio.TimerHandle | None = None
         trace_id = self.stages.trace.trace_id
         structlog.contextvars.bind_contextvars(request_id=self.request_id, trace_id=trace_id)
+
+    def check_tenant(self) -> None:
+        """Refuse a name that no tenant has. It is forgotten, and so not logged. Raises InvalidRequest."""
+        if self.tenant and not is_id(self.tenant):
+            self.tenant = ""
+            message = f"{TENANT_HEADER} must be 1 to 64 letters, digits, dots, dashes or underscores."
+            raise InvalidRequest(message, param=TENANT_HEADER)
 
     @contextmanager
     def enter(self, stage: str) -> Iterator[None]:

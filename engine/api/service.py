@@ -47,6 +47,7 @@ class Service:
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
+            exchange.check_tenant()
             path = exchange.request.path
             if self._is_for_operators and path not in OPERATORS_PATHS:
                 raise RouteNotFound(no_such_path(path, OPERATORS_PATHS.__contains__))

@@ -24,7 +24,7 @@ from shared.cli import terminal
 from shared.cli.admin import KEY_VARIABLE
 from shared.cli.running import read_running
 from shared.cli.service import missing_extra, reach
-from shared.ids import is_request_id
+from shared.ids import is_id
 
 """The variable with the operator's key, for --admin-url."""
 ANSWER_S: Final = 30.0
@@ -163,7 +163,7 @@ def _env_problem(text: str) -> str | None:
 
 
 def _id_problem(text: str) -> str | None:
-    return None if is_request_id(text) else "must be 1 to 64 of A-Z a-z 0-9 . _ -"
+    return None if is_id(text) else "must be 1 to 64 of A-Z a-z 0-9 . _ -"
 
 
 def _limit(text: str) -> tuple[str, int]:

@@ -16,7 +16,7 @@ import msgspec
 from shared.arguments import Parser, checked
 from shared.cli import admin, terminal
 from shared.completed_line import GatewayLine, Line
-from shared.ids import is_request_id
+from shared.ids import is_id
 from shared.trace.join import join
 from shared.trace.reading import LINES_MAX, DamagedLine, Reading, SlowestReading, Tail, parse
 from shared.trace.record import RequestPage, RequestRecords
@@ -28,7 +28,7 @@ POLL_S: Final = 0.5
 
 
 def _id_problem(text: str) -> str | None:
-    return None if is_request_id(text) else "must be 1 to 64 of A-Z a-z 0-9 . _ -"
+    return None if is_id(text) else "must be 1 to 64 of A-Z a-z 0-9 . _ -"
 
 
 def _count_problem(text: str) -> str | None:

@@ -6,7 +6,6 @@ No client runs while these tests do: each connects, and sends, before the loop l
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import pytest
 import uvloop
 
 from gateway import accepting
-from gateway.accepting import SET_UP_MAX, Accepting
+from gateway.accepting import SET_UP_MAX, FairAccepting
 from gateway.identity.known import KnownCallers
 from shared.ids import TenantId
 from tests.gateway.conftest import KEY, PATIENCE_S, House
@@ -49,7 +48,6 @@ class Door:
         self.lost = 0
         self.silent_s = 10 * PATIENCE_S
         self.silent_max = 2 * FLOOD
-        self.failures: list[OSError] = []
 
     def connect(self, name: str, key: str = "", host: str = "127.0.0.1") -> socket.socket:
         """Connect from an address, and send a head with this key, if there is one."""
@@ -61,15 +59,14 @@ class Door:
             client.sendall(HEAD % key.encode())
         return client
 
-    def open(self) -> Accepting:
+    def open(self) -> FairAccepting:
         """Begin to accept."""
         asyncio.get_running_loop().call_soon(self._count)
 
         times = HANDSHAKE_S, self.silent_s
-        self._served = Accepting(
+        self._served = FairAccepting(
             *(self._sock, 2 * FLOOD, lambda: _Guest(self), self.known, None, *times),
             on_silent=self._bound,
-            on_failed=self.failures.append,
         )
         return self._served
 
@@ -290,34 +287,6 @@ def test_who_has_left_while_it_waited_holds_nothing(runner: asyncio.Runner) -> N
             assert not served._beginning
 
     runner.run(run())
-
-
-def test_a_process_that_may_open_no_more_files_goes_on_accepting_later(
-    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(accepting, "PAUSE_S", 0.0)
-    refusals = 3
-
-    class Short(socket.socket):
-        def accept(self) -> tuple[socket.socket, object]:
-            nonlocal refusals
-            if refusals:
-                refusals -= 1
-                raise OSError(errno.EMFILE, "too many open files")
-            return super().accept()
-
-    async def run() -> None:
-        with door() as at:
-            at._sock = at._stack.enter_context(
-                Short(at._sock.family, at._sock.type, at._sock.proto, fileno=at._sock.detach())
-            )
-            at.connect("a", ATTACKER)
-            at.open()
-            await at.all_in()
-            assert [error.errno for error in at.failures] == 3 * [errno.EMFILE]
-
-    runner.run(run())
-    assert not refusals
 
 
 async def test_the_network_of_an_ipv6_address_counts() -> None:

@@ -17,6 +17,8 @@ BODY = msgspec.json.encode(CHAT)
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
 HOST = b"host: here\r\n"
 REST = b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (KEY.encode(), len(BODY))
+LONG_BODY = BODY + b" " * (hygiene.HEAD_LEN_MAX + 1)
+LONG_REST = REST.replace(b"%d" % len(BODY), b"%d" % len(LONG_BODY))
 WIDE = b"".join(b"x-%d: %b\r\n" % (i, b"y" * 8000) for i in range(5))
 assert len(WIDE) > hygiene.HEAD_LEN_MAX
 
@@ -89,6 +91,25 @@ async def test_a_transfer_encoding_other_than_chunked_is_refused_by_name(house: 
     assert error["message"] == "The only transfer-encoding is chunked."
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        LINE.replace(b" HTTP", b"  HTTP") + HOST + REST + BODY,
+        LINE
+        + HOST
+        + b"authorization: Bearer %b\r\ntransfer-encoding: chunked\r\n\r\n" % KEY.encode()
+        + b"0" * 1000
+        + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY),
+    ],
+    ids=["two spaces in the line", "a chunk size with a thousand zeros"],
+)
+async def test_what_is_odd_and_has_one_meaning_is_served(house: House, sent: bytes) -> None:
+    """RFC 9112 lets a line be read by its words (section 3), and a size have any number of digits (7.1)."""
+    house.engine.script = unary()
+    assert (await answered(house, sent))[0] == 200
+    assert (await house.line())["status"] == 200
+
+
 async def test_a_body_that_waits_for_100_continue_is_asked_for_and_served(house: House) -> None:
     house.engine.script = unary()
     reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
@@ -140,9 +161,10 @@ async def answers(house: House, sent: bytes) -> list[int]:
         (LINE + HOST + REST + BODY, [200]),
         (b"GET /v1/models HTTP/1.1\r\n" + HOST + b"authorization: Bearer %b\r\n\r\n" % KEY.encode(), [200]),
         (2 * (LINE + HOST + REST + BODY), [200, 200]),
+        (2 * (LINE + HOST + LONG_REST + LONG_BODY), [200, 200]),
         (b"", []),
     ],
-    ids=["a chat", "a request without a body", "two chats", "nothing"],
+    ids=["a chat", "a request without a body", "two chats", "two long chats", "nothing"],
 )
 async def test_requests_before_garbage_in_one_packet_are_answered_and_the_connection_is_closed(
     house: House, requests: bytes, statuses: list[int]

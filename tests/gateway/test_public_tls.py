@@ -20,6 +20,9 @@ import trustme
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.serialization import Encoding
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.events import ConnectionTerminated
 
 from gateway import listener, public_tls
 from gateway.edge_config import TlsConfig
@@ -124,6 +127,48 @@ async def test_a_silent_handshake_is_cut_and_holds_up_nobody(
     assert await status(house, pki.client(), house.headers) == 200
     assert await asyncio.wait_for(silent.read(), PATIENCE_S) == b""
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("offered", "agreed"),
+    [(["h2", "http/1.1"], "http/1.1"), (["http/1.1"], "http/1.1"), ([], None), (["http/1.0"], None)],
+)
+async def test_whoever_speaks_http_1_1_gets_it(
+    open_house: Open, pki: Pki, offered: list[str], agreed: str | None
+) -> None:
+    house = await open_house(listen=pki.settings())
+    context = pki.client()
+    context.set_alpn_protocols(offered)
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port, ssl=context)
+    assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == agreed
+    writer.write(b"GET /livez HTTP/1.1\r\nhost: here\r\n\r\n")
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+
+
+async def test_a_client_that_speaks_http_2_alone_is_told_that_http_1_1_is_required(
+    open_house: Open, pki: Pki, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "LINGER_S", 0.2)
+    house = await open_house(listen=pki.settings())
+    context = pki.client()
+    context.set_alpn_protocols(["h2"])
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port, ssl=context)
+    peer = H2Connection()
+    peer.initiate_connection()
+    peer.send_headers(
+        1, [(":method", "GET"), (":path", "/livez"), (":scheme", "https"), (":authority", "h")], True
+    )
+    writer.write(peer.data_to_send())
+    async with asyncio.timeout(PATIENCE_S):
+        events = peer.receive_data(await reader.read())
+    [end] = [event for event in events if isinstance(event, ConnectionTerminated)]
+    assert (end.error_code, end.last_stream_id) == (ErrorCodes.HTTP_1_1_REQUIRED, 0)
+    writer.close()
+    assert await status(house, pki.client(), house.headers) == 200
+    assert '"endpoint":"unparsed"' not in house.log.getvalue(), "its frames are not read as a request"
+    await house.at_rest()
 
 
 class ByCertificate:

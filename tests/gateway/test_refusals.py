@@ -53,6 +53,11 @@ async def test_the_404_of_a_misspelt_path_names_the_right_one(house: House) -> N
         error = await error_of(answer)
         assert error["code"] == "unknown_url"
         assert "Did you mean '/v1/chat/completions'? The base URL ends with /v1." in error["message"]
+    async with house.get("/v1/models/") as answer:
+        assert answer.status == 404
+        assert "Did you mean '/v1/models'?" in (await error_of(answer))["message"]
+    async with house.client.delete(f"{house.url}/v1/requests/", headers=house.headers) as answer:
+        assert answer.status == 404
     async with house.get("/nowhere") as answer:
         assert (await error_of(answer))["message"] == "There is nothing at '/nowhere'."
 

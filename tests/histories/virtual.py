@@ -72,13 +72,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             done.set_exception(error)
         return done
 
-    async def create_server(  # type: ignore[override]  # only what our servers call it with
-        self, protocol_factory: ProtocolFactory, *, sock: socket.socket, **_: Any
-    ) -> Listener:
-        """A listener on the port of `sock`, which is bound, so that no other process has the port, and not
-        listened on."""
-        return self.network.listen(sock, protocol_factory)
-
     async def create_connection(  # type: ignore[override]  # only what our clients call it with
         self,
         protocol_factory: ProtocolFactory,
@@ -110,14 +103,15 @@ async def start_connection(addr_infos: list[Any], **_: Any) -> Address:
 
 
 def accepting(sock: socket.socket, _: int, protocol: ProtocolFactory, *__: Any) -> Listener:
-    """The replacement of `gateway.accepting.Accepting`."""
+    """The replacement of `Accepting` and `FairAccepting`. `sock` is bound, so that no other process has the
+    port, and not listened on."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     return loop.network.listen(sock, protocol)
 
 
 class Listener:
-    """The part of an `asyncio.Server`, and of `Accepting`, that the services use."""
+    """The part of `FairAccepting` that the services use."""
 
     silent_count = 0
 
@@ -125,17 +119,10 @@ class Listener:
         self._network = network
         self._sock = sock
         self.port: int = sock.getsockname()[1]
-        self.sockets = (sock,)
-
-    def close(self) -> None:
-        self._network.unlisten(self.port)
-        self._sock.close()
 
     async def aclose(self) -> None:
-        self.close()
-
-    async def wait_closed(self) -> None:
-        pass
+        self._network.unlisten(self.port)
+        self._sock.close()
 
 
 class Network:

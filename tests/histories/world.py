@@ -17,6 +17,7 @@ from unittest import mock
 import aiohappyeyeballs
 import msgspec
 
+import engine.api.app
 import engine.api.exchange
 import engine.api.generate
 import engine.api.outputs
@@ -178,7 +179,8 @@ def _in_virtual_time(loop: VirtualLoop) -> Iterator[None]:
             (shared.clock._SystemClock, "monotonic", staticmethod(loop.time)),
             (shared.fair_threads, "ThreadPoolExecutor", LoopPool),
             (aiohappyeyeballs, "start_connection", start_connection),
-            (gateway.listener, "Accepting", accepting),
+            (gateway.listener, "FairAccepting", accepting),
+            (engine.api.app, "Accepting", accepting),
             (engine.api.server, "_in_daemon_thread", inline),
             (engine.api.server, "load_model", lru_cache(load_model)),
             (gateway.engines, "_warm", _tokenizer),

@@ -147,16 +147,18 @@ def test_a_template_that_writes_bos_gets_it_once() -> None:
     assert ids == ours.encode("Hi") == [0, *ours.encode("Hi", add_special_tokens=False)]
 
 
-def test_parts_names_and_developers_reach_the_template() -> None:
-    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}:{{ m.name }};{% endfor %}"
+def test_parts_names_developers_and_reasoning_reach_the_template() -> None:
+    of_each = "{{ m.role }}:{{ m.content }}:{{ m.name or m.reasoning_content }};"
+    template = f"{{% for m in messages %}}{of_each}{{% endfor %}}"
     messages = [
         ChatMessage(role="developer", content="x"),
         ChatMessage(role="user", content=[TextPart("a"), TextPart("b")], name="ann"),
+        ChatMessage(role="assistant", content="c", reasoning_content="hm"),
     ]
     ours = Tokenizer(bundle_of(byte_level(), template))
-    assert ours.render_chat(messages) == "system:x:;user:ab:ann;"
+    assert ours.render_chat(messages) == "system:x:;user:ab:ann;assistant:c:hm;"
     knowing = Tokenizer(bundle_of(byte_level(), template + "{# developer #}"))
-    assert knowing.render_chat(messages) == "developer:x:;user:ab:ann;"
+    assert knowing.render_chat(messages) == "developer:x:;user:ab:ann;assistant:c:hm;"
 
 
 def refusal(template: str | None, *turns: str) -> InvalidRequest:

@@ -234,6 +234,7 @@ def test_no_message_repeats_a_value(canary: str) -> None:
             (chat(logit_bias={key: 1}), ChatRequest, "logit_bias")
             for key in ("x", "-1", "1.0", "", " 1", "٣", "9" * 10, "1" * 5000)
         ),
+        (chat(logit_bias={"7": 100, "07": -100}), ChatRequest, "logit_bias"),
     ],
 )
 def test_contradictory_fields_are_refused(body: bytes, type_: type[msgspec.Struct], param: str) -> None:

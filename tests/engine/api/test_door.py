@@ -232,6 +232,38 @@ async def test_request_ids_are_accepted_or_minted(served: Served) -> None:
         assert response.headers["x-penstock-tokenizer"] == served.tokenizer.hash
 
 
+@pytest.mark.parametrize("name", [b"\xff", b"a" * 65, b"two words", b"a/b"])
+async def test_a_name_that_no_tenant_has_is_refused_and_not_logged(
+    served: Served, lines: list[dict[str, Any]], name: bytes
+) -> None:
+    response = await served.http.post(
+        "/v1/chat/completions", json=CHAT, headers=[(b"x-penstock-tenant", name)]
+    )
+    assert error_of(response, 400)["param"] == "x-penstock-tenant"
+    [line] = lines
+    assert line["end_reason"] == "refused"
+    assert "tenant" not in line
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/metrics"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(b"x-request-id", b"traceparent", b"tracestate", b"x-penstock-service-tier", b"x-queue-timeout"),
+        *(b"x-penstock-first-token-timeout-ms", b"accept", b"content-type", b"content-encoding", b"expect"),
+    ],
+)
+async def test_a_header_that_is_no_text_is_its_senders_mistake_or_none(
+    served: Served, http2: httpx.AsyncClient, path: str, header: bytes
+) -> None:
+    served.says("x")
+    for client in (served.http, http2):
+        method = "GET" if path == "/metrics" else "POST"
+        body = None if path == "/metrics" else CHAT
+        response = await client.request(method, path, json=body, headers=[(header, b"\xff\x80")])
+        assert response.status_code in (200, 400, 415, 417), response.text
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -200,14 +200,14 @@ ALERTS: Final = (
     ),
     Alert(
         "PenstockAcceptsFail",
-        f"sum by (instance) (increase({GATEWAY}accepts_failed_total[10m])) > 5",
+        "sum by (instance) (increase(penstock_accepts_failed_total[10m])) > 5",
         "0m",
         "ticket",
         "{{ $labels.instance }} cannot accept connections: it may open no more files.",
-        "Its bound on open files (ulimit -n, LimitNOFILE) is below limits.connections_max and what its "
-        "engines, files and Redis need.",
-        {f'{GATEWAY}accepts_failed_total{{instance="g"}}': grows(5)},
-        {f'{GATEWAY}accepts_failed_total{{instance="g"}}': "0x60"},
+        "Its bound on open files (ulimit -n, LimitNOFILE) is below limits.connections_max and what a "
+        "gateway's engines, files and Redis need, or below an engine's connections.",
+        {'penstock_accepts_failed_total{instance="g"}': grows(5)},
+        {'penstock_accepts_failed_total{instance="g"}': "0x60"},
     ),
     Alert(
         "PenstockBillingLost",

@@ -194,7 +194,7 @@ GATEWAYS: Final = Dashboard(
                     "Client connections closed because too many were open, or held something; and how often "
                     "none could be accepted, as the process may open no more files.",
                     (rate(f"{GATEWAY}connections_cut_total", _INSTANCE), "cut"),
-                    (rate(f"{GATEWAY}accepts_failed_total", _INSTANCE), "not accepted"),
+                    (rate("penstock_accepts_failed_total", _INSTANCE), "not accepted"),
                 ),
                 panel(
                     "Quota store",
@@ -449,6 +449,12 @@ ENGINES: Final = Dashboard(
                     "s",
                     "The longest time that it was held up between two scrapes.",
                     (f"penstock_loop_lag_max_seconds{{{_INSTANCE}}}", "{{instance}}"),
+                ),
+                panel(
+                    "Connections not accepted",
+                    "cps",
+                    "How often none could be, as the process may open no more files.",
+                    (rate("penstock_accepts_failed_total", _INSTANCE), "not accepted"),
                 ),
             ),
         ),

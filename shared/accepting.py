@@ -1,0 +1,160 @@
+"""The acceptance of connections, the same for every TCP listener of both services.
+
+A few are accepted in one turn of the loop. When none can be accepted, as the process may open no more files
+or has no memory left, that is counted and now and then logged; those who connect wait in the kernel, and are
+accepted once there is room. uvloop by itself would close them without a word, and asyncio log a traceback
+for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from structlog.typing import FilteringBoundLogger
+
+from shared import logs
+from shared.listening import CLOSE_GRACE_S
+from shared.metrics import Counter
+
+ACCEPT_MAX: Final = 64
+"""Connections that are accepted in one turn of the loop, each of which takes some 15 microseconds."""
+PAUSE_S: Final = 1.0
+"""The time for which nothing is accepted when none could be, in seconds."""
+HANDSHAKE_S: Final = 10.0
+"""How long a TLS handshake may take, in seconds."""
+HANDSHAKES_MAX: Final = 1024
+"""TLS handshakes at a time. Above it, the one that has lasted for longest is cut: one that goes on takes a
+few turns of the loop, and those that fill the number do not go on."""
+WARN_EVERY_S: Final = 10.0
+"""The shortest time between two log lines that say the same of connections, in seconds."""
+ACCEPTS_FAILED: Final = Counter(
+    "penstock_accepts_failed",
+    "Times that no connection could be accepted for a second: no descriptor, or no memory, was left.",
+)
+
+log = logs.get(__name__)
+
+
+class Warnings:
+    """Warnings that would be many: of each event one line in `WARN_EVERY_S`."""
+
+    def __init__(self, log: FilteringBoundLogger) -> None:
+        self._log: Final = log
+        self._told_at_s: Final[dict[str, float]] = {}
+        """The time of each event's last line, in seconds on the loop's clock."""
+
+    def warn(self, event: str, **values: object) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._told_at_s.get(event, -math.inf) >= WARN_EVERY_S:
+            self._told_at_s[event] = now_s
+            self._log.warning(event, **values)
+
+
+class Accepting:
+    """A listening socket, whose connections are set up as they come."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        backlog: int,
+        protocol: Callable[[], asyncio.BaseProtocol],
+        tls: ssl.SSLContext | None = None,
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
+        """Begin to accept. `sock` is bound. `handshake_s` is the time limit of a TLS handshake."""
+        self._loop = asyncio.get_running_loop()
+        self._sock: Final = sock
+        self._protocol: Final = protocol
+        self._tls: Final[dict[str, Any]] = {"ssl": tls, "ssl_handshake_timeout": handshake_s} if tls else {}
+        self._beginning: Final[dict[asyncio.Task[None], None]] = {}
+        """The connections that are being set up, the oldest first. With TLS that takes a handshake."""
+        self._warnings: Final = Warnings(log)
+        self._is_accepting = False
+        self._is_short = False
+        """True for `PAUSE_S` after no connection could be accepted."""
+        self._is_closed = False
+        sock.setblocking(False)
+        sock.listen(backlog)
+        self._resume()
+
+    async def aclose(self) -> None:
+        """Accept no more connections, and set up those that are there, `CLOSE_GRACE_S` at most."""
+        self._pause()
+        self._is_closed = True
+        self._sock.close()
+        self._begin_all()
+        if self._beginning:
+            _, late = await asyncio.wait(self._beginning, timeout=CLOSE_GRACE_S)
+            for task in late:
+                task.cancel()
+
+    def _has_room(self) -> bool:
+        """Whether one more connection may be accepted. `_resume` is to be called when that becomes true."""
+        return True
+
+    def _take(self, sock: socket.socket, host: str) -> None:
+        """Take a connection from this address."""
+        self._begin(sock)
+
+    def _begin_all(self) -> None:
+        """Begin to set up whatever was accepted."""
+
+    def _resume(self) -> None:
+        if not (self._is_accepting or self._is_short or self._is_closed):
+            self._is_accepting = True
+            self._loop.add_reader(self._sock, self._accept)
+
+    def _pause(self) -> None:
+        if self._is_accepting:
+            self._is_accepting = False
+            self._loop.remove_reader(self._sock)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPT_MAX):
+            if not self._has_room():
+                return self._pause()
+            try:
+                sock, (host, *_) = self._sock.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return None
+            except OSError as error:
+                return self._fail(error)
+            sock.setblocking(False)
+            self._take(sock, host)
+        return None
+
+    def _fail(self, error: OSError) -> None:
+        ACCEPTS_FAILED.inc()
+        port = self._sock.getsockname()[1]
+        self._warnings.warn("listener.accept_failed", port=port, error=error.strerror)
+        self._pause()
+        self._is_short = True
+        self._loop.call_later(PAUSE_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._is_short = False
+        self._resume()
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Set up a connection that was taken."""
+        task = self._loop.create_task(self._set_up(sock))
+        self._beginning[task] = None
+        task.add_done_callback(self._ended)
+        if self._tls and len(self._beginning) > HANDSHAKES_MAX:
+            self._warnings.warn("listener.handshakes_full", handshakes_max=HANDSHAKES_MAX)
+            oldest = next(iter(self._beginning))
+            self._ended(oldest)
+            self._loop.call_soon(oldest.cancel)  # once it has begun: the socket is not its own before
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._beginning.pop(task, None)
+
+    async def _set_up(self, sock: socket.socket) -> None:
+        with suppress(OSError, RuntimeError):  # its caller has left, the handshake failed, or it was closed
+            await self._loop.connect_accepted_socket(self._protocol, sock, **self._tls)
