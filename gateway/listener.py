@@ -47,6 +47,9 @@ WARN_EVERY_S: Final = 10.0
 """The shortest time between two log lines that say the same of connections, in seconds."""
 HANDSHAKE_S: Final = 10.0
 """How long a TLS handshake may take, in seconds."""
+RECEIVE_BUFFER_LEN: Final = 128 * 1024
+"""SO_RCVBUF in bytes, which Linux doubles. Left to itself, the kernel lets a connection that sends fast fill
+megabytes (tcp_rmem) while its body waits to be read, and a container's limit counts them."""
 CHUNK_LEN_MIN: Final = 8
 """The fewest bytes of a chunked body for each line end in it, on average over what is received at a time."""
 CRLFS_LOOKED_AT: Final = 4096
@@ -109,7 +112,7 @@ async def listen(
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     try:
-        sock = bound_socket(host, port, send_buffer_len, is_shared=is_shared)
+        sock = bound_socket(host, port, send_buffer_len, RECEIVE_BUFFER_LEN, is_shared=is_shared)
     except OSError as error:
         raise ListenFailed(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     site_type = _PublicSite if isinstance(server, PublicServer) else web.SockSite
