@@ -8,6 +8,8 @@ one after another, alone and then beside each attack:
     bodies too large      one byte more than is allowed, as their headers say
     hostile JSON          depth, digits, NaN, lone surrogates, repeated fields
 
+`rotation` counts false 401s at 200 requests per second, while issuers and API keys rotate
+(`gateway.bench.rotation`).
 `keys` compares, in this process, the time of looking up keys that are wrong in different places: the absolute
 t of Welch's test, whose target leaves one in a hundred thousand to chance. An id is no secret, so which of
 them exist has no target. Times are the machine's: compare them within one run.
@@ -30,6 +32,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from gateway.bench.paced_engine import MODEL
+from gateway.bench.rotation import rotation
 from gateway.bench.subjects import ServerUnderTest, gateway, paced_engine
 from gateway.bench.unary import checked
 from gateway.config import KeyConfig
@@ -42,7 +45,7 @@ from shared.errors import Unauthenticated
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-ROWS: Final = ("heads", "bodies", "readers", "large", "json", "keys")
+ROWS: Final = ("heads", "bodies", "readers", "large", "json", "rotation", "keys")
 TIMEOUTS: Final = TimeoutsConfig()
 BODY_LEN_MAX: Final = LimitsConfig().body_len_max
 SLOW: Final = 500
@@ -87,11 +90,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(options: argparse.Namespace) -> list[Figure]:
     rows = set(options.rows)
     figures: list[Figure] = []
-    if rows - {"keys"}:
+    if rows & _MEASURES.keys():
         async with paced_engine(2.0) as engine, gateway(engine) as subject:
-            for row in ROWS:
-                if row in rows and row in _MEASURES:
-                    figures += await _MEASURES[row](subject)
+            for row, measure in _MEASURES.items():
+                if row in rows:
+                    figures += await measure(subject)
+    if "rotation" in rows:
+        async with paced_engine(2.0) as engine:
+            figures += await rotation(engine)
     if "keys" in rows:
         figures += await asyncio.to_thread(key_timing, options.samples)
     return figures
