@@ -1,13 +1,14 @@
 """The row `rotation` of `penstock bench edge`: callers whose keys are replaced while they ask.
 
-Three kinds of callers ask a gateway at a steady rate, whether they are answered or not, alone and then while
-all of their keys rotate:
+Three kinds of callers ask a gateway at a steady rate, whether they are answered or not: while all of their
+keys rotate, and alone, before that and after it.
 
     in turn    of an issuer that rotates through four keys, each used in the moment in which it is published,
                so that the first token with it comes before the gateway has fetched it; a rotation comes when
                the gateway may fetch for an unknown key again
     in haste   of an issuer that rotates several times within that gap: callers may be put off with 503
-    keys       API keys, each replaced once through the admin listener, old and new secret used in turns
+    keys       API keys, each replaced once through the admin listener, old and new secret used in turns. To
+               replace one takes some 30 ms of a thread, which reads the gateway's file as often as it must
 
 A caller of an issuer sends tokens that the gateway has seen, of each key that is published, and new ones.
 What is sent is good in that moment, so every 401 is a false one.
@@ -60,12 +61,13 @@ class Plan:
 
     rate: int = 200
     """Requests per second, of all callers together."""
-    alone_s: float = 10.0
+    alone_s: float = 8.0
+    """How long callers ask before anything rotates, and as long again when all is over."""
     beside_s: float = 2 * (REFETCH_GAP_S + POLL_S) + 8.0
     in_turn_s: tuple[float, ...] = tuple(2.0 + turn * (REFETCH_GAP_S + POLL_S) for turn in range(3))
     """The rotations of the issuer that leaves the gap: with its first key, through four."""
     in_haste_s: tuple[float, ...] = (5.0, 13.0, 21.0, 29.0, 37.0, 45.0)
-    keys_every_s: float = 1.5
+    keys_every_s: float = 5.0
     overlap_s: float = 4.0
     """How long an issuer publishes, and its callers use, a key beside the one that replaces it."""
 
@@ -203,6 +205,7 @@ async def rotation(engine: Engine, plan: Plan = Plan()) -> list[Figure]:
             beside = await load.run(plan.rate, plan.beside_s)
             for task in rotating:
                 task.cancel()
+        alone += await load.run(plan.rate, plan.alone_s)
     return figures_of(alone, beside, plan)
 
 
