@@ -57,8 +57,10 @@ GRACE_S: Final = 2.0
 """The time beyond a time limit within which a connection must be closed, in seconds."""
 RECEIVE_LEN: Final = 4096
 EVENT_LEN: Final = 1024
-VICTIM_S: Final = 5.0
-"""How long the victim asks before an attack, beside it and after it, in seconds."""
+VICTIM_S: Final = 20.0
+"""How long the victim asks beside an attack, in seconds, and alone, half before it and half after it. Beside
+one that is ended earlier it asks for `VICTIM_SHARE` of that time."""
+VICTIM_SHARE: Final = 2 / 3
 VICTIM_GAP_S: Final = 0.01
 BESIDE_TARGET: Final = at_most(1.1)
 STREAM_TARGET: Final = at_most(256)
@@ -191,14 +193,15 @@ def _head(subject: ServerUnderTest, end: str, *, whole: bool = True) -> bytes:
 async def _beside(
     subject: ServerUnderTest, name: str, slow: _Slow, attack: Sequence[Awaitable[None]], limit_s: float
 ) -> list[Figure]:
-    alone_ms = await _victim_ms(subject)
+    seconds = min(VICTIM_S, VICTIM_SHARE * limit_s)
+    alone_ms = await _victim_ms(subject, seconds / 2)
     before_mb = subject.resident_mb()
     attacking = asyncio.gather(*attack)
     await asyncio.sleep(GRACE_S)  # all of them are connected
-    beside_ms = await _victim_ms(subject)
+    beside_ms = await _victim_ms(subject, seconds)
     grown_kib = (subject.resident_mb() - before_mb) * 1e6 / 1024 / len(attack)
     await attacking
-    alone_ms += await _victim_ms(subject)
+    alone_ms += await _victim_ms(subject, seconds / 2)
     p99 = quantile(beside_ms, 0.99) / quantile(alone_ms, 0.99)
     return [
         figure(f"{name}: the last was closed after", max(slow.lived_s), "s", at_most(limit_s + GRACE_S)),
@@ -208,11 +211,11 @@ async def _beside(
     ]
 
 
-async def _victim_ms(subject: ServerUnderTest) -> list[float]:
+async def _victim_ms(subject: ServerUnderTest, seconds: float) -> list[float]:
     """The times of short requests, one after another, in milliseconds."""
     request, times_ms = subject.chat(1, stream=False), []
     connection = await subject.endpoint.connect()
-    until_s = time.perf_counter() + VICTIM_S
+    until_s = time.perf_counter() + seconds
     try:
         while time.perf_counter() < until_s:
             done = checked(await connection.exchange(request))
