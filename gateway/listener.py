@@ -49,6 +49,9 @@ from shared.http2.sockets import bound_transport
 from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, LINGER_S, bound_socket, http1_options
 from shared.tls import HTTP2
 
+RECEIVE_BUFFER_LEN: Final = 128 * 1024
+"""SO_RCVBUF in bytes, which Linux doubles. Left to itself, the kernel lets a connection that sends fast fill
+megabytes (tcp_rmem) while its body waits to be read, and a container's limit counts them."""
 CHUNK_LEN_MIN: Final = 8
 """The fewest bytes of a chunked body for each line end in it, on average over what is received at a time."""
 CRLFS_LOOKED_AT: Final = 4096
@@ -112,7 +115,7 @@ async def listen(
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     try:
-        sock = bound_socket(host, port, send_buffer_len, is_shared=is_shared)
+        sock = bound_socket(host, port, send_buffer_len, RECEIVE_BUFFER_LEN, is_shared=is_shared)
     except OSError as error:
         raise ListenFailed(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     site = _Site(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN)

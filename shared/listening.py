@@ -42,13 +42,19 @@ def http1_options(keepalive_s: float) -> dict[str, Any]:
 
 
 def bound_socket(
-    host: str, port: int, send_buffer_len: int = SEND_BUFFER_LEN, *, is_shared: bool = False
+    host: str,
+    port: int,
+    send_buffer_len: int = SEND_BUFFER_LEN,
+    receive_buffer_len: int | None = None,
+    *,
+    is_shared: bool = False,
 ) -> socket.socket:
     """A TCP socket that is bound to the first address of `host`, and does not listen yet. `is_shared` is true
     if other processes of this user may listen on the same port. Raises OSError.
 
     Connections that it accepts inherit the kernel's bound on what is sent and not read, `send_buffer_len`
-    bytes: without it a client that stopped reading would be noticed megabytes later. The bound is set before
+    bytes: without it a client that stopped reading would be noticed megabytes later. `receive_buffer_len` is
+    the same for what is received and not read yet; None leaves it to the kernel. The bounds are set before
     `listen`, so that the window scales fit.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
@@ -58,6 +64,8 @@ def bound_socket(
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_len)
+        if receive_buffer_len is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_len)
         if is_shared:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)

@@ -8,7 +8,8 @@ Memory that is given back to the allocator stays with the process while anything
 memory of many requests of all sizes is larger than the sum of their reservations, by `FRAGMENTATION` at most.
 
 `tests/neighbours` hold the services to these sums under attack, and `penstock bench neighbours` says how near
-they come. A container's limit is the memory at rest plus this.
+they come. A container's limit is the memory at rest plus this, and `SOCKET` for each live request of a
+gateway: cgroups of version 2 count the kernel's buffers, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ CONNECTION: Final = 32 * KIB
 """Bytes of a client's connection without a live request: 16 KiB that wait to be written, and its objects."""
 HOLDING: Final = 128 * MIB
 """Bytes of all connections' half heads and requests that were sent ahead, of which a gateway keeps 1,024."""
+SOCKET: Final = 384 * KIB
+"""Bytes that the kernel holds for a client's connection whose buffers are full: twice `RECEIVE_BUFFER_LEN` of
+the gateway's listener, and twice `send_buffer_len` (64 KiB)."""
 STREAM: Final = 192 * KIB
 """Bytes of an engine's stream: 64 KiB of a body that is not read yet, 64 KiB of events that wait to be
 written, and its objects."""

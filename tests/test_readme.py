@@ -24,7 +24,7 @@ from engine.api import admission, encoding, generate, outputs, state
 from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
-from gateway import config, dispatch, hygiene, pipeline
+from gateway import config, dispatch, hygiene, listener, pipeline
 from gateway.admission import tokens
 from gateway.client import reading
 from gateway.edge_config import LimitsConfig
@@ -366,6 +366,10 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
         limits.request_memory, limits.live_max, limits.tokenizer_threads, limits.connections_max
     )
     assert f"With the defaults that is {most / 1024**3:.1f} GiB." in GATEWAY.read_text()
+    sockets = 2 * listener.RECEIVE_BUFFER_LEN + 2 * limits.send_buffer_len
+    assert sockets == memory.SOCKET
+    text = " ".join(GATEWAY.read_text().split())
+    assert f"`live_max` x {sockets // 1024} KiB for the buffers of sockets" in text
 
 
 def test_what_a_body_is_reckoned_as_is_what_the_code_says() -> None:

@@ -28,7 +28,7 @@ from tests.engine.api.tiny import EOS, write_model_dir
 from tests.gateway.conftest import KEY, settings, until
 
 ENGINES = 3
-CALLERS = 60
+CALLERS = 200
 PATIENCE_S = 60.0
 HEADERS = {"authorization": f"Bearer {KEY}"}
 DONE = b"data: [DONE]\n\n"

@@ -1,13 +1,15 @@
 """`penstock bench edge`: the public listener and callers that are slow, too large, malformed or guessing.
 
 A gateway with its default limits stands before an engine with no model. A victim asks it for short answers,
-one after another, alone and then beside each attack:
+one after another, beside each attack and alone, before it and when it is over:
 
     slow heads, bodies    a byte each second of a request's headers, or of its body
     slow readers          streams that are not read
     bodies too large      one byte more than is allowed, as their headers say
     hostile JSON          depth, digits, NaN, lone surrogates, repeated fields
 
+`rotation` counts false 401s at 200 requests per second, while issuers and API keys rotate
+(`gateway.bench.rotation`).
 `keys` compares, in this process, the time of looking up keys that are wrong in different places: the absolute
 t of Welch's test, whose target leaves one in a hundred thousand to chance. An id is no secret, so which of
 them exist has no target. Times are the machine's: compare them within one run.
@@ -30,6 +32,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from gateway.bench.paced_engine import MODEL
+from gateway.bench.rotation import rotation
 from gateway.bench.subjects import ServerUnderTest, gateway, paced_engine
 from gateway.bench.unary import checked
 from gateway.config import KeyConfig
@@ -42,7 +45,7 @@ from shared.errors import Unauthenticated
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-ROWS: Final = ("heads", "bodies", "readers", "large", "json", "keys")
+ROWS: Final = ("heads", "bodies", "readers", "large", "json", "rotation", "keys")
 TIMEOUTS: Final = TimeoutsConfig()
 BODY_LEN_MAX: Final = LimitsConfig().body_len_max
 SLOW: Final = 500
@@ -54,8 +57,10 @@ GRACE_S: Final = 2.0
 """The time beyond a time limit within which a connection must be closed, in seconds."""
 RECEIVE_LEN: Final = 4096
 EVENT_LEN: Final = 1024
-VICTIM_S: Final = 5.0
-"""How long the victim asks, alone and beside an attack, in seconds."""
+VICTIM_S: Final = 20.0
+"""How long the victim asks beside an attack, in seconds, and alone, half before it and half after it. Beside
+one that is ended earlier it asks for `VICTIM_SHARE` of that time."""
+VICTIM_SHARE: Final = 2 / 3
 VICTIM_GAP_S: Final = 0.01
 BESIDE_TARGET: Final = at_most(1.1)
 STREAM_TARGET: Final = at_most(256)
@@ -87,11 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(options: argparse.Namespace) -> list[Figure]:
     rows = set(options.rows)
     figures: list[Figure] = []
-    if rows - {"keys"}:
+    if rows & _MEASURES.keys():
         async with paced_engine(2.0) as engine, gateway(engine) as subject:
-            for row in ROWS:
-                if row in rows and row in _MEASURES:
-                    figures += await _MEASURES[row](subject)
+            for row, measure in _MEASURES.items():
+                if row in rows:
+                    figures += await measure(subject)
+    if "rotation" in rows:
+        async with paced_engine(2.0) as engine:
+            figures += await rotation(engine)
     if "keys" in rows:
         figures += await asyncio.to_thread(key_timing, options.samples)
     return figures
@@ -107,8 +115,11 @@ class _Slow:
     subject: ServerUnderTest
     lived_s: list[float] = field(default_factory=list)
 
-    async def drip(self, first: bytes) -> None:
-        """Send `first`, and then a byte each second until the gateway closes the connection."""
+    async def drip(self, first: bytes, number: int) -> None:
+        """Send `first`, and then a byte each second until the gateway closes the connection. The bytes of so
+        many connections are spread over the second: sent at once they would hold up this process, which the
+        victim shares."""
+        await asyncio.sleep(DRIP_S * number / SLOW)
         reader, writer = await self._connect()
         began_s = time.perf_counter()
         writer.write(first)
@@ -154,7 +165,7 @@ async def _heads(subject: ServerUnderTest) -> list[Figure]:
     slow = _Slow(subject)
     head = _head(subject, "x-slow: ", whole=False)
     return await _beside(
-        subject, f"{SLOW} slow heads", slow, [slow.drip(head) for _ in range(SLOW)], TIMEOUTS.head_s
+        subject, f"{SLOW} slow heads", slow, [slow.drip(head, n) for n in range(SLOW)], TIMEOUTS.head_s
     )
 
 
@@ -162,7 +173,7 @@ async def _bodies(subject: ServerUnderTest) -> list[Figure]:
     slow = _Slow(subject)
     head = _head(subject, "content-length: 100000\r\n\r\n")
     return await _beside(
-        subject, f"{SLOW} slow bodies", slow, [slow.drip(head) for _ in range(SLOW)], TIMEOUTS.body_s
+        subject, f"{SLOW} slow bodies", slow, [slow.drip(head, n) for n in range(SLOW)], TIMEOUTS.body_s
     )
 
 
@@ -182,13 +193,15 @@ def _head(subject: ServerUnderTest, end: str, *, whole: bool = True) -> bytes:
 async def _beside(
     subject: ServerUnderTest, name: str, slow: _Slow, attack: Sequence[Awaitable[None]], limit_s: float
 ) -> list[Figure]:
-    alone_ms = await _victim_ms(subject)
+    seconds = min(VICTIM_S, VICTIM_SHARE * limit_s)
+    alone_ms = await _victim_ms(subject, seconds / 2)
     before_mb = subject.resident_mb()
     attacking = asyncio.gather(*attack)
     await asyncio.sleep(GRACE_S)  # all of them are connected
-    beside_ms = await _victim_ms(subject)
+    beside_ms = await _victim_ms(subject, seconds)
     grown_kib = (subject.resident_mb() - before_mb) * 1e6 / 1024 / len(attack)
     await attacking
+    alone_ms += await _victim_ms(subject, seconds / 2)
     p99 = quantile(beside_ms, 0.99) / quantile(alone_ms, 0.99)
     return [
         figure(f"{name}: the last was closed after", max(slow.lived_s), "s", at_most(limit_s + GRACE_S)),
@@ -198,11 +211,11 @@ async def _beside(
     ]
 
 
-async def _victim_ms(subject: ServerUnderTest) -> list[float]:
+async def _victim_ms(subject: ServerUnderTest, seconds: float) -> list[float]:
     """The times of short requests, one after another, in milliseconds."""
     request, times_ms = subject.chat(1, stream=False), []
     connection = await subject.endpoint.connect()
-    until_s = time.perf_counter() + VICTIM_S
+    until_s = time.perf_counter() + seconds
     try:
         while time.perf_counter() < until_s:
             done = checked(await connection.exchange(request))

@@ -9,22 +9,13 @@ machine's.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import ipaddress
 import tempfile
-import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
-import jwt
-import msgspec
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from jwt.algorithms import ECAlgorithm
-
+from gateway.bench.issuing import ALGORITHM, AUDIENCE, Certificate, SigningKey, jwk_set
 from gateway.bench.paced_engine import MODEL
 from gateway.bench.redis_servers import redis_machine
 from gateway.bench.streams import Load, measured
@@ -43,8 +34,6 @@ EVENT_TARGET: Final = at_most(1.05)
 UNARY_TURNS: Final = 9
 EVENT_TURNS: Final = 5
 ISSUER: Final = "https://issuer.test/"
-AUDIENCE: Final = "penstock"
-TOKEN_S: Final = 3600
 REDIS_S: Final = 5.0
 """The time limit of Redis' calls, in seconds: a busy machine is no outage."""
 
@@ -132,17 +121,17 @@ async def _gateway(
         model=MODEL,
         engine_url=engine.url,
         limits=LIMITS,
-        tls=(secrets.cert, secrets.key) if features.tls else None,
+        tls=(secrets.tls.cert, secrets.tls.key) if features.tls else None,
     )
     config = replace(config, admin=AdminConfig(port=admin_port))
     if features.redis:
         config = replace(config, quotas=QuotasConfig("redis", redis, timeout_s=REDIS_S))
     if features.tokens:
-        issuer = IssuerConfig("bench", ISSUER, (AUDIENCE,), ("ES256",), jwks_file=secrets.jwks)
+        issuer = IssuerConfig("bench", ISSUER, (AUDIENCE,), (ALGORITHM,), jwks_file=secrets.jwks)
         config = replace(config, issuers=(issuer,), grants=(GrantConfig("bench", tenant=ID),))
     scheme = "https" if features.tls else "http"
     caller = secrets.token if features.tokens else key
-    server = ApiServer(f"{scheme}://127.0.0.1:{port}/v1", caller, secrets.cert if features.tls else None)
+    server = ApiServer(f"{scheme}://127.0.0.1:{port}/v1", caller, secrets.tls.cert if features.tls else None)
     async with gateway_of(config, server, f"http://127.0.0.1:{admin_port}/readyz") as subject:
         yield subject
 
@@ -151,29 +140,7 @@ class _Secrets:
     """A key pair as a JWK set and a token of it, and a certificate of this machine with its key."""
 
     def __init__(self, directory: Path) -> None:
-        pair = ec.generate_private_key(ec.SECP256R1())
-        jwk = ECAlgorithm.to_jwk(pair.public_key(), as_dict=True)
-        self.jwks = self._write(directory / "jwks.json", msgspec.json.encode({"keys": [{**jwk, "kid": "1"}]}))
-        claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "bench", "exp": int(time.time()) + TOKEN_S}
-        self.token = jwt.encode(claims, pair, "ES256", headers={"kid": "1"})
-        private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        pem = pair.private_bytes(serialization.Encoding.PEM, *private)
-        self.key = self._write(directory / "key.pem", pem)
-        cert = _certificate(pair).public_bytes(serialization.Encoding.PEM)
-        self.cert = self._write(directory / "cert.pem", cert)
-
-    @staticmethod
-    def _write(path: Path, data: bytes) -> str:
-        path.write_bytes(data)
-        return str(path)
-
-
-def _certificate(pair: ec.EllipticCurvePrivateKey) -> x509.Certificate:
-    """A certificate for 127.0.0.1, signed by itself."""
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "bench")])
-    now = datetime.datetime.now(datetime.UTC)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    builder = x509.CertificateBuilder(name, name, pair.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
-    builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
-    return builder.sign(pair, hashes.SHA256())
+        key, jwks = SigningKey.made("1"), directory / "jwks.json"
+        jwks.write_bytes(jwk_set(key))
+        self.jwks, self.token = str(jwks), key.token(ISSUER, "bench")
+        self.tls = Certificate.made(directory)

@@ -105,6 +105,11 @@ def rest_bytes(pid: int) -> int:
     return _status(pid, "VmRSS")
 
 
+def data_bytes(pid: int) -> int:
+    """The memory that a process has mapped for itself to write to, used or not. RLIMIT_DATA bounds it."""
+    return _status(pid, "VmData")
+
+
 def forget_peak(pid: int) -> None:
     """Reset the peak of a process to what is resident now. Linux only."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")

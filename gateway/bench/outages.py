@@ -20,11 +20,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import math
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Final
@@ -34,6 +33,7 @@ import msgspec
 
 from gateway.bench.cable import Cable
 from gateway.bench.paced_engine import MODEL, PROMPT_TOKENS
+from gateway.bench.pacing import at_a_rate
 from gateway.bench.redis_servers import PRIMARY, Group, RedisMachine, redis_machine, sentinel_group
 from gateway.bench.subjects import LIMITS, Engine, gateway_of, paced_engine
 from gateway.development import development_config, development_key
@@ -315,8 +315,8 @@ async def _load(outage: Outage, place: Place, subjects: Sequence[Subject]) -> tu
         for subject in subjects:
             for _ in range(STREAMS):
                 group.create_task(subject.stream())
-            group.create_task(_at_a_rate(RATE, subject.ask, over))
-            group.create_task(_at_a_rate(LOOKS_PER_S, subject.look, over))
+            group.create_task(at_a_rate(RATE, subject.ask, over))
+            group.create_task(at_a_rate(LOOKS_PER_S, subject.look, over))
         await asyncio.sleep(BEFORE_S)
         struck_s = time.perf_counter()
         await outage.strike(place)
@@ -326,19 +326,6 @@ async def _load(outage: Outage, place: Place, subjects: Sequence[Subject]) -> tu
         await asyncio.sleep(AFTER_S)
         over.set()
     return struck_s, ended_s
-
-
-async def _at_a_rate(
-    rate: float, call: Callable[[], Coroutine[None, None, None]], over: asyncio.Event
-) -> None:
-    """Make so many calls a second, without waiting for their ends, and at last wait for all."""
-    began_s = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for number in itertools.count(1):
-            if over.is_set():
-                return
-            group.create_task(call())
-            await asyncio.sleep(max(0.0, began_s + number / rate - time.perf_counter()))
 
 
 async def _uncounted(subject: Subject) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 
 import aiohttp
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 
 from gateway.endpoints import Endpoint
 from gateway.exchange import Exchange
+from gateway.listener import RECEIVE_BUFFER_LEN
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, error_of, until
 from tests.gateway.fake_engine import (
     chunk,
@@ -108,6 +110,17 @@ async def test_more_requests_than_allowed_are_refused_at_once(open_house: Open) 
             assert (await error_of(refused))["code"] == "queue_full"
         go_on.set()
         await answer.read()
+
+
+async def test_what_the_kernel_holds_of_a_connection_is_bounded(house: House) -> None:
+    """Bytes that were received and not read yet are as bounded as those that were sent and not read."""
+    async with house.get("/v1/models") as answer:
+        assert answer.status == 200
+        assert house.gateway._public is not None
+        [transport] = house.gateway._public._server._connections.values()
+        accepted = transport.get_extra_info("socket")
+        bounds = [accepted.getsockopt(socket.SOL_SOCKET, it) for it in (socket.SO_RCVBUF, socket.SO_SNDBUF)]
+    assert bounds == [2 * RECEIVE_BUFFER_LEN, 2 * house.gateway.config.limits.send_buffer_len]
 
 
 async def test_idle_connections_are_closed_to_make_room_for_new_ones(open_house: Open) -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import random
+from http import HTTPStatus
 
 import pytest
 
-from gateway.bench import edge
+from gateway.bench import edge, rotation
+from gateway.bench.rotation import IN_HASTE, IN_TURN, KEYS, Asked, Plan
+from gateway.bench.subjects import paced_engine
+from shared.bench.client import TimedRequest
+from shared.bench.figures import Figure
 
 
 async def test_refusals_are_measured_on_a_gateway_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +28,33 @@ def test_welchs_t_tells_a_difference_from_noise() -> None:
     one, same, other = ([round(draw.gauss(mean, 50)) for _ in range(20_000)] for mean in (900, 900, 905))
     assert abs(edge.welch_t(one, same)) < 4.5
     assert abs(edge.welch_t(one, other)) > 4.5
+
+
+REFUSED = ("rotation: false 401", "rotation: otherwise not served")
+
+
+def by_name(figures: list[Figure]) -> dict[str, float | None]:
+    return {figure.name: figure.value for figure in figures}
+
+
+async def test_whoever_rotates_refuses_nobody() -> None:
+    plan = Plan(50, 0.5, 3.0, in_turn_s=(0.5,), in_haste_s=(0.5, 1.5), keys_every_s=0.2, overlap_s=0.5)
+    async with paced_engine(2.0) as engine:
+        figures = by_name(await rotation.rotation(engine, plan))
+    assert [figures[name] for name in REFUSED] == [0, 0]
+    put_off = figures["rotation: of an issuer in haste, put off"]
+    assert put_off, "nobody may look for its third key yet"
+
+
+def test_false_refusals_are_told_from_callers_that_are_put_off() -> None:
+    def asked(kind: str, status: int, taken_s: float = 0.001) -> Asked:
+        return Asked(kind, TimedRequest(0.0, status=status, ended_at=taken_s))
+
+    served = [asked(KEYS, HTTPStatus.OK)] * 3
+    refused = [(IN_HASTE, 503), (IN_HASTE, 401), (IN_TURN, 503), (KEYS, 0), (KEYS, 401)]
+    beside = [asked(KEYS, HTTPStatus.OK, 0.002), *(asked(*one) for one in refused)]
+    figures = by_name(rotation.figures_of(served, beside, Plan(rate=3, beside_s=2.0)))
+    assert figures["rotation: requests/s"] == 3
+    assert figures["rotation: of an issuer in haste, put off"] == 1
+    assert [figures[name] for name in REFUSED] == [2, 4]
+    assert figures["rotation: p99, beside / alone"] == 2

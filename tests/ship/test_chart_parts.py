@@ -16,6 +16,7 @@ from engine.api.metrics import CoreReading, EngineMetrics
 from engine.config import EngineConfig, from_args
 from gateway.config import ENV_PREFIX, GatewayConfig
 from shared import config
+from tests.ship.gateway_memory import container_max, size
 from tests.ship.rendering import (
     NAMESPACE,
     PRESETS,
@@ -144,6 +145,14 @@ def test_without_a_watch_nobody_has_a_right_or_a_token() -> None:
         found = render(preset)
         assert of_kind(found, "Role", "RoleBinding") == []
         assert tokens(found) == set()
+
+
+@pytest.mark.parametrize("preset", ALL)
+def test_a_gateways_memory_is_enough_for_what_its_limits_let_in(preset: str) -> None:
+    found = render(preset)
+    [pod] = [pod for name, pod in pod_templates(found) if name == "Deployment/r-penstock-gateway"]
+    [container] = pod["spec"]["containers"]
+    assert container_max(gateway_config(found)) <= size(container["resources"]["limits"]["memory"])
 
 
 def test_every_kind_of_value_reaches_the_file() -> None:

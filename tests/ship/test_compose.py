@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from gateway.config import load
+from tests.ship.gateway_memory import container_max, size
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "compose.yaml").read_text()
@@ -104,6 +105,7 @@ def test_the_gateways_files_fit_the_services(file: Path) -> None:
     assert config.admin.port == 9090
     grace_s = float(SERVICES["gateway"]["stop_grace_period"].removesuffix("s"))
     assert config.timeouts.drain_s < grace_s
+    assert container_max(config) <= size(value(SERVICES["gateway"]["mem_limit"]))
 
 
 def test_the_grace_of_a_stop_is_longer_than_the_drain() -> None:
