@@ -22,7 +22,6 @@ import math
 import re
 import socket
 import ssl
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
@@ -236,19 +235,20 @@ class _PublicSite(web.SockSite):
         await super().stop()
 
 
-def _cut_behind_heads(data: bytes) -> Iterator[bytes]:
+def _cut_behind_heads(data: bytes) -> list[bytes]:
     """The pieces of what was received, each ending behind a head, and the last one of what is left: aiohttp's
     parser drops the requests that it has read of a piece in which something malformed follows. The usual
     packet, one request with its whole body, is one piece. A body may be long, or look like heads: a head is
     looked for as far as one may go, and no more are than may be sent ahead."""
+    pieces: list[bytes] = []
     begin = 0
     for _ in range(AHEAD_MAX):
         end = data.find(_HEAD_END, begin, begin + HEAD_LEN_MAX) + len(_HEAD_END)
         if end < begin + len(_HEAD_END) or _is_last(data, begin, end):
             break
-        yield data[begin:end]
+        pieces.append(data[begin:end])
         begin = end
-    yield data[begin:]
+    return [*pieces, data[begin:]]
 
 
 def _is_last(data: bytes, begin: int, end: int) -> bool:
