@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, permutations
+from operator import itemgetter
 from typing import Any, Final
 
 from shared.http2.errors import ErrorCode, Http2Error, ProtocolViolation
@@ -35,6 +36,9 @@ RECEIVED_NAMES_MAX: Final = 256
 _NUL, _TAB, _LF, _CR, _SPACE = b"\0\t\n\r "
 """Bytes as numbers: Python finds a number in bytes ten times as fast as bytes, which it takes for a number
 first."""
+_FIRST: Final = itemgetter(0)
+_SECOND: Final = itemgetter(1)
+"""These turn pairs into columns. `zip(*pairs)` makes an iterator of each pair, and takes twice as long."""
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _NO_VALUE: Final = re.compile(rb"[\0\r\n]")
 
@@ -52,15 +56,14 @@ def header_list(pseudo: HeaderList, pairs: Sequence[tuple[bytes, bytes]]) -> Hea
     """
     head = pseudo
     if pairs:
-        raw_names, values = zip(*pairs, strict=True)
-        names, host_at = _sent_names(raw_names)
+        names, host_at = _sent_names(tuple(map(_FIRST, pairs)))
         if names is None:
             head = [*pseudo, *pairs]
         else:
-            if host_at is not None and values[host_at] and pseudo[-1][0] == b":authority":
-                head = [*pseudo[:-1], (b":authority", values[host_at])]
-            sent = zip(names, values, strict=True)
-            head = head + [(name, value) for name, value in sent if name is not None]
+            if host_at is not None and pairs[host_at][1] and pseudo[-1][0] == b":authority":
+                head = [*pseudo[:-1], (b":authority", pairs[host_at][1])]
+            sent = zip(names, pairs, strict=True)
+            head = head + [(name, value) for name, (_, value) in sent if name is not None]
     text = b"".join(chain.from_iterable(head))
     if _SPACE in text or _TAB in text:
         head = [(name, value.strip(b" \t")) for name, value in head]
@@ -118,14 +121,14 @@ def _screened(head: HeaderList) -> bytes:
     """Check a received list. Returns the names of its pseudo-headers. Raises ProtocolViolation."""
     if not head:
         return b""
-    names, values = zip(*head, strict=True)
-    pseudo, wrong, names_te = _judged(names)
+    pseudo, wrong, names_te = _judged(tuple(map(_FIRST, head)))
     if wrong:
         raise _malformed(wrong)
+    values = [*map(_SECOND, head)]
     text = b"".join(values)
     if _NUL in text or _CR in text or _LF in text:
         raise _malformed("a forbidden character in a header's value")
-    if [value.strip(b" \t") for value in values] != [*values]:
+    if [value.strip(b" \t") for value in values] != values:
         raise _malformed("space around a header's value")
     if names_te and any(name == b"te" and value.lower() != b"trailers" for name, value in head):
         raise _malformed("TE")
