@@ -17,10 +17,11 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from msgspec import Struct, field
 
@@ -175,13 +176,13 @@ class Dispatcher:
     def __init__(self, replicas: Replicas, upstream: Upstream) -> None:
         self._replicas: Final = replicas
         self._upstream: Final = upstream
-        self._budgets: Final[dict[str, RetryBudget]] = {}
+        self._budgets: Final = defaultdict[str, RetryBudget](RetryBudget)
 
     async def send(self, exchange: Exchange, prepared: Prepared) -> Dispatched:
         """Dispatch the request to a replica, and to another where the rules allow it. `end` must follow, and
         the caller closes the answer. Raises ApiError."""
         exchange.stages.enter("route")
-        budget = self._budgets.setdefault(prepared.model.name, RetryBudget())
+        budget = self._budgets[prepared.model.name]
         budget.active += 1
         sending = Sending(budget)
         failure: ApiError | None = None
@@ -336,39 +337,56 @@ class Dispatcher:
         if succeeded(loser):
             await loser.result().opened.answer.aclose()
 
-    async def _attempt(
+    def _attempt(
+        self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending, progress: Progress
+    ) -> Coroutine[Any, Any, Dispatched]:
+        """Send the request to one replica, and wait for the beginning of its answer."""
+        if exchange.streams:
+            return self._attempt_stream(exchange, prepared, place, sending, progress)
+        return self._begin(exchange, prepared, place, progress)
+
+    async def _attempt_stream(
         self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending, progress: Progress
     ) -> Dispatched:
-        """Send the request to one replica, and wait for the beginning of its answer."""
-        replica, request = place.replica, prepared.outbound
-        progress.report.counted = partial(self._replicas.counted, place)
-
-        def connected() -> None:
-            progress.dispatched = True
-            exchange.stages.enter("wait")
-            if exchange.streams:
-                self._replicas.awaits(place, prepared.model.name, on_late)
+        """The same for a stream, which is given up when its replica is found silent."""
 
         def on_late() -> None:
             if sending.may_repeat():
                 attempt.give_up()
 
         with Attempt() as attempt:
-            connect_s = exchange.timeouts.connect_s
-            answer = await self._upstream.send(
-                replica.protocol, replica.url, request, connect_s, connected, progress.report
-            )
-            observe_attempt(replica.id)
-            if (load := parse_load(answer.headers.get(LOAD_HEADER))) is not None:
-                self._replicas.observe(replica, load)
-                self._replicas.counted(place)  # the engine's own count has it
-            try:
-                opened = await open_answer(
-                    answer, progress, prepared.dialect, hides_usage=request.asks_for_usage
-                )
-            except BaseException:
-                await answer.aclose()
-                raise
+            return await self._begin(exchange, prepared, place, progress, on_late)
+
+    async def _begin(
+        self,
+        exchange: Exchange,
+        prepared: Prepared,
+        place: Placement,
+        progress: Progress,
+        on_late: Callable[[], None] | None = None,
+    ) -> Dispatched:
+        replica, request = place.replica, prepared.outbound
+        progress.report.counted = partial(self._replicas.counted, place)
+
+        def connected() -> None:
+            progress.dispatched = True
+            exchange.stages.enter("wait")
+            if on_late is not None:
+                self._replicas.awaits(place, prepared.model.name, on_late)
+
+        connect_s = exchange.timeouts.connect_s
+        answer = await self._upstream.send(
+            replica.protocol, replica.url, request, connect_s, connected, progress.report
+        )
+        observe_attempt(replica.id)
+        if (load := parse_load(answer.headers.get(LOAD_HEADER))) is not None:
+            self._replicas.observe(replica, load)
+            self._replicas.counted(place)  # the engine's own count has it
+        try:
+            opened = await open_answer(answer, progress, prepared.dialect, hides_usage=request.asks_for_usage)
+        except BaseException:
+            await answer.aclose()
+            raise
         if opened.head:
             self._replicas.began(place)
         return Dispatched(prepared.model, place, opened)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from itertools import chain
 from typing import Final
 
 from aiohttp import web
@@ -22,8 +23,6 @@ client needs, and which any client could send without a key."""
 _HOST: Final = re.compile(r"[A-Za-z0-9._~-]*(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
 HOSTS_MAX: Final = 64
 """The number of values of `host` whose check is cached: there are few of them."""
-NAMES_MAX: Final = 256
-"""The number of lists of header names whose check is cached, each of at most `HEAD_LEN_MAX` bytes."""
 _SINGLE: Final = ("authorization", "host", "content-encoding")
 """Headers that must not be repeated, because proxies and servers differ in which of them counts."""
 
@@ -31,14 +30,6 @@ _SINGLE: Final = ("authorization", "host", "content-encoding")
 @lru_cache(maxsize=HOSTS_MAX)
 def _is_host(host: str) -> bool:
     return _HOST.fullmatch(host) is not None
-
-
-@lru_cache(maxsize=NAMES_MAX)
-def _repeated(names: tuple[bytes, ...]) -> str | None:
-    """The first of `_SINGLE` that is there twice; None when none is. Cached, as most requests name the same
-    headers."""
-    lowered = [name.lower() for name in names]
-    return next((name for name in _SINGLE if lowered.count(name.encode()) > 1), None)
 
 
 def path_of(request: web.BaseRequest) -> str:
@@ -49,17 +40,17 @@ def path_of(request: web.BaseRequest) -> str:
 
 def check(request: web.BaseRequest) -> None:
     """Check a request's head. Raises InvalidRequest."""
-    names, values = zip(*request.raw_headers, strict=True) if request.raw_headers else ((), ())
-    if len(b"".join(names)) + len(b"".join(values)) > HEAD_LEN_MAX:
+    headers = request.headers
+    if sum(map(len, chain.from_iterable(request.raw_headers))) > HEAD_LEN_MAX:
         raise InvalidRequest("The request's headers are too large.")
     if request._version not in (HttpVersion10, HttpVersion11):  # `version` would keep what it returns
         request._version = HttpVersion11  # the answer's: aiohttp would repeat the one that it was sent
         raise InvalidRequest("The request's version must be HTTP/1.0 or HTTP/1.1.")
     if request.method == "CONNECT":  # aiohttp reads no body of it, so its body would be the next request
         raise InvalidRequest("This is no proxy: there is no CONNECT.")
-    if (name := _repeated(names)) is not None:
-        raise InvalidRequest(f"The header {name} is given more than once.", param=name)
-    headers = request.headers
+    for name in _SINGLE:
+        if len(headers.getall(name, ())) > 1:
+            raise InvalidRequest(f"The header {name} is given more than once.", param=name)
     if not _is_host(headers.get("host", "")):
         raise InvalidRequest("The header host names no host.", param="host")
     if (coding := headers.get("transfer-encoding")) is not None and coding.lower() != "chunked":

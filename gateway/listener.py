@@ -24,7 +24,6 @@ import asyncio
 import re
 import socket
 import ssl
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
@@ -231,19 +230,20 @@ class _Site(web.SockSite):
         await super().stop()
 
 
-def _cut_behind_heads(data: bytes) -> Iterator[bytes]:
+def _cut_behind_heads(data: bytes) -> list[bytes]:
     """The pieces of what was received, each ending behind a head, and the last one of what is left: aiohttp's
     parser drops the requests that it has read of a piece in which something malformed follows. The usual
     packet, one request with its body, is one piece. A head is looked for as far as one may go, behind the
     body of the one before where its length is stated, and no more are than may be sent ahead."""
+    pieces: list[bytes] = []
     begin = at = 0
     for _ in range(AHEAD_MAX):
         end = data.find(_HEAD_END, at, at + HEAD_LEN_MAX) + len(_HEAD_END)
         if end < at + len(_HEAD_END) or (at := _behind(data, at, end)) >= len(data):
             break
-        yield data[begin:end]
+        pieces.append(data[begin:end])
         begin = end
-    yield data[begin:]
+    return [*pieces, data[begin:]]
 
 
 def _behind(data: bytes, begin: int, end: int) -> int:

@@ -78,7 +78,6 @@ from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
 from shared.fair_turns import FairTurns
 from shared.holding import Holding, weigh, weigh_long
-from shared.ids import TOKENIZER_HEADER
 from shared.openai import GenerationRequest, PromptRequest
 from shared.shield import Done, shielded
 from shared.validation import INLINE_LEN_MAX, Parsed
@@ -398,7 +397,7 @@ class Pipeline:
             exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
             return exchange.headers()
 
-        self._engines.of(dispatched.model).observe(answer.headers.get(TOKENIZER_HEADER))
+        self._engines.of(dispatched.model).observe(answer.tokenizer)
         exchange.set_engine_timing(answer.headers.get("server-timing", ""))
         relay = Relay(
             exchange.client,

@@ -68,8 +68,10 @@ def forget_frames(error: BaseException | None) -> None:
     among them. Where one of these variables leads back to the error, all of it stays until the next full
     garbage collection. An error that was answered and logged has no use for its traceback.
     """
+    if error is None:  # as for most requests
+        return
     seen: set[int] = set()
-    left = [error]
+    left: list[BaseException | None] = [error]
     while left:
         found = left.pop()
         if found is not None and id(found) not in seen:

@@ -41,14 +41,13 @@ class FairTurns:
     def ask(self, tenant: str) -> asyncio.Future[None] | None:
         """Ask for a turn in which the tenant's request may go on: None where this is one, else what is done
         when it comes. Who needs it no more cancels it."""
-        loop = asyncio.get_running_loop()
         if not self._is_turning:
             self._is_turning = True
-            loop.call_soon(self._turn)
+            asyncio.get_running_loop().call_soon(self._turn)  # once in a turn: it asks the kernel who we are
         if self._begun < self._begin_max and not self._waiting:
             self._begun += 1
             return None
-        waits: asyncio.Future[None] = loop.create_future()
+        waits: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(waits)
         return waits
 

@@ -92,7 +92,7 @@ async def count_tokens(
         prompt_ids = tokenizer.prompt_ids(request)
     else:
         prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, request, context_len))
-    lengths = [len(ids) for ids in prompt_ids]
+    lengths = [*map(len, prompt_ids)]
     return Count(sum(lengths), max(lengths), len(lengths), PromptExtension(tokenizer.hash, prompt_ids))
 
 
@@ -132,8 +132,10 @@ def span(
 
 def _is_short(request: PromptRequest) -> bool:
     if isinstance(request, ChatRequest):
-        texts = [message.text for message in request.messages]
-        return sum(map(len, texts)) + len(texts) * ESTIMATE_MESSAGE_TOKENS <= INLINE_LEN_MAX
+        length = 0
+        for message in request.messages:
+            length += len(message.text) + ESTIMATE_MESSAGE_TOKENS
+        return length <= INLINE_LEN_MAX
     return isinstance(request.prompt, str) and len(request.prompt) <= INLINE_LEN_MAX
 
 

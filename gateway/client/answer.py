@@ -92,14 +92,13 @@ class Client:
             lines.append("connection: close")
         elif version == HttpVersion10:
             lines.append("connection: keep-alive")
-        lines += "", ""
-        text = "\r\n".join(lines)
-        if not text.count("\n") == text.count("\r") == len(lines) - 1:
+        text = "".join(lines)
+        if "\n" in text or "\r" in text:
             raise ValueError("a header's value holds a line end")
         self.response = _begun(status, keep_alive)
         self._is_stream = headers["content-type"].startswith("text/event-stream")
         first = _CHUNK % (len(body), body) if body and self.is_chunked else body
-        begun = text.encode() + first
+        begun = "\r\n".join([*lines, "", ""]).encode() + first
         request.writer.output_size = len(begun)  # how aiohttp's error handling knows that it comes too late
         if not self.write_framed(begun):
             await self.drain()

@@ -33,7 +33,6 @@ from gateway.timeout_config import TimeoutsConfig
 from shared.clock import SYSTEM_CLOCK
 from shared.errors import InterTokenTimeout, UpstreamLost
 from shared.http2.report import Report
-from shared.ids import TOKENIZER_HEADER
 from shared.sse import Closing, TailScanner, parse_closing
 
 HEAD_LEN_MAX: Final = 256 * 1024
@@ -137,7 +136,7 @@ async def open_answer(answer: Answer, progress: Progress, dialect: Dialect, *, h
         raise await answer.error()
     if not answer.is_stream:
         return Opened(answer, b"")
-    if _is_foreign(answer):
+    if answer.tokenizer is None:
         progress.scanner = progress.foreign = ForeignScanner(dialect.done, hides_usage=hides_usage)
     head = await _first_event(answer, progress)
     if head.startswith(dialect.error_head):
@@ -246,7 +245,7 @@ class Relay(Struct, frozen=True, eq=False):
         more = await answer.pass_on(keep)
         head = b"".join(chunks)
         self.progress.header_closing = answer.closing
-        if not more and _is_foreign(answer):
+        if not more and answer.tokenizer is None:
             self.progress.foreign_usage = usage_of(head)
         await self._begin(answer, head)
         while more and await answer.pass_on(self._pass_as_it_is):
@@ -261,8 +260,7 @@ class Relay(Struct, frozen=True, eq=False):
     def _begin(
         self, answer: Answer, body: bytes, headers: Mapping[str, str] = _NO_HEADERS
     ) -> Awaitable[None]:
-        content_type = answer.headers.get("content-type", "application/json")
-        headers = {"content-type": content_type, **headers, **self.first_byte()}
+        headers = {"content-type": answer.content_type or "application/json", **headers, **self.first_byte()}
         if self.progress.events:
             self.progress.note(self.monotonic())
         self.progress.body_len += len(body)
@@ -270,7 +268,3 @@ class Relay(Struct, frozen=True, eq=False):
 
     def _expect_more(self) -> None:
         self.watch.expect(self.timeouts.inter_token_s, InterTokenTimeout, "The engine stopped sending.")
-
-
-def _is_foreign(answer: Answer) -> bool:
-    return TOKENIZER_HEADER not in answer.headers  # an engine of ours always sends it

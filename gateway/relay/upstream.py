@@ -47,6 +47,7 @@ from shared.http2.client import (
 )
 from shared.http2.config import PulseConfig
 from shared.http2.report import Report
+from shared.ids import TOKENIZER_HEADER
 from shared.load_report import LoadReport, parse_load
 from shared.renewable_tls import RenewableTls
 from shared.shield import shielded
@@ -126,11 +127,14 @@ class Transport(typing.Protocol):
 class Answer:
     """A replica's answer, its body unread. Its holder must close it."""
 
-    __slots__ = ("_stream", "finished", "headers", "status")
+    __slots__ = ("_stream", "content_type", "finished", "headers", "status", "tokenizer")
 
     def __init__(self, response: Response) -> None:
         self.status: Final = response.status
         self.headers: Final = response.headers
+        self.content_type: Final[str] = self.headers.get("content-type", "")
+        self.tokenizer: Final = self.headers.get(TOKENIZER_HEADER)
+        """The hash of the engine's tokenizer. An engine of ours always sends it; None of another make."""
         self.finished = False
         """True if the whole answer was read."""
         self._stream: Final = response
@@ -143,8 +147,7 @@ class Answer:
 
     @property
     def is_stream(self) -> bool:
-        content_type: str = self.headers.get("content-type", "")
-        return content_type.startswith("text/event-stream")
+        return self.content_type.startswith("text/event-stream")
 
     async def read(self) -> bytes:
         """The bytes that have come, at least one; empty at the end. Raises UpstreamFailed when cut off."""

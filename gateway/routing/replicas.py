@@ -195,9 +195,11 @@ class Replicas:
     ) -> Placement | None:
         """The choice among those that are ready."""
         pool = self._pools[model]
+        if len(pool.replicas) == 1:
+            only = pool.replicas[0]
+            is_left = _is_ready(only) and only.id not in tried
+            return self._placed(only, Route.AFFINITY, affinity, 0) if is_left else None
         left = [_is_ready(replica) and replica.id not in tried for replica in pool.replicas]
-        if len(left) == 1:
-            return self._placed(pool.replicas[0], Route.AFFINITY, affinity, 0) if left[0] else None
         now_ms = self._now_ms()
         may, is_panic = usable([replica.health for replica in pool.replicas], left, now_ms)
         views = [replica.view for replica in pool.replicas]

@@ -4,7 +4,7 @@ Lists to send are checked before they reach HPACK: a bad header that is found ha
 leaves the compression state of the connection different at its two ends.
 
 Received lists are checked by RFC 9113, 8.2 and 8.3, when they come. A list is checked as a whole, not header
-by header: names are joined by line ends, and so are values, as neither may hold one. That takes a tenth of
+by header: names are joined by line ends, as none may hold one, and values by nothing. That takes a tenth of
 the time.
 """
 
@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, permutations
+from operator import itemgetter
 from typing import Any, Final
 
 from shared.http2.errors import ErrorCode, Http2Error, ProtocolViolation
@@ -35,6 +36,9 @@ RECEIVED_NAMES_MAX: Final = 256
 _NUL, _TAB, _LF, _CR, _SPACE = b"\0\t\n\r "
 """Bytes as numbers: Python finds a number in bytes ten times as fast as bytes, which it takes for a number
 first."""
+_FIRST: Final = itemgetter(0)
+_SECOND: Final = itemgetter(1)
+"""These turn pairs into columns. `zip(*pairs)` makes an iterator of each pair, and takes twice as long."""
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _NO_VALUE: Final = re.compile(rb"[\0\r\n]")
 
@@ -52,15 +56,14 @@ def header_list(pseudo: HeaderList, pairs: Sequence[tuple[bytes, bytes]]) -> Hea
     """
     head = pseudo
     if pairs:
-        raw_names, values = zip(*pairs, strict=True)
-        names, host_at = _sent_names(raw_names)
+        names, host_at = _sent_names(tuple(map(_FIRST, pairs)))
         if names is None:
             head = [*pseudo, *pairs]
         else:
-            if host_at is not None and values[host_at] and pseudo[-1][0] == b":authority":
-                head = [*pseudo[:-1], (b":authority", values[host_at])]
-            sent = zip(names, values, strict=True)
-            head = head + [(name, value) for name, value in sent if name is not None]
+            if host_at is not None and pairs[host_at][1] and pseudo[-1][0] == b":authority":
+                head = [*pseudo[:-1], (b":authority", pairs[host_at][1])]
+            sent = zip(names, pairs, strict=True)
+            head = head + [(name, value) for name, (_, value) in sent if name is not None]
     text = b"".join(chain.from_iterable(head))
     if _SPACE in text or _TAB in text:
         head = [(name, value.strip(b" \t")) for name, value in head]
@@ -118,14 +121,14 @@ def _screened(head: HeaderList) -> bytes:
     """Check a received list. Returns the names of its pseudo-headers. Raises ProtocolViolation."""
     if not head:
         return b""
-    names, values = zip(*head, strict=True)
-    pseudo, wrong, names_te = _judged(names)
+    pseudo, wrong, names_te = _judged(tuple(map(_FIRST, head)))
     if wrong:
         raise _malformed(wrong)
-    text = b"\n%b\n" % b"\n".join(values)
-    if _NUL in text or _CR in text or text.count(b"\n") != len(values) + 1:
+    values = [*map(_SECOND, head)]
+    text = b"".join(values)
+    if _NUL in text or _CR in text or _LF in text:
         raise _malformed("a forbidden character in a header's value")
-    if [value.strip(b" \t") for value in values] != [*values]:
+    if [value.strip(b" \t") for value in values] != values:
         raise _malformed("space around a header's value")
     if names_te and any(name == b"te" and value.lower() != b"trailers" for name, value in head):
         raise _malformed("TE")
@@ -205,8 +208,10 @@ class Headers(Mapping[str, str]):
             values = _joined(head)
         if b":authority" in values:
             values.setdefault(b"host", values[b":authority"])
-        for name in _PSEUDO:
-            values.pop(name, None)
+        for name, _ in head:
+            if not name.startswith(b":"):  # pseudo-headers come first
+                break
+            del values[name]
         self._values = values  # decoded when looked up, as few of them are
 
     def __getitem__(self, name: str) -> str:
@@ -224,9 +229,6 @@ class Headers(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(self._values)
-
-
-_PSEUDO: Final = (b":method", b":scheme", b":path", b":authority", b":status")
 
 
 def _joined(head: HeaderList) -> dict[bytes, bytes]:

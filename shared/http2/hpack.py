@@ -12,7 +12,8 @@ and every one that is not well-formed, is left to the `hpack` package, which kee
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from io import BytesIO
 from typing import Final
 
 from hpack import Decoder
@@ -53,10 +54,11 @@ class LiteralEncoder:
             # only pseudo-headers are ever equal to a whole field of the static table
             if name in _PSEUDO and (indexed := _INDEXED.get((name, value))) is not None:
                 parts.append(indexed)
-            else:
-                length = len(value)
-                of_value = _LENS[length] if length < _LEN_BITS else _len(length)
-                parts += _names.get(name) or _learned(name), of_value, value
+                continue
+            length = len(value)
+            parts.append(_names[name] if name in _names else _learned(name))
+            parts.append(_LENS[length] if length < _LEN_BITS else _len(length))
+            parts.append(value)
         return b"".join(parts)
 
 
@@ -108,59 +110,49 @@ class BlockDecoder:
 
 def _stateless(block: bytes) -> HeaderList | None:
     """The block's header list. None if it is not well-formed, is large, or depends on the table."""
+    read = BytesIO(block).read
     head: HeaderList = []
-    at, size = 0, len(block)
+    length, value = 0, b""
     try:
-        while at < size:
-            first = block[at]
-            at += 1
-            if first > 0x80:
+        while byte := read(1):
+            first = byte[0]
+            if not first:
+                length = read(1)[0]
+                name = read(length if length < _LEN_BITS else _long(read, length))
+            elif first > 0x80:
                 head.append(_STATIC[first - 0x81])
                 continue
-            if first >= 0x20:
+            elif first >= 0x20:
                 return None
-            if index := first & _INDEX_BITS:
+            else:
+                index = first & _INDEX_BITS
                 if index == _INDEX_BITS:
-                    index, at = _continued(block, at, index)
-                name = _STATIC[index - 1][0]
-            elif (length := block[at]) < _LEN_BITS:  # `_string` inlined for short names and values
-                start, at = at + 1, at + 1 + length
-                name = block[start:at]
-            else:
-                name, at = _string(block, at)
-            length = block[at]
-            if length < _LEN_BITS:
-                start, at = at + 1, at + 1 + length
-                value = block[start:at]
-            else:
-                value, at = _string(block, at)
+                    index = _continued(read, index)
+                name = _STATIC[index - 1][0] if index else read(_long(read, read(1)[0]))
+            length = read(1)[0]
+            if length >= _LEN_BITS:
+                length = _long(read, length)
+            value = read(length)
             head.append((name, value))
-    except IndexError:
+    except IndexError:  # also behind a name that is cut off
         return None
-    return head if at == size and size + len(head) * _STATIC_FIELD_LEN_MAX <= HEADER_LIST_LEN_MAX else None
+    fits = len(block) + len(head) * _STATIC_FIELD_LEN_MAX <= HEADER_LIST_LEN_MAX
+    return head if fits and len(value) == length else None
 
 
-def _string(block: bytes, at: int) -> tuple[bytes, int]:
-    """A string without Huffman code, and the offset behind it. Raises IndexError."""
-    length = block[at]
-    at += 1
-    if length >= _LEN_BITS:
-        if length > _LEN_BITS:
-            raise IndexError
-        length, at = _continued(block, at, length)
-    end = at + length
-    if end > len(block):
+def _long(read: Callable[[int], bytes], length: int) -> int:
+    """The length of a string whose first byte is `length`. Raises IndexError, also for Huffman code."""
+    if length > _LEN_BITS:
         raise IndexError
-    return block[at:end], end
+    return length if length < _LEN_BITS else _continued(read, length)
 
 
-def _continued(block: bytes, at: int, prefix: int) -> tuple[int, int]:
-    """An integer that its prefix does not hold (RFC 7541, 5.1), and the offset behind it. Raises
-    IndexError."""
-    low = block[at]
+def _continued(read: Callable[[int], bytes], prefix: int) -> int:
+    """An integer that its prefix does not hold (RFC 7541, 5.1). Raises IndexError."""
+    low = read(1)[0]
     if low < 0x80:
-        return prefix + low, at + 1
-    high = block[at + 1]
+        return prefix + low
+    high = read(1)[0]
     if high >= 0x80:
         raise IndexError
-    return prefix + (low & 0x7F) + (high << 7), at + 2
+    return prefix + (low & 0x7F) + (high << 7)
