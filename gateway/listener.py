@@ -14,7 +14,9 @@ Rules of the public listener:
    and their number is bounded (`shared.accepting`).
 4. A client that speaks HTTP/2 alone, as its ALPN says, is told in HTTP/2 that HTTP/1.1 is required. Python's
    TLS cannot refuse it by the alert `no_application_protocol`: without a protocol in common it goes on.
-5. Connections are set up (`gateway.accepting`), and the requests of callers who have left are ended, in
+5. TLS keeps buffers as large as what it received at once, and as many connections keep large ones as requests
+   may be live: above that, the oldest of them without a request is closed.
+6. Connections are set up (`gateway.accepting`), and the requests of callers who have left are ended, in
    turns: a few in each turn of the loop, tenants one after another.
 """
 
@@ -24,6 +26,7 @@ import asyncio
 import re
 import socket
 import ssl
+import sys
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
@@ -51,6 +54,8 @@ from shared.tls import HTTP2
 RECEIVE_BUFFER_LEN: Final = 128 * 1024
 """SO_RCVBUF in bytes, which Linux doubles. Left to itself, the kernel lets a connection that sends fast fill
 megabytes (tcp_rmem) while its body waits to be read, and a container's limit counts them."""
+LARGE_LEN: Final = 16 * 1024
+"""Bytes received at once, above which a connection's TLS has large buffers. One record has as many."""
 CHUNK_LEN_MIN: Final = 8
 """The fewest bytes of a chunked body for each line end in it, on average over what is received at a time."""
 CRLFS_LOOKED_AT: Final = 4096
@@ -135,6 +140,9 @@ class PublicServer(web.Server):
         self._accepting: FairAccepting | None = None
         self._holding: dict[_Protocol, None] = {}
         """The connections that held something when they last received, the oldest of them first."""
+        self._large: dict[_Protocol, None] = {}
+        """The connections with large buffers of TLS, in the order in which they got them."""
+        self._large_max = config.limits.live_max
         self._write_buffer_len = config.limits.write_buffer_len
         self._connections_max = config.limits.connections_max
         self._warnings = Warnings(log)
@@ -195,6 +203,20 @@ class PublicServer(web.Server):
             if first.holds:
                 self._tell("gateway.heads_full", heads_max=HOLDING_MAX)
                 first.force_close()
+
+    def grew(self, protocol: _Protocol) -> None:
+        """Rule 5, after a connection's buffers have become large."""
+        self._large[protocol] = None
+        if len(self._large) > self._large_max:
+            idle = next((one for one in self._large if _is_idle(one, protocol)), None)
+            if idle is not None:
+                self._tell("gateway.large_connections_full", large_max=self._large_max)
+                self.forget(idle)
+                self._connections[idle].abort()
+
+    def forget(self, protocol: _Protocol) -> None:
+        """Count a connection's buffers no more: it is lost, or will be."""
+        self._large.pop(protocol, None)
 
     def _tell(self, event: str, **bound: int) -> None:
         """Count a connection that is closed to bound them, and log it now and then."""
@@ -263,6 +285,7 @@ class _Protocol(ReadsInTurn):
         "_head_timer",
         "_held",
         "_is_refused",
+        "_large_len",
         "_server",
         "_write_buffer_len",
     )
@@ -284,6 +307,8 @@ class _Protocol(ReadsInTurn):
         """True if `holds` was true when something was last received."""
         self._is_refused = False
         """True if something malformed was received, so that nothing more is read."""
+        self._large_len = sys.maxsize
+        """Bytes received at once, above which its buffers become large: of TLS, which have not yet."""
 
     def data_received(self, data: bytes) -> None:
         """Parse what was received, by rule 2.
@@ -295,6 +320,9 @@ class _Protocol(ReadsInTurn):
 
         Requests that came whole before something malformed are answered before it is refused.
         """
+        if len(data) > self._large_len:
+            self._large_len = sys.maxsize
+            self._server.grew(self)
         if self._is_refused:
             return
         if self._begins_long_head(data) or self._has_small_chunks(data):
@@ -364,6 +392,8 @@ class _Protocol(ReadsInTurn):
         assert self.transport is not None  # uvloop's transport is no subclass of asyncio's
         bound_transport(self.transport, self._write_buffer_len)
         tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object")
+        if tls is not None:
+            self._large_len = LARGE_LEN
         if tls is not None and tls.selected_alpn_protocol() == HTTP2:
             self._is_refused = True
             self.transport.write(_HTTP1_REQUIRED)
@@ -372,6 +402,7 @@ class _Protocol(ReadsInTurn):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_head()
         self._messages.clear()
+        self._server.forget(self)
         if self._held:
             self._server.note(self)
         forget_frames(exc)  # aiohttp keeps the error of a failed write, and its frames keep the request

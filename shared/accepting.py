@@ -20,6 +20,7 @@ from structlog.typing import FilteringBoundLogger
 
 from shared import logs
 from shared.listening import CLOSE_GRACE_S
+from shared.memory import HANDSHAKES_MAX
 from shared.metrics import Counter
 
 ACCEPT_MAX: Final = 64
@@ -28,9 +29,6 @@ PAUSE_S: Final = 1.0
 """The time for which nothing is accepted when none could be, in seconds."""
 HANDSHAKE_S: Final = 10.0
 """How long a TLS handshake may take, in seconds."""
-HANDSHAKES_MAX: Final = 1024
-"""TLS handshakes at a time. Above it, the one that has lasted for longest is cut: one that goes on takes a
-few turns of the loop, and those that fill the number do not go on."""
 WARN_EVERY_S: Final = 10.0
 """The shortest time between two log lines that say the same of connections, in seconds."""
 ACCEPTS_FAILED: Final = Counter(

@@ -26,6 +26,15 @@ LIVE_REQUEST: Final = 448 * KIB
 stream's window, 16 KiB that wait to be written, 64 KiB of a body that is not read yet, and its objects."""
 CONNECTION: Final = 32 * KIB
 """Bytes of a client's connection without a live request: 16 KiB that wait to be written, and its objects."""
+TLS: Final = 96 * KIB
+"""Bytes of a connection's TLS, or of a handshake, by uvloop: OpenSSL's state, 64 KiB of what was written at
+once, and 16 KiB of what was received at once."""
+TLS_LARGE: Final = 512 * KIB
+"""Bytes more where as much was received at once as a socket holds, which is kept twice. As many connections
+of a gateway have them as requests may be live."""
+HANDSHAKES_MAX: Final = 1024
+"""TLS handshakes at a time. Above it, the one that has lasted for longest is cut: one that goes on takes a
+few turns of the loop, and those that fill the number do not go on."""
 HOLDING: Final = 128 * MIB
 """Bytes of all connections' half heads and requests that were sent ahead, of which a gateway keeps 1,024."""
 SOCKET: Final = 384 * KIB
@@ -45,10 +54,12 @@ STEP: Final = 64 * MIB
 
 
 def gateway_memory_max(
-    request_memory: int, live_max: int, tokenizer_threads: int, connections_max: int
+    request_memory: int, live_max: int, tokenizer_threads: int, connections_max: int, *, has_tls: bool = False
 ) -> int:
-    """Bytes above rest for a gateway with these `[limits]`."""
+    """Bytes above rest for a gateway with these `[limits]`. `has_tls` is true if it terminates TLS itself."""
     held = int(FRAGMENTATION * request_memory) + connections_max * CONNECTION + HOLDING
+    if has_tls:
+        held += live_max * TLS_LARGE + (connections_max + HANDSHAKES_MAX) * TLS
     return held + live_max * LIVE_REQUEST + tokenizer_threads * THREAD
 
 

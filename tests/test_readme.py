@@ -360,12 +360,14 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     limits = LimitsConfig()
     terms = limits.request_memory, memory.LIVE_REQUEST, memory.THREAD, memory.CONNECTION, memory.HOLDING
     assert stated["gateway"][2:] == [*terms]
+    assert stated["gateway with TLS"] == [memory.TLS_LARGE, memory.HANDSHAKES_MAX, memory.TLS]
     assert stated["the engine's API"][2:] == [options.request_memory, memory.STREAM, memory.THREAD]
     assert stated["its core, on a CPU"] == [memory.SEQUENCE, memory.TOKEN, memory.STEP]
-    most = memory.gateway_memory_max(
-        limits.request_memory, limits.live_max, limits.tokenizer_threads, limits.connections_max
-    )
-    assert f"With the defaults that is {most / 1024**3:.1f} GiB." in GATEWAY.read_text()
+    named = limits.request_memory, limits.live_max, limits.tokenizer_threads, limits.connections_max
+    most, with_tls = (memory.gateway_memory_max(*named, has_tls=has_tls) for has_tls in (False, True))
+    sums = f"With the defaults that is {most / 1024**3:.1f} GiB, and {with_tls / 1024**3:.1f} GiB with TLS."
+    assert sums in GATEWAY.read_text()
+    assert f"large ones, above {listener.LARGE_LEN // 1024} KiB," in " ".join(GATEWAY.read_text().split())
     sockets = 2 * listener.RECEIVE_BUFFER_LEN + 2 * limits.send_buffer_len
     assert sockets == memory.SOCKET
     text = " ".join(GATEWAY.read_text().split())

@@ -9,7 +9,9 @@ Rules:
 1. An answer that is whole when it begins has its length declared. Any other is chunked or, to HTTP/1.0,
    ends with the connection.
 2. The head and the first of the body are one write.
-3. No value of the head holds a line end, so none can begin a line of its own.
+3. At most `PIECE_LEN` bytes are written at once: TLS keeps a buffer as large as what it was given for as long
+   as the connection lasts.
+4. No value of the head holds a line end, so none can begin a line of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from shared.listening import SERVER
 
 BODILESS: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 STATUS_LINES_MAX: Final = 1024
+PIECE_LEN: Final = 64 * 1024
 _SERVER_LINE: Final = f"server: {SERVER}"
 _CHUNK: Final = b"%x\r\n%b\r\n"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
@@ -100,8 +103,9 @@ class Client:
         first = _CHUNK % (len(body), body) if body and self.is_chunked else body
         begun = "\r\n".join([*lines, "", ""]).encode() + first
         request.writer.output_size = len(begun)  # how aiohttp's error handling knows that it comes too late
-        if not self.write_framed(begun):
-            await self.drain()
+        for at in range(0, len(begun), PIECE_LEN):
+            if not self.write_framed(begun[at : at + PIECE_LEN]):
+                await self.drain()
 
     def write_nowait(self, data: bytes) -> bool:
         """Gives `data`, which is not empty, to the transport, at once. Returns whether there is room for

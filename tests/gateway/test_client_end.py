@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp.http import HttpVersion11
 
-from gateway.client.answer import Client
+from gateway.client.answer import PIECE_LEN, Client
 from gateway.client.deadlines import Watch
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House
 from tests.gateway.fake_engine import Script
@@ -79,6 +79,8 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent = b""
+        self.lengths: list[int] = []
+        """Of what was written at once."""
         self.method, self.version, self.keep_alive = "POST", HttpVersion11, True
         self.writer = SimpleNamespace(output_size=0)
         transport = SimpleNamespace(is_closing=lambda: False, write=self._write)
@@ -86,6 +88,7 @@ class Wire:
 
     def _write(self, data: bytes) -> None:
         self.sent += data
+        self.lengths.append(len(data))
 
 
 def client_of(wire: Any) -> Client:
@@ -98,6 +101,20 @@ async def test_a_header_value_with_a_line_end_is_refused() -> None:
         with pytest.raises(ValueError, match="line end"):
             await client_of(wire).begin(200, {"content-type": value}, b"body", whole=True)
     assert not wire.sent
+
+
+async def test_a_long_answer_is_written_in_pieces_between_which_its_client_is_waited_for() -> None:
+    wire, drained = Wire(), asyncio.Event()
+    wire.writer.drain = drained.wait
+    wire.protocol.writing_paused = True
+    body = b"a" * 200_000
+    beginning = asyncio.ensure_future(client_of(wire).begin(200, {"content-type": "a/b"}, body, whole=True))
+    await asyncio.sleep(0)
+    assert wire.lengths == [PIECE_LEN]
+    drained.set()
+    await beginning
+    assert wire.sent.endswith(b"\r\n\r\n" + body)
+    assert max(wire.lengths) == PIECE_LEN
 
 
 @pytest.mark.parametrize("status", [204, 304])

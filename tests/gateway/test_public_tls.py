@@ -41,6 +41,7 @@ from tests.gateway.issuers import AUDIENCE, ISS, Key, jwk_set
 
 DAY = timedelta(days=1)
 URI = "spiffe://prod/billing"
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Pki:
@@ -127,6 +128,34 @@ async def test_a_silent_handshake_is_cut_and_holds_up_nobody(
     assert await status(house, pki.client(), house.headers) == 200
     assert await asyncio.wait_for(silent.read(), PATIENCE_S) == b""
     writer.close()
+
+
+async def test_connections_whose_tls_keeps_much_are_bounded_and_whoever_sends_little_keeps_its_own(
+    open_house: Open, pki: Pki
+) -> None:
+    house = await open_house(listen=pki.settings(), limits={"live_max": 2})
+
+    async def ask(text_len: int, *, again: Connection | None = None) -> Connection:
+        body = json.dumps({"model": "unknown", "prompt": "a" * text_len}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: {len(body)}\r\n"
+        head += f"authorization: {house.headers['authorization']}\r\n\r\n"
+        at = "127.0.0.1", house.gateway.port
+        reader, writer = again or await asyncio.open_connection(*at, ssl=pki.client())
+        writer.write(head.encode() + body)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 404 ")
+        return reader, writer
+
+    victim, *large = [await ask(text_len) for text_len in (10, 100_000, 100_000)]
+    victim, large[0] = await ask(10, again=victim), await ask(100_000, again=large[0])
+    large += [await ask(100_000)]
+    async with asyncio.timeout(PATIENCE_S):
+        with contextlib.suppress(ConnectionError):
+            assert await large[0][0].read() == b""
+    for kept in (victim, *large[1:]):
+        await ask(10, again=kept)
+        kept[1].transport.abort()
+    await until(lambda: house.log.getvalue().count("gateway.large_connections_full") == 1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,11 @@ def container_max(config: GatewayConfig) -> int:
     """The bytes, the kernel's included."""
     limits = config.limits
     above = gateway_memory_max(
-        limits.request_memory, limits.live_max, limits.tokenizer_threads, limits.connections_max
+        limits.request_memory,
+        limits.live_max,
+        limits.tokenizer_threads,
+        limits.connections_max,
+        has_tls=config.listen.tls is not None,
     )
     return config.workers * (REST + above + limits.live_max * SOCKET)
 

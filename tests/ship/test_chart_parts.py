@@ -19,6 +19,7 @@ from shared import config
 from tests.ship.gateway_memory import container_max, size
 from tests.ship.rendering import (
     NAMESPACE,
+    NEWEST,
     PRESETS,
     Manifest,
     claim_templates,
@@ -147,12 +148,17 @@ def test_without_a_watch_nobody_has_a_right_or_a_token() -> None:
         assert tokens(found) == set()
 
 
+@pytest.mark.parametrize("options", [(), ("--set", "gateway.tls.mode=secret,gateway.tls.secret=own")])
 @pytest.mark.parametrize("preset", ALL)
-def test_a_gateways_memory_is_enough_for_what_its_limits_let_in(preset: str) -> None:
-    found = render(preset)
+def test_a_gateways_memory_is_enough_for_what_its_limits_let_in(
+    preset: str, options: tuple[str, ...]
+) -> None:
+    found = render(preset, NEWEST, *options)
     [pod] = [pod for name, pod in pod_templates(found) if name == "Deployment/r-penstock-gateway"]
     [container] = pod["spec"]["containers"]
-    assert container_max(gateway_config(found)) <= size(container["resources"]["limits"]["memory"])
+    config = gateway_config(found)
+    assert options == () or config.listen.tls is not None
+    assert container_max(config) <= size(container["resources"]["limits"]["memory"])
 
 
 def test_every_kind_of_value_reaches_the_file() -> None:
