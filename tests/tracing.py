@@ -11,6 +11,7 @@ branch that others do not.
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Final
 
@@ -51,6 +52,8 @@ class Tracing:
             data_file=str(ROOT / ".coverage"), data_suffix=True, config_file=str(ROOT / "pyproject.toml")
         )
         self._coverage.start()
+        for command in import_module("shared.cli").COMMANDS:
+            import_module(f"shared.cli.{command}")  # else by the first test that runs it, traced or not
         self._children = os.environ.get(_CHILDREN, "")
         self._on = True
 
