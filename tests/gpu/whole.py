@@ -140,8 +140,8 @@ def throughput(
 
 
 def transformers(path: Path, wanted: Sequence[Wanted], device: torch.device = CUDA) -> dict[str, Any]:
-    """Measure it last: with this attention it may take more time than there is. Raises RuntimeError where
-    this version of transformers has no continuous batching."""
+    """What it finishes in HF_DEADLINE_S, which with this attention is not all. Measure it last. Raises
+    RuntimeError where this version of transformers has no continuous batching."""
     import transformers
 
     hf: Any = transformers  # typed in part
@@ -159,15 +159,19 @@ def transformers(path: Path, wanted: Sequence[Wanted], device: torch.device = CU
         for request in wanted:
             manager.add_request(request.prompt, max_new_tokens=request.outputs, eos_token_id=-1)
         done = outputs = 0
-        while done < len(wanted):
-            assert time.perf_counter() - began_s < HF_DEADLINE_S, f"{done} of {len(wanted)} in time"
+        while done < len(wanted) and time.perf_counter() - began_s < HF_DEADLINE_S:
             assert manager.is_running(), "transformers' batching has ended"
             result = manager.get_result(timeout=1.0)
             if result is not None:
                 done, outputs = done + 1, outputs + len(result.generated_tokens)
         took_s = time.perf_counter() - began_s
     version = {"transformers": hf.__version__, "attention": model.config._attn_implementation}
-    return version | {"s": took_s, "output_tokens": outputs, "tokens_per_s": outputs / took_s}
+    return version | {
+        "s": took_s,
+        "finished": done,
+        "output_tokens": outputs,
+        "tokens_per_s": outputs / took_s,
+    }
 
 
 class Mark(Protocol):

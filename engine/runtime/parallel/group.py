@@ -75,15 +75,22 @@ class Group:
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         with _translated():
-            self._backend.allreduce([x], self._reduce).wait()
+            _done(self._backend.allreduce([x], self._reduce))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         rows, size = len(x), self.shard.size
         parts = x.new_empty(size * rows, x.shape[1])
         with _translated():
-            self._backend._allgather_base(parts, x.contiguous(), self._gather).wait()
+            _done(self._backend._allgather_base(parts, x.contiguous(), self._gather))
         return parts.view(size, rows, -1).movedim(0, 1).flatten(1)
+
+
+def _done(work: Any) -> None:
+    """Waits for what gloo began. NCCL, asked for no handle (`asyncOp`), has put the call on the current
+    stream and gives none."""
+    if work is not None:
+        work.wait()
 
 
 def _gloo(shard: Shard, store: Any, address: str | None) -> Any:

@@ -68,6 +68,28 @@ def together(size: int, store: Path, work: Callable[[Collective], Any]) -> list[
         return list(threads.map(run, range(size)))
 
 
+class OnTheStream:
+    """A backend of one rank that computes in the call itself and gives no handle, as NCCL does when asked for
+    none."""
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> None:
+        assert not options.asyncOp
+
+    def _allgather_base(self, out: Tensor, own: Tensor, options: Any) -> None:
+        assert not options.asyncOp
+        out.copy_(own)
+
+
+def test_a_backend_that_gives_no_handle_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(Shard(), str(tmp_path / "store"), CPU)
+    monkeypatch.setattr(group, "_backend", OnTheStream())
+    x = torch.arange(12.0).reshape(3, 4)
+    assert group.all_reduce_(x) is x
+    assert torch.equal(group.all_gather(x), x)
+
+
 class EachForItself:
     """Attention among the packed tokens, causal, by the heads that there are."""
 
