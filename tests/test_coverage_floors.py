@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from coverage import Coverage
 
 from tests import coverage_floors
 from tests.coverage_floors import ROOT, fallen, floors, measured
@@ -57,3 +58,8 @@ def test_what_is_traced_is_there_and_so_is_what_is_left_out() -> None:
     for top in TRACED:
         assert any(is_traced(path) for path in files if path.is_relative_to(top)), top
     assert not is_traced(Path("tests/engine/test_metrics.py"))
+
+
+def test_a_test_that_is_not_traced_runs_at_full_speed() -> None:
+    """Whoever started this process: this file is not among the traced."""
+    assert Coverage.current() is None

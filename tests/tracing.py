@@ -48,10 +48,12 @@ class Tracing:
     """Begins before anything of the product is imported, since a module's own lines run once."""
 
     def __init__(self) -> None:
-        self._coverage = Coverage(
-            data_file=str(ROOT / ".coverage"), data_suffix=True, config_file=str(ROOT / "pyproject.toml")
-        )
-        self._coverage.start()
+        own = Coverage.current()  # that of a worker of xdist, as it is the child of a process that traces
+        if own is None:
+            file, config = ROOT / ".coverage", ROOT / "pyproject.toml"
+            own = Coverage(data_file=str(file), data_suffix=True, config_file=str(config))
+            own.start()
+        self._coverage = own
         for command in import_module("shared.cli").COMMANDS:
             import_module(f"shared.cli.{command}")  # else by the first test that runs it, traced or not
         self._children = os.environ.get(_CHILDREN, "")
