@@ -27,10 +27,11 @@ import re
 import socket
 import ssl
 import sys
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
@@ -275,17 +276,41 @@ def _behind(data: bytes, begin: int, end: int) -> int:
     return end if length is None else end + int(length[1])
 
 
+_Received = tuple[RawRequestMessage, StreamReader]
+"""A request's head and its body, as aiohttp's parser gives them."""
+
+
+def _open_len(data: bytes, at: int | None, requests: Iterable[_Received]) -> int:
+    """The number of bytes at the end of what was received that belong to a head which is not complete.
+
+    `at` is where the first head begins, behind the body before it; None if that was in chunks. `requests` are
+    those whose heads ended here, with bodies that did, too. A head ends at the first empty line behind its
+    beginning, and a body of stated length is as long as what came of it; chunks and a trailer end with an
+    empty line, and nothing behind the last one of those is complete.
+    """
+    for message, body in requests:
+        if at is None or message.chunked:
+            at = None
+            break
+        at = data.find(_HEAD_END, at) + len(_HEAD_END) + body.total_bytes
+    if at is None:
+        at = data.rfind(_HEAD_END) + len(_HEAD_END)
+    return max(0, len(data) - at)
+
+
 class _Protocol(ReadsInTurn):
     """The protocol of one public connection."""
 
     __slots__ = (
         "_edge",
+        "_head_end",
         "_head_len",
         "_head_s",
         "_head_timer",
         "_held",
         "_is_refused",
         "_large_len",
+        "_received",
         "_server",
         "_write_buffer_len",
     )
@@ -303,6 +328,11 @@ class _Protocol(ReadsInTurn):
         no HTTP/2 is refused."""
         self._head_len = 0
         """The number of bytes received of a head that is not complete yet."""
+        self._head_end = b""
+        """The last of them, as many as may belong to the empty line that completes it."""
+        self._received: _Received | None = None
+        """The request of which the body is being received. None while what comes is part of a head, or begins
+        one."""
         self._held = False
         """True if `holds` was true when something was last received."""
         self._is_refused = False
@@ -328,21 +358,20 @@ class _Protocol(ReadsInTurn):
         if self._begins_long_head(data) or self._has_small_chunks(data):
             self._is_refused = True
             data = _MALFORMED
+        before = self._received
+        count, received_len = self._request_count, before[1].total_bytes if before is not None else 0
         for piece in _cut_behind_heads(data):
             super().data_received(piece)
             if self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
                 self._is_refused = True
                 break
-        if self._messages or not self._awaits_head:  # without a message the bytes belonged to a body
-            self._end_head()
         else:
-            self._head_len += len(data)
-            if self._head_timer is None:
-                self._head_timer = self._loop.call_later(self._head_s, self.force_close)
+            self._follow(data, self._request_count - count, received_len)
         if self._head_len > HEAD_LEN_MAX:
             self._is_refused = True
             super().data_received(_MALFORMED)
         if self._is_refused:
+            self._end_head()
             self._break_off_body()
         if len(self._messages) > AHEAD_MAX:
             self._messages.clear()
@@ -351,10 +380,38 @@ class _Protocol(ReadsInTurn):
             self._held = self.holds
             self._server.note(self)
 
-    @property
-    def _awaits_head(self) -> bool:
-        """True if what comes is part of a head, or begins one."""
-        return self._waiter is not None and not self._waiter.done()
+    def _follow(self, data: bytes, count: int, received_len: int) -> None:
+        """See what is incomplete behind what was received, with which the heads of `count` requests ended.
+        Of the body that was being received `received_len` bytes were there before."""
+        before = self._received
+        requests = cast("list[_Received]", [self._messages[i] for i in range(-count, 0)])
+        last = requests[-1] if requests else before
+        self._received = None if last is None or last[1].is_eof() else last
+        if self._received is not None:
+            self._end_head()
+        elif last is None:
+            self._begin_head(self._head_len + len(data), data)
+        else:
+            data = self._head_end + data
+            at = 0 if before is None else None if before[0].chunked else before[1].total_bytes - received_len
+            self._end_head()
+            if open_len := _open_len(data, at, requests):
+                self._begin_head(open_len, data)
+
+    def _begin_head(self, head_len: int, data: bytes) -> None:
+        """There is half a head of so many bytes, the last of them at the end of `data`."""
+        self._head_len = head_len
+        self._head_end = (self._head_end + data)[-len(_HEAD_END) + 1 :]
+        if self._head_timer is None and head_len:
+            self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        """Close the connection, or look again later where an answer is due first."""
+        self._head_timer = None
+        if self._current_request is None and not self._messages:
+            self.force_close()
+        else:
+            self._begin_head(self._head_len, b"")
 
     @property
     def holds(self) -> bool:
@@ -362,7 +419,7 @@ class _Protocol(ReadsInTurn):
         return self._head_len > 0 or len(self._messages) > 1
 
     def _end_head(self) -> None:
-        self._head_len = 0
+        self._head_len, self._head_end = 0, b""
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -378,12 +435,13 @@ class _Protocol(ReadsInTurn):
 
     def _begins_long_head(self, data: bytes) -> bool:
         most = HEAD_PARSED_MAX
-        return len(data) > most and self._awaits_head and data.find(_HEAD_END, 0, most) < 0
+        return len(data) > most and self._received is None and data.find(_HEAD_END, 0, most) < 0
 
     def _has_small_chunks(self, data: bytes) -> bool:
-        request = self._current_request
-        is_chunked = self._awaits_head if request is None else "transfer-encoding" in request.headers
-        if not is_chunked or data.count(b"\r\n", CRLFS_LOOKED_AT) * CHUNK_LEN_MIN <= len(data):
+        request = self._received
+        if request is not None and not request[0].chunked:
+            return False
+        if data.count(b"\r\n", CRLFS_LOOKED_AT) * CHUNK_LEN_MIN <= len(data):
             return False
         return request is not None or b"hunked" in data
 
@@ -401,6 +459,7 @@ class _Protocol(ReadsInTurn):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_head()
+        self._received = None
         self._messages.clear()
         self._server.forget(self)
         if self._held:
