@@ -26,11 +26,12 @@ async def test_each_store_is_measured_beside_the_others(redis: RedisServer) -> N
                 assert value is not None
                 assert value > 0
         assert figures[f"{callers} callers: Redis / redis-py's pool"].target is not None
-    assert figures["1 callers: Redis beyond bare calls"].target is not None
-    assert figures["4 callers: Redis beyond memory"].target is not None
+        assert figures[f"{callers} callers: Redis: CPU"].target is not None
+        for row in ("bare calls", "memory"):
+            assert f"{callers} callers: Redis beyond {row}" in figures
     assert redis.admin.keys("bench-*reservations") == [], "all is settled"
 
 
 async def test_a_server_is_started_where_none_is_named() -> None:
     figures = await quota.run(options("--requests", "1", "--turns", "1", "--callers", "1"))
-    assert len(figures) == 4 * len(ROWS) + 2
+    assert len(figures) == 4 * len(ROWS) + 3
