@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 from collections.abc import AsyncIterator
+from functools import cache
 from typing import Any, Final
 
 import pytest
@@ -89,19 +90,21 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> KeptSpans:
 async def house(open_house: Open, recorder: KeptSpans) -> House:
     house = await open_house(
         admin={"port": 0},
-        timeouts={"body_s": 0.1, "total_s": 30},
+        timeouts={"body_s": 0.1, "total_s": 300},
         tenant={"limits": {"requests_per_min": 500}},
     )
     assert isinstance(house, House)
     return house
 
 
-async def ask(house: House, body: Fields | bytes, **headers: str) -> tuple[int, str]:
+async def ask(
+    house: House, body: Fields | bytes, patience_s: float | None = PATIENCE_S, **headers: str
+) -> tuple[int, str]:
     """The status of the answer, and its text."""
     data = body if isinstance(body, bytes) else json.dumps({**CHAT, **body}).encode()
     url = f"{house.url}/v1/chat/completions"
     async with (
-        asyncio.timeout(PATIENCE_S),
+        asyncio.timeout(patience_s),
         house.client.post(url, data=data, headers=house.headers | headers) as answer,
     ):
         with contextlib.suppress(Exception):  # an answer that is cut off
@@ -157,10 +160,10 @@ async def shown_while_it_runs(house: House) -> list[str]:
     house.engine.script = script
     async with house.chat(stream=True, messages=SAYS) as answer:
         await answer.content.readany()
-        unary_task = asyncio.create_task(ask(house, {"messages": SAYS}))
+        unary_task = asyncio.create_task(ask(house, {"messages": SAYS}, patience_s=None))
         await until(lambda: house.engine.active == 2)
         tracked = gc.get_objects()
-        found = {id(one): one for one in (*tracked, *gc.get_referents(*tracked)) if _is_ours(one)}
+        found = {id(one): one for one in (*tracked, *gc.get_referents(*tracked)) if _is_ours(type(one))}
         assert len(found) > 500, "the objects are looked at"
         shown = {type(one).__qualname__ for one in found.values() if "canary" in repr(one)}
         gate.set()
@@ -169,8 +172,9 @@ async def shown_while_it_runs(house: House) -> list[str]:
     return sorted(shown)
 
 
-def _is_ours(one: object) -> bool:
-    return str(type(one).__module__).startswith(OURS)  # a type may have any attribute of that name
+@cache
+def _is_ours(kind: type) -> bool:
+    return str(kind.__module__).startswith(OURS)  # a type may have any attribute of that name
 
 
 async def test_no_canary_is_shown_anywhere(

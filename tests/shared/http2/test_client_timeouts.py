@@ -63,8 +63,9 @@ async def test_a_longer_connect_timeout_waits_longer_for_settings() -> None:
         url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         with pytest.raises((httpx.ConnectTimeout, NotHttp2)):
             await http.get(url)
+        refused = len(deaf)
         call = asyncio.create_task(http.get(url, timeout=httpx.Timeout(None, connect=PATIENCE_S)))
-        await until(lambda: loop.time() > greeted_by)
+        await until(lambda: loop.time() > greeted_by and len(deaf) > refused)
         assert not call.done()
         deaf[-1].transport.write(frames.settings({0x3: 100}))
         await until(lambda: any(endpoint.connection.streams for endpoint in endpoints(transport)))
