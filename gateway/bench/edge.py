@@ -10,6 +10,8 @@ one after another, beside each attack and alone, before it and when it is over:
 
 `rotation` counts false 401s at 200 requests per second, while issuers and API keys rotate
 (`gateway.bench.rotation`).
+`revoking` tells how long a key that is created, or revoked, at one gateway takes to count at another one
+(`gateway.bench.revoking`).
 `keys` compares, in this process, the time of looking up keys that are wrong in different places: the absolute
 t of Welch's test, whose target leaves one in a hundred thousand to chance. An id is no secret, so which of
 them exist has no target. Times are the machine's: compare them within one run.
@@ -32,6 +34,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from gateway.bench.paced_engine import MODEL
+from gateway.bench.revoking import revoking
 from gateway.bench.rotation import rotation
 from gateway.bench.subjects import ServerUnderTest, gateway, paced_engine
 from gateway.bench.unary import checked
@@ -45,7 +48,7 @@ from shared.errors import Unauthenticated
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-ROWS: Final = ("heads", "bodies", "readers", "large", "json", "rotation", "keys")
+ROWS: Final = ("heads", "bodies", "readers", "large", "json", "rotation", "revoking", "keys")
 TIMEOUTS: Final = TimeoutsConfig()
 BODY_LEN_MAX: Final = LimitsConfig().body_len_max
 SLOW: Final = 500
@@ -100,6 +103,9 @@ async def run(options: argparse.Namespace) -> list[Figure]:
     if "rotation" in rows:
         async with paced_engine(2.0) as engine:
             figures += await rotation(engine)
+    if "revoking" in rows:
+        async with paced_engine(20.0) as engine:
+            figures += await revoking(engine)
     if "keys" in rows:
         figures += await asyncio.to_thread(key_timing, options.samples)
     return figures

@@ -4,8 +4,9 @@ Rules:
 
 1. No request waits for its line. It is put into a queue in memory, and a task hands the queue to the file in
    a thread, at once and in one write; it asks the disk to keep it (fsync) at most once a second. So a process
-   that is killed loses the lines of its last moment, a machine that fails those of its last second, and a
-   stop that is asked for loses none.
+   that is killed loses the lines of its last moment, and those of its requests in progress, which have none
+   yet; a machine that fails, those of its last second as well; and a stop that is asked for loses none. The
+   usage in Redis has all of them, some as an estimate: what it has beyond the lines is what was lost.
 2. Nothing here grows without a bound: the queue has `QUEUE_MAX` lines, the file of a webhook `spool_max`
    bytes. What does not fit is dropped and counted.
 3. The id of a line is its request's reservation, which no other request of any gateway has: lines may come

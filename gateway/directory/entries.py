@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from gateway.accounts import Kind
 from gateway.config import KeyConfig, TenantConfig
-from gateway.quota_config import QuotaLimits
+from gateway.quota_config import ModelLimits, QuotaLimits
 from shared.config import ConfigError, load
 from shared.errors import PreconditionFailed
 
@@ -79,6 +79,7 @@ class KeyView(Struct, frozen=True):
     models: tuple[str, ...]
     endpoints: tuple[str, ...]
     limits: QuotaLimits
+    model_limits: tuple[ModelLimits, ...]
     env: str
     labels: tuple[str, ...]
     created: datetime | None

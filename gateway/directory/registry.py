@@ -45,7 +45,9 @@ from shared.errors import Conflict, NotFound, PreconditionRequired
 OVERLAP_S: Final = 24 * 3600.0
 """How long a replaced secret still works, unless the operator says otherwise, in seconds."""
 OVERLAP_S_MAX: Final = 30 * 24 * 3600.0
-PATCHABLE: Final = frozenset({"models", "endpoints", "limits", "env", "labels", "expires", "disabled"})
+PATCHABLE: Final = frozenset(
+    {"models", "endpoints", "limits", "model_limits", "env", "labels", "expires", "disabled"}
+)
 """The fields of a key that can be changed after its creation."""
 CREATABLE: Final = (PATCHABLE | {"tenant"}) - {"disabled"}
 _KEYID: Final = re.compile(rf"[a-z0-9]{{{KEYID_LEN}}}")
@@ -142,7 +144,8 @@ class Registry:
 
     async def patch_key(self, id_: str, patch: Mapping[str, Any], by: str, if_match: str | None) -> Shown:
         """Change some of the fields `PATCHABLE`, as a JSON merge patch (RFC 7396): null takes a field, or a
-        limit, back to its default. Raises ConfigError, NotFound, PreconditionFailed."""
+        limit, back to its default, and a list takes the place of the one before. Raises ConfigError,
+        NotFound, PreconditionFailed."""
         before = await self._key(id_)
         await self._parsed_key(_merged(before, patch), patch.keys() - PATCHABLE, before)
 

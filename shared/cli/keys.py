@@ -140,6 +140,14 @@ def _add_create(parser: Parser) -> None:
         help="a quota of this key alone, such as requests_per_min=60",
     )
     parser.add_argument(
+        "--model-limit",
+        metavar="MODEL:NAME=NUMBER",
+        action="append",
+        dest="model_limits",
+        type=_model_limit,
+        help="a quota of this key alone for one model, such as qwen3-8b:requests_per_min=60",
+    )
+    parser.add_argument(
         "--label", metavar="TEXT", action="append", dest="labels", help="a note for operators"
     )
     parser.add_argument("--expires", metavar="TIME", help="when it stops working: 2030-01-31T00:00:00Z")
@@ -173,6 +181,14 @@ def _limit(text: str) -> tuple[str, int]:
     return name, int(number)
 
 
+def _model_limit(text: str) -> tuple[str, str, int]:
+    """The last colon ends the model's name, which may have others."""
+    model, _, limit = text.rpartition(":")
+    if not model:
+        raise argparse.ArgumentTypeError(f"must be like qwen3-8b:requests_per_min=60, got {text!r}")
+    return model, *_limit(limit)
+
+
 def run(options: argparse.Namespace) -> int:
     """Do one action. Returns the process's exit code."""
     terminal.prepare()
@@ -202,7 +218,14 @@ def run(options: argparse.Namespace) -> int:
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
     names = ("tenant", "models", "endpoints", "labels", "expires", "env")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return {**given, "limits": dict(options.limits)} if options.limits else given
+    if options.limits:
+        given["limits"] = dict(options.limits)
+    if options.model_limits:
+        by_model: dict[str, dict[str, int]] = {}
+        for model, name, number in options.model_limits:
+            by_model.setdefault(model, {})[name] = number
+        given["model_limits"] = [{"model": model, "limits": limits} for model, limits in by_model.items()]
+    return given
 
 
 # -- what is asked --------------------------------------------------------------------------------

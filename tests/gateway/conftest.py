@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -14,12 +15,15 @@ import pytest
 from gateway.accounts import IdentityOf
 from gateway.admission.guarded_store import SharedStore
 from gateway.admission.memory_store import MemoryStore
-from gateway.admission.quota import QuotaStore
+from gateway.admission.quota import QuotaStore, Scope, Subject
+from gateway.admission.redis_store import RedisStore
 from gateway.app import Gateway
 from gateway.config import load
 from gateway.identity.keys import hash_key
+from gateway.quota_config import QuotaLimits
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.ids import TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.fake_engine import FakeEngine, byte_bundle
 from tests.gateway.redis_server import RedisServer, redis_server, redis_store
@@ -110,6 +114,8 @@ class House:
     client: aiohttp.ClientSession
     log: io.StringIO
     headers: dict[str, str] = field(default_factory=lambda: {"authorization": f"Bearer {KEY}"})
+    redis: RedisServer | None = None
+    """The server that keeps the quotas; None where they are in memory."""
 
     @property
     def url(self) -> str:
@@ -146,11 +152,30 @@ class House:
     async def at_rest(self) -> None:
         """Nothing is in progress and nothing is held, anywhere."""
         await until(lambda: not len(self.gateway.live) and not self.engine.active)
+        assert all(r.view.is_idle for r in self.gateway.replicas._by_url.values())
+        if self.redis is not None:
+            await self._at_rest_in(self.redis)
+            return
         assert self.store.live == 0
         ledger = self.store.ledger
         assert ledger.balanced
         assert ledger.outstanding == 0
-        assert all(r.view.is_idle for r in self.gateway.replicas._by_url.values())
+
+    async def _at_rest_in(self, server: RedisServer) -> None:
+        """Redis has no lease and no seat of the tenant's, and what it has counted, against the budget and as
+        usage, is what the lines say."""
+        store, tenant = self.gateway.quotas, TenantId("acme")
+        assert isinstance(store, RedisStore)
+        await store.settled()
+        assert not server.admin.exists(*store._lease_keys(tenant))
+        settled = sum(line["settled_tokens"] for line in self._lines())
+        subject = Subject(Scope.TENANT, tenant, QuotaLimits(), tenant)
+        account: Any = server.raw.get(store._account(subject))
+        _, _, _, live, spent, _, _ = struct.unpack(">7d", account or bytes(56))
+        assert (live, spent) == (0, settled)
+        today = int(SYSTEM_CLOCK.wall()) // 86_400
+        rows = [row async for row in store.usage(tenant, today - 1, today)]
+        assert sum(row.totals.total_tokens for row in rows) == settled
 
 
 @pytest.fixture

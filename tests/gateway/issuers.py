@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
 import ssl
 import tomllib
@@ -38,14 +39,23 @@ ALGORITHMS = get_default_algorithms()
 
 @cache
 def private_key(kind: str, number: int = 0) -> Any:
-    """A key pair; those of different numbers differ. RSA takes long to make, so each is made once."""
+    """What signs by the algorithm `kind`: a key pair, or a shared secret. Those of different numbers differ.
+    RSA takes long to make, so each is made once, for all algorithms that use it."""
     match kind:
         case "RS256":
             return rsa.generate_private_key(65537, 2048)
+        case "RS384" | "RS512" | "PS256" | "PS384" | "PS512":
+            return private_key("RS256", number)
         case "ES256":
             return ec.generate_private_key(ec.SECP256R1())
+        case "ES384":
+            return ec.generate_private_key(ec.SECP384R1())
+        case "ES512":
+            return ec.generate_private_key(ec.SECP521R1())
         case "EdDSA":
             return ed25519.Ed25519PrivateKey.generate()
+        case "HS256" | "HS384" | "HS512":
+            return hashlib.sha512(str(number).encode()).digest()
     raise AssertionError(kind)
 
 

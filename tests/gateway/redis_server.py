@@ -67,6 +67,11 @@ class RedisServer:
         """redis-py's client, for what tests arrange and look at."""
         return redis.Redis(port=self.port, decode_responses=True, socket_timeout=START_S)
 
+    @property
+    def raw(self) -> redis.Redis:
+        """As `admin`, with values that are no text."""
+        return redis.Redis(port=self.port, socket_timeout=START_S)
+
     def start(self) -> None:
         """Listening when this returns, and empty."""
         options = [*self._ports, str(self.port), "--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]

@@ -1,15 +1,21 @@
-"""What a request is charged: what the engine says that it computed, whichever way the request ended."""
+"""What a request is charged: what the engine says that it computed, whichever way the request ended, and
+wherever it is counted."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from gateway import pipeline
+from gateway.admission.redis_store import RedisStore
+from gateway.config import KeyConfig
+from gateway.identity.keys import hash_key
 from shared import sse
 from shared.errors import EngineFailed
+from shared.ids import KeyId
 from tests.gateway.conftest import PATIENCE_S, House, Open
 from tests.gateway.fake_engine import (
     CUT,
@@ -23,15 +29,52 @@ from tests.gateway.fake_engine import (
     stream,
     unary,
 )
+from tests.gateway.redis_server import RedisServer, redis_store
 from tests.gateway.test_disconnect import RawClient, body
 from tests.gateway.test_quota_edge import limited
 
 ENDS = closing(prompt=10, completion=5_000, reason="client_cancel")
+IN_MEMORY = pytest.mark.parametrize("store", ["memory"], indirect=True)
+BUDGET = 10**12
+"""Never spent; a request without a limit has no lease in Redis."""
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncIterator[RedisStore | None]:
+    """None: the gateway's own memory."""
+    if request.param == "memory":
+        yield None
+        return
+    async with redis_store(redis) as store:
+        yield store
+
+
+@pytest.fixture
+def open_house(store: RedisStore | None, redis: RedisServer, open_house: Open) -> Open:
+    """Houses whose first tenant has a budget, which is counted in both stores."""
+
+    async def open_(*urls: str, tenant: dict[str, Any] | None = None, **sections: Any) -> House:
+        tenant = {"limits": {"token_budget": BUDGET}, **(tenant or {})}
+        house: House = await open_house(*urls, store=store, tenant=tenant, **sections)
+        house.redis = None if store is None else redis
+        return house
+
+    return open_
 
 
 def settled(line: dict[str, Any], protocol: str, used: int) -> None:
     """Over HTTP/2 the engine's last words are heard, over HTTP/1.1 they are not."""
     assert line["settled_tokens"] == (used if protocol == "http2" else line["reserved_tokens"])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_whole_answer_is_charged_what_was_computed(house: House, streaming: bool) -> None:
+    house.engine.script = stream(chunk("a"), end=closing(10, 33)) if streaming else unary(end=closing(10, 33))
+    async with house.chat(stream=streaming) as answer:
+        assert answer.status == 200
+        await answer.read()
+    assert (await house.line())["settled_tokens"] == 43
+    await house.at_rest()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -103,6 +146,49 @@ async def test_an_abort_is_charged_what_was_computed(house: House, protocol: str
         assert b"request_aborted" in await answer.read()
     lines = {line["endpoint"]: line for line in await house.lines(2)}
     settled(lines["/v1/chat/completions"], protocol, 5_010)
+    await house.at_rest()
+
+
+async def test_a_stream_of_a_revoked_key_is_charged_what_was_computed(
+    open_house: Open, protocol: str
+) -> None:
+    """The key is one of a directory's, whose tenant has its streams ended."""
+    house = await open_house(tenant={"on_revoke": "end"})
+    house.engine.script, house.engine.reports = stream(chunk("a"), asyncio.Event()), ENDS
+    house.gateway.accounts.put_keys([KeyConfig("made", hash_key("made"), "acme")])
+    async with house.chat(stream=True, headers={"authorization": "Bearer made"}) as answer:
+        await answer.content.readuntil(b"\n\n")
+        house.gateway.accounts.put_keys((), [KeyId("made")])
+        rest = await answer.read()
+    assert b'"code":"key_revoked"' in rest
+    assert b"[DONE]" not in rest
+    line = await house.line()
+    assert (line["end_reason"], line["key_id"]) == ("key_revoked", "made")
+    settled(line, protocol, 5_010)
+    await house.at_rest()
+
+
+async def test_a_stream_that_a_drain_cuts_is_charged_what_was_computed(
+    open_house: Open, protocol: str
+) -> None:
+    house = await open_house(timeouts={"drain_s": 0.05})
+    house.engine.script, house.engine.reports = stream(chunk("a"), asyncio.Event()), ENDS
+    async with house.chat(stream=True) as answer:
+        await answer.content.readuntil(b"\n\n")
+        assert not await house.gateway.drain()
+        assert b"gateway_stopped" in await answer.read()
+    line = await house.line()
+    assert line["end_reason"] == "drain"
+    settled(line, protocol, 5_010)
+    await house.at_rest()
+
+
+async def test_a_connection_lost_in_the_middle_is_charged_the_reservation(house: House) -> None:
+    house.engine.script = stream(chunk("a"), CUT)
+    async with house.chat(stream=True) as answer:
+        assert b'"error"' in await answer.read()
+    line = await house.line()
+    assert line["settled_tokens"] == line["reserved_tokens"] > 0
     await house.at_rest()
 
 
@@ -189,6 +275,7 @@ async def test_no_report_is_waited_for_where_no_token_is_computed(
 # -- what may be generated is what was reserved ---------------------------------------------------
 
 
+@IN_MEMORY
 @pytest.mark.parametrize("limits", [{"tokens_per_min": 400}, {"token_budget": 2000}])
 @pytest.mark.parametrize("n", [1, 64])
 async def test_a_request_without_a_maximum_is_given_one_where_tokens_are_limited(
@@ -205,18 +292,20 @@ async def test_a_request_without_a_maximum_is_given_one_where_tokens_are_limited
     await house.at_rest()
 
 
+@IN_MEMORY
 async def test_a_stated_maximum_and_a_caller_without_limits_are_left_alone(open_house: Open) -> None:
     house = await limited(open_house, {"tokens_per_min": 10_000}, {})
     async with house.chat(max_completion_tokens=9):
         pass
     assert "max_tokens" not in house.engine.seen[-1].body
-    free = await open_house()
+    free = await open_house(tenant={"limits": {}})
     free.engine.script = unary()
     async with free.chat():
         pass
     assert "max_tokens" not in free.engine.seen[-1].body
 
 
+@IN_MEMORY
 async def test_a_request_without_a_maximum_leaves_some_budget_to_the_next(open_house: Open) -> None:
     house = await limited(open_house, {"token_budget": 100_000}, {})
     for _ in range(3):
@@ -229,6 +318,7 @@ async def test_a_request_without_a_maximum_leaves_some_budget_to_the_next(open_h
     )
 
 
+@IN_MEMORY
 async def test_a_budget_says_what_is_left_of_it(open_house: Open) -> None:
     house = await limited(open_house, {"token_budget": 100}, {})
     async with house.chat(max_tokens=90) as answer:
@@ -238,6 +328,7 @@ async def test_a_budget_says_what_is_left_of_it(open_house: Open) -> None:
     assert "max_tokens" in message
 
 
+@IN_MEMORY
 async def test_a_caller_without_a_token_left_is_refused_before_dispatch(open_house: Open) -> None:
     """The seat is refused, so the body is not read: no work before its reservation."""
     house = await limited(open_house, {"token_budget": 0}, {})

@@ -15,7 +15,7 @@ import pytest
 from gateway.accounts import POLL_S
 from shared import logs
 from shared.errors import Unauthenticated
-from tests.gateway.conftest import KEY, OTHER_KEY, until
+from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, until
 from tests.gateway.directory_world import World, directory_world
 from tests.gateway.fake_engine import chunk, stream
 from tests.gateway.redis_server import RedisServer
@@ -78,6 +78,35 @@ async def test_a_key_is_created_listed_changed_and_deleted(world: World) -> None
     assert await world.status(text) == 401
     assert (await world.ask("GET", f"keys/{made['id']}")).code == "not_found"
     assert (await world.ask("DELETE", f"keys/{made['id']}")).code == "not_found"
+
+
+async def test_a_keys_limits_for_single_models_are_set_changed_and_hold(world: World) -> None:
+    """A list takes the place of the one before; the key's other requests are not limited."""
+    made = await world.key(model_limits=[{"model": "tiny", "limits": {"requests_per_min": 1}}])
+    [entry] = made["model_limits"]
+    assert (entry["model"], entry["limits"]["requests_per_min"]) == ("tiny", 1)
+    assert entry["limits"]["concurrent"] is None
+    path = f"keys/{made['id']}"
+    chats = [await chat_status(world, made["key"], model) for model in ("tiny", "small")]
+    assert chats == [200, 429], "the second name is an alias"
+    assert await world.status(made["key"]) == 200
+    given_back = await world.ask("PATCH", path, {"model_limits": made["model_limits"]})
+    assert given_back.body["model_limits"] == made["model_limits"], "what is shown can be sent"
+    wider = [{"model": "tiny", "limits": {"requests_per_min": 1_000}}]
+    changed = await world.ask("PATCH", path, {"model_limits": wider})
+    assert changed.body["model_limits"][0]["limits"]["requests_per_min"] == 1_000
+    assert await chat_status(world, made["key"], "tiny") == 200
+    line = await world.line("admin.change", "key.change")
+    assert line["from"] == {"model_limits": made["model_limits"]}
+    assert line["to"] == {"model_limits": changed.body["model_limits"]}
+    assert (await world.ask("PATCH", path, {"model_limits": None})).body["model_limits"] == []
+
+
+async def chat_status(world: World, key: str, model: str) -> int:
+    url = f"http://127.0.0.1:{world.gateways[0].port}/v1/chat/completions"
+    bearer = {"authorization": f"Bearer {key}"}
+    async with world.client.post(url, json={**CHAT, "model": model}, headers=bearer) as answer:
+        return answer.status
 
 
 async def test_a_replaced_secret_works_beside_the_new_one_until_the_overlap_is_over(world: World) -> None:
@@ -216,6 +245,16 @@ BAD = [
     ("POST keys", b'{"tenant": "\xff"}', {""}),
     ("POST keys", b'{"labels":' + b"[" * 20_000, {""}),
     ("PATCH keys/k1", {"tenant": "other", "hash": "x", "modles": []}, {"tenant", "hash", "modles"}),
+    (
+        "POST keys",
+        {"tenant": "acme", "model_limits": [{"model": "ghost", "limits": {}}]},
+        {"model_limits"},
+    ),
+    (
+        "PATCH keys/k1",
+        {"model_limits": [{"model": "tiny", "limits": {"concurrent": -1}}]},
+        {"model_limits[0].limits.concurrent"},
+    ),
     ("PATCH keys/k1", {"limits": 7, "expires": 7}, {"limits", "expires"}),
     (
         "PUT tenants/new",

@@ -8,7 +8,8 @@ from http import HTTPStatus
 
 import pytest
 
-from gateway.bench import edge, rotation
+from gateway.bench import edge, revoking, rotation
+from gateway.bench.revoking import Took
 from gateway.bench.rotation import IN_HASTE, IN_TURN, KEYS, Asked, Plan
 from gateway.bench.subjects import paced_engine
 from shared.bench.client import TimedRequest
@@ -58,3 +59,17 @@ def test_false_refusals_are_told_from_callers_that_are_put_off() -> None:
     assert figures["rotation: of an issuer in haste, put off"] == 1
     assert [figures[name] for name in REFUSED] == [2, 4]
     assert figures["rotation: p99, beside / alone"] == 2
+
+
+async def test_a_key_is_created_and_revoked_through_another_process() -> None:
+    async with paced_engine(20.0) as engine:
+        figures = by_name(await revoking.revoking(engine, changes=1))
+    assert len(figures) == 4
+    assert figures["revoking: streams that ended with key_revoked"] == 1
+
+
+def test_the_longest_of_all_times_counts_and_a_stream_without_a_reason_is_found() -> None:
+    took = [Took(0.1, 2.0, 0.3, is_named=True), Took(1.0, 0.2, 6.0, is_named=False)]
+    figures = revoking.figures_of(took)
+    assert [figure.value for figure in figures] == [1.0, 2.0, 6.0, 0.5]
+    assert [figure.ok for figure in figures] == [True, True, False, False]

@@ -12,17 +12,19 @@ import subprocess
 import sys
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 import pytest
 
+from gateway.billing.lines import BillingLine
 from gateway.identity.keys import hash_key
 from shared.exit_codes import ExitCode
-from tests.gateway.conftest import CHAT, KEY, PROMPT
+from tests.gateway.conftest import CHAT, KEY, PROMPT, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, closing, stream
 from tests.gateway.redis_server import PATIENT_S, RedisServer
 from tests.gateway.test_admin import OPERATOR, operator_keys
@@ -143,7 +145,14 @@ class Fleet:
 
 @pytest.fixture
 async def fleet(redis: RedisServer, tmp_path: Path) -> AsyncIterator[Fleet]:
-    prefix, config = f"test-{uuid.uuid4().hex}", tmp_path / "gateway.toml"
+    async with fleet_of(redis, tmp_path, [""] * GATEWAYS) as fleet:
+        yield fleet
+
+
+@contextlib.asynccontextmanager
+async def fleet_of(redis: RedisServer, directory: Path, sections: Sequence[str]) -> AsyncIterator[Fleet]:
+    """A gateway for each of the sections, which its file has besides what all have."""
+    prefix = f"test-{uuid.uuid4().hex}"
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(FakeEngine(bundle=byte_bundle()))
         found = Fleet(redis, engine, prefix)
@@ -155,13 +164,16 @@ async def fleet(redis: RedisServer, tmp_path: Path) -> AsyncIterator[Fleet]:
             for id_, limit in FEW_OF.items()
         )
         text = toml(engine.url, few).replace('id = "acme"\n', limits, 1)
-        config.write_text(
+        configs = [directory / f"gateway-{number}.toml" for number in range(len(sections))]
+        text = (
             f'{text}\n[admin]\nport = 0\nkeys = [{{ id = "ops", hash = "{operator["hash"]}" }}]\n'
             f'[quotas]\nstore = "redis"\nurl = "{redis.url}"\nkey_prefix = "{prefix}"\n'
             f"timeout_s = {PATIENT_S}\n"
         )
+        for config, section in zip(configs, sections, strict=True):
+            config.write_text(text + section)
         try:
-            await asyncio.gather(*(found.start(config) for _ in range(GATEWAYS)))
+            await asyncio.gather(*map(found.start, configs))
             yield found
         finally:
             found.go_on.set()
@@ -197,6 +209,54 @@ async def test_a_thousand_callers_of_three_gateways_share_a_limit_and_a_killed_o
         usage = await fleet.usage(client, 2)
     assert (usage["requests"], usage["estimated_requests"]) == (LIMIT + killed, killed)
     assert usage["prompt_tokens"] + usage["completion_tokens"] == LIMIT * 12
+
+
+async def test_the_lines_that_a_killed_gateway_did_not_write_are_what_usage_has_beyond_all_lines(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    """Those of its ended requests are in its file, which the next process goes on with; of those in progress
+    only the usage knows, as an estimate."""
+    file = tmp_path / "settled.jsonl"
+    billing = f'[accounting]\nfile = "{file}"\n'
+    async with (
+        fleet_of(redis, tmp_path, [billing, ""]) as fleet,
+        asyncio.timeout(PATIENCE_S),
+        aiohttp.ClientSession() as client,
+    ):
+        killed, other = fleet.gateways
+        fleet.go_on.set()
+        for _ in range(FEW):
+            await (await fleet.ask(client, killed)).read()
+        await until(lambda: file.read_bytes().count(b"\n") == FEW)
+        written = file.read_bytes()
+        fleet.go_on.clear()
+        running = [await fleet.ask(client, killed) for _ in range(3)]
+        beside = await fleet.ask(client, other)  # who renews a lease finds those that have ended
+        killed.process.send_signal(signal.SIGKILL)
+        assert await killed.process.wait() == -signal.SIGKILL
+        assert file.read_bytes() == written, "no line is in part, or of a request that runs"
+        await fleet.until_leases(1)
+        usage = await fleet.usage(client, 1)
+        lines = lines_of(file)
+        assert (usage["requests"], usage["estimated_requests"]) == (len(lines) + 3, 3)
+        assert usage["total_tokens"] == tokens_of(lines) + 3 * RESERVED
+        assert usage["estimated_tokens"] == 3 * RESERVED
+        fleet.go_on.set()
+        await fleet.start(tmp_path / "gateway-0.toml")
+        await (await fleet.ask(client, fleet.gateways[-1])).read()
+        await until(lambda: file.read_bytes().count(b"\n") == FEW + 1)
+        assert file.read_bytes().startswith(written)
+        assert len({line.id for line in lines_of(file)}) == FEW + 1
+        for answer in (*running, beside):
+            answer.close()
+
+
+def lines_of(file: Path) -> list[BillingLine]:
+    return [msgspec.json.decode(line, type=BillingLine) for line in file.read_bytes().splitlines()]
+
+
+def tokens_of(lines: Sequence[BillingLine]) -> int:
+    return sum(line.prompt_tokens + line.completion_tokens + line.estimated_tokens for line in lines)
 
 
 async def test_rates_and_budgets_are_shared_exactly_by_the_callers_of_three_gateways(fleet: Fleet) -> None:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -17,7 +17,7 @@ from msgspec import structs
 from gateway.accounts import TERMS_MAX, Accounts
 from gateway.admission.quota import Scope
 from gateway.config import ModelConfig, TenantConfig, TiersConfig, load
-from gateway.edge_config import IssuerConfig
+from gateway.edge_config import HMAC_PREFIX, Algorithm, IssuerConfig
 from gateway.holder_config import GrantConfig
 from gateway.identity import jwt
 from gateway.identity.caller import Principal
@@ -99,6 +99,22 @@ def test_a_shared_secret_signs_too(tmp_path: Path) -> None:
         identify(tokens, hs256(SECRET[:-1] + b"x", {"alg": "HS256"}, claims_at(NOW_S)))
     with pytest.raises(Unauthenticated):
         identify(tokens, hs256(b"", {"alg": "HS256"}, claims_at(NOW_S)))
+
+
+@pytest.mark.parametrize("algorithm", get_args(Algorithm))
+def test_a_token_of_each_algorithm_opens_with_its_issuers_key_alone(tmp_path: Path, algorithm: str) -> None:
+    """Each is the only one of its issuer; the other key is of the same kind and has the same id."""
+    own, other = Key("own", algorithm), Key("own", algorithm, number=1)
+    where: dict[str, Any] = {"algorithms": (algorithm,)}
+    if algorithm.startswith(HMAC_PREFIX):
+        (tmp_path / "secret").write_bytes(own.private)
+        tokens = table(replace(ISSUER, jwks_file=None, secret_file=str(tmp_path / "secret"), **where))
+    else:
+        tokens = table(issuer(tmp_path / "keys.json", own, **where))
+    assert identify(tokens, own.token()).tenant == "acme"
+    with pytest.raises(Unauthenticated) as caught:
+        identify(tokens, other.token())
+    assert "wrong signature" in str(caught.value.detail)
 
 
 # -- tokens that do not ---------------------------------------------------------------------------

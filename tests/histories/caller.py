@@ -127,7 +127,7 @@ async def _behave(transport: Transport, caller: Caller, history: History) -> Non
 def _head(history: History) -> bytes:
     headers = {
         "host": "gateway",
-        "authorization": f"Bearer {history.tenant}",
+        "authorization": f"Bearer {history.key}",
         "x-request-id": history.request_id,
         "content-type": "application/json",
         "content-length": str(len(history.body)),

@@ -47,11 +47,13 @@ class End(StrEnum):
     REQUEST_DEADLINE = "bounds its wait for the whole answer"
     ABORTS_AT_GATEWAY = "aborts by its id"
     ABORTS_AT_ENGINE = "is aborted by its id at the engine"
+    REVOKED = "has its key revoked"
     REFUSED = "asks for what cannot be had"
 
 
 ENDS: Final = {
-    End.WHOLE: 40,
+    End.WHOLE: 35,
+    End.REVOKED: 5,
     End.LEAVES_BEFORE_BODY: 2,
     End.LEAVES_IN_BODY: 2,
     End.BODY_NEVER_COMES: 1,
@@ -96,9 +98,14 @@ class History:
     body: bytes
     end: End
     after_s: float
-    """The time after which its client disconnects, aborts or reads again."""
+    """The time after which its client disconnects, aborts or reads again, or its key is revoked."""
     events: int
     """Events that its client reads before it disconnects or stops reading."""
+
+    @property
+    def key(self) -> str:
+        """The key that it shows, which is also the key's id: the tenant's, or one that nobody else has."""
+        return self.request_id if self.end is End.REVOKED else self.tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +139,10 @@ class Setting:
             "seats": {"concurrent": 6, "token_budget": 1_000_000},
         }
         tiers = {"free": "priority", "budget": "default", "rate": "flex", "seats": "priority"}
-        tenants = [{"id": name, "limits": limits[name], "service_tier": tiers[name]} for name in TENANTS]
+        tenants = [
+            {"id": name, "limits": limits[name], "service_tier": tiers[name], "on_revoke": "end"}
+            for name in TENANTS
+        ]
         return {
             "listen": {"port": 0},
             "models": [{"name": MODEL, "replicas": urls, "protocol": self.protocol}],

@@ -37,6 +37,7 @@ NEVER_ARRIVES: Final = (End.LEAVES_BEFORE_BODY, End.LEAVES_IN_BODY, End.LEAVES_L
 CUT_BY_GATEWAY: Final = {
     "client_cancel",
     "aborted",
+    "key_revoked",
     "first_token_timeout",
     "inter_token_timeout",
     "total_timeout",

@@ -41,12 +41,14 @@ from engine.core.config import SchedulerConfig
 from gateway.admission.memory_store import Ledger, MemoryStore
 from gateway.admission.quota import Account
 from gateway.app import Gateway
-from gateway.config import load
+from gateway.config import KeyConfig, load
+from gateway.identity.keys import hash_key
 from gateway.routing.table import Table
 from shared import logs
+from shared.ids import KeyId
 from shared.tokenizer import Tokenizer, TokenizerBundle
 from tests.fake_runner import runner_info
-from tests.histories.caller import Caller, call
+from tests.histories.caller import LEAST_STAY_S, Caller, call
 from tests.histories.core import Computed, InProcessCore
 from tests.histories.draw import MODEL, End, History, Setting, Trouble
 from tests.histories.virtual import VirtualLoop, accepting, start_connection
@@ -239,7 +241,11 @@ class _World:
     async def _live(self, gateway: Gateway) -> None:
         setting = self._setting
         with uncollected(*OF_A_REQUEST) as left:
+            own = [one for one in setting.histories if one.end is End.REVOKED]
+            gateway.accounts.put_keys([KeyConfig(one.key, hash_key(one.key), one.tenant) for one in own])
             async with asyncio.TaskGroup() as tasks:
+                for history in own:
+                    tasks.create_task(self._revoke(gateway, history))
                 for history in setting.histories:
                     tasks.create_task(self._call(gateway.port, history))
                     if history.end in (End.ABORTS_AT_GATEWAY, End.ABORTS_AT_ENGINE):
@@ -319,6 +325,11 @@ class _World:
         assert isinstance(caller, Caller)
         await caller.until_over()
         transport.abort()
+
+    async def _revoke(self, gateway: Gateway, history: History) -> None:
+        """Revoke a key of the directory, as what follows the directory does."""
+        await asyncio.sleep(history.at_s + LEAST_STAY_S + history.after_s)
+        gateway.accounts.put_keys((), [KeyId(history.key)])
 
     async def _trouble(self, at_s: float, trouble: Trouble, replica: Replica) -> None:
         await asyncio.sleep(at_s)

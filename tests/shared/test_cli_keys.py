@@ -72,6 +72,8 @@ async def test_a_key_is_created_listed_rotated_and_revoked(
     house, where = world
     monkeypatch.setenv(KEY_VARIABLE, OPERATOR)
     options = ["--model", "tiny", "--label", "of a test", "--limit", "requests_per_min=60", "--env", "test"]
+    for limit in ("requests_per_min=6", "concurrent=2"):
+        options += ["--model-limit", f"tiny:{limit}"]
     assert await keys("create", *where, "--tenant", "acme", *options) == 0
     made, told = capsys.readouterr()
     text = made.strip()
@@ -86,7 +88,12 @@ async def test_a_key_is_created_listed_rotated_and_revoked(
     assert text not in listed
     assert await keys("list", *where, "--json") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {line["id"] for line in lines} == {"k1", "k2", id_}
+    by_id = {line["id"]: line for line in lines}
+    assert by_id.keys() == {"k1", "k2", id_}
+    assert by_id[id_]["limits"]["requests_per_min"] == 60
+    [entry] = by_id[id_]["model_limits"]
+    limits = entry["limits"]
+    assert (entry["model"], limits["requests_per_min"], limits["concurrent"]) == ("tiny", 6, 2)
     assert await keys("rotate", *where, id_, "--overlap-s", "60", "--json") == 0
     rotated = json.loads(capsys.readouterr().out)
     await effective(house)
@@ -183,6 +190,8 @@ def test_a_minted_key_is_kept_nowhere_and_is_the_one_of_its_hash(capsys: Out) ->
     [
         (["create"], "the following arguments are required: --tenant"),
         (["create", "--tenant", "a", "--limit", "x"], "must be like requests_per_min=60"),
+        (["create", "--tenant", "a", "--model-limit", "concurrent=1"], "must be like qwen3-8b:requests_per"),
+        (["create", "--tenant", "a", "--model-limit", "m:x"], "must be like requests_per_min=60"),
         (["list", "--config", "a", "--admin-url", "http://a"], "not allowed with"),
         (["list", "--admin-url", "ftp://a"], "must be a URL like"),
         (["rotate", "a/b"], "must be 1 to 64 of"),
