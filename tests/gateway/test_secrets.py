@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import gc
 import json
-from collections.abc import AsyncIterator
-from functools import cache
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 import pytest
@@ -97,16 +96,16 @@ async def house(open_house: Open, recorder: KeptSpans) -> House:
     return house
 
 
-async def ask(
-    house: House, body: Fields | bytes, patience_s: float | None = PATIENCE_S, **headers: str
-) -> tuple[int, str]:
+async def ask(house: House, body: Fields | bytes, **headers: str) -> tuple[int, str]:
     """The status of the answer, and its text."""
+    async with asyncio.timeout(PATIENCE_S):
+        return await answered(house, body, headers)
+
+
+async def answered(house: House, body: Fields | bytes, headers: Mapping[str, str]) -> tuple[int, str]:
     data = body if isinstance(body, bytes) else json.dumps({**CHAT, **body}).encode()
     url = f"{house.url}/v1/chat/completions"
-    async with (
-        asyncio.timeout(patience_s),
-        house.client.post(url, data=data, headers=house.headers | headers) as answer,
-    ):
+    async with house.client.post(url, data=data, headers={**house.headers, **headers}) as answer:
         with contextlib.suppress(Exception):  # an answer that is cut off
             return answer.status, await answer.text()
         return answer.status, ""
@@ -160,10 +159,10 @@ async def shown_while_it_runs(house: House) -> list[str]:
     house.engine.script = script
     async with house.chat(stream=True, messages=SAYS) as answer:
         await answer.content.readany()
-        unary_task = asyncio.create_task(ask(house, {"messages": SAYS}, patience_s=None))
+        unary_task = asyncio.create_task(answered(house, {"messages": SAYS}, {}))
         await until(lambda: house.engine.active == 2)
         tracked = gc.get_objects()
-        found = {id(one): one for one in (*tracked, *gc.get_referents(*tracked)) if _is_ours(type(one))}
+        found = {id(one): one for one in (*tracked, *gc.get_referents(*tracked)) if _is_ours(one)}
         assert len(found) > 500, "the objects are looked at"
         shown = {type(one).__qualname__ for one in found.values() if "canary" in repr(one)}
         gate.set()
@@ -172,9 +171,8 @@ async def shown_while_it_runs(house: House) -> list[str]:
     return sorted(shown)
 
 
-@cache
-def _is_ours(kind: type) -> bool:
-    return str(kind.__module__).startswith(OURS)  # a type may have any attribute of that name
+def _is_ours(one: object) -> bool:
+    return str(type(one).__module__).startswith(OURS)  # a type may have any attribute of that name
 
 
 async def test_no_canary_is_shown_anywhere(
