@@ -63,8 +63,8 @@ HELD_S: Final = 600.0
 """The gateway's patience with slow callers: on no machine is one cut off before all are there."""
 TWO: Final = (Who.ATTACKER, Who.ACCOMPLICE)
 CLIMB: Final = 8
-"""The part of the formula by which the second flood may leave the gateway larger than the first. What is freed
-lies between what is kept, with buffers of TLS in all sizes more than without; after five floods nothing
+"""The part of the formula by which the second flood may leave the gateway larger than the first. What is
+freed lies between what is kept, with buffers of TLS in all sizes more than without; after five floods nothing
 grows."""
 HALF_HEAD: Final = b"POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\n" + b"".join(
     b"x-%d: %b\r\n" % (number, b"a" * 7900) for number in range(4)
