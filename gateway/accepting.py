@@ -34,6 +34,7 @@ from typing import Final
 from gateway.identity.known import KnownCallers
 from shared.accepting import Accepting
 from shared.fair_turns import FairTurns
+from shared.memory import HANDSHAKES_MAX
 
 SET_UP_MAX: Final = 2
 """Connections that are set up in one turn. The request that comes with one, which begins a few turns later,
@@ -60,10 +61,12 @@ class FairAccepting(Accepting):
         handshake_s: float,
         silent_s: float,
         on_silent: Callable[[], None],
+        handshakes_max: int = HANDSHAKES_MAX,
     ) -> None:
         """Begin to accept. `sock` is bound. `handshake_s` is the time limit of a TLS handshake, `silent_s`
-        that of first bytes. `on_silent` is called when there is one more silent connection."""
-        super().__init__(sock, backlog, protocol, tls, handshake_s)
+        that of first bytes. `on_silent` is called when there is one more silent connection. At most
+        `handshakes_max` handshakes are under way at a time."""
+        super().__init__(sock, backlog, protocol, tls, handshake_s, handshakes_max)
         self._known: Final = known
         self._turns: Final = FairTurns(SET_UP_MAX)
         self._silent_s: Final = silent_s

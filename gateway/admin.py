@@ -12,6 +12,7 @@ Rules:
    port.
 2. Each change leaves an audit line, `admin.change`: which operator, what, and with which result.
 3. A change that is refused has changed nothing, and the answer names all that is wrong with it.
+4. A change that has begun is made, whether or not its operator waits for the answer.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from shared.errors import (
     Unauthenticated,
     forget_frames,
 )
-from shared.ids import REQUEST_ID_HEADER, RequestId, accept_request_id
+from shared.ids import REQUEST_ID_HEADER, RequestId, accept_request_id, mint_request_id
 from shared.listening import SERVER
 from shared.openai import AbortResponse
 from shared.probes import PROBES, Health, answer_probe
@@ -236,6 +237,15 @@ def _audit(asked: Asked, fields: Mapping[str, object]) -> None:
 
 def _aborted() -> ApiError:
     return RequestAborted("It was aborted by an operator.")
+
+
+def refuse_unparsed(cause: str) -> web.Response:
+    """The answer to what is no well-formed request, or has too long a head."""
+    error = InvalidRequest("The request is not well-formed HTTP, or its headers are too large.", detail=cause)
+    response = error_response(error, {REQUEST_ID_HEADER: mint_request_id()})
+    response.force_close()
+    secure(response)
+    return response
 
 
 def secure(response: web.Response) -> None:

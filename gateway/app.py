@@ -18,12 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from aiohttp import web
-
 from gateway import openapi
 from gateway.accounting_config import AccountingConfig
 from gateway.accounts import AccountsReader, IdentityOf
 from gateway.admin import Admin
+from gateway.admin_listener import listen_for_operators
 from gateway.admission.guarded_store import GuardedStore, SharedStore
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import LEASE_TTL_MS, QuotaStore
@@ -51,9 +50,9 @@ from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
 from gateway.identity.known import KnownCallers
 from gateway.limits_api import LimitsApi
-from gateway.listener import Listening, PublicServer, listen
+from gateway.listener import BoundedServer, Listening, listen
+from gateway.listener_tls import ListenerTls, tls_of
 from gateway.pipeline import Pipeline
-from gateway.public_tls import PublicTls
 from gateway.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, MEMBERS, forget_replica
 from gateway.recorder import Recorder
 from gateway.relay.credentials import Credentials
@@ -71,7 +70,6 @@ from shared.fair_threads import FairThreads
 from shared.fair_turns import FairTurns
 from shared.ids import KeyId, TenantId
 from shared.lifecycle import Lifecycle, Phase
-from shared.listening import http1_options
 from shared.loops import loop_name
 from shared.otlp import tracing_of
 from shared.probes import Health
@@ -120,7 +118,7 @@ class Gateway:
         store = self._guarded or self.quotas
         self.billing, self._webhook = _billing(_accounting(config, worker), env, clock)
         self.live = LiveRequests(config.limits.live_max)
-        self._tls = None if config.listen.tls is None else PublicTls(config.listen.tls, clock)
+        self._tls, self._admin_tls = _tls(config, worker, clock)
         self._key_sources, self._guests = KeySources(clock), Guests()
         self.accounts = AccountsReader(config, path, clock, identity_of or self._identity_of)
         self.accounts.on_revoked = self._end_revoked
@@ -168,7 +166,11 @@ class Gateway:
             works["billing lines"] = self.billing.write
         if self._webhook is not None:
             works["billing webhook"] = self._webhook.send
-        return works if self._tls is None else works | {"certificates": self._tls.watch}
+        if self._tls is not None:
+            works["certificates"] = self._tls.watch
+        if self._admin_tls is not None:
+            works["admin listener's certificates"] = self._admin_tls.watch
+        return works
 
     def _helpers(self) -> dict[str, Work]:
         """Those that it can do without: without a tokenizer, prompts are estimated."""
@@ -177,7 +179,7 @@ class Gateway:
         return {**self.engines.works(), "engines' metrics": loads.watch}
 
     async def __aenter__(self) -> Gateway:
-        address, admin = self.config.listen, self.config.admin
+        address = self.config.listen
         warm(endpoint.shape for endpoint in ENDPOINTS.values())
         openapi.document()
         async with AsyncExitStack() as stack:
@@ -196,7 +198,7 @@ class Gateway:
             await asyncio.gather(self._key_sources.first(), self._discovery.first())
             tls = None if self._tls is None else self._tls.context
             buffer_len = self.config.limits.send_buffer_len
-            public = PublicServer(self._edge, self.config, self._known, self._turns)
+            public = self._public_server()
             port, is_shared = (address.port, False) if self._worker is None else (self._worker.port, True)
             self._public = await listen(
                 stack, public, address.host, port, send_buffer_len=buffer_len, tls=tls, is_shared=is_shared
@@ -205,19 +207,23 @@ class Gateway:
             self._chats.serve = public
             stack.push_async_callback(self._chats.aclose)
             if self._worker is not None:
-                live, admin_ = self.live.__len__, self._admin().handle
-                door = Door(self._health, live, self._refresh, self.replicas, admin_)
+                live, admin = self.live.__len__, self._admin().handle
+                door = Door(self._health, live, self._refresh, self.replicas, admin)
                 await listen_on(stack, door, self._worker.socket)
-            elif admin.port is not None:
-                private = web.Server(self._admin().handle, **http1_options(self.config.timeouts.idle_s))
-                listening = await listen(stack, private, admin.host, admin.port, send_buffer_len=buffer_len)
-                self.admin_port = listening.port
+            elif self.config.admin.port is not None:
+                parts = self._admin().handle, self.config, self._admin_tls
+                self.admin_port = await listen_for_operators(stack, *parts)
             self._stack = stack.pop_all()
         self.lifecycle.to(Phase.READY)
         ports = {"port": self.port, "admin_port": self.admin_port}
         event = "gateway.listening" if self._worker is None else "worker.listening"
         log.info(event, host=address.host, **ports, loop=loop_name())
         return self
+
+    def _public_server(self) -> BoundedServer:
+        edge, config = self._edge, self.config
+        bounds = config.limits, config.timeouts
+        return BoundedServer(edge.handle, edge.refuse_unparsed, *bounds, self._known, self._turns)
 
     def _admin(self) -> Admin:
         """The handlers for operators."""
@@ -265,8 +271,9 @@ class Gateway:
         Returns what is wrong with the configuration."""
         problems = await self.accounts.reload()
         self._key_sources.reload()
-        if self._tls is not None:
-            self._tls.reload()
+        for tls in (self._tls, self._admin_tls):
+            if tls is not None:
+                tls.reload()
         return problems
 
     async def _refresh(self) -> None:
@@ -320,6 +327,14 @@ def _replicas(config: GatewayConfig, accounts: AccountsReader, clock: Clock) -> 
     accounts.on_models = replicas.take
     MEMBERS.set_function(replicas.counts)
     return replicas
+
+
+def _tls(
+    config: GatewayConfig, worker: WorkerStart | None, clock: Clock
+) -> tuple[ListenerTls | None, ListenerTls | None]:
+    """The TLS of the public listener, and of the admin one, which of several workers is their supervisor's.
+    Raises UnusableTls."""
+    return tls_of(config.listen.tls, clock), None if worker is not None else tls_of(config.admin.tls, clock)
 
 
 def _recorder(config: GatewayConfig, worker: WorkerStart | None) -> Recorder:

@@ -50,7 +50,7 @@ Algorithm = Literal[
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """A server's certificate, and whether it asks clients for theirs. The files are read again when they
+    """A listener's certificate, and whether it asks clients for theirs. The files are read again when they
     change."""
 
     cert: Text
@@ -114,15 +114,7 @@ class ListenConfig:
     keys and prompts can be read on the way."""
 
     def __post_init__(self) -> None:
-        if self.tls is None and not self.plaintext and not is_loopback(self.host):
-            raise ConfigError(
-                [
-                    f"host {self.host!r} is reached from other machines: give tls, or set plaintext = true "
-                    "where TLS ends in front of the gateway"
-                ]
-            )
-        if self.tls is not None and self.plaintext:
-            raise ConfigError(["plaintext and tls exclude each other"])
+        check_plaintext(self.host, self.tls, self.plaintext)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +232,20 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def check_plaintext(host: str, tls: TlsConfig | None, plaintext: bool) -> None:
+    """Raises ConfigError unless a listener has TLS, is of this machine alone, or was asked for plain text by
+    name: keys and prompts are sent to it."""
+    if tls is None and not plaintext and not is_loopback(host):
+        raise ConfigError(
+            [
+                f"host {host!r} is reached from other machines: give tls, or set plaintext = true where TLS "
+                "ends in front of the gateway, or nobody else reads the network"
+            ]
+        )
+    if tls is not None and plaintext:
+        raise ConfigError(["plaintext and tls exclude each other"])
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorKeyConfig:
     """A key of an operator. It opens the admin listener's changes, and nothing on the public port."""
@@ -268,6 +274,14 @@ class AdminConfig:
     """Port for them. Unset: there is no such listener."""
     keys: Annotated[tuple[OperatorKeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
     """Keys that may change something. Without one, nothing can be changed."""
+    tls: TlsConfig | None = None
+    """Serve https. Unset: plain text."""
+    plaintext: bool = False
+    """Serve plain text on an address beyond this machine: only on a network that nobody else reads, since
+    operators' keys and the keys that they make are sent over it."""
     records: Annotated[int, Meta(ge=0, le=100_000)] = 2048
     """Completed requests that are kept for `/admin/v1/requests`, the latest of them, in 8 MiB at most. 0:
     none."""
+
+    def __post_init__(self) -> None:
+        check_plaintext(self.host, self.tls, self.plaintext)

@@ -1,9 +1,9 @@
 """The gateway's listeners: aiohttp's low-level server, with our bounds and our error answers.
 
 No router and no middleware: a request goes to one handler, `gateway.edge` on the public listener and
-`gateway.admin` on the other.
+`gateway.admin` on the other (`gateway.admin_listener`).
 
-Rules of the public listener:
+Rules of both:
 
 1. Connections are bounded. Above the bound, the oldest of which nothing has come yet is closed; where there
    is none, the oldest without a request; where all have a request, the new one.
@@ -23,25 +23,25 @@ Rules of the public listener:
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 import ssl
 import sys
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any, Final, cast
 
-from aiohttp import StreamReader, web
+from aiohttp import web
 from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.accepting import FairAccepting
 from gateway.client.reading import ReadsInTurn
-from gateway.config import GatewayConfig
-from gateway.edge import Edge
+from gateway.edge_config import LimitsConfig
+from gateway.heads import AHEAD_MAX, HEAD_END, Received, cut_behind_heads, open_len
 from gateway.hygiene import HEAD_LEN_MAX
 from gateway.identity.known import KnownCallers
 from gateway.record import CONNECTIONS_CUT
+from gateway.timeout_config import TimeoutsConfig
 from shared import logs
 from shared.accepting import HANDSHAKE_S, Accepting, Warnings
 from shared.errors import forget_frames
@@ -50,6 +50,7 @@ from shared.http2 import frames
 from shared.http2.errors import ErrorCode
 from shared.http2.sockets import bound_transport
 from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, LINGER_S, bound_socket, http1_options
+from shared.memory import HANDSHAKES_MAX
 from shared.tls import HTTP2
 
 RECEIVE_BUFFER_LEN: Final = 128 * 1024
@@ -61,21 +62,20 @@ CHUNK_LEN_MIN: Final = 8
 """The fewest bytes of a chunked body for each line end in it, on average over what is received at a time."""
 CRLFS_LOOKED_AT: Final = 4096
 """The number of bytes at the beginning of what is received in which line ends are not counted."""
-AHEAD_MAX: Final = 8
-"""Requests that a connection may send before the answer to the first; with more it is closed. No client of
-this API does that, and a packet may hold thousands."""
 HOLDING_MAX: Final = 1024
 """Connections with half a head, or with requests sent ahead: together they hold `shared.memory.HOLDING`."""
 HEAD_PARSED_MAX: Final = 2 * HEAD_LEN_MAX
 """The most bytes of a head that are parsed: of one that is a little too long it can be said what is wrong."""
-_HEAD_END: Final = b"\r\n\r\n"
-_CONTENT_LENGTH: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: *(\d{1,12})\r\n")
-"""As clients write it; other spellings only cost a second piece."""
 _MALFORMED: Final = b"\0" * 2 * CHUNK_LEN_MIN
 """Bytes that cannot occur in a head, nor in a chunk of less than their number."""
 _HTTP1_REQUIRED: Final = frames.settings({}) + frames.goaway(0, ErrorCode.HTTP_1_1_REQUIRED)
 
 log = logs.get(__name__)
+
+Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+"""Answers a request."""
+Refuse = Callable[[str], web.StreamResponse]
+"""The answer to what is no well-formed request, given the name of what is wrong with it."""
 
 
 class BrokenBody(web.RequestPayloadError, TimeoutError):
@@ -90,7 +90,7 @@ class ListenFailed(Exception):
 class Listening:
     """An open listener."""
 
-    def __init__(self, site: web.SockSite, server: web.Server, port: int) -> None:
+    def __init__(self, site: web.SockSite, server: BoundedServer, port: int) -> None:
         self._site: web.SockSite | None = site
         self._server = server
         self.port: Final = port
@@ -106,7 +106,7 @@ class Listening:
 
 async def listen(
     stack: AsyncExitStack,
-    server: web.Server,
+    server: BoundedServer,
     host: str,
     port: int,
     *,
@@ -128,27 +128,40 @@ async def listen(
     return Listening(site, server, sock.getsockname()[1])
 
 
-class PublicServer(web.Server):
-    """The server of the public listener."""
+class BoundedServer(web.Server):
+    """The server of a listener."""
 
-    def __init__(self, edge: Edge, config: GatewayConfig, known: KnownCallers, turns: FairTurns) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        refuse: Refuse,
+        limits: LimitsConfig,
+        timeouts: TimeoutsConfig,
+        known: KnownCallers,
+        turns: FairTurns,
+        *,
+        ends_left: bool = True,
+        unread_s: float | None = None,
+    ) -> None:
         """`known` are the callers whose connections are set up in their tenants' turns. `turns` are those in
         which requests begin, and end when their callers leave: who leaves and comes again has the seat that
-        it left."""
-        super().__init__(edge.handle, handler_cancellation=True)
-        self._edge = edge
+        it left. `ends_left` is true if requests end with that. `unread_s` is how long a client may leave an
+        answer unread; None where `handle` sees to it."""
+        super().__init__(handle, handler_cancellation=ends_left)
+        self._refuse = refuse
+        self._unread_s = unread_s
         self._known = known
         self._accepting: FairAccepting | None = None
         self._holding: dict[_Protocol, None] = {}
         """The connections that held something when they last received, the oldest of them first."""
         self._large: dict[_Protocol, None] = {}
         """The connections with large buffers of TLS, in the order in which they got them."""
-        self._large_max = config.limits.live_max
-        self._write_buffer_len = config.limits.write_buffer_len
-        self._connections_max = config.limits.connections_max
+        self._large_max = limits.live_max
+        self._write_buffer_len = limits.write_buffer_len
+        self._connections_max = limits.connections_max
         self._warnings = Warnings(log)
-        self._head_s = config.timeouts.head_s
-        self._idle_s = config.timeouts.idle_s
+        self._head_s = timeouts.head_s
+        self._idle_s = timeouts.idle_s
         self._options = http1_options(self._idle_s)
         self.turns: Final = FairTurns()
         """The turns in which bodies are read."""
@@ -157,7 +170,8 @@ class PublicServer(web.Server):
     def accept(self, sock: socket.socket, backlog: int, tls: ssl.SSLContext | None) -> FairAccepting:
         """Accept connections of a bound socket from now on. To be called once."""
         times = HANDSHAKE_S, self._idle_s if tls is None else HANDSHAKE_S
-        self._accepting = FairAccepting(sock, backlog, self, self._known, tls, *times, self._make_room)
+        bounds = self._make_room, min(HANDSHAKES_MAX, self._connections_max)
+        self._accepting = FairAccepting(sock, backlog, self, self._known, tls, *times, *bounds)
         return self._accepting
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
@@ -225,8 +239,8 @@ class PublicServer(web.Server):
         self._warnings.warn(event, **bound)
 
     def __call__(self) -> RequestHandler:
-        bounds = self._write_buffer_len, self._head_s
-        return _Protocol(self, self._edge, *bounds, loop=self._loop, **self._options)
+        bounds = self._write_buffer_len, self._head_s, self._unread_s
+        return _Protocol(self, self._refuse, *bounds, loop=self._loop, **self._options)
 
 
 def _is_idle(handler: RequestHandler, new: RequestHandler | None) -> bool:
@@ -240,12 +254,9 @@ class _Site(web.SockSite):
 
     async def start(self) -> None:
         await web.BaseSite.start(self)
-        server, at = self._runner.server, (self._sock, self._backlog)
-        assert server is not None
-        if isinstance(server, PublicServer):
-            self._accepting = server.accept(*at, self._ssl_context)
-        else:
-            self._accepting = Accepting(*at, server, self._ssl_context)
+        server = self._runner.server
+        assert isinstance(server, BoundedServer)
+        self._accepting = server.accept(self._sock, self._backlog, self._ssl_context)
 
     async def stop(self) -> None:
         if self._accepting is not None:
@@ -253,56 +264,10 @@ class _Site(web.SockSite):
         await super().stop()
 
 
-def _cut_behind_heads(data: bytes) -> list[bytes]:
-    """The pieces of what was received, each ending behind a head, and the last one of what is left: aiohttp's
-    parser drops the requests that it has read of a piece in which something malformed follows. The usual
-    packet, one request with its body, is one piece. A head is looked for as far as one may go, behind the
-    body of the one before where its length is stated, and no more are than may be sent ahead."""
-    pieces: list[bytes] = []
-    begin = at = 0
-    for _ in range(AHEAD_MAX):
-        end = data.find(_HEAD_END, at, at + HEAD_LEN_MAX) + len(_HEAD_END)
-        if end < at + len(_HEAD_END) or (at := _behind(data, at, end)) >= len(data):
-            break
-        pieces.append(data[begin:end])
-        begin = end
-    return [*pieces, data[begin:]]
-
-
-def _behind(data: bytes, begin: int, end: int) -> int:
-    """The place behind the request whose head lies there; behind its head alone if its body's length is not
-    stated."""
-    length = _CONTENT_LENGTH.search(data, begin, end) if end < len(data) else None
-    return end if length is None else end + int(length[1])
-
-
-_Received = tuple[RawRequestMessage, StreamReader]
-"""A request's head and its body, as aiohttp's parser gives them."""
-
-
-def _open_len(data: bytes, at: int | None, requests: Iterable[_Received]) -> int:
-    """The number of bytes at the end of what was received that belong to a head which is not complete.
-
-    `at` is where the first head begins, behind the body before it; None if that was in chunks. `requests` are
-    those whose heads ended here, with bodies that did, too. A head ends at the first empty line behind its
-    beginning, and a body of stated length is as long as what came of it; chunks and a trailer end with an
-    empty line, and nothing behind the last one of those is complete.
-    """
-    for message, body in requests:
-        if at is None or message.chunked:
-            at = None
-            break
-        at = data.find(_HEAD_END, at) + len(_HEAD_END) + body.total_bytes
-    if at is None:
-        at = data.rfind(_HEAD_END) + len(_HEAD_END)
-    return max(0, len(data) - at)
-
-
 class _Protocol(ReadsInTurn):
-    """The protocol of one public connection."""
+    """The protocol of one connection."""
 
     __slots__ = (
-        "_edge",
         "_head_end",
         "_head_len",
         "_head_s",
@@ -311,17 +276,29 @@ class _Protocol(ReadsInTurn):
         "_is_refused",
         "_large_len",
         "_received",
+        "_refuse",
         "_server",
+        "_unread_s",
+        "_unread_timer",
         "_write_buffer_len",
     )
 
     def __init__(
-        self, server: PublicServer, edge: Edge, write_buffer_len: int, head_s: float, **options: Any
+        self,
+        server: BoundedServer,
+        refuse: Refuse,
+        write_buffer_len: int,
+        head_s: float,
+        unread_s: float | None,
+        **options: Any,
     ) -> None:
         super().__init__(server, server.turns, **options)
         self._server = server
-        self._edge = edge
+        self._refuse = refuse
         self._write_buffer_len = write_buffer_len
+        self._unread_s = unread_s
+        self._unread_timer: asyncio.TimerHandle | None = None
+        """Closes the connection. None while nothing waits to be read, or nobody minds."""
         self._head_s = head_s
         self._head_timer: asyncio.TimerHandle | None = None
         """Closes the connection. None while no head is incomplete: most come whole, and need none. Nor while
@@ -330,7 +307,7 @@ class _Protocol(ReadsInTurn):
         """The number of bytes received of a head that is not complete yet."""
         self._head_end = b""
         """The last of them, as many as may belong to the empty line that completes it."""
-        self._received: _Received | None = None
+        self._received: Received | None = None
         """The request of which the body is being received. None while what comes is part of a head, or begins
         one."""
         self._held = False
@@ -360,7 +337,7 @@ class _Protocol(ReadsInTurn):
             data = _MALFORMED
         before = self._received
         count, received_len = self._request_count, before[1].total_bytes if before is not None else 0
-        for piece in _cut_behind_heads(data):
+        for piece in cut_behind_heads(data):
             super().data_received(piece)
             if self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
                 self._is_refused = True
@@ -384,7 +361,7 @@ class _Protocol(ReadsInTurn):
         """See what is incomplete behind what was received, with which the heads of `count` requests ended.
         Of the body that was being received `received_len` bytes were there before."""
         before = self._received
-        requests = cast("list[_Received]", [self._messages[i] for i in range(-count, 0)])
+        requests = cast("list[Received]", [self._messages[i] for i in range(-count, 0)])
         last = requests[-1] if requests else before
         self._received = None if last is None or last[1].is_eof() else last
         if self._received is not None:
@@ -395,13 +372,13 @@ class _Protocol(ReadsInTurn):
             data = self._head_end + data
             at = 0 if before is None else None if before[0].chunked else before[1].total_bytes - received_len
             self._end_head()
-            if open_len := _open_len(data, at, requests):
-                self._begin_head(open_len, data)
+            if half_len := open_len(data, at, requests):
+                self._begin_head(half_len, data)
 
     def _begin_head(self, head_len: int, data: bytes) -> None:
         """There is half a head of so many bytes, the last of them at the end of `data`."""
         self._head_len = head_len
-        self._head_end = (self._head_end + data)[-len(_HEAD_END) + 1 :]
+        self._head_end = (self._head_end + data)[-len(HEAD_END) + 1 :]
         if self._head_timer is None and head_len:
             self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
 
@@ -435,7 +412,7 @@ class _Protocol(ReadsInTurn):
 
     def _begins_long_head(self, data: bytes) -> bool:
         most = HEAD_PARSED_MAX
-        return len(data) > most and self._received is None and data.find(_HEAD_END, 0, most) < 0
+        return len(data) > most and self._received is None and data.find(HEAD_END, 0, most) < 0
 
     def _has_small_chunks(self, data: bytes) -> bool:
         request = self._received
@@ -457,7 +434,19 @@ class _Protocol(ReadsInTurn):
             self.transport.write(_HTTP1_REQUIRED)
             self._head_timer = self._loop.call_later(LINGER_S, self.force_close)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._unread_s is not None and self.transport is not None:
+            self._unread_timer = self._loop.call_later(self._unread_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+        super().resume_writing()
+
     def connection_lost(self, exc: BaseException | None) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
         self._end_head()
         self._received = None
         self._messages.clear()
@@ -482,4 +471,4 @@ class _Protocol(ReadsInTurn):
         forget_frames(exc)  # its frames hold the bytes that were read
         if request.writer.output_size > 0 or self.transport is None:
             raise ConnectionResetError("an answer has begun, or the client has left")
-        return self._edge.refuse_unparsed(type(exc).__name__)
+        return self._refuse(type(exc).__name__)

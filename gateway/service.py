@@ -16,18 +16,18 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from aiohttp import web
-
+from gateway.admin_listener import listen_for_operators
 from gateway.app import Gateway
+from gateway.background import Background
 from gateway.config import GatewayConfig
-from gateway.listener import ListenFailed, listen
+from gateway.listener import ListenFailed
+from gateway.listener_tls import ListenerTls, tls_of
 from gateway.workers.channel import WorkerStart
 from gateway.workers.process import ChildWorker, Worker
 from shared import logs
 from shared.config import to_toml
 from shared.exit_codes import ExitCode
 from shared.lifecycle import Phase, on_stop_signals
-from shared.listening import http1_options
 from shared.loops import watch_lag
 from shared.socket_directory import SocketDirectory
 
@@ -90,7 +90,8 @@ def _stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
 
 
 async def supervise(config: GatewayConfig, path: Path) -> ExitCode:
-    """Run several workers until a stop signal; a second one hurries their drain. Raises ListenFailed."""
+    """Run several workers until a stop signal; a second one hurries their drain. Raises ListenFailed and
+    UnusableTls."""
     from gateway.workers.place import GaveUp
     from gateway.workers.supervisor import Supervisor  # a single gateway has no use for it
 
@@ -100,9 +101,10 @@ async def supervise(config: GatewayConfig, path: Path) -> ExitCode:
         launch, port = _launcher(stack, config, path)
         drain_s = config.timeouts.drain_delay_s + config.timeouts.drain_s
         supervisor = Supervisor(config.workers, launch, drain_s)
-        admin_port = await _front(stack, supervisor, config)
+        admin_tls = tls_of(config.admin.tls)
+        admin_port = await _front(stack, supervisor, config, admin_tls)
         stack.push_async_callback(supervisor.kill)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervisor.signal, signal.SIGHUP)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hang_up, supervisor, admin_tls)
         try:
             await supervisor.start(stop)
             if supervisor.lifecycle.phase is Phase.READY:
@@ -140,15 +142,20 @@ def _launcher(stack: AsyncExitStack, config: GatewayConfig, path: Path) -> tuple
     return launch, port
 
 
-async def _front(stack: AsyncExitStack, supervisor: Supervisor, config: GatewayConfig) -> int | None:
+def _hang_up(supervisor: Supervisor, admin_tls: ListenerTls | None) -> None:
+    """Have everything read again, as SIGHUP asks."""
+    supervisor.signal(signal.SIGHUP)
+    if admin_tls is not None:
+        admin_tls.reload()
+
+
+async def _front(
+    stack: AsyncExitStack, supervisor: Supervisor, config: GatewayConfig, tls: ListenerTls | None
+) -> int | None:
     """Open the admin listener. Returns its port; None where there is none. Raises ListenFailed."""
     from gateway.workers.front import Front
 
-    admin = config.admin
-    if admin.port is None:
-        return None
+    if tls is not None:
+        await stack.enter_async_context(Background({"admin listener's certificates": tls.watch}))
     front = Front(supervisor, shares_usage=config.quotas.store == "redis")
-    server = web.Server(front.handle, **http1_options(config.timeouts.idle_s))
-    buffer_len = config.limits.send_buffer_len
-    listening = await listen(stack, server, admin.host, admin.port, send_buffer_len=buffer_len)
-    return listening.port
+    return await listen_for_operators(stack, front.handle, config, tls)

@@ -64,12 +64,15 @@ class Accepting:
         protocol: Callable[[], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None = None,
         handshake_s: float = HANDSHAKE_S,
+        handshakes_max: int = HANDSHAKES_MAX,
     ) -> None:
-        """Begin to accept. `sock` is bound. `handshake_s` is the time limit of a TLS handshake."""
+        """Begin to accept. `sock` is bound. `handshake_s` is the time limit of a TLS handshake, and
+        `handshakes_max` the most of them at a time."""
         self._loop = asyncio.get_running_loop()
         self._sock: Final = sock
         self._protocol: Final = protocol
         self._tls: Final[dict[str, Any]] = {"ssl": tls, "ssl_handshake_timeout": handshake_s} if tls else {}
+        self._handshakes_max: Final = handshakes_max
         self._beginning: Final[dict[asyncio.Task[None], None]] = {}
         """The connections that are being set up, the oldest first. With TLS that takes a handshake."""
         self._warnings: Final = Warnings(log)
@@ -144,8 +147,8 @@ class Accepting:
         task = self._loop.create_task(self._set_up(sock))
         self._beginning[task] = None
         task.add_done_callback(self._ended)
-        if self._tls and len(self._beginning) > HANDSHAKES_MAX:
-            self._warnings.warn("listener.handshakes_full", handshakes_max=HANDSHAKES_MAX)
+        if self._tls and len(self._beginning) > self._handshakes_max:
+            self._warnings.warn("listener.handshakes_full", handshakes_max=self._handshakes_max)
             oldest = next(iter(self._beginning))
             self._ended(oldest)
             self._loop.call_soon(oldest.cancel)  # once it has begun: the socket is not its own before

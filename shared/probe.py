@@ -2,7 +2,8 @@
 has no curl.
 
 The exit status is 0 if the probe says yes, else 1, with the reason on standard error. Without an argument the
-URL is that in `PENSTOCK_PROBE_URL`. Only this machine is asked, and never through a proxy.
+URL is that in `PENSTOCK_PROBE_URL`. Only this machine is asked, and never through a proxy; so a certificate,
+which is for the name by which others know the service, is not verified.
 
 A rank that serves nothing (`RANK` above 0, as torchrun sets it) has nothing to ask, and counts as well: it
 ends when it has failed.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -38,9 +40,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def problem_at(url: str) -> str | None:
     """The reason why the probe at `url` does not say yes; None when it does."""
     parts = urlsplit(url)
-    if parts.scheme != "http" or parts.hostname not in ("127.0.0.1", "::1", "localhost"):
-        return f"{VARIABLE}: must be an http URL of this machine, got {url[:100]!r}"
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT_S)
+    if parts.scheme not in ("http", "https") or parts.hostname not in ("127.0.0.1", "::1", "localhost"):
+        return f"{VARIABLE}: must be an http or https URL of this machine, got {url[:100]!r}"
+    connection = _connection(parts.scheme, parts.hostname, parts.port)
     try:
         connection.request("GET", parts.path or "/")
         answer = connection.getresponse()
@@ -50,6 +52,15 @@ def problem_at(url: str) -> str | None:
     finally:
         connection.close()
     return None if answer.status == http.client.OK else f"{url}: {answer.status} {text}"
+
+
+def _connection(scheme: str, host: str, port: int | None) -> http.client.HTTPConnection:
+    if scheme == "http":
+        return http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=context)
 
 
 if __name__ == "__main__":

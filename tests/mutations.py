@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, Final
 
-from gateway.listener import PublicServer
+from gateway.listener import BoundedServer
 
 KEY: Final = "dev-key"
 MUTATIONS_MAX: Final = 4
@@ -113,7 +113,7 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
 class Connection(asyncio.Transport):
     """A client's connection to a public listener, in memory: bytes go in, and what is answered is kept."""
 
-    def __init__(self, server: PublicServer) -> None:
+    def __init__(self, server: BoundedServer) -> None:
         super().__init__({"peername": ("192.0.2.1", 1), "sockname": ("192.0.2.2", 2)})
         self.answer = bytearray()
         self.is_open = True

@@ -108,7 +108,8 @@ GATEWAY_LEVELS = (
         "accounts",
         "operators",
         "billing",
-        "public_tls",
+        "listener_tls",
+        "heads",
         "engines",
         "record",
         "development",
@@ -121,6 +122,7 @@ GATEWAY_LEVELS = (
     {"pipeline", "admin"},  # the only one that knows the order of the stages
     {"edge", "accepting"},
     {"listener"},
+    {"admin_listener"},
     {"workers"},
     {"app"},
     {"service"},
@@ -264,6 +266,7 @@ REACHED_BY_NAME = {
     "shared/cli/bench.py": {"BENCHES[name][0]": "a bench is its service's own"},
     "shared/cli/keys.py": {
         "'gateway.directory.local'": "the gateway changes its file, or what its Redis holds",
+        "'gateway.edge_config'": "the gateway says which addresses are of this machine alone",
         "'gateway.identity.keys'": "the gateway says what a new key is",
     },
     "shared/cli/service.py": {
@@ -277,6 +280,7 @@ REACHED_BY_NAME = {
         "'engine.demo'": "the model that `up` serves unless it is told",
         "'gateway.config'": "`up` asks for the gateway's drain",
         "'gateway.development'": "`up` asks the gateway for its configuration",
+        "'gateway.edge_config'": "the gateway says which addresses are of this machine alone",
         "'gateway.identity.keys'": "the gateway says what a key must be",
         "'gateway.quota_config'": "the gateway says what Redis' URL must be",
     },

@@ -1,8 +1,8 @@
 """Client certificates: the callers that they name, and whether they are still good.
 
-The handshake has verified it by then: the chain, the time, the revocation lists (`gateway.public_tls`). But a
-connection outlives a handshake: so with each request it is looked at whether the certificate has been revoked
-or has expired since.
+The handshake has verified it by then: the chain, the time, the revocation lists (`gateway.listener_tls`). But
+a connection outlives a handshake: so with each request it is looked at whether the certificate has been
+revoked or has expired since.
 """
 
 from __future__ import annotations

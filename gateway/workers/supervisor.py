@@ -33,7 +33,10 @@ from shared.probes import Health
 
 ENDING_S: Final = 15.0
 """The time that workers have to end beside their drain, in seconds; then they are killed."""
-OWN: Final = ("process", "python", "penstock_loop", "penstock_gateway_worker")
+OWN: Final = (
+    *("process", "python", "penstock_loop", "penstock_gateway_worker"),
+    *("penstock_accepts_failed", "penstock_gateway_connections_cut"),  # by the admin listener
+)
 """The beginnings of the names of metrics that the supervisor has itself."""
 
 log = logs.get(__name__)

@@ -2,7 +2,8 @@
 
 The address is what `--admin-url` says, else `$PENSTOCK_ADMIN_URL`, else the `penstock up` that runs here,
 else the port that a gateway has by default. The key is `$PENSTOCK_ADMIN_KEY`; the key of a running `penstock
-up` opens that gateway alone, and is sent to no other address.
+up` opens that gateway alone, and is sent to no other address. Behind https, the authorities are trusted that
+the system trusts, or those of `$SSL_CERT_FILE`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 
 from shared.cli.running import read_running
 from shared.openai import ErrorEnvelope
+from shared.tls import client_context
 
 DEFAULT_URL: Final = "http://127.0.0.1:9090"
 KEY_VARIABLE: Final = "PENSTOCK_ADMIN_KEY"
@@ -59,6 +61,7 @@ def ask(admin_url: str | None, path: str, kind: type[T], parameters: dict[str, s
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=TIMEOUT_S,
             trust_env=False,  # no proxy is to see an operator's key
+            verify=client_context(),
         )
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise Unreached(f"{url} does not answer: {error or type(error).__name__}") from None

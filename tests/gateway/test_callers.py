@@ -71,6 +71,8 @@ def test_a_token_is_told_from_a_key_by_its_form(tmp_path: Path) -> None:
         ({"listen": {"host": "0.0.0.0"}}, "plaintext = true"),
         ({"listen": {"host": "gateway.test"}}, "plaintext = true"),
         ({"listen": {"plaintext": True, "tls": {"cert": "c", "key": "k"}}}, "exclude each other"),
+        ({"admin": {"host": "0.0.0.0", "port": 0}}, "admin: host '0.0.0.0'.*plaintext = true"),
+        ({"admin": {"plaintext": True, "tls": {"cert": "c", "key": "k"}}}, "exclude each other"),
         (
             {"listen": {"tls": {"cert": "c", "key": "k", "client_certificates": "optional"}}},
             "client_ca belongs",
@@ -95,7 +97,9 @@ def _without(section: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_plain_text_is_served_to_this_machine_without_asking(host: str) -> None:
-    config = load(settings("http://a", listen={"host": host}), {})
+    config = load(settings("http://a", listen={"host": host}, admin={"host": host, "port": 0}), {})
     assert isinstance(config, GatewayConfig)
-    asked = load(settings("http://a", listen={"host": "0.0.0.0", "plaintext": True}), {})
-    assert asked.listen.plaintext
+    for listener in ("listen", "admin"):
+        section: dict[str, Any] = {listener: {"host": "0.0.0.0", "plaintext": True}}
+        asked = load(settings("http://a", **section), {})
+        assert getattr(asked, listener).plaintext

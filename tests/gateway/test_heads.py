@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gateway import listener
 from gateway.hygiene import HEAD_LEN_MAX
-from gateway.listener import PublicServer, _Protocol
+from gateway.listener import BoundedServer, _Protocol
 from shared.fair_turns import FairTurns
 from shared.listening import http1_options
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
@@ -55,7 +55,7 @@ def connection() -> _Protocol:
         grew=lambda _: None,
     )
     loop = asyncio.get_running_loop()
-    return _Protocol(cast(PublicServer, server), nobody, 1024, 60.0, loop=loop, **http1_options(60))
+    return _Protocol(cast(BoundedServer, server), nobody, 1024, 60.0, None, loop=loop, **http1_options(60))
 
 
 @settings(max_examples=500)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from aiohttp.web_protocol import RequestHandler
 
-from gateway import hygiene, listener
+from gateway import heads, hygiene, listener
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, until
 from tests.gateway.fake_engine import unary
 
@@ -176,7 +176,7 @@ async def test_requests_before_garbage_in_one_packet_are_answered_and_the_connec
 
 
 async def test_much_garbage_in_one_packet_is_refused_once(house: House) -> None:
-    assert await answers(house, (listener.AHEAD_MAX + 1) * b"\0garbage\r\n\r\n") == [400]
+    assert await answers(house, (heads.AHEAD_MAX + 1) * b"\0garbage\r\n\r\n") == [400]
 
 
 async def test_a_chunk_that_is_broken_in_the_packet_of_its_head_is_the_requests_one_answer(
@@ -257,7 +257,7 @@ async def test_requests_that_are_sent_ahead_are_bounded(house: House, count: int
             await reader.readuntil(b"}")
             writer.write(request * count)
             if is_closed:
-                assert (await reader.read()).count(b"HTTP/1.1 200") <= listener.AHEAD_MAX
+                assert (await reader.read()).count(b"HTTP/1.1 200") <= heads.AHEAD_MAX
             else:
                 for _ in range(count):
                     await reader.readuntil(b"}")

@@ -12,7 +12,7 @@ from typing import Final
 import pytest
 
 from gateway.identity.keys import hash_key
-from gateway.listener import PublicServer
+from gateway.listener import BoundedServer
 from shared import logs
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import unary
@@ -76,7 +76,7 @@ async def test_ten_thousand_keys_add_no_series_to_the_metrics(open_house: Open) 
     real = [{"id": f"k{i}", "hash": hash_key(f"key-{i}"), "tenant": "acme"} for i in range(REAL)]
     house = await open_house(admin={"port": 0}, tenants=[{"id": "acme"}], keys=real)
     server = house.gateway._chats.serve
-    assert isinstance(server, PublicServer)
+    assert isinstance(server, BoundedServer)
     assert await _statuses(server, [0, KEYS]) == {404: 1, 401: 1}
     before = await _series(house)
     statuses: Counter[int] = Counter()
@@ -86,7 +86,7 @@ async def test_ten_thousand_keys_add_no_series_to_the_metrics(open_house: Open) 
     assert await _series(house) == before
 
 
-async def _statuses(server: PublicServer, numbers: Sequence[int]) -> Counter[int]:
+async def _statuses(server: BoundedServer, numbers: Sequence[int]) -> Counter[int]:
     """The answers to a chat with each of these keys, for a model that there is not."""
     connections = [Connection(server) for _ in numbers]
     body = b'{"model": "made-up", "messages": [{"role": "user", "content": "hi"}]}'

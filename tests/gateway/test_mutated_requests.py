@@ -16,7 +16,7 @@ import pytest
 
 from gateway.admission.validate import validate
 from gateway.endpoints import ENDPOINTS
-from gateway.listener import PublicServer
+from gateway.listener import BoundedServer
 from shared import logs
 from shared.bench.cpu import resident_bytes
 from shared.census import census_of
@@ -71,7 +71,7 @@ async def test_a_mutated_request_is_answered_as_its_callers_mistake(open_house: 
     crashes: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: crashes.append(context))
     server = house.gateway._chats.serve
-    assert isinstance(server, PublicServer)
+    assert isinstance(server, BoundedServer)
     draw, statuses, grown = random.Random(SEED), Counter[int](), 0
     for batch in range(REQUESTS_COUNT // AT_ONCE):
         if batch == 10:
@@ -91,7 +91,7 @@ async def test_a_mutated_request_is_answered_as_its_callers_mistake(open_house: 
     await house.at_rest()
 
 
-async def _answered(server: PublicServer, sent: list[bytes]) -> Counter[int]:
+async def _answered(server: BoundedServer, sent: list[bytes]) -> Counter[int]:
     """Send each on a connection of its own, and count the statuses that come back."""
     connections = [Connection(server) for _ in sent]
     for connection, data in zip(connections, sent, strict=True):

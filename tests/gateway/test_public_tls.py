@@ -24,12 +24,12 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import ConnectionTerminated
 
-from gateway import listener, public_tls
+from gateway import listener, listener_tls
 from gateway.edge_config import TlsConfig
 from gateway.holder_config import CertificateConfig
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.certificates import CertificateTable
-from gateway.public_tls import PublicTls
+from gateway.listener_tls import ListenerTls
 from gateway.quota_config import QuotaLimits
 from shared.errors import Unauthenticated
 from shared.ids import KeyId, TenantId
@@ -58,10 +58,10 @@ class Pki:
         return str(self.directory / name)
 
     def renew_server(self) -> None:
-        self._write("own.pem", self.server.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.bytes())
+        self.write("own.pem", self.server.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.bytes())
 
     def trust_clients_of(self, authority: trustme.CA) -> None:
-        self._write("clients.ca", authority.cert_pem.bytes())
+        self.write("clients.ca", authority.cert_pem.bytes())
 
     def revoke(
         self, *certificates: trustme.LeafCert, signer: trustme.CA | None = None, until: timedelta = DAY
@@ -77,7 +77,7 @@ class Pki:
             entry = x509.RevokedCertificateBuilder(serial, now).build()
             revocations = revocations.add_revoked_certificate(entry)
         key: Any = serialization.load_pem_private_key(private, None)
-        self._write("clients.crl", revocations.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+        self.write("clients.crl", revocations.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
 
     def settings(self, mode: str = "optional", **more: str) -> dict[str, Any]:
         tls = {"cert": self.path("own.pem"), "key": self.path("own.pem"), "client_certificates": mode}
@@ -91,7 +91,7 @@ class Pki:
             certificate.configure_cert(context)
         return context
 
-    def _write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes) -> None:
         """Replaced at once, as an operator should."""
         (self.directory / "new").write_bytes(data)
         (self.directory / "new").rename(self.directory / name)
@@ -103,7 +103,7 @@ def read(certificate: trustme.LeafCert) -> x509.Certificate:
 
 @pytest.fixture
 def pki(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pki:
-    monkeypatch.setattr(public_tls, "POLL_S", 0.01)
+    monkeypatch.setattr(listener_tls, "POLL_S", 0.01)
     return Pki(tmp_path)
 
 
@@ -412,7 +412,7 @@ def shake(client: ssl.SSLContext, server: ssl.SSLContext, session: ssl.SSLSessio
 
 
 async def test_no_session_is_resumed_past_a_reload(pki: Pki, log: io.StringIO) -> None:
-    tls, client = PublicTls(TlsConfig(**pki.settings()["tls"])), named(pki, "batch.test")
+    tls, client = ListenerTls(TlsConfig(**pki.settings()["tls"])), named(pki, "batch.test")
     client.maximum_version = ssl.TLSVersion.TLSv1_2  # whose sessions are there at once
     session = shake(client, tls.context, None).session
     assert shake(client, tls.context, session).session_reused
@@ -442,13 +442,13 @@ async def test_everything_is_renewed_while_a_stream_runs(open_house: Open, pki: 
         assert (await answer.read()).rstrip().endswith(b"data: [DONE]")
 
 
-def context_of(tls: PublicTls) -> ssl.SSLContext:
+def context_of(tls: ListenerTls) -> ssl.SSLContext:
     return tls.context.current
 
 
 async def test_bad_files_change_nothing_and_every_problem_is_told(pki: Pki, log: io.StringIO) -> None:
     clock = VirtualClock()
-    tls = PublicTls(TlsConfig(**pki.settings()["tls"]), clock)
+    tls = ListenerTls(TlsConfig(**pki.settings()["tls"]), clock)
     before = context_of(tls)
     watching = asyncio.create_task(tls.watch())
 
@@ -456,7 +456,7 @@ async def test_bad_files_change_nothing_and_every_problem_is_told(pki: Pki, log:
         """The problems that the next look at the files finds."""
         count = len(events(log, event))
         await until(lambda: clock.sleeping == 1)
-        clock.advance(public_tls.POLL_S)
+        clock.advance(listener_tls.POLL_S)
         await until(lambda: len(events(log, event)) > count)
         problems: list[str] = events(log, event)[-1].get("problems", [])
         return problems
@@ -486,6 +486,6 @@ def test_a_start_names_every_bad_file(pki: Pki) -> None:
     for name in ("own.pem", "clients.crl"):
         (pki.directory / name).write_text("nothing")
     with pytest.raises(UnusableTls) as caught:
-        PublicTls(TlsConfig(**pki.settings()["tls"]))
+        ListenerTls(TlsConfig(**pki.settings()["tls"]))
     assert all(name in str(caught.value) for name in ("own.pem", "clients.crl"))
     assert len(str(caught.value).splitlines()) == 2

@@ -8,16 +8,16 @@ import itertools
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
+from gateway.admin_listener import listen_for_operators
 from gateway.app import Gateway
 from gateway.config import GatewayConfig, load
-from gateway.listener import listen
 from gateway.workers import front as fronts
 from gateway.workers.channel import Answer, WorkerClient, WorkerSilent, WorkerStart
 from gateway.workers.front import Front
@@ -102,9 +102,10 @@ class House:
         self.supervisor = Supervisor(2, launch, 10.0)
         stack.push_async_callback(self.supervisor.drain, asyncio.Event())
         front = Front(self.supervisor, shares_usage=False)
-        self.admin_port = (
-            await listen(stack, web.Server(front.handle), "127.0.0.1", 0, send_buffer_len=65536)
-        ).port
+        operators = replace(config, admin=replace(config.admin, port=0))
+        port = await listen_for_operators(stack, front.handle, operators, None)
+        assert port is not None
+        self.admin_port = port
         await self.supervisor.start(asyncio.Event())
         for worker in self.workers:
             engines = worker.gateway.engines

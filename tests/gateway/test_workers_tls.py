@@ -4,6 +4,7 @@ renewed certificate while requests run."""
 from __future__ import annotations
 
 import asyncio
+import signal
 import ssl
 from pathlib import Path
 
@@ -33,9 +34,9 @@ async def chat(gateway: Workers, context: ssl.SSLContext) -> aiohttp.ClientRespo
     return await gateway.client.post(url, json={**CHAT, "stream": True}, headers=headers, ssl=context)
 
 
-async def presented(gateway: Workers, context: ssl.SSLContext) -> bytes:
+async def presented(url: str, context: ssl.SSLContext) -> bytes:
     """The certificate that a new connection is shown."""
-    port = int(gateway.url.rpartition(":")[2])
+    port = int(url.rpartition(":")[2])
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.close()
@@ -64,10 +65,10 @@ async def test_all_workers_serve_and_take_a_renewed_certificate_without_cutting_
                 assert await answer.content.readuntil(b"\n\n") == chunk("a")
             assert {await is_refused(gateway, pki.client()) for _ in range(STREAMS)} == {True}
             assert len(engine.seen) == STREAMS
-            [before] = {await presented(gateway, known) for _ in range(STREAMS)}
+            [before] = {await presented(gateway.url, known) for _ in range(STREAMS)}
 
             pki.renew_server()
-            while before in (after := {await presented(gateway, known) for _ in range(STREAMS)}):
+            while before in (after := {await presented(gateway.url, known) for _ in range(STREAMS)}):
                 await gateway.until_logged("tls.reloaded", 1)
             assert len(after) == 1
             await gateway.until_logged("tls.reloaded", 2)
@@ -77,3 +78,24 @@ async def test_all_workers_serve_and_take_a_renewed_certificate_without_cutting_
             assert set(ends) == {chunk("b") + b"data: [DONE]\n\n"}
             lines = await gateway.until_logged("request.completed", STREAMS)
             assert {line["key_id"] for line in lines} == {"by-name"}
+
+
+async def test_the_supervisors_admin_listener_takes_a_renewed_certificate_too(tmp_path: Path) -> None:
+    pki = Pki(tmp_path)
+    own, client = pki.path("own.pem"), pki.client()
+    tls = f'[admin.tls]\ncert = "{own}"\nkey = "{own}"\n'
+    async with (
+        FakeEngine(bundle=byte_bundle()) as engine,
+        workers(tmp_path, toml(engine.url, tls)) as gateway,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        before = await presented(gateway.admin, client)
+        pki.renew_server()
+        [line] = await gateway.until_logged("tls.reloaded")
+        assert line["logger"] == "gateway.listener_tls"
+        assert await presented(gateway.admin, client) != before
+        gateway.process.send_signal(signal.SIGHUP)
+        await gateway.until_logged("tls.reloaded", 2)
+        url = f"{gateway.admin.replace('http:', 'https:')}/readyz"
+        async with gateway.client.get(url, ssl=client) as answer:
+            assert answer.status == 200

@@ -81,11 +81,8 @@ def test_who_comes_while_no_file_can_be_opened_is_served_once_one_can(
     assert [line["error"] for line in told] == [os.strerror(errno.EMFILE)], "it is told now and then"
 
 
-def test_handshakes_that_do_not_go_on_are_bounded_and_keep_out_nobody(
-    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_handshakes_that_do_not_go_on_are_bounded_and_keep_out_nobody(runner: asyncio.Runner) -> None:
     """Above the bound the oldest is cut, and whoever goes on is served."""
-    monkeypatch.setattr(accepting, "HANDSHAKES_MAX", 2)
     authority, server = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(server)
     client = ssl.create_default_context()
@@ -96,7 +93,7 @@ def test_handshakes_that_do_not_go_on_are_bounded_and_keep_out_nobody(
             sock.bind(("127.0.0.1", 0))
             sock.listen(CALLERS)
             held = [await asyncio.open_connection(*sock.getsockname()) for _ in range(CALLERS)]
-            served = Accepting(sock, CALLERS, Echo, server, handshake_s=10 * PATIENCE_S)
+            served = Accepting(sock, CALLERS, Echo, server, handshake_s=10 * PATIENCE_S, handshakes_max=2)
             async with asyncio.timeout(PATIENCE_S):
                 for reader, _ in held[:-2]:
                     assert await reader.read() == b""

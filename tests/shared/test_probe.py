@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import trustme
 
 from shared.probe import main
 
@@ -46,10 +48,22 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Connection refused" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["", "https://127.0.0.1/readyz", "http://example.com/readyz"])
+def test_a_certificate_for_another_name_is_none_of_its_business() -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("gateway.test").configure_cert(context)
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        assert main([f"https://127.0.0.1:{server.server_port}/readyz"], {}) == 0
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("url", ["", "https://example.com/readyz", "http://example.com/readyz"])
 def test_only_this_machine_is_asked(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([url], {}) == 1
-    assert "PENSTOCK_PROBE_URL: must be an http URL of this machine" in capsys.readouterr().err
+    assert "PENSTOCK_PROBE_URL: must be an http or https URL of this machine" in capsys.readouterr().err
 
 
 def test_a_rank_that_serves_nothing() -> None:

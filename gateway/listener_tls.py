@@ -1,5 +1,5 @@
-"""TLS of the public listener. Certificate, authorities and revocation lists are read again when their files
-change, and at SIGHUP.
+"""TLS of a listener, the public one or the admin one. Certificate, authorities and revocation lists are read
+again when their files change, and at SIGHUP.
 
 Rules:
 
@@ -42,7 +42,7 @@ class _Loaded:
     revoked: Revoked
 
 
-class PublicTls:
+class ListenerTls:
     """The listener's TLS at this moment."""
 
     def __init__(self, config: TlsConfig, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -87,6 +87,11 @@ class PublicTls:
             for path in (config.cert, config.key, config.client_ca, config.crl)
             if path is not None
         )
+
+
+def tls_of(config: TlsConfig | None, clock: Clock = SYSTEM_CLOCK) -> ListenerTls | None:
+    """The TLS of a listener; None where it serves plain text. Raises UnusableTls."""
+    return None if config is None else ListenerTls(config, clock)
 
 
 def _load(config: TlsConfig) -> _Loaded:

@@ -1,0 +1,46 @@
+"""The admin listener's bounds and TLS: those of the public listener, for a few operators.
+
+It is of the gateway's own process, or of the supervisor of several workers. Whoever reaches it needs no key
+to connect, so it is bounded like the public one (`gateway.listener`), and apart from that: who takes all of
+its connections takes none of the callers'. An answer that is not read does not hold one for longer than
+`slow_client_s`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Final
+
+from gateway.admin import refuse_unparsed
+from gateway.config import GatewayConfig
+from gateway.identity.known import KnownCallers
+from gateway.listener import BoundedServer, Handle, listen
+from gateway.listener_tls import ListenerTls
+from shared.fair_turns import FairTurns
+
+CONNECTIONS_MAX: Final = 64
+"""Connections, of browsers with the console, of monitoring and of probes: together they hold
+`shared.memory.ADMIN`."""
+
+
+async def listen_for_operators(
+    stack: AsyncExitStack, handle: Handle, config: GatewayConfig, tls: ListenerTls | None
+) -> int | None:
+    """Serve the admin listener until `stack` is closed. Returns its port; None where there is none. Raises
+    ListenFailed."""
+    admin, timeouts = config.admin, config.timeouts
+    if admin.port is None:
+        return None
+    limits = replace(config.limits, connections_max=CONNECTIONS_MAX, live_max=CONNECTIONS_MAX)
+    parts = limits, timeouts, KnownCallers(), FairTurns()
+    server = BoundedServer(handle, refuse_unparsed, *parts, ends_left=False, unread_s=timeouts.slow_client_s)
+    listening = await listen(
+        stack,
+        server,
+        admin.host,
+        admin.port,
+        send_buffer_len=limits.send_buffer_len,
+        tls=None if tls is None else tls.context,
+    )
+    return listening.port

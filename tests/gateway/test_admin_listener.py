@@ -1,0 +1,201 @@
+"""The admin listener as the network sees it: its TLS, and what bounds those who have no key.
+
+The victim is monitoring that scrapes on a connection of its own, and a probe on a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+import trustme
+
+from gateway import admin, admin_listener
+from shared import cli
+from shared.cli.admin import KEY_VARIABLE
+from tests.gateway.conftest import PATIENCE_S, House, Open, until
+from tests.gateway.test_admin import OPERATOR, operator_keys
+from tests.gateway.test_public_tls import Pki, events, pki
+
+__all__ = ["pki"]
+SOON_S = 0.2
+SCRAPE = b"GET /metrics HTTP/1.1\r\nhost: here\r\n\r\n"
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture
+def protocol() -> str:
+    """The hop's protocol, which none of these requests reaches."""
+    return "http2"
+
+
+def own(pki: Pki) -> dict[str, Any]:
+    """The section of an admin listener with a certificate."""
+    return {**operator_keys(), "tls": {"cert": pki.path("own.pem"), "key": pki.path("own.pem")}}
+
+
+def connect(house: House) -> Any:
+    return asyncio.open_connection("127.0.0.1", house.gateway.admin_port)
+
+
+async def scrape(connection: Connection) -> None:
+    """Ask for the metrics on this connection, and read them."""
+    reader, writer = connection
+    writer.write(SCRAPE)
+    async with asyncio.timeout(PATIENCE_S):
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert head.startswith(b"http/1.1 200 ")
+        [length] = [line for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
+        await reader.readexactly(int(length.partition(b":")[2]))
+
+
+async def probe(house: House, context: ssl.SSLContext | None = None) -> int:
+    """The status of a probe on a new connection."""
+    url = f"{'http' if context is None else 'https'}://127.0.0.1:{house.gateway.admin_port}/readyz"
+    async with aiohttp.ClientSession() as client, client.get(url, ssl=context or True) as answer:
+        return answer.status
+
+
+async def is_closed(connection: Connection) -> bool:
+    async with asyncio.timeout(PATIENCE_S):
+        with suppress(ConnectionError):
+            return await connection[0].read() == b""
+    return True
+
+
+# -- TLS ------------------------------------------------------------------------------------------
+
+
+async def test_its_certificate_is_renewed_and_connections_stay(open_house: Open, pki: Pki) -> None:
+    house = await open_house(admin=own(pki))
+    old = pki.client()
+    kept = await asyncio.open_connection("127.0.0.1", house.gateway.admin_port, ssl=old)
+    await scrape(kept)
+    pki.server = trustme.CA()
+    pki.renew_server()
+    await until(lambda: bool(events(house.log, "tls.reloaded")))
+    assert await probe(house, pki.client()) == 200
+    with pytest.raises(aiohttp.ClientError):  # it does not trust the new certificate
+        await probe(house, old)
+    with pytest.raises(aiohttp.ClientError):
+        await probe(house)
+    await scrape(kept)
+    kept[1].close()
+
+
+async def test_whoever_shows_no_certificate_is_let_in_only_where_none_is_required(
+    open_house: Open, pki: Pki
+) -> None:
+    house = await open_house(admin={"port": 0, "tls": pki.settings("required")["tls"]})
+    with pytest.raises(aiohttp.ClientError):
+        await probe(house, pki.client())
+    assert await probe(house, pki.client(pki.clients.issue_cert("operator.test"))) == 200
+
+
+async def test_the_commands_ask_it_where_its_authority_is_a_private_one(
+    open_house: Open, pki: Pki, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    house = await open_house(admin=own(pki))
+    async with house.chat() as answer:
+        await answer.read()
+    url = f"https://127.0.0.1:{house.gateway.admin_port}"
+    monkeypatch.setenv(KEY_VARIABLE, OPERATOR["authorization"].removeprefix("Bearer "))
+    commands = (["keys", "list", "--tenant", "acme"], ["usage"], ["trace", "--slowest", "1"])
+    pki.write("own.ca", pki.server.cert_pem.bytes())
+    pki.write("no.ca", trustme.CA().cert_pem.bytes())
+    for name in ("no.ca", "own.ca"):
+        monkeypatch.setenv("SSL_CERT_FILE", pki.path(name))
+        for command in commands:
+            status = await asyncio.to_thread(cli.main, [*command, "--admin-url", url])
+            told = capsys.readouterr()
+            assert status == (name == "no.ca"), told
+            assert ("CERTIFICATE_VERIFY_FAILED" in told.err) == (name == "no.ca")
+
+
+# -- bounds ---------------------------------------------------------------------------------------
+
+
+async def test_connections_are_bounded_and_those_that_say_nothing_go_first(open_house: Open) -> None:
+    house = await open_house(admin={"port": 0})
+    victim = await connect(house)
+    await scrape(victim)
+    silent = [await connect(house) for _ in range(2 * admin_listener.CONNECTIONS_MAX)]
+    assert await probe(house) == 200
+    await scrape(victim)
+    for connection in silent[: admin_listener.CONNECTIONS_MAX]:
+        assert await is_closed(connection)
+    for _, writer in [victim, *silent]:
+        writer.close()
+    await until(lambda: bool(events(house.log, "gateway.connections_full")))
+    async with house.get("/v1/models") as answer:
+        assert answer.status == 200, "callers have connections of their own"
+
+
+async def test_half_a_head_is_closed_after_its_time(open_house: Open) -> None:
+    house = await open_house(admin={"port": 0}, timeouts={"head_s": SOON_S, "idle_s": 60})
+    victim, half = await connect(house), await connect(house)
+    half[1].write(SCRAPE[:-2])
+    assert await is_closed(half)
+    await scrape(victim)
+    for _, writer in (victim, half):
+        writer.close()
+
+
+async def test_an_answer_that_is_not_read_holds_its_connection_for_a_bounded_time(
+    open_house: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin_listener, "CONNECTIONS_MAX", 1)
+    told = SimpleNamespace(body=b"a" * 16 * 1024 * 1024, content_type="text/plain")
+    monkeypatch.setattr(admin, "exposition", lambda _: told)
+    house = await open_house(admin={"port": 0}, timeouts={"slow_client_s": SOON_S})
+    reader, writer = await connect(house)
+    writer.write(SCRAPE)
+    await reader.readuntil(b"\r\n\r\n")
+    async with asyncio.timeout(PATIENCE_S):
+        while True:  # refused as long as the only place is taken
+            with suppress(aiohttp.ClientError):
+                assert await probe(house) == 200
+                break
+    writer.close()
+
+
+async def test_what_is_no_request_gets_the_error_that_clients_know(open_house: Open) -> None:
+    house = await open_house(admin={"port": 0})
+    reader, writer = await connect(house)
+    writer.write(b"garbage\r\n\r\n")
+    async with asyncio.timeout(PATIENCE_S):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.split()[1] == b"400"
+    assert b"x-request-id" in head.lower()
+    assert b"not well-formed HTTP" in body
+    writer.close()
+
+
+async def test_a_change_that_has_begun_is_made_though_its_operator_leaves(
+    open_house: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = await open_house(admin=operator_keys())
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def reload() -> list[str]:
+        begun.set()
+        await go_on.wait()
+        return []
+
+    monkeypatch.setattr(house.gateway.accounts, "reload", reload)
+    _, writer = await connect(house)
+    head = (
+        f"POST /admin/v1/reload HTTP/1.1\r\nhost: here\r\nauthorization: {OPERATOR['authorization']}\r\n\r\n"
+    )
+    writer.write(head.encode())
+    async with asyncio.timeout(PATIENCE_S):
+        await begun.wait()
+    writer.transport.abort()
+    await probe(house)  # so that the gateway has seen it
+    go_on.set()
+    await until(lambda: bool(events(house.log, "admin.change")))
