@@ -11,7 +11,7 @@ from typing import Final
 
 from gateway.config import GatewayConfig, KeyConfig, ModelConfig, TenantConfig
 from gateway.directory_config import DirectoryConfig
-from gateway.edge_config import AdminConfig, ListenConfig, OperatorKeyConfig, TlsConfig, is_loopback
+from gateway.edge_config import AdminConfig, ListenConfig, OperatorKeyConfig, TlsConfig
 from gateway.identity.keys import hash_key
 from gateway.quota_config import QuotaLimits, QuotasConfig
 from gateway.timeout_config import TimeoutsConfig
@@ -24,13 +24,6 @@ UNLIMITED: Final = QuotaLimits()
 def development_key() -> str:
     """A new key, for one run."""
     return f"sk-penstock-{secrets.token_urlsafe(18)}"
-
-
-def _listen(host: str, port: int, tls: tuple[str, str] | None) -> ListenConfig:
-    """Plain text is served on whatever address was asked for: what runs here is for development."""
-    if tls is not None:
-        return ListenConfig(host, port, TlsConfig(*tls))
-    return ListenConfig(host, port, plaintext=not is_loopback(host))
 
 
 def _admin(port: int, key: str) -> AdminConfig:
@@ -47,17 +40,19 @@ def development_config(
     aliases: Iterable[str] = (),
     host: str = "127.0.0.1",
     tls: tuple[str, str] | None = None,
+    plaintext: bool = False,
     limits: QuotaLimits = UNLIMITED,
     redis: str | None = None,
     drain_s: float = TimeoutsConfig().drain_s,
     admin: tuple[int, str] | None = None,
 ) -> GatewayConfig:
     """`admin` is the port of the admin listener and the key that opens it; None for no such listener. `tls`
-    are the paths of a certificate chain and of its private key, both PEM. `redis` is the URL of the server
+    are the paths of a certificate chain and of its private key, both PEM; `plaintext` is asked for in its
+    place where `host` is reached from other machines. `redis` is the URL of the server
     that keeps quotas and further keys; None keeps them in memory and in the file. Raises ConfigError."""
     names = tuple(name for name in dict.fromkeys(aliases) if name != model)
     return GatewayConfig(
-        listen=_listen(host, port, tls),
+        listen=ListenConfig(host, port, None if tls is None else TlsConfig(*tls), plaintext),
         admin=AdminConfig() if admin is None else _admin(*admin),
         timeouts=TimeoutsConfig(drain_s=drain_s),
         models=(ModelConfig(model, (engine_url, *more_engine_urls), aliases=names),),

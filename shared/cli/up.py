@@ -118,13 +118,13 @@ def _add_addresses(parser: Parser) -> None:
     parser.add_argument(
         "--port", type=spelt(Port), default=8000, help="port to listen on; 0 for any free one (default: 8000)"
     )
-    parser.add_argument(
-        "--tls-cert",
-        metavar="FILE",
-        type=spelt(Text),
-        help="certificate chain, PEM: serve https on this port",
-    )
+    tls = parser.add_mutually_exclusive_group()
+    tls.add_argument("--tls-cert", metavar="FILE", type=spelt(Text), help="certificate chain, for https; PEM")
     parser.add_argument("--tls-key", metavar="FILE", type=spelt(Text), help="its private key, PEM")
+    tls.add_argument(
+        "--plaintext", action="store_true",
+        help="serve plain text to other machines, where --host lets them in: keys and prompts can be read",
+    )  # fmt: skip
     parser.add_argument(
         "--redis", metavar="URL", type=checked(_redis_problem, is_secret=True),
         help="where quotas and keys are kept, such as redis://127.0.0.1:6379 (default: memory, and a file)",
@@ -148,8 +148,7 @@ def run(options: argparse.Namespace) -> int:
     for service in ("engine", "gateway"):
         if problem := missing_extra(service):
             return _fail(problem)
-    if (options.tls_cert is None) != (options.tls_key is None):
-        options.parser.error("--tls-cert and --tls-key belong together")
+    check_listener(options.parser, options)
     check_environment(options.parser, os.environ)
     check_engine_options(options.parser, options.more, os.environ)
     try:
@@ -159,6 +158,18 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, UnusableTls) as error:
         return _fail(str(error))
     return asyncio.run(supervise(plan, sys.stdout))
+
+
+def check_listener(parser: Parser, options: argparse.Namespace) -> None:
+    """Exit with an error if other machines would be served plain text without a word, or half of TLS."""
+    if (options.tls_cert is None) != (options.tls_key is None):
+        parser.error("--tls-cert and --tls-key belong together")
+    is_ours = reach("gateway.edge_config").is_loopback(options.host)
+    if options.tls_cert is None and not (is_ours or options.plaintext):
+        parser.error(
+            f"--host {options.host} is reached from other machines: give --tls-cert and --tls-key, or "
+            "--plaintext, with which keys and prompts can be read on the way"
+        )
 
 
 def check_environment(parser: Parser, env: Mapping[str, str]) -> None:
@@ -247,6 +258,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         engine_url=engine_urls[0],
         more_engine_urls=engine_urls[1:],
         tls=tls,
+        plaintext=options.plaintext,
         redis=options.redis,
         drain_s=DRAIN_S,
         admin=(admin_port, admin_key),
@@ -255,7 +267,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     engine_options = ["--model", model, "--served-model-name", name, "--host", "127.0.0.1"]
     last_options = [*_drain_options(os.environ), *options.more]
     loaded = reach("gateway.config").load(config, os.environ)
-    admin_url = f"http://{_reachable(loaded.admin.host)}:{loaded.admin.port}"
+    admin_scheme = "http" if loaded.admin.tls is None else "https"
+    admin_url = f"{admin_scheme}://{_reachable(loaded.admin.host)}:{loaded.admin.port}"
     scheme, cert = ("http", None) if tls is None else ("https", tls[0])
     base_url = f"{scheme}://{_reachable(options.host, certificate_names)}:{gateway_port}"
     gateway_argv = tuple(command("gateway", ["--config", str(config)]))

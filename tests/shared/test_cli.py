@@ -35,6 +35,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+EVERYWHERE = ("--host", "0.0.0.0")
+
+
 def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     try:
         code = cli.main(argv)
@@ -73,6 +76,11 @@ def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str
         (("up", "--model", ""), "argument --model: must not be empty"),
         (("up", "--host", ""), "argument --host: must not be empty"),
         (("up", "--tls-cert", "c.pem"), "--tls-cert and --tls-key belong together"),
+        (
+            ("up", *EVERYWHERE),
+            "--host 0.0.0.0 is reached from other machines: give --tls-cert and --tls-key, or --p",
+        ),
+        (("up", *EVERYWHERE, "--tls-cert", "c", "--tls-key", "k", "--plaintext"), "not allowed with"),
         (("up", "--redis", "localhost"), "argument --redis: must be like redis://host:6379/0"),
         (("up", "--redis", "redis://:secret@a"), "argument --redis: user and password are no part of it"),
         (("up", "--tls-client-ca", "ca.pem"), "there is no option --tls-client-ca"),
@@ -282,7 +290,7 @@ def test_options_reach_the_service_that_they_are_for(tmp_path: Path) -> None:
     assert (config.quotas.store, config.quotas.url) == ("redis", "redis://127.0.0.1:6379/1")
     assert config.directory.store == "redis"
     assert plan_of("--port", "0", "--model", "Qwen/Qwen3-0.6B").running.model == "Qwen3-0.6B"
-    assert plan_of("--port", "0", "--host", "0.0.0.0").running.url.startswith("http://127.0.0.1:")
+    assert plan_of("--port", "0", *EVERYWHERE, "--plaintext").running.url.startswith("http://127.0.0.1:")
 
 
 def test_several_engines_are_numbered_and_all_in_the_gateways_file() -> None:
@@ -408,7 +416,7 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_host_that_is_not_this_machine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = exits(capsys, "up", "--port", "0", "--host", "192.0.2.1")
+    code, _, err = exits(capsys, "up", "--port", "0", "--host", "192.0.2.1", "--plaintext")
     assert code == 1
     assert "cannot listen on 192.0.2.1:0: " in err
     assert "choose another with --host" in err
