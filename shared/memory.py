@@ -37,6 +37,9 @@ HANDSHAKES_MAX: Final = 1024
 few turns of the loop, and those that fill the number do not go on."""
 HOLDING: Final = 128 * MIB
 """Bytes of all connections' half heads and requests that were sent ahead, of which a gateway keeps 1,024."""
+ADMIN: Final = 54 * MIB
+"""Bytes of the admin listener's connections, of which there are 64, each with half a head, large buffers of
+TLS and a handshake beside it."""
 SOCKET: Final = 384 * KIB
 """Bytes that the kernel holds for a client's connection whose buffers are full: twice `RECEIVE_BUFFER_LEN` of
 the gateway's listener, and twice `send_buffer_len` (64 KiB)."""

@@ -73,7 +73,14 @@
   {{- $_ := set $listen "tls" (merge $tls (dig "listen" "tls" (dict) .Values.gateway.settings)) -}}
 {{- end -}}
 {{- $_ := set $own "listen" $listen -}}
-{{- $_ := set $own "admin" (dict "host" .Values.bindAddress "port" .Values.gateway.adminPort) -}}
+{{- $admin := dict "host" .Values.bindAddress "port" .Values.gateway.adminPort -}}
+{{- if .Values.gateway.adminTls.secret -}}
+  {{- $files := "/etc/penstock-admin-tls/" -}}
+  {{- $_ := set $admin "tls" (dict "cert" (print $files "tls.crt") "key" (print $files "tls.key")) -}}
+{{- else -}}
+  {{- $_ := set $admin "plaintext" true -}}
+{{- end -}}
+{{- $_ := set $own "admin" $admin -}}
 {{- if include "penstock.hasHopTls" . -}}
   {{- $files := "/etc/penstock-hop/" -}}
   {{- $_ := set $own "hop" (dict "ca" (print $files "ca.crt") "cert" (print $files "tls.crt") "key" (print $files "tls.key")) -}}

@@ -124,7 +124,7 @@ spec:
         - name: probes
           containerPort: {{ $engine.probePort }}
           protocol: TCP
-      {{- include "penstock.probes" $engine.probes | nindent 6 }}
+      {{- include "penstock.probes" (dict "of" $engine.probes "isHttps" false) | nindent 6 }}
       {{- end }}
       lifecycle:
         {{- if $isWorker }}

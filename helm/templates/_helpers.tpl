@@ -221,29 +221,38 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
-{{/* Probes of a port by the name `probes`: (dict "startupS" ... "readyPeriodS" ...). */}}
+{{/* Probes of a port by the name `probes`: (dict "of" $component.probes "isHttps" false). */}}
 {{- define "penstock.probes" -}}
 startupProbe:
   httpGet:
     path: /startupz
     port: probes
+    {{- if .isHttps }}
+    scheme: HTTPS
+    {{- end }}
   periodSeconds: 2
   timeoutSeconds: 2
-  failureThreshold: {{ max 1 (ceil (divf .startupS 2)) }}
+  failureThreshold: {{ max 1 (ceil (divf .of.startupS 2)) }}
 readinessProbe:
   httpGet:
     path: /readyz
     port: probes
-  periodSeconds: {{ .readyPeriodS }}
+    {{- if .isHttps }}
+    scheme: HTTPS
+    {{- end }}
+  periodSeconds: {{ .of.readyPeriodS }}
   timeoutSeconds: 3
   failureThreshold: 2
 livenessProbe:
   httpGet:
     path: /livez
     port: probes
-  periodSeconds: {{ .livePeriodS }}
+    {{- if .isHttps }}
+    scheme: HTTPS
+    {{- end }}
+  periodSeconds: {{ .of.livePeriodS }}
   timeoutSeconds: 5
-  failureThreshold: {{ default 6 .liveFailures }}
+  failureThreshold: {{ default 6 .of.liveFailures }}
 {{- end -}}
 
 {{/* Where a component's pods may run: (dict "root" $ "of" $component "selector" "..."). */}}
@@ -358,6 +367,11 @@ imagePullSecrets:
 {{- else -}}
 {{ include "penstock.gateway" . }}-tls
 {{- end -}}
+{{- end -}}
+
+{{/* The name in DNS of the gateways' admin listeners, which their certificate is for. */}}
+{{- define "penstock.adminName" -}}
+{{ include "penstock.gateway" . }}-admin.{{ .Release.Namespace }}.svc
 {{- end -}}
 
 {{- define "penstock.redisUrl" -}}

@@ -43,6 +43,7 @@ plaintext = true
 [admin]
 host = "0.0.0.0"
 port = 9090
+plaintext = true
 [timeouts]
 drain_s = 60
 [[models]]

@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 from gateway.config import GatewayConfig
-from shared.memory import MIB, SOCKET, gateway_memory_max
+from shared.memory import ADMIN, MIB, SOCKET, gateway_memory_max
 
 REST: Final = 192 * MIB
 """Bytes of a gateway's process at rest, with the tokenizer of a large model."""
@@ -23,7 +23,8 @@ def container_max(config: GatewayConfig) -> int:
         limits.connections_max,
         has_tls=config.listen.tls is not None,
     )
-    return config.workers * (REST + above + limits.live_max * SOCKET)
+    admin = 0 if config.admin.port is None else ADMIN
+    return admin + config.workers * (REST + above + limits.live_max * SOCKET)
 
 
 def size(text: str) -> int:

@@ -60,7 +60,17 @@ CUSTOM: Final[dict[str, Schema]] = {
         ("selector", "endpoints"),
         selector=_SELECTOR,
         targetLabels=list_of(text(), ""),
-        endpoints=list_of(table(**_texts("port", "path", "interval")), ""),
+        endpoints=list_of(
+            table(
+                **_texts("port", "path", "interval"),
+                scheme={"enum": ["http", "https"]},
+                tlsConfig=table(
+                    ca=table(secret=table("", ("name", "key"), **_texts("name", "key"))),
+                    serverName=text(),
+                ),
+            ),
+            "",
+        ),
     ),
     "monitoring.coreos.com/v1 PrometheusRule": table(
         groups=list_of(

@@ -16,6 +16,7 @@ from engine.api.metrics import CoreReading, EngineMetrics
 from engine.config import EngineConfig, from_args
 from gateway.config import ENV_PREFIX, GatewayConfig
 from shared import config
+from tests.ship import judging
 from tests.ship.gateway_memory import container_max, size
 from tests.ship.rendering import (
     NAMESPACE,
@@ -30,6 +31,7 @@ from tests.ship.rendering import (
 )
 
 ALL = ("", *PRESETS)
+ADMIN_TLS = ("--set", "gateway.adminTls.secret=admin-tls")
 EXISTING = {"penstock-keys", "penstock-redis", "penstock-test-key"}
 """The Secrets that the presets take for granted."""
 CLAIMS = {"models", "penstock-models"}
@@ -148,7 +150,9 @@ def test_without_a_watch_nobody_has_a_right_or_a_token() -> None:
         assert tokens(found) == set()
 
 
-@pytest.mark.parametrize("options", [(), ("--set", "gateway.tls.mode=secret,gateway.tls.secret=own")])
+@pytest.mark.parametrize(
+    "options", [(), ADMIN_TLS, ("--set", "gateway.tls.mode=secret,gateway.tls.secret=own")]
+)
 @pytest.mark.parametrize("preset", ALL)
 def test_a_gateways_memory_is_enough_for_what_its_limits_let_in(
     preset: str, options: tuple[str, ...]
@@ -157,7 +161,7 @@ def test_a_gateways_memory_is_enough_for_what_its_limits_let_in(
     [pod] = [pod for name, pod in pod_templates(found) if name == "Deployment/r-penstock-gateway"]
     [container] = pod["spec"]["containers"]
     config = gateway_config(found)
-    assert options == () or config.listen.tls is not None
+    assert "own" not in str(options) or config.listen.tls is not None
     assert container_max(config) <= size(container["resources"]["limits"]["memory"])
 
 
@@ -350,6 +354,29 @@ def test_the_hop_is_mtls_with_probes_in_plain_text(tmp_path: Path) -> None:
     [name] = certificate["spec"]["dnsNames"]
     pod = f"r-penstock-llama-70b-0.r-penstock-llama-70b.{NAMESPACE}.svc.cluster.local"
     assert re.fullmatch(name.replace(".", r"\.").replace("*", r"[^.]+"), pod)
+
+
+def test_the_admin_listener_speaks_plain_text_by_name_or_all_that_ask_it_speak_https() -> None:
+    plain, found = render("one-gpu"), render("one-gpu", NEWEST, *ADMIN_TLS)
+    assert gateway_config(plain).admin.plaintext
+    admin, endpoints, pods = gateway_config(found).admin, [], dict(pod_templates(found))
+    assert admin.tls is not None
+    pod = pods["Deployment/r-penstock-gateway"]["spec"]
+    [container] = pod["containers"]
+    probes = [container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
+    assert {probe["scheme"] for probe in probes} == {"HTTPS"}
+    [volume] = [one for one in pod["volumes"] if one.get("secret", {}).get("secretName") == "admin-tls"]
+    [mount] = [one for one in container["volumeMounts"] if one["name"] == volume["name"]]
+    files = {f"{mount['mountPath']}/{item['path']}" for item in volume["secret"]["items"]}
+    assert files == {admin.tls.cert, admin.tls.key}
+    for monitor in of_kind(found, "ServiceMonitor"):
+        endpoints += [one for one in monitor["spec"]["endpoints"] if "scheme" in one]
+    [endpoint] = endpoints
+    assert endpoint["scheme"] == "https"
+    assert endpoint["tlsConfig"]["ca"]["secret"] == {"name": "admin-tls", "key": "ca.crt"}
+    services = {f"{service['metadata']['name']}.{NAMESPACE}.svc" for service in of_kind(found, "Service")}
+    assert endpoint["tlsConfig"]["serverName"] in services
+    assert [one for manifest in found for one in judging.problems(manifest, NEWEST)] == []
 
 
 def test_scaling_asks_for_a_metric_that_an_engine_has() -> None:

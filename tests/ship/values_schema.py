@@ -154,7 +154,7 @@ def ingress() -> Schema:
 
 
 def exposure() -> dict[str, Schema]:
-    """The ways to the gateway's listener."""
+    """The ways to the gateway's listeners."""
     route = table(
         "HTTPRoute of the Gateway API.",
         enabled=truth("Have one."),
@@ -172,6 +172,12 @@ def exposure() -> dict[str, Schema]:
     )
     return {
         "tls": public_tls(),
+        "adminTls": table(
+            "TLS of the admin listener.",
+            secret=text(
+                "Existing Secret with tls.crt, tls.key and, for Prometheus, ca.crt. Empty: plain text."
+            ),
+        ),
         "service": public_service(),
         "ingress": ingress(),
         "httpRoute": route,
