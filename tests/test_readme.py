@@ -24,7 +24,7 @@ from engine.api import admission, encoding, generate, outputs, state
 from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
-from gateway import config, dispatch, hygiene, listener, pipeline
+from gateway import admin_listener, config, dispatch, hygiene, listener, pipeline
 from gateway.admission import tokens
 from gateway.client import reading
 from gateway.edge_config import LimitsConfig
@@ -372,6 +372,11 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     assert sockets == memory.SOCKET
     text = " ".join(GATEWAY.read_text().split())
     assert f"`live_max` x {sockets // 1024} KiB for the buffers of sockets" in text
+    head = memory.HOLDING // listener.HOLDING_MAX
+    one = memory.CONNECTION + head + 2 * memory.TLS + memory.TLS_LARGE
+    assert admin_listener.CONNECTIONS_MAX * one == memory.ADMIN
+    assert f"has {admin_listener.CONNECTIONS_MAX} connections of its own" in text
+    assert f"hold {memory.ADMIN // memory.MIB} MiB at most" in text
 
 
 def test_what_a_body_is_reckoned_as_is_what_the_code_says() -> None:
