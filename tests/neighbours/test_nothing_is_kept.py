@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from gateway.bench.attack import MIB, Attack, Ends, chat
 from gateway.bench.attackers import named
 from gateway.bench.neighbourhood import rest_bytes
@@ -23,6 +25,8 @@ MIX = (
 CLIMB_MAX = 24 * MIB
 """Bytes of a service from one time to the next. A body of 8 MiB that is kept with what was made of it takes
 more, and each time sends a dozen. The core takes its KV cache as it uses it."""
+TIMES = 4
+"""What lies between freed memory lets it grow a few times; what is kept lets it grow each time."""
 ENGINE_GAUGES = (
     *("held_bytes", "http2_streams", "open_sequences", "running_sequences", "stalled_sequences"),
     *("queue_depth", "waiting_tokens", "kv_pages:owned", "host_pages:used"),
@@ -37,13 +41,17 @@ async def test_memory_does_not_grow_over_refused_cancelled_and_served_requests(h
     for attack in attacks:  # what is allocated once is allocated now
         await house.attacked(attack)
     services = [process for process in house.processes if process.name != "core"]
-    before = [rest_bytes(process.pid) for process in services]
-    for attack in attacks:
-        await house.attacked(attack)
-    climbed = {
-        process.name: rest_bytes(process.pid) - rest for process, rest in zip(services, before, strict=True)
-    }
-    assert all(climb <= CLIMB_MAX for climb in climbed.values()), climbed
+    climbs: list[dict[str, int]] = []
+    for _ in range(TIMES):
+        before = [rest_bytes(process.pid) for process in services]
+        for attack in attacks:
+            await house.attacked(attack)
+        after = [rest_bytes(process.pid) for process in services]
+        climbs.append({one.name: now - then for one, now, then in zip(services, after, before, strict=True)})
+        if max(climbs[-1].values()) <= CLIMB_MAX:
+            break
+    else:
+        pytest.fail(f"it grows each time: {climbs}")
     assert_nothing_is_held(house)
 
 
