@@ -24,10 +24,12 @@ outbox when the API process has not read what was sent. The first and the last e
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from engine.core.config import SchedulerConfig
+from engine.core.intake import Intake
 from engine.core.messages import (
     AbortSequences,
     AddSequence,
@@ -104,6 +106,7 @@ class CoreLoop:
         self._outbox = outbox
         self._clock = clock
         self._scheduler = Scheduler(config, runner.info, discipline, disk=disk)
+        self._intake = Intake()
         self._overlap = overlap
         self._flying: Launched | None = None
 
@@ -153,24 +156,33 @@ class CoreLoop:
             self._outbox.send(output)
 
     def _take_in(self) -> bool:
-        """Process all messages that arrived. Returns False when the core is to stop."""
-        messages = self._inbox.receive(self._scheduler.idle_s(self._clock.monotonic()))
+        """Process what arrived, but of newcomers a few. Returns False when the core is to stop."""
+        idle_s = 0.0 if self._intake else self._scheduler.idle_s(self._clock.monotonic())
+        messages = self._inbox.receive(idle_s)
         now = self._clock.monotonic()
         for message in messages:
             match message:
                 case AddSequence():
-                    self._scheduler.add(message, now)
-                case AbortSequences():
-                    self._scheduler.abort(message.handles, now)
-                case PauseSequences():
-                    self._scheduler.pause(message.handles, now)
-                case ResumeSequences():
-                    self._scheduler.resume(message.handles, now)
+                    self._intake.put(message)
+                case AbortSequences(handles):
+                    self._add(self._intake.take_named(handles), now)
+                    self._scheduler.abort(handles, now)
+                case PauseSequences(handles):
+                    self._add(self._intake.take_named(handles), now)
+                    self._scheduler.pause(handles, now)
+                case ResumeSequences(handles):
+                    self._scheduler.resume(handles, now)
                 case Ping(number):
                     self._outbox.send(Pong(number))
                 case StopCore():
                     return False
+        self._add(self._intake.take(), now)
+        self._scheduler.newest = self._intake.newest
         return True
+
+    def _add(self, newcomers: Iterable[AddSequence], now: float) -> None:
+        for newcomer in newcomers:
+            self._scheduler.add(newcomer, now)
 
 
 def last_words(error: BaseException) -> str:

@@ -127,7 +127,9 @@ class Scheduler:
         allocator = self._allocator
         self._results = Results(config, allocator.pages, self._tenants, allocator.merge, allocator.forget)
         self._news = News()
-        self._newest = 0  # the handle of the newest sequence that was added
+        self.newest = 0
+        """The newest handle that was added with all before it, for whoever reads the counts. A loop that
+        keeps some back says which."""
         self._now = 0.0  # of the last plan or commit
         self._step = 0  # the number of the last step that was planned
         self._committed = 0  # and of the last that was committed
@@ -177,7 +179,7 @@ class Scheduler:
     def add(self, message: AddSequence, now: float) -> None:
         """Queue a sequence, or reject it when too many wait or when it can never run here."""
         assert message.handle not in self._sequences, "handles are never reused"
-        self._newest = message.handle
+        self.newest = message.handle
         if self._is_full(len(message.prompt_ids)) or not self._can_ever_run(message):
             self._refuse(message.handle, FinishReason.REJECTED)
             return
@@ -438,7 +440,7 @@ class Scheduler:
             disk=allocator.disk.counts(),
             waiting_tokens=self._waiting.newcomer_tokens,
             class_tokens=tuple(class_tokens),
-            newest=self._newest,
+            newest=self.newest,
             yields=allocator.yields,
         )
 

@@ -103,14 +103,16 @@ class WaitingQueue:
         """True if an older one has its turn before `sequence`: of its own tenant, or of one that has no held
         one."""
         own_age, tenant, held = policy.age(sequence), sequence.tenant, self._held
-        older = (
-            other
-            for status, queue in self.queues.items()
-            if status is not Status.STALLED
-            for other in queue.values()
-            if policy.age(other) < own_age
-        )
-        return any((s.tenant == tenant or s.tenant not in held) and self._takes_turns(s) for s in older)
+        for status, queue in self.queues.items():
+            if status is Status.STALLED:
+                continue
+            for other in queue.values():
+                if status is Status.WAITING and other.arrived_at > sequence.arrived_at:
+                    break  # newcomers are in the order of their arrival
+                is_rival = other.tenant == tenant or other.tenant not in held
+                if is_rival and policy.age(other) < own_age and self._takes_turns(other):
+                    return True
+        return False
 
     def is_following(self, sequence: Sequence) -> bool:
         """True if a waiting sequence lacks the prompt that another computes."""

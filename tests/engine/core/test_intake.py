@@ -1,0 +1,103 @@
+"""A flood of newcomers is taken in bit by bit, and nobody else's newcomer waits behind it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.core import intake
+from engine.core.intake import TAKEN_MAX, Intake
+from engine.core.messages import (
+    AbortSequences,
+    AddSequence,
+    CoreInput,
+    FinishReason,
+    PauseSequences,
+    ResumeSequences,
+    SamplingParams,
+)
+from tests.engine.core.test_loop import World
+
+FLOOD = 5 * TAKEN_MAX
+
+
+def newcomer(handle: int, tenant: str = "flood") -> AddSequence:
+    prompt = [handle % 40 + 1] * 5
+    return AddSequence(handle, f"req_{handle}", prompt, SamplingParams(seed=1, max_tokens=2), tenant=tenant)
+
+
+def filled(*newcomers: AddSequence) -> Intake:
+    waiting = Intake()
+    for each in newcomers:
+        waiting.put(each)
+    return waiting
+
+
+def test_tenants_take_turns_and_a_tenants_own_keep_their_order() -> None:
+    flood = [newcomer(handle) for handle in range(1, FLOOD + 1)]
+    others = [newcomer(FLOOD + 1, "a"), newcomer(FLOOD + 2, "b"), newcomer(FLOOD + 3, "a")]
+    waiting = filled(*flood, *others)
+    first = waiting.take()
+    assert len(first) == TAKEN_MAX
+    assert {each.handle for each in others} <= {each.handle for each in first[:6]}
+    taken = [*first, *(each for _ in range(FLOOD // TAKEN_MAX) for each in waiting.take())]
+    assert [each for each in taken if each.tenant == "flood"] == flood
+    assert not waiting
+    assert not waiting.take()
+
+
+def test_the_newest_is_the_last_before_the_first_that_waits() -> None:
+    waiting = filled(*(newcomer(handle) for handle in range(1, FLOOD + 1)), newcomer(FLOOD + 1, "a"))
+    assert waiting.newest == 0
+    waiting.take()
+    assert waiting.newest == TAKEN_MAX - 1, "one turn was another tenant's"
+    while waiting:
+        waiting.take()
+    assert waiting.newest == FLOOD + 1
+
+
+def test_what_is_taken_by_name_is_not_taken_again() -> None:
+    waiting = filled(*(newcomer(handle) for handle in range(1, 6)))
+    assert [each.handle for each in waiting.take_named([4, 9, 2])] == [4, 2]
+    assert not waiting.take_named([4, 2])
+    assert [each.handle for each in waiting.take()] == [1, 3, 5]
+
+
+def test_a_victims_newcomer_is_seated_in_the_next_step_whatever_came_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intake, "TAKEN_MAX", 2)
+    flood: list[CoreInput] = [newcomer(handle) for handle in range(1, 101)]
+    world = World([*flood, newcomer(101, "victim")])
+    world.loop.run()
+    assert 101 in [started.handle for started in world.outbox.outputs[0].started]
+    assert sorted(handle for handle, _ in world.ends) == [*range(1, 102)]
+
+
+def test_each_newcomer_ends_once_whatever_is_said_of_it_before_it_is_taken_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intake, "TAKEN_MAX", 3)
+    for seed in range(30):
+        rng, sent, batches = random.Random(seed), 0, list[list[CoreInput]]()
+        aborted, paused = set[int](), set[int]()
+        for _ in range(12):
+            batch: list[CoreInput] = []
+            for _ in range(rng.randrange(12)):
+                sent += 1
+                batch.append(newcomer(sent, rng.choice("ab")))
+            some = rng.sample(range(1, sent + 1), min(sent, 4))
+            if some and rng.random() < 0.5:
+                aborted |= set(some)
+                batch.append(AbortSequences(some))
+            elif some:
+                paused |= set(some)
+                batch.append(PauseSequences(some))
+            batches.append(batch)
+        world = World(*batches, [ResumeSequences(sorted(paused))])
+        world.loop.run()
+        ends = dict(world.ends)
+        assert sorted(handle for handle, _ in world.ends) == sorted(ends)
+        assert sorted(ends) == [*range(1, sent + 1)], seed
+        assert {h for h, reason in ends.items() if reason is FinishReason.ABORTED} <= aborted
