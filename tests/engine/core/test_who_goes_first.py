@@ -12,7 +12,7 @@ from engine.core.config import SchedulerConfig
 from shared import fair_share
 
 ROOT = Path(__file__).parents[3]
-ROWS = 10
+ROWS = 11
 NUMBER = re.compile(r"`(\w+)\.(\w+)` (\d[\d., ]*\d|\d)")
 OWNERS = {
     "SchedulerConfig": SchedulerConfig(),
