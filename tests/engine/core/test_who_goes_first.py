@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.api import state
 from engine.config import EngineConfig
-from engine.core import deadlines, pace, planner, policy, tenants, victims
+from engine.core import deadlines, intake, pace, planner, policy, tenants, victims
 from engine.core.config import SchedulerConfig
 from shared import fair_share
 
@@ -19,6 +19,7 @@ OWNERS = {
     "EngineConfig": EngineConfig("model"),
     "fair_share": fair_share,
     "deadlines": deadlines,
+    "intake": intake,
     "pace": pace,
     "planner": planner,
     "policy": policy,
