@@ -19,7 +19,7 @@ AHEAD_MAX: Final = 8
 this API does that, and a packet may hold thousands."""
 HEAD_END: Final = b"\r\n\r\n"
 _CONTENT_LENGTH: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: *(\d{1,12})\r\n")
-"""As clients write it; other spellings only cost a second piece."""
+"""The header as clients write it; other spellings only cost a second piece."""
 
 Received = tuple[RawRequestMessage, StreamReader]
 """A request's head and its body, as aiohttp's parser gives them."""

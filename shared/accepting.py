@@ -96,7 +96,7 @@ class Accepting:
                 task.cancel()
 
     def _has_room(self) -> bool:
-        """Whether one more connection may be accepted. `_resume` is to be called when that becomes true."""
+        """True if one more connection may be accepted. `_resume` is to be called when it becomes true."""
         return True
 
     def _take(self, sock: socket.socket, host: str) -> None:

@@ -19,13 +19,18 @@ TAKEN_MAX: Final = 64
 
 
 class Intake:
-    """The API process bounds them: they count for its waiting queue."""
+    """The newcomers that wait. The API process bounds their number: they count for its waiting queue.
+
+    The time here is part of the hand-over, and a deadline for a first token begins behind it. It is a few
+    steps, and none for a tenant that sends no more than its turns.
+    """
 
     def __init__(self) -> None:
         self._of_tenant: dict[str, deque[AddSequence]] = {}
-        """By tenant, the one whose turn it is first. Those that were taken by name are in it still."""
+        """Newcomers by tenant; the tenant whose turn it is comes first. Those that were taken by name stay
+        until their turn."""
         self._waiting: dict[int, AddSequence] = {}
-        """By handle, in the order of their arrival."""
+        """Newcomers by handle, in the order of their arrival."""
         self._newest = 0
 
     @property

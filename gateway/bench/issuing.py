@@ -43,7 +43,7 @@ class SigningKey:
 
 
 def jwk_set(*keys: SigningKey) -> bytes:
-    """What an issuer publishes of its keys."""
+    """The set of public keys that an issuer publishes, as JSON."""
     public = [ECAlgorithm.to_jwk(key.pair.public_key(), as_dict=True) | {"kid": key.kid} for key in keys]
     return msgspec.json.encode({"keys": public})
 

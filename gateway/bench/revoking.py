@@ -71,7 +71,7 @@ class Took:
     accepted_s: float
     refused_s: float
     ended_s: float
-    """Until the end of the stream that ran."""
+    """The time until the end of the stream that ran."""
     is_named: bool
     """True if the stream ended with the error `key_revoked`."""
 

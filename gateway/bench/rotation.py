@@ -50,7 +50,7 @@ KEYS: Final = "keys"
 CALLERS: Final = (IN_TURN, KEYS, IN_TURN, IN_HASTE) * 2
 """The kinds of the eight callers, who ask one after another."""
 NEW_EVERY: Final = 3
-"""Of so many tokens one is new to the gateway."""
+"""One token of so many is new to the gateway."""
 PATIENCE_S: Final = 30.0
 BESIDE_TARGET: Final = at_most(1.1)
 
@@ -235,7 +235,7 @@ async def _gateway(
 
 
 def figures_of(alone: Sequence[Asked], beside: Sequence[Asked], plan: Plan) -> list[Figure]:
-    """What callers got while nothing rotated, and while all of it did."""
+    """The figures of the answers that callers got while nothing rotated, and while all of it did."""
     unauthorized = [one for one in beside if one.request.status == HTTPStatus.UNAUTHORIZED]
     failed = [one for one in beside if one.request.status != HTTPStatus.OK]
     put_off = [one for one in failed if one.request.status == HTTPStatus.SERVICE_UNAVAILABLE]
@@ -253,6 +253,6 @@ def figures_of(alone: Sequence[Asked], beside: Sequence[Asked], plan: Plan) -> l
 
 
 def _p99_ms(asked: Iterable[Asked]) -> float:
-    """Of the requests that were served."""
+    """The p99 of the requests that were served, in ms."""
     served = [one.request for one in asked if one.request.status == HTTPStatus.OK]
     return quantile([1e3 * (request.ended_at - request.sent_at) for request in served], 0.99)
