@@ -6,7 +6,7 @@ keys rotate, and alone, before that and after it.
     in turn    of an issuer that rotates through four keys, each used in the moment in which it is published,
                so that the first token with it comes before the gateway has fetched it; a rotation comes when
                the gateway may fetch for an unknown key again
-    in haste   of an issuer that rotates several times within that gap: callers may be put off with 503
+    in haste   of an issuer that rotates several times within that gap
     keys       API keys, each replaced once through the admin listener, old and new secret used in turns. To
                replace one takes some 30 ms of a thread, which reads the gateway's file as often as it must
 

@@ -7,7 +7,9 @@ every `refresh_s`, and earlier when a token names a key that is not in it.
 Rules:
 
 1. No request fetches anything. Fetches are tasks of their own, one at a time for each issuer, bounded in
-   time, bytes and keys. Tokens with unknown key ids, however many, begin one at most every `REFETCH_GAP_S`.
+   time, bytes and keys. Tokens with unknown key ids, however many, begin one at most every `REFETCH_GAP_S`,
+   and the next `POLL_S` after one that has found a new key: whoever makes up ids cannot have that, and an
+   issuer that rotates often needs it.
    Their requests wait for the one in progress, for at most `REFETCH_WAIT_S`, `WAITING_MAX` of them: otherwise
    the first callers of an issuer that signs with a key in the moment in which it publishes it would have to
    come again, at each rotation. Nobody else waits: not for the fetch, since a key that is known is used as it
@@ -50,7 +52,7 @@ POLL_S: Final = 1.0
 RETRY_S: Final = 5.0
 """The time from a failed fetch to the next, in seconds."""
 REFETCH_GAP_S: Final = REFRESH_S_MIN
-"""The shortest time between two fetches that unknown key ids cause, in seconds."""
+"""The shortest time from a fetch that unknown ids caused, and that found none, to the next, in seconds."""
 REFETCH_WAIT_S: Final = 1.0
 """How long a request waits for the fetch that its unknown key id causes, in seconds."""
 KNOWN_WITHIN_S: Final = REFETCH_GAP_S + POLL_S + FETCH_S
@@ -179,12 +181,12 @@ class RemoteKeys(IssuerKeys):
         """The last fetch, in progress or done; None before the first."""
         self._due_s = -math.inf
         """When the next fetch is due, on the monotonic clock."""
-        self._asked_s = -math.inf
-        """When unknown key ids last began a fetch."""
+        self._look_from_s = -math.inf
+        """From when on unknown key ids may begin a fetch."""
         self._seen: BoundedDict[str | None, float] = BoundedDict(SEEN_MAX)
         """When each unknown key id was first seen."""
         self._is_wanted = False
-        """True if callers were sent away since then because no fetch has looked for their key ids."""
+        """True if callers were sent away since the last fetch because none has looked for their key ids."""
         self._fetched_s = -math.inf
         """When the last fetch that succeeded was begun."""
         self._failing = False
@@ -197,7 +199,7 @@ class RemoteKeys(IssuerKeys):
         if self._failing:  # it is fetched again all the time
             return 1.0
         self._is_wanted = True
-        return max(1.0, self._asked_s + REFETCH_GAP_S + POLL_S - self._clock.monotonic())
+        return max(1.0, self._look_from_s + POLL_S - self._clock.monotonic())
 
     def is_certain(self, kid: str | None) -> bool:
         seen_s = self._seen.get(kid)
@@ -205,7 +207,7 @@ class RemoteKeys(IssuerKeys):
 
     def poll(self) -> None:
         now_s = self._clock.monotonic()
-        if self._is_wanted and now_s - self._asked_s >= REFETCH_GAP_S and self.in_progress is None:
+        if self._is_wanted and now_s >= self._look_from_s and self.in_progress is None:
             self._look(now_s)
         elif now_s >= self._due_s:
             self.reload()
@@ -219,9 +221,7 @@ class RemoteKeys(IssuerKeys):
             self._seen.put(kid, now_s)
         if self.in_progress is not None:
             return self.in_progress
-        if now_s - self._asked_s < REFETCH_GAP_S:
-            return None
-        return self._look(now_s)
+        return self._look(now_s) if now_s >= self._look_from_s else None
 
     @property
     def in_progress(self) -> asyncio.Task[None] | None:
@@ -229,7 +229,7 @@ class RemoteKeys(IssuerKeys):
 
     def _look(self, now_s: float) -> asyncio.Task[None]:
         """Begin a fetch because of unknown key ids."""
-        self._asked_s, self._is_wanted = now_s, False
+        self._look_from_s, self._is_wanted = now_s + REFETCH_GAP_S, False
         return self._begin()
 
     async def aclose(self) -> None:
@@ -250,7 +250,10 @@ class RemoteKeys(IssuerKeys):
                 if self._context is None:
                     self._context = await asyncio.to_thread(client_context, ca=self.config.ca)
                 data = await _download(self.config.jwks_url or "", self._context)
+            before = set(self._keys)
             self._take(data)
+            if not set(self._keys) <= before:
+                self._look_from_s = min(self._look_from_s, begun_s + POLL_S)
         except (BadKeys, UnusableTls, httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError) as error:
             self._failing = True
             self._due_s = begun_s + RETRY_S

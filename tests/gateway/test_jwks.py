@@ -172,6 +172,21 @@ async def test_a_rotation_under_load_refuses_nobody(idp: Idp) -> None:
     assert idp.server.asked == 1 + ROTATIONS, "one fetch for each, whoever asked"
 
 
+async def test_an_issuer_may_rotate_in_haste(idp: Idp) -> None:
+    """Each fetch finds a key, so that the next one need not wait for the gap; made-up ids gain nothing."""
+    keys = [Key(f"key-{number}", number=number) for number in range(1, ROTATIONS + 1)]
+    for before, after in itertools.pairwise([OLD, *keys]):
+        idp.server.keys = (before, after)
+        assert await idp.status(idp.token(after)) == 200
+        idp.clock.advance(POLL_S)
+    assert ROTATIONS * POLL_S < REFETCH_GAP_S
+    assert idp.server.asked == 1 + ROTATIONS
+    assert await idp.status(idp.token(Key("made-up", number=1))) == 401
+    idp.clock.advance(POLL_S)
+    assert await idp.status(idp.token(Key("made-up-too", number=1))) == 503
+    assert idp.server.asked == 2 + ROTATIONS, "the fetch before found nothing"
+
+
 async def test_a_flood_of_unknown_keys_is_one_fetch_and_holds_up_nobody(idp: Idp) -> None:
     assert await idp.status(idp.token(OLD)) == 200
     idp.server.gate.clear()

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import pytest
 import redis
+import trustme
 from redis.crc import key_slot
 
 from gateway.accounts import AccountsReader
@@ -246,15 +247,15 @@ def move_slot(slot: int, holder: RedisServer, other: RedisServer, cluster: Clust
 
 
 @contextlib.contextmanager
-def sentinels(primary: RedisServer, *lines: str) -> Iterator[list[int]]:
+def sentinels(primary_port: int, *lines: str, tls: bool = False) -> Iterator[list[int]]:
     """The ports of three that watch the primary. `lines`: more of their configuration."""
     with tempfile.TemporaryDirectory(prefix="penstock-sentinel-") as directory, ExitStack() as stack:
         ports = [free_port() for _ in range(3)]
         for port in ports:
             config = Path(directory) / f"{port}.conf"
             config.write_text(
-                f"port {port}\nbind 127.0.0.1\ndir {directory}\n"
-                f"sentinel monitor {PRIMARY} 127.0.0.1 {primary.port} 2\n"
+                f"port {0 if tls else port}\ntls-port {port if tls else 0}\nbind 127.0.0.1\ndir {directory}\n"
+                f"sentinel monitor {PRIMARY} 127.0.0.1 {primary_port} 2\n"
                 f"sentinel down-after-milliseconds {PRIMARY} 300\n"
                 f"sentinel failover-timeout {PRIMARY} 5000\n" + "".join(f"{line}\n" for line in lines)
             )
@@ -269,7 +270,7 @@ async def test_the_primary_that_sentinels_choose_is_used_after_a_failover() -> N
         primary = stack.enter_context(redis_server())
         replica = stack.enter_context(redis_server("--replicaof", "127.0.0.1", str(primary.port)))
         await eventually(lambda: bool(replica.admin.info("replication")["master_link_status"] == "up"))
-        ports = stack.enter_context(sentinels(primary))
+        ports = stack.enter_context(sentinels(primary.port))
         watchers = [RedisServer.at(port).admin for port in ports]
         await eventually(lambda: all(_knows_all(watcher) for watcher in watchers))
         url = "redis://" + ",".join(f"127.0.0.1:{port}" for port in ports)
@@ -293,7 +294,7 @@ async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
     with ExitStack() as stack:
         primary = stack.enter_context(redis_server("--requirepass", "of-the-primary"))
         lines = "requirepass of-the-sentinels", f"sentinel auth-pass {PRIMARY} of-the-primary"
-        ports = stack.enter_context(sentinels(primary, *lines))
+        ports = stack.enter_context(sentinels(primary.port, *lines))
         url = "redis://" + ",".join(f"127.0.0.1:{port}" for port in ports)
         settings: dict[str, Any] = {"url": url, "sentinel": PRIMARY, "password_file": str(of_primary)}
         async with redis_store(primary, sentinel_password_file=str(of_sentinels), **settings) as store:
@@ -309,3 +310,131 @@ def _knows_all(watcher: redis.Redis) -> bool:
         state: Any = watcher.sentinel_master(PRIMARY)
         return bool(state["num-slaves"] == 1 and state["num-other-sentinels"] == 2)
     return False
+
+
+# -- with TLS and ACL users -----------------------------------------------------------------------
+
+USER: Final = "penstock"
+RULES: Final = ("~test:*", "+@read", "+@write", "+@scripting", "+time", "+client|setname")
+"""What README says that the gateway's user needs."""
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> dict[str, str]:
+    """Settings of `[quotas]` of a client whose certificate and password the servers of `guarded` ask for."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    for name in ("server", "own"):
+        chain = authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem
+        chain.write_to_path(tmp_path / f"{name}.pem")
+    (tmp_path / "password").write_text("of-the-gateway\n")
+    (tmp_path / "another").write_text("of-an-impostor\n")
+    ca, own, password = (str(tmp_path / name) for name in ("ca.pem", "own.pem", "password"))
+    return {"ca": ca, "cert": own, "key": own, "username": USER, "password_file": password}
+
+
+def guarded(settings: dict[str, str]) -> dict[str, str]:
+    """Options of a server that asks for certificates of this authority."""
+    server = str(Path(settings["ca"]).with_name("server.pem"))
+    return {"tls-ca-cert-file": settings["ca"], "tls-cert-file": server, "tls-key-file": server}
+
+
+def as_words(options: dict[str, str]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", value)]
+
+
+def of_users(server: RedisServer) -> set[str]:
+    """The users of the gateways' connections to a server."""
+    return {client["user"] for client in server.admin.client_list() if client["name"] == CLIENT_NAME}
+
+
+async def test_a_cluster_with_certificates_and_an_acl_user(certificates: dict[str, str]) -> None:
+    """The nodes name each other's TLS ports, also in their redirections."""
+    with ExitStack() as stack:
+        nodes, tls_ports = [], [free_port() for _ in range(3)]
+        for port in tls_ports:
+            bus_port = free_port()
+            cluster = {"cluster-enabled": "yes", "cluster-port": str(bus_port), "tls-cluster": "yes"}
+            options = {**cluster, "cluster-require-full-coverage": "no", "tls-port": str(port)}
+            node = stack.enter_context(redis_server(*as_words({**options, **guarded(certificates)})))
+            node.bus_port = bus_port
+            node.admin.execute_command(  # type: ignore[no-untyped-call]
+                *("ACL", "SETUSER", USER, "on", ">of-the-gateway", *RULES, "+cluster|slots")
+            )
+            nodes.append(node)
+        formed = Cluster(nodes)
+        await formed.form()
+        settings: dict[str, Any] = {
+            "url": "rediss://" + ",".join(f"127.0.0.1:{port}" for port in tls_ports),
+            "cluster": True,
+            **certificates,
+        }
+        async with redis_store(nodes[0], prefix="test", **settings) as store:
+            for node, name in zip(nodes, formed.tenants, strict=True):
+                assert await admitted(store, name, tenant(name, concurrent=1))
+                assert not await admitted(store, f"{name}-too", tenant(name, concurrent=1))
+                assert of_users(node) == {USER}
+            moved = formed.tenants[0]
+            nodes[0].admin.flushall()
+            formed.assign(key_slot(moved.encode()), nodes[1])
+            assert await admitted(store, "moved", tenant(moved, concurrent=1))
+            assert store.is_well
+        await refused(certificates, url=settings["url"], cluster=True)
+
+
+async def test_sentinels_and_a_primary_with_certificates_and_acl_users(
+    certificates: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "of-sentinels").write_text("of-the-sentinels\n")
+    tls = {**guarded(certificates), "tls-replication": "yes"}
+    ports = [free_port(), free_port()]
+    with ExitStack() as stack:
+        primary = stack.enter_context(redis_server(*as_words({**tls, "tls-port": str(ports[0])})))
+        follows = "--replicaof", "127.0.0.1", str(ports[0])
+        replica = stack.enter_context(redis_server(*as_words({**tls, "tls-port": str(ports[1])}), *follows))
+        for server in (primary, replica):
+            server.admin.execute_command("ACL", "SETUSER", USER, "on", ">of-the-gateway", *RULES)  # type: ignore[no-untyped-call]
+        await eventually(lambda: bool(replica.admin.info("replication")["master_link_status"] == "up"))
+        lines = [f"{name} {value}" for name, value in tls.items()]
+        lines.append(f"user {USER} on >of-the-sentinels allchannels -@all +sentinel|masters")
+        asked = stack.enter_context(sentinels(ports[0], *lines, tls=True))
+        await eventually(lambda: all(_knows_all(watcher_with(certificates, port)) for port in asked))
+        settings: dict[str, Any] = {
+            "url": "rediss://" + ",".join(f"127.0.0.1:{port}" for port in asked),
+            "sentinel": PRIMARY,
+            **certificates,
+        }
+        of_sentinels: dict[str, Any] = {
+            "sentinel_username": USER,
+            "sentinel_password_file": str(tmp_path / "of-sentinels"),
+        }
+        who = tenant(concurrent=2)
+        async with redis_store(primary, prefix="test", **settings, **of_sentinels) as store:
+            assert await admitted(store, 1, who)
+            assert of_users(primary) == {USER}
+            await eventually(lambda: bool(replica.admin.keys("*:reservations")))
+            primary.kill()
+            with pytest.raises(StoreUnavailable):
+                await admitted(store, 2, who)
+            await until_well(store)
+            assert [await admitted(store, 3, who), await admitted(store, 4, who)] == [True, False]
+            assert of_users(replica) == {USER}
+        await refused(certificates, **of_sentinels, url=settings["url"], sentinel=PRIMARY)
+
+
+def watcher_with(settings: dict[str, str], port: int) -> redis.Redis:
+    own: dict[str, Any] = {"ssl_certfile": settings["cert"], "ssl_keyfile": settings["key"]}
+    return redis.Redis(
+        "127.0.0.1", port, ssl=True, ssl_ca_certs=settings["ca"], **own, socket_timeout=PATIENCE_S
+    )
+
+
+async def refused(settings: dict[str, Any], **places: Any) -> None:
+    """Whoever has no certificate, or another password, is no client of these servers."""
+    strangers = {name: text for name, text in settings.items() if name not in ("cert", "key")}
+    impostors = {**settings, "password_file": str(Path(settings["ca"]).with_name("another"))}
+    for theirs in (strangers, impostors):
+        store = RedisStore(links_of(QuotasConfig("redis", **theirs, **places), {}), "test")
+        with pytest.raises(StoreUnavailable):
+            await store.renew([])
+        await store.aclose()
