@@ -5,8 +5,8 @@ A world has a runner of random cost, gap targets, streams of random classes and 
 arrive beside them. The scheduler is the real one, in virtual time. The laws:
 
 - no step with decodes takes longer than the largest of the gap target of those that stream, twice its decodes
-  and their time over one less the share, but for copies, and for a single token whose context takes longer to
-  read than that;
+  and their time over one less the share, but for copies, for a single token whose context takes longer to
+  read than that, and for the host's time for the last admission;
 - prompts that wait beside decodes get their share of the time: over the steps in which they wait, at least
   0.85 of it, apart from what one chunk takes. A step owes them no more than it gave where it has as many
   tokens as a step may have, or where one token more would make it longer than the rule allows, which leaves
@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -65,8 +65,9 @@ def random_world(seed: int) -> World:
         prompt_len = rng.choice([rng.randint(1, 100), rng.randint(100, 2000), rng.randint(1000, 6000)])
         requests.append((now, prompt_len, rng.randint(1, 150), rng.choice(list(ServiceClass))))
         now += rng.expovariate(1.0) * cost.service_s(rng.randint(1, 2000)) * rng.choice([0.0, 1.0, 3.0])
+    seats = random.Random(-seed - 1)  # the rest is as in worlds where the host's time is nothing
     return World(
-        cost=cost,
+        cost=replace(cost, seat_s=cost.fixed_s * seats.choice([0.0, 10 ** seats.uniform(-3.0, 0.0)])),
         gap_targets_s=(target_s * rng.uniform(1.0, 10.0), target_s, target_s * rng.uniform(0.3, 1.0)),
         prompt_share=rng.choice([0.5, 0.5, 0.1, 0.3, 0.8]),
         step_tokens_max=rng.choice([256, 2048, 8192]),
@@ -156,7 +157,7 @@ class _Running:
             self._arrived += 1
 
     def _land(self, plan: Plan, checked: Checked) -> None:
-        work = Work.of(plan.positions, plan.lengths)
+        work = _work_of(plan)
         step_s = self._world.cost.seconds(work)
         decodes = self._decodes(plan)
         decodes_s = self._world.cost.seconds(decodes)
@@ -188,7 +189,7 @@ class _Running:
         waits = any(sequence.pending_len > 1 for sequence in flight.prefills)
         if not streams:
             return Checked(waits)
-        step_s = world.cost.seconds(Work.of(plan.positions, plan.lengths))
+        step_s = world.cost.seconds(_work_of(plan))
         decodes_s = world.cost.seconds(self._decodes(plan))
         target_s = min(world.gap_targets_s[sequence.service_class] for sequence in streams)
         by_share_s = max(2.0 * decodes_s, decodes_s / (1.0 - world.prompt_share))
@@ -211,13 +212,17 @@ class _Running:
         for i, sequence in enumerate(self._scheduler._in_flight[plan.step].rows):
             if id(sequence) in chunks and sequence.pending_len:
                 lengths = [*plan.lengths[:i], plan.lengths[i] + 1, *plan.lengths[i + 1 :]]
-                longer_s.append(self._world.cost.seconds(Work.of(plan.positions, lengths)))
+                work = Work.of(plan.positions, lengths, seats=len(plan.seated))
+                longer_s.append(self._world.cost.seconds(work))
         return bool(longer_s) and min(longer_s) > room_s
 
     def _excess_s(self, plan: Plan) -> float:
-        """The time of the chunks that have a single token, or of the one that the eldest has in any case."""
-        rows = self._rows(plan)
-        return sum(
+        """The time of the chunks that have a single token, or of the one that the eldest has in any case; of
+        the last admission, and of all of them as far as it is not learned yet."""
+        rows, seat_s = self._rows(plan), self._world.cost.seat_s
+        unknown_s = max(0.0, seat_s - self._scheduler._learner.cost.seat_s)
+        seats_s = len(plan.seated) * unknown_s + bool(plan.seated) * seat_s
+        return seats_s + sum(
             self._world.cost.chunk_s(position, length)
             for position, length, sequence in zip(plan.positions, plan.lengths, rows, strict=True)
             if sequence is None and length == 1
@@ -228,6 +233,10 @@ class _Running:
         if seen.waited_s > 20 * seen.longest_chunk_s > 0.0:
             least_s = 0.85 * seen.owed_s - seen.longest_chunk_s
             assert seen.computed_s >= least_s, f"prompts had {seen.computed_s} s, and not {least_s} s"
+
+
+def _work_of(plan: Plan) -> Work:
+    return Work.of(plan.positions, plan.lengths, seats=len(plan.seated))
 
 
 def broken_laws(seed: int) -> tuple[int, list[str]]:

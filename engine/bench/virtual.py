@@ -218,7 +218,7 @@ class _Virtual:
         if plan is not None:
             self._watch.after_plan(plan)
             copied_pages = len(plan.swapped_out) + len(plan.swapped_in)
-            work = Work.of(plan.positions, plan.lengths, copied_pages)
+            work = Work.of(plan.positions, plan.lengths, copied_pages, seats=len(plan.seated))
             self._now += self._cost.seconds(work) * (1.0 + self._noise * self._rng.uniform(-1.0, 1.0))
             self._steps += 1
             self._scheduler.commit(plan, RunResult([0] * sum(plan.samples), [], []), self._now)

@@ -1,18 +1,19 @@
-"""The time that a step takes: a model of the runner in seven numbers, learned from its own steps.
+"""The time that a step takes: a model of runner and host in eight numbers, learned from their own steps.
 
     seconds = fixed + token * prompt tokens + row * decode rows + pair * (query, key) pairs of prompts
             + context * tokens whose keys are read + page * pages copied to host memory or back
-            + score * prompt tokens whose log-probabilities are asked for
+            + score * prompt tokens whose log-probabilities are asked for + seat * admitted sequences
 
 A runner pays `fixed` for reading its weights and launching its kernels, `token` for each prompt token's
-matrix products and `row` for each sequence that decodes. Attention costs twice: every row, whether a
-decode or a chunk, reads the keys and values of its `context` once, and a chunk multiplies each of its
-tokens with all before it, a `pair` each. (A decode has one pair for each token that it reads: its
-`context` stands for both.) Far into a long prompt a short chunk spends most of its time on this reading;
-without a coefficient of its own, the time would be ascribed to the decodes beside it. The scheduler asks the
-model three things: how long a prompt would take alone (its *service*, which ranks the queue), how long a
-chunk may be so that a step keeps to its target, and whether to copy a sequence's pages or to compute them
-again.
+matrix products and `row` for each sequence that decodes. The host pays `seat` for each sequence that it
+admits: its prefix is looked up, its pages are taken, its tokens and page table are handed over. Attention
+costs twice: every row, whether a decode or a chunk, reads the keys and values of its `context` once, and a
+chunk multiplies each of its tokens with all before it, a `pair` each. (A decode has one pair for each token
+that it reads: its `context` stands for both.) Far into a long prompt a short chunk spends most of its time on
+this reading; without a coefficient of its own, the time would be ascribed to the decodes beside it. The
+scheduler asks the model three things: how long a prompt would take alone (its *service*, which ranks the
+queue), how long a chunk may be so that a step keeps to its target, and whether to copy a sequence's pages or
+to compute them again.
 
 Learning is exponentially weighted least squares on *relative* errors, so that a decode of 2 ms counts
 as much as a chunk of 200, with no coefficient below zero (`engine.core.least_squares`).
@@ -95,6 +96,8 @@ class Work:
     scored_tokens: int = 0
     """Prompt tokens whose log-probabilities are asked for: each takes all that a sampled token does, and a
     list of the likeliest beside it."""
+    seats: int = 0
+    """Sequences that were admitted."""
 
     @classmethod
     def of(
@@ -103,6 +106,7 @@ class Work:
         lengths: Sequence[int],
         copied_pages: int = 0,
         scored_tokens: int = 0,
+        seats: int = 0,
     ) -> Work:
         """The work of rows of which row i computes `lengths[i]` tokens from `positions[i]` on; a row of one
         token counts as a decode."""
@@ -114,12 +118,13 @@ class Work:
             context_tokens=sum(positions) + sum(lengths),
             copied_pages=copied_pages,
             scored_tokens=scored_tokens,
+            seats=seats,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The model's seven coefficients, in seconds."""
+    """The model's eight coefficients, in seconds."""
 
     token_s: float = 1e-4
     row_s: float = 1e-4
@@ -128,10 +133,11 @@ class StepCost:
     fixed_s: float = 1e-3
     page_s: float = 1e-4
     score_s: float = 0.0
+    seat_s: float = 0.0
 
     def __post_init__(self) -> None:
         rates = (self.token_s, self.row_s, self.pair_s, self.context_s, self.fixed_s, self.page_s)
-        assert min(*rates, self.score_s) >= 0.0
+        assert min(*rates, self.score_s, self.seat_s) >= 0.0
 
     @property
     def scoring(self) -> StepCost:
@@ -143,7 +149,7 @@ class StepCost:
         rows_s = self.token_s * work.prompt_tokens + self.row_s * work.decode_rows
         attention_s = self.pair_s * work.pairs + self.context_s * work.context_tokens
         extra_s = self.page_s * work.copied_pages + self.score_s * work.scored_tokens
-        return self.fixed_s + rows_s + attention_s + extra_s
+        return self.fixed_s + rows_s + attention_s + extra_s + self.seat_s * work.seats
 
     def service_s(self, prompt_len: int) -> float:
         """The time that `prompt_len` tokens of a prompt would take alone, in seconds; above zero."""
@@ -187,6 +193,7 @@ def _features(work: Work) -> tuple[float, ...]:
         1,
         work.copied_pages,
         work.scored_tokens,
+        work.seats,
     )
 
 

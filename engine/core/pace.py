@@ -32,7 +32,8 @@ their estimates (`engine.core.cost`). Good estimates earn longer chunks.
   step is made longer by credit than `tau`, or twice its decodes. Only a chunk of one token may, where reading
   its context alone takes longer than that, or than the reserve leaves of it; then it is computed as rarely as
   its share of the time says. (Else two prompts far into their contexts would wait for each other for ever.)
-- What a step overspends, as for copies of pages, is debt: prompts pay it in the steps after it.
+- What a step overspends, as for copies of pages and for the last admission, is debt: prompts pay it in the
+  steps after it. (Admissions take the host's time: a flood of requests of one token is bounded by it.)
 
 Hence the law: **no step takes longer than max(tau, 2 D)**, or max(tau, D / (1 - phi)) where the operator sets
 a `phi` above one half, but for an error of the estimate beyond `m` and for the two exceptions above.

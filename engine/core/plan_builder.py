@@ -92,7 +92,7 @@ class PlanBuilder:
 
     @property
     def work(self) -> Work:
-        return Work.of(self.positions, self.lengths, self.copied_pages, self.scored_tokens)
+        return Work.of(self.positions, self.lengths, self.copied_pages, self.scored_tokens, len(self.seated))
 
     @property
     def credit(self) -> Credit:
@@ -242,6 +242,11 @@ class PlanBuilder:
         """Take the time of page copies that were added since the last call off the time for prompts."""
         self.time_left_s -= self.cost.page_s * (self.copied_pages - self.copies_charged)
         self.copies_charged = self.copied_pages
+
+    def charge_seat(self) -> None:
+        """Take the host's time for an admission off the time for prompts. It is charged behind the sequence's
+        first chunk, which so need not be shorter than the one that it was admitted for."""
+        self.time_left_s -= self.cost.seat_s
 
     def drop(self, slot: int, sequence: Sequence) -> None:
         """Take back what was planned for a sequence that is preempted by this very plan."""

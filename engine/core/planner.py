@@ -289,3 +289,4 @@ class Planner:
             self.waiting.computed.add(sequence.prompt_identity)
         builder.charge_copies()
         builder.add_chunk(sequence, tokens_min=1)
+        builder.charge_seat()

@@ -30,6 +30,11 @@ def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return max(1, min([cores, *(int(quota + 0.5) for quota in _cpu_quotas(proc, cgroup))]))
 
 
+def computes_on_all_cores(threads: int | None) -> bool:
+    """True if so many threads, by default one for each core, leave no core to others."""
+    return threads is None or threads >= usable_cores()
+
+
 def available_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """The memory that can still be allocated: the machine's, or a control group's if that is less. Cached
     files count as free, as they do in the kernel's own figure for the machine."""

@@ -11,6 +11,7 @@ import pytest
 
 from engine.__main__ import NICENESS
 from engine.api.core_process import SOCKETS_PREFIX
+from engine.runtime.hardware import usable_cores
 from shared.exit_codes import ExitCode
 from shared.socket_directory import remove_abandoned
 from tests.services import MODEL_DIR, Service, client, engine, gauges, until
@@ -94,8 +95,12 @@ def test_a_stop_signal_lets_a_stream_finish(short_tmp: Path, stop: Callable[[Ser
     assert list(short_tmp.iterdir()) == []
 
 
-def test_threads_that_compute_give_way_to_those_that_carry(short_tmp: Path) -> None:
-    with engine(short_tmp, "--threads", "2") as process:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_that_compute_on_all_cores_give_way_to_those_that_carry(
+    short_tmp: Path, threads: int
+) -> None:
+    nicer_by = NICENESS if threads >= usable_cores() else 0
+    with engine(short_tmp, "--threads", str(threads)) as process:
         process.line("engine.ready")
         core_pid = process.line("core.started")["pid"]
         assert os.getpgid(core_pid) == core_pid != os.getpgid(process.process.pid)
@@ -110,8 +115,8 @@ def test_threads_that_compute_give_way_to_those_that_carry(short_tmp: Path) -> N
         own = os.getpriority(os.PRIO_PROCESS, process.process.pid)
         assert carriers
         assert {niceness[thread] for thread in carriers} == {own}
-        assert niceness[core_pid] == min(own + NICENESS, 19)
-        assert sum(value == min(own + NICENESS, 19) for value in niceness.values()) >= 2
+        assert niceness[core_pid] == min(own + nicer_by, 19)
+        assert sum(value == min(own + nicer_by, 19) for value in niceness.values()) >= threads
 
 
 def test_a_core_that_logs_from_the_background_is_not_stopped(short_tmp: Path) -> None:

@@ -106,6 +106,17 @@ def test_the_cost_of_scored_tokens_is_learned_from_a_few_steps_and_kept() -> Non
     assert learner.cost.service_s(500) == pytest.approx(truth.service_s(500), rel=0.1)
 
 
+def test_the_hosts_time_for_an_admission_is_learned() -> None:
+    """Choices of one request are admitted with one token each, which counts as a decode."""
+    truth = replace(RUNNERS["a large GPU"], row_s=2e-4, seat_s=5e-4)
+    learner, rng = CostLearner(), random.Random(1)
+    for _ in range(300):
+        work = replace(random_work(rng), seats=rng.choice([0, 0, 1, rng.randint(2, 24)]))
+        learner.observe(work, truth.seconds(work) * rng.uniform(0.95, 1.05))
+    assert learner.cost.seat_s == pytest.approx(truth.seat_s, rel=0.2)
+    assert learner.cost.row_s == pytest.approx(truth.row_s, rel=0.2)
+
+
 def test_a_bad_measurement_of_copies_fades() -> None:
     """A step with one copied page was slow for another reason: if that were kept for ever, no page would be
     copied again."""

@@ -10,7 +10,7 @@ import pytest
 
 from engine.bench.virtual import Engine, Outcome, Request, run
 from engine.core.cost import StepCost, Work
-from engine.core.messages import ServiceClass
+from engine.core.messages import FinishReason, ServiceClass
 from shared.bench.figures import quantile
 
 STREAMS, CALM_STEPS, PROMPT_LEN = 8, 60, 4000
@@ -102,6 +102,17 @@ def test_a_prompt_alone_takes_hardly_longer_than_in_one_step(name: str, prompt_l
     warm = Request(0.0, 500, 20)
     *_, prompt = run([warm, Request(100.0, prompt_len, 2)], Engine(cost)).outcomes
     assert prompt.first_token_s < 1.4 * cost.service_s(prompt_len)
+
+
+def test_a_flood_of_admissions_keeps_the_gaps_to_the_target() -> None:
+    """Prompts of one token take nothing that chunks do; the host admits each of them."""
+    cost, target_s = replace(RUNNERS["29M on two cores"], seat_s=2e-3), 0.025
+    waves = (Request(at_s, 1, 1) for at_s in (2.0, 4.0, 6.0) for _ in range(40))
+    flood, streams = beside_streams(Engine(cost, gap_targets_s=(target_s,) * 3), *waves)
+    assert all(request.reason is FinishReason.LENGTH for request in flood)
+    learned = [gap_s for stream in streams for gap_s in stream.gaps_s[CALM_STEPS:]]
+    assert sum(gap_s > target_s for gap_s in learned) <= 2 * STREAMS, "until the host's time is known"
+    assert 40 * cost.seat_s > 3 * target_s
 
 
 def test_each_class_of_streams_has_its_own_target() -> None:
