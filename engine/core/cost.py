@@ -273,7 +273,8 @@ class CostLearner:
             if work.prompt_tokens and expected_s:
                 self._errors.append(min(max(0.0, seconds / expected_s - 1.0), ERROR_MAX))
         self._has_learned = True
-        if self._warmup is not None and (measured_s := self._measured.seconds(work)):
+        # What an admission takes was not measured, and is not to count as slowness.
+        if self._warmup is not None and not work.seats and (measured_s := self._measured.seconds(work)):
             self._slowdowns = FORGETTING * self._slowdowns + seconds / measured_s
             self._slowdowns_weight = FORGETTING * self._slowdowns_weight + 1.0
         self._equations = _sum(self._equations, FORGETTING, _equations_of(work, seconds))

@@ -238,15 +238,12 @@ def figures_of(alone: Sequence[Asked], beside: Sequence[Asked], plan: Plan) -> l
     """The figures of the answers that callers got while nothing rotated, and while all of it did."""
     unauthorized = [one for one in beside if one.request.status == HTTPStatus.UNAUTHORIZED]
     failed = [one for one in beside if one.request.status != HTTPStatus.OK]
-    put_off = [one for one in failed if one.request.status == HTTPStatus.SERVICE_UNAVAILABLE]
-    hasty = sum(one.kind == IN_HASTE for one in put_off)
     rate = len(beside) / plan.beside_s
     p99_ms = [_p99_ms(asked) for asked in (alone, beside)]
     return [
         figure("rotation: requests/s", rate, "requests/s", at_least(0.99 * plan.rate)),
         figure("rotation: false 401", len(unauthorized), "requests", at_most(0)),
-        figure("rotation: of an issuer in haste, put off", hasty, "requests"),
-        figure("rotation: otherwise not served", len(failed) - hasty, "requests", at_most(0)),
+        figure("rotation: not served", len(failed), "requests", at_most(0)),
         figure("rotation: p99, beside / alone", p99_ms[1] / p99_ms[0], "x", BESIDE_TARGET),
         figure("rotation: p99 beside", p99_ms[1], "ms"),
     ]

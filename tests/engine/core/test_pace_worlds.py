@@ -6,8 +6,8 @@ import pytest
 
 from tests.pace_worlds import run_world
 
-SEEDS = (25, 75, 209, 242, 1118, 915, 716, 924, 200, 201)
-"""The first eight broke a law once."""
+SEEDS = (1160, 25, 75, 209, 242, 1118, 915, 716, 924, 200, 201)
+"""The first nine broke a law once."""
 
 
 @pytest.mark.parametrize("overlap", [False, True])
