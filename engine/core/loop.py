@@ -163,12 +163,12 @@ class CoreLoop:
         for message in messages:
             match message:
                 case AddSequence():
-                    self._intake.put(message)
+                    self._intake.put(message, now)
                 case AbortSequences(handles):
-                    self._add(self._intake.take_named(handles), now)
+                    self._add(self._intake.take_named(handles, now), now)
                     self._scheduler.abort(handles, now)
                 case PauseSequences(handles):
-                    self._add(self._intake.take_named(handles), now)
+                    self._add(self._intake.take_named(handles, now), now)
                     self._scheduler.pause(handles, now)
                 case ResumeSequences(handles):
                     self._scheduler.resume(handles, now)
@@ -176,7 +176,7 @@ class CoreLoop:
                     self._outbox.send(Pong(number))
                 case StopCore():
                     return False
-        self._add(self._intake.take(), now)
+        self._add(self._intake.take(now), now)
         self._scheduler.newest = self._intake.newest
         return True
 

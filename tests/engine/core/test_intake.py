@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 
+import msgspec
 import pytest
 
 from engine.core import intake
@@ -17,6 +19,7 @@ from engine.core.messages import (
     ResumeSequences,
     SamplingParams,
 )
+from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.test_loop import World
 
 FLOOD = 5 * TAKEN_MAX
@@ -30,7 +33,7 @@ def newcomer(handle: int, tenant: str = "flood") -> AddSequence:
 def filled(*newcomers: AddSequence) -> Intake:
     waiting = Intake()
     for each in newcomers:
-        waiting.put(each)
+        waiting.put(each, 0.0)
     return waiting
 
 
@@ -38,30 +41,49 @@ def test_tenants_take_turns_and_a_tenants_own_keep_their_order() -> None:
     flood = [newcomer(handle) for handle in range(1, FLOOD + 1)]
     others = [newcomer(FLOOD + 1, "a"), newcomer(FLOOD + 2, "b"), newcomer(FLOOD + 3, "a")]
     waiting = filled(*flood, *others)
-    first = waiting.take()
+    first = waiting.take(0.0)
     assert len(first) == TAKEN_MAX
     assert {each.handle for each in others} <= {each.handle for each in first[:6]}
-    taken = [*first, *(each for _ in range(FLOOD // TAKEN_MAX) for each in waiting.take())]
+    taken = [*first, *(each for _ in range(FLOOD // TAKEN_MAX) for each in waiting.take(0.0))]
     assert [each for each in taken if each.tenant == "flood"] == flood
     assert not waiting
-    assert not waiting.take()
+    assert not waiting.take(0.0)
 
 
 def test_the_newest_is_the_last_before_the_first_that_waits() -> None:
     waiting = filled(*(newcomer(handle) for handle in range(1, FLOOD + 1)), newcomer(FLOOD + 1, "a"))
     assert waiting.newest == 0
-    waiting.take()
+    waiting.take(0.0)
     assert waiting.newest == TAKEN_MAX - 1, "one turn was another tenant's"
     while waiting:
-        waiting.take()
+        waiting.take(0.0)
     assert waiting.newest == FLOOD + 1
 
 
 def test_what_is_taken_by_name_is_not_taken_again() -> None:
     waiting = filled(*(newcomer(handle) for handle in range(1, 6)))
-    assert [each.handle for each in waiting.take_named([4, 9, 2])] == [4, 2]
-    assert not waiting.take_named([4, 2])
-    assert [each.handle for each in waiting.take()] == [1, 3, 5]
+    assert [each.handle for each in waiting.take_named([4, 9, 2], 0.0)] == [4, 2]
+    assert not waiting.take_named([4, 2], 0.0)
+    assert [each.handle for each in waiting.take(0.0)] == [1, 3, 5]
+
+
+def test_the_time_until_it_is_taken_in_counts_against_a_newcomers_deadline() -> None:
+    hasty = msgspec.structs.replace(newcomer(3), first_token_s=1.0)
+    waiting = filled(newcomer(1), newcomer(2, "a"), hasty)
+    assert [each.first_token_s for each in waiting.take_named([1], 0.25)] == [math.inf]
+    assert [each.first_token_s for each in waiting.take(1.25)] == [math.inf, -0.25]
+
+
+@pytest.mark.parametrize(
+    ("first_token_s", "reason"), [(2.0, FinishReason.LENGTH), (0.25, FinishReason.TOO_LATE)]
+)
+def test_a_newcomer_whose_time_is_over_when_it_is_taken_in_is_refused(
+    first_token_s: float, reason: FinishReason
+) -> None:
+    h = Harness()
+    h.add(1, [1] * 5, greedy(2), first_token_s=first_token_s - 0.5)
+    h.run()
+    assert h.reason(1) is reason
 
 
 def test_a_victims_newcomer_is_seated_in_the_next_step_whatever_came_before_it(
