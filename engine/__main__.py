@@ -44,8 +44,7 @@ one that left, runs at once, and not when a computing thread's turn of 4 ms is o
 given away: alone on the core it makes no difference, and it binds only inside the container or session that
 both processes share. Where computing threads leave a core to others, none is nicer: a flood of requests, all
 of whose work is that of the others, would have three times the share of the threads that everybody's tokens
-come from. (A newcomer's first token beside 128 requests of 8 choices then came after 119 ms at the p99, and
-without niceness after 94; two cores, one computing thread, medians of seven runs.)"""
+come from. (`tests/bench/results/neighbours-slow-2026-11-27.jsonl`: two cores, one computing thread.)"""
 
 USAGE = "usage: python -m engine serve [--help] --model DIR|ID [options]\n"
 

@@ -128,16 +128,19 @@ class IssuerKeys(ABC):
     async def aclose(self) -> None:  # noqa: B027 -- a file has nothing in progress
         """End what is in progress."""
 
-    def _take(self, data: bytes) -> None:
-        """Raises BadKeys; then nothing has changed."""
+    def _take(self, data: bytes) -> bool:
+        """Take the keys in an issuer's file or answer. Returns whether one of them is new. Raises BadKeys;
+        then nothing has changed."""
         keys, problems = _parsed(data, self.config)
-        if not set(self._keys) <= set(keys):
+        before, after = set(self._keys), set(keys)
+        if not before <= after:
             self.generation += 1
-        if set(self._keys) != set(keys):
+        if before != after:
             kids = [key.kid or "" for key in keys]
             log.info("keys.changed", issuer=self.config.id, kids=kids, left_out=problems)
         self._keys = keys
         FETCHES.inc(self.config.id, "ok")
+        return not after <= before
 
     def _failed(self, problems: Iterable[str]) -> None:
         FETCHES.inc(self.config.id, "failed")
@@ -250,9 +253,7 @@ class RemoteKeys(IssuerKeys):
                 if self._context is None:
                     self._context = await asyncio.to_thread(client_context, ca=self.config.ca)
                 data = await _download(self.config.jwks_url or "", self._context)
-            before = set(self._keys)
-            self._take(data)
-            if not set(self._keys) <= before:
+            if self._take(data):
                 self._look_from_s = min(self._look_from_s, begun_s + POLL_S)
         except (BadKeys, UnusableTls, httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError) as error:
             self._failing = True

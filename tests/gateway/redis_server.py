@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import redis
+import trustme
 
 from gateway.admission.quota import LEASE_TTL_MS, StoreUnavailable
 from gateway.admission.redis_links import links_of
@@ -35,6 +36,22 @@ def redis_command() -> str:
     found = shutil.which(SERVER)
     assert found is not None, "apt-get install redis-server"
     return found
+
+
+def tls_options(directory: Path) -> dict[str, str]:
+    """Options of a server that asks for certificates. The directory gets its authority (`ca.pem`) and a
+    client's certificate (`own.pem`)."""
+    authority, server = trustme.CA(), str(directory / "server.pem")
+    authority.cert_pem.write_to_path(directory / "ca.pem")
+    for name in ("server", "own"):
+        chain = authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem
+        chain.write_to_path(directory / f"{name}.pem")
+    return {"tls-ca-cert-file": str(directory / "ca.pem"), "tls-cert-file": server, "tls-key-file": server}
+
+
+def as_words(options: dict[str, str]) -> list[str]:
+    """Options as a command line has them."""
+    return [word for name, value in options.items() for word in (f"--{name}", value)]
 
 
 class RedisServer:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 
 from gateway.app import Gateway
 from gateway.config import load
@@ -17,7 +16,13 @@ from gateway.quota_config import QuotasConfig
 from shared.config import ConfigError
 from tests.gateway.conftest import OTHER_KEY, House, Open, error_of, settings, until
 from tests.gateway.fake_engine import unary
-from tests.gateway.redis_server import PATIENT_S, RedisServer, redis_server
+from tests.gateway.redis_server import (
+    PATIENT_S,
+    RedisServer,
+    as_words,
+    redis_server,
+    tls_options,
+)
 
 OTHER = {"headers": {"authorization": f"Bearer {OTHER_KEY}"}}
 PASSWORD = "correct-horse-battery"
@@ -122,17 +127,9 @@ async def test_an_acl_user_that_may_use_its_own_keys_alone_is_enough(
 
 @contextmanager
 def redis_with_tls(directory: Path, *, asks_clients: bool) -> Iterator[RedisServer]:
-    """A server. The directory has its authority (`ca.pem`) and a client's certificate (`own.pem`)."""
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(directory / "ca.pem")
-    for name in ("server", "own"):
-        certificate = authority.issue_cert("127.0.0.1")
-        certificate.private_key_and_cert_chain_pem.write_to_path(directory / f"{name}.pem")
-    files = [f"--tls-{name}-file" for name in ("cert", "key")]
-    options = [word for name in files for word in (name, str(directory / "server.pem"))]
-    options += ["--tls-ca-cert-file", str(directory / "ca.pem")]
-    options += ["--tls-auth-clients", "yes" if asks_clients else "no"]
-    with redis_server(*options, tls=True) as server:
+    """A server with the files of `tls_options`."""
+    options = {**tls_options(directory), "tls-auth-clients": "yes" if asks_clients else "no"}
+    with redis_server(*as_words(options), tls=True) as server:
         yield server
 
 

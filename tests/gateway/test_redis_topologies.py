@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import pytest
 import redis
-import trustme
 from redis.crc import key_slot
 
 from gateway.accounts import AccountsReader
@@ -30,9 +29,11 @@ from shared.errors import DirectoryUnavailable
 from shared.ids import TenantId
 from tests.gateway.redis_server import (
     RedisServer,
+    as_words,
     redis_command,
     redis_server,
     redis_store,
+    tls_options,
     until_well,
 )
 from tests.gateway.test_redis_store import admitted, rid, tenant
@@ -320,27 +321,18 @@ RULES: Final = ("~test:*", "+@read", "+@write", "+@scripting", "+time", "+client
 
 
 @pytest.fixture
+def guarded(tmp_path: Path) -> dict[str, str]:
+    """Options of servers that ask for certificates."""
+    return tls_options(tmp_path)
+
+
+@pytest.fixture
 def certificates(tmp_path: Path) -> dict[str, str]:
-    """Settings of `[quotas]` of a client whose certificate and password the servers of `guarded` ask for."""
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    for name in ("server", "own"):
-        chain = authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem
-        chain.write_to_path(tmp_path / f"{name}.pem")
+    """Settings of `[quotas]` of a client with the certificate and the password that these servers ask for."""
     (tmp_path / "password").write_text("of-the-gateway\n")
     (tmp_path / "another").write_text("of-an-impostor\n")
     ca, own, password = (str(tmp_path / name) for name in ("ca.pem", "own.pem", "password"))
     return {"ca": ca, "cert": own, "key": own, "username": USER, "password_file": password}
-
-
-def guarded(settings: dict[str, str]) -> dict[str, str]:
-    """Options of a server that asks for certificates of this authority."""
-    server = str(Path(settings["ca"]).with_name("server.pem"))
-    return {"tls-ca-cert-file": settings["ca"], "tls-cert-file": server, "tls-key-file": server}
-
-
-def as_words(options: dict[str, str]) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name}", value)]
 
 
 def of_users(server: RedisServer) -> set[str]:
@@ -348,7 +340,9 @@ def of_users(server: RedisServer) -> set[str]:
     return {client["user"] for client in server.admin.client_list() if client["name"] == CLIENT_NAME}
 
 
-async def test_a_cluster_with_certificates_and_an_acl_user(certificates: dict[str, str]) -> None:
+async def test_a_cluster_with_certificates_and_an_acl_user(
+    certificates: dict[str, str], guarded: dict[str, str]
+) -> None:
     """The nodes name each other's TLS ports, also in their redirections."""
     with ExitStack() as stack:
         nodes, tls_ports = [], [free_port() for _ in range(3)]
@@ -356,7 +350,7 @@ async def test_a_cluster_with_certificates_and_an_acl_user(certificates: dict[st
             bus_port = free_port()
             cluster = {"cluster-enabled": "yes", "cluster-port": str(bus_port), "tls-cluster": "yes"}
             options = {**cluster, "cluster-require-full-coverage": "no", "tls-port": str(port)}
-            node = stack.enter_context(redis_server(*as_words({**options, **guarded(certificates)})))
+            node = stack.enter_context(redis_server(*as_words({**options, **guarded})))
             node.bus_port = bus_port
             node.admin.execute_command(  # type: ignore[no-untyped-call]
                 *("ACL", "SETUSER", USER, "on", ">of-the-gateway", *RULES, "+cluster|slots")
@@ -383,10 +377,10 @@ async def test_a_cluster_with_certificates_and_an_acl_user(certificates: dict[st
 
 
 async def test_sentinels_and_a_primary_with_certificates_and_acl_users(
-    certificates: dict[str, str], tmp_path: Path
+    certificates: dict[str, str], guarded: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "of-sentinels").write_text("of-the-sentinels\n")
-    tls = {**guarded(certificates), "tls-replication": "yes"}
+    tls = {**guarded, "tls-replication": "yes"}
     ports = [free_port(), free_port()]
     with ExitStack() as stack:
         primary = stack.enter_context(redis_server(*as_words({**tls, "tls-port": str(ports[0])})))
