@@ -307,7 +307,7 @@ async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
 
 
 def _knows_all(watcher: redis.Redis) -> bool:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, redis.RedisError):  # it may not listen yet
         state: Any = watcher.sentinel_master(PRIMARY)
         return bool(state["num-slaves"] == 1 and state["num-other-sentinels"] == 2)
     return False
