@@ -4,8 +4,8 @@ uvloop spends less CPU on an event. The line with which a service says that it i
 
 A loop that is blocked holds up every request. The longest block is in the metrics: a callback is due at every
 tick, and is late by the length of the block, or by up to one tick less when the block began between two
-ticks. Ticks are short while the thread of the loop works, and get longer while it idles, as wake-ups are most
-of an idle service's CPU time.
+ticks. A tick that wakes the loop costs some 0.1 ms. So the time between two of them is that in which the
+thread of the loop works for `WORK_S`: a hundredth of its work goes into ticks, whether it is busy or idles.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SWITCH_S: Final = 0.0005
 each time that it has let go of the interpreter, which it does for every read and write."""
 TICK_S: Final = 0.02
 IDLE_TICK_S: Final = 0.64
-BUSY: Final = 0.02
-"""The fraction of a tick for which a thread must compute to count as working."""
+WORK_S: Final = 0.01
+"""The CPU time of the loop's thread between two ticks, as far as `TICK_S` and `IDLE_TICK_S` allow it."""
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -67,8 +67,9 @@ class LagMeter:
     def _tick(self, due_s: float) -> None:
         self._longest_s = max(self._longest_s, self._now_s() - due_s)
         used_s, self._used_s = self._used_s, self._cpu_s()
-        works = self._used_s - used_s > BUSY * self._tick_s
-        self._tick_s = TICK_S if works else min(IDLE_TICK_S, 2 * self._tick_s)
+        worked = max(self._used_s - used_s, 0.0) / self._tick_s
+        longest_s = min(IDLE_TICK_S, 2 * self._tick_s)  # one quiet tick is not yet a quiet service
+        self._tick_s = max(TICK_S, WORK_S / worked) if worked * longest_s > WORK_S else longest_s
         self.start()
 
 

@@ -39,7 +39,6 @@ HEAD_LEN_MAX: Final = 256 * 1024
 """Bytes that are held until the status to answer with is decided: a whole unary answer, if it fits."""
 
 _BOUNDARY: Final = b"\n\n"
-_LF: Final = b"\n"
 _DATA: Final = b"data:"
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 _STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -203,11 +202,16 @@ class Relay(Struct, frozen=True, eq=False):
         """Pass a chunk on. Returns whether the client has room for more. A keep-alive comment does not count
         as a token."""
         progress = self.progress
-        if not (data := progress.scanner.feed(chunk)):
-            return True
-        if data.startswith(_DATA) or data.find(_DATA) >= 0:
+        if progress.scanner.takes(chunk):
+            data = chunk
             self.watch.again()
-        progress.events += 1 if data.find(_LF) == len(data) - 2 else data.count(_BOUNDARY)
+            progress.events += 1
+        elif data := progress.scanner.feed(chunk):
+            if data.find(_DATA) >= 0:
+                self.watch.again()
+            progress.events += data.count(_BOUNDARY)
+        else:
+            return True
         if progress.events >= progress.tick_due:
             progress.note(self.monotonic())
         progress.body_len += len(data)
@@ -221,7 +225,7 @@ class Relay(Struct, frozen=True, eq=False):
     def _pass_chunk(self, data: bytes, start: int) -> bool | None:
         """Pass on a chunk as it came, with its framing. None where it is not an event as most are."""
         progress = self.progress
-        if progress.foreign is None or not progress.foreign.takes(data, start):
+        if not progress.scanner.takes(data[start:-2]):
             return None
         self.watch.again()
         progress.events += 1

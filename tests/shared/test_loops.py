@@ -8,7 +8,7 @@ import sys
 import pytest
 import uvloop
 
-from shared.loops import IDLE_TICK_S, SWITCH_S, TICK_S, LagMeter, loop_factory, loop_name, watch_lag
+from shared.loops import IDLE_TICK_S, SWITCH_S, TICK_S, WORK_S, LagMeter, loop_factory, loop_name, watch_lag
 
 
 async def running() -> tuple[type, str]:
@@ -50,6 +50,17 @@ async def test_an_idle_loop_is_seldom_woken_and_a_busy_one_often() -> None:
     used_s = IDLE_TICK_S
     meter._tick(0.0)
     assert meter._tick_s == TICK_S
+
+
+@pytest.mark.parametrize("share", [0.03, 0.1, 0.16, 0.4])
+async def test_a_tick_comes_whenever_the_thread_has_worked_for_so_long(share: float) -> None:
+    used_s = 0.0
+    meter = LagMeter(lambda: 0.0, lambda: used_s)
+    for _ in range(10):
+        used_s += share * meter._tick_s
+        meter._tick(0.0)
+        assert TICK_S <= meter._tick_s <= IDLE_TICK_S
+    assert share * meter._tick_s == pytest.approx(WORK_S)
 
 
 async def test_threads_let_go_of_the_interpreter_soon() -> None:

@@ -24,9 +24,14 @@ CLOSING = Closing(
 COMMENT = sse.closing_comment(CLOSING)
 
 
+def forward(scanner: TailScanner, chunk: bytes) -> bytes:
+    """The bytes that a relay forwards of a chunk."""
+    return chunk if scanner.takes(chunk) else scanner.feed(chunk)
+
+
 def scan(chunks: list[bytes]) -> tuple[bytes, TailScanner]:
     scanner = TailScanner()
-    forwarded = b"".join(scanner.feed(chunk) for chunk in chunks)
+    forwarded = b"".join(forward(scanner, chunk) for chunk in chunks)
     return forwarded + scanner.finish(), scanner
 
 
@@ -88,7 +93,7 @@ def test_withheld_bytes_are_bounded(stream: bytes, size: int) -> None:
     for start in range(0, len(stream), size):
         chunk = stream[start : start + size]
         fed += len(chunk)
-        forwarded += len(scanner.feed(chunk))
+        forwarded += len(forward(scanner, chunk))
         assert 0 <= fed - forwarded <= EVENT_LEN_MAX
         assert scanner.at_boundary
 
@@ -101,7 +106,7 @@ def test_an_event_that_is_too_long_to_hold_is_forwarded_as_it_comes(size: int) -
     for start in range(0, len(stream), size):
         chunk = stream[start : start + size]
         fed += len(chunk)
-        forwarded += scanner.feed(chunk)
+        forwarded += forward(scanner, chunk)
         assert fed - len(forwarded) <= EVENT_LEN_MAX
         assert scanner.at_boundary == forwarded.endswith(b"\n\n")
     assert (forwarded + scanner.finish(), scanner.closing) == (stream.removesuffix(COMMENT), CLOSING)
@@ -118,6 +123,42 @@ def test_a_chunk_without_a_possible_tail_is_not_copied() -> None:
     ]
     for chunk in chunks:
         assert scanner.feed(chunk) is chunk
+
+
+@given(st.lists(pieces | st.binary(max_size=6), max_size=12))
+@example([sse.event(b"x" * 2 * EVENT_LEN_MAX)[:-2], sse.event(b'{"text":"within it"}'), COMMENT])
+def test_an_event_is_taken_only_where_it_would_be_forwarded_as_it_is(chunks: list[bytes]) -> None:
+    one, other = TailScanner(), TailScanner()
+    for chunk in chunks:
+        assert forward(one, chunk) == other.feed(chunk)
+        assert (one.saw_done, one.at_boundary, one.closing) == (
+            other.saw_done,
+            other.at_boundary,
+            other.closing,
+        )
+    assert one.finish() == other.finish()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "is_taken"),
+    [
+        (sse.event(b'{"text":"hello"}'), True),
+        (sse.event(b'{"text":"one"}') + sse.event(b'{"text":"two"}'), False),
+        (sse.event(b'{"text":"two\ndata: lines"}'), False),
+        (b"event: named\ndata: {}\n\n", False),
+        (b'data: {"text":"no end"}\n', False),
+        (DONE, False),  # shorter than what is compared at the end
+        (COMMENT, False),
+    ],
+)
+def test_an_event_of_one_line_is_taken(chunk: bytes, is_taken: bool) -> None:
+    assert TailScanner().takes(chunk) is is_taken
+
+
+def test_nothing_is_taken_while_a_beginning_is_withheld() -> None:
+    scanner = TailScanner()
+    assert scanner.feed(b"data: half") == b""
+    assert not scanner.takes(sse.event(b'{"text":"the other half"}'))
 
 
 def test_a_comment_that_is_not_last_is_forwarded() -> None:
