@@ -8,6 +8,7 @@ one after another, beside each attack and alone, before it and when it is over:
     bodies too large      one byte more than is allowed, as their headers say
     hostile JSON          depth, digits, NaN, lone surrogates, repeated fields
 
+`mutations` sends 100,000 requests with mistakes of all kinds (`gateway.bench.mutations`).
 `rotation` counts false 401s at 200 requests per second, while issuers and API keys rotate
 (`gateway.bench.rotation`).
 `revoking` tells how long a key that is created, or revoked, at one gateway takes to count at another one
@@ -33,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
 
+from gateway.bench.mutations import mutations
 from gateway.bench.paced_engine import MODEL
 from gateway.bench.revoking import revoking
 from gateway.bench.rotation import rotation
@@ -48,7 +50,7 @@ from shared.errors import Unauthenticated
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-ROWS: Final = ("heads", "bodies", "readers", "large", "json", "rotation", "revoking", "keys")
+ROWS: Final = ("heads", "bodies", "readers", "large", "json", "mutations", "rotation", "revoking", "keys")
 TIMEOUTS: Final = TimeoutsConfig()
 BODY_LEN_MAX: Final = LimitsConfig().body_len_max
 SLOW: Final = 500
@@ -276,6 +278,7 @@ _MEASURES: Final[dict[str, Callable[[ServerUnderTest], Awaitable[list[Figure]]]]
     "readers": _readers,
     "large": _large,
     "json": _json,
+    "mutations": mutations,
 }
 
 

@@ -9,9 +9,10 @@ from http import HTTPStatus
 import pytest
 
 from gateway.bench import edge, revoking, rotation
+from gateway.bench.mutations import mutations
 from gateway.bench.revoking import Took
 from gateway.bench.rotation import IN_HASTE, IN_TURN, KEYS, Asked, Plan
-from gateway.bench.subjects import paced_engine
+from gateway.bench.subjects import gateway, paced_engine
 from shared.bench.client import TimedRequest
 from shared.bench.figures import Figure
 
@@ -22,6 +23,13 @@ async def test_refusals_are_measured_on_a_gateway_of_its_own(monkeypatch: pytest
     figures = {figure.name: figure for figure in await edge.run(options)}
     assert len(figures) == 1 + len(edge.HOSTILE) + 4 + 2
     assert all(figure.value is not None and figure.value >= 0 for figure in figures.values())
+
+
+async def test_mutated_requests_are_sent_over_sockets() -> None:
+    async with paced_engine(2.0) as engine, gateway(engine) as subject:
+        figures = {figure.name.partition(": ")[2]: figure for figure in await mutations(subject, 1_000)}
+    assert [figures[f"answered with {what}"].value for what in ("5xx", "what is no HTTP")] == [0, 0]
+    assert min(figures[f"answered with {what}"].value or 0 for what in ("2xx", "4xx")) > 50, "both happen"
 
 
 def test_welchs_t_tells_a_difference_from_noise() -> None:

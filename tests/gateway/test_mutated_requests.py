@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from gateway.admission.validate import validate
+from gateway.bench.mutations import mutated
 from gateway.endpoints import ENDPOINTS
 from gateway.listener import BoundedServer
 from shared import logs
@@ -24,7 +25,7 @@ from shared.errors import ApiError
 from shared.openai import ErrorEnvelope
 from tests.gateway.conftest import OTHER_KEY, House, Open, until
 from tests.gateway.fake_engine import unary
-from tests.mutations import BODIES, CORPUS, Connection, mutated
+from tests.mutations import BODIES, CORPUS, Connection
 
 SEED: Final = 20261123
 BODIES_COUNT: Final = 60_000
@@ -49,7 +50,7 @@ def test_a_mutated_body_is_taken_or_refused_by_the_validator() -> None:
     outcomes: Counter[str] = Counter()
     for _ in range(BODIES_COUNT):
         shape, body = draw.choice(encoded)
-        sent = mutated(body, draw)
+        sent = mutated(body, draw, CORPUS)
         refusal: ApiError | None = None
         try:
             validate(sent, shape, "ignore", census_of(sent))
@@ -76,7 +77,7 @@ async def test_a_mutated_request_is_answered_as_its_callers_mistake(open_house: 
     for batch in range(REQUESTS_COUNT // AT_ONCE):
         if batch == 10:
             grown = resident_bytes(os.getpid())
-        sent = [mutated(draw.choice(CORPUS), draw) for _ in range(AT_ONCE)]
+        sent = [mutated(draw.choice(CORPUS), draw, CORPUS) for _ in range(AT_ONCE)]
         statuses += await _answered(server, sent)
         if batch % 40 == 0:
             async with house.chat(headers={"authorization": f"Bearer {OTHER_KEY}"}) as answer:
