@@ -19,7 +19,7 @@ from engine.core.messages import (
     ResumeSequences,
     SamplingParams,
 )
-from tests.engine.core.harness import Harness, greedy
+from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.test_loop import World
 
 FLOOD = 5 * TAKEN_MAX
@@ -84,6 +84,20 @@ def test_a_newcomer_whose_time_is_over_when_it_is_taken_in_is_refused(
     h.add(1, [1] * 5, greedy(2), first_token_s=first_token_s - 0.5)
     h.run()
     assert h.reason(1) is reason
+
+
+@pytest.mark.parametrize(("steps", "reason"), [(3, FinishReason.TOO_LATE), (300, FinishReason.LENGTH)])
+def test_a_newcomers_time_runs_while_the_loop_takes_in_others(
+    steps: int, reason: FinishReason, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its tenant's twelve, one is taken in for a step: when its turn comes, eleven steps are over."""
+    monkeypatch.setattr(intake, "TAKEN_MAX", 1)
+    flood: list[CoreInput] = [newcomer(handle) for handle in range(1, 12)]
+    world = World([*flood, msgspec.structs.replace(newcomer(12), first_token_s=steps * STEP_S)])
+    world.loop.run()
+    ends = dict(world.ends)
+    assert ends[12] is reason
+    assert {ends[handle] for handle in range(1, 12)} == {FinishReason.LENGTH}
 
 
 def test_a_victims_newcomer_is_seated_in_the_next_step_whatever_came_before_it(
