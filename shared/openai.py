@@ -76,6 +76,13 @@ class ChatMessage(Unshown):
             return self.content
         return "".join(part.text for part in self.content)
 
+    @property
+    def printable(self) -> tuple[str, ...]:
+        """The texts that a chat template may print."""
+        if self.name is None and self.reasoning_content is None:
+            return (self.text,)
+        return self.text, self.name or "", self.reasoning_content or ""
+
 
 class StreamOptions(Struct):
     include_usage: bool | None = None

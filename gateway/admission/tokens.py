@@ -134,7 +134,7 @@ def _is_short(request: PromptRequest) -> bool:
     if isinstance(request, ChatRequest):
         length = 0
         for message in request.messages:
-            length += len(message.text) + ESTIMATE_MESSAGE_TOKENS
+            length += sum(map(len, message.printable)) + ESTIMATE_MESSAGE_TOKENS
         return length <= INLINE_LEN_MAX
     return isinstance(request.prompt, str) and len(request.prompt) <= INLINE_LEN_MAX
 
@@ -142,7 +142,10 @@ def _is_short(request: PromptRequest) -> bool:
 def estimate(request: PromptRequest) -> Count:
     """Without a tokenizer: from the size of the text; token ids count as they are."""
     if isinstance(request, ChatRequest):
-        tokens = sum(_estimate_text(message.text) + ESTIMATE_MESSAGE_TOKENS for message in request.messages)
+        tokens = sum(
+            sum(map(_estimate_text, message.printable)) + ESTIMATE_MESSAGE_TOKENS
+            for message in request.messages
+        )
         return Count(tokens, tokens, 1, None)
     prompt = request.prompt
     if isinstance(prompt, str):
