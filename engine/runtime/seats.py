@@ -55,11 +55,6 @@ class Seat:
     bias: tuple[Tensor, Tensor] | None = field(init=False)
     """The tokens [n] int64 of `logit_bias` and the numbers added to their logits [n] float32; None without
     it."""
-    is_random: bool = field(init=False)
-    """True if tokens are drawn at random; else the largest logit is taken."""
-    is_plain: bool = field(init=False)
-    """True if logits are not edited and need not be sorted: for a greedy token, or one drawn from all tokens
-    that min-p leaves."""
 
     def __post_init__(self) -> None:
         params = self.sampling
@@ -67,10 +62,6 @@ class Seat:
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             self.bias = torch.tensor(ids), torch.tensor(values)
-        edits = params.needs_history or params.logit_bias or params.min_tokens
-        self.is_random = temperature_of(params) > 0.0
-        truncates = self.is_random and (params.top_k > 0 or params.top_p < 1.0)
-        self.is_plain = not (edits or truncates)
 
     @property
     def output_len(self) -> int:

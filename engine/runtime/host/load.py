@@ -19,7 +19,7 @@ from engine.runtime.hardware import available_memory_bytes
 from engine.runtime.host.model import PagedModel, TorchModel
 from engine.runtime.host.network import TorchDecoder
 from engine.runtime.host.runner import HostRunner
-from engine.runtime.host.sampler import DrawPlain
+from engine.runtime.host.sampler import Draw
 from engine.runtime.host.slots import HostSlots
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, page_count
@@ -56,8 +56,8 @@ class HostNetwork(Protocol):
         ...
 
     @property
-    def draw_plain(self) -> DrawPlain | None:
-        """The network's own way to sample plain rows. None: torch samples all rows."""
+    def draw(self) -> Draw | None:
+        """The network's own way to draw tokens. None: torch draws them."""
         ...
 
     def attach(self, cache: KVCache) -> PagedModel:
@@ -80,7 +80,7 @@ class TorchNetwork:
         return f"torch kernels ({self.reason})"
 
     @property
-    def draw_plain(self) -> None:
+    def draw(self) -> None:
         return None
 
     def attach(self, cache: KVCache) -> PagedModel:
@@ -122,7 +122,7 @@ class HostShard:
             cache=cache,
             host=HostPages(cache, info.host_pages),
             slots=HostSlots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
-            draw_plain=self.network.draw_plain,
+            draw=self.network.draw,
         )
 
 
@@ -138,7 +138,7 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
     model, source = checked_checkpoint(config, model, dtype, progress)
     network = host_network(config, model, source, dtype, max_model_len, threads, ranks)
     progress(f"computing with {network.name}")
-    if network.draw_plain is not None:
+    if network.draw is not None:
         # Little is left to torch, and its threads would compete with the network's own for the cores.
         torch.set_num_threads(1)
     return HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours)

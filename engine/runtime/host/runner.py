@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.core.messages import Plan, RunnerInfo, RunResult
 from engine.runtime.batch import PackedBatch, assemble
 from engine.runtime.host.model import PagedModel
-from engine.runtime.host.sampler import DrawPlain, sample
+from engine.runtime.host.sampler import Draw, sample
 from engine.runtime.host.slots import HostSlots
 from engine.runtime.kv_cache import HostPages, KVCache
 from engine.runtime.logprobs import stable_topk
@@ -35,7 +35,7 @@ class HostRunner:
     cache: KVCache
     host: HostPages
     slots: HostSlots
-    draw_plain: DrawPlain | None = None
+    draw: Draw | None = None
 
     def run(self, plan: Plan) -> RunResult:
         """Launch and collect."""
@@ -63,6 +63,6 @@ class HostRunner:
         slots = [row.slot for row in batch.sampled]
         seats = [self.slots.seat(slot) for slot in slots]
         logits = self.model.logits(hidden if len(slots) == batch.tokens else hidden[batch.sampled_at])
-        tokens = sample(logits, slots, seats, self.slots.columns, self.draw_plain)
+        tokens = sample(logits, slots, seats, self.slots.columns, self.draw)
         self.slots.append(slots, tokens)
         return tokens, logits

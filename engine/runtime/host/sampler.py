@@ -17,12 +17,13 @@ The reference distribution, in this order:
 Finite logits never become NaN on the way: differences of what step 3 leaves may be infinite, and are divided
 by a temperature that is neither 0 nor infinite.
 
-Every row is computed from that row alone, with sums in float64 and a fixed order, so that a token
-never depends on the rest of the batch. Rows that need no edit are not copied, rows that truncate
-nothing are not sorted, and a batch that is all greedy is one argmax.
+Every row is computed from that row alone, with sums in float64 and a fixed order, so that a token never
+depends on the rest of the batch. Top-k and top-p take the tokens in order, likeliest first; a row without
+either, a top-k of the whole vocabulary being none, draws in the order of ids.
 
-Most rows neither edit nor truncate. A network may draw these faster (`DrawPlain`); that is decided row by
-row, too.
+Steps 1 to 3 are torch's, on copies of the rows that ask for them. The others are a `Draw`'s: the network's
+own, or `draw_by_torch`, which sorts what top-k and top-p may keep. Of a large vocabulary that takes so long
+that only the likeliest few are put in order (`CANDIDATES`); rows that need more are sorted one by one.
 """
 
 from __future__ import annotations
@@ -43,20 +44,25 @@ from engine.runtime.seats import Seat, repetition_penalty_of
 CANDIDATES: Final = 256
 """The number of likeliest tokens that are put in order at first: sorting a vocabulary of 152k takes 15 times
 as long."""
-WIDENING: Final = 16
-"""The factor by which more tokens are put in order when top-p reaches beyond the first ones."""
 FLOAT_MAX: Final = torch.finfo(torch.float32).max
+_SEED_BITS: Final = 2**64 - 1
 CDF_BLOCK: Final = 128
 """Tokens per block of a cumulative sum. It divides the vocabulary of most models, so that these need no
 padding."""
 
 
-class DrawPlain(Protocol):
+class Draw(Protocol):
     def __call__(
-        self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], columns: SamplingColumns
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        columns: SamplingColumns,
     ) -> Tensor:
-        """Tokens [S] for rows whose seats are plain; results for other rows are undefined. The tokens are
-        those of `sample`, unless u is nearer to the border between two than float32 weights are exact."""
+        """Steps 4 to 8: tokens [r] int64 for these rows of logits [R, vocab] float32, each of a slot and at a
+        position; NUMERIC_FAILURE where not finite. Implementations draw the same tokens, unless u is nearer
+        to the border between two than float32 weights are exact."""
         ...
 
 
@@ -65,88 +71,91 @@ def sample(
     slots: Sequence[int],
     seats: Sequence[Seat],
     columns: SamplingColumns,
-    draw_plain: DrawPlain | None = None,
+    draw: Draw | None = None,
 ) -> Tensor:
     """logits [S, vocab] float32, left unchanged -> tokens [S] int64, NUMERIC_FAILURE where not finite."""
-    if draw_plain is None:
-        return _sample(logits, slots, seats, columns)
-    tokens = draw_plain(logits, slots, [seat.known_len for seat in seats], columns)
-    others = [i for i, seat in enumerate(seats) if not seat.is_plain]
+    draw = draw or draw_by_torch
+    editors = [i for i, seat in enumerate(seats) if _edits(seat)]
+
+    def drawn(logits: Tensor, rows: Sequence[int], which: Sequence[int]) -> Tensor:
+        positions = [seats[i].known_len for i in which]
+        return draw(logits, rows, [slots[i] for i in which], positions, columns)
+
+    everyone = range(len(seats))
+    if not editors:
+        return drawn(logits, everyone, everyone)
+    others = [i for i in everyone if i not in set(editors)]
+    tokens = torch.empty(len(seats), dtype=torch.int64)
     if others:
-        own = logits if len(others) == len(seats) else logits[others]
-        tokens[others] = _sample(own, [slots[i] for i in others], [seats[i] for i in others], columns)
+        tokens[others] = drawn(logits, others, others)
+    edited = logits[editors]
+    sound = _are_sound(edited)
+    for row, i in zip(edited, editors, strict=True):
+        _edit(row, seats[i])
+    tokens[editors] = drawn(edited, range(len(editors)), editors).where(sound, NUMERIC_FAILURE)
     return tokens
 
 
-def _sample(logits: Tensor, slots: Sequence[int], seats: Sequence[Seat], columns: SamplingColumns) -> Tensor:
-    # Both are NaN where one is. A sum would be a single pass, and overflow.
-    sound = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
-    edited = _edited(logits, seats)
-    tokens = edited.argmax(dim=-1)
-    for truncated in (False, True):
-        rows = [i for i, seat in enumerate(seats) if seat.is_random and _truncates(seat) == truncated]
-        if rows:
-            tokens[rows] = _draw_rows(edited, rows, slots, seats, columns, truncated)
-    return tokens.where(sound, NUMERIC_FAILURE)
-
-
-def _truncates(seat: Seat) -> bool:
-    """True if sampling needs the tokens in order. min-p alone does not."""
-    return seat.sampling.top_k > 0 or seat.sampling.top_p < 1.0
-
-
-def _draw_rows(
+def draw_by_torch(
     logits: Tensor,
     rows: Sequence[int],
     slots: Sequence[int],
-    seats: Sequence[Seat],
+    positions: Sequence[int],
     columns: SamplingColumns,
-    truncated: bool,
 ) -> Tensor:
-    """Tokens [r] for the random rows `rows`, all of which truncate, or none."""
-    own = logits if len(rows) == len(logits) else logits[rows]
-    own_slots = torch.tensor([slots[i] for i in rows])
-    scaled = (own - own.amax(dim=-1, keepdim=True)).div_(columns.temperature[own_slots, None])
-    params = [seats[i].sampling for i in rows]
-    if truncated:
-        weights, ids = _likeliest(scaled, params, columns.top_k[own_slots], columns.top_p[own_slots])
-    else:
-        weights, ids = scaled.exp_(), None
-    if any(p.min_p > 0.0 for p in params):  # the best weight is 1
-        weights.masked_fill_(weights < columns.min_p[own_slots, None], 0.0)
-    u = torch.from_numpy(uniforms([p.seed for p in params], [seats[i].known_len for i in rows]))
-    index = inverse_cdf(weights, u)
-    return index if ids is None else ids.gather(1, index[:, None])[:, 0]
+    """Implements `Draw`."""
+    own = logits if len(rows) == len(logits) else logits[list(rows)]
+    at = torch.tensor(slots)
+    tokens = own.argmax(dim=-1).where(_are_sound(own), NUMERIC_FAILURE)
+    is_random = (columns.temperature[at] > 0.0) & (tokens != NUMERIC_FAILURE)
+    truncates = (columns.top_k[at] < logits.shape[1]) | (columns.top_p[at] < 1.0)
+    for some, draw in ((is_random & truncates, _draw_truncated), (is_random & ~truncates, _draw_whole)):
+        which = some.nonzero()[:, 0]
+        if len(which):
+            slot = at[which]
+            best = own[which]
+            scaled = (best - best.amax(dim=-1, keepdim=True)).div_(columns.temperature[slot, None])
+            seeds = [seed & _SEED_BITS for seed in columns.seed[slot].tolist()]
+            u = torch.from_numpy(uniforms(seeds, [positions[i] for i in which.tolist()]))
+            tokens[which] = draw(scaled, slot, columns, u)
+    return tokens
 
 
-def _likeliest(
-    scaled: Tensor, params: Sequence[SamplingParams], top_k: Tensor, top_p: Tensor
-) -> tuple[Tensor, Tensor]:
-    """scaled [r, vocab], best 0; top_k, top_p [r] -> (weights, ids) [r, n], best first, zero where cut."""
-    # top-p is a share of the whole vocabulary's mass, unless top-k leaves less.
-    mass = torch.zeros(len(params), dtype=torch.float64)
-    if any(p.top_k == 0 for p in params):
-        mass = _blocks(scaled.exp())[1][:, -1].where(top_k == scaled.shape[1], 0.0)
-    return _truncate(scaled, mass, top_k, top_p, max(CANDIDATES, *(p.top_k for p in params)))
+def _are_sound(logits: Tensor) -> Tensor:
+    # Both are NaN where one is. A sum would be a single pass, and overflow.
+    return logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
 
 
-def _truncate(
-    scaled: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, candidates: int
-) -> tuple[Tensor, Tensor]:
-    """The result of `_likeliest`, given the mass [r] of rows without top-k.
+def _draw_whole(scaled: Tensor, slots: Tensor, columns: SamplingColumns, u: Tensor) -> Tensor:
+    """scaled [r, vocab], best 0; u [r] -> tokens [r] of rows that only min-p truncates."""
+    return inverse_cdf(_above_min_p(scaled.exp_(), slots, columns), u)
 
-    Only the likeliest few tokens are put in order; rows whose top-p reaches beyond them try again with more.
-    The result does not depend on the number tried, since it is a prefix of one order.
+
+def _draw_truncated(scaled: Tensor, slots: Tensor, columns: SamplingColumns, u: Tensor) -> Tensor:
+    """scaled [r, vocab], best 0; u [r] -> tokens [r] of rows that top-k or top-p truncate.
+
+    The likeliest `CANDIDATES` tokens are put in order; rows that may keep more are sorted whole, one by one.
+    The result does not depend on it, since the first tokens of one order are those of the other.
     """
-    candidates = min(candidates, scaled.shape[1])
+    top_k, top_p = columns.top_k[slots], columns.top_p[slots]
+    # top-p is a share of the whole vocabulary's mass, unless top-k leaves less.
+    mass = _blocks(scaled.exp())[1][:, -1].where(top_k == scaled.shape[1], 0.0)
+    candidates = min(CANDIDATES, scaled.shape[1])
     values, ids = stable_topk(scaled, candidates)
-    weights = _keep(values.exp(), mass, top_k, top_p)
-    short = (top_k > candidates) & (weights[:, -1] > 0.0)
-    if short.any():
-        more = _truncate(scaled[short], mass[short], top_k[short], top_p[short], candidates * WIDENING)
-        weights, ids = (F.pad(found, (0, more[0].shape[1] - candidates)) for found in (weights, ids))
-        weights[short], ids[short] = more
-    return weights, ids
+    weights = _keep(values.exp_(), mass, top_k, top_p)
+    short = (top_k > candidates) & ((mass == 0.0) | (weights[:, -1] > 0.0))
+    tokens = ids.gather(1, inverse_cdf(_above_min_p(weights, slots, columns), u)[:, None])[:, 0]
+    for i in short.nonzero()[:, 0].tolist():
+        row = slice(i, i + 1)
+        values, order = scaled[row].sort(dim=-1, descending=True, stable=True)
+        weights = _keep(values.exp_(), mass[row], top_k[row], top_p[row])
+        tokens[row] = order[0, inverse_cdf(_above_min_p(weights, slots[row], columns), u[row])]
+    return tokens
+
+
+def _above_min_p(weights: Tensor, slots: Tensor, columns: SamplingColumns) -> Tensor:
+    """weights [r, n], of which the best is 1 -> the same, zero where min-p cuts."""
+    return weights.masked_fill_(weights < columns.min_p[slots, None], 0.0)
 
 
 def _keep(weights: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -189,17 +198,6 @@ def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
     """
     reachable = torch.minimum(target, torch.nextafter(cdf[:, -1], torch.zeros_like(target)))
     return torch.searchsorted(cdf, reachable[:, None], right=True)[:, 0].clamp_max(cdf.shape[1] - 1)
-
-
-def _edited(logits: Tensor, seats: Sequence[Seat]) -> Tensor:
-    """Steps 1 to 3: an edited copy of the logits, or the logits themselves when no row edits."""
-    editors = [i for i, seat in enumerate(seats) if _edits(seat)]
-    if not editors:
-        return logits
-    edited = logits.clone()
-    for i in editors:
-        _edit(edited[i], seats[i])
-    return edited
 
 
 def _edits(seat: Seat) -> bool:

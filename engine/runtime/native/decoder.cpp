@@ -41,10 +41,12 @@ struct PenstockStep {
 
 // Rows of logits, each drawn by its slot's parameters at its position.
 struct PenstockDraw {
-  int64_t rows, vocab;
-  const int64_t *slots, *positions;
+  int64_t count, vocab;
+  const int64_t *rows, *slots, *positions;  // [count]
   const float* logits;  // [rows][vocab]
-  const float *temperature, *min_p;  // [slots], as the next
+  const float *temperature, *min_p;  // [slots], as all that follow
+  const int64_t* top_k;
+  const double* top_p;
   const uint64_t* seed;
 };
 
@@ -81,7 +83,10 @@ class Decoder final : public Model {
 
  public:
   Decoder(const PenstockShape& shape, int threads)
-      : shape_(shape), heads_{shape.heads, shape.kv_heads, shape.head_dim, shape.page_size}, pool_(threads) {
+      : shape_(shape),
+        heads_{shape.heads, shape.kv_heads, shape.head_dim, shape.page_size},
+        pool_(threads),
+        likeliest_(threads) {
     layers = std::vector<Layer>(shape.layers);
     const int64_t longest = std::max({shape.hidden, shape.inner, shape.heads * shape.head_dim});
     for (int i = 0; i < threads; ++i) {
@@ -150,16 +155,21 @@ class Decoder final : public Model {
   }
 
   void draw(const PenstockDraw& all, int64_t* out) override {
-    pool_.each(all.rows, [&](int, int64_t row) {
-      const LogitsRow logits(all.logits + row * all.vocab, all.vocab);
-      const int64_t slot = all.slots[row];
-      const float temperature = all.temperature[slot];
-      if (!logits.sound())
-        out[row] = NUMERIC_FAILURE;
-      else if (temperature == 0.0f)
-        out[row] = logits.argmax();
-      else
-        out[row] = logits.draw(temperature, all.min_p[slot], uniform(all.seed[slot], uint64_t(all.positions[row])));
+    pool_.each(all.count, [&](int worker, int64_t i) {
+      const LogitsRow logits(all.logits + all.rows[i] * all.vocab, all.vocab);
+      const int64_t slot = all.slots[i], top_k = all.top_k[slot];
+      const float temperature = all.temperature[slot], min_p = all.min_p[slot];
+      const double top_p = all.top_p[slot];
+      if (!logits.sound()) {
+        out[i] = NUMERIC_FAILURE;
+      } else if (temperature == 0.0f) {
+        out[i] = logits.argmax();
+      } else {
+        const double u = uniform(all.seed[slot], uint64_t(all.positions[i]));
+        const bool whole = top_k >= all.vocab && top_p >= 1.0;
+        out[i] = whole ? logits.draw(temperature, min_p, u)
+                       : likeliest_[worker].draw(logits, temperature, top_k, top_p, min_p, u);
+      }
     });
   }
 
@@ -343,6 +353,7 @@ class Decoder final : public Model {
   const PenstockShape shape_;
   const AttentionShape heads_;
   Pool pool_;
+  std::vector<Likeliest> likeliest_;  // one for each thread
   Linear lm_head_;
   int64_t tokens_ = 0;
   std::vector<int32_t> token_ids_;
@@ -400,7 +411,7 @@ void penstock_forward(Model* model, const PenstockStep* step, void* hidden) { mo
 // hidden [rows][hidden] -> out [rows][vocab].
 void penstock_logits(Model* model, const void* hidden, int64_t rows, float* out) { model->logits(hidden, rows, out); }
 
-// A token per row, or NUMERIC_FAILURE.
+// A token for each row of `draw`, or NUMERIC_FAILURE.
 void penstock_draw(Model* model, const PenstockDraw* draw, int64_t* out) { model->draw(*draw, out); }
 }
 #pragma GCC visibility pop

@@ -138,20 +138,28 @@ class NativeDecoder:
         self._library.penstock_logits(self._model, hidden.data_ptr(), len(hidden), logits.data_ptr())
         return logits
 
-    def draw_plain(
-        self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], columns: SamplingColumns
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        columns: SamplingColumns,
     ) -> Tensor:
-        """Implements `engine.runtime.host.sampler.DrawPlain`."""
+        """Implements `engine.runtime.host.sampler.Draw`."""
         assert logits.is_contiguous()
-        column = c_int64 * len(slots)
+        column = c_int64 * len(rows)
         wanted = Draw(
-            rows=len(slots),
+            count=len(rows),
             vocab=logits.shape[1],
+            rows=column(*rows),
             slots=column(*slots),
             positions=column(*positions),
             logits=logits.data_ptr(),
             temperature=columns.temperature.data_ptr(),
             min_p=columns.min_p.data_ptr(),
+            top_k=columns.top_k.data_ptr(),
+            top_p=columns.top_p.data_ptr(),
             seed=columns.seed.data_ptr(),
         )
         tokens = torch.empty(len(slots), dtype=torch.int64)

@@ -66,13 +66,16 @@ class Draw(ctypes.Structure):
     """`PenstockDraw` in decoder.cpp."""
 
     _fields_ = (
-        ("rows", c_int64),
+        ("count", c_int64),
         ("vocab", c_int64),
+        ("rows", POINTER(c_int64)),
         ("slots", POINTER(c_int64)),
         ("positions", POINTER(c_int64)),
         ("logits", c_void_p),
         ("temperature", c_void_p),
         ("min_p", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
         ("seed", c_void_p),
     )
 

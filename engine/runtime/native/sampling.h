@@ -1,5 +1,14 @@
-// From logits to a token, for rows that edit nothing and truncate nothing but by min-p: steps 4, 7 and 8 of
-// engine/runtime/host/sampler.py, in its order and with its sums. The rest of that document stays in torch.
+// From logits to a token: steps 4 to 8 of engine/runtime/host/sampler.py, in its order. Edits stay in torch.
+//
+// A row that top-k or top-p truncates is not sorted: a large top-k, or a top-p of flat logits, keeps nearly all of a
+// vocabulary, and sorting 152k tokens takes 100 times as long as reading them. A place in the order is found by value
+// instead. The distances from the best, (best - x) / temperature, are non-negative floats, whose bits ascend as they
+// do: so a histogram of their upper bits tells in which bin a count or a mass of tokens is reached, one of the next
+// bits of those in that bin tells it more closely, and the third tells the very distance. Equals are told apart by
+// their ids. Top-k is such a search by count, top-p one by mass, and the draw itself another one by mass.
+//
+// Masses are whole numbers in units of 2^-44, as on a GPU (engine/runtime/kernels/sampling.py): their sums are exact
+// in any order, so that no rounding draws a token that was cut.
 #pragma once
 
 #include <algorithm>
@@ -28,6 +37,8 @@ inline double uniform(uint64_t seed, uint64_t position) {
 }
 
 class LogitsRow {
+  friend class Likeliest;
+
  public:
   LogitsRow(const float* logits, int64_t vocab) : logits_(logits), vocab_(vocab) {
     vf best = splat(logits[0]), broken{};
@@ -106,6 +117,109 @@ class LogitsRow {
   const int64_t vocab_;
   float peak_;
   bool sound_;
+};
+
+// Draws from rows that are truncated. One for each thread: it keeps 8 bytes for each token of a row, and as many for
+// each of those that share a bin.
+class Likeliest {
+ public:
+  // The first token whose cumulative mass exceeds u times that of the kept ones, likeliest first, lower ids first among
+  // equals. `top_k`: the vocabulary's size when it is off; `top_p`: 1 when it is.
+  int64_t draw(const LogitsRow& row, float temperature, int64_t top_k, double top_p, float min_p, double u) {
+    weigh(row, temperature, min_p);
+    int64_t kept = total_;
+    if (top_k < row.vocab_) {
+      const Place last = search(&Bin::count, top_k - 1);
+      kept = last.before.mass + (top_k - last.before.count) * last.mass;
+    }
+    if (top_p < 1.0) {
+      const int64_t reach = std::clamp<int64_t>(int64_t(std::ceil(top_p * double(kept))), 1, kept);
+      const Place last = search(&Bin::mass, reach - 1);
+      kept = std::min(kept, last.before.mass + (reach - last.before.mass + last.mass - 1) / last.mass * last.mass);
+    }
+    kept = std::min(kept, above_);
+    const int64_t target = std::min(int64_t(u * double(kept)), kept - 1);
+    const Place place = search(&Bin::mass, target);
+    int64_t rank = (target - place.before.mass) / place.mass, token = 0;
+    while (tokens_[token].key != place.key || rank-- > 0) ++token;
+    return token;
+  }
+
+ private:
+  struct Token {
+    uint32_t key;  // the bits of its distance
+    float weight;
+  };
+  struct Bin {
+    int64_t count = 0, mass = 0;
+  };
+  // Those tokens that are equally likely, at least one, and each one's mass; `before` are all likelier ones.
+  struct Place {
+    uint32_t key;
+    int64_t mass;
+    Bin before;
+  };
+
+  static constexpr int LEVELS = 3, LOWEST[LEVELS] = {19, 9, 0}, WIDTH[LEVELS] = {12, 10, 9};  // 31 bits: no sign
+
+  static int64_t mass_of(float weight) { return int64_t(weight * 0x1p44f); }
+
+  static void put(std::vector<Bin>& bins, int level, const Token& token) {
+    Bin& bin = bins[token.key >> LOWEST[level] & ((1u << WIDTH[level]) - 1)];
+    ++bin.count;
+    bin.mass += mass_of(token.weight);
+  }
+
+  void weigh(const LogitsRow& row, float temperature, float min_p) {
+    tokens_.resize((row.vocab_ + LANES - 1) / LANES * LANES);
+    bins_[0].assign(1 << WIDTH[0], Bin());
+    total_ = above_ = 0;
+    for (int64_t i = 0; i < row.vocab_; i += LANES) {
+      const vf distance = (row.peak_ - row.at(i, row.peak_)) / temperature + 0.0f;  // no negative zero
+      const vf weights = distance > 87.0f ? vf{} : exponential(-distance);
+      const vu keys = (vu)distance;
+      for (int lane = 0; lane < std::min<int64_t>(LANES, row.vocab_ - i); ++lane) {
+        const Token token = tokens_[i + lane] = {keys[lane], weights[lane]};
+        put(bins_[0], 0, token);
+        const int64_t mass = mass_of(token.weight);
+        total_ += mass;
+        above_ += token.weight < min_p ? 0 : mass;
+      }
+    }
+    tokens_.resize(row.vocab_);
+  }
+
+  // The place at which the sum of what `by` says of a bin exceeds the target, which is less than the whole sum. There
+  // is some of it at the place.
+  Place search(int64_t Bin::*by, int64_t target) {
+    Place place{};
+    for (int level = 0;; ++level) {
+      std::vector<Bin>& bins = bins_[level];
+      if (level) {
+        bins.assign(1 << WIDTH[level], Bin());
+        for (const Token& token : shared_) put(bins, level, token);
+      }
+      uint32_t at = 0;
+      for (; place.before.*by + bins[at].*by <= target; ++at) {
+        place.before.count += bins[at].count;
+        place.before.mass += bins[at].mass;
+      }
+      place.key |= at << LOWEST[level];
+      if (level == LEVELS - 1) {
+        place.mass = bins[at].mass / bins[at].count;
+        return place;
+      }
+      const std::vector<Token>& among = level ? shared_ : tokens_;
+      narrowed_.clear();
+      for (const Token& token : among)
+        if (token.key >> LOWEST[level] == place.key >> LOWEST[level]) narrowed_.push_back(token);
+      shared_.swap(narrowed_);
+    }
+  }
+
+  std::vector<Token> tokens_, shared_, narrowed_;
+  std::vector<Bin> bins_[LEVELS];
+  int64_t total_ = 0, above_ = 0;
 };
 
 }  // namespace penstock

@@ -18,7 +18,7 @@ from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssi
 from engine.runtime.host import sampler
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.sampler import inverse_cdf
-from engine.runtime.host.slots import HostSlots
+from engine.runtime.host.slots import HostSlots, SamplingColumns
 
 VOCAB = 40
 SEED = 0x9E3779B97F4A7C15
@@ -37,9 +37,9 @@ class Seats:
         self.slots.apply(Plan(0, [], [start], [], [], [], [], []))
         self.taken.append(slot)
 
-    def sample(self, logits: Tensor, draw_plain: sampler.DrawPlain | None = None) -> list[int]:
+    def sample(self, logits: Tensor, draw: sampler.Draw | None = None) -> list[int]:
         seats = [self.slots.seat(slot) for slot in self.taken]
-        tokens: list[int] = sampler.sample(logits, self.taken, seats, self.slots.columns, draw_plain).tolist()
+        tokens: list[int] = sampler.sample(logits, self.taken, seats, self.slots.columns, draw).tolist()
         return tokens
 
 
@@ -95,6 +95,11 @@ def expected_token(distribution: dict[int, float], truncated: bool, u: float) ->
     return chosen, border
 
 
+def truncates(params: SamplingParams, vocab: int) -> bool:
+    """True if tokens are drawn likeliest first, and not in the order of their ids."""
+    return 0 < params.top_k < vocab or params.top_p < 1
+
+
 PARAMS = st.builds(
     SamplingParams,
     seed=st.integers(0, 2**64 - 1),
@@ -133,7 +138,7 @@ def test_every_row_is_drawn_from_its_own_reference_distribution(
     for token, x, (params, prompt, output, _) in zip(tokens, logits, rows, strict=True):
         distribution = reference(x, _without_unknown(params), prompt, output)
         u = float(uniforms([params.seed], [len(prompt) + len(output)])[0])
-        expected, border = expected_token(distribution, params.top_k > 0 or params.top_p < 1, u)
+        expected, border = expected_token(distribution, truncates(params, VOCAB), u)
         assert token in distribution
         assert token == expected or border < 1e-6
 
@@ -235,6 +240,34 @@ def test_a_logit_that_is_not_finite_fails_its_row_alone(value: float, options: d
     assert tokens[1] == NUMERIC_FAILURE
     assert tokens[0] >= 0
     assert tokens[2] >= 0
+
+
+def test_a_networks_own_draw_is_asked_for_every_row() -> None:
+    """Of rows that truncate, too, and of those that edit, on copies: torch puts nothing in order."""
+    asked: list[tuple[int, list[int], list[int], list[int]]] = []
+
+    def draw(
+        logits: Tensor,
+        rows: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        columns: SamplingColumns,
+    ) -> Tensor:
+        asked.append((len(logits), list(rows), list(slots), list(positions)))
+        return sampler.draw_by_torch(logits, rows, slots, positions, columns)
+
+    kinds: list[dict[str, Any]]
+    kinds = [{}, {"top_k": 7}, {"top_k": 7, "min_tokens": 3}, {"top_p": 0.5}, {"logit_bias": ((5, 3.0),)}]
+    seats = Seats()
+    for length, kind in enumerate(kinds, 1):
+        seats.add(SamplingParams(**({"seed": 1, "max_tokens": 4} | kind)), [1] * length)
+    logits = torch.randn(len(kinds), VOCAB)
+    assert seats.sample(logits, draw) == seats.sample(logits)
+    slots = seats.taken
+    assert asked == [
+        (5, [0, 1, 3], [slots[0], slots[1], slots[3]], [1, 2, 4]),
+        (2, [0, 1], [slots[2], slots[4]], [3, 5]),
+    ]
 
 
 def test_logits_are_left_as_they_were() -> None:
