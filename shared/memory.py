@@ -52,6 +52,9 @@ SEQUENCE: Final = 64 * KIB
 """Bytes of a sequence in the core: its page table, its penalties and its biases."""
 TOKEN: Final = 64
 """Bytes of a prompt's token in the core: an integer, and its place in a list."""
+LOGIT: Final = 24
+"""Bytes of a token of the vocabulary in the core, for each sequence that runs: its logit, one more where the
+request edits it, two counts where penalties need them, and what log-probabilities take."""
 STEP: Final = 64 * MIB
 """Bytes of the largest step, if none as large was taken while the core warmed up."""
 
@@ -73,7 +76,10 @@ def engine_memory_max(request_memory: int, streams_max: int, tokenizer_threads: 
     return held + streams_max * STREAM + tokenizer_threads * THREAD
 
 
-def core_memory_max(kv_cache: int, swap: int, sequences_max: int, queue_tokens_max: int) -> int:
+def core_memory_max(
+    kv_cache: int, swap: int, sequences_max: int, queue_tokens_max: int, running_max: int, vocab_size: int
+) -> int:
     """Bytes above rest for an engine's core process on a CPU. `sequences_max` counts those that run or
     wait."""
-    return kv_cache + swap + sequences_max * SEQUENCE + queue_tokens_max * TOKEN + STEP
+    queued = sequences_max * SEQUENCE + queue_tokens_max * TOKEN
+    return kv_cache + swap + queued + running_max * vocab_size * LOGIT + STEP

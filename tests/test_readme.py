@@ -362,7 +362,7 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     assert stated["gateway"][2:] == [*terms]
     assert stated["gateway with TLS"] == [memory.TLS_LARGE, memory.HANDSHAKES_MAX, memory.TLS]
     assert stated["the engine's API"][2:] == [options.request_memory, memory.STREAM, memory.THREAD]
-    assert stated["its core, on a CPU"] == [memory.SEQUENCE, memory.TOKEN, memory.STEP]
+    assert stated["its core, on a CPU"] == [memory.SEQUENCE, memory.TOKEN, memory.LOGIT, memory.STEP]
     named = limits.request_memory, limits.live_max, limits.tokenizer_threads, limits.connections_max
     most, with_tls = (memory.gateway_memory_max(*named, has_tls=has_tls) for has_tls in (False, True))
     sums = f"With the defaults that is {most / 1024**3:.1f} GiB, and {with_tls / 1024**3:.1f} GiB with TLS."

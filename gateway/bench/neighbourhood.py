@@ -53,7 +53,9 @@ ENGINE_OPTIONS: Final = (
 )
 GATEWAY_MEMORY_MAX: Final = gateway_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS, CONNECTIONS_MAX)
 ENGINE_MEMORY_MAX: Final = engine_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS)
-CORE_MEMORY_MAX: Final = core_memory_max(KV_CACHE, 0, SEQUENCES, QUEUE_TOKENS)
+CORE_MEMORY_MAX: Final = core_memory_max(
+    KV_CACHE, 0, SEQUENCES, QUEUE_TOKENS, running_max=0, vocab_size=0
+)  # the demo model's vocabulary is small beside the rest
 
 _LIMITS: Final[Mapping[Who, QuotaLimits]] = {
     Who.ZERO: QuotaLimits(requests_per_min=0),

@@ -66,4 +66,6 @@ def test_memory_grows_with_every_limit() -> None:
     assert least < gateway_memory_max(200, 10, 1, 5) < gateway_memory_max(200, 20, 1, 5)
     assert least < gateway_memory_max(100, 10, 1, 6)
     assert engine_memory_max(100, 10, 1) < engine_memory_max(100, 10, 2)
-    assert core_memory_max(1000, 0, 1, 1) < core_memory_max(1000, 1000, 1, 1)
+    least = core_memory_max(1000, 0, 1, 1, 2, 100)
+    assert least < core_memory_max(1000, 1000, 1, 1, 2, 100)
+    assert least < min(core_memory_max(1000, 0, 1, 1, 3, 100), core_memory_max(1000, 0, 1, 1, 2, 101))
