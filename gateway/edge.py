@@ -16,6 +16,7 @@ import itertools
 import secrets
 from http import HTTPStatus
 from typing import Final
+from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
@@ -181,7 +182,8 @@ class Edge:
             raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.", allow="POST")
         if path == MODELS or _is_below(f"{MODELS}/", path):
             _allow(exchange, "GET")
-            models = self._models(exchange.accounts.tenants, principal, path.removeprefix(MODELS)[1:])
+            name = unquote(path.removeprefix(MODELS)[1:])  # SDKs escape the slash of org/model
+            models = self._models(exchange.accounts.tenants, principal, name)
             return await self._send(exchange, models)
         if _is_below(REQUESTS, path):
             _allow(exchange, "DELETE")

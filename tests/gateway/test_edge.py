@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
 import pytest
+from yarl import URL
 
 from gateway.endpoints import Endpoint
 from gateway.exchange import Exchange
@@ -32,6 +34,21 @@ async def test_a_name_that_chat_answers_is_a_model_by_itself(open_house: Open) -
         assert (await answer.json())["id"] == "made-up"
     async with house.get("/v1/models") as answer:
         assert [model["id"] for model in (await answer.json())["data"]] == ["tiny"]
+
+
+@pytest.mark.parametrize("name", ["org/model", "a+b%", "water w\u00e4rme"])
+async def test_a_models_name_may_be_escaped_in_its_path(open_house: Open, name: str) -> None:
+    """As OpenAI's SDKs do, with every character that a segment of a path may not have."""
+    house = await open_house(model={"aliases": [name]})
+    escaped = quote(name, safe="")
+    async with house.client.get(
+        URL(f"{house.url}/v1/models/{escaped}", encoded=True), headers=house.headers
+    ) as answer:
+        assert (await answer.json())["id"] == name
+    async with house.client.get(
+        URL(f"{house.url}/v1/models/{escaped}x", encoded=True), headers=house.headers
+    ) as answer:
+        assert (await error_of(answer))["message"].startswith(f"The model '{name}x'")
 
 
 @pytest.mark.parametrize(("chunk_len", "status"), [(1, 400), (64, 400), (2048, 200)])
