@@ -26,7 +26,8 @@
 --
 -- Rules:
 --
--- 1. Time is the server's: one clock for all gateways. A now_ms above 0 replaces it; tests alone send one.
+-- 1. Time is the server's: one clock for all gateways. A now_ms above 0 replaces it; tests alone send one. What a
+--    clock does that is put back, or a server whose clock is behind after a failover, rule 4 of quota.py says.
 -- 2. This script decides and charges. What a refusal means, and what windows show, quota.py works out from the
 --    usage that is returned: the same numbers, so that there is one place for it.
 -- 3. A call that is repeated changes nothing, and one that comes after not_after_ms, when its caller has given
@@ -120,10 +121,10 @@ local function drained_to(level, at, per_min)
   if level == 0 then
     return 0, now
   end
-  if not per_min or now <= at then
-    return level, at
+  if not per_min then
+    return level, math.min(at, now)
   end
-  return math.max(0, level - per_min * (now - at)), now
+  return math.max(0, level - per_min * math.max(0, now - at)), now
 end
 
 -- The usage of the first `count` subjects as it is now, each with its limits; of all without a count.

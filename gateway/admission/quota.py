@@ -20,7 +20,10 @@ Rules:
    of what is left, so that one request leaves something to the next.
 3. Whole numbers throughout, so that a store in another language decides the same. One request or
    token weighs `WEIGHT` units; a bucket of `limit` per minute drains `limit` units each millisecond.
-4. Time that runs backwards drains nothing, and begins no day or month anew.
+4. Time that runs backwards drains nothing, and begins no day or month anew. A bucket drains on from the
+   earlier time: if it waited until the clock was where it had been, its subject would be refused for as long
+   as the clock was ahead. A clock that is put back and forth (the servers of a failover differ) drains the
+   difference twice, which gives no more than the bucket held.
 5. Tokens belong to the day and the month in which they were reserved. What is settled after the end of that
    period changes nothing in the next one.
 6. A limit counts what is used while it is set. A call whose limits lack a meter neither adds to it nor takes
@@ -115,7 +118,7 @@ class Account(Struct, frozen=True, gc=False):
     """The time at which the level of the tokens bucket was computed."""
 
     def at(self, limits: QuotaLimits, now_ms: int) -> Account:
-        """The usage at a later time. An earlier one changes nothing."""
+        """The usage at another time, by rules 4 and 6."""
         at_ms = max(self.at_ms, now_ms)
         requests, requests_at_ms = self.requests, at_ms
         if requests:
@@ -270,10 +273,10 @@ def charged(level: int, amount: int) -> int:
 
 
 def _drained_to(level: int, at_ms: int, per_min: int | None, now_ms: int) -> tuple[int, int]:
-    """A bucket's level now, and the time that it is of: without a limit (rule 6), both as they are."""
-    if per_min is None or now_ms <= at_ms:
-        return level, at_ms
-    return drained(level, per_min, now_ms - at_ms), now_ms
+    """A bucket's level now, and the time that it is of."""
+    if per_min is None:
+        return level, min(at_ms, now_ms)
+    return drained(level, per_min, max(0, now_ms - at_ms)), now_ms
 
 
 # -- all meters of a subject ----------------------------------------------------------------------

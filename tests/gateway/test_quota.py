@@ -80,9 +80,29 @@ def test_grants_never_exceed_the_limit_and_what_has_drained(
             assert total * WEIGHT <= per_min * WEIGHT + per_min * (at_ms - start_ms)
 
 
-def test_time_that_runs_backwards_drains_nothing() -> None:
-    usage = Account(requests=WEIGHT, tokens=WEIGHT, at_ms=1000, requests_at_ms=1000, tokens_at_ms=1000)
-    assert usage.at(QuotaLimits(requests_per_min=60, tokens_per_min=60), 500) == usage
+@pytest.mark.parametrize("seen", [QuotaLimits(requests_per_min=60, tokens_per_min=60), QuotaLimits()])
+def test_time_that_runs_backwards_drains_nothing_and_holds_nothing_up(seen: QuotaLimits) -> None:
+    """Whether or not a call that sees the earlier time has the limits."""
+    ahead_ms = 3_600_000
+    limits = QuotaLimits(requests_per_min=60, tokens_per_min=60)
+    usage = Account(60 * WEIGHT, 60 * WEIGHT, ahead_ms, requests_at_ms=ahead_ms, tokens_at_ms=ahead_ms)
+    back = usage.at(seen, 500)
+    assert (back.requests, back.tokens, back.at_ms) == (60 * WEIGHT, 60 * WEIGHT, ahead_ms)
+    later = back.at(limits, 1500)
+    assert (later.requests, later.tokens) == (59 * WEIGHT, 59 * WEIGHT)
+
+
+@given(LIMITS, st.lists(st.integers(-90_000, 90_000), max_size=30), st.integers(0, 10**9))
+def test_a_clock_that_is_put_back_and_forth_drains_no_more_than_the_time_that_it_showed(
+    per_min: int, steps_ms: list[int], level: int
+) -> None:
+    limits, now_ms, shown_ms = QuotaLimits(tokens_per_min=per_min), 10**9, 0
+    usage = Account(tokens=level * WEIGHT, at_ms=now_ms, tokens_at_ms=now_ms)
+    for step_ms in steps_ms:
+        now_ms += step_ms
+        shown_ms += max(0, step_ms)
+        usage = usage.at(limits, now_ms)
+        assert usage.tokens == drained(level * WEIGHT, per_min, shown_ms)
 
 
 # -- the contract of a store ----------------------------------------------------------------------

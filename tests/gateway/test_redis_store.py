@@ -314,6 +314,26 @@ async def test_a_call_without_a_limit_does_not_shorten_the_life_of_what_it_count
     assert redis.admin.pttl(f"{prefix}:{{owes}}:tenant:owes") > debt_ms
 
 
+async def test_a_clock_that_was_ahead_and_is_put_right_holds_nobody_up(redis: RedisServer) -> None:
+    clock, who = VirtualClock(), tenant(requests_per_min=2, tokens_per_min=100, tokens_per_day=100)
+    other = tenant(concurrent=9)
+    clock.advance(3600)
+    async with redis_store(redis, clock=clock) as store:
+        for i in range(2):
+            assert await admitted(store, i, who)
+        assert (await store.reserve(rid(0), who, 100, 100)).refusal is None
+        clock._wall -= 3600
+        assert await admitted(store, "other", other)
+        assert not await admitted(store, 2, who), "time that runs backwards drains nothing"
+        clock.advance(30)
+        assert await admitted(store, 3, who)
+        assert not await admitted(store, 4, who)
+        windows = await store.windows(who)
+        assert windows.tokens is not None
+        assert windows.day is not None
+        assert (windows.tokens.remaining, windows.day.remaining) == (50, 0)
+
+
 async def test_an_account_that_an_earlier_version_wrote_is_read(redis: RedisServer) -> None:
     """Its buckets had no times of their own."""
     prefix, clock, who = (
