@@ -82,6 +82,9 @@ class Scope(StrEnum):
     """All requests for a model, whoever sends them."""
 
 
+AccountName = tuple[Scope, str, TenantId | None]
+
+
 class Subject(Struct, frozen=True, cache_hash=True):
     """A key, a tenant or a model whose quotas a request counts against."""
 
@@ -93,6 +96,12 @@ class Subject(Struct, frozen=True, cache_hash=True):
     """The tenant that sends the request. A request's subjects all have the same."""
     fail: QuotaFail = "closed"
     """The answer to its requests while the store of quotas cannot be asked; the tenant's setting."""
+
+    @property
+    def account(self) -> AccountName:
+        """The name of its account. A holder of the same id in another tenant is somebody else; a model is the
+        same for all tenants."""
+        return self.scope, self.id, None if self.scope is Scope.MODEL else self.tenant
 
 
 class Account(Struct, frozen=True, gc=False):

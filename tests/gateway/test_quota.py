@@ -24,6 +24,7 @@ from gateway.admission.quota import (
     ReservationId,
     Scope,
     Settlement,
+    Subject,
     Windows,
     charged,
     drained,
@@ -301,6 +302,21 @@ async def test_limits_that_differ_by_subject_are_kept_apart(clock_and_store: Bot
             assert (await take(store, rid(f"{scope}{name}2"), who, 0)).refusal is not None
 
 
+async def test_the_same_holder_in_two_tenants_has_two_accounts(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    for scope, name in ((Scope.KEY, "idp:1"), (Scope.KEY_MODEL, "idp:1/m")):
+        for tenant in ("a", "b"):
+            who = [Subject(scope, name, QuotaLimits(concurrent=1, token_budget=10), TenantId(tenant))]
+            for admitted in (True, False):
+                call = store.reserve(rid(f"{scope} {tenant} {admitted}"), who, 10, 10)
+                assert ((await call).refusal is None) == admitted
+            assert await store.settle(rid(f"{scope} {tenant} True"), Used(completion=4)) is not None
+            assert (await store.reserve(rid(f"{scope} {tenant} left"), who, 6, 6)).refusal is None
+    clock.advance(LEASE_TTL_MS / 1000)
+    await take(store, rid("later"), who, 0)
+    assert (await take(store, rid("one at a time"), who, 0)).refusal is not None
+
+
 async def test_without_limits_nothing_is_shown_or_kept(clock_and_store: Both) -> None:
     _, store = clock_and_store
     decision = await take(store, rid(1), [subject()], 10**9)
@@ -486,5 +502,5 @@ async def test_accounts_that_nobody_uses_make_room_for_others(monkeypatch: pytes
     clock.advance(IDLE_MS / 1000)
     await use(*(f"second-{number}" for number in range(100)), concurrent=1)
     assert len(store._accounts) == 101
-    assert not any(name.startswith("first") for _, name in store._accounts)
+    assert not any(name.startswith("first") for _, name, _ in store._accounts)
     assert (await take(store, rid("more"), [subject("spender", token_budget=2)], 2)).refusal is not None
