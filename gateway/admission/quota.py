@@ -157,7 +157,8 @@ class Window(Struct, frozen=True, gc=False):
 
 
 class Windows(Struct, frozen=True, gc=False):
-    """The tightest window of each bucket and period over all subjects. None for one without a limit."""
+    """The tightest window of each bucket and period over the subjects that are the caller's own. None for one
+    without a limit."""
 
     requests: Window | None = None
     tokens: Window | None = None
@@ -171,7 +172,7 @@ class Refusal(Struct, frozen=True, gc=False):
     limit: int
     retry_after_ms: int | None
     """The time until a retry may succeed, in milliseconds. None when waiting does not help: the request is
-    larger than the limit, or a budget is spent that time does not refill."""
+    larger than the limit, which may be zero, or a budget is spent that time does not refill."""
     remaining: int = 0
     """The tokens that are left of any of the budgets; 0 for other meters."""
 
@@ -304,7 +305,7 @@ def decide(holdings: Sequence[SubjectAccount], *, seated: int, tokens: int) -> R
             if (limit := limits.requests_per_min) is not None and not fits(account.requests, limit, 1):
                 found.append(Refusal(Meter.REQUESTS, scope, limit, wait_ms(account.requests, limit, 1)))
             if (limit := limits.concurrent) is not None and account.live >= limit:
-                found.append(Refusal(Meter.CONCURRENCY, scope, limit, BUSY_RETRY_MS))
+                found.append(Refusal(Meter.CONCURRENCY, scope, limit, BUSY_RETRY_MS if limit else None))
         if tokens:
             if (limit := limits.tokens_per_min) is not None and not fits(account.tokens, limit, tokens):
                 found.append(Refusal(Meter.TOKENS, scope, limit, wait_ms(account.tokens, limit, tokens)))
@@ -388,12 +389,15 @@ def expire(account: Account) -> Account:
 
 
 def windows_of(holdings: Iterable[SubjectAccount]) -> Windows:
-    """The tightest windows of the subjects."""
+    """The tightest windows of the subjects, but for those of a model: what is left for all tenants together
+    would tell each what the others use."""
     requests: Window | None = None
     tokens: Window | None = None
     day: Window | None = None
     month: Window | None = None
     for subject, account in holdings:
+        if subject.scope is Scope.MODEL:
+            continue
         limits = subject.limits
         requests = _tighter(requests, limits.requests_per_min, account.requests)
         tokens = _tighter(tokens, limits.tokens_per_min, account.tokens)

@@ -167,7 +167,9 @@ async def test_a_request_larger_than_its_quota_has_no_retry_after(clock_and_stor
 async def test_a_quota_of_zero_admits_nothing(clock_and_store: Both) -> None:
     _, store = clock_and_store
     for name, limits in (("requests", QuotaLimits(requests_per_min=0)), ("seats", QuotaLimits(concurrent=0))):
-        assert (await take(store, rid(name), [of_limits(limits)], 0)).refusal is not None
+        refusal = (await take(store, rid(name), [of_limits(limits)], 0)).refusal
+        assert refusal is not None
+        assert refusal.retry_after_ms is None, "and waiting does not help"
     assert (await take(store, rid(1), [subject(token_budget=0)], 1)).refusal is not None
 
 
