@@ -128,6 +128,8 @@ class Account(Struct, frozen=True, gc=False):
 
     def at(self, limits: QuotaLimits, now_ms: int) -> Account:
         """The usage at another time, by rules 4 and 6."""
+        if now_ms == self.at_ms == self.requests_at_ms == self.tokens_at_ms:
+            return self
         at_ms = max(self.at_ms, now_ms)
         requests, requests_at_ms = self.requests, at_ms
         if requests:
@@ -261,7 +263,8 @@ class QuotaStore(Protocol):
 
 
 def drained(level: int, per_min: int, elapsed_ms: int) -> int:
-    return max(0, level - per_min * elapsed_ms)
+    left = level - per_min * elapsed_ms
+    return left if left > 0 else 0
 
 
 def fits(level: int, per_min: int, amount: int) -> bool:
