@@ -66,6 +66,7 @@ from shared.errors import (
     ApiError,
     BudgetExhausted,
     IdentityUnavailable,
+    NothingAllowed,
     Overloaded,
     PermissionDenied,
     RateLimited,
@@ -422,11 +423,12 @@ def used_tokens(progress: Progress, reserved: int) -> Used:
 def _refused(refusal: Refusal, tokens: int) -> ApiError:
     whose = f"{_WHOSE[refusal.scope]} of {refusal.limit}"
     after_s = None if refusal.retry_after_ms is None else refusal.retry_after_ms / 1000
+    limited = NothingAllowed if refusal.limit == 0 else RateLimited
     match refusal.meter:
         case Meter.REQUESTS:
-            return RateLimited(f"{whose} requests per minute is reached.", retry_after_s=after_s)
+            return limited(f"{whose} requests per minute is reached.", retry_after_s=after_s)
         case Meter.CONCURRENCY:
-            return RateLimited(f"{whose} concurrent requests is reached.", retry_after_s=after_s)
+            return limited(f"{whose} concurrent requests is reached.", retry_after_s=after_s)
         case Meter.TOKENS if after_s is None:
             return RequestExceedsQuota(f"{whose} tokens per minute is less than this request's {tokens}.")
         case Meter.TOKENS:

@@ -215,6 +215,12 @@ class RateLimited(ApiError):
     retryable = True
 
 
+class NothingAllowed(RateLimited):
+    """A quota of the caller's is zero: waiting cannot help."""
+
+    retryable = False
+
+
 class TokensRateLimited(RateLimited):
     type = "tokens"
 

@@ -36,6 +36,9 @@ LOGPROBS_MAX: Final = 20
 LOGIT_BIAS_MAX: Final = 1024
 TOKENS_MAX: Final = 2**24
 """Bound on any count of tokens, far above any context length."""
+USED_TOKENS_MAX: Final = PROMPTS_MAX * TOKENS_MAX
+"""Bound on the tokens of a request's prompts, and on those of its answers. An engine that tells more is not
+believed."""
 
 COMPLETION_TOKENS_DEFAULT: Final = 16
 """The `max_tokens` of completions (never of chat) when it is absent, as OpenAI has it."""

@@ -25,10 +25,10 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from shared.causes import CAUSES_MAX, Cause
+from shared.causes import CAUSES_MAX, Cause, Count
 from shared.errors import ApiError
 from shared.load_report import LoadReport
-from shared.openai import error_envelope
+from shared.openai import USED_TOKENS_MAX, error_envelope
 
 DONE: Final = b"data: [DONE]\n\n"
 CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
@@ -50,24 +50,27 @@ comment."""
 assert len(_COMMENT) < CLOSING_LEN_MAX < EVENT_LEN_MAX
 
 
+UsedTokens = Annotated[int, Meta(ge=0, le=USED_TOKENS_MAX)]
+
+
 class Closing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The engine's report at the end of every answer. Most of it is zero, and left out on the wire."""
 
     end_reason: str
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens: UsedTokens = 0
+    completion_tokens: UsedTokens = 0
+    cached_tokens: UsedTokens = 0
     """Prompt tokens that were found in the prefix cache, in any tier."""
-    host_tokens: int = 0
+    host_tokens: UsedTokens = 0
     """The part of them that came back from host memory."""
-    disk_tokens: int = 0
+    disk_tokens: UsedTokens = 0
     """The part that came from disk."""
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     preempted_ms: float = 0.0
-    preemptions: int = 0
-    swaps: int = 0
+    preemptions: Count = 0
+    swaps: Count = 0
     """The preemptions after which the pages were kept in host memory."""
     stalled_ms: float = 0.0
     """The time for which the request was paused, because the client was behind in reading."""
@@ -105,7 +108,8 @@ def encode_closing(closing: Closing) -> bytes:
 
 
 def parse_closing(data: bytes | str) -> Closing | None:
-    """The closing in `data`. None when it is not one: the answer came from an engine of another make."""
+    """The closing in `data`. None when it is not one: the answer came from an engine of another make, or its
+    numbers are out of all bounds."""
     try:
         return _decode_closing(data)
     except msgspec.DecodeError:

@@ -28,9 +28,9 @@ from gateway.admission.periods import DAY_MS, day_of
 from gateway.admission.quota import (
     LEASE_TTL_MS,
     Account,
+    AccountName,
     Decision,
     ReservationId,
-    Scope,
     Settlement,
     Subject,
     SubjectAccount,
@@ -89,7 +89,7 @@ class MemoryStore:
         self._ahead_ms = self._difference_ms()
         self.rows: Final = UsageRows(days_kept)
         """Usage by key, tenant, model and day."""
-        self._accounts: OrderedDict[tuple[Scope, str], Account] = OrderedDict()
+        self._accounts: OrderedDict[AccountName, Account] = OrderedDict()
         """The account of each subject; first those that were looked at longest ago."""
         self._reservations: dict[ReservationId, _Reservation] = {}
         """The open reservations, in the order of their expiry."""
@@ -149,7 +149,7 @@ class MemoryStore:
         settlement = Settlement(entry.tokens, used.tokens)
         for subject, usage in self._holdings(entry.subjects, now_ms):
             settled = quota.settle(subject.limits, usage, settlement, entry.reserved_ms)
-            self._accounts[subject.scope, subject.id] = settled
+            self._accounts[subject.account] = settled
         self._book(entry, settlement, used)
         return Done(settlement)
 
@@ -184,7 +184,7 @@ class MemoryStore:
         accounts, at_ms = self._accounts, now_ms + self._ahead_ms
         holdings: list[SubjectAccount] = []
         for subject in subjects:  # a comprehension is a function that is made each time
-            account = accounts.get((subject.scope, subject.id), _EMPTY)
+            account = accounts.get(subject.account, _EMPTY)
             holdings.append((subject, account.at(subject.limits, at_ms)))
         return holdings
 
@@ -192,7 +192,7 @@ class MemoryStore:
         charged: list[SubjectAccount] = []
         for place, (subject, before) in enumerate(holdings):
             account = quota.charge(subject.limits, before, 1 if place >= seated else 0, tokens)
-            name = subject.scope, subject.id
+            name = subject.account
             if name not in self._accounts:
                 self._forget_idle(account.at_ms)
             self._accounts[name] = account
@@ -224,8 +224,8 @@ class MemoryStore:
                 return
             del self._reservations[reservation]
             for subject in entry.subjects:
-                account = subject.scope, subject.id
-                self._accounts[account] = quota.expire(self._accounts[account])
+                name = subject.account
+                self._accounts[name] = quota.expire(self._accounts[name])
             self._book(entry, Settlement(entry.tokens, entry.tokens), Used(estimated=entry.tokens))
 
     def _book(self, entry: _Reservation, settlement: Settlement, used: Used) -> None:

@@ -8,8 +8,9 @@
 --   PREFIX:reservations          hash: reservation -> "TOKENS RESERVED_MS USAGE ROW ACCOUNT ACCOUNT", where USAGE
 --                                is the beginning of the key of the row that it is counted in, and USAGE and
 --                                ROW are - as long as nothing was granted
---   PREFIX:{acme}:key:k1         an account: requests, tokens, at_ms, live, spent, day, month, as quota.Usage has
---                                them, seven doubles (packed: as text they took a quarter of each call)
+--   PREFIX:{acme}:key:k1         an account: requests, tokens, at_ms, live, spent, day, month, requests_at_ms,
+--                                tokens_at_ms, as quota.Account has them, nine doubles (packed: as text they
+--                                took a quarter of each call)
 --   PREFIX:{acme}:tenant:acme    another one
 --   PREFIX:{acme}:settled:NAME   what a reservation had reserved, and when it was settled, for SETTLED_MS
 --   PREFIX:model:qwen            another one, of all tenants; not in a Cluster
@@ -25,7 +26,8 @@
 --
 -- Rules:
 --
--- 1. Time is the server's: one clock for all gateways. A now_ms above 0 replaces it; tests alone send one.
+-- 1. Time is the server's: one clock for all gateways. A now_ms above 0 replaces it; tests alone send one. What a
+--    clock does that is put back, or a server whose clock is behind after a failover, rule 4 of quota.py says.
 -- 2. This script decides and charges. What a refusal means, and what windows show, quota.py works out from the
 --    usage that is returned: the same numbers, so that there is one place for it.
 -- 3. A call that is repeated changes nothing, and one that comes after not_after_ms, when its caller has given
@@ -35,6 +37,8 @@
 --    An expired lease is taken away first, which is right whatever comes after it.
 -- 6. Accounts and rows of reservations are no KEYS: they are not known before, and have the same hash tag.
 -- 7. A reservation's subjects that have their seats are the first ones of its call's, in the same order.
+-- 8. A meter whose limit the call lacks is left as it is (rule 6 of quota.py), and its account is kept as long as
+--    that meter needs.
 --
 -- Returns   {now_ms, answer, then for each subject requests, tokens, live, spent, day, month}, see each
 --           operation below.
@@ -54,8 +58,9 @@ local FIRST_WORD = 5
 local FIRST_LIMIT = 17 -- a position in the settings
 local LIMITS = '>dddddd'
 local LIMITS_LEN = 48
-local ACCOUNT = '>ddddddd'
-local ACCOUNT_LEN = 56
+local ACCOUNT = '>ddddddddd'
+local ACCOUNT_LEN = 72
+local METERS_LEN = 56 -- without the times of the buckets
 local ROW = '>dddddd'
 
 local leases, reservations = KEYS[1], KEYS[2]
@@ -89,28 +94,37 @@ end
 local function parse(value)
   local usage = {}
   if value then
-    if #value < ACCOUNT_LEN then -- of a version that knew fewer meters
-      value = value .. string.rep('\0', ACCOUNT_LEN - #value)
+    if #value < ACCOUNT_LEN then -- of a version that knew fewer meters, and one time for all
+      local at = string.sub(value, 17, 24)
+      value = value .. string.rep('\0', METERS_LEN - #value) .. at .. at
     end
-    usage.requests, usage.tokens, usage.at, usage.live, usage.spent, usage.day, usage.month =
-      struct.unpack(ACCOUNT, value)
   else
-    usage.requests, usage.tokens, usage.at, usage.live, usage.spent, usage.day, usage.month = 0, 0, 0, 0, 0, 0, 0
+    value = string.rep('\0', ACCOUNT_LEN)
   end
+  usage.requests, usage.tokens, usage.at, usage.live, usage.spent, usage.day, usage.month, usage.requests_at,
+    usage.tokens_at = struct.unpack(ACCOUNT, value)
   return usage
 end
 
 local function show(usage)
   return struct.pack(
-    ACCOUNT, usage.requests, usage.tokens, usage.at, usage.live, usage.spent, usage.day, usage.month)
+    ACCOUNT, usage.requests, usage.tokens, usage.at, usage.live, usage.spent, usage.day, usage.month,
+    usage.requests_at, usage.tokens_at)
 end
 
 local function limit(number)
   return number >= 0 and number or nil
 end
 
-local function drained(level, per_min, elapsed)
-  return per_min and math.max(0, level - per_min * elapsed) or 0
+-- A bucket's level now, and the time that it is of.
+local function drained_to(level, at, per_min)
+  if level == 0 then
+    return 0, now
+  end
+  if not per_min then
+    return level, math.min(at, now)
+  end
+  return math.max(0, level - per_min * math.max(0, now - at)), now
 end
 
 -- The usage of the first `count` subjects as it is now, each with its limits; of all without a count.
@@ -127,10 +141,9 @@ local function holdings(count)
       struct.unpack(LIMITS, settings, FIRST_LIMIT + LIMITS_LEN * (i - 1))
     usage.rpm, usage.tpm, usage.concurrent = limit(rpm), limit(tpm), limit(concurrent)
     usage.budget, usage.per_day, usage.per_month = limit(budget), limit(per_day), limit(per_month)
-    local elapsed = now - usage.at
-    if elapsed > 0 then
-      usage.requests = drained(usage.requests, usage.rpm, elapsed)
-      usage.tokens = drained(usage.tokens, usage.tpm, elapsed)
+    usage.requests, usage.requests_at = drained_to(usage.requests, usage.requests_at, usage.rpm)
+    usage.tokens, usage.tokens_at = drained_to(usage.tokens, usage.tokens_at, usage.tpm)
+    if now > usage.at then
       if usage.day > 0 and day_of(usage.at) ~= day_of(now) then
         usage.day = 0
       end
@@ -144,18 +157,20 @@ local function holdings(count)
   return found
 end
 
+-- The time until a bucket is empty. The call may lack the limit that says it: then a time that is enough for most.
+local function empty_after(level, per_min)
+  if level > 0 then
+    return per_min and level / math.max(per_min, 1) or MONTH_KEPT_MS
+  end
+  return 0
+end
+
 local function save(usage)
   if usage.spent > 0 then
     redis.call('SET', usage.key, show(usage)) -- a budget is spent for good
     return
   end
-  local empty_in = 0
-  if usage.requests > 0 then
-    empty_in = usage.requests / math.max(usage.rpm or 1, 1)
-  end
-  if usage.tokens > 0 then
-    empty_in = math.max(empty_in, usage.tokens / math.max(usage.tpm or 1, 1))
-  end
+  local empty_in = math.max(empty_after(usage.requests, usage.rpm), empty_after(usage.tokens, usage.tpm))
   if usage.month > 0 then
     empty_in = math.max(empty_in, MONTH_KEPT_MS)
   end
@@ -273,12 +288,12 @@ end
 local function charge(subjects, seated, tokens)
   for i, usage in ipairs(subjects) do
     local seats = i > seated and 1 or 0
-    usage.requests = usage.rpm and usage.requests + seats * WEIGHT or 0
-    usage.tokens = usage.tpm and usage.tokens + tokens * WEIGHT or 0
+    usage.requests = usage.requests + (usage.rpm and seats * WEIGHT or 0)
+    usage.tokens = usage.tokens + (usage.tpm and tokens * WEIGHT or 0)
     usage.live = usage.live + seats
-    usage.spent = usage.budget and usage.spent + tokens or 0
-    usage.day = usage.per_day and usage.day + tokens or 0
-    usage.month = usage.per_month and usage.month + tokens or 0
+    usage.spent = usage.spent + (usage.budget and tokens or 0)
+    usage.day = usage.day + (usage.per_day and tokens or 0)
+    usage.month = usage.month + (usage.per_month and tokens or 0)
     save(usage)
   end
 end
@@ -365,17 +380,17 @@ function operations.settle()
   local used, prompt, cached, completion = struct.unpack('>dddd', numbers, FIRST_NUMBER)
   local difference = used - reserved
   for _, usage in ipairs(holdings(seats_of(accounts))) do
-    usage.tokens = usage.tpm and math.max(0, usage.tokens + difference * WEIGHT) or 0
     usage.live = math.max(0, usage.live - 1)
-    usage.spent = usage.budget and math.max(0, usage.spent + difference) or 0
-    if not usage.per_day then
-      usage.day = 0
-    elseif day_of(at) == day_of(usage.at) then
+    if usage.tpm then
+      usage.tokens = math.max(0, usage.tokens + difference * WEIGHT)
+    end
+    if usage.budget then
+      usage.spent = math.max(0, usage.spent + difference)
+    end
+    if usage.per_day and day_of(at) == day_of(usage.at) then
       usage.day = math.max(0, usage.day + difference)
     end
-    if not usage.per_month then
-      usage.month = 0
-    elseif month_of(at) == month_of(usage.at) then
+    if usage.per_month and month_of(at) == month_of(usage.at) then
       usage.month = math.max(0, usage.month + difference)
     end
     save(usage)

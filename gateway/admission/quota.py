@@ -20,9 +20,16 @@ Rules:
    of what is left, so that one request leaves something to the next.
 3. Whole numbers throughout, so that a store in another language decides the same. One request or
    token weighs `WEIGHT` units; a bucket of `limit` per minute drains `limit` units each millisecond.
-4. Time that runs backwards drains nothing, and begins no day or month anew.
+4. Time that runs backwards drains nothing, and begins no day or month anew. A bucket drains on from the
+   earlier time: if it waited until the clock was where it had been, its subject would be refused for as long
+   as the clock was ahead. A clock that is put back and forth (the servers of a failover differ) drains the
+   difference twice, which gives no more than the bucket held.
 5. Tokens belong to the day and the month in which they were reserved. What is settled after the end of that
    period changes nothing in the next one.
+6. A limit counts what is used while it is set. A call whose limits lack a meter neither adds to it nor takes
+   from it, for the same subject may be reached with other limits: by another grant, by a gateway with another
+   file, by a request that came before the limit. What was counted stays: a budget for good, that of a day or
+   a month until its period ends, and a bucket until a call has its limit, which says how fast it drained.
 """
 
 from __future__ import annotations
@@ -75,6 +82,9 @@ class Scope(StrEnum):
     """All requests for a model, whoever sends them."""
 
 
+AccountName = tuple[Scope, str, TenantId | None]
+
+
 class Subject(Struct, frozen=True, cache_hash=True):
     """A key, a tenant or a model whose quotas a request counts against."""
 
@@ -87,42 +97,55 @@ class Subject(Struct, frozen=True, cache_hash=True):
     fail: QuotaFail = "closed"
     """The answer to its requests while the store of quotas cannot be asked; the tenant's setting."""
 
+    @property
+    def account(self) -> AccountName:
+        """The name of its account. A holder of the same id in another tenant is somebody else; a model is the
+        same for all tenants."""
+        return self.scope, self.id, None if self.scope is Scope.MODEL else self.tenant
+
 
 class Account(Struct, frozen=True, gc=False):
     """A subject's usage, as a store keeps it."""
 
     requests: int = 0
-    """The level of the requests bucket, in units: what was charged and has not drained yet. 0 without a
-    limit: a limit that is set later starts from an empty bucket."""
+    """The level of the requests bucket, in units: what was charged and has not drained yet."""
     tokens: int = 0
-    """The level of the tokens bucket, in units. 0 without a limit."""
+    """The level of the tokens bucket, in units."""
     at_ms: int = 0
-    """The time at which the levels were computed, in milliseconds on the store's clock."""
+    """The time at which the account was used last, in milliseconds on the store's clock."""
     live: int = 0
     """The leases that the subject holds: its requests that are admitted and neither settled nor expired."""
     spent: int = 0
-    """Tokens against the budget: used and reserved. Kept where there is a budget, as the levels are."""
+    """Tokens against the budget: used and reserved."""
     day: int = 0
     """The same against the budget of the day that `at_ms` is in."""
     month: int = 0
     """The same against the budget of the month that `at_ms` is in."""
+    requests_at_ms: int = 0
+    """The time at which the level of the requests bucket was computed."""
+    tokens_at_ms: int = 0
+    """The time at which the level of the tokens bucket was computed."""
 
     def at(self, limits: QuotaLimits, now_ms: int) -> Account:
-        """The usage at a later time. An earlier one changes nothing."""
-        elapsed_ms = now_ms - self.at_ms
-        if elapsed_ms <= 0:
+        """The usage at another time, by rules 4 and 6."""
+        if now_ms == self.at_ms == self.requests_at_ms == self.tokens_at_ms:
             return self
-        requests, tokens = self.requests, self.tokens
+        at_ms = max(self.at_ms, now_ms)
+        requests, requests_at_ms = self.requests, at_ms
         if requests:
-            requests = drained(requests, limits.requests_per_min, elapsed_ms)
+            per_min = limits.requests_per_min
+            requests, requests_at_ms = _drained_to(requests, self.requests_at_ms, per_min, now_ms)
+        tokens, tokens_at_ms = self.tokens, at_ms
         if tokens:
-            tokens = drained(tokens, limits.tokens_per_min, elapsed_ms)
+            tokens, tokens_at_ms = _drained_to(tokens, self.tokens_at_ms, limits.tokens_per_min, now_ms)
         day, month = self.day, self.month
-        if day and day_of(self.at_ms) != day_of(now_ms):
+        if day and day_of(self.at_ms) != day_of(at_ms):
             day = 0
-        if month and month_of(self.at_ms) != month_of(now_ms):
+        if month and month_of(self.at_ms) != month_of(at_ms):
             month = 0
-        return Account(requests, tokens, now_ms, self.live, self.spent, day, month)
+        return Account(
+            requests, tokens, at_ms, self.live, self.spent, day, month, requests_at_ms, tokens_at_ms
+        )
 
 
 class Window(Struct, frozen=True, gc=False):
@@ -136,7 +159,8 @@ class Window(Struct, frozen=True, gc=False):
 
 
 class Windows(Struct, frozen=True, gc=False):
-    """The tightest window of each bucket and period over all subjects. None for one without a limit."""
+    """The tightest window of each bucket and period over the subjects that are the caller's own. None for one
+    without a limit."""
 
     requests: Window | None = None
     tokens: Window | None = None
@@ -150,7 +174,7 @@ class Refusal(Struct, frozen=True, gc=False):
     limit: int
     retry_after_ms: int | None
     """The time until a retry may succeed, in milliseconds. None when waiting does not help: the request is
-    larger than the limit, or a budget is spent that time does not refill."""
+    larger than the limit, which may be zero, or a budget is spent that time does not refill."""
     remaining: int = 0
     """The tokens that are left of any of the budgets; 0 for other meters."""
 
@@ -238,10 +262,9 @@ class QuotaStore(Protocol):
 # -- one bucket -----------------------------------------------------------------------------------
 
 
-def drained(level: int, per_min: int | None, elapsed_ms: int) -> int:
-    if per_min is None or (left := level - per_min * elapsed_ms) < 0:
-        return 0
-    return left
+def drained(level: int, per_min: int, elapsed_ms: int) -> int:
+    left = level - per_min * elapsed_ms
+    return left if left > 0 else 0
 
 
 def fits(level: int, per_min: int, amount: int) -> bool:
@@ -256,10 +279,17 @@ def wait_ms(level: int, per_min: int, amount: int) -> int | None:
     return -(-(level + (amount - per_min) * WEIGHT) // per_min)
 
 
-def charged(level: int, per_min: int | None, amount: int) -> int:
+def charged(level: int, amount: int) -> int:
     """The level after charging `amount` requests or tokens. A negative amount lowers it, never below
     empty."""
-    return max(0, level + amount * WEIGHT) if per_min is not None else 0
+    return max(0, level + amount * WEIGHT)
+
+
+def _drained_to(level: int, at_ms: int, per_min: int | None, now_ms: int) -> tuple[int, int]:
+    """A bucket's level now, and the time that it is of."""
+    if per_min is None:
+        return level, min(at_ms, now_ms)
+    return drained(level, per_min, max(0, now_ms - at_ms)), now_ms
 
 
 # -- all meters of a subject ----------------------------------------------------------------------
@@ -278,7 +308,7 @@ def decide(holdings: Sequence[SubjectAccount], *, seated: int, tokens: int) -> R
             if (limit := limits.requests_per_min) is not None and not fits(account.requests, limit, 1):
                 found.append(Refusal(Meter.REQUESTS, scope, limit, wait_ms(account.requests, limit, 1)))
             if (limit := limits.concurrent) is not None and account.live >= limit:
-                found.append(Refusal(Meter.CONCURRENCY, scope, limit, BUSY_RETRY_MS))
+                found.append(Refusal(Meter.CONCURRENCY, scope, limit, BUSY_RETRY_MS if limit else None))
         if tokens:
             if (limit := limits.tokens_per_min) is not None and not fits(account.tokens, limit, tokens):
                 found.append(Refusal(Meter.TOKENS, scope, limit, wait_ms(account.tokens, limit, tokens)))
@@ -306,13 +336,15 @@ def grant(holdings: Iterable[SubjectAccount], least: int, most: int) -> int:
 def charge(limits: QuotaLimits, account: Account, seats: int, tokens: int) -> Account:
     """The subject's usage after a grant."""
     return Account(
-        account.requests + seats * WEIGHT if limits.requests_per_min is not None else 0,
-        account.tokens + tokens * WEIGHT if limits.tokens_per_min is not None else 0,
+        account.requests + (seats * WEIGHT if limits.requests_per_min is not None else 0),
+        account.tokens + (tokens * WEIGHT if limits.tokens_per_min is not None else 0),
         account.at_ms,
         account.live + seats,
-        account.spent + tokens if limits.token_budget is not None else 0,
-        account.day + tokens if limits.tokens_per_day is not None else 0,
-        account.month + tokens if limits.tokens_per_month is not None else 0,
+        account.spent + (tokens if limits.token_budget is not None else 0),
+        account.day + (tokens if limits.tokens_per_day is not None else 0),
+        account.month + (tokens if limits.tokens_per_month is not None else 0),
+        account.requests_at_ms,
+        account.tokens_at_ms,
     )
 
 
@@ -321,16 +353,26 @@ def settle(limits: QuotaLimits, account: Account, settlement: Settlement, reserv
     reserved (at `reserved_ms`) and what was used is charged or refunded."""
     assert account.live > 0, "a lease is given back once"
     difference = settlement.settled - settlement.reserved
-    tokens = charged(account.tokens, limits.tokens_per_min, difference)
-    spent = max(0, account.spent + difference) if limits.token_budget is not None else 0
-    day = month = 0
-    if limits.tokens_per_day is not None:
-        is_same = day_of(reserved_ms) == day_of(account.at_ms)
-        day = max(0, account.day + difference) if is_same else account.day
-    if limits.tokens_per_month is not None:
-        is_same = month_of(reserved_ms) == month_of(account.at_ms)
-        month = max(0, account.month + difference) if is_same else account.month
-    return Account(account.requests, tokens, account.at_ms, account.live - 1, spent, day, month)
+    tokens, spent, day, month = account.tokens, account.spent, account.day, account.month
+    if limits.tokens_per_min is not None:
+        tokens = charged(tokens, difference)
+    if limits.token_budget is not None:
+        spent = max(0, spent + difference)
+    if limits.tokens_per_day is not None and day_of(reserved_ms) == day_of(account.at_ms):
+        day = max(0, day + difference)
+    if limits.tokens_per_month is not None and month_of(reserved_ms) == month_of(account.at_ms):
+        month = max(0, month + difference)
+    return Account(
+        account.requests,
+        tokens,
+        account.at_ms,
+        account.live - 1,
+        spent,
+        day,
+        month,
+        account.requests_at_ms,
+        account.tokens_at_ms,
+    )
 
 
 def expire(account: Account) -> Account:
@@ -344,16 +386,21 @@ def expire(account: Account) -> Account:
         account.spent,
         account.day,
         account.month,
+        account.requests_at_ms,
+        account.tokens_at_ms,
     )
 
 
 def windows_of(holdings: Iterable[SubjectAccount]) -> Windows:
-    """The tightest windows of the subjects."""
+    """The tightest windows of the subjects, but for those of a model: what is left for all tenants together
+    would tell each what the others use."""
     requests: Window | None = None
     tokens: Window | None = None
     day: Window | None = None
     month: Window | None = None
     for subject, account in holdings:
+        if subject.scope is Scope.MODEL:
+            continue
         limits = subject.limits
         requests = _tighter(requests, limits.requests_per_min, account.requests)
         tokens = _tighter(tokens, limits.tokens_per_min, account.tokens)

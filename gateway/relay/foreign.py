@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from shared.sse import DONE, Closing, TailScanner
+from shared.sse import DONE, Closing, TailScanner, UsedTokens
 
 TAIL_LEN: Final = 4096
 """The number of bytes at a stream's end in which its usage is looked for. An event with it takes a few
@@ -36,12 +36,12 @@ _NO_CHOICES: Final = re.compile(rb'"choices":\s*\[\]')
 
 
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: UsedTokens | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int = 0
+    prompt_tokens: UsedTokens
+    completion_tokens: UsedTokens = 0
     prompt_tokens_details: _PromptDetails | None = None
 
 
@@ -49,16 +49,23 @@ class _Body(msgspec.Struct):
     usage: _Usage | None = None
 
 
+class _Told(msgspec.Struct):
+    usage: dict[str, msgspec.Raw] | None = None
+    """Believed or not."""
+
+
 _decode_body: Final = msgspec.json.Decoder(_Body).decode
+_decode_told: Final = msgspec.json.Decoder(_Told).decode
 
 
 def usage_of(body: bytes) -> Closing | None:
-    """The usage in a unary answer, or in one event of a stream. None without one."""
+    """The usage in a unary answer, or in one event of a stream. None without one, and for numbers that no
+    request can have used."""
     try:
         usage = _decode_body(body).usage
     except msgspec.DecodeError:
         return None
-    if usage is None or min(usage.prompt_tokens, usage.completion_tokens) < 0:
+    if usage is None:
         return None
     cached = usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
     return Closing(
@@ -151,4 +158,9 @@ def _has_empty_array(event: bytes) -> bool:
 
 def _tells_usage_alone(event: bytes) -> bool:
     data = event.removeprefix(_DATA)
-    return _NO_CHOICES.search(data) is not None and usage_of(data) is not None
+    if _NO_CHOICES.search(data) is None:
+        return False
+    try:
+        return _decode_told(data).usage is not None
+    except msgspec.DecodeError:
+        return False

@@ -171,7 +171,7 @@ class House:
         settled = sum(line["settled_tokens"] for line in self._lines())
         subject = Subject(Scope.TENANT, tenant, QuotaLimits(), tenant)
         account: Any = server.raw.get(store._account(subject))
-        _, _, _, live, spent, _, _ = struct.unpack(">7d", account or bytes(56))
+        _, _, _, live, spent, *_ = struct.unpack(">9d", account or bytes(72))
         assert (live, spent) == (0, settled)
         today = int(SYSTEM_CLOCK.wall()) // 86_400
         rows = [row async for row in store.usage(tenant, today - 1, today)]

@@ -4,6 +4,7 @@ No closing comment, no tokenizer endpoint, errors in an envelope of its own. The
 
     endless     stream until the client is gone
     mute        tell no usage
+    absurd      tell one that no request can have
     crlf        end lines with CRLF
     bad, busy   refuse, flat and with a number for a code
     ...         an answer of three tokens
@@ -23,6 +24,7 @@ Send = Callable[[Message], Awaitable[None]]
 MODEL = "their-model"
 WORDS = ("one", " two", " three")
 USAGE = {"prompt_tokens": 21, "completion_tokens": 4, "total_tokens": 25, "prompt_tokens_details": None}
+ABSURD = {**USAGE, "prompt_tokens": 10**30}
 REFUSALS = {"bad": (400, "temperature is too hot"), "busy": (503, "come back later")}
 
 left = 0
@@ -51,7 +53,8 @@ async def chat(body: Message, receive: Receive, send: Send) -> None:
     elif not body.get("stream"):
         said = {"role": "assistant", "content": "".join(WORDS)}
         choice = {"index": 0, "message": said, "finish_reason": "stop"}
-        await answer(send, 200, {"id": "x", "model": MODEL, "choices": [choice], "usage": USAGE})
+        usage = ABSURD if prompt == "absurd" else USAGE
+        await answer(send, 200, {"id": "x", "model": MODEL, "choices": [choice], "usage": usage})
     else:
         await begin(send, 200, b"text/event-stream")
         await (endless(receive, send) if prompt == "endless" else stream(body, prompt, send))
@@ -62,7 +65,7 @@ async def stream(body: Message, prompt: str, send: Send) -> None:
         {"choices": [{"index": 0, "delta": {"content": word}}], "usage": None} for word in WORDS
     ]
     if (body.get("stream_options") or {}).get("include_usage") and prompt != "mute":
-        events.append({"choices": [], "usage": USAGE})
+        events.append({"choices": [], "usage": ABSURD if prompt == "absurd" else USAGE})
     end = b"\r\n\r\n" if prompt == "crlf" else b"\n\n"
     for event in (*map(json.dumps, events), "[DONE]"):
         await send(

@@ -17,6 +17,7 @@ from gateway.admission.quota import (
     Settlement,
     Subject,
     Window,
+    Windows,
     charge,
     decide,
 )
@@ -162,6 +163,17 @@ async def test_a_models_limits_are_taken_with_the_tokens_or_not_at_all(
     assert (await store.reserve(rid(2), [key, model], 50, 50)).refusal is None
     refusal = (await take(store, rid(3), [key], 0)).refusal
     assert refusal is None, "another model is not concerned"
+
+
+async def test_what_is_left_of_a_model_for_all_tenants_is_shown_to_none(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    limits = {"requests_per_min": 2, "tokens_per_min": 100, "tokens_per_day": 100, "tokens_per_month": 100}
+    for name in (1, 2, 3):
+        own, model = subject(f"k{name}", requests_per_min=9), of_model(Scope.MODEL, "t", **limits)
+        decision = await store.reserve(rid(name), [own, model], 30, 30)
+        assert (decision.refusal is None) == (name < 3)
+        left = 8 if name < 3 else 9
+        assert decision.windows == Windows(requests=Window(9, left, (9 - left) * 6667))
 
 
 async def test_a_models_limit_counts_all_tenants_together(clock_and_store: Both) -> None:

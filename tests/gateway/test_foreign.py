@@ -21,6 +21,7 @@ from gateway.app import Gateway
 from gateway.config import load
 from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, usage_of
 from shared.bench.services import free_port
+from shared.openai import USED_TOKENS_MAX
 from tests.gateway import foreign_app
 from tests.gateway.conftest import KEY, PATIENCE_S, settings, until
 from tests.gateway.foreign_app import MODEL, USAGE, WORDS
@@ -141,6 +142,16 @@ async def test_a_foreign_stream_without_usage_is_charged_its_reservation(front: 
     line = await front.line()
     assert line["end_reason"] == "ok"
     assert not line["prompt_exact"]
+    assert line["settled_tokens"] == line["reserved_tokens"] == line["prompt_tokens"] + 50
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_usage_out_of_all_bounds_is_charged_as_none(front: Front, streaming: bool) -> None:
+    answer = await front.chat("absurd", max_tokens=50, stream=streaming)
+    if streaming:
+        assert len([chunk async for chunk in answer]) == len(WORDS)
+    line = await front.line()
+    assert line["end_reason"] == "ok"
     assert line["settled_tokens"] == line["reserved_tokens"] == line["prompt_tokens"] + 50
 
 
@@ -302,3 +313,23 @@ def test_an_event_is_taken_as_it_came_unless_it_may_have_to_be_hidden(
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": -1}, {"prompt_tokens": "many"}])
 def test_malformed_usage_is_ignored(usage: Any) -> None:
     assert usage_of(json.dumps({"usage": usage}).encode()) is None
+
+
+@pytest.mark.parametrize("tokens", [-1, USED_TOKENS_MAX + 1, 2**64, 10**30])
+@pytest.mark.parametrize("field", ["prompt_tokens", "completion_tokens", "cached_tokens"])
+def test_usage_that_no_request_can_have_is_none_and_is_hidden_all_the_same(field: str, tokens: int) -> None:
+    numbers = {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 1, field: tokens}
+    usage = {**numbers, "prompt_tokens_details": {"cached_tokens": numbers.pop("cached_tokens")}}
+    event = json.dumps({"choices": [], "usage": usage}).encode()
+    assert usage_of(event) is None
+    scanner = ForeignScanner(hides_usage=True)
+    done = b"data: [DONE]\n\n"
+    assert whole(scanner, EVENT + b"data: " + event + b"\n\n" + done, 1000) == EVENT + done
+    assert scanner.usage is None
+
+
+def test_the_most_that_a_request_can_use_is_believed() -> None:
+    usage = {"prompt_tokens": USED_TOKENS_MAX, "completion_tokens": USED_TOKENS_MAX}
+    closing = usage_of(json.dumps({"usage": usage}).encode())
+    assert closing is not None
+    assert (closing.prompt_tokens, closing.completion_tokens) == (USED_TOKENS_MAX, USED_TOKENS_MAX)

@@ -24,6 +24,7 @@ from gateway.admission.quota import (
     ReservationId,
     Scope,
     Settlement,
+    Subject,
     Windows,
     charged,
     drained,
@@ -71,7 +72,7 @@ def test_grants_never_exceed_the_limit_and_what_has_drained(
         now_ms += elapsed_ms
         level = drained(level, per_min, elapsed_ms)
         if fits(level, per_min, amount):
-            level = charged(level, per_min, amount)
+            level = charged(level, amount)
             passed.append((now_ms, amount))
     for i, (start_ms, _) in enumerate(passed):
         total = 0
@@ -80,9 +81,29 @@ def test_grants_never_exceed_the_limit_and_what_has_drained(
             assert total * WEIGHT <= per_min * WEIGHT + per_min * (at_ms - start_ms)
 
 
-def test_time_that_runs_backwards_drains_nothing() -> None:
-    usage = Account(requests=WEIGHT, tokens=WEIGHT, at_ms=1000)
-    assert usage.at(QuotaLimits(requests_per_min=60, tokens_per_min=60), 500) == usage
+@pytest.mark.parametrize("seen", [QuotaLimits(requests_per_min=60, tokens_per_min=60), QuotaLimits()])
+def test_time_that_runs_backwards_drains_nothing_and_holds_nothing_up(seen: QuotaLimits) -> None:
+    """Whether or not a call that sees the earlier time has the limits."""
+    ahead_ms = 3_600_000
+    limits = QuotaLimits(requests_per_min=60, tokens_per_min=60)
+    usage = Account(60 * WEIGHT, 60 * WEIGHT, ahead_ms, requests_at_ms=ahead_ms, tokens_at_ms=ahead_ms)
+    back = usage.at(seen, 500)
+    assert (back.requests, back.tokens, back.at_ms) == (60 * WEIGHT, 60 * WEIGHT, ahead_ms)
+    later = back.at(limits, 1500)
+    assert (later.requests, later.tokens) == (59 * WEIGHT, 59 * WEIGHT)
+
+
+@given(LIMITS, st.lists(st.integers(-90_000, 90_000), max_size=30), st.integers(0, 10**9))
+def test_a_clock_that_is_put_back_and_forth_drains_no_more_than_the_time_that_it_showed(
+    per_min: int, steps_ms: list[int], level: int
+) -> None:
+    limits, now_ms, shown_ms = QuotaLimits(tokens_per_min=per_min), 10**9, 0
+    usage = Account(tokens=level * WEIGHT, at_ms=now_ms, tokens_at_ms=now_ms)
+    for step_ms in steps_ms:
+        now_ms += step_ms
+        shown_ms += max(0, step_ms)
+        usage = usage.at(limits, now_ms)
+        assert usage.tokens == drained(level * WEIGHT, per_min, shown_ms)
 
 
 # -- the contract of a store ----------------------------------------------------------------------
@@ -146,7 +167,9 @@ async def test_a_request_larger_than_its_quota_has_no_retry_after(clock_and_stor
 async def test_a_quota_of_zero_admits_nothing(clock_and_store: Both) -> None:
     _, store = clock_and_store
     for name, limits in (("requests", QuotaLimits(requests_per_min=0)), ("seats", QuotaLimits(concurrent=0))):
-        assert (await take(store, rid(name), [of_limits(limits)], 0)).refusal is not None
+        refusal = (await take(store, rid(name), [of_limits(limits)], 0)).refusal
+        assert refusal is not None
+        assert refusal.retry_after_ms is None, "and waiting does not help"
     assert (await take(store, rid(1), [subject(token_budget=0)], 1)).refusal is not None
 
 
@@ -181,6 +204,61 @@ async def test_a_budget_does_not_refill_but_is_refunded(clock_and_store: Both) -
     clock.advance(3600)
     assert (await take(store, rid(3), who, 41)).refusal is not None
     assert (await take(store, rid(4), who, 40)).refusal is None
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        QuotaLimits(requests_per_min=1),
+        QuotaLimits(tokens_per_min=100),
+        QuotaLimits(token_budget=100),
+        QuotaLimits(tokens_per_day=100),
+        QuotaLimits(tokens_per_month=100),
+    ],
+)
+async def test_a_call_without_a_limit_leaves_what_was_counted_by_it(
+    clock_and_store: Both, limits: QuotaLimits
+) -> None:
+    """The limit is set while a request runs, or somebody else reaches the subject without it."""
+    _, store = clock_and_store
+    limited, others = [of_limits(limits)], [subject(concurrent=9)]
+    await take(store, rid("before"), others, 70)
+    assert (await take(store, rid(1), limited, 60)).refusal is None, "what came before does not count"
+    await store.settle(rid(1), Used(completion=100))
+    await take(store, rid("beside"), others, 80)
+    await store.settle(rid("before"), Used(completion=1))
+    await store.settle(rid("beside"), Used(completion=200))
+    shown = await store.windows(limited)
+    assert all(
+        window is None or window.remaining == 0 for window in (shown.requests, shown.tokens, shown.day)
+    )
+    assert (await take(store, rid(2), limited, 1)).refusal is not None
+
+
+async def test_a_bucket_drains_on_while_calls_without_its_limit_come(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    limited, others = [subject(requests_per_min=2, tokens_per_min=100)], [subject(tokens_per_min=100)]
+    for i in range(2):
+        assert (await take(store, rid(i), limited, 50)).refusal is None
+    for second in range(29):
+        clock.advance(1)
+        await take(store, rid(f"other {second}"), others, 1)
+    refusal = (await take(store, rid(3), limited, 0)).refusal
+    assert refusal == Refusal(Meter.REQUESTS, Scope.KEY, 2, 1_000)
+    clock.advance(1)
+    assert (await take(store, rid(4), limited, 0)).refusal is None
+    refusal = (await take(store, rid(5), limited, 0)).refusal
+    assert refusal == Refusal(Meter.REQUESTS, Scope.KEY, 2, 30_000), "and no faster"
+
+
+async def test_a_days_budget_ends_with_its_day_whoever_calls(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    limited, others = [subject(tokens_per_day=100, tokens_per_month=1000)], [subject(concurrent=9)]
+    assert (await take(store, rid(1), limited, 100)).refusal is None
+    clock.advance(86_400)
+    await take(store, rid(2), others, 1)
+    windows = await store.windows(limited)
+    assert (remaining(windows.day), remaining(windows.month)) == (100, 900)
 
 
 async def test_settle_is_idempotent_and_ignores_unknown_reservations(clock_and_store: Both) -> None:
@@ -224,6 +302,21 @@ async def test_limits_that_differ_by_subject_are_kept_apart(clock_and_store: Bot
             who = [subject(name, scope, requests_per_min=1)]
             assert (await take(store, rid(f"{scope}{name}"), who, 0)).refusal is None
             assert (await take(store, rid(f"{scope}{name}2"), who, 0)).refusal is not None
+
+
+async def test_the_same_holder_in_two_tenants_has_two_accounts(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    for scope, name in ((Scope.KEY, "idp:1"), (Scope.KEY_MODEL, "idp:1/m")):
+        for tenant in ("a", "b"):
+            who = [Subject(scope, name, QuotaLimits(concurrent=1, token_budget=10), TenantId(tenant))]
+            for admitted in (True, False):
+                call = store.reserve(rid(f"{scope} {tenant} {admitted}"), who, 10, 10)
+                assert ((await call).refusal is None) == admitted
+            assert await store.settle(rid(f"{scope} {tenant} True"), Used(completion=4)) is not None
+            assert (await store.reserve(rid(f"{scope} {tenant} left"), who, 6, 6)).refusal is None
+    clock.advance(LEASE_TTL_MS / 1000)
+    await take(store, rid("later"), who, 0)
+    assert (await take(store, rid("one at a time"), who, 0)).refusal is not None
 
 
 async def test_without_limits_nothing_is_shown_or_kept(clock_and_store: Both) -> None:
@@ -411,5 +504,5 @@ async def test_accounts_that_nobody_uses_make_room_for_others(monkeypatch: pytes
     clock.advance(IDLE_MS / 1000)
     await use(*(f"second-{number}" for number in range(100)), concurrent=1)
     assert len(store._accounts) == 101
-    assert not any(name.startswith("first") for _, name in store._accounts)
+    assert not any(name.startswith("first") for _, name, _ in store._accounts)
     assert (await take(store, rid("more"), [subject("spender", token_budget=2)], 2)).refusal is not None

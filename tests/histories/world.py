@@ -379,7 +379,7 @@ class _World:
         store, remains = gateway.quotas, self._remains
         assert isinstance(store, MemoryStore)
         assert all(one.view.is_idle for one in gateway.replicas._by_url.values())
-        remains.usages = {(str(scope), name): usage for (scope, name), usage in store._accounts.items()}
+        remains.usages = {(str(scope), id_): usage for (scope, id_, _), usage in store._accounts.items()}
         remains.ledger, remains.leases = store.ledger, store.live
         for replica in self._replicas:
             remains.computed.append(replica.core.computed)

@@ -198,6 +198,12 @@ def test_what_is_no_closing_is_none(data: bytes | str) -> None:
     assert sse.parse_closing(data) is None
 
 
+@pytest.mark.parametrize("number", [-1, 2**63, 10**30])
+@pytest.mark.parametrize("field", ["prompt_tokens", "completion_tokens", "cached_tokens", "preemptions"])
+def test_a_closing_out_of_all_bounds_is_none(field: str, number: int) -> None:
+    assert sse.parse_closing(f'{{"end_reason":"ok","{field}":{number}}}') is None
+
+
 def test_the_closing_survives_the_header() -> None:
     assert sse.parse_closing(sse.encode_closing(CLOSING).decode("ascii")) == CLOSING
 
