@@ -9,7 +9,9 @@ Rules:
 3. With a webhook, `FILE.sent` says how many bytes were taken: the file's inode and the number. It is replaced
    by renaming, after the webhook has answered. So what was taken may be sent twice after a crash, and is
    never passed over.
-4. What was taken is cut off once that is `COMPACT_LEN` bytes, and at least half of the file.
+4. What was taken is cut off once that is `COMPACT_LEN` bytes, and at least half of the file: a copy of the
+   rest takes the file's place. A copy that is not whole, as on a full disk, is thrown away, and made again
+   after the next batch.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Final
 from msgspec import Struct
 
 from shared.config import ConfigError
+from shared.files import write_all
 
 BATCH_LEN: Final = 256 * 1024
 """Bytes of lines that are sent at once."""
@@ -83,8 +86,7 @@ class Spool:
                     written.pop()
             data = b"".join(written)
             try:
-                if os.write(self._fd, data) != len(data):
-                    raise OSError("the disk is full")
+                write_all(self._fd, data)
             except OSError:
                 os.ftruncate(self._fd, self._size)
                 raise
@@ -155,12 +157,17 @@ class Spool:
         new_path = self._path.with_name(f"{self._path.name}.new")
         new_path.unlink(missing_ok=True)
         new = self._open(new_path)
-        at = self._sent
-        while data := os.pread(self._fd, COMPACT_LEN, at):
-            os.write(new, data)
-            at += len(data)
-        os.fsync(new)
-        os.rename(new_path, self._path)
+        try:
+            at = self._sent
+            while data := os.pread(self._fd, COMPACT_LEN, at):
+                write_all(new, data)
+                at += len(data)
+            os.fsync(new)
+            os.rename(new_path, self._path)
+        except OSError:
+            os.close(new)
+            new_path.unlink(missing_ok=True)
+            raise
         os.close(self._fd)
         self._fd, self._size, self._sent = new, self._size - self._sent, 0
 

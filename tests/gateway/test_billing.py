@@ -212,6 +212,42 @@ def test_the_file_of_a_webhook_stays_small_and_no_line_is_lost_or_moved(
     assert writer.waiting == 200 * 6 - len(sent)
 
 
+def test_a_copy_that_the_disk_has_no_room_for_replaces_nothing(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is nearly full writes a part of what it is given, without an error, before it gives one."""
+    monkeypatch.setattr(spool, "COMPACT_LEN", 50)
+    monkeypatch.setattr(spool, "BATCH_LEN", 30)
+    writer = Spool(file, 1000)
+    expected = [f"{number:05}\n".encode() for number in range(20)]
+    writer.append(expected)
+    before = file.read_bytes()
+    sent = taken(writer)
+    write, room = os.write, 20
+
+    def nearly_full(fd: int, data: bytes) -> int:
+        nonlocal room
+        if room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(fd, data[:room])
+        room -= written
+        return written
+
+    monkeypatch.setattr("os.write", nearly_full)
+    batch = writer.next_batch()
+    assert batch is not None
+    with pytest.raises(OSError, match="No space left"):
+        writer.sent(batch)
+    assert file.read_bytes() == before
+    assert not file.with_name(f"{file.name}.new").exists()
+    monkeypatch.setattr("os.write", write)
+    sent += batch.data
+    while writer.waiting:
+        sent += taken(writer)
+    assert sent == b"".join(expected)
+    assert file.stat().st_size < len(before)
+
+
 def test_a_full_spool_takes_whole_lines_and_says_how_many(file: Path) -> None:
     writer = Spool(file, 10)
     assert writer.append([b"1234\n", b"5678\n", b"9\n"]) == 2
