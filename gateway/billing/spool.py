@@ -8,7 +8,7 @@ Rules:
    begun: that is how it is rotated.
 3. With a webhook, `FILE.sent` says how many bytes were taken: the file's inode and the number. It is replaced
    by renaming, after the webhook has answered. So what was taken may be sent twice after a crash, and is
-   never passed over.
+   never passed over. While the disk takes no note, as a full one, the process itself knows what was taken.
 4. What was taken is cut off once that is `COMPACT_LEN` bytes, and at least half of the file: a copy of the
    rest takes the file's place. A copy that is not whole, as on a full disk, is thrown away, and made again
    after the next batch.
@@ -67,6 +67,7 @@ class Spool:
         except OSError as error:
             raise ConfigError([f"accounting.file: {error}"]) from None
         self._sent = 0 if len_max is None else self._read_sent()
+        self._is_noted = True
         self._size = os.fstat(self._fd).st_size
 
     @property
@@ -110,13 +111,19 @@ class Spool:
             return Batch(self._sent, data[:end]) if end else None
 
     def sent(self, batch: Batch) -> None:
-        """Note that a batch was taken. Raises OSError."""
+        """Note that a batch was taken. Raises OSError when the disk does not take the note: the batch is
+        passed over nevertheless, and `note` is to be called until it succeeds."""
         with self._lock:
             assert batch.start == self._sent
             self._sent += len(batch.data)
-            if self._sent >= COMPACT_LEN and 2 * self._sent >= self._size:
-                self._compact()
-            self._write_sent()
+            self._is_noted = False
+            self._note()
+
+    def note(self) -> None:
+        """Write how much was taken, unless that is written. Raises OSError."""
+        with self._lock:
+            if not self._is_noted:
+                self._note()
 
     def close(self) -> None:
         """Write what is not on the disk yet, and give the lock up."""
@@ -151,6 +158,14 @@ class Spool:
         os.fsync(renamed)
         os.close(renamed)
         self._size, self._sent = os.fstat(self._fd).st_size, 0
+
+    def _note(self) -> None:
+        try:
+            if self._sent >= COMPACT_LEN and 2 * self._sent >= self._size:
+                self._compact()  # first: the note may need the room that this frees
+        finally:
+            self._write_sent()
+            self._is_noted = True
 
     def _compact(self) -> None:
         """Rule 4."""

@@ -22,6 +22,7 @@ from gateway.accounting_config import AccountingConfig
 from gateway.admission.quota import ReservationId
 from gateway.admission.usage import Payer, Used
 from gateway.app import Gateway
+from gateway.background import Background
 from gateway.billing import lines, spool, webhook
 from gateway.billing.lines import Billing, BillingLine
 from gateway.billing.spool import Spool
@@ -338,6 +339,36 @@ async def test_a_webhook_that_fails_gets_the_same_batch_until_it_takes_it(file: 
         sending.cancel()
         await asyncio.wait([sending])
         await billing.aclose()
+
+
+async def test_a_disk_that_is_full_fails_no_webhook_and_has_nothing_posted_twice(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = VirtualClock()
+    written = Spool._write_sent
+
+    def full(_: Spool) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with receiving() as (receiver, url):
+        billing = Billing(with_webhook(file, url), clock)
+        spooled = billing.spool
+        assert spooled is not None
+        monkeypatch.setattr(Spool, "_write_sent", full)
+        async with Background({"webhook": Webhook(url, SECRET, spooled, clock).send}, clock) as background:
+            for number in range(3):
+                await until(lambda: clock.sleeping == 1)
+                assert background.down == []
+                note(billing, number)
+                await billing._write(spooled)
+                clock.advance(webhook.POLL_S)
+            await until(lambda: clock.sleeping == 1)
+            monkeypatch.setattr(Spool, "_write_sent", written)
+            clock.advance(webhook.POLL_S)
+            await until(lambda: clock.sleeping == 1)
+        await billing.aclose()
+    assert receiver.ids == ["r0", "r1", "r2"]
+    assert Spool(file, 10**6).waiting == 0
 
 
 async def test_a_dead_webhook_holds_up_no_request_and_what_waits_is_shown(
