@@ -19,6 +19,7 @@ from engine.core.disk import DiskThreads
 from engine.core.messages import Runner, RunnerInfo
 from engine.core.page_files import PageFiles
 from shared import logs
+from shared.files import open_regular
 
 if TYPE_CHECKING:
     from engine.runtime.config import RunnerConfig
@@ -77,7 +78,7 @@ def _weights(directory: Path) -> Iterator[bytes]:
     for path in sorted([*directory.glob("*.json"), *directory.glob("*.safetensors")]):
         status, target = path.stat(), path.resolve()
         yield f"{path.name} {target.name} {status.st_size} {status.st_mtime_ns}".encode()
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             yield file.read(SAMPLE_LEN)
             file.seek(max(0, status.st_size - SAMPLE_LEN))
             yield file.read(SAMPLE_LEN)

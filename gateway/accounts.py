@@ -1,14 +1,16 @@
 """The accounts: which callers there are, which models they may use and on what terms.
 
 They come from the configuration file, which is read again when it changes, and from a directory
-(`gateway.directory`) beside it. A revoked key of the file is refused within `POLL_S` of the change (at once
-on SIGHUP) by every gateway that has the file.
+(`gateway.directory`) beside it. A revoked key of the file is refused within five seconds of the change (at
+once on SIGHUP) by every gateway that has the file.
 
 Rules:
 
 1. What the file says wins over a tenant or key of the same id in the directory.
 2. A request has the tenants that there were when it came. Keys change in place: each is looked up once.
 3. Requests that were let in before their key was revoked run on, unless their tenant says otherwise.
+4. A file that takes the place of another, by a rename, is whole, and read at the next poll. One that is
+   written in place may be half of itself: it is read once it has been the same for `SETTLED_POLLS`.
 """
 
 from __future__ import annotations
@@ -34,10 +36,13 @@ from gateway.timeout_config import TimeoutsConfig
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
+from shared.files import FileVersion, file_version
 from shared.ids import KeyId, TenantId
 
 POLL_S: Final = 1.0
-assert POLL_S <= 5, "a revoked key is refused within five seconds"
+SETTLED_POLLS: Final = 2
+"""The polls in a row, after the one that sees a change, that find nothing changed since."""
+assert POLL_S * (1 + SETTLED_POLLS) <= 4, "a revoked key is refused within five seconds, one of them to read"
 OPERATORS: Final = "operators"
 AT_ONCE: Final = 1000
 """The number of keys that are replaced before other tasks have their turn."""
@@ -276,11 +281,15 @@ class AccountsReader:
         return []
 
     async def watch(self) -> None:
-        """Read the file again whenever it has changed, until cancelled."""
+        """Read the file again whenever it has changed, until cancelled. Rule 4."""
+        before, settled = self._seen, 0
         while self._path is not None:
             await self._clock.sleep(POLL_S)
-            if self._version() != self._seen:
+            version = self._version()
+            settled = settled + 1 if version == before else 0
+            if version != self._seen and (settled >= SETTLED_POLLS or _is_other_file(version, before)):
                 await self.reload()
+            before = version
 
     # -- the directory's part ---------------------------------------------------------------------
 
@@ -322,14 +331,13 @@ class AccountsReader:
         if revoked:
             self.on_revoked(revoked)
 
-    def _version(self) -> tuple[int, int, int] | None:
-        """A value that changes whenever the file does, also when it is replaced. None when there is no
-        file."""
-        try:
-            stat = self._path.stat() if self._path is not None else None
-        except OSError:
-            return None
-        return None if stat is None else (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    def _version(self) -> FileVersion | None:
+        return None if self._path is None else file_version(self._path)
+
+
+def _is_other_file(version: FileVersion | None, before: FileVersion | None) -> bool:
+    """True if a file has taken another's place."""
+    return version is not None and before is not None and version.inode != before.inode
 
 
 def _ids_of(config: GatewayConfig) -> Mapping[Kind, Set[str]]:

@@ -24,7 +24,8 @@ from gateway.edge_config import TlsConfig
 from gateway.identity.caller import Revoked
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.renewable_tls import FileVersion, RenewableContext, file_version
+from shared.files import FileVersion, file_version
+from shared.renewable_tls import RenewableContext
 from shared.tls import HTTP1, HTTP2, UnusableTls, server_context
 
 POLL_S: Final = 1.0
@@ -80,7 +81,7 @@ class ListenerTls:
         self.revoked = loaded.revoked
         log.info("tls.reloaded", revoked=len(loaded.revoked))
 
-    def _versions(self) -> tuple[FileVersion, ...]:
+    def _versions(self) -> tuple[FileVersion | None, ...]:
         config = self._config
         return tuple(
             file_version(Path(path))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from shared.environment import no_such_setting, settings_in
+from shared.files import read_text
 from shared.settings import Kind, Setting, option_of, settings_of, walk
 
 T = TypeVar("T")
@@ -98,9 +99,7 @@ def _variables(type_: type, given: Mapping[str, str], prefix: str) -> tuple[dict
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > FILE_LEN_MAX:
-            raise ConfigError([f"{path}: larger than {FILE_LEN_MAX} bytes"])
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(read_text(path, FILE_LEN_MAX))
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror or error}"]) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

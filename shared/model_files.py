@@ -20,6 +20,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
+from shared import files
+
 FILE_LEN_MAX: Final = 128 * 1024 * 1024
 NAMES_SHOWN_MAX: Final = 20
 SHOWN_LEN_MAX: Final = 60
@@ -59,9 +61,7 @@ def only(*values: object) -> Only:
 def read_text(path: Path) -> str | None:
     """The file's text; None where there is no such file. Raises BadModelFile."""
     try:
-        if path.stat().st_size > FILE_LEN_MAX:
-            raise BadModelFile(f"is larger than {FILE_LEN_MAX} bytes")
-        return path.read_text("utf-8")
+        return files.read_text(path, FILE_LEN_MAX)
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

@@ -17,23 +17,13 @@ from typing import Any, Final
 
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.files import FileVersion, file_version
 from shared.tls import UnusableTls
 
 POLL_S: Final = 1.0
 """The time between two looks at the files, in seconds."""
 
-FileVersion = tuple[int, int, int] | None
-
 log = logs.get(__name__)
-
-
-def file_version(path: Path) -> FileVersion:
-    """A value that changes whenever the file does, a replaced one too; None where there is none."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 class RenewableContext(ssl.SSLContext):
@@ -88,5 +78,5 @@ class RenewableTls:
             return
         log.info("tls.reloaded", files=[str(file) for file in self._files])
 
-    def _versions(self) -> tuple[FileVersion, ...]:
+    def _versions(self) -> tuple[FileVersion | None, ...]:
         return tuple(file_version(file) for file in self._files)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from typing import Final
 
 from shared.errors import InvalidRequest
@@ -10,6 +10,7 @@ from shared.errors import InvalidRequest
 TIMEOUT_S_MAX: Final = 86_400.0
 TEXT_LEN_MAX: Final = 64
 _DIGITS_MAX: Final = 8
+_NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 def stated_timeout_s(header: str, value: str | None) -> float | None:
@@ -17,11 +18,8 @@ def stated_timeout_s(header: str, value: str | None) -> float | None:
     the header."""
     if value is None:
         return None
-    try:
-        seconds = float(value[: TEXT_LEN_MAX + 1])
-    except ValueError:
-        seconds = math.nan
-    if not 0.0 < seconds <= TIMEOUT_S_MAX or len(value) > TEXT_LEN_MAX:
+    is_number = len(value) <= TEXT_LEN_MAX and _NUMBER.fullmatch(value) is not None
+    if not is_number or not 0.0 < (seconds := float(value)) <= TIMEOUT_S_MAX:
         raise InvalidRequest(
             f"{header} must be a number of seconds above 0, up to {TIMEOUT_S_MAX:g}.", param=header
         )

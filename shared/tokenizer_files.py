@@ -282,20 +282,28 @@ def _to_add(
             yield token
 
 
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
 def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template; None without one. A file of its own wins over the configuration; of several named
     templates, the default is used."""
     template = _text(directory / "chat_template.jinja")
     if template is not None:
         return template
-    found = config.get("chat_template")
+    where, found = CONFIG, config.get("chat_template")
     if found is None:
-        found = _object(directory / "chat_template.json").get("chat_template")
-    if isinstance(found, list):
-        found = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-    if isinstance(found, dict):
-        found = found.get("default")
-    return found if isinstance(found, str) else None
+        where = "chat_template.json"
+        found = _object(directory / where).get("chat_template")
+    try:
+        stated = msgspec.convert(found, str | list[_NamedTemplate] | dict[str, str] | None)
+    except msgspec.ValidationError:
+        raise BadModelFile(f"{where}: chat_template is neither a text nor named ones") from None
+    if isinstance(stated, list):
+        stated = {named.name: named.template for named in stated}
+    return stated.get("default") if isinstance(stated, dict) else stated
 
 
 def _text(path: Path) -> str | None:

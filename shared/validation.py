@@ -276,12 +276,15 @@ def _invalid_value(problem: str, type_: type[Struct]) -> InvalidRequest:
     """The error of an invalid value, from msgspec's `problem - at `$.path``, in words and without the
     value."""
     text, _, path = problem.partition(" - at `$")
-    param = path.rstrip("`").removeprefix(".").replace("[...]", "")
+    where = path.rstrip("`").removeprefix(".")
+    param = where.replace("[...]", "")
     missing = re.fullmatch(r"Object missing required field `(\w+)`", text)
     if missing:
         param = f"{param}.{missing[1]}" if param else missing[1]
         return InvalidRequest(f"{param} is required.", param=param)
     subject = param or "The body"
+    if where.endswith("[...]"):  # the path of any value of an object
+        subject = f"A value of {param}"
     for pattern, words in _PATTERNS:
         if match := pattern.fullmatch(text):
             return InvalidRequest(f"{subject} {words(match)}.", param=param or None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +61,7 @@ def load_model(directory: Path, *, name: str, created: int) -> ServedModel:
 
     Raises UnusableTokenizer and UnusableModel.
     """
+    _check_files(directory)
     files = read_files(directory)
     bundle = TokenizerBundle.of(files)
     tokenizer = Tokenizer(bundle)
@@ -86,16 +86,26 @@ def load_model(directory: Path, *, name: str, created: int) -> ServedModel:
     )
 
 
+def _check_files(directory: Path) -> None:
+    """Look at the files that the core reads later: it takes seconds to start. Raises UnusableModel."""
+    if _fields(directory / MODEL_CONFIG) is None:
+        raise UnusableModel(f"{directory} has no {MODEL_CONFIG}")
+    for path in directory.glob("*.safetensors"):
+        if path.exists() and not path.is_file():
+            raise UnusableModel(f"{path} is not a regular file")
+
+
 def _warm_up(tokenizer: Tokenizer) -> None:
     """Encode and decode once, so that whatever the tokenizer builds at its first use does not slow the
     first request."""
     chat = parse(b'{"model": "", "messages": [{"role": "user", "content": "Hello"}]}', ChatRequest).request
     text = parse(b'{"model": "", "prompt": "Hello"}', CompletionRequest).request
     for request in (chat, text):
-        with contextlib.suppress(
-            InvalidRequest
-        ):  # the model has no chat template, or one that refuses this message
+        try:
             tokenizer.decode_stream(tokenizer.prompt_ids(request)[0]).step(0)
+        except InvalidRequest as error:  # a template may well refuse this message
+            if request is chat and tokenizer.bundle.chat_template is not None:
+                log.warning("engine.chat_template_fails", problem=error.message, detail=error.detail)
 
 
 class _EndTokens(msgspec.Struct):

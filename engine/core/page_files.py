@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Final
 
 from engine.core.block_manager import PageIdentity
+from shared.files import write_all
 
 MAGIC: Final = b"PENSTKKV"
 VERSION: Final = 1
@@ -143,8 +144,8 @@ class PageFiles:
         try:
             file = os.open(temporary, flags, 0o600, dir_fd=self._directory)
             with contextlib.closing(os.fdopen(file, "wb", buffering=0)) as opened:
-                _write_all(opened.fileno(), header)
-                _write_all(opened.fileno(), page)
+                write_all(opened.fileno(), header)
+                write_all(opened.fileno(), page)
             os.rename(temporary, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         except OSError:
             self._unlink(temporary)
@@ -237,9 +238,3 @@ def _digest(fields: bytes, page: memoryview) -> bytes:
     digest = hashlib.sha256(fields)
     digest.update(page)
     return digest.digest()
-
-
-def _write_all(file: int, data: bytes | memoryview) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(file, left) :]

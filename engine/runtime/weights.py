@@ -29,6 +29,7 @@ from engine.runtime.errors import ModelUnavailable, WeightsMismatch
 from engine.runtime.fp8 import Fp8Weight, quantise
 from engine.runtime.models.quantization import Fp8Scheme
 from engine.runtime.parallel.shard import Span
+from shared.files import open_regular
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
@@ -310,6 +311,7 @@ class Checkpoint:
 
 
 def _open(path: Path) -> Any:
+    open_regular(path).close()  # the library would wait for a FIFO's writer
     return safe_open(str(path), framework="pt", device="cpu")
 
 

@@ -8,8 +8,10 @@ Rules:
    begun: that is how it is rotated.
 3. With a webhook, `FILE.sent` says how many bytes were taken: the file's inode and the number. It is replaced
    by renaming, after the webhook has answered. So what was taken may be sent twice after a crash, and is
-   never passed over.
-4. What was taken is cut off once that is `COMPACT_LEN` bytes, and at least half of the file.
+   never passed over. While the disk takes no note, as a full one, the process itself knows what was taken.
+4. What was taken is cut off once that is `COMPACT_LEN` bytes, and at least half of the file: a copy of the
+   rest takes the file's place. A copy that is not whole, as on a full disk, is thrown away, and made again
+   after the next batch.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Final
 from msgspec import Struct
 
 from shared.config import ConfigError
+from shared.files import write_all
 
 BATCH_LEN: Final = 256 * 1024
 """Bytes of lines that are sent at once."""
@@ -64,6 +67,7 @@ class Spool:
         except OSError as error:
             raise ConfigError([f"accounting.file: {error}"]) from None
         self._sent = 0 if len_max is None else self._read_sent()
+        self._is_noted = True
         self._size = os.fstat(self._fd).st_size
 
     @property
@@ -83,8 +87,7 @@ class Spool:
                     written.pop()
             data = b"".join(written)
             try:
-                if os.write(self._fd, data) != len(data):
-                    raise OSError("the disk is full")
+                write_all(self._fd, data)
             except OSError:
                 os.ftruncate(self._fd, self._size)
                 raise
@@ -108,13 +111,19 @@ class Spool:
             return Batch(self._sent, data[:end]) if end else None
 
     def sent(self, batch: Batch) -> None:
-        """Note that a batch was taken. Raises OSError."""
+        """Note that a batch was taken. Raises OSError when the disk does not take the note: the batch is
+        passed over nevertheless, and `note` is to be called until it succeeds."""
         with self._lock:
             assert batch.start == self._sent
             self._sent += len(batch.data)
-            if self._sent >= COMPACT_LEN and 2 * self._sent >= self._size:
-                self._compact()
-            self._write_sent()
+            self._is_noted = False
+            self._note()
+
+    def note(self) -> None:
+        """Write how much was taken, unless that is written. Raises OSError."""
+        with self._lock:
+            if not self._is_noted:
+                self._note()
 
     def close(self) -> None:
         """Write what is not on the disk yet, and give the lock up."""
@@ -150,17 +159,30 @@ class Spool:
         os.close(renamed)
         self._size, self._sent = os.fstat(self._fd).st_size, 0
 
+    def _note(self) -> None:
+        try:
+            if self._sent >= COMPACT_LEN and 2 * self._sent >= self._size:
+                self._compact()  # first: the note may need the room that this frees
+        finally:
+            self._write_sent()
+            self._is_noted = True
+
     def _compact(self) -> None:
         """Rule 4."""
         new_path = self._path.with_name(f"{self._path.name}.new")
         new_path.unlink(missing_ok=True)
         new = self._open(new_path)
-        at = self._sent
-        while data := os.pread(self._fd, COMPACT_LEN, at):
-            os.write(new, data)
-            at += len(data)
-        os.fsync(new)
-        os.rename(new_path, self._path)
+        try:
+            at = self._sent
+            while data := os.pread(self._fd, COMPACT_LEN, at):
+                write_all(new, data)
+                at += len(data)
+            os.fsync(new)
+            os.rename(new_path, self._path)
+        except OSError:
+            os.close(new)
+            new_path.unlink(missing_ok=True)
+            raise
         os.close(self._fd)
         self._fd, self._size, self._sent = new, self._size - self._sent, 0
 

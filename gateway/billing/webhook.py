@@ -9,7 +9,9 @@ Rules:
 1. Any 2xx means taken. Everything else, no answer included, is tried again, after `RETRY_S_MIN` and twice as
    long each time, up to `RETRY_S_MAX`, for ever: the file keeps the lines. The order holds.
 2. A batch that is tried again in the same process has the same bytes and the same `webhook-id`.
-3. Nothing of a request waits for this: it is a task of its own, which holds one batch.
+3. A disk that is full, and so takes no note of what was taken, is asked again every `POLL_S`. Nothing is
+   posted twice for it, unless the process ends before there is room.
+4. Nothing of a request waits for this: it is a task of its own, which holds one batch.
 """
 
 from __future__ import annotations
@@ -65,13 +67,19 @@ class Webhook:
         client = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=POST_S)
         async with client:
             while True:
-                batch = await asyncio.to_thread(self._spool.next_batch)
+                try:
+                    batch = await asyncio.to_thread(self._spool.next_batch)
+                    if batch is None:
+                        await asyncio.to_thread(self._spool.note)
+                    else:
+                        await self._deliver(client, batch)
+                        LINES.inc("sent", by=batch.lines)
+                        await asyncio.to_thread(self._spool.sent, batch)
+                except OSError as error:
+                    log.error("billing.spool_failed", problem=str(error), again_s=POLL_S)
+                    batch = None
                 if batch is None:
                     await self._clock.sleep(POLL_S)
-                    continue
-                await self._deliver(client, batch)
-                await asyncio.to_thread(self._spool.sent, batch)
-                LINES.inc("sent", by=batch.lines)
 
     async def _deliver(self, client: httpx.AsyncClient, batch: Batch) -> None:
         """Post a batch until it is taken."""

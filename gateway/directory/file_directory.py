@@ -24,7 +24,9 @@ from gateway.accounts import AccountsReader, Kind
 from gateway.config import ENV_PREFIX, KeyConfig, load
 from gateway.directory.entries import Change, Edit, R, Record, check_match, kind_of, place_of
 from gateway.directory.toml_edit import CannotEdit, document, replace_table
+from shared.config import FILE_LEN_MAX
 from shared.errors import Conflict, DirectoryUnavailable
+from shared.files import file_version, read_text
 
 LOCK_S: Final = 5.0
 """How long another process's change is waited for, in seconds."""
@@ -63,7 +65,7 @@ class FileDirectory:
             raise Conflict(f"{variable} is set, which wins over the file.")
         try:
             with _locked(path.resolve().parent):
-                seen, text = _version(path), path.read_text("utf-8")
+                seen, text = file_version(path), read_text(path, FILE_LEN_MAX)
                 config = load(document(text), self._env)
                 entries: Sequence[R] = getattr(config, kind)
                 at = next((at for at, record in enumerate(entries) if record.id == id_), None)
@@ -75,7 +77,7 @@ class FileDirectory:
                 if after != before:
                     edited = replace_table(text, kind, at, after)
                     load(document(edited), self._env)
-                    if _version(path) != seen:
+                    if file_version(path) != seen:
                         raise Conflict("The gateway's file has just been changed by hand. Try again.")
                     _replace(path.resolve(), edited)
         except CannotEdit as error:
@@ -84,12 +86,6 @@ class FileDirectory:
             problem = f"The gateway's file cannot be edited: {getattr(error, 'strerror', 'it is not UTF-8')}."
             raise DirectoryUnavailable(problem, detail=str(error)) from None
         return Change(before, after)
-
-
-def _version(path: Path) -> tuple[int, int, int]:
-    """A value that changes whenever the file does. Raises OSError."""
-    stat = path.stat()
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 @contextlib.contextmanager

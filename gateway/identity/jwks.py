@@ -41,8 +41,8 @@ from gateway.identity.key_set import SET_LEN_MAX, BadKeys, VerificationKey, keys
 from shared import logs
 from shared.clock import Clock
 from shared.config import ConfigError
+from shared.files import file_version, read_bytes
 from shared.metrics import Counter
-from shared.renewable_tls import file_version
 from shared.tls import UnusableTls, client_context
 
 FETCH_S: Final = 5.0
@@ -283,13 +283,9 @@ async def _download(url: str, context: ssl.SSLContext) -> bytes:
 
 def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            data = file.read(SET_LEN_MAX + 1)
+        return read_bytes(path, SET_LEN_MAX)
     except OSError as error:
         raise BadKeys(error.strerror or str(error)) from error
-    if len(data) > SET_LEN_MAX:
-        raise BadKeys(f"is larger than {SET_LEN_MAX} bytes")
-    return data
 
 
 def _located(config: IssuerConfig, error: BadKeys) -> list[str]:

@@ -167,7 +167,7 @@ def test_the_core_does_not_outlive_the_api_process(short_tmp: Path) -> None:
     ("files", "reason"),
     [
         (None, "neither a directory nor a hub id"),
-        ({}, "tokenizer.json"),
+        ({}, "has no config.json"),
         ({"config.json": '{"architectures": ["NoSuchForCausalLM"]}'}, "NoSuchForCausalLM"),
     ],
     ids=["no directory", "empty directory", "unknown architecture"],

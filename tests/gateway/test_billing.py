@@ -22,6 +22,7 @@ from gateway.accounting_config import AccountingConfig
 from gateway.admission.quota import ReservationId
 from gateway.admission.usage import Payer, Used
 from gateway.app import Gateway
+from gateway.background import Background
 from gateway.billing import lines, spool, webhook
 from gateway.billing.lines import Billing, BillingLine
 from gateway.billing.spool import Spool
@@ -212,6 +213,42 @@ def test_the_file_of_a_webhook_stays_small_and_no_line_is_lost_or_moved(
     assert writer.waiting == 200 * 6 - len(sent)
 
 
+def test_a_copy_that_the_disk_has_no_room_for_replaces_nothing(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is nearly full writes a part of what it is given, without an error, before it gives one."""
+    monkeypatch.setattr(spool, "COMPACT_LEN", 50)
+    monkeypatch.setattr(spool, "BATCH_LEN", 30)
+    writer = Spool(file, 1000)
+    expected = [f"{number:05}\n".encode() for number in range(20)]
+    writer.append(expected)
+    before = file.read_bytes()
+    sent = taken(writer)
+    write, room = os.write, 20
+
+    def nearly_full(fd: int, data: bytes) -> int:
+        nonlocal room
+        if room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(fd, data[:room])
+        room -= written
+        return written
+
+    monkeypatch.setattr("os.write", nearly_full)
+    batch = writer.next_batch()
+    assert batch is not None
+    with pytest.raises(OSError, match="No space left"):
+        writer.sent(batch)
+    assert file.read_bytes() == before
+    assert not file.with_name(f"{file.name}.new").exists()
+    monkeypatch.setattr("os.write", write)
+    sent += batch.data
+    while writer.waiting:
+        sent += taken(writer)
+    assert sent == b"".join(expected)
+    assert file.stat().st_size < len(before)
+
+
 def test_a_full_spool_takes_whole_lines_and_says_how_many(file: Path) -> None:
     writer = Spool(file, 10)
     assert writer.append([b"1234\n", b"5678\n", b"9\n"]) == 2
@@ -302,6 +339,36 @@ async def test_a_webhook_that_fails_gets_the_same_batch_until_it_takes_it(file: 
         sending.cancel()
         await asyncio.wait([sending])
         await billing.aclose()
+
+
+async def test_a_disk_that_is_full_fails_no_webhook_and_has_nothing_posted_twice(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = VirtualClock()
+    written = Spool._write_sent
+
+    def full(_: Spool) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with receiving() as (receiver, url):
+        billing = Billing(with_webhook(file, url), clock)
+        spooled = billing.spool
+        assert spooled is not None
+        monkeypatch.setattr(Spool, "_write_sent", full)
+        async with Background({"webhook": Webhook(url, SECRET, spooled, clock).send}, clock) as background:
+            for number in range(3):
+                await until(lambda: clock.sleeping == 1)
+                assert background.down == []
+                note(billing, number)
+                await billing._write(spooled)
+                clock.advance(webhook.POLL_S)
+            await until(lambda: clock.sleeping == 1)
+            monkeypatch.setattr(Spool, "_write_sent", written)
+            clock.advance(webhook.POLL_S)
+            await until(lambda: clock.sleeping == 1)
+        await billing.aclose()
+    assert receiver.ids == ["r0", "r1", "r2"]
+    assert Spool(file, 10**6).waiting == 0
 
 
 async def test_a_dead_webhook_holds_up_no_request_and_what_waits_is_shown(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.accounts import POLL_S, AccountsReader
+from gateway.accounts import POLL_S, SETTLED_POLLS, AccountsReader
 from gateway.config import GatewayConfig, TenantConfig, Tier, load, timeouts_of
 from gateway.identity.caller import Principal
 from gateway.identity.keys import KeyTable, hash_key
@@ -204,6 +204,43 @@ async def test_a_revoked_key_is_refused_within_five_seconds(tmp_path: Path) -> N
     with pytest.raises(Unauthenticated, match="revoked"):
         named(reader, "Bearer x", 0)
     watching.cancel()
+
+
+async def test_a_file_that_is_written_in_place_is_never_taken_in_its_half(tmp_path: Path) -> None:
+    path = write(tmp_path / "gateway.toml", FULL)
+    clock = VirtualClock()
+    reader = AccountsReader(load(path, {}), path, clock)
+    watching = asyncio.create_task(reader.watch())
+    extra = f'[[keys]]\nid = "k2"\nhash = "{hash_key("y")}"\ntenant = "acme"\n'
+    before = reader.now
+
+    async def polled() -> None:
+        await until(lambda: clock.sleeping == 1)
+        clock.advance(POLL_S)
+        await until(lambda: clock.sleeping == 1)
+
+    for written in ("[[models]]\n", FULL, FULL + extra):
+        write(path, written)
+        for _ in range(SETTLED_POLLS):
+            await polled()
+            assert reader.now is before
+    await polled()
+    assert named(reader, "Bearer y", 0).key == "k2"
+    watching.cancel()
+
+
+@pytest.mark.parametrize("kind", ["device", "fifo", "directory"])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "gateway.toml"
+    match kind:
+        case "device":
+            path.symlink_to(os.devnull)
+        case "fifo":
+            os.mkfifo(path)
+        case _:
+            path.mkdir()
+    with pytest.raises(ConfigError, match=f"{path}: not a regular file"):
+        load(path, {})
 
 
 @pytest.mark.parametrize("text", ["not toml [", FULL.replace("sha256:", "md5:"), None], ids=range(3))

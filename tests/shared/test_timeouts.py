@@ -14,7 +14,24 @@ def test_timeout_headers_are_in_seconds(value: str | None, expected: float | Non
 
 
 @pytest.mark.parametrize(
-    "value", ["", "soon", "0", "-1", "nan", "inf", "86401", "5s", "1" * 8000, "\udcff", "1e300"]
+    "value",
+    [
+        "",
+        "soon",
+        "0",
+        "-1",
+        "nan",
+        "inf",
+        "86401",
+        "5s",
+        "1" * 8000,
+        "\udcff",
+        "1e300",
+        "1_0",
+        "\u0661",
+        "1.",
+        " 1",
+    ],
 )
 def test_an_invalid_timeout_header_is_refused(value: str) -> None:
     with pytest.raises(InvalidRequest) as refused:

@@ -235,6 +235,17 @@ def test_the_template_is_found(
     assert TokenizerBundle.from_dir(write_model(tmp_path, config, **files)).chat_template == template
 
 
+@pytest.mark.parametrize("template", [5, [1], [{"name": "default", "template": 5}], {"default": 5}])
+@pytest.mark.parametrize("file", ["tokenizer_config", "chat_template"])
+def test_a_template_that_is_none_is_refused_by_the_names_of_file_and_key(
+    tmp_path: Path, file: str, template: object
+) -> None:
+    config = {"chat_template": template} if file == "tokenizer_config" else {}
+    files = {} if config else {"chat_template__json": json.dumps({"chat_template": template})}
+    with pytest.raises(UnusableTokenizer, match=f"{file}.json: chat_template is neither"):
+        TokenizerBundle.from_dir(write_model(tmp_path, config, **files))
+
+
 def test_special_tokens_are_text_or_objects(tmp_path: Path) -> None:
     config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "pad_token": None}
     extra = {"special_tokens_map__json": '{"unk_token": "<unk>", "eos_token": "other"}'}

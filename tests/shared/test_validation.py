@@ -186,7 +186,8 @@ def test_the_error_of_a_malformed_body_takes_linear_time(unit: bytes) -> None:
             "messages[0].content[0].text",
             "messages[0].content[0].text is required.",
         ),
-        ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias must be at most 100.0."),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "A value of logit_bias must be at most 100.0."),
+        ({"metadata": {"a": 1}}, "metadata", "A value of metadata must be a string, not an integer."),
         (
             {"service_tier": "gold"},
             "service_tier",

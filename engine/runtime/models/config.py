@@ -27,7 +27,8 @@ from engine.runtime.errors import ModelUnavailable, UnsupportedModel
 from engine.runtime.models.keys import CONFIG_KEYS
 from engine.runtime.models.quantization import Fp8Scheme, read_fp8_scheme
 from engine.runtime.models.rope import RopeConfig, UnsupportedRope, read_rope, unread_rope_keys
-from shared.model_files import BadModelFile, parse_object, refusals, shown, unexplained
+from shared.files import read_bytes
+from shared.model_files import FILE_LEN_MAX, BadModelFile, parse_object, refusals, shown, unexplained
 
 SIZE_MAX: Final = 2**31 - 1
 LAYERS_MAX: Final = 4096
@@ -174,7 +175,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     """The directory's model. Raises ModelUnavailable without a config.json, UnsupportedModel where it is
     refused."""
     try:
-        data = (model_dir / "config.json").read_bytes()
+        data = read_bytes(model_dir / "config.json", FILE_LEN_MAX)
     except OSError as error:
         raise ModelUnavailable(f"{model_dir} has no readable config.json") from error
     return parse_model_config(data)
@@ -280,8 +281,8 @@ def _inconsistent(family: Family, hf: _HfConfig) -> Iterator[str]:
         return
     if hf.num_hidden_layers > LAYERS_MAX:
         yield f"num_hidden_layers must be at most {LAYERS_MAX}"
-    if not math.isfinite(hf.rms_norm_eps):
-        yield f"rms_norm_eps {hf.rms_norm_eps} is no finite number"
+    if not 0.0 < hf.rms_norm_eps < math.inf:
+        yield f"rms_norm_eps {hf.rms_norm_eps} is no positive number"
     kv_heads, head_dim = _kv_heads(family, hf), _head_dim(family, hf)
     if kv_heads < 1 or hf.num_attention_heads % kv_heads:
         yield f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads {kv_heads}"

@@ -37,6 +37,7 @@ from engine.runtime.parallel.group import Meeting
 from engine.runtime.parallel.rendezvous import Rendezvous
 from shared import logs
 from shared.build import version
+from shared.files import open_regular
 
 HELLO_LEN_MAX: Final = 1024
 """Bytes of an introduction."""
@@ -97,7 +98,7 @@ def model_digest(directory: Path) -> str:
     digest = hashlib.sha256()
     files = [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
     for path in files:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode() + file.read(DIGESTED_LEN))
     return digest.hexdigest()
 

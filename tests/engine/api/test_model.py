@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,38 @@ def test_a_model_whose_answers_do_not_end_is_warned_of(tmp_path: Path) -> None:
     with capture_logs() as lines:
         assert load(tmp_path).eos_ids == frozenset()
     assert [line["event"] for line in lines] == ["engine.no_end_token"]
+
+
+def test_a_template_that_renders_nothing_is_warned_of(tmp_path: Path) -> None:
+    template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    change(write_model_dir(tmp_path) / "tokenizer_config.json", chat_template=template)
+    with capture_logs() as lines:
+        load(tmp_path)
+    assert [(line["event"], line["detail"]) for line in lines] == [
+        ("engine.chat_template_fails", "the chat template raised SecurityError")
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"]
+)
+def test_a_fifo_among_the_files_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    (write_model_dir(tmp_path) / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((UnusableModel, UnusableTokenizer), match=f"{name} .*not a regular file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "problem"), [(None, "has no config.json"), ("{", "is not valid JSON")])
+def test_the_file_that_the_core_reads_first_is_looked_at_before_it_starts(
+    tmp_path: Path, text: str | None, problem: str
+) -> None:
+    (write_model_dir(tmp_path) / "config.json").unlink()
+    (tmp_path / "tokenizer.json").unlink()
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UnusableModel, match=problem):
+        load(tmp_path)
 
 
 def test_a_model_without_oddities_says_nothing(tmp_path: Path) -> None:

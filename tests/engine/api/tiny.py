@@ -70,4 +70,5 @@ def write_model_dir(directory: Path) -> Path:
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": tokenizer.token_to_id(EOS)})
     )
+    (directory / "config.json").write_text("{}")
     return directory

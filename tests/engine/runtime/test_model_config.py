@@ -97,6 +97,8 @@ def test_architectures_that_contradict_the_model_type_are_refused(named: list[st
         ({"vocab_size": 10**400}, "vocab_size"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"),
         ({"rms_norm_eps": {"__float__": "Infinity"}}, "rms_norm_eps inf"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps -1.0 is no positive number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps 0.0 is no positive number"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
         ({"is_causal": False}, "is_causal"),
         ({"per_layer_config": {"0": {"rms_norm_eps": 0.1}}}, "per_layer_config"),
