@@ -73,19 +73,20 @@ def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row, best first, the lower index first among equals: (values, ids), [n, k].
 
     torch.topk may return equals in any order, and any of those at the cut. Sorting its results restores the
-    order; a row whose cut goes through equals is sorted whole.
+    order. Where the next one equals the last, the row's candidates are all that are not less.
     """
     if k == 0:
         return values[:, :0], torch.empty(len(values), 0, dtype=torch.int64)
     if k * SORT_SHARE >= values.shape[1]:
         best, ids = values.sort(dim=-1, descending=True, stable=True)
         return best[:, :k], ids[:, :k]
-    ids = values.topk(k, dim=-1).indices.sort(dim=-1).values
+    found, ids = values.topk(k + 1, dim=-1)
+    ids = ids[:, :k].sort(dim=-1).values
     best, order = values.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
-    cut = best[:, -1:]
-    split = ((values >= cut).sum(dim=-1) > k) & cut[:, 0].isfinite()
-    if split.any():
-        whole, whole_ids = values[split].sort(dim=-1, descending=True, stable=True)
-        best[split], ids[split] = whole[:, :k], whole_ids[:, :k]
+    least = found[:, k - 1]
+    for row in (least == found[:, k]).nonzero()[:, 0].tolist():
+        candidates = (values[row] >= least[row]).nonzero()[:, 0]
+        own, order = values[row, candidates].sort(descending=True, stable=True)
+        best[row], ids[row] = own[:k], candidates[order[:k]]
     return best, ids
