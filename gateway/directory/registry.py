@@ -6,7 +6,8 @@ Rules:
 2. Each change that was made leaves an audit line, `admin.change`: the operator, the action, and the values
    before and after of each field that changed. Hashes of secrets are in no line and in no answer.
 3. A secret is shown once, in the answer to the change that made it.
-4. What would replace a whole tenant says which one it has seen; what changes some fields of an entry is made
+4. A model that this gateway does not have cannot be newly named; one that the entry names already may stay.
+5. What would replace a whole tenant says which one it has seen; what changes some fields of an entry is made
    on the newest.
 """
 
@@ -22,7 +23,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.accounts import AccountsReader, Kind
-from gateway.config import KeyConfig, TenantConfig, key_problems, tenant_problems
+from gateway.config import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
 from gateway.directory.entries import (
     NO_VARIABLES,
     Change,
@@ -206,7 +207,8 @@ class Registry:
     async def put_tenant(self, id_: str, asked: Mapping[str, Any], by: str, if_match: str | None) -> Shown:
         """Create a tenant, or replace the one that `if_match` names. Raises ConfigError, Conflict,
         PreconditionFailed, and PreconditionRequired."""
-        models = self._models
+        there = await self._directory.get("tenants", id_)
+        models = self._models | (named_models(there) if isinstance(there, TenantConfig) else set[str]())
         stray = [] if asked.get("id", id_) == id_ else ["id: must be that of the path"]
         tenant = _parsed(TenantConfig, {**asked, "id": id_}, lambda one: tenant_problems(one, models), stray)
 
@@ -248,9 +250,10 @@ class Registry:
         tenant = given.get("tenant")
         is_there = isinstance(tenant, str) and await self._has_tenant(tenant)
         known = {tenant} if isinstance(tenant, str) and is_there else set[str]()
+        known_models = set[str]() if before is None else named_models(before)
 
         def check(key: KeyConfig) -> Iterator[str]:
-            yield from key_problems(key, self._models, known)
+            yield from key_problems(key, self._models | known_models, known)
             is_new = before is None or before.expires != key.expires
             if is_new and key.expires is not None and key.expires.timestamp() <= self._clock.wall():
                 yield "expires: is over already"
