@@ -355,6 +355,9 @@ async def test_two_operators_at_once_lose_no_change(world: World) -> None:
     etag = {"if-match": str((await world.ask("GET", path)).etag)}
     twice = [world.ask("PATCH", path, {"labels": [label]}, headers=etag) for label in ("a", "b")]
     assert sorted(answer.status for answer in await asyncio.gather(*twice)) == [200, 412]
+    etag = {"if-match": str((await world.ask("GET", path)).etag)}
+    alike = [world.ask("PATCH", path, {"labels": ["c"]}, headers=etag) for _ in range(2)]
+    assert sorted(answer.status for answer in await asyncio.gather(*alike)) == [200, 412], "each is another's"
     made_at_once = await asyncio.gather(*(world.key(tenant="made") for _ in range(8)))
     for one in made_at_once:
         assert await world.status(one["key"]) == 200
