@@ -255,12 +255,20 @@ class Registry:
         def check(key: KeyConfig) -> Iterator[str]:
             yield from key_problems(key, self._models | known_models, known)
             is_new = before is None or before.expires != key.expires
-            if is_new and key.expires is not None and key.expires.timestamp() <= self._clock.wall():
-                yield "expires: is over already"
+            if is_new and key.expires is not None and key.expires.tzinfo is not None:
+                yield from self._expiry_problems(key.expires)
 
         known_names = {field.name for field in fields(KeyConfig)}
         told = [f"{name}: cannot be set here" for name in sorted(strays & known_names)]
         return _parsed(KeyConfig, given, check, told)
+
+    def _expiry_problems(self, expires: datetime) -> Iterator[str]:
+        if expires.timestamp() <= self._clock.wall():
+            yield "expires: is over already"
+        try:
+            expires.astimezone(UTC)
+        except OverflowError:
+            yield "expires: must be a moment that UTC can say, before the year 10000"
 
     async def _has_tenant(self, id_: str) -> bool:
         return bool(self._declared("tenants", id_) or await self._directory.get("tenants", id_))

@@ -359,9 +359,17 @@ def _show_list(answers: Iterator[bytes] | Sequence[bytes], options: argparse.Nam
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def _moment(moment: datetime) -> str:
+    """A moment in UTC; one that UTC cannot say, as the gateway gave it."""
+    try:
+        return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M}"
+    except OverflowError:
+        return f"{moment:%Y-%m-%d %H:%M %z}"
+
+
 def _row(key: Key) -> tuple[str, ...]:
     is_over = key.expires is not None and key.expires <= datetime.now(UTC)
     state = "revoked" if key.disabled else "expired" if is_over else "active"
-    expires = "never" if key.expires is None else f"{key.expires.astimezone(UTC):%Y-%m-%d %H:%M}"
+    expires = "never" if key.expires is None else _moment(key.expires)
     lists = (", ".join(texts) for texts in (key.models, key.endpoints, key.labels))
     return tuple(map(terminal.harmless, (key.id, key.tenant, state, expires, *lists)))
