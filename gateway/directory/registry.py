@@ -16,7 +16,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
+from math import ceil
 from typing import Annotated, Any, Final, Generic, TypeVar
 
 import msgspec
@@ -161,7 +162,7 @@ class Registry:
         self, id_: str, asked: Mapping[str, Any], by: str, if_match: str | None
     ) -> MintedView:
         """Replace a key's secret. The one before works for `Rotation.overlap_s` longer. Raises ConfigError,
-        NotFound, PreconditionFailed, and Conflict while a still older one works."""
+        NotFound, PreconditionFailed, and Conflict while a still older one works, or where none would."""
         rotation = load(Rotation, asked, {}, NO_VARIABLES)
         text = ""
 
@@ -170,6 +171,8 @@ class Registry:
             key = _there(now, "keys", id_)
             if key.disabled:
                 raise Conflict("The key is revoked.")
+            if key.expires is not None and key.expires.timestamp() <= self._clock.wall():
+                raise Conflict("The key has expired.")
             minted = mint_key(key.env, key.id if _KEYID.fullmatch(key.id) else None)
             text = minted.text
             return replace(key, hash=minted.hash, **self._previous(key, rotation))
@@ -191,7 +194,7 @@ class Registry:
             )
         return {
             "previous_hash": key.hash,
-            "previous_expires": now + timedelta(seconds=rotation.overlap_s),
+            "previous_expires": datetime.fromtimestamp(ceil(self._clock.wall() + rotation.overlap_s), UTC),
         }
 
     async def delete_key(self, id_: str, by: str, if_match: str | None) -> Shown:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from gateway.accounts import POLL_S
+from gateway.directory.registry import Registry
 from shared import logs
-from shared.errors import Unauthenticated
+from shared.errors import Conflict, Unauthenticated
+from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, until
 from tests.gateway.directory_world import World, directory_world
 from tests.gateway.fake_engine import chunk, stream
@@ -115,7 +117,7 @@ async def test_a_replaced_secret_works_beside_the_new_one_until_the_overlap_is_o
     assert rotated.status == 200, rotated
     assert rotated.body["id"] == old["id"]
     overlap = datetime.fromisoformat(rotated.body["previous_expires"]) - datetime.now(UTC)
-    assert timedelta(seconds=3000) < overlap <= timedelta(seconds=3600)
+    assert timedelta(seconds=3000) < overlap <= timedelta(seconds=3601)
     assert [await world.status(one["key"]) for one in (old, rotated.body)] == [200, 200]
     again = await world.ask("POST", f"keys/{old['id']}/rotate")
     assert again.code == "conflict"
@@ -124,6 +126,28 @@ async def test_a_replaced_secret_works_beside_the_new_one_until_the_overlap_is_o
     at_once = await world.ask("POST", f"keys/{old['id']}/rotate", {"overlap_s": 0})
     keys = [old["key"], rotated.body["key"], at_once.body["key"]]
     assert [await world.status(key) for key in keys] == [401, 401, 200]
+
+
+def registry_at(world: World, wall_s: float) -> Registry:
+    """The operations on the gateway's keys at another time."""
+    gateway = world.gateways[0]
+    return Registry(gateway._registry._directory, gateway.accounts, VirtualClock(wall=wall_s))
+
+
+async def test_an_overlap_is_no_shorter_than_was_asked_for(world: World) -> None:
+    made = await world.key()
+    now_s = 1_700_000_000.9
+    rotated = await registry_at(world, now_s).rotate_key(made["id"], {"overlap_s": 1}, "ops", None)
+    assert rotated.previous_expires is not None
+    assert rotated.previous_expires.timestamp() == 1_700_000_002
+
+
+async def test_a_key_that_has_expired_gets_no_new_secret(world: World) -> None:
+    made = await world.key(expires="2999-01-01T00:00:00Z")
+    expires_s = datetime(2999, 1, 1, tzinfo=UTC).timestamp()
+    with pytest.raises(Conflict, match="has expired"):
+        await registry_at(world, expires_s).rotate_key(made["id"], {}, "ops", None)
+    await registry_at(world, expires_s - 1).rotate_key(made["id"], {}, "ops", None)
 
 
 async def test_a_revoked_key_is_told_so_and_can_be_given_back(world: World) -> None:
