@@ -121,6 +121,20 @@ async def test_a_mistake_is_told_whole_and_changes_nothing(
     assert house.path.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("option", "limit"), [("--limit", "concurrent"), ("--model-limit", "tiny:concurrent")]
+)
+async def test_a_limit_is_given_once(
+    tmp_path: Path, log: io.StringIO, capsys: Out, option: str, limit: str
+) -> None:
+    async with directory_world(tmp_path, log, None) as house:
+        before = house.path.read_bytes()
+        twice = [word for number in (1, 2) for word in (option, f"{limit}={number}")]
+        assert await keys("create", "--config", str(house.path), "--tenant", "acme", *twice) == 1
+        assert house.path.read_bytes() == before
+    assert f"{option} {limit} is given 2 times" in capsys.readouterr().err
+
+
 async def test_an_expiry_that_utc_cannot_say_is_listed(tmp_path: Path, log: io.StringIO, capsys: Out) -> None:
     """A file, or Redis, may have one from before."""
     async with directory_world(tmp_path, log, None) as house:
