@@ -34,6 +34,7 @@ from gateway.directory.entries import (
     R,
     Record,
     etag_of,
+    is_named,
     parse,
     place_of,
     view_of,
@@ -42,7 +43,7 @@ from gateway.identity.keys import KEYID_LEN, mint_key
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError, load
-from shared.errors import Conflict, NotFound, PreconditionRequired
+from shared.errors import Conflict, NotFound, PreconditionFailed, PreconditionRequired
 
 OVERLAP_S: Final = 24 * 3600.0
 """How long a replaced secret still works, unless the operator says otherwise, in seconds."""
@@ -52,6 +53,8 @@ PATCHABLE: Final = frozenset(
 )
 """The fields of a key that can be changed after its creation."""
 CREATABLE: Final = (PATCHABLE | {"tenant"}) - {"disabled"}
+_RELATIVE: Final = (".", "..")
+"""Ids that clients cannot ask for: they are taken out of a URL (RFC 3986 section 5.2.4)."""
 _KEYID: Final = re.compile(rf"[a-z0-9]{{{KEYID_LEN}}}")
 
 
@@ -207,15 +210,26 @@ class Registry:
 
     # -- tenants ----------------------------------------------------------------------------------
 
-    async def put_tenant(self, id_: str, asked: Mapping[str, Any], by: str, if_match: str | None) -> Shown:
-        """Create a tenant, or replace the one that `if_match` names. Raises ConfigError, Conflict,
-        PreconditionFailed, and PreconditionRequired."""
+    async def put_tenant(
+        self,
+        id_: str,
+        asked: Mapping[str, Any],
+        by: str,
+        if_match: str | None,
+        if_none_match: str | None = None,
+    ) -> Shown:
+        """Create a tenant, or replace the one that `if_match` names, and `if_none_match` does not. Raises
+        ConfigError, Conflict, PreconditionFailed, and PreconditionRequired."""
         there = await self._directory.get("tenants", id_)
         models = self._models | (named_models(there) if isinstance(there, TenantConfig) else set[str]())
         stray = [] if asked.get("id", id_) == id_ else ["id: must be that of the path"]
+        if id_ in _RELATIVE:
+            stray.append(f"id: {id_} stands for another path in a URL")
         tenant = _parsed(TenantConfig, {**asked, "id": id_}, lambda one: tenant_problems(one, models), stray)
 
         def edit(now: TenantConfig | None) -> TenantConfig:
+            if if_none_match is not None and is_named(now, if_none_match):
+                raise PreconditionFailed("It is there already, as if-none-match has it.")
             if now is not None and if_match is None:
                 raise PreconditionRequired("The tenant exists: send the etag that you have read as if-match.")
             return tenant

@@ -56,7 +56,7 @@ SILENT_HEADER: Final = "x-penstock-silent-workers"
 """Names the workers whose metrics are not as new as the scrape."""
 _PATH: Final = re.compile(r"/admin/v1/[A-Za-z0-9._~:%\[\]/-]{1,640}")
 """The paths that are passed on: none that only the supervisor may ask for."""
-_PASSED: Final = ("authorization", "content-type", "if-match", "traceparent")
+_PASSED: Final = ("authorization", "content-type", "if-match", "if-none-match", "traceparent")
 _DROPPED: Final = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "content-length", "server", "date", REQUEST_ID_HEADER}
 )
@@ -111,7 +111,8 @@ class Front:
                     f"There are {', '.join([*PROBES, '/metrics', DOCUMENT])} and what begins with /admin/v1/."
                 )
             body = await read_operator_body(request)
-            headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
+            given = request.headers
+            headers = {name: ", ".join(given.getall(name)) for name in _PASSED if name in given}
             headers[REQUEST_ID_HEADER] = request_id
             digest = None if "authorization" in headers else self._gate.digest(request)
             if digest is not None:

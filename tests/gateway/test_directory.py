@@ -15,6 +15,7 @@ import pytest
 from gateway.accounts import POLL_S
 from gateway.directory.registry import Registry
 from shared import logs
+from shared.config import ConfigError
 from shared.errors import Conflict, Unauthenticated
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, until
@@ -230,6 +231,32 @@ async def test_a_tenant_is_created_replaced_and_deleted(world: World) -> None:
     assert (await world.ask("POST", "keys", {"tenant": "made"})).fields == ["tenant"]
 
 
+async def test_etags_come_in_lists_and_a_tenant_can_be_created_only_where_there_is_none(world: World) -> None:
+    absent, path = {"if-none-match": "*"}, "tenants/made"
+    made = await world.ask("PUT", path, {}, headers=absent)
+    assert made.status == 200
+    refused = await world.ask("PUT", path, {}, headers=absent)
+    assert (refused.status, refused.code) == (412, "changed_meanwhile")
+    refused = await world.ask("PUT", path, {}, headers={"if-match": "*", "if-none-match": str(made.etag)})
+    assert refused.status == 412
+    for etags, status in (
+        (f'"a", {made.etag},"b"', 200),
+        ('"a", "b"', 412),
+        ("", 428),
+        (f"W/{made.etag}", 412),
+    ):
+        answer = await world.ask("PUT", path, {}, headers={"if-match": etags} if etags else {})
+        assert answer.status == status, etags
+
+
+@pytest.mark.parametrize("id_", [".", ".."])
+async def test_an_id_that_a_url_cannot_name_is_refused(world: World, id_: str) -> None:
+    """Most clients take it out of the path before they send that."""
+    with pytest.raises(ConfigError, match="id: ") as caught:
+        await registry_at(world, 0).put_tenant(id_, {"models": ["ghost"]}, "ops", None)
+    assert len(caught.value.problems) == 2, "all that is wrong is named"
+
+
 async def test_a_tenants_new_limits_count_for_its_next_request(world: World) -> None:
     await put_tenant(world)
     key = await world.key(tenant="made")
@@ -268,6 +295,9 @@ BAD = [
     ("POST keys", {"tenant": "acme", "labels": ["x"] * 17}, {"labels"}),
     ("POST keys", {"tenant": ["acme"]}, {"tenant"}),
     ("POST keys", b"[1]", {""}),
+    ("POST keys", b'{"tenant": "acme", "tenant": "acme"}', {"tenant"}),
+    ("PATCH keys/k1", b'{"limits": {"concurrent": 1, "concurrent": 2}}', {"concurrent"}),
+    ("PUT tenants/new", b'{"models": ["tiny"], "mod\\u0065ls": ["*"]}', {"models"}),
     ("POST keys", b"{", {""}),
     ("POST keys", b'{"tenant": "\xff"}', {""}),
     ("POST keys", b'{"labels":' + b"[" * 20_000, {""}),
