@@ -174,8 +174,9 @@ class Front:
         answer = await _asked(places[0], asked)
         if answer is None:
             raise NotReady(f"Worker {places[0].index} did not answer: look whether the change was made.")
-        refreshed = await asyncio.gather(*map(_refreshed, places[1:]))
-        silent = [place.index for place, ok in zip(places[1:], refreshed, strict=True) if not ok]
+        others = [place for place in self._supervisor.places if place is not places[0]]
+        refreshed = await asyncio.gather(*map(_refreshed, others))
+        silent = [place.index for place, ok in zip(others, refreshed, strict=True) if not ok]
         return together({places[0].index: answer}, silent)
 
     async def _every(self, places: Sequence[Place], asked: _Asked) -> Answer:
@@ -218,10 +219,9 @@ async def _asked(place: Place, asked: _Asked) -> Answer | None:
 
 
 async def _refreshed(place: Place) -> bool:
+    """True if its worker knows of what was changed before."""
     try:
-        if (client := place.client) is not None:
-            await client.refresh()
-        return True
+        return await place.refresh()
     except WorkerSilent as error:
         log.warning("worker.silent", worker=place.index, reason=str(error))
         return False
