@@ -18,6 +18,7 @@ Rules:
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import Final
@@ -168,6 +169,7 @@ class Admin:
                 if (answer := methods.get(_method(request))) is None:
                     allow = ", ".join(methods)
                     raise MethodNotAllowed(f"{path} takes {allow}.", allow=allow)
+                _check_query(request)
                 return await answer(Asked(request, operator, match[1] if match.groups() else ""))
         raise RouteNotFound(f"There are {', '.join([*self._open, *self._operators])}.")
 
@@ -253,6 +255,13 @@ def secure(response: web.Response) -> None:
     response.headers.setdefault("cache-control", "no-store")
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
+
+
+def _check_query(request: web.BaseRequest) -> None:
+    """Raises InvalidRequest where a parameter is given twice: which one was meant is not for us to say."""
+    for name, count in Counter(name for name, _ in request.query.items()).items():
+        if count > 1:
+            raise InvalidRequest(f"The parameter {name[:64]!r} is given {count} times.", param=name[:64])
 
 
 def _method(request: web.BaseRequest) -> str:

@@ -158,8 +158,11 @@ def _operation(operation: Operation) -> Json:
     if operation.is_versioned:
         headers["etag"] = header("The version of what is shown, for if-match.")
     if operation.takes_version:
-        told = "The etag that was read: another version is not changed."
+        told = "The etag that was read, or several: another version is not changed."
         parameters.append(request_header("if-match", told, {"type": "string"}))
+    if operation.takes_absence:
+        told = "* if there must be none yet."
+        parameters.append(request_header("if-none-match", told, {"type": "string"}))
     [schema], _ = msgspec.json.schema_components([operation.answer], ref_template=REF)
     whole = {"description": "The answer.", "content": {JSON: {"schema": schema}}, "headers": headers}
     described: Json = {

@@ -394,6 +394,11 @@ def _fallback_problems(model: ModelConfig, model_names: Container[str]) -> Itera
         yield f"models.{model.name}.fallback: names a model twice"
 
 
+def named_models(holder: TenantConfig | KeyConfig) -> set[str]:
+    """The models that a tenant or a key names."""
+    return {*holder.models, *(entry.model for entry in holder.model_limits)} - {ANY}
+
+
 def tenant_problems(tenant: TenantConfig, model_names: Container[str]) -> Iterator[str]:
     """The problems of a tenant that no single setting shows, each as `field: problem`."""
     yield from _unknown(tenant.models, model_names)

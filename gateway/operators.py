@@ -70,6 +70,8 @@ class Operation:
     """True if the answer has an `etag`."""
     takes_version: bool = False
     """True if `if-match` is looked at."""
+    takes_absence: bool = False
+    """True if `if-none-match` is looked at."""
 
 
 _F = TypeVar("_F", bound=Callable[..., Awaitable[web.Response]])

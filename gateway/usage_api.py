@@ -7,8 +7,8 @@
 Rules:
 
 1. Usage is read page by page, so that neither the store nor this process is held up by it.
-2. The tenants that are looked up are the configured ones, or the one that is named: so the usage of a tenant
-   that is gone can be asked for by its name.
+2. The tenants that are looked up are the present ones and all others that have usage on these days: the sums
+   are those of all that was charged.
 3. An answer has at most `ROWS_MAX` rows. What would have more is refused, never cut.
 """
 
@@ -107,10 +107,13 @@ class UsageReports:
         return groups
 
     async def _rows(self, query: Query) -> AsyncIterator[UsageRow]:
-        tenants = [tenant.id for tenant in self._accounts.now.tenants.all()]
         first, last = (query.first - _EPOCH).days, (query.last - _EPOCH).days
-        for tenant in tenants if query.tenant is None else [query.tenant]:
-            async for row in self._quotas.usage(TenantId(tenant), first, last):
+        if query.tenant is None:
+            tenants = self._accounts.now.tenants.ids | await self._quotas.payers(first, last)
+        else:
+            tenants = {TenantId(query.tenant)}
+        for tenant in tenants:
+            async for row in self._quotas.usage(tenant, first, last):
                 if query.covers(row):
                     yield row
 

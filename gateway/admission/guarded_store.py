@@ -181,6 +181,11 @@ class GuardedStore:
         async for row in self._store.usage(tenant, first, last):
             yield row
 
+    async def payers(self, first: int, last: int) -> set[TenantId]:
+        """Raises StoreUnavailable."""
+        await self.post()
+        return await self._store.payers(first, last)
+
     async def post(self) -> None:
         """Rule 6. What cannot be posted now is kept."""
         async with self._posting:

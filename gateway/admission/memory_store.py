@@ -171,6 +171,9 @@ class MemoryStore:
         for row in self.rows.of(tenant, first, last):
             yield row
 
+    def payers(self, first: int, last: int) -> Done[set[TenantId]]:
+        return Done(self.rows.tenants(first, last))
+
     @property
     def live(self) -> int:
         """The number of reservations that are held."""

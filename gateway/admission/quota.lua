@@ -51,7 +51,7 @@ local MONTH_KEPT_MS = 33 * DAY_MS
 local EXPIRED_MAX = 512 -- leases that one call takes away; the next call goes on
 local ROWS_MAX = 20000 -- as usage.py has it
 local OTHERS = '*/*'
-local PAGE = 500 -- rows of one reply, about
+local PAGE = 500 -- rows, or keys, that one reply is made of, about
 local SETTLED_MS = 10000 -- longer than a call that is sent again may take
 local FIRST_NUMBER = 17 -- a position in the numbers
 local FIRST_WORD = 5
@@ -458,6 +458,22 @@ function operations.rows()
     local sums = { struct.unpack(ROW, page[2][i + 1]) } -- and the position behind them
     for number = 1, 6 do
       reply[#reply + 1] = sums[number]
+    end
+  end
+  return reply
+end
+
+-- KEYS: one that is on this server. The words: where to go on, PREFIX, the first day, the last one. Returns where
+-- to go on, as rows does, then the tags of tenants that have rows on one of these days; some may come twice.
+function operations.payers()
+  local cursor, prefix, first, last = unpack(ARGV, FIRST_WORD, FIRST_WORD + 3)
+  local page = redis.call('SCAN', cursor, 'MATCH', prefix .. ':{*}:usage:*', 'COUNT', PAGE)
+  local reply, seen = { now, page[1] }, {}
+  for _, key in ipairs(page[2]) do
+    local tag, day = string.match(key, '{([^}]*)}:usage:(%d+)$')
+    if tag and not seen[tag] and tonumber(day) >= tonumber(first) and tonumber(day) <= tonumber(last) then
+      seen[tag] = true
+      reply[#reply + 1] = tag
     end
   end
   return reply

@@ -258,6 +258,10 @@ class QuotaStore(Protocol):
         """A tenant's usage from one day to another, both counted from 1970-01-01."""
         ...
 
+    def payers(self, first: int, last: int) -> Awaitable[set[TenantId]]:
+        """The tenants with usage on one of these days, also those that are gone."""
+        ...
+
 
 # -- one bucket -----------------------------------------------------------------------------------
 

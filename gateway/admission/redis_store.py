@@ -246,6 +246,19 @@ class RedisStore:
             for (key_id, model), totals in sheet.items():
                 yield UsageRow(tenant, key_id, model, day, totals)
 
+    async def payers(self, first: int, last: int) -> set[TenantId]:
+        """Every server is asked for the names of its keys, a page in each reply."""
+        found: set[TenantId] = set()
+        for link in tuple(self._links.all()):
+            key = self._probe_key(self._links.tag_of(link))
+            cursor: str | None = "0"
+            while cursor is not None:
+                words: tuple[Word, ...] = cursor, self._prefix, first, last
+                reply = await _asked(link, call((key,), "payers", self._settings, self._now_ms(), *words))
+                found.update(TenantId(unquote(tag.decode())) for tag in reply[2:])
+                cursor = None if (following := reply[1].decode()) == "0" else following
+        return found
+
     async def aclose(self) -> None:
         """Close the connections, once the settlements that are under way are over, and those that failed were
         tried once more."""
@@ -344,8 +357,10 @@ class RedisStore:
                 raise
 
     def _probe(self, tag: str) -> tuple[Word, ...]:
-        key = f"{self._prefix}:{{{tag}}}:probe"
-        return "EVAL", SCRIPT, 1, key, "probe", self._settings, "", times(self._now_ms())
+        return "EVAL", SCRIPT, 1, self._probe_key(tag), "probe", self._settings, "", times(self._now_ms())
+
+    def _probe_key(self, tag: str) -> str:
+        return f"{self._prefix}:{{{tag}}}:probe"
 
     def _times_ms(self, tenant: TenantId) -> tuple[float, float]:
         """now_ms and not_after_ms of a call that is not to be done once its caller no longer waits. Raises

@@ -142,6 +142,10 @@ class UsageRows:
                 for (key, model), totals in self._days[day].get(tenant, {}).items():
                     yield UsageRow(tenant, key, model, day, totals)
 
+    def tenants(self, first: int, last: int) -> set[TenantId]:
+        """The tenants with rows on the days from `first` to `last`."""
+        return {tenant for day, sheets in self._days.items() if first <= day <= last for tenant in sheets}
+
     def take(self) -> list[tuple[TenantId, int, Sheet]]:
         """Everything, each tenant's day by itself. Nothing is left here."""
         days, self._days = self._days, {}

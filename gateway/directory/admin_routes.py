@@ -164,12 +164,15 @@ class DirectoryRoutes:
             errors=(*_CHANGES, PreconditionRequired),
             is_versioned=True,
             takes_version=True,
+            takes_absence=True,
         )
     )
     async def _put_tenant(self, asked: Asked) -> web.Response:
         body = await _body(asked)
         return await self._changed(
-            self._registry.put_tenant(asked.id, body, asked.operator.key, _if_match(asked))
+            self._registry.put_tenant(
+                asked.id, body, asked.operator.key, _if_match(asked), _etags(asked, "if-none-match")
+            )
         )
 
     @does(Operation("Delete a tenant.", TenantConfig, errors=_CHANGES, is_versioned=True, takes_version=True))
@@ -209,7 +212,12 @@ def _answer(shown: Shown) -> web.Response:
 
 
 def _if_match(asked: Asked) -> str | None:
-    return asked.request.headers.get("if-match")
+    return _etags(asked, "if-match")
+
+
+def _etags(asked: Asked, name: str) -> str | None:
+    """The etags in a header, however many lines it has. None without it."""
+    return ", ".join(asked.request.headers.getall(name, ())) or None
 
 
 def _limit(text: str | None) -> int:

@@ -7,6 +7,8 @@ the order of its declaration.
 from __future__ import annotations
 
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, Protocol, TypeVar
@@ -130,14 +132,22 @@ def decode(type_: type[R], raw: bytes) -> R:
 
 
 def decode_object(raw: bytes) -> Mapping[str, Any]:
-    """The fields of a JSON object. Raises ConfigError."""
+    """The fields of a JSON object, in which no object has a name twice. Raises ConfigError."""
     if len(raw) > ENTRY_LEN_MAX:
         raise ConfigError([f"it is longer than {ENTRY_LEN_MAX} bytes"])
     try:
         found: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):  # both libraries' errors are ValueErrors
         raise ConfigError(["it is no JSON object"]) from None
     return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    """Raises ConfigError where an object has a name twice: readers differ in which one counts."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ConfigError([f"{name[:64]}: is given {count} times"])
 
 
 def parse(type_: type[R], fields: Mapping[str, Any], check: Callable[[R], Iterator[str]] | None = None) -> R:
@@ -173,9 +183,15 @@ def etag_of(record: Record) -> str:
     return hashlib.sha256(encode(record)).hexdigest()[:32]
 
 
+def is_named(record: Record | None, etags: str) -> bool:
+    """True if a list of etags with commas between, or `ANY_VERSION`, names an entry's content (RFC 9110
+    section 13.1). Nothing names an entry that is not there."""
+    if record is None or etags == ANY_VERSION:
+        return record is not None
+    return etag_of(record) in [etag.strip(' \t"') for etag in etags.split(",")]
+
+
 def check_match(record: Record | None, if_match: str | None) -> None:
-    """Raises PreconditionFailed when `if_match` names another content than the entry's."""
-    if if_match is None or (if_match == ANY_VERSION and record is not None):
-        return
-    if record is None or etag_of(record) != if_match.strip('"'):
+    """Raises PreconditionFailed when `if_match` does not name the entry's content."""
+    if if_match is not None and not is_named(record, if_match):
         raise PreconditionFailed("It has changed since it was read. Read it again, and decide anew.")

@@ -6,9 +6,11 @@ Rules:
 2. All is read again after a failover that lost changes, after a change of the file, when the tenant of keys
    that were refused appears, and when too much has happened meanwhile. That is done in slices, between which
    requests are served.
-3. An entry that cannot be read is refused and logged; the one that was known before stays, and so do all
-   others.
-4. While Redis cannot be asked, or has lost the directory, what was read last holds for `stale_s`. After that,
+3. An entry that cannot be read may be one that revokes or restricts what was known before. So it counts as
+   none until it can be read, and is logged: its key, or the keys of its tenant, are refused. All others stay.
+4. A model that this gateway does not have opens nothing here, and hides no other part of the entry that names
+   it: gateways with other models share a directory, and a revocation reaches each of them.
+5. While Redis cannot be asked, or has lost the directory, what was read last holds for `stale_s`. After that,
    and before the first reading, it is not known which keys work: a key that is not in the file gets 503, and
    the gateway is not ready.
 """
@@ -23,7 +25,7 @@ from typing import Final
 
 from gateway.accounts import POLL_S, AccountsReader, Kind
 from gateway.admission.quota import StoreUnavailable
-from gateway.config import KeyConfig, TenantConfig, key_problems, tenant_problems
+from gateway.config import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
 from gateway.directory.entries import KEYS_MAX, TENANTS_MAX, decode
 from gateway.directory.redis_directory import Place, RawEntry, RedisDirectory
 from shared import logs
@@ -36,6 +38,8 @@ SLICE: Final = 200
 """Entries that are read at once: they take a few milliseconds."""
 REFUSED_SHOWN_MAX: Final = 20
 """Log lines about entries that cannot be read, in one reading of all."""
+MODELS_SHOWN_MAX: Final = 100
+"""Models that the log names once each because entries name them and this gateway does not have them."""
 FIRST: Final = b"0"
 """The cursor before the first entries, and after the last ones."""
 ENTRIES_MAX: Final[Mapping[Kind, int]] = {"keys": KEYS_MAX, "tenants": TENANTS_MAX}
@@ -73,6 +77,8 @@ class Follower:
         """Why it cannot be followed. None while it can."""
         self._models: Final = frozenset(model.name for model in accounts.config.models)
         """The names of the models, which take a restart."""
+        self._unknown_models: Final[set[str]] = set()
+        """Those that the log has named."""
         self._is_whole = False
         """True if every entry was looked at with the tenants that there are now."""
         self._has_orphans = False
@@ -108,7 +114,7 @@ class Follower:
             self._problem = None
 
     def _failed(self, problem: str) -> None:
-        """Rule 4."""
+        """Rule 5."""
         if problem != self._problem:
             log.error("directory.down", problem=problem)
         self._problem = problem
@@ -164,14 +170,14 @@ class Follower:
         put_tenants = [
             tenant for id_, raw in tenants.items() if (tenant := self._tenant(id_, raw)) is not None
         ]
-        gone_tenants = [TenantId(id_) for id_, raw in tenants.items() if not raw]
+        gone_tenants = [TenantId(id_) for id_ in tenants.keys() - {tenant.id for tenant in put_tenants}]
         if put_tenants:
             if self._has_orphans and any(tenant.id not in self._known["tenants"] for tenant in put_tenants):
                 self._is_whole = self._has_orphans = False
             self._accounts.put_tenants(put_tenants)
             self._known["tenants"].update(tenant.id for tenant in put_tenants)
         put_keys = [key for id_, raw in keys.items() if (key := self._key(id_, raw)) is not None]
-        gone_keys = [KeyId(id_) for id_, raw in keys.items() if not raw]
+        gone_keys = [KeyId(id_) for id_ in keys.keys() - {key.id for key in put_keys}]
         self._accounts.put_keys(put_keys, gone_keys)
         self._known["keys"].update(key.id for key in put_keys)
         self._known["keys"].difference_update(gone_keys)
@@ -184,7 +190,7 @@ class Follower:
         try:
             tenant = decode(TenantConfig, raw) if raw else None
             if tenant is not None:
-                _require(tenant.id == id_, tenant_problems(tenant, self._models))
+                _require(tenant.id == id_, tenant_problems(tenant, self._models_of(tenant)))
         except ConfigError as error:
             self._refuse("tenants", id_, error.problems)
             return None
@@ -197,11 +203,20 @@ class Follower:
             if key is not None:
                 tenants = self._accounts.now.tenants.ids
                 self._has_orphans |= key.tenant not in tenants
-                _require(key.id == id_, key_problems(key, self._models, tenants))
+                _require(key.id == id_, key_problems(key, self._models_of(key), tenants))
         except ConfigError as error:
             self._refuse("keys", id_, error.problems)
             return None
         return key
+
+    def _models_of(self, entry: TenantConfig | KeyConfig) -> set[str]:
+        """The models that an entry names. Those that are not here are logged, by rule 4."""
+        named = named_models(entry)
+        unknown = named - self._models - self._unknown_models
+        if unknown and len(self._unknown_models) < MODELS_SHOWN_MAX:
+            self._unknown_models.update(unknown)
+            log.warning("directory.models_unknown", models=sorted(unknown)[:MODELS_SHOWN_MAX])
+        return named
 
     def _refuse(self, kind: Kind, id_: str, problems: Sequence[str]) -> None:
         REFUSED.inc(kind)

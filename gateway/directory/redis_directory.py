@@ -4,10 +4,12 @@ Rules:
 
 1. An entry is replaced only if it is still the one that was read: two operators' changes never overwrite each
    other. An edit that does not depend on what the operator saw is made again on what is there now.
-2. A directory has a name, its epoch, for life. To find none, or another one, where there was one before means
+2. A call is sent once: where its answer is lost, the operator is told so. What is found after a lost race is
+   another's, also where it reads the same.
+3. A directory has a name, its epoch, for life. To find none, or another one, where there was one before means
    that the data was lost: nothing is read from that, and nothing written to it. The first gateway that finds
    the loss notes it in Redis, so that gateways which start later do not take it for a directory without keys.
-3. No request of a client's ever waits for this.
+4. No request of a client's ever waits for this.
 """
 
 from __future__ import annotations
@@ -135,17 +137,13 @@ class RedisDirectory:
         kind = kind_of(type_)
         if self._accounts.is_in_file(kind, id_):
             raise Conflict("It is declared in the gateway's file, and can be changed only there.")
-        tried: bytes | None = None
-        change = Change(None, None)
         for _ in range(ATTEMPTS_MAX):
             [_, raw] = await self._ask("get", kind, id_)
-            if raw == tried:  # it was done, though the reply was lost and the call sent again
-                return change
             before = _readable(type_, id_.encode(), raw)
             check_match(before, if_match)
             change = Change(before, edit(before))
-            tried = b"" if change.after is None else encode(change.after)
-            if change.after == before or await self._put(kind, id_, raw, tried, change):
+            new = b"" if change.after is None else encode(change.after)
+            if change.after == before or await self._put(kind, id_, raw, new, change):
                 return change
         raise Conflict("Others change it all the time. Try again.")
 

@@ -6,7 +6,8 @@ Rules:
 2. Each change that was made leaves an audit line, `admin.change`: the operator, the action, and the values
    before and after of each field that changed. Hashes of secrets are in no line and in no answer.
 3. A secret is shown once, in the answer to the change that made it.
-4. What would replace a whole tenant says which one it has seen; what changes some fields of an entry is made
+4. A model that this gateway does not have cannot be newly named; one that the entry names already may stay.
+5. What would replace a whole tenant says which one it has seen; what changes some fields of an entry is made
    on the newest.
 """
 
@@ -15,14 +16,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
+from math import ceil
 from typing import Annotated, Any, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from gateway.accounts import AccountsReader, Kind
-from gateway.config import KeyConfig, TenantConfig, key_problems, tenant_problems
+from gateway.config import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
 from gateway.directory.entries import (
     NO_VARIABLES,
     Change,
@@ -32,6 +34,7 @@ from gateway.directory.entries import (
     R,
     Record,
     etag_of,
+    is_named,
     parse,
     place_of,
     view_of,
@@ -40,7 +43,7 @@ from gateway.identity.keys import KEYID_LEN, mint_key
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError, load
-from shared.errors import Conflict, NotFound, PreconditionRequired
+from shared.errors import Conflict, NotFound, PreconditionFailed, PreconditionRequired
 
 OVERLAP_S: Final = 24 * 3600.0
 """How long a replaced secret still works, unless the operator says otherwise, in seconds."""
@@ -50,6 +53,8 @@ PATCHABLE: Final = frozenset(
 )
 """The fields of a key that can be changed after its creation."""
 CREATABLE: Final = (PATCHABLE | {"tenant"}) - {"disabled"}
+_RELATIVE: Final = (".", "..")
+"""Ids that clients cannot ask for: they are taken out of a URL (RFC 3986 section 5.2.4)."""
 _KEYID: Final = re.compile(rf"[a-z0-9]{{{KEYID_LEN}}}")
 
 
@@ -160,7 +165,7 @@ class Registry:
         self, id_: str, asked: Mapping[str, Any], by: str, if_match: str | None
     ) -> MintedView:
         """Replace a key's secret. The one before works for `Rotation.overlap_s` longer. Raises ConfigError,
-        NotFound, PreconditionFailed, and Conflict while a still older one works."""
+        NotFound, PreconditionFailed, and Conflict while a still older one works, or where none would."""
         rotation = load(Rotation, asked, {}, NO_VARIABLES)
         text = ""
 
@@ -169,6 +174,8 @@ class Registry:
             key = _there(now, "keys", id_)
             if key.disabled:
                 raise Conflict("The key is revoked.")
+            if key.expires is not None and key.expires.timestamp() <= self._clock.wall():
+                raise Conflict("The key has expired.")
             minted = mint_key(key.env, key.id if _KEYID.fullmatch(key.id) else None)
             text = minted.text
             return replace(key, hash=minted.hash, **self._previous(key, rotation))
@@ -190,7 +197,7 @@ class Registry:
             )
         return {
             "previous_hash": key.hash,
-            "previous_expires": now + timedelta(seconds=rotation.overlap_s),
+            "previous_expires": datetime.fromtimestamp(ceil(self._clock.wall() + rotation.overlap_s), UTC),
         }
 
     async def delete_key(self, id_: str, by: str, if_match: str | None) -> Shown:
@@ -203,14 +210,26 @@ class Registry:
 
     # -- tenants ----------------------------------------------------------------------------------
 
-    async def put_tenant(self, id_: str, asked: Mapping[str, Any], by: str, if_match: str | None) -> Shown:
-        """Create a tenant, or replace the one that `if_match` names. Raises ConfigError, Conflict,
-        PreconditionFailed, and PreconditionRequired."""
-        models = self._models
+    async def put_tenant(
+        self,
+        id_: str,
+        asked: Mapping[str, Any],
+        by: str,
+        if_match: str | None,
+        if_none_match: str | None = None,
+    ) -> Shown:
+        """Create a tenant, or replace the one that `if_match` names, and `if_none_match` does not. Raises
+        ConfigError, Conflict, PreconditionFailed, and PreconditionRequired."""
+        there = await self._directory.get("tenants", id_)
+        models = self._models | (named_models(there) if isinstance(there, TenantConfig) else set[str]())
         stray = [] if asked.get("id", id_) == id_ else ["id: must be that of the path"]
+        if id_ in _RELATIVE:
+            stray.append(f"id: {id_} stands for another path in a URL")
         tenant = _parsed(TenantConfig, {**asked, "id": id_}, lambda one: tenant_problems(one, models), stray)
 
         def edit(now: TenantConfig | None) -> TenantConfig:
+            if if_none_match is not None and is_named(now, if_none_match):
+                raise PreconditionFailed("It is there already, as if-none-match has it.")
             if now is not None and if_match is None:
                 raise PreconditionRequired("The tenant exists: send the etag that you have read as if-match.")
             return tenant
@@ -248,16 +267,25 @@ class Registry:
         tenant = given.get("tenant")
         is_there = isinstance(tenant, str) and await self._has_tenant(tenant)
         known = {tenant} if isinstance(tenant, str) and is_there else set[str]()
+        known_models = set[str]() if before is None else named_models(before)
 
         def check(key: KeyConfig) -> Iterator[str]:
-            yield from key_problems(key, self._models, known)
+            yield from key_problems(key, self._models | known_models, known)
             is_new = before is None or before.expires != key.expires
-            if is_new and key.expires is not None and key.expires.timestamp() <= self._clock.wall():
-                yield "expires: is over already"
+            if is_new and key.expires is not None and key.expires.tzinfo is not None:
+                yield from self._expiry_problems(key.expires)
 
         known_names = {field.name for field in fields(KeyConfig)}
         told = [f"{name}: cannot be set here" for name in sorted(strays & known_names)]
         return _parsed(KeyConfig, given, check, told)
+
+    def _expiry_problems(self, expires: datetime) -> Iterator[str]:
+        if expires.timestamp() <= self._clock.wall():
+            yield "expires: is over already"
+        try:
+            expires.astimezone(UTC)
+        except OverflowError:
+            yield "expires: must be a moment that UTC can say, before the year 10000"
 
     async def _has_tenant(self, id_: str) -> bool:
         return bool(self._declared("tenants", id_) or await self._directory.get("tenants", id_))

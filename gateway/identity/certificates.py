@@ -90,7 +90,11 @@ class CertificateTable:
             until_s = read.not_valid_after_utc.timestamp()
             _, principal = min(found, key=lambda entry: entry[0], default=(0, None))
             return _Known(read.issuer.public_bytes(), read.serial_number, until_s, principal)
-        except (ValueError, TypeError) as error:  # OpenSSL took it, and cryptography reads more strictly
+        except (
+            ValueError,
+            TypeError,
+            x509.InvalidVersion,
+        ) as error:  # OpenSSL took it, and cryptography reads more strictly
             kind = type(error).__name__
             raise Unauthenticated(
                 "The client certificate is malformed.", detail=f"certificate: {kind}"
@@ -107,12 +111,15 @@ def _name_of(entry: CertificateConfig) -> tuple[str, str]:
 
 
 def _names_in(certificate: x509.Certificate) -> list[tuple[str, str]]:
-    """All names that it has, as `_name_of` gives them."""
+    """All names that it has, as `_name_of` gives them. None of a certificate whose other names are of forms
+    that are not read here, or that has an extension twice: it is good, and names nobody."""
     names = [("subject", certificate.subject.rfc4514_string())]
     try:
         extension = certificate.extensions.get_extension_for_oid(ExtensionOID.SUBJECT_ALTERNATIVE_NAME)
     except x509.ExtensionNotFound:
         return names
+    except (x509.UnsupportedGeneralNameType, x509.DuplicateExtension):
+        return []
     assert isinstance(extension.value, x509.SubjectAlternativeName)
     dns = extension.value.get_values_for_type(x509.DNSName)
     uris = extension.value.get_values_for_type(x509.UniformResourceIdentifier)

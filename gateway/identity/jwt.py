@@ -49,6 +49,8 @@ TYPES: Final = frozenset({"jwt", "at+jwt", "application/jwt", "application/at+jw
 
 _SEGMENTS: Final = re.compile(r"([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)")
 _SHOWN: Final = re.compile(r"[A-Za-z0-9._~+/:@-]{1,100}")
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+"""Half a character, which JSON can say and UTF-8 cannot."""
 _TIME: Final = Meta(ge=0, le=2**53)
 _Time = Annotated[int, _TIME] | Annotated[float, _TIME]
 _Text = Annotated[str, Meta(min_length=1)]
@@ -258,6 +260,8 @@ def _check_header(header: _Header, issuer: _Issuer) -> None:
 
 
 def _check_claims(claims: _Registered, issuer: _Issuer, now_s: float) -> None:
+    if _SURROGATE.search(claims.sub):
+        _refuse("sub is no text, but half a character", issuer)
     skew_s = issuer.config.skew_s
     named = {claims.aud} if isinstance(claims.aud, str) else set(claims.aud)
     if named.isdisjoint(issuer.config.audiences):

@@ -91,27 +91,29 @@ def algorithms() -> dict[str, Algorithm]:
 
 
 def keys_of(data: bytes) -> tuple[tuple[VerificationKey, ...], list[str]]:
-    """The keys of a JWK set, and what is wrong with those that were left out. Raises BadKeys where none is
-    left, or where they are too many."""
+    """The keys of a JWK set, and what is wrong with those that were left out. Keys of one id differ in their
+    algorithms (RFC 7517 section 4.5); those without one need not. Raises BadKeys where none is left, or where
+    they are too many."""
     try:
         found = msgspec.json.decode(data, type=_JwkSet).keys
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         raise BadKeys("is no JWK set") from None
     if len(found) > KEYS_MAX:
         raise BadKeys(f"has {len(found)} keys, more than {KEYS_MAX}")
-    keys: dict[str | None, VerificationKey] = {}
+    keys: list[VerificationKey] = []
     problems = []
     for at, raw in enumerate(found):
         try:
             key = _key_of(raw)
-            if key.kid in keys:
-                raise BadKeys("has the id of another")
-            keys[key.kid] = key
+            alike = [one for one in keys if one.kid == key.kid and one.algorithms & key.algorithms]
+            if key in alike or (alike and key.kid is not None):
+                raise BadKeys("has the id of another, and an algorithm of it")
+            keys.append(key)
         except BadKeys as error:
             problems.append(f"keys[{at}] {error}")
     if not keys:
         raise BadKeys("has no key that can be used", *problems)
-    return tuple(keys.values()), problems
+    return tuple(keys), problems
 
 
 def _key_of(raw: msgspec.Raw) -> VerificationKey:

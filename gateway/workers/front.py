@@ -56,7 +56,7 @@ SILENT_HEADER: Final = "x-penstock-silent-workers"
 """Names the workers whose metrics are not as new as the scrape."""
 _PATH: Final = re.compile(r"/admin/v1/[A-Za-z0-9._~:%\[\]/-]{1,640}")
 """The paths that are passed on: none that only the supervisor may ask for."""
-_PASSED: Final = ("authorization", "content-type", "if-match", "traceparent")
+_PASSED: Final = ("authorization", "content-type", "if-match", "if-none-match", "traceparent")
 _DROPPED: Final = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "content-length", "server", "date", REQUEST_ID_HEADER}
 )
@@ -111,7 +111,8 @@ class Front:
                     f"There are {', '.join([*PROBES, '/metrics', DOCUMENT])} and what begins with /admin/v1/."
                 )
             body = await read_operator_body(request)
-            headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
+            given = request.headers
+            headers = {name: ", ".join(given.getall(name)) for name in _PASSED if name in given}
             headers[REQUEST_ID_HEADER] = request_id
             digest = None if "authorization" in headers else self._gate.digest(request)
             if digest is not None:
@@ -173,8 +174,9 @@ class Front:
         answer = await _asked(places[0], asked)
         if answer is None:
             raise NotReady(f"Worker {places[0].index} did not answer: look whether the change was made.")
-        refreshed = await asyncio.gather(*map(_refreshed, places[1:]))
-        silent = [place.index for place, ok in zip(places[1:], refreshed, strict=True) if not ok]
+        others = [place for place in self._supervisor.places if place is not places[0]]
+        refreshed = await asyncio.gather(*map(_refreshed, others))
+        silent = [place.index for place, ok in zip(others, refreshed, strict=True) if not ok]
         return together({places[0].index: answer}, silent)
 
     async def _every(self, places: Sequence[Place], asked: _Asked) -> Answer:
@@ -217,10 +219,9 @@ async def _asked(place: Place, asked: _Asked) -> Answer | None:
 
 
 async def _refreshed(place: Place) -> bool:
+    """True if its worker knows of what was changed before."""
     try:
-        if (client := place.client) is not None:
-            await client.refresh()
-        return True
+        return await place.refresh()
     except WorkerSilent as error:
         log.warning("worker.silent", worker=place.index, reason=str(error))
         return False

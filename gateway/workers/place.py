@@ -14,7 +14,7 @@ Rules:
 2. A worker that ends without being told to is a death, whatever its exit status is. One that cannot even
    start, before any worker has served, ends the supervisor: the others could not start either.
 3. A new worker drains from the start what operators have drained, and once more when it has begun to serve,
-   since they may have changed it in the meantime.
+   since they may have changed it in the meantime. For the same reason it reads keys and tenants again then.
 4. What it had counted is kept (`gateway.workers.metrics`). It is asked for its metrics every `COUNT_S`, so a
    death loses the counts of that time at most.
 """
@@ -135,6 +135,14 @@ class Place:
         """The channel to its worker; None as long as it does not serve."""
         return self._worker.client if self._worker is not None and self.status is not None else None
 
+    async def refresh(self) -> bool:
+        """Let its worker read keys and tenants again, also one that has begun to serve without having been
+        heard of. Returns False where there is none. Raises WorkerSilent."""
+        if self._worker is None:
+            return False
+        await self._worker.client.refresh()
+        return True
+
     @property
     def is_ready(self) -> bool:
         """True if its worker serves, and welcomes new requests."""
@@ -247,6 +255,7 @@ class Place:
         while self._handed != (drained := self._owner.drained()):
             await worker.client.drain(drained)
             self._handed = drained
+        await worker.client.refresh()
 
     def _death(self, reason: str, lived_s: float) -> float:
         """Count and log a death. Returns the pause until the next start, in seconds. Raises GaveUp."""

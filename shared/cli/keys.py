@@ -10,7 +10,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -215,12 +216,21 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _require_once(option: str, names: Iterable[str]) -> None:
+    """Raises KeysFailed where a limit is given twice."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise KeysFailed(f"{option} {name} is given {count} times")
+
+
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
     names = ("tenant", "models", "endpoints", "labels", "expires", "env")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.limits:
+        _require_once("--limit", (name for name, _ in options.limits))
         given["limits"] = dict(options.limits)
     if options.model_limits:
+        _require_once("--model-limit", (f"{model}:{name}" for model, name, _ in options.model_limits))
         by_model: dict[str, dict[str, int]] = {}
         for model, name, number in options.model_limits:
             by_model.setdefault(model, {})[name] = number
@@ -359,9 +369,17 @@ def _show_list(answers: Iterator[bytes] | Sequence[bytes], options: argparse.Nam
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def _moment(moment: datetime) -> str:
+    """A moment in UTC; one that UTC cannot say, as the gateway gave it."""
+    try:
+        return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M}"
+    except OverflowError:
+        return f"{moment:%Y-%m-%d %H:%M %z}"
+
+
 def _row(key: Key) -> tuple[str, ...]:
     is_over = key.expires is not None and key.expires <= datetime.now(UTC)
     state = "revoked" if key.disabled else "expired" if is_over else "active"
-    expires = "never" if key.expires is None else f"{key.expires.astimezone(UTC):%Y-%m-%d %H:%M}"
+    expires = "never" if key.expires is None else _moment(key.expires)
     lists = (", ".join(texts) for texts in (key.models, key.endpoints, key.labels))
     return tuple(map(terminal.harmless, (key.id, key.tenant, state, expires, *lists)))

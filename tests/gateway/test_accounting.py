@@ -57,6 +57,18 @@ async def test_usage_is_counted_once_with_each_settlement(clock_and_store: Both)
     ]
 
 
+async def test_whoever_has_usage_on_a_day_is_told(clock_and_store: Both) -> None:
+    """However many keys of others lie between them, and whatever a tenant is called."""
+    _, store = clock_and_store
+    many = [TenantId(f"t {n}:{{%}}é") for n in range(600)]
+    assert await store.payers(0, TODAY) == set()
+    for number, tenant in enumerate(many):
+        await used_by(store, number, Used(prompt=1), Payer(tenant, KeyId("k"), "m"))
+    assert await store.payers(TODAY, TODAY) == set(many)
+    assert await store.payers(TODAY - 1, TODAY + 1) == set(many)
+    assert await store.payers(TODAY + 1, TODAY + 2) == await store.payers(0, TODAY - 1) == set()
+
+
 async def test_a_lease_that_ran_out_is_counted_as_an_estimate(clock_and_store: Both) -> None:
     clock, store = clock_and_store
     await used_by(store, "dead", None)

@@ -91,6 +91,22 @@ async def test_a_change_needs_an_operators_key(
         assert answer.status == status
 
 
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("usage?tenant=acme&tenant=other", "tenant"),
+        ("keys?limit=1&tenant=acme&limit=2", "limit"),
+        ("limits?after=a&after=a", "after"),
+    ],
+)
+async def test_a_parameter_that_is_given_twice_is_refused_by_name(
+    open_house: Open, path: str, param: str
+) -> None:
+    house = await open_house(admin=operator_keys())
+    async with ask(house, "GET", f"/admin/v1/{path}", **OPERATOR) as answer:
+        assert (answer.status, (await error_of(answer))["param"]) == (400, param)
+
+
 async def test_a_tenants_key_changes_nothing_and_an_operators_key_asks_no_model(open_house: Open) -> None:
     house = await open_house(admin=operator_keys())
     async with ask(house, "POST", "/admin/v1/reload", **house.headers) as answer:

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from gateway.accounts import POLL_S
+from gateway.directory.registry import Registry
 from shared import logs
-from shared.errors import Unauthenticated
+from shared.config import ConfigError
+from shared.errors import Conflict, Unauthenticated
+from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, until
 from tests.gateway.directory_world import World, directory_world
 from tests.gateway.fake_engine import chunk, stream
@@ -115,7 +118,7 @@ async def test_a_replaced_secret_works_beside_the_new_one_until_the_overlap_is_o
     assert rotated.status == 200, rotated
     assert rotated.body["id"] == old["id"]
     overlap = datetime.fromisoformat(rotated.body["previous_expires"]) - datetime.now(UTC)
-    assert timedelta(seconds=3000) < overlap <= timedelta(seconds=3600)
+    assert timedelta(seconds=3000) < overlap <= timedelta(seconds=3601)
     assert [await world.status(one["key"]) for one in (old, rotated.body)] == [200, 200]
     again = await world.ask("POST", f"keys/{old['id']}/rotate")
     assert again.code == "conflict"
@@ -124,6 +127,28 @@ async def test_a_replaced_secret_works_beside_the_new_one_until_the_overlap_is_o
     at_once = await world.ask("POST", f"keys/{old['id']}/rotate", {"overlap_s": 0})
     keys = [old["key"], rotated.body["key"], at_once.body["key"]]
     assert [await world.status(key) for key in keys] == [401, 401, 200]
+
+
+def registry_at(world: World, wall_s: float) -> Registry:
+    """The operations on the gateway's keys at another time."""
+    gateway = world.gateways[0]
+    return Registry(gateway._registry._directory, gateway.accounts, VirtualClock(wall=wall_s))
+
+
+async def test_an_overlap_is_no_shorter_than_was_asked_for(world: World) -> None:
+    made = await world.key()
+    now_s = 1_700_000_000.9
+    rotated = await registry_at(world, now_s).rotate_key(made["id"], {"overlap_s": 1}, "ops", None)
+    assert rotated.previous_expires is not None
+    assert rotated.previous_expires.timestamp() == 1_700_000_002
+
+
+async def test_a_key_that_has_expired_gets_no_new_secret(world: World) -> None:
+    made = await world.key(expires="2999-01-01T00:00:00Z")
+    expires_s = datetime(2999, 1, 1, tzinfo=UTC).timestamp()
+    with pytest.raises(Conflict, match="has expired"):
+        await registry_at(world, expires_s).rotate_key(made["id"], {}, "ops", None)
+    await registry_at(world, expires_s - 1).rotate_key(made["id"], {}, "ops", None)
 
 
 async def test_a_revoked_key_is_told_so_and_can_be_given_back(world: World) -> None:
@@ -206,6 +231,32 @@ async def test_a_tenant_is_created_replaced_and_deleted(world: World) -> None:
     assert (await world.ask("POST", "keys", {"tenant": "made"})).fields == ["tenant"]
 
 
+async def test_etags_come_in_lists_and_a_tenant_can_be_created_only_where_there_is_none(world: World) -> None:
+    absent, path = {"if-none-match": "*"}, "tenants/made"
+    made = await world.ask("PUT", path, {}, headers=absent)
+    assert made.status == 200
+    refused = await world.ask("PUT", path, {}, headers=absent)
+    assert (refused.status, refused.code) == (412, "changed_meanwhile")
+    refused = await world.ask("PUT", path, {}, headers={"if-match": "*", "if-none-match": str(made.etag)})
+    assert refused.status == 412
+    for etags, status in (
+        (f'"a", {made.etag},"b"', 200),
+        ('"a", "b"', 412),
+        ("", 428),
+        (f"W/{made.etag}", 412),
+    ):
+        answer = await world.ask("PUT", path, {}, headers={"if-match": etags} if etags else {})
+        assert answer.status == status, etags
+
+
+@pytest.mark.parametrize("id_", [".", ".."])
+async def test_an_id_that_a_url_cannot_name_is_refused(world: World, id_: str) -> None:
+    """Most clients take it out of the path before they send that."""
+    with pytest.raises(ConfigError, match="id: ") as caught:
+        await registry_at(world, 0).put_tenant(id_, {"models": ["ghost"]}, "ops", None)
+    assert len(caught.value.problems) == 2, "all that is wrong is named"
+
+
 async def test_a_tenants_new_limits_count_for_its_next_request(world: World) -> None:
     await put_tenant(world)
     key = await world.key(tenant="made")
@@ -237,10 +288,16 @@ BAD = [
     ("POST keys", {"tenant": "acme", "id": "a", "hash": "x", "disabled": True}, {"id", "hash", "disabled"}),
     ("POST keys", {"tenant": "acme", "endpoints": ["/v1/chat"], "env": "A"}, {"endpoints[0]", "env"}),
     ("POST keys", {"tenant": "acme", "expires": "2001-01-01T00:00:00Z"}, {"expires"}),
+    ("PATCH keys/k1", {"expires": "9999-12-31T23:59:59-01:00"}, {"expires"}),
+    ("PATCH keys/k1", {"expires": "0001-01-01T00:00:00+01:00"}, {"expires"}),
+    ("PATCH keys/k1", {"expires": "9999-12-31T23:59:59"}, {"expires"}),
     ("POST keys", {"tenant": "acme", "labels": ["\u001b[2J"]}, {"labels[0]"}),
     ("POST keys", {"tenant": "acme", "labels": ["x"] * 17}, {"labels"}),
     ("POST keys", {"tenant": ["acme"]}, {"tenant"}),
     ("POST keys", b"[1]", {""}),
+    ("POST keys", b'{"tenant": "acme", "tenant": "acme"}', {"tenant"}),
+    ("PATCH keys/k1", b'{"limits": {"concurrent": 1, "concurrent": 2}}', {"concurrent"}),
+    ("PUT tenants/new", b'{"models": ["tiny"], "mod\\u0065ls": ["*"]}', {"models"}),
     ("POST keys", b"{", {""}),
     ("POST keys", b'{"tenant": "\xff"}', {""}),
     ("POST keys", b'{"labels":' + b"[" * 20_000, {""}),
@@ -355,6 +412,9 @@ async def test_two_operators_at_once_lose_no_change(world: World) -> None:
     etag = {"if-match": str((await world.ask("GET", path)).etag)}
     twice = [world.ask("PATCH", path, {"labels": [label]}, headers=etag) for label in ("a", "b")]
     assert sorted(answer.status for answer in await asyncio.gather(*twice)) == [200, 412]
+    etag = {"if-match": str((await world.ask("GET", path)).etag)}
+    alike = [world.ask("PATCH", path, {"labels": ["c"]}, headers=etag) for _ in range(2)]
+    assert sorted(answer.status for answer in await asyncio.gather(*alike)) == [200, 412], "each is another's"
     made_at_once = await asyncio.gather(*(world.key(tenant="made") for _ in range(8)))
     for one in made_at_once:
         assert await world.status(one["key"]) == 200

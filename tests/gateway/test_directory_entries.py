@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from gateway.config import KeyConfig
+from gateway.accounts import Kind
+from gateway.config import KeyConfig, TenantConfig
 from gateway.directory.entries import encode
 from gateway.identity.keys import hash_key
 from tests.gateway.conftest import House
@@ -32,7 +34,6 @@ GARBAGE: dict[str, bytes] = {
     "a field that a later version may have": encode(GOOD)[:-1] + b',"networks":["10.0.0.0/8"]}',
     "another id": encode(GOOD).replace(b"a" * 12, b"b" * 12),
     "a tenant that is not there": encode(GOOD).replace(b'"acme"', b'"nobody"'),
-    "a model that is not there": encode(GOOD).replace(b'"models":["*"]', b'"models":["ghost"]'),
     "a hash that is none": encode(GOOD).replace(b"sha256:", b"md5:"),
     "half of a pair": encode(GOOD).replace(b'expires":null}', b'expires":"2030-01-01T00:00:00Z"}'),
     "a bound that is passed": encode(GOOD).replace(b'"concurrent":null', b'"concurrent":-1'),
@@ -44,7 +45,7 @@ GARBAGE: dict[str, bytes] = {
 async def test_an_entry_that_cannot_be_read_changes_nothing_for_any_other(
     world: World, own: RedisServer, garbage: bytes
 ) -> None:
-    """The one that was known before stays, at a gateway that knew it; the victims are all other keys."""
+    """It may be one that revokes, so its key is refused; the victims are all other keys."""
     await world.open()
     first = await world.key()
     raw(own).hset(at(world, "keys"), GOOD.id, encode(GOOD))
@@ -56,11 +57,11 @@ async def test_an_entry_that_cannot_be_read_changes_nothing_for_any_other(
     touch(world, own, GOOD.id)
     second = await world.key()
     await follower(world).refresh()
-    assert [await world.status(key) for key in (first["key"], second["key"], "good")] == [200] * 3
+    keys = (first["key"], second["key"], "good")
+    assert [await world.status(key) for key in keys] == [200, 200, 401]
     refused = await world.line("directory.entry_refused", GOOD.id)
     assert refused["problems"]
     await world.open()
-    keys = (first["key"], second["key"], "good")
     assert [await world.status(key, at=1) for key in keys] == [200, 200, 401]
     assert await problems(world, at=1) == []
     raw(own).zadd(at(world, "keys-in-order"), {f"acme/{GOOD.id}": 0})
@@ -72,11 +73,16 @@ async def test_an_entry_that_cannot_be_read_changes_nothing_for_any_other(
         after = page["next"]
     assert set(listed) == {"k1", "k2", first["id"], second["id"]} | {GOOD.id} & set(listed)
     assert len(listed) == len(set(listed)) >= 4
+    raw(own).hset(at(world, "keys"), GOOD.id, encode(GOOD))
+    touch(world, own, GOOD.id)
+    for number in (0, 1):
+        await follower(world, number).refresh()
+        assert await world.status("good", at=number) == 200, "it can be read again"
 
 
-def touch(world: World, own: RedisServer, id_: str) -> None:
-    """Note a change of a key that was written past the gateways."""
-    raw(own).rpush(at(world, "log"), f"{id_[:4]}:keys/{id_}")
+def touch(world: World, own: RedisServer, id_: str, kind: Kind = "keys") -> None:
+    """Note a change of an entry that was written past the gateways."""
+    raw(own).rpush(at(world, "log"), f"{id_[:4]}:{kind}/{id_}")
     raw(own).hincrby(at(world, "state"), "version", 1)
 
 
@@ -116,6 +122,73 @@ async def test_a_tenant_that_can_be_read_again_brings_its_keys_back(world: World
     mended = await world.ask("PUT", "tenants/made", {}, at=1)
     assert mended.status == 200
     assert await world.status(made["key"], at=1) == 200
+
+
+async def test_a_tenant_that_cannot_be_read_any_more_lets_none_of_its_keys_in(
+    world: World, own: RedisServer
+) -> None:
+    """It may have fewer rights by now; the victim is another tenant."""
+    await world.open()
+    await world.ask("PUT", "tenants/made", {})
+    made, other = await world.key(tenant="made"), await world.key()
+    raw(own).hset(at(world, "tenants"), "made", encode(TenantConfig("made"))[:-1] + b',"paused":true}')
+    touch(world, own, "made", "tenants")
+    await follower(world).refresh()
+    assert [await world.status(one["key"]) for one in (made, other)] == [401, 200]
+    raw(own).hset(at(world, "tenants"), "made", encode(TenantConfig("made")))
+    touch(world, own, "made", "tenants")
+    await follower(world).refresh()
+    assert [await world.status(one["key"]) for one in (made, other)] == [200, 200]
+
+
+async def test_what_names_a_model_that_a_gateway_lacks_reaches_it_all_the_same(world: World) -> None:
+    """The first gateway has a further model. The victim is whoever revokes or restricts there."""
+    one = {"name": "tiny", "replicas": [world.engine.url]}
+    world.write(models=[one, {"name": "new", "replicas": [world.engine.url]}])
+    await world.open()
+    world.write(models=[one])
+    await world.open()
+    await world.ask("PUT", "tenants/made", {})
+    made = await world.key(tenant="made", models=["tiny"])
+    both = {"models": ["tiny", "new"]}
+    assert (await world.ask("PATCH", f"keys/{made['id']}", both)).status == 200
+    limits = {"requests_per_min": 0}
+    model_limits = [{"model": "new", "limits": {"concurrent": 1}}]
+    restricted = {**both, "limits": limits, "model_limits": model_limits}
+    assert (await world.ask("PUT", "tenants/made", restricted, headers={"if-match": "*"})).status == 200
+    await follower(world, 1).refresh()
+    for number, served in enumerate(["new tiny", "tiny"]):
+        url = f"http://127.0.0.1:{world.gateways[number].port}/v1/models"
+        async with world.client.get(url, headers={"authorization": f"Bearer {made['key']}"}) as answer:
+            assert answer.headers["x-ratelimit-limit-requests"] == "0"
+            listed = (await answer.json())["data"]
+        assert " ".join(sorted(model["id"] for model in listed)) == served
+    assert (await world.ask("PATCH", f"keys/{made['id']}", {"disabled": True})).status == 200
+    await follower(world, 1).refresh()
+    assert await world.status(made["key"], at=1) == 401
+    assert (await world.line("directory.models_unknown"))["models"] == ["new"]
+    assert len(world.logged("directory.models_unknown")) == 1
+
+
+async def test_a_change_that_names_no_further_model_is_taken_where_one_is_lacking(
+    world: World, own: RedisServer
+) -> None:
+    await world.open()
+    await world.key()
+    raw(own).hset(at(world, "keys"), GOOD.id, encode(replace(GOOD, models=("tiny", "new"))))
+    touch(world, own, GOOD.id)
+    raw(own).hset(at(world, "tenants"), "made", encode(TenantConfig("made", models=("new",))))
+    path = f"keys/{GOOD.id}"
+    assert (await world.ask("PATCH", path, {"labels": ["a"]})).status == 200
+    assert (await world.ask("PATCH", path, {"models": ["new"]})).status == 200
+    refused = await world.ask("PATCH", path, {"models": ["new", "newer"]})
+    assert (refused.status, refused.fields) == (400, ["models"])
+    assert (await world.ask("PATCH", path, {"disabled": True})).status == 200
+    assert await world.status("good") == 401
+    any_ = {"if-match": "*"}
+    assert (await world.ask("PUT", "tenants/made", {"models": ["new"]}, headers=any_)).status == 200
+    refused = await world.ask("PUT", "tenants/made", {"models": ["newer"]}, headers=any_)
+    assert (refused.status, refused.fields) == (400, ["models"])
 
 
 async def test_the_file_wins_over_an_entry_of_the_same_id(world: World, own: RedisServer) -> None:

@@ -20,6 +20,7 @@ from gateway.identity.callers import callers_of
 from gateway.identity.jwks import FileKeys, KeySources
 from gateway.identity.key_set import KEYS_MAX, SET_LEN_MAX, BadKeys, keys_of, secret_of
 from shared.config import ConfigError, to_toml
+from shared.errors import Unauthenticated
 from shared.shield import Done
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings
@@ -35,7 +36,9 @@ from tests.gateway.issuers import (
     Key,
     as_toml,
     b64,
+    identify,
     issuer,
+    table,
 )
 
 # -- keys of issuers ------------------------------------------------------------------------------
@@ -78,6 +81,35 @@ def test_one_bad_key_does_not_spoil_the_set() -> None:
     keys, problems = keys_of(data)
     assert [key.kid for key in keys] == [EC.kid, ED.kid]
     assert len(problems) == 2
+
+
+def test_keys_of_other_kinds_may_share_an_id_or_have_none(tmp_path: Path) -> None:
+    """RFC 7517 section 4.5. The victims are the holders of tokens by the second key."""
+    kinds = ("RS256", "ES256", "ES384", "EdDSA")
+    keys = [Key("same", kind) for kind in kinds]
+    alike = issuer(tmp_path / "alike.json", *keys, algorithms=kinds)
+    nameless = issuer(tmp_path / "nameless.json", *keys, algorithms=kinds)
+    without_ids(tmp_path / "nameless.json")
+    for key in keys:
+        assert identify(table(alike), key.token()).tenant == "acme"
+        assert identify(table(nameless), key.token(header={"kid": ...})).tenant == "acme"
+
+
+def test_a_token_without_kid_is_refused_where_two_keys_without_one_fit(tmp_path: Path) -> None:
+    keys = EC, Key(EC.kid, "ES256", 1)
+    two = issuer(tmp_path / "two.json", *keys)
+    without_ids(tmp_path / "two.json")
+    for key in keys:
+        with pytest.raises(Unauthenticated) as caught:
+            identify(table(two), key.token(header={"kid": ...}))
+        assert "not exactly one key for ES256" in str(caught.value.detail)
+
+
+def without_ids(path: Path) -> None:
+    """Take the ids out of the keys in a file."""
+    found = json.loads(path.read_text())["keys"]
+    keys = [{name: value for name, value in jwk.items() if name != "kid"} for jwk in found]
+    path.write_text(json.dumps({"keys": keys}))
 
 
 def test_a_private_keys_public_part_alone_is_read() -> None:

@@ -20,13 +20,13 @@ from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_link import Address
 from gateway.admission.redis_links import CLIENT_NAME, ClusterLinks, links_of, tag_of
 from gateway.admission.redis_store import RedisStore
-from gateway.admission.usage import Used
+from gateway.admission.usage import Totals, Used
 from gateway.config import TenantConfig, load
 from gateway.directory.redis_directory import TAG, open_directory
 from gateway.quota_config import QuotasConfig
 from shared.bench.services import free_port
 from shared.errors import DirectoryUnavailable
-from shared.ids import TenantId
+from shared.ids import KeyId, TenantId
 from tests.gateway.redis_server import (
     RedisServer,
     as_words,
@@ -124,6 +124,14 @@ async def test_tenants_are_counted_on_the_nodes_that_have_their_slots(cluster: C
             assert sum(await asyncio.gather(*asked)) == 10
         for node, name in zip(cluster.nodes, cluster.tenants, strict=True):
             assert f"test:{{{name}}}:tenant:{name}" in node.admin.keys("*")
+
+
+async def test_usage_on_every_node_is_found(cluster: Cluster) -> None:
+    async with redis_store(cluster.nodes[0], prefix="test", url=cluster.url, cluster=True) as store:
+        names = [TenantId(name) for name in cluster.tenants]
+        for number, name in enumerate(names, 1):
+            await store.post("gateway", number, name, 30_000, {(KeyId("k"), "m"): Totals(1)})
+        assert await store.payers(30_000, 30_000) == set(names)
 
 
 async def test_a_node_that_dies_is_down_for_its_own_tenants_alone(cluster: Cluster) -> None:
@@ -368,6 +376,7 @@ async def test_a_cluster_with_certificates_and_an_acl_user(
                 assert await admitted(store, name, tenant(name, concurrent=1))
                 assert not await admitted(store, f"{name}-too", tenant(name, concurrent=1))
                 assert of_users(node) == {USER}
+            assert await store.payers(0, 20_000) == set(), "the user may ask for names"
             moved = formed.tenants[0]
             nodes[0].admin.flushall()
             formed.assign(key_slot(moved.encode()), nodes[1])

@@ -38,11 +38,15 @@ class StubClient:
         self.requests = 0
         self.beats = 0
         self.drained: list[str] = []
+        self.refreshed_at_beat = 0
         self.on_drain: Callable[[], None] = lambda: None
 
     async def drain(self, replicas: Sequence[str]) -> None:
         self.on_drain()
         self.drained = list(replicas)
+
+    async def refresh(self) -> None:
+        self.refreshed_at_beat = self.refreshed_at_beat or self.beats
 
     async def status(self) -> Status:
         self.beats += 1
@@ -241,6 +245,12 @@ async def test_a_start_that_cannot_succeed_is_not_tried_again(code: ExitCode) ->
     assert given.value.code is code
     await house.supervisor.drain(house.hurry)
     assert len(house.started) == 2
+
+
+async def test_a_worker_reads_keys_again_before_it_counts_as_one_that_serves() -> None:
+    """It began with what the supervisor had read, and operators may have changed that since."""
+    async with serving() as house:
+        assert [worker.stub.refreshed_at_beat for worker in house.started] == [1, 1]
 
 
 async def test_a_process_that_cannot_be_started_is_tried_again() -> None:

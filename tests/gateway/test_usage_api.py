@@ -15,6 +15,7 @@ from gateway import usage_api
 from gateway.usage_api import parse
 from shared import cli
 from shared.errors import InvalidRequest
+from shared.ids import TenantId
 from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, Script, chunk, refusal, stream, unary
 from tests.gateway.redis_server import PATIENT_S, RedisServer, redis_server
@@ -107,6 +108,26 @@ async def test_usage_is_summed_by_what_is_asked_for(open_house: Open, redis: Red
     assert (await report(house, tenant="nobody"))["rows"] == []
     past = await report(house, **{"from": "2020-01-01", "to": "2020-01-31"})
     assert (past["from"], past["to"], past["rows"]) == ("2020-01-01", "2020-01-31", [])
+
+
+@pytest.mark.parametrize("store", BOTH)
+async def test_a_tenant_that_is_gone_is_in_every_sum(
+    open_house: Open, redis: RedisServer, store: str
+) -> None:
+    """Its rows stay what was charged, for whoever adds up a bill."""
+    house = await accounted(open_house, redis, store)
+    house.engine.script = unary()
+    for key in (KEY, OTHER_KEY):
+        async with house.chat(headers={"authorization": f"Bearer {key}"}) as answer:
+            assert answer.status == 200
+    await house.lines(2)
+    accounts = house.gateway.accounts
+    tenants = accounts.now.tenants.changed((), [TenantId("acme"), TenantId("other")])
+    accounts.now = accounts.now.changed(tenants, accounts.now.identity)
+    rows = (await report(house, by="tenant"))["rows"]
+    assert [(row["tenant"], row["requests"]) for row in rows] == [("acme", 1), ("other", 1)]
+    for by in ("model", "day"):
+        assert [row["requests"] for row in (await report(house, by=by))["rows"]] == [2]
 
 
 async def test_made_up_keys_and_models_make_no_row(open_house: Open, redis: RedisServer) -> None:

@@ -178,6 +178,25 @@ async def test_a_key_that_is_created_works_at_every_worker_when_the_answer_comes
     assert not any(worker.gateway.accounts.keys.has(headers["authorization"]) for worker in house.workers)
 
 
+async def test_a_worker_that_was_not_heard_of_yet_knows_a_new_key_as_well(house: House) -> None:
+    """It serves already, up to a heartbeat's time before the supervisor knows."""
+    place = house.supervisor.places[1]
+    place.status = None
+    async with house.admin("/admin/v1/keys", "POST", json={"tenant": "acme"}) as answer:
+        minted = await answer.json()
+    assert "partial" not in minted
+    for worker in house.workers:
+        assert worker.gateway.accounts.keys.has(f"Bearer {minted['key']}")
+
+
+async def test_a_place_without_a_worker_is_named_as_one_that_does_not_know_a_change(house: House) -> None:
+    place = house.supervisor.places[1]
+    place.status, worker, place._worker = None, place._worker, None
+    async with house.admin("/admin/v1/keys", "POST", json={"tenant": "acme"}) as answer:
+        assert (await answer.json())["silent_workers"] == [1]
+    place._worker = worker
+
+
 async def test_a_drained_replica_stays_so_at_a_replaced_worker(house: House) -> None:
     path = "/admin/v1/replicas"
     [id_] = {one.id for one in house.workers[0].gateway.replicas.members()}

@@ -18,7 +18,7 @@ import pytest
 from gateway.app import Gateway
 from gateway.config import KeyConfig, load
 from gateway.development import development_config
-from gateway.identity.keys import KeyTable
+from gateway.identity.keys import KeyTable, hash_key
 from shared import cli
 from shared.cli import running
 from shared.cli.admin import KEY_VARIABLE
@@ -119,6 +119,29 @@ async def test_a_mistake_is_told_whole_and_changes_nothing(
     assert "models: there is no model 'ghost'" in told
     assert "limits.tokens: there is no such setting" in told
     assert house.path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("option", "limit"), [("--limit", "concurrent"), ("--model-limit", "tiny:concurrent")]
+)
+async def test_a_limit_is_given_once(
+    tmp_path: Path, log: io.StringIO, capsys: Out, option: str, limit: str
+) -> None:
+    async with directory_world(tmp_path, log, None) as house:
+        before = house.path.read_bytes()
+        twice = [word for number in (1, 2) for word in (option, f"{limit}={number}")]
+        assert await keys("create", "--config", str(house.path), "--tenant", "acme", *twice) == 1
+        assert house.path.read_bytes() == before
+    assert f"{option} {limit} is given 2 times" in capsys.readouterr().err
+
+
+async def test_an_expiry_that_utc_cannot_say_is_listed(tmp_path: Path, log: io.StringIO, capsys: Out) -> None:
+    """A file, or Redis, may have one from before."""
+    async with directory_world(tmp_path, log, None) as house:
+        key = {"id": "k1", "hash": hash_key(KEY), "tenant": "acme", "expires": "9999-12-31T23:59:59-01:00"}
+        house.write(keys=[key])
+        assert await keys("list", "--config", str(house.path)) == 0
+    assert "k1  acme    active  9999-12-31 23:59 -0100" in capsys.readouterr().out
 
 
 async def test_a_change_of_the_file_leaves_an_audit_line_with_the_users_name(
