@@ -10,7 +10,7 @@ from shared.errors import InvalidRequest
 TIMEOUT_S_MAX: Final = 86_400.0
 TEXT_LEN_MAX: Final = 64
 _DIGITS_MAX: Final = 8
-_NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?")
+_NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def stated_timeout_s(header: str, value: str | None) -> float | None:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import gc
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Final
 
 import pytest
@@ -147,6 +147,15 @@ async def leave(house: House) -> None:
     writer.write(f"{head}content-length: 1000\r\n\r\n{PROMPT}".encode())
     await writer.drain()
     writer.close()
+
+
+@pytest.fixture(autouse=True)
+def newer() -> Iterator[None]:
+    """What was made before is not looked at: in a process that has run other tests, a million objects."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 async def shown_while_it_runs(house: House) -> list[str]:

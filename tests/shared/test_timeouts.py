@@ -7,7 +7,8 @@ from shared.timeouts import TIMEOUT_S_MAX, stated_timeout_s
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, None), ("5", 5.0), ("0.25", 0.25), ("86400", TIMEOUT_S_MAX)]
+    ("value", "expected"),
+    [(None, None), ("5", 5.0), ("0.25", 0.25), ("86400", TIMEOUT_S_MAX), ("2.5e-1", 0.25), ("1E2", 100.0)],
 )
 def test_timeout_headers_are_in_seconds(value: str | None, expected: float | None) -> None:
     assert stated_timeout_s("x-request-timeout", value) == expected

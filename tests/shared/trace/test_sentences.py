@@ -8,6 +8,7 @@ import pytest
 from shared import sse
 from shared.causes import CAUSES_MAX, CODE_LEN_MAX, COUNT_MAX, Cause, CauseCode, most_telling
 from shared.load_report import LoadReport
+from shared.openai import USED_TOKENS_MAX
 from shared.trace.sentences import duration, sentence
 
 
@@ -119,12 +120,12 @@ def test_the_longest_closing_is_a_comment_that_the_scanner_finds() -> None:
     )
     closing = sse.Closing(
         end_reason="first_token_timeout",
-        prompt_tokens=2**53,
-        completion_tokens=2**53,
-        cached_tokens=2**53,
-        host_tokens=2**53,
-        disk_tokens=2**53,
-        preemptions=2**53,
+        prompt_tokens=USED_TOKENS_MAX,
+        completion_tokens=USED_TOKENS_MAX,
+        cached_tokens=USED_TOKENS_MAX,
+        host_tokens=USED_TOKENS_MAX,
+        disk_tokens=USED_TOKENS_MAX,
+        preemptions=USED_TOKENS_MAX,
         causes=(cause,) * CAUSES_MAX,
         **times,
     )
