@@ -143,6 +143,7 @@ class Sending(Struct, eq=False):
     """The repetitions of one request."""
 
     budget: RetryBudget
+    tenant: str
     tried: set[ReplicaId] = field(default_factory=set)
     repeats: int = 0
     places: int = 0
@@ -153,7 +154,7 @@ class Sending(Struct, eq=False):
         if self.places == self.repeats:
             if self.repeats >= REPEATS_MAX:
                 return False
-            if not self.budget.take():
+            if not self.budget.take(self.tenant):
                 RETRIES.inc("refused")
                 return False
             self.places += 1
@@ -167,7 +168,7 @@ class Sending(Struct, eq=False):
 
     def give_back(self) -> None:
         for _ in range(self.places):
-            self.budget.give_back()
+            self.budget.give_back(self.tenant)
 
 
 class Dispatcher:
@@ -184,7 +185,7 @@ class Dispatcher:
         exchange.stages.enter("route")
         budget = self._budgets[prepared.model.name]
         budget.active += 1
-        sending = Sending(budget)
+        sending = Sending(budget, exchange.record.tenant or "")
         failure: ApiError | None = None
         try:
             while True:
@@ -290,7 +291,7 @@ class Dispatcher:
             raise
         finally:
             for _ in hedges:
-                sending.budget.give_back()
+                sending.budget.give_back(sending.tenant)
         for hedge in hedges:
             await self._decide(exchange, place, lead, hedge, hedge.task is winner)
             if hedge.task is not winner:
@@ -300,13 +301,13 @@ class Dispatcher:
 
     def _place_hedge(self, prepared: Prepared, place: Placement, sending: Sending) -> Placement | None:
         """A place at another replica, within the budget."""
-        if not sending.budget.take_for_hedge():
+        if not sending.budget.take_for_hedge(sending.tenant):
             RETRIES.inc("refused")
             return None
         tried = sending.tried | {place.replica.id}
         second = self._replicas.place(prepared.model.name, prepared.affinity, tried, Route.HEDGE)
         if second is None:
-            sending.budget.give_back()
+            sending.budget.give_back(sending.tenant)
         else:
             RETRIES.inc("hedged")
         return second

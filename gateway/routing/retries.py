@@ -8,10 +8,15 @@ A retry holds its place until its answer begins, or it fails. So does the second
 Hedges have three quarters of the places at most: a stream that would like to be faster keeps no request from
 being answered at all. Asking another replica after one that was sent
 nothing is no repetition and needs no place: no engine has worked for it, and each replica is tried once.
+
+A tenant that loses many requests with a replica may have all places, and holds them while these wait at
+another one. The only request of another tenant must not be lost for that: so a tenant that has no place may
+have one beyond them, and there are as many of those again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 PART_PERCENT: Final = 20
@@ -23,30 +28,37 @@ HEDGES_PERCENT: Final = 75
 class RetryBudget:
     """The retries of one model at one worker."""
 
-    __slots__ = ("active", "retrying")
+    __slots__ = ("_of_tenant", "active", "retrying")
 
     def __init__(self) -> None:
         self.active = 0
         """The requests that are sent or answered."""
         self.retrying = 0
         """Those of them that are retries, or hedged, and whose answers have not begun."""
+        self._of_tenant = Counter[str]()
+        """Theirs, by tenant."""
 
     @property
     def most(self) -> int:
-        """The retries that there may be at a time."""
+        """The retries that there may be at a time, but for the first of tenants that have none."""
         return max(FLOOR, self.active * PART_PERCENT // 100)
 
-    def take(self) -> bool:
-        """Take a place for a retry, if one is left. `give_back` must follow."""
-        if self.retrying >= self.most:
+    def take(self, tenant: str) -> bool:
+        """Take a place for a retry, if one is left that the tenant may have. `give_back` must follow."""
+        most = self.most if self._of_tenant[tenant] else 2 * self.most
+        if self.retrying >= most:
             return False
         self.retrying += 1
+        self._of_tenant[tenant] += 1
         return True
 
-    def take_for_hedge(self) -> bool:
+    def take_for_hedge(self, tenant: str) -> bool:
         """Take a place for a hedge, if one is left that hedges may have. `give_back` must follow."""
-        return self.retrying < self.most * HEDGES_PERCENT // 100 and self.take()
+        return self.retrying < self.most * HEDGES_PERCENT // 100 and self.take(tenant)
 
-    def give_back(self) -> None:
-        assert self.retrying > 0
+    def give_back(self, tenant: str) -> None:
         self.retrying -= 1
+        self._of_tenant[tenant] -= 1
+        assert min(self.retrying, self._of_tenant[tenant]) >= 0
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]

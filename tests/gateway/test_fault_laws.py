@@ -95,7 +95,7 @@ class World:
     # -- the life of a request --------------------------------------------------------------------
 
     def arrive(self) -> None:
-        request = Request(len(self.requests), Sending(self.budget))
+        request = Request(len(self.requests), Sending(self.budget, "acme"))
         self.requests.append(request)
         self.budget.active += 1
         self.most_active = max(self.most_active, self.budget.active)

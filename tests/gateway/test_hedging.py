@@ -229,7 +229,7 @@ async def test_without_a_place_in_the_budget_there_is_no_second(
 ) -> None:
     refused: list[bool] = []
 
-    def refuse(_: RetryBudget) -> bool:
+    def refuse(_: RetryBudget, _tenant: str) -> bool:
         refused.append(True)
         return False
 

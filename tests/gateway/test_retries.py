@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 
 import pytest
@@ -31,42 +32,60 @@ from tests.gateway.fake_engine import (
 # -- the budget -----------------------------------------------------------------------------------
 
 
-@given(st.lists(st.sampled_from(["arrive", "leave", "take", "give"]), max_size=200))
-def test_retries_are_at_most_a_fifth_of_the_active_or_three(steps: list[str]) -> None:
-    budget = RetryBudget()
-    for step in steps:
+STEPS = st.tuples(st.sampled_from(["arrive", "leave", "take", "give"]), st.sampled_from("abc"))
+
+
+@given(st.lists(STEPS, max_size=200))
+def test_retries_are_at_most_a_fifth_of_the_active_or_three(steps: list[tuple[str, str]]) -> None:
+    budget, held = RetryBudget(), Counter[str]()
+    for step, tenant in steps:
         if step == "arrive":
             budget.active += 1
         elif step == "leave" and budget.active:
             budget.active -= 1
         elif step == "take":
-            before = budget.retrying
-            most = max(FLOOR, budget.active * PART_PERCENT // 100)
-            assert budget.take() == (before < most)
-        elif step == "give" and budget.retrying:
-            budget.give_back()
+            most, before = max(FLOOR, budget.active * PART_PERCENT // 100), budget.retrying
+            took = budget.take(tenant)
+            assert took == (before < most or (not held[tenant] and before < 2 * most))
+            held[tenant] += took
+        elif step == "give" and held[tenant]:
+            budget.give_back(tenant)
+            held[tenant] -= 1
+        assert budget.retrying == held.total()
 
 
 def test_a_few_requests_may_all_be_retried_and_many_may_not() -> None:
     budget = RetryBudget()
     budget.active = 1
-    assert [budget.take() for _ in range(FLOOR + 1)] == [True] * FLOOR + [False]
+    assert [budget.take("a") for _ in range(FLOOR + 1)] == [True] * FLOOR + [False]
     budget.active = 200
-    assert sum(budget.take() for _ in range(200)) == 40 - FLOOR
+    assert sum(budget.take("a") for _ in range(200)) == 40 - FLOOR
+
+
+@pytest.mark.parametrize("active", [5, 200])
+def test_a_tenant_that_loses_many_leaves_a_place_to_each_other(active: int) -> None:
+    budget = RetryBudget()
+    budget.active = active
+    assert sum(budget.take("flood") for _ in range(active)) == min(active, budget.most)
+    assert [budget.take("victim") for _ in range(2)] == [True, False]
+    assert sum(budget.take(f"tenant {i}") for i in range(active)) == min(active, budget.most - 1)
+    budget.give_back("victim")
+    assert not budget.take("flood")
+    assert budget.take("victim")
 
 
 @pytest.mark.parametrize("active", [1, 200])
 def test_hedges_leave_places_to_requests_that_failed(active: int) -> None:
     budget = RetryBudget()
     budget.active = active
-    hedged = [budget.take_for_hedge() for _ in range(active + FLOOR)].count(True)
-    repeated = [budget.take() for _ in range(active + FLOOR)].count(True)
+    hedged = [budget.take_for_hedge("a") for _ in range(active + FLOOR)].count(True)
+    repeated = [budget.take("a") for _ in range(active + FLOOR)].count(True)
     assert hedged > 0
     assert repeated >= max(1, budget.most // 4)
     assert hedged + repeated == budget.most
-    budget.give_back()
-    assert not budget.take_for_hedge()
-    assert budget.take()
+    budget.give_back("a")
+    assert not budget.take_for_hedge("a")
+    assert budget.take("a")
 
 
 # -- attempts that are ended from outside ---------------------------------------------------------
@@ -215,7 +234,7 @@ async def test_no_more_than_the_budget_is_retried_at_a_time(
     open_house: Open, other: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house: House = await open_house(other.url)
-    monkeypatch.setattr(RetryBudget, "take", lambda _: False)
+    monkeypatch.setattr(RetryBudget, "take", lambda *_: False)
     answer_in_turn((house.engine, other), Script([HEADERS, CUT]))
     async with house.chat(stream=True) as answer:
         assert answer.status == 502
@@ -227,7 +246,7 @@ async def test_no_more_than_the_budget_is_retried_at_a_time(
 async def test_a_replica_that_was_sent_nothing_needs_no_budget(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RetryBudget, "take", lambda _: False)
+    monkeypatch.setattr(RetryBudget, "take", lambda *_: False)
     house: House = await open_house(*(f"http://127.0.0.1:{port}" for port in (1, 2, 3)))
     for i in range(8):
         async with house.chat(stream=True, prompt_cache_key=f"{i}") as answer:
