@@ -21,6 +21,8 @@ Rules:
 2. Keys that cannot be read change nothing. Those that were fetched `stale_s` ago are not trusted any more.
 3. Keys come from the configured place alone. Whatever a token says of where its key is (jku, x5u, jwk, x5c)
    is not looked at.
+4. A token without a key id may be signed with any key that fits its algorithm, `TRIED_MAX` at most. Where
+   none of them has signed it, its digest is what an unknown key id is to others.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import asyncio
 import math
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -62,6 +64,12 @@ WAITING_MAX: Final = 1024
 """The most requests that wait for one issuer's fetch."""
 SEEN_MAX: Final = 4096
 """The most unknown key ids of an issuer that are remembered. One that is forgotten is taken for a new one."""
+TRIED_MAX: Final = 4
+"""The most keys that a token without a key id is tried with: those of two rotations that overlap. It bounds
+what a forged token costs."""
+
+Sought = str | bytes
+"""A key that is not known: its id, or the digest of a token that names none."""
 
 FETCHES: Final = Counter(
     "penstock_gateway_key_fetches", "Reads of issuers' keys, by their outcome.", ("issuer", "outcome")
@@ -90,17 +98,17 @@ class IssuerKeys(ABC):
         """True if there are keys that may be used now."""
         return bool(self._keys)
 
-    def is_certain(self, kid: str | None) -> bool:
-        """True if a key of this id, which is not here, does not exist, as far as can be known."""
+    def is_certain(self, sought: Sought) -> bool:
+        """True if this key, which is not here, does not exist, as far as can be known."""
         return True
 
-    def find(self, kid: str | None, algorithm: str) -> VerificationKey | None:
-        """The key of this id, or without one the only key that fits the algorithm; None where there is
-        none."""
+    def fitting(self, kid: str | None, algorithm: str) -> Sequence[VerificationKey]:
+        """The keys that may have signed a token: the one of this id, or without one all that fit the
+        algorithm. Empty where they are too many to try."""
         fitting = [key for key in self._keys if algorithm in key.algorithms]
-        if kid is None or self.config.secret_file is not None:
-            return fitting[0] if len(fitting) == 1 else None
-        return next((key for key in fitting if key.kid == kid), None)
+        if kid is not None and self.config.secret_file is None:
+            return [key for key in fitting if key.kid == kid]
+        return fitting if len(fitting) <= TRIED_MAX else []
 
     @abstractmethod
     def poll(self) -> None:
@@ -110,9 +118,9 @@ class IssuerKeys(ABC):
     def reload(self) -> None:
         """Read them again now."""
 
-    def refetch(self, kid: str | None) -> asyncio.Task[None] | None:
-        """The fetch in progress, or one that this begins, to look for a key of this id; None where none may
-        be begun now."""
+    def refetch(self, sought: Sought) -> asyncio.Task[None] | None:
+        """The fetch in progress, or one that this begins, to look for a key; None where none may be begun
+        now."""
         return None
 
     @property
@@ -186,8 +194,8 @@ class RemoteKeys(IssuerKeys):
         """When the next fetch is due, on the monotonic clock."""
         self._look_from_s = -math.inf
         """From when on unknown key ids may begin a fetch."""
-        self._seen: BoundedDict[str | None, float] = BoundedDict(SEEN_MAX)
-        """When each unknown key id was first seen."""
+        self._seen: BoundedDict[Sought, float] = BoundedDict(SEEN_MAX)
+        """When each unknown key was first sought."""
         self._is_wanted = False
         """True if callers were sent away since the last fetch because none has looked for their key ids."""
         self._fetched_s = -math.inf
@@ -204,8 +212,8 @@ class RemoteKeys(IssuerKeys):
         self._is_wanted = True
         return max(1.0, self._look_from_s + POLL_S - self._clock.monotonic())
 
-    def is_certain(self, kid: str | None) -> bool:
-        seen_s = self._seen.get(kid)
+    def is_certain(self, sought: Sought) -> bool:
+        seen_s = self._seen.get(sought)
         return not self._failing and seen_s is not None and seen_s <= self._fetched_s
 
     def poll(self) -> None:
@@ -218,10 +226,10 @@ class RemoteKeys(IssuerKeys):
     def reload(self) -> None:
         self._begin()
 
-    def refetch(self, kid: str | None) -> asyncio.Task[None] | None:
+    def refetch(self, sought: Sought) -> asyncio.Task[None] | None:
         now_s = self._clock.monotonic()
-        if self._seen.get(kid) is None:
-            self._seen.put(kid, now_s)
+        if self._seen.get(sought) is None:
+            self._seen.put(sought, now_s)
         if self.in_progress is not None:
             return self.in_progress
         return self._look(now_s) if now_s >= self._look_from_s else None

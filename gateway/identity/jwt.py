@@ -4,10 +4,11 @@ Rules:
 
 1. Length and form are checked before anything is decoded, and everything that the token says of itself before
    its signature: an issuer that is known, an algorithm and a key of this very issuer, audience and times. So
-   a forged token costs one signature check at most, and most cost none.
-2. The key comes from the issuer's set alone, looked up by `kid`. The algorithm is one of the issuer's and one
-   of the key's: neither `none` nor a public key in place of a secret can be chosen by a caller. What the
-   token says of where its key is, is not looked at; an extension that must be understood (`crit`) is refused.
+   a forged token costs one signature check at most, `jwks.TRIED_MAX` where it names no key; most cost none.
+2. The key comes from the issuer's set alone: the one of the token's `kid`, or where it has none, the one that
+   has signed it. The algorithm is one of the issuer's and one of the key's: neither `none` nor a public key
+   in place of a secret can be chosen by a caller. What the token says of where its key is, is not looked at;
+   an extension that must be understood (`crit`) is refused.
 3. JSON is read strictly: an object with a name twice, NaN, or a claim of a wrong type is refused.
 4. A token that was accepted is known by the SHA-256 of its whole text until it expires, or until a key of its
    issuer goes away. The number of those is bounded, and the oldest makes room.
@@ -32,8 +33,8 @@ from gateway.edge_config import IssuerConfig
 from gateway.holder_config import GrantConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Principal
-from gateway.identity.jwks import REFETCH_WAIT_S, WAITING_MAX, IssuerKeys
-from gateway.identity.key_set import KID, VerificationKey, algorithms
+from gateway.identity.jwks import REFETCH_WAIT_S, WAITING_MAX, IssuerKeys, Sought
+from gateway.identity.key_set import KID, algorithms
 from shared.errors import IdentityUnavailable, Unauthenticated
 from shared.ids import KeyId, TenantId
 from shared.shield import Done
@@ -149,12 +150,11 @@ class TokenTable:
         read = self._read(token, now_s)
         keys = read.issuer.keys
         _require_trusted(keys)
-        key = keys.find(read.header.kid, read.header.alg)
-        if key is not None:
-            return Done(self._accept(read, key, digest))
-        fetch = keys.refetch(read.header.kid)
+        if (principal := self._accepted(read, digest)) is not None:
+            return Done(principal)
+        fetch = keys.refetch(_sought(read, digest))
         if fetch is None:
-            self._refuse_key(read)
+            self._refuse_key(read, digest)
         return self._after(fetch, read, digest)
 
     async def _after(self, fetch: asyncio.Task[None], read: _Read, digest: bytes) -> Principal:
@@ -171,21 +171,20 @@ class TokenTable:
         finally:
             self._waiting[issuer_id] -= 1
         _require_trusted(read.issuer.keys)
-        key = read.issuer.keys.find(read.header.kid, read.header.alg)
-        if key is None:
+        if (principal := self._accepted(read, digest)) is None:
             if not fetch.done():
                 raise _unavailable(read.issuer.keys, read.issuer.keys.put_off())
-            self._refuse_key(read)
-        return self._accept(read, key, digest)
+            self._refuse_key(read, digest)
+        return principal
 
-    def _refuse_key(self, read: _Read) -> NoReturn:
+    def _refuse_key(self, read: _Read, digest: bytes) -> NoReturn:
         """Refuse a token whose key is not known. Where a fetch may still find it, a retry is asked for."""
         keys = read.issuer.keys
-        if not keys.is_certain(read.header.kid):
+        if not keys.is_certain(_sought(read, digest)):
             raise _unavailable(keys, keys.put_off())
         kid, algorithm = read.header.kid, read.header.alg
         if kid is None:
-            _refuse(f"no kid, and not exactly one key for {algorithm}", read.issuer)
+            _refuse(f"no kid, and no key for {algorithm} that has signed it, or too many to try", read.issuer)
         _refuse(f"no key {kid} for {algorithm}", read.issuer)
 
     def _read(self, token: str, now_s: float) -> _Read:
@@ -204,11 +203,16 @@ class TokenTable:
         signed = token[: found.start(3) - 1].encode()
         return _Read(issuer, header, registered, claims, signed, _decoded(found[3]))
 
-    def _accept(self, read: _Read, key: VerificationKey, digest: bytes) -> Principal:
-        """Check the signature and look for what is granted."""
-        issuer, registered = read.issuer, read.registered
-        if not algorithms()[read.header.alg].verify(read.signed, key.material, read.signature):
-            _refuse("wrong signature", issuer)
+    def _accepted(self, read: _Read, digest: bytes) -> Principal | None:
+        """Check the signature and look for what is granted. None where the key is not known, as far as the
+        token says which it is."""
+        issuer, registered, header = read.issuer, read.registered, read.header
+        fitting = issuer.keys.fitting(header.kid, header.alg)
+        verify = algorithms()[header.alg].verify
+        if not any(verify(read.signed, key.material, read.signature) for key in fitting):
+            if fitting and header.kid is not None:
+                _refuse("wrong signature", issuer)
+            return None
         principal = self._granted(read)
         until_s = registered.exp + issuer.config.skew_s
         self._verified.put(digest, _Verified(principal, issuer.keys, issuer.keys.generation, until_s))
@@ -274,6 +278,11 @@ def _check_claims(claims: _Registered, issuer: _Issuer, now_s: float) -> None:
     for name, time_s in (("nbf", claims.nbf), ("iat", claims.iat)):
         if time_s is not UNSET and now_s < time_s - skew_s:
             _refuse(f"{name} is {int(time_s - now_s)} s ahead", issuer)
+
+
+def _sought(read: _Read, digest: bytes) -> Sought:
+    """What is remembered of a token whose key is not known."""
+    return digest if read.header.kid is None else read.header.kid
 
 
 def _require_trusted(keys: IssuerKeys) -> None:

@@ -112,6 +112,12 @@ def jwk_set(*keys: Key) -> bytes:
     return json.dumps({"keys": [key.jwk for key in keys]}).encode()
 
 
+def nameless_set(*keys: Key) -> bytes:
+    """The same of keys without ids."""
+    jwks = [{name: value for name, value in key.jwk.items() if name != "kid"} for key in keys]
+    return json.dumps({"keys": jwks}).encode()
+
+
 Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 

@@ -15,9 +15,10 @@ from gateway.accounts import AccountsReader
 from gateway.config import (
     load,
 )
+from gateway.edge_config import IssuerConfig
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.callers import callers_of
-from gateway.identity.jwks import FileKeys, KeySources
+from gateway.identity.jwks import TRIED_MAX, FileKeys, KeySources
 from gateway.identity.key_set import KEYS_MAX, SET_LEN_MAX, BadKeys, keys_of, secret_of
 from shared.config import ConfigError, to_toml
 from shared.errors import Unauthenticated
@@ -38,6 +39,7 @@ from tests.gateway.issuers import (
     b64,
     identify,
     issuer,
+    nameless_set,
     table,
 )
 
@@ -89,27 +91,55 @@ def test_keys_of_other_kinds_may_share_an_id_or_have_none(tmp_path: Path) -> Non
     keys = [Key("same", kind) for kind in kinds]
     alike = issuer(tmp_path / "alike.json", *keys, algorithms=kinds)
     nameless = issuer(tmp_path / "nameless.json", *keys, algorithms=kinds)
-    without_ids(tmp_path / "nameless.json")
+    (tmp_path / "nameless.json").write_bytes(nameless_set(*keys))
     for key in keys:
         assert identify(table(alike), key.token()).tenant == "acme"
         assert identify(table(nameless), key.token(header={"kid": ...})).tenant == "acme"
 
 
-def test_a_token_without_kid_is_refused_where_two_keys_without_one_fit(tmp_path: Path) -> None:
-    keys = EC, Key(EC.kid, "ES256", 1)
-    two = issuer(tmp_path / "two.json", *keys)
-    without_ids(tmp_path / "two.json")
-    for key in keys:
-        with pytest.raises(Unauthenticated) as caught:
-            identify(table(two), key.token(header={"kid": ...}))
-        assert "not exactly one key for ES256" in str(caught.value.detail)
+def test_a_token_without_kid_is_tried_with_the_keys_that_fit(tmp_path: Path) -> None:
+    """Also with those of a rotation, which have no ids either. The victims are the holders of its tokens."""
+    keys = [Key(f"ec-{number}", "ES256", number) for number in range(TRIED_MAX)]
+    several = issuer(tmp_path / "several.json", *keys, ED, algorithms=("ES256", "EdDSA"))
+    (tmp_path / "several.json").write_bytes(nameless_set(*keys, ED))
+    for key in (*keys, ED):
+        assert identify(table(several), key.token(header={"kid": ...})).tenant == "acme"
+    stranger = Key("stranger", "ES256", TRIED_MAX)
+    assert "no key for ES256" in refusal(several, stranger.token(header={"kid": ...}))
 
 
-def without_ids(path: Path) -> None:
-    """Take the ids out of the keys in a file."""
-    found = json.loads(path.read_text())["keys"]
-    keys = [{name: value for name, value in jwk.items() if name != "kid"} for jwk in found]
-    path.write_text(json.dumps({"keys": keys}))
+def test_a_token_without_kid_is_refused_where_too_many_keys_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [Key(f"ec-{number}", "ES256", number) for number in range(TRIED_MAX + 1)]
+    many = issuer(tmp_path / "many.json", *keys)
+    assert identify(table(many), keys[0].token()).tenant == "acme"
+    monkeypatch.setattr(type(ALGORITHMS["ES256"]), "verify", lambda *_: pytest.fail("was tried"))
+    assert "too many to try" in refusal(many, keys[0].token(header={"kid": ...}))
+
+
+def test_a_forged_token_costs_a_few_signature_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [Key(f"ec-{number}", "ES256", number) for number in range(TRIED_MAX)]
+    forger = Key(keys[0].kid, "ES256", TRIED_MAX)
+    several = issuer(tmp_path / "several.json", *keys)
+    checks: list[bytes] = []
+
+    def wrong(_: object, signed: bytes, *__: object) -> bool:
+        checks.append(signed)
+        return False
+
+    monkeypatch.setattr(type(ALGORITHMS["ES256"]), "verify", wrong)
+    for header, most in (({"kid": ...}, TRIED_MAX), ({}, 1)):
+        checks.clear()
+        refusal(several, forger.token(header=header))
+        assert len(checks) == most
+
+
+def refusal(trusted: IssuerConfig, token: str) -> str:
+    """Why a token is refused, as the operator is told."""
+    with pytest.raises(Unauthenticated) as caught:
+        identify(table(trusted), token)
+    return str(caught.value.detail)
 
 
 def test_a_private_keys_public_part_alone_is_read() -> None:

@@ -23,7 +23,7 @@ from gateway.identity.jwks import KNOWN_WITHIN_S, POLL_S, REFETCH_GAP_S, RETRY_S
 from gateway.identity.key_set import SET_LEN_MAX
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import OTHER_KEY, PATIENCE_S, House, Open, error_of, until
-from tests.gateway.issuers import Key, KeyServer, jwk_set
+from tests.gateway.issuers import Key, KeyServer, jwk_set, nameless_set
 
 OLD, NEW = Key("old"), Key("new", number=1)
 VICTIM = {"authorization": f"Bearer {OTHER_KEY}"}
@@ -129,6 +129,33 @@ async def test_a_reload_by_hand_fetches_at_once(idp: Idp) -> None:
     await idp.house.gateway.reload()
     await until(lambda: idp.server.asked == 2 and idp.task.done())
     assert await idp.status(idp.token(NEW)) == 200
+
+
+async def test_an_issuer_without_key_ids_rotates_and_refuses_nobody(idp: Idp) -> None:
+    """Its tokens say nothing of their key. Beside them others are forged."""
+    forger, nameless = Key("forger", number=2), {"kid": ...}
+
+    def token(key: Key) -> str:
+        return key.token(idp.clock.wall(), header=nameless, jti=next(idp._count))
+
+    async def publish(*keys: Key) -> None:
+        async def answered(request: web.BaseRequest) -> web.Response:
+            return web.Response(body=nameless_set(*keys))
+
+        idp.server.answer = answered
+
+    await publish(OLD)
+    await idp.fetched(idp.source.config.refresh_s)
+    assert await idp.status(token(OLD)) == 200
+    await publish(OLD, NEW)
+    assert [await idp.status(token(key)) for key in (NEW, OLD, NEW)] == [200, 200, 200]
+    idp.clock.advance(POLL_S / 2)  # after the fetch, and before another may begin
+    forged = token(forger)
+    assert await idp.status(forged) == 503
+    assert await idp.victim() == 200
+    await publish(NEW)
+    await idp.fetched(REFETCH_GAP_S)
+    assert [await idp.status(one) for one in (forged, token(NEW))] == [401, 200]
 
 
 ROTATIONS = 4
@@ -444,9 +471,9 @@ async def test_fetches_end_with_the_gateway(open_house: Open, server: KeyServer)
     clock = VirtualClock()
     source = RemoteKeys(as_issuer(server), clock)
     server.gate.clear()
-    fetch = source.refetch(None)
+    fetch = source.refetch("made-up")
     assert fetch is not None
-    assert source.refetch(None) is fetch, "one at a time"
+    assert source.refetch("made-up") is fetch, "one at a time"
     await until(lambda: server.asked == 1)
     await source.aclose()
     assert fetch.cancelled()

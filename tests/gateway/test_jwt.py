@@ -318,13 +318,6 @@ def test_what_is_too_long_is_not_decoded(tokens: TokenTable, monkeypatch: pytest
         identify(tokens, padded("", TOKEN_LEN_MAX + 1))
 
 
-def test_a_token_without_kid_needs_a_single_key(tmp_path: Path) -> None:
-    two = table(issuer(tmp_path / "k", EC, Key("ec-2", "ES256", 1)))
-    assert identify(two, EC.token()).tenant == "acme"
-    with pytest.raises(Unauthenticated):
-        identify(two, EC.token(header={"kid": ...}))
-
-
 def test_an_issuer_vouches_for_its_own_tokens_alone(tmp_path: Path) -> None:
     """Two issuers that use the same key id: each one's key checks its own tokens."""
     theirs = Key(EC.kid, "ES256", 1)
