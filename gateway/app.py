@@ -402,10 +402,10 @@ def _redis_store(config: GatewayConfig, env: Mapping[str, str]) -> RedisStore | 
     if quotas.store == "memory":
         return None
     # Only here: a gateway that keeps quotas in memory has no use for a client of Redis.
-    from gateway.admission.redis_links import links_of
+    from gateway.admission.redis_links import links_of, prefix_of
     from gateway.admission.redis_store import RedisStore
 
-    return RedisStore(links_of(quotas, env), quotas.key_prefix, days_kept=config.accounting.days)
+    return RedisStore(links_of(quotas, env), prefix_of(quotas), days_kept=config.accounting.days)
 
 
 def _revoked_key() -> KeyRevoked:

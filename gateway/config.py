@@ -355,8 +355,9 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
                 yield f"models.{model.name}: {url!r} has another protocol in another model"
     for tenant in config.tenants:
         yield from (f"tenants.{tenant.id}.{p}" for p in tenant_problems(tenant, model_names))
-    if config.quotas.cluster and any(model.limits != NO_LIMITS for model in config.models):
-        yield "models: limits of a model over all tenants cannot be counted in a Cluster (quotas.cluster)"
+    by_tenant = config.quotas.cluster and not config.quotas.one_node
+    if by_tenant and any(model.limits != NO_LIMITS for model in config.models):
+        yield "models: limits of a model over all tenants need one node of the Cluster (quotas.one_node)"
     for key in config.keys:
         yield from (f"keys.{key.id}.{p}" for p in key_problems(key, model_names, tenant_ids))
     yield from _unknown_names(config, model_names, tenant_ids)

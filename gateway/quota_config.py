@@ -87,6 +87,9 @@ class QuotasConfig:
     """Sentinel's name of the primary: the hosts in url are Sentinels. Unset: they are not."""
     cluster: bool = False
     """True if the hosts in url are nodes of a Cluster."""
+    one_node: bool = False
+    """True if one node of the Cluster counts for all tenants, as limits of a model over all of them need.
+    What was counted before it was set, or unset, is not seen afterwards."""
     username: Text | None = None
     """ACL user. Unset: the default one."""
     password_env: Text | None = None
@@ -132,6 +135,8 @@ class QuotasConfig:
                     problems.append("url: several hosts are Sentinels (sentinel) or of a Cluster (cluster)")
         if self.cluster and self.sentinel is not None:
             problems.append("cluster and sentinel exclude each other")
+        if self.one_node and not self.cluster:
+            problems.append("one_node: is for a Cluster (cluster)")
         for whose in ("", "sentinel_"):
             variable, file = f"{whose}password_env", f"{whose}password_file"
             if getattr(self, variable) is not None and getattr(self, file) is not None:

@@ -34,6 +34,8 @@ NODES_MAX: Final = 1000
 """The most nodes that are connected to because another one named them: what Redis recommends at most."""
 TENANTS_KNOWN_MAX: Final = 16 * 1024
 """Tenants whose slots are not worked out anew for each call."""
+ONE_TAG: Final = "all"
+"""The hash tag of all keys where one node counts for all tenants."""
 TAGS_TRIED_MAX: Final = 100_000
 """Hash tags that are tried to find one of a node: six for each slot there is."""
 
@@ -93,6 +95,12 @@ def tag_of(tenant: TenantId) -> str:
     return quote(tenant, safe="")
 
 
+def prefix_of(config: QuotasConfig) -> str:
+    """The beginning of all keys. Where one node counts for all tenants their hash tag is in it: the first one
+    of a key is what counts."""
+    return f"{config.key_prefix}:{{{ONE_TAG}}}" if config.one_node else config.key_prefix
+
+
 class OneLink:
     """A single server, or the primary of a group: all tenants are on it."""
 
@@ -122,12 +130,13 @@ class OneLink:
 
 
 class ClusterLinks:
-    """The nodes of a Cluster that have slots: all keys of a tenant are on one of them."""
-
-    is_cluster: Final = True
+    """The nodes of a Cluster that have slots: all keys of a tenant are on one of them. With `one_node`, the
+    one that has those of all tenants."""
 
     def __init__(self, servers: _Servers) -> None:
         self._servers: Final = servers
+        self._slot: Final = key_slot(ONE_TAG.encode()) if servers.config.one_node else None
+        """The slot of all keys. None where each tenant has its own."""
         self._links: dict[Address, RedisLink] = {}
         self._ranges: list[tuple[int, int, Address]] = []
         """The first slot, the last one, and the node that has them."""
@@ -139,8 +148,12 @@ class ClusterLinks:
         self._joining: dict[Address, asyncio.Task[None]] = {}
         """The first probe of each node that another one has named."""
 
+    @property
+    def is_cluster(self) -> bool:
+        return self._slot is None
+
     def of(self, tenant: TenantId) -> RedisLink:
-        slot = _slot_of(tenant)
+        slot = _slot_of(tenant) if self._slot is None else self._slot
         if self._moved and (owner := self._moved.get(slot)) is not None:
             return self._links[owner]
         for first, last, address in self._ranges:
@@ -192,6 +205,10 @@ class ClusterLinks:
 
     async def refresh(self) -> None:
         ranges = await self._servers.slots(self._links)
+        if (slot := self._slot) is not None:
+            ranges = [one for one in ranges if one[0] <= slot <= one[1]]
+            if not ranges:
+                raise StoreUnavailable(f"no node is known to have slot {slot}")
         owners = {address for _, _, address in ranges}
         gone = [self._links.pop(address) for address in set(self._links) - owners]
         for address in owners - set(self._links):

@@ -399,7 +399,7 @@ class RedisStore:
     def _account(self, subject: Subject) -> str:
         name = f"{subject.scope}:{quote(subject.id, safe='')}"
         if subject.scope is Scope.MODEL:
-            assert not self._links.is_cluster, "the configuration refuses that"
+            assert not self._links.is_cluster, "the configuration asks for one node"
             return f"{self._prefix}:{name}"
         return f"{self._prefix}:{{{tag_of(subject.tenant)}}}:{name}"
 

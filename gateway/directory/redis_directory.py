@@ -92,7 +92,7 @@ class News(Struct, frozen=True):
 
 def open_directory(config: QuotasConfig, accounts: AccountsReader, env: Mapping[str, str]) -> RedisDirectory:
     """The directory on the server of `[quotas]`, not yet connected. Raises ConfigError."""
-    links = links_of(replace(config, timeout_s=TIMEOUT_S), env)
+    links = links_of(replace(config, timeout_s=TIMEOUT_S, one_node=False), env)
     return RedisDirectory(links, config.key_prefix, accounts)
 
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ import redis
 import trustme
 
 from gateway.admission.quota import LEASE_TTL_MS, StoreUnavailable
-from gateway.admission.redis_links import links_of
+from gateway.admission.redis_links import links_of, prefix_of
 from gateway.admission.redis_store import DAYS_KEPT, RedisStore
 from gateway.quota_config import QuotasConfig
 from shared.bench.services import free_port
@@ -154,10 +155,9 @@ async def redis_store(
 ) -> AsyncIterator[RedisStore]:
     """A store that is up, with keys that no other test has. `settings`: of `[quotas]`."""
     config = QuotasConfig(store="redis", **{"url": server.url, "timeout_s": PATIENT_S, **settings})
-    prefix = f"test-{uuid.uuid4().hex}" if prefix is None else prefix
-    store = RedisStore(
-        links_of(config, os.environ), prefix, lease_ttl_ms=lease_ttl_ms, days_kept=days_kept, clock=clock
-    )
+    config = replace(config, key_prefix=f"test-{uuid.uuid4().hex}" if prefix is None else prefix)
+    links = links_of(config, os.environ)
+    store = RedisStore(links, prefix_of(config), lease_ttl_ms=lease_ttl_ms, days_kept=days_kept, clock=clock)
     try:
         await until_well(store)
         yield store
