@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from datetime import datetime
 from typing import Any, Final, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from gateway.accounts import Kind
 from gateway.config import KeyConfig, TenantConfig
 from gateway.quota_config import ModelLimits, QuotaLimits
 from shared.config import ConfigError, load
-from shared.errors import PreconditionFailed
+from shared.errors import Conflict, NotFound, PreconditionFailed
 
 KEYS_MAX: Final = 100_000
 """The most keys in Redis. A file has `gateway.edge_config.ENTRIES_MAX` at most."""
@@ -42,6 +43,14 @@ first. Raises ApiError or ConfigError to leave all as it is."""
 TYPES: Final[Mapping[Kind, type[Record]]] = {"tenants": TenantConfig, "keys": KeyConfig}
 
 
+class Unreadable(Conflict):
+    """There is an entry, and this version does not know what it says."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__(f"A later version may have written it, since it cannot be read: {problems[0]}.")
+        self.problems = problems
+
+
 class Change(Struct, frozen=True):
     """A change that was made: an entry before it and after it. None is no entry."""
 
@@ -58,13 +67,16 @@ class Directory(Protocol):
         ...
 
     async def get(self, kind: Kind, id_: str) -> Record | None:
-        """An entry. None when there is none of this id."""
+        """An entry. None when there is none of this id. Raises Unreadable."""
         ...
 
-    async def change(self, type_: type[R], id_: str, edit: Edit[R], if_match: str | None) -> Change:
-        """Change one entry, or nothing.
+    async def change(self, type_: type[R], id_: str, edit: Edit[R] | None, if_match: str | None) -> Change:
+        """Change one entry, or nothing. To `edit`, one that cannot be read is none; where `edit` is None, the
+        entry is deleted, whether it can be read or not.
 
         Raises:
+            NotFound: there is none to delete.
+            Unreadable: there is one, and `edit` needs to know it.
             PreconditionFailed: the entry is not the one that `if_match`, its etag, names.
             Conflict: the tenant still has keys, there are too many entries, or the entry cannot be changed.
             ConfigError: the entry contradicts others.
@@ -108,6 +120,11 @@ def place_of(record: Record) -> str:
     return record.id if isinstance(record, TenantConfig) else f"{record.tenant}/{record.id}"
 
 
+def not_found(kind: Kind, id_: str) -> NotFound:
+    """The answer where there is no such entry."""
+    return NotFound(f"There is no {kind[:-1]} {id_[:64]!r}.")
+
+
 # -- JSON -----------------------------------------------------------------------------------------
 
 
@@ -131,6 +148,24 @@ def decode(type_: type[R], raw: bytes) -> R:
     return parse(type_, decode_object(raw))
 
 
+def salvage(type_: type[R], raw: bytes) -> R | None:
+    """What can be told of an entry that `decode` refuses: its fields that are known here. None where they do
+    not make an entry."""
+    try:
+        told = decode_object(raw)
+    except ConfigError:
+        return None
+    found = {one.name: told[one.name] for one in fields(type_) if told.get(one.name) is not None}
+    while True:
+        try:
+            return load(type_, found, {}, NO_VARIABLES)
+        except ConfigError as error:
+            bad = {_first_name(problem) for problem in error.problems} & found.keys()
+            if not bad:
+                return None
+            found = {name: value for name, value in found.items() if name not in bad}
+
+
 def decode_object(raw: bytes) -> Mapping[str, Any]:
     """The fields of a JSON object, in which no object has a name twice. Raises ConfigError."""
     if len(raw) > ENTRY_LEN_MAX:
@@ -150,22 +185,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
             raise ConfigError([f"{name[:64]}: is given {count} times"])
 
 
-def parse(type_: type[R], fields: Mapping[str, Any], check: Callable[[R], Iterator[str]] | None = None) -> R:
+def parse(type_: type[R], given: Mapping[str, Any], check: Callable[[R], Iterator[str]] | None = None) -> R:
     """The entry that fields make, which `check` has nothing against. Null stands for an unset field. Raises
     ConfigError with all that is wrong, also with what `check` finds in the fields that can be read."""
-    fields = {name: value for name, value in fields.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
     problems: list[str] = []
     left_out: set[str] = set()  # fields with problems: the others are looked at again without them
     while True:
         try:
-            found = load(type_, fields, {}, NO_VARIABLES)
+            found = load(type_, given, {}, NO_VARIABLES)
         except ConfigError as error:
             problems += [problem for problem in error.problems if _first_name(problem) not in left_out]
-            bad = {_first_name(problem) for problem in error.problems} & fields.keys()
+            bad = {_first_name(problem) for problem in error.problems} & given.keys()
             if not bad:
                 raise ConfigError(problems) from None
             left_out |= bad
-            fields = {name: value for name, value in fields.items() if name not in bad}
+            given = {name: value for name, value in given.items() if name not in bad}
             continue
         problems += [] if check is None else check(found)
         if problems:

@@ -22,7 +22,7 @@ from typing import Final
 
 from gateway.accounts import AccountsReader, Kind
 from gateway.config import ENV_PREFIX, KeyConfig, load
-from gateway.directory.entries import Change, Edit, R, Record, check_match, kind_of, place_of
+from gateway.directory.entries import Change, Edit, R, Record, check_match, kind_of, not_found, place_of
 from gateway.directory.toml_edit import CannotEdit, document, replace_table
 from shared.config import FILE_LEN_MAX
 from shared.errors import Conflict, DirectoryUnavailable
@@ -52,14 +52,16 @@ class FileDirectory:
         found: Sequence[Record] = getattr(self._accounts.config, kind)
         return next((record for record in found if record.id == id_), None)
 
-    async def change(self, type_: type[R], id_: str, edit: Edit[R], if_match: str | None) -> Change:
+    async def change(self, type_: type[R], id_: str, edit: Edit[R] | None, if_match: str | None) -> Change:
         if self._path is None:
             raise Conflict("The gateway has no file that could be edited.")
         change = await asyncio.to_thread(self._change, self._path, type_, id_, edit, if_match)
         await self._accounts.reload()
         return change
 
-    def _change(self, path: Path, type_: type[R], id_: str, edit: Edit[R], if_match: str | None) -> Change:
+    def _change(
+        self, path: Path, type_: type[R], id_: str, edit: Edit[R] | None, if_match: str | None
+    ) -> Change:
         kind = kind_of(type_)
         if (variable := f"{ENV_PREFIX}{kind.upper()}") in self._env:
             raise Conflict(f"{variable} is set, which wins over the file.")
@@ -71,7 +73,9 @@ class FileDirectory:
                 at = next((at for at, record in enumerate(entries) if record.id == id_), None)
                 before = None if at is None else entries[at]
                 check_match(before, if_match)
-                after = edit(before)
+                if edit is None and before is None:
+                    raise not_found(kind, id_)
+                after = None if edit is None else edit(before)
                 if after is None and kind == "tenants" and any(key.tenant == id_ for key in config.keys):
                     raise Conflict("The tenant still has keys. Delete them first.")
                 if after != before:

@@ -14,6 +14,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
@@ -37,16 +38,19 @@ from gateway.directory.entries import (
     Edit,
     R,
     Record,
+    Unreadable,
     check_match,
     decode,
     encode,
     kind_of,
+    not_found,
     place_of,
+    salvage,
 )
 from gateway.quota_config import QuotasConfig
 from shared import logs
 from shared.config import ConfigError
-from shared.errors import Conflict, DirectoryUnavailable
+from shared.errors import Conflict, DirectoryUnavailable, NotFound
 from shared.ids import TenantId
 
 SCRIPT: Final = (Path(__file__).parent / "directory.lua").read_text()
@@ -124,26 +128,25 @@ class RedisDirectory:
             entries = list(zip(reply[1::2], reply[2::2], strict=True))
             if not entries:
                 break
-            records = (_readable(TYPES[kind], place, raw) for place, raw in entries)
-            found += [record for record in records if record is not None]
+            for place, raw in entries:
+                with contextlib.suppress(Unreadable):  # the log has it
+                    found += filter(None, [_read(TYPES[kind], place, raw)])
             after = entries[-1][0]
         return found
 
     async def get(self, kind: Kind, id_: str) -> Record | None:
         [_, raw] = await self._ask("get", kind, id_)
-        return _readable(TYPES[kind], id_.encode(), raw)
+        return _read(TYPES[kind], id_.encode(), raw)
 
-    async def change(self, type_: type[R], id_: str, edit: Edit[R], if_match: str | None) -> Change:
+    async def change(self, type_: type[R], id_: str, edit: Edit[R] | None, if_match: str | None) -> Change:
         kind = kind_of(type_)
         if self._accounts.is_in_file(kind, id_):
             raise Conflict("It is declared in the gateway's file, and can be changed only there.")
         for _ in range(ATTEMPTS_MAX):
             [_, raw] = await self._ask("get", kind, id_)
-            before = _readable(type_, id_.encode(), raw)
-            check_match(before, if_match)
-            change = Change(before, edit(before))
+            change = _changed(type_, id_, raw, edit, if_match)
             new = b"" if change.after is None else encode(change.after)
-            if change.after == before or await self._put(kind, id_, raw, new, change):
+            if change.after == change.before or await self._put(kind, id_, raw, new, change):
                 return change
         raise Conflict("Others change it all the time. Try again.")
 
@@ -219,9 +222,28 @@ class RedisDirectory:
         return reply
 
 
-def _readable(type_: type[R], at: bytes, raw: bytes) -> R | None:
-    """The entry at a place or of an id. None where there is none, and for one that cannot be read, which can
-    only be replaced."""
+def _changed(type_: type[R], id_: str, raw: bytes, edit: Edit[R] | None, if_match: str | None) -> Change:
+    """What a change makes of an entry, as `Directory.change` has it."""
+    try:
+        before, unreadable = _read(type_, id_.encode(), raw), None
+    except Unreadable as error:
+        told = salvage(type_, raw) if edit is None else None
+        before, unreadable = (told if told is not None and told.id == id_ else None), error
+    check_match(before, if_match)
+    if edit is None and before is not None:
+        return Change(before, None)
+    try:
+        if edit is None:
+            raise not_found(kind_of(type_), id_)
+        return Change(before, edit(before))
+    except NotFound:
+        if unreadable is not None:
+            raise unreadable from None
+        raise
+
+
+def _read(type_: type[R], at: bytes, raw: bytes) -> R | None:
+    """The entry at a place or of an id. None where there is none. Raises Unreadable."""
     try:
         found = decode(type_, raw) if raw else None
         if found is None or found.id.encode() == at.rpartition(b"/")[2]:
@@ -230,7 +252,7 @@ def _readable(type_: type[R], at: bytes, raw: bytes) -> R | None:
     except ConfigError as error:
         problems = list(error.problems)
     log.warning("directory.entry_unreadable", at=_shown(at), problems=problems)
-    return None
+    raise Unreadable(problems)
 
 
 def _shown(id_: bytes) -> str:

@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -33,8 +34,10 @@ from gateway.directory.entries import (
     KeyView,
     R,
     Record,
+    Unreadable,
     etag_of,
     is_named,
+    not_found,
     parse,
     place_of,
     view_of,
@@ -43,7 +46,7 @@ from gateway.identity.keys import KEYID_LEN, mint_key
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError, load
-from shared.errors import Conflict, NotFound, PreconditionFailed, PreconditionRequired
+from shared.errors import Conflict, PreconditionFailed, PreconditionRequired
 
 OVERLAP_S: Final = 24 * 3600.0
 """How long a replaced secret still works, unless the operator says otherwise, in seconds."""
@@ -126,7 +129,7 @@ class Registry:
         """One entry. Raises NotFound."""
         record = self._declared(kind, id_) or await self._directory.get(kind, id_)
         if record is None:
-            raise _not_found(kind, id_)
+            raise not_found(kind, id_)
         return Shown(view_of(record), etag_of(record))
 
     # -- keys -------------------------------------------------------------------------------------
@@ -202,11 +205,7 @@ class Registry:
 
     async def delete_key(self, id_: str, by: str, if_match: str | None) -> Shown:
         """Delete a key, which revokes it. Raises NotFound, PreconditionFailed."""
-
-        def edit(now: KeyConfig | None) -> None:
-            _there(now, "keys", id_)
-
-        return _shown(await self._change(KeyConfig, id_, edit, if_match, "delete", by))
+        return _shown(await self._change(KeyConfig, id_, None, if_match, "delete", by))
 
     # -- tenants ----------------------------------------------------------------------------------
 
@@ -220,7 +219,9 @@ class Registry:
     ) -> Shown:
         """Create a tenant, or replace the one that `if_match` names, and `if_none_match` does not. Raises
         ConfigError, Conflict, PreconditionFailed, and PreconditionRequired."""
-        there = await self._directory.get("tenants", id_)
+        there: Record | None = None
+        with contextlib.suppress(Unreadable):  # which is replaced as if it were not there
+            there = await self._directory.get("tenants", id_)
         models = self._models | (named_models(there) if isinstance(there, TenantConfig) else set[str]())
         stray = [] if asked.get("id", id_) == id_ else ["id: must be that of the path"]
         if id_ in _RELATIVE:
@@ -238,16 +239,12 @@ class Registry:
 
     async def delete_tenant(self, id_: str, by: str, if_match: str | None) -> Shown:
         """Delete a tenant without keys. Raises NotFound, Conflict, PreconditionFailed."""
-
-        def edit(now: TenantConfig | None) -> None:
-            _there(now, "tenants", id_)
-
-        return _shown(await self._change(TenantConfig, id_, edit, if_match, "delete", by))
+        return _shown(await self._change(TenantConfig, id_, None, if_match, "delete", by))
 
     # -- inside -----------------------------------------------------------------------------------
 
     async def _change(
-        self, type_: type[R], id_: str, edit: Edit[R], if_match: str | None, action: str, by: str
+        self, type_: type[R], id_: str, edit: Edit[R] | None, if_match: str | None, action: str, by: str
     ) -> Change:
         """Make a change, and write its audit line."""
         change = await self._directory.change(type_, id_, edit, if_match)
@@ -328,12 +325,8 @@ def _parsed(
 
 def _there(record: R | None, kind: Kind, id_: str) -> R:
     if record is None:
-        raise _not_found(kind, id_)
+        raise not_found(kind, id_)
     return record
-
-
-def _not_found(kind: Kind, id_: str) -> NotFound:
-    return NotFound(f"There is no {kind[:-1]} {id_[:64]!r}.")
 
 
 def _merged(key: KeyConfig, patch: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,6 +80,53 @@ async def test_an_entry_that_cannot_be_read_changes_nothing_for_any_other(
         assert await world.status("good", at=number) == 200, "it can be read again"
 
 
+LATER: dict[str, bytes] = {
+    "a further field": encode(GOOD)[:-1] + b',"networks":["10.0.0.0/8"]}',
+    "a further field in one": encode(GOOD).replace(b'"limits":{', b'"limits":{"images_per_min":1,'),
+    "another kind of value": encode(GOOD).replace(b'"labels":[]', b'"labels":{"team":"a"}'),
+}
+
+
+@pytest.mark.parametrize("later", LATER.values(), ids=LATER.keys())
+async def test_an_entry_of_a_later_version_can_be_revoked_where_it_cannot_be_read(
+    world: World, own: RedisServer, later: bytes
+) -> None:
+    """While gateways of two versions run, whoever revokes a key reaches either. The victim is another key."""
+    assert later != encode(GOOD)
+    await world.open()
+    other, path = await world.key(), f"keys/{GOOD.id}"
+    raw(own).hset(at(world, "keys"), GOOD.id, later)
+    raw(own).zadd(at(world, "keys-in-order"), {f"acme/{GOOD.id}": 0})
+    raw(own).hincrby(at(world, "state"), "keys", 1)
+    touch(world, own, GOOD.id)
+    for method, asked, body in (
+        ("GET", path, None),
+        ("PATCH", path, {"disabled": True}),
+        ("POST", f"{path}/rotate", {}),
+    ):
+        refused = await world.ask(method, asked, body)
+        assert (refused.status, refused.code) == (409, "conflict")
+        assert "later version" in refused.body["error"]["message"]
+    assert raw(own).hget(at(world, "keys"), GOOD.id) == later
+    deleted = await world.ask("DELETE", path)
+    assert (deleted.status, deleted.body["tenant"]) == (200, "acme")
+    assert raw(own).hget(at(world, "keys"), GOOD.id) is None
+    assert raw(own).zrange(at(world, "keys-in-order"), 0, -1) == [f"acme/{other['id']}".encode()]
+    assert (await world.ask("DELETE", path)).status == 404
+    assert await world.status(other["key"]) == 200
+
+
+@pytest.mark.parametrize("garbage", ["no JSON", "an empty object", "another id"])
+async def test_what_is_no_entry_is_not_taken_for_one_that_can_be_deleted(
+    world: World, own: RedisServer, garbage: str
+) -> None:
+    await world.open()
+    await world.key()
+    raw(own).hset(at(world, "keys"), GOOD.id, GARBAGE[garbage])
+    assert (await world.ask("DELETE", f"keys/{GOOD.id}")).status == 409
+    assert raw(own).hget(at(world, "keys"), GOOD.id) == GARBAGE[garbage]
+
+
 def touch(world: World, own: RedisServer, id_: str, kind: Kind = "keys") -> None:
     """Note a change of an entry that was written past the gateways."""
     raw(own).rpush(at(world, "log"), f"{id_[:4]}:{kind}/{id_}")
