@@ -84,8 +84,7 @@ async def weigh_long(body: bytes, holding: Holding, threads: FairThreads, tenant
 
 
 def _held(body: bytes, census: Census, holding: Holding) -> Census:
-    if len(body) >= COUNTED_LEN_MIN:  # a shorter body is too short to exceed a bound
-        refuse_excess(census)
+    refuse_excess(census)
     holding.hold(memory_of(len(body), census))
     return census
 

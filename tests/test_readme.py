@@ -234,11 +234,12 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
     }
     assert stated == {
         "request body": [openai.BODY_LEN_MAX, TimeoutsConfig().body_s],
-        "values in it; fields of all objects; strings; fields at its top level": [
+        "values in it; fields of all objects; strings; fields at its top level; levels of nesting": [
             census.VALUES_MAX,
             census.FIELDS_MAX,
             census.STRINGS_MAX,
             validation.FIELDS_MAX,
+            census.DEPTH_MAX,
         ],
         "request line, header, headers; all of them at the gateway": [
             listening.LINE_LEN_MAX,

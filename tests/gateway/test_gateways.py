@@ -181,6 +181,7 @@ async def fleet_of(redis: RedisServer, directory: Path, sections: Sequence[str])
                 if gateway.process.returncode is None:
                     gateway.process.kill()
                 await gateway.process.wait()
+            await asyncio.gather(*found.readers)
 
 
 async def test_a_thousand_callers_of_three_gateways_share_a_limit_and_a_killed_one_leaves_nothing(

@@ -79,7 +79,7 @@ async def started(config: Path) -> AsyncIterator[Process]:
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+        await process.communicate()  # to the end of its log: else the pipe outlives the loop
 
 
 STREAMS = 50

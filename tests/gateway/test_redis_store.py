@@ -411,7 +411,7 @@ async def test_a_redis_that_pauses_its_clients(own: RedisServer) -> None:
 async def test_a_redis_that_is_out_of_memory(own: RedisServer) -> None:
     async with outage(own) as house:
         own.admin.config_set("maxmemory-policy", "noeviction")
-        own.admin.config_set("maxmemory", "1mb")
+        own.admin.config_set("maxmemory", "1")
         await house.shows_both_fail_modes()
         await house.guarded.renew([])
         assert not house.guarded.is_well, "it answers, and takes no writes"

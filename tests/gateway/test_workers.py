@@ -100,7 +100,7 @@ async def workers(directory: Path, text: str) -> AsyncIterator[Workers]:
         finally:
             if process.returncode is None:
                 process.kill()  # the kernel tells the workers
-                await process.wait()
+            await found.end()
 
 
 async def read_to_the_end(answer: aiohttp.ClientResponse) -> bytes | None:

@@ -7,6 +7,7 @@ and prints where they are. The tests fetch what is missing. Without a network th
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
@@ -130,23 +131,27 @@ def kubectl() -> Path:
 
 @cache
 def promtool() -> Path | None:
-    """The program promtool, of Debian's package prometheus: the one that is installed, or else unpacked from
-    the package. None where there is neither."""
+    """The program promtool: the one that is installed, or else unpacked from its package, or from that of
+    prometheus, which had it before. None where there is neither."""
     if found := shutil.which("promtool"):
         return Path(found)
     directory = home() / "promtool"
     program = directory / "usr/bin/promtool"
     with _locked(directory):
-        if not program.exists():
-            try:
-                command = ["apt-get", "download", "-qq", "prometheus"]
-                subprocess.run(command, cwd=directory, check=True, capture_output=True, timeout=APT_TIMEOUT_S)
-                [package] = directory.glob("prometheus_*.deb")
-                command = ["dpkg-deb", "-x", str(package), str(directory)]
-                subprocess.run(command, check=True, capture_output=True, timeout=APT_TIMEOUT_S)
-            except (OSError, ValueError, subprocess.SubprocessError):
-                return None
-    return program
+        for name in ("promtool", "prometheus"):
+            if not program.exists():
+                with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+                    _unpack_package(name, directory)
+    return program if program.exists() else None
+
+
+def _unpack_package(name: str, directory: Path) -> None:
+    """Unpack a package of the system's. Raises OSError, ValueError and SubprocessError."""
+    command = ["apt-get", "download", "-qq", name]
+    subprocess.run(command, cwd=directory, check=True, capture_output=True, timeout=APT_TIMEOUT_S)
+    [package] = directory.glob(f"{name}_*.deb")
+    command = ["dpkg-deb", "-x", str(package), str(directory)]
+    subprocess.run(command, check=True, capture_output=True, timeout=APT_TIMEOUT_S)
 
 
 @cache
