@@ -282,7 +282,7 @@ class Allocator:
         self._reclaim(fresh, builder, now)
         if prefix.source is not None:
             self.pages.spare(prefix.source)
-        pages = prefix.pages + self._allocate(fresh)
+        pages = prefix.pages + self._allocate(fresh, sequence.tenant)
         self._bring_in(sequence, brought, pages, len(prefix.pages))
         if prefix.source is not None:
             index, length = divmod(prefix.computed_len, self._runner.page_size)
@@ -294,9 +294,9 @@ class Allocator:
         self.holdings.add(sequence.tenant, slots=1, pages=len(pages))
         return brought
 
-    def _allocate(self, count: int) -> list[int]:
-        """Pages for a sequence. Host memory keeps what the prefix cache evicts for them, where that is on."""
-        pages = self.pages.allocate(count)
+    def _allocate(self, count: int, tenant: str) -> list[int]:
+        """Pages for a tenant. Host memory keeps what the prefix cache evicts for them, where that is on."""
+        pages = self.pages.allocate(count, tenant)
         if evicted := self.pages.take_evicted():
             self.swapper.keep(evicted, self._learner.cost, streams=bool(self.running))
         return pages
@@ -340,7 +340,7 @@ class Allocator:
             if not self.pages.available:
                 self._free_page_for(sequence, builder, now)
             if sequence.slot is not None:
-                page = self._allocate(1)
+                page = self._allocate(1, sequence.tenant)
                 sequence.pages += page
                 self.holdings.add(sequence.tenant, slots=0, pages=1)
                 builder.grown[sequence.slot] = page

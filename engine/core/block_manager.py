@@ -13,8 +13,8 @@ the tensors; here a page is only its number. At any moment each page is exactly 
                          |   ^
     release, with identity   | acquire (a prefix hit)
                          v   |
-                         cached (LRU) ----------> owned, by another one
-                                       allocate, when no page is free: the oldest loses its identity
+                         cached ----------------> owned, by another one
+                                       allocate, when no page is free: an old one loses its identity
 
 Picture of two sequences with a common prompt of two pages, and of one that has finished:
 
@@ -32,9 +32,10 @@ Rules
 3. An identity is SHA-256 over (the parent page's identity, the page's tokens); the first page's
    parent is derived from the salt. So equal identities mean equal prefixes from position 0 under
    equal salts, and no client can forge a collision to read another's prefix.
-4. Pages are released tail first, and evicted in the order of their release: a prefix loses its end
-   before its beginning, because a page is of use only with all its ancestors. A page that has a head alone,
-   which none has copied since its release, goes before all full ones: heads take no room from prefixes.
+4. Pages are released tail first, and those of a tenant are evicted in the order of their release: a prefix
+   loses its end before its beginning, because a page is of use only with all its ancestors. Which tenant's
+   page is evicted, `engine.core.cached_pages` says. A page that has a head alone, which none has copied since
+   its release, goes before all full ones: heads take no room from prefixes.
 5. The first tokens of a page that do not fill it are its *head*. A head may be found as a page is, by an
    identity of the same kind, as soon as it is computed. It is never shared, since its owner writes behind it:
    who finds it copies it into a page of its own (`engine.core.allocator`, rule K).
@@ -52,6 +53,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Final, NewType
+
+from engine.core.cached_pages import CachedPages
 
 PageIdentity = NewType("PageIdentity", bytes)
 
@@ -111,7 +114,9 @@ class BlockManager:
         self.total: Final = pages
         self.page_size: Final = page_size
         self._free = list(reversed(range(pages)))  # a stack: the page released last is still warm
-        self._cached: OrderedDict[int, None] = OrderedDict()  # evicted from the front
+        self._cached = CachedPages()
+        self._tenant = [""] * pages  # whose sequence each page was handed to last
+        self._handed_out = 0  # pages, since the start: the time by which cached ones age
         self._cached_heads: OrderedDict[int, None] = OrderedDict()  # evicted before these
         self._refs = [0] * pages
         self._identity: list[PageIdentity | None] = [None] * pages
@@ -157,8 +162,8 @@ class BlockManager:
         """Let `allocate` take this page only after all others."""
         if not self._refs[page]:
             self._cached_heads.pop(page, None)
-            self._cached[page] = None
-            self._cached.move_to_end(page)
+            self._cached.discard((page,))
+            self._cached.add((page,), self._tenant[page], self._handed_out)
 
     def unreferenced(self, pages: Iterable[int]) -> int:
         """The number of these pages that `acquire` would take out of `available`."""
@@ -178,33 +183,38 @@ class BlockManager:
         held = Counter(page for table in tables for page in table)
         return {page for page, count in held.items() if self._refs[page] == count}
 
-    def acquire(self, pages: Iterable[int]) -> None:
+    def acquire(self, pages: Sequence[int]) -> None:
         """Add a reference to pages that `match` found."""
+        self._cached.discard(pages)
         for page in pages:
             assert self._identity[page] is not None, "only a page with an identity can be shared"
-            if self._refs[page] == 0:
-                del self._cached[page]
             self._refs[page] += 1
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` pages with one reference each, evicting cached ones when none is free.
+    def allocate(self, count: int, tenant: str = "") -> list[int]:
+        """Take `count` pages for a tenant with one reference each, evicting cached ones when none is free.
 
         The caller has made sure that so many are available.
         """
         assert 0 <= count <= self.available
-        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        pages += self._evict(count - len(pages))
         for page in pages:
             self._refs[page] = 1
+            self._tenant[page] = tenant
+        self._handed_out += count
         return pages
 
-    def _evict(self) -> int:
-        page, _ = (self._cached_heads or self._cached).popitem(last=False)
-        identity = self._identity[page]
-        assert identity is not None or page in self._heads
-        if self._tells_evicted and identity is not None:
-            self._evicted.append((page, identity))
-        self._forget(page)
-        return page
+    def _evict(self, count: int) -> list[int]:
+        heads = min(count, len(self._cached_heads))
+        pages = [self._cached_heads.popitem(last=False)[0] for _ in range(heads)]
+        pages += self._cached.pop(count - heads, self._handed_out)
+        for page in pages:
+            identity = self._identity[page]
+            assert identity is not None or page in self._heads
+            if self._tells_evicted and identity is not None:
+                self._evicted.append((page, identity))
+            self._forget(page)
+        return pages
 
     def take_evicted(self) -> list[tuple[int, PageIdentity]]:
         """The full pages that `allocate` took out of the cache since the last call, and the identities that
@@ -235,17 +245,20 @@ class BlockManager:
 
     def release(self, pages: Sequence[int]) -> None:
         """Drop one reference to each page of a table, the tail first (rule 4)."""
+        cached = []
         for page in reversed(pages):
             self._refs[page] -= 1
             assert self._refs[page] >= 0, "a page was released twice"
             if self._refs[page] > 0:
                 continue
             if self._identity[page] is not None:
-                self._cached[page] = None
+                cached.append(page)
             elif page in self._heads:
                 self._cached_heads[page] = None
             else:
                 self._free.append(page)
+        if cached:  # all pages of a table are of one tenant
+            self._cached.add(cached, self._tenant[cached[0]], self._handed_out)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Take the identities of these pages, whose contents are not to be trusted: no new sequence finds
@@ -272,7 +285,7 @@ class BlockManager:
         if not heads:
             del self._heads[page]
         if not (heads or self._refs[page] or self._identity[page]):
-            self._cached.pop(page, None)
+            self._cached.discard((page,))
             self._cached_heads.pop(page, None)
             self._free.append(page)
 

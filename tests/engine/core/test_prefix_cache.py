@@ -51,6 +51,25 @@ def test_salts_do_not_share_a_prefix() -> None:
     assert [h.started[handle].cached_len for handle in (1, 2, 3)] == [0, 0, 9]
 
 
+def test_a_flood_of_prompts_does_not_take_another_tenants_prefix() -> None:
+    """Its prompts take all of the cache again and again, and none comes twice. The victim comes again after
+    every twenty; with one tenant for both it would find nothing."""
+    for flood, full_pages in (("flood", 2), ("victim", 0)):
+        h, handle = Harness(pages=48), 0
+        cached = set()
+        for _ in range(12):
+            handle += 1
+            h.add(handle, PROMPT, greedy(2), b"victim", tenant="victim")
+            h.run()
+            if handle > 1:
+                cached.add(h.started[handle].cached_len // 4)
+            for _ in range(20):
+                handle += 1
+                h.add(handle, [handle % 250] * 30, greedy(2), flood.encode(), tenant=flood)
+                h.run()
+        assert min(cached) == full_pages
+
+
 def test_without_the_prefix_cache_nothing_is_shared() -> None:
     h = Harness(prefix_cache=False)
     for handle in (1, 2):
