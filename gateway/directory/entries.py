@@ -43,14 +43,6 @@ first. Raises ApiError or ConfigError to leave all as it is."""
 TYPES: Final[Mapping[Kind, type[Record]]] = {"tenants": TenantConfig, "keys": KeyConfig}
 
 
-class Unreadable(Conflict):
-    """There is an entry, and this version does not know what it says."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__(f"A later version may have written it, since it cannot be read: {problems[0]}.")
-        self.problems = problems
-
-
 class Change(Struct, frozen=True):
     """A change that was made: an entry before it and after it. None is no entry."""
 
@@ -67,7 +59,7 @@ class Directory(Protocol):
         ...
 
     async def get(self, kind: Kind, id_: str) -> Record | None:
-        """An entry. None when there is none of this id. Raises Unreadable."""
+        """An entry. None when there is none of this id. Raises Conflict where it cannot be read."""
         ...
 
     async def change(self, type_: type[R], id_: str, edit: Edit[R] | None, if_match: str | None) -> Change:
@@ -76,9 +68,9 @@ class Directory(Protocol):
 
         Raises:
             NotFound: there is none to delete.
-            Unreadable: there is one, and `edit` needs to know it.
             PreconditionFailed: the entry is not the one that `if_match`, its etag, names.
-            Conflict: the tenant still has keys, there are too many entries, or the entry cannot be changed.
+            Conflict: the tenant still has keys, there are too many entries, the entry cannot be changed, or
+                `edit` needs to know one that cannot be read.
             ConfigError: the entry contradicts others.
             what `edit` raises.
         """
@@ -123,6 +115,11 @@ def place_of(record: Record) -> str:
 def not_found(kind: Kind, id_: str) -> NotFound:
     """The answer where there is no such entry."""
     return NotFound(f"There is no {kind[:-1]} {id_[:64]!r}.")
+
+
+def unreadable(problems: Sequence[str]) -> Conflict:
+    """The answer where there is an entry, and this version does not know what it says."""
+    return Conflict(f"A later version may have written it, since it cannot be read: {problems[0]}.")
 
 
 # -- JSON -----------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ from gateway.directory.entries import (
     Edit,
     R,
     Record,
-    Unreadable,
     check_match,
     decode,
     encode,
@@ -46,6 +45,7 @@ from gateway.directory.entries import (
     not_found,
     place_of,
     salvage,
+    unreadable,
 )
 from gateway.quota_config import QuotasConfig
 from shared import logs
@@ -129,7 +129,7 @@ class RedisDirectory:
             if not entries:
                 break
             for place, raw in entries:
-                with contextlib.suppress(Unreadable):  # the log has it
+                with contextlib.suppress(Conflict):  # the log has it
                     found += filter(None, [_read(TYPES[kind], place, raw)])
             after = entries[-1][0]
         return found
@@ -225,10 +225,10 @@ class RedisDirectory:
 def _changed(type_: type[R], id_: str, raw: bytes, edit: Edit[R] | None, if_match: str | None) -> Change:
     """What a change makes of an entry, as `Directory.change` has it."""
     try:
-        before, unreadable = _read(type_, id_.encode(), raw), None
-    except Unreadable as error:
+        before, refusal = _read(type_, id_.encode(), raw), None
+    except Conflict as error:
         told = salvage(type_, raw) if edit is None else None
-        before, unreadable = (told if told is not None and told.id == id_ else None), error
+        before, refusal = (told if told is not None and told.id == id_ else None), error
     check_match(before, if_match)
     if edit is None and before is not None:
         return Change(before, None)
@@ -237,13 +237,14 @@ def _changed(type_: type[R], id_: str, raw: bytes, edit: Edit[R] | None, if_matc
             raise not_found(kind_of(type_), id_)
         return Change(before, edit(before))
     except NotFound:
-        if unreadable is not None:
-            raise unreadable from None
+        if refusal is not None:
+            raise refusal from None
         raise
 
 
 def _read(type_: type[R], at: bytes, raw: bytes) -> R | None:
-    """The entry at a place or of an id. None where there is none. Raises Unreadable."""
+    """The entry at a place or of an id. None where there is none. Raises Conflict where it cannot be
+    read."""
     try:
         found = decode(type_, raw) if raw else None
         if found is None or found.id.encode() == at.rpartition(b"/")[2]:
@@ -252,7 +253,7 @@ def _read(type_: type[R], at: bytes, raw: bytes) -> R | None:
     except ConfigError as error:
         problems = list(error.problems)
     log.warning("directory.entry_unreadable", at=_shown(at), problems=problems)
-    raise Unreadable(problems)
+    raise unreadable(problems)
 
 
 def _shown(id_: bytes) -> str:

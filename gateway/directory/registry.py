@@ -34,7 +34,6 @@ from gateway.directory.entries import (
     KeyView,
     R,
     Record,
-    Unreadable,
     etag_of,
     is_named,
     not_found,
@@ -220,7 +219,7 @@ class Registry:
         """Create a tenant, or replace the one that `if_match` names, and `if_none_match` does not. Raises
         ConfigError, Conflict, PreconditionFailed, and PreconditionRequired."""
         there: Record | None = None
-        with contextlib.suppress(Unreadable):  # which is replaced as if it were not there
+        with contextlib.suppress(Conflict):  # which is replaced as if it were not there
             there = await self._directory.get("tenants", id_)
         models = self._models | (named_models(there) if isinstance(there, TenantConfig) else set[str]())
         stray = [] if asked.get("id", id_) == id_ else ["id: must be that of the path"]

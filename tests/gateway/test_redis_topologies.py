@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,17 +16,18 @@ import redis
 from redis.crc import key_slot
 
 from gateway.accounts import AccountsReader
-from gateway.admission.quota import Scope, StoreUnavailable, Subject
+from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_link import Address
-from gateway.admission.redis_links import CLIENT_NAME, ONE_TAG, ClusterLinks, links_of, tag_of
+from gateway.admission.redis_links import CLIENT_NAME, ClusterLinks, links_of, tag_of
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Totals, Used
 from gateway.config import TenantConfig, load
 from gateway.directory.redis_directory import TAG, open_directory
-from gateway.quota_config import QuotaLimits, QuotasConfig
+from gateway.quota_config import QuotasConfig
 from shared.bench.services import free_port
 from shared.errors import DirectoryUnavailable
 from shared.ids import KeyId, TenantId
+from tests.gateway.redis_cluster import Cluster, eventually, formed_cluster
 from tests.gateway.redis_server import (
     RedisServer,
     as_words,
@@ -43,79 +44,12 @@ SLOTS: Final = 16_384
 PRIMARY: Final = "penstock"
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 -- a server that is another process sets no event
-            await asyncio.sleep(0.01)
-
-
 # -- a Cluster ------------------------------------------------------------------------------------
-
-
-class Cluster:
-    """Three primaries without replicas, each with a third of the slots."""
-
-    def __init__(self, nodes: list[RedisServer]) -> None:
-        self.nodes = nodes
-
-    @property
-    def url(self) -> str:
-        return "redis://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
-
-    @property
-    def tenants(self) -> list[str]:
-        """The name of a tenant of each node."""
-        found: dict[int, str] = {}
-        for i in range(100):
-            slot = key_slot(tag_of(TenantId(f"t{i}")).encode())
-            found.setdefault(slot * 3 // SLOTS, f"t{i}")
-        return [found[i] for i in range(3)]
-
-    async def form(self) -> None:
-        bounds = [-(-SLOTS * i // 3) for i in range(4)]
-        for i, node in enumerate(self.nodes):
-            node.admin.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[i], bounds[i + 1] - 1)  # type: ignore[no-untyped-call]
-            meet = "CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port, self.nodes[0].bus_port
-            node.admin.execute_command(*meet)  # type: ignore[no-untyped-call]
-        await eventually(lambda: all(self._is_formed(node) for node in self.nodes))
-
-    @property
-    def sent_away(self) -> int:
-        """The number of calls that nodes answered with the name of another one."""
-        stats = (node.admin.info("commandstats") for node in self.nodes)
-        return sum(one.get("cmdstat_evalsha", {}).get("rejected_calls", 0) for one in stats)
-
-    def node_of(self, slot: int) -> RedisServer:
-        """The node that has a slot since the Cluster was formed."""
-        return self.nodes[slot * 3 // SLOTS]
-
-    def id_of(self, number: int) -> str:
-        return str(self.nodes[number].admin.cluster("MYID"))
-
-    def assign(self, slot: int, to: RedisServer) -> None:
-        """Give a slot to a node, and tell all nodes."""
-        owner = to.admin.cluster("MYID")
-        for node in self.nodes:
-            node.admin.execute_command("CLUSTER", "SETSLOT", slot, "NODE", owner)  # type: ignore[no-untyped-call]
-
-    def _is_formed(self, node: RedisServer) -> bool:
-        info = node.admin.cluster("INFO")
-        return bool(info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "3")
 
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
-    with ExitStack() as stack:
-        nodes = []
-        for _ in range(3):
-            bus_port = free_port()
-            options = ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)]
-            options += ["--cluster-node-timeout", "500", "--cluster-require-full-coverage", "no"]
-            node = stack.enter_context(redis_server(*options))
-            node.bus_port = bus_port
-            nodes.append(node)
-        formed = Cluster(nodes)
-        await formed.form()
+    async with formed_cluster() as formed:
         yield formed
 
 
@@ -136,78 +70,6 @@ async def test_usage_on_every_node_is_found(cluster: Cluster) -> None:
         for number, name in enumerate(names, 1):
             await store.post("gateway", number, name, 30_000, {(KeyId("k"), "m"): Totals(1)})
         assert await store.payers(30_000, 30_000) == set(names)
-
-
-def one_node(cluster: Cluster, **settings: Any) -> AbstractAsyncContextManager[RedisStore]:
-    """A store whose keys are all on one node, so that a model can have limits over all tenants."""
-    options = {"url": cluster.url, "cluster": True, "one_node": True, "prefix": "test", **settings}
-    return redis_store(cluster.nodes[0], **options)
-
-
-ALL_SLOT: Final = key_slot(ONE_TAG.encode())
-
-
-def limited_model(tenant_id: str, concurrent: int) -> tuple[Subject, ...]:
-    """A request's subjects: its tenant, and a model that all share."""
-    limits = QuotaLimits(concurrent=concurrent)
-    model = Subject(Scope.MODEL, "tiny", limits, TenantId(tenant_id))
-    return (*tenant(tenant_id, concurrent=concurrent), model)
-
-
-async def test_a_models_limit_over_all_tenants_is_counted_on_one_node(cluster: Cluster) -> None:
-    async with one_node(cluster) as a, one_node(cluster) as b:
-        subjects = {name: limited_model(name, 10) for name in cluster.tenants}
-        asked = [
-            reserved((a, b)[i % 2], f"{name}{i}", who) for name, who in subjects.items() for i in range(50)
-        ]
-        assert sum(await asyncio.gather(*asked)) == 10
-        assert a.is_well
-        assert b.is_well
-        for number, name in enumerate(cluster.tenants, 1):
-            await a.post("gateway", number, TenantId(name), 30_000, {(KeyId("k"), "m"): Totals(1)})
-        assert await b.payers(30_000, 30_000) == set(cluster.tenants)
-        [first, *_] = cluster.tenants
-        assert [row.tenant async for row in b.usage(TenantId(first), 30_000, 30_000)] == [first]
-    with_keys = [node for node in cluster.nodes if node.admin.keys("*")]
-    assert with_keys == [cluster.node_of(ALL_SLOT)]
-    assert "test:{all}:model:tiny" in with_keys[0].admin.keys("*")
-
-
-async def reserved(store: RedisStore, name: str, who: tuple[Subject, ...]) -> bool:
-    if not await admitted(store, name, who[:1]):
-        return False
-    return (await store.reserve(rid(name), who, 0, 0)).refusal is None
-
-
-async def test_nodes_that_count_for_nobody_may_die(cluster: Cluster) -> None:
-    """Where one node counts for all, the others are none of the quotas' business; that one is everybody's."""
-    counts = cluster.node_of(ALL_SLOT)
-    async with one_node(cluster, connect_s=0.5) as store:
-        for node in cluster.nodes:
-            if node is not counts:
-                node.kill()
-        await store.renew([])
-        for name in cluster.tenants:
-            assert await admitted(store, name, limited_model(name, 10))
-        counts.kill()
-        with pytest.raises(StoreUnavailable):
-            await admitted(store, "late", limited_model("t0", 10))
-        assert not store.is_well
-
-
-async def test_the_one_nodes_slot_is_followed(cluster: Cluster) -> None:
-    counts = cluster.node_of(ALL_SLOT)
-    other = next(node for node in cluster.nodes if node is not counts)
-    async with one_node(cluster) as store:
-        assert await reserved(store, "before", limited_model("t0", 10))
-        counts.admin.flushall()
-        cluster.assign(ALL_SLOT, other)
-        who = [limited_model(name, 10) for name in cluster.tenants]
-        assert sum(await asyncio.gather(*(reserved(store, f"{i}", who[i % 3]) for i in range(50)))) == 10
-        assert store.is_well
-        await store.renew([])
-        assert {address.port for address in store._links._links} == {other.port}  # type: ignore[attr-defined]
-        assert await admitted(store, "other", tenant("other", concurrent=1)), "it is still asked"
 
 
 async def test_a_node_that_dies_is_down_for_its_own_tenants_alone(cluster: Cluster) -> None:
