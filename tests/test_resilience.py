@@ -282,9 +282,9 @@ async def test_a_thousand_disconnects_leak_nothing(served: Service, short_tmp: P
 
 def check_lines(front: Service, served: Service, visits: list[Visit]) -> None:
     """One line for each request that was read, in each service that it came to, and they agree."""
+    until(lambda: requests_of(admin_url(front)) == len(front.completed))  # a thread writes the lines
+    until(lambda: requests_of(engine_url(served)) == len(served.completed))
     fronts, engines = by_id(front), by_id(served)
-    requests = [value for name, value in gauges(admin_url(front)).items() if name.startswith("requests:")]
-    assert sum(requests) == len(fronts)
     for visit in visits:
         ours, theirs = fronts.get(visit.request_id), engines.get(visit.request_id)
         assert ours is not None or not (visit.read or theirs), "it was read"
@@ -305,6 +305,11 @@ def check_lines(front: Service, served: Service, visits: list[Visit]) -> None:
                 visit
             )
             assert ours["settled_tokens"] == prompt_tokens + completion_tokens, visit
+
+
+def requests_of(url: str) -> float:
+    """The requests that came to their end, as a service counts them."""
+    return sum(value for name, value in gauges(url).items() if name.startswith("requests:"))
 
 
 def by_id(service: Service) -> dict[str, Any]:

@@ -36,9 +36,9 @@ MAX_TOKENS = 1500
 BODY = {**LONG, "temperature": 0, "max_tokens": MAX_TOKENS}
 RECEIVE_BUFFER_LEN = 4096
 """The client's own share of what is buffered, which is not the engine's to bound."""
-TOKENS_MAX = 1000
+TOKENS_MAX = 1400
 """Computed for a client that reads nothing: what the buffers on its way hold (about 600), and what the core
-is ahead of an API process that shares its cores with other work."""
+is ahead of an API process that shares its cores with other work (as much again was seen)."""
 assert MAX_TOKENS > TOKENS_MAX
 
 
