@@ -283,7 +283,6 @@ async def test_a_thousand_disconnects_leak_nothing(served: Service, short_tmp: P
 def check_lines(front: Service, served: Service, visits: list[Visit]) -> None:
     """One line for each request that was read, in each service that it came to, and they agree."""
     until(lambda: requests_of(admin_url(front)) == len(front.completed))  # a thread writes the lines
-    until(lambda: requests_of(engine_url(served)) == len(served.completed))
     fronts, engines = by_id(front), by_id(served)
     for visit in visits:
         ours, theirs = fronts.get(visit.request_id), engines.get(visit.request_id)
