@@ -13,7 +13,7 @@ from tests.neighbours.conftest import House, engines, gateway
 from tests.services import Service, engine_at_rest, engine_url, until
 
 TOKENS = 24
-FLOODS_MAX = 6
+FLOODS_MAX = 20
 """The first floods tell the gateway how long a first event takes: without that nothing is hedged."""
 FLOOD = Attack(
     "streams that are hedged",
