@@ -205,6 +205,7 @@ class BlockManager:
         return pages
 
     def _evict(self, count: int) -> list[int]:
+        """Take `count` cached pages, of which nothing is found any more (rule 4)."""
         heads = min(count, len(self._cached_heads))
         pages = [self._cached_heads.popitem(last=False)[0] for _ in range(heads)]
         pages += self._cached.pop(count - heads, self._handed_out)

@@ -98,9 +98,9 @@ class CachedPages:
                 heappop(heap)
             if heap:
                 since, tenant = heap[0]
-                own = len(self._of[tenant]) * (now - since + 1)
-                if own > rent:
-                    highest, rent = tenant, own
+                of_this = len(self._of[tenant]) * (now - since + 1)
+                if of_this > rent:
+                    highest, rent = tenant, of_this
         return highest
 
     def _rank(self, tenant: str, own: OrderedDict[int, int]) -> None:

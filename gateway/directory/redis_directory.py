@@ -223,7 +223,8 @@ class RedisDirectory:
 
 
 def _changed(type_: type[R], id_: str, raw: bytes, edit: Edit[R] | None, if_match: str | None) -> Change:
-    """What a change makes of an entry, as `Directory.change` has it."""
+    """The entry in Redis before a change, and after it, by the rules of `Directory.change`. Raises what that
+    does."""
     try:
         before, refusal = _read(type_, id_.encode(), raw), None
     except Conflict as error:

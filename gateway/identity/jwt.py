@@ -281,7 +281,7 @@ def _check_claims(claims: _Registered, issuer: _Issuer, now_s: float) -> None:
 
 
 def _sought(read: _Read, digest: bytes) -> Sought:
-    """What is remembered of a token whose key is not known."""
+    """The name of a token's key, by which a key that is not known is remembered."""
     return digest if read.header.kid is None else read.header.kid
 
 
