@@ -146,8 +146,8 @@ def decode(type_: type[R], raw: bytes) -> R:
 
 
 def salvage(type_: type[R], raw: bytes) -> R | None:
-    """The entry that the known fields of a JSON text make, where `decode` refuses it for the others. None where
-    they make none."""
+    """The entry that the known fields of a JSON text make, where `decode` refuses it for the others. None
+    where they make none."""
     try:
         told = decode_object(raw)
     except ConfigError:
