@@ -29,6 +29,7 @@ from gateway.admission.quota import LEASE_TTL_MS, QuotaStore
 from gateway.admission.validate import warm
 from gateway.background import Background, Work
 from gateway.billing.lines import Billing
+from gateway.billing.unsettled import Unsettled
 from gateway.billing.webhook import Webhook, read_webhook_secret
 from gateway.config import GatewayConfig, ModelConfig, timeouts_of
 from gateway.console.chats import Chats
@@ -173,10 +174,18 @@ class Gateway:
         return works
 
     def _helpers(self) -> dict[str, Work]:
-        """Those that it can do without: without a tokenizer, prompts are estimated."""
+        """Those that it can do without: without a tokenizer, prompts are estimated; what was not settled may
+        have its billing line later."""
         models, every_s = self.config.models, self.config.hop.metrics_interval_s
         loads = ForeignLoads(models, every_s, self.engines, self.replicas, self._upstream, self._clock)
-        return {**self.engines.works(), "engines' metrics": loads.watch}
+        works = {**self.engines.works(), "engines' metrics": loads.watch}
+        if self._guarded is not None and self.billing.spool is not None:
+            unsettled = Unsettled(self._guarded, self.billing, self._tenant_ids, self._clock)
+            works["lines of the unsettled"] = unsettled.write
+        return works
+
+    def _tenant_ids(self) -> Collection[TenantId]:
+        return self.accounts.now.tenants.ids
 
     async def __aenter__(self) -> Gateway:
         address = self.config.listen

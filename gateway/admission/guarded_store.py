@@ -23,12 +23,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import astuple
 from functools import lru_cache
 from itertools import islice
 from typing import Final, Protocol
 
+from gateway.admission.lapsed import Lapsed
 from gateway.admission.memory_store import DAYS_KEPT, MemoryStore
 from gateway.admission.quota import (
     Decision,
@@ -76,6 +77,12 @@ class SharedStore(QuotaStore, Protocol):
     async def post(self, source: str, number: int, tenant: TenantId, day: int, sheet: Sheet) -> None:
         """Add the rows to those of a tenant's day. `source` numbers its posts upwards, from 1 on: one that is
         sent again changes nothing."""
+        ...
+
+    async def lapsed(self, tenants: Iterable[TenantId], written: Iterable[Lapsed]) -> list[Lapsed]:
+        """The reservations of these tenants whose lease ran out and that have no billing line. Nobody else is
+        given them for a minute. `written`: those that have one now, of the same tenants. What a server that
+        is down has, it gives later, and it may give those once more that were written meanwhile."""
         ...
 
 
@@ -185,6 +192,10 @@ class GuardedStore:
         """Raises StoreUnavailable."""
         await self.post()
         return await self._store.payers(first, last)
+
+    async def lapsed(self, tenants: Iterable[TenantId], written: Iterable[Lapsed]) -> list[Lapsed]:
+        """See `SharedStore`."""
+        return await self._store.lapsed(tenants, written)
 
     async def post(self) -> None:
         """Rule 6. What cannot be posted now is kept."""

@@ -2,7 +2,8 @@
 -- atomic.
 --
 -- In a Cluster all keys of a tenant share the hash tag {acme}, so that they are on one node. Elsewhere the
--- leases of all tenants are together, without a tag: whoever calls next finds those that ran out.
+-- leases of all tenants are together, without a tag, as are those that lapsed: whoever calls next finds those that
+-- ran out.
 --
 --   PREFIX:leases                sorted set: reservation -> when its lease ends, in ms
 --   PREFIX:reservations          hash: reservation -> "TOKENS RESERVED_MS USAGE ROW ACCOUNT ACCOUNT", where USAGE
@@ -16,6 +17,8 @@
 --   PREFIX:model:qwen            another one, of all tenants; not in a Cluster
 --   PREFIX:{acme}:usage:20780    hash: "KEY/MODEL" -> usage.Totals of that day, six doubles packed
 --   PREFIX:{acme}:posted:GATEWAY the number of the last rows that this gateway posted
+--   PREFIX:lapsed                sorted set: "RESERVATION TOKENS RESERVED_MS USAGE ROW" of a lease that ran out and
+--                                has no billing line yet -> when it may be given to a gateway, in ms
 --
 -- KEYS      leases, reservations, then one account for each subject
 -- ARGV      operation, settings, reservation, numbers, then the words of the operation. The settings and the
@@ -53,6 +56,9 @@ local ROWS_MAX = 20000 -- as usage.py has it
 local OTHERS = '*/*'
 local PAGE = 500 -- rows, or keys, that one reply is made of, about
 local SETTLED_MS = 10000 -- longer than a call that is sent again may take
+local LAPSED_MAX = 10000 -- what lapses while there are so many has no billing line; it is counted all the same
+local GIVEN_MAX = 100 -- lapsed ones that one call returns
+local GIVEN_MS = 60000 -- how long a gateway has for their lines, before others are given them
 local FIRST_NUMBER = 17 -- a position in the numbers
 local FIRST_WORD = 5
 local FIRST_LIMIT = 17 -- a position in the settings
@@ -64,6 +70,7 @@ local METERS_LEN = 56 -- without the times of the buckets
 local ROW = '>dddddd'
 
 local leases, reservations = KEYS[1], KEYS[2]
+local beginning = string.sub(leases, 1, -string.len('leases') - 1) -- of the keys beside the leases
 local operation, settings, reservation, numbers = unpack(ARGV, 1, 4)
 local now, not_after = struct.unpack('>dd', numbers)
 local ttl, days_kept = struct.unpack('>dd', settings)
@@ -204,13 +211,22 @@ local function read(record)
   return tonumber(tokens), tonumber(at), usage_key, row, accounts
 end
 
+-- Keeps reservations that ran out until their billing lines are written.
+local function keep_lapsed(lapsed)
+  local key = beginning .. 'lapsed'
+  for i = 1, math.min(#lapsed, LAPSED_MAX - redis.call('ZCARD', key)) do
+    redis.call('ZADD', key, now, lapsed[i])
+  end
+  redis.call('PEXPIRE', key, KEPT_MS)
+end
+
 -- Leases that ran out: their seats are free again, their tokens stay charged, and are counted as an estimate.
 local function expire()
   local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, EXPIRED_MAX)
   if #ended == 0 then
     return
   end
-  local seats = {}
+  local seats, lapsed = {}, {}
   for i, record in ipairs(redis.call('HMGET', reservations, unpack(ended))) do
     redis.call('ZREM', leases, ended[i])
     redis.call('HDEL', reservations, ended[i])
@@ -220,7 +236,11 @@ local function expire()
     end
     if row and row ~= '-' then
       count(usage_key, day_of(at), row, { 1, 0, 0, 0, tokens > 0 and 1 or 0, tokens })
+      lapsed[#lapsed + 1] = string.format('%s %.0f %.0f %s %s', ended[i], tokens, at, usage_key, row)
     end
+  end
+  if #lapsed > 0 then
+    keep_lapsed(lapsed)
   end
   for account, ended_seats in pairs(seats) do
     local value = redis.call('GET', account)
@@ -370,7 +390,7 @@ end
 function operations.settle()
   expire()
   local record = redis.call('HGET', reservations, reservation)
-  local trace = string.sub(leases, 1, -string.len('leases') - 1) .. 'settled:' .. reservation
+  local trace = beginning .. 'settled:' .. reservation
   if not record then
     local before, at = string.match(redis.call('GET', trace) or '', '^(%d+) (%d+)$')
     local is_recent = at and now - tonumber(at) < SETTLED_MS
@@ -414,6 +434,21 @@ function operations.renew()
   redis.call('PEXPIRE', leases, KEPT_MS)
   redis.call('PEXPIRE', reservations, KEPT_MS)
   return { now, 0 }
+end
+
+-- The words: those of the lapsed ones whose billing lines are written, as they were given. Returns others, which
+-- nobody else is given for a while.
+function operations.lapsed()
+  expire()
+  local key = beginning .. 'lapsed'
+  if ARGV[FIRST_WORD] then
+    redis.call('ZREM', key, unpack(ARGV, FIRST_WORD))
+  end
+  local given = redis.call('ZRANGEBYSCORE', key, '-inf', now, 'LIMIT', 0, GIVEN_MAX)
+  for _, one in ipairs(given) do
+    redis.call('ZADD', key, now + GIVEN_MS, one)
+  end
+  return { now, 0, unpack(given) }
 end
 
 -- Writes nothing, so that a server that refuses writes still tells how things stand.

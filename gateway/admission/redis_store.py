@@ -35,6 +35,7 @@ from msgspec import Struct
 
 from gateway.accounting_config import AccountingConfig
 from gateway.admission import quota
+from gateway.admission.lapsed import Lapsed, lapsed_of
 from gateway.admission.quota import (
     LEASE_TTL_MS,
     Account,
@@ -212,6 +213,25 @@ class RedisStore:
         for keys, renewed in together.items():
             for i in range(0, len(renewed), RENEWED_MAX):
                 yield self._run(tenants[keys], keys, "renew", *renewed[i : i + RENEWED_MAX])
+
+    async def lapsed(self, tenants: Iterable[TenantId], written: Iterable[Lapsed]) -> list[Lapsed]:
+        """The reservations of these tenants whose lease ran out and that have no billing line; outside a
+        Cluster those of all tenants. Nobody else is given them for a minute. `written`: those that have one
+        now, of the same tenants. A server that is down says nothing, and learns nothing."""
+        asked = {self._lease_keys(tenant): tenant for tenant in tenants}
+        words: defaultdict[tuple[str, str], list[Word]] = defaultdict(list)
+        for one in written:
+            words[self._lease_keys(one.payer.tenant)].append(one.record)
+        calls = (self._run(tenant, keys, "lapsed", *words[keys]) for keys, tenant in asked.items())
+        found: list[Lapsed] = []
+        for reply in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(reply, StoreUnavailable):
+                failed("lapsed", reply)
+            elif isinstance(reply, BaseException):
+                raise reply
+            else:
+                found += lapsed_of(reply[2:])
+        return found
 
     async def windows(self, subjects: Sequence[Subject]) -> Windows:
         if not subjects:

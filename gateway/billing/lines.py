@@ -4,9 +4,10 @@ Rules:
 
 1. No request waits for its line. It is put into a queue in memory, and a task hands the queue to the file in
    a thread, at once and in one write; it asks the disk to keep it (fsync) at most once a second. So a process
-   that is killed loses the lines of its last moment, and those of its requests in progress, which have none
-   yet; a machine that fails, those of its last second as well; and a stop that is asked for loses none. The
-   usage in Redis has all of them, some as an estimate: what it has beyond the lines is what was lost.
+   that is killed loses the lines of its last moment; a machine that fails, those of its last second as well;
+   and a stop that is asked for loses none. The usage in Redis has all of them: what it has beyond the lines
+   is what was lost. Requests that were in progress in a killed process have their lines from another one
+   (`gateway.billing.unsettled`).
 2. Nothing here grows without a bound: the queue has `QUEUE_MAX` lines, the file of a webhook `spool_max`
    bytes. What does not fit is dropped and counted.
 3. The id of a line is its request's reservation, which no other request of any gateway has: lines may come
@@ -54,8 +55,9 @@ class BillingLine(Struct, frozen=True):
     """When it was settled, on this gateway's clock."""
     day: date
     """The day (UTC) on which its tokens were reserved, on the same clock."""
-    request_id: RequestId
-    """The `x-request-id` of its answer, which the caller may have chosen."""
+    request_id: RequestId | None
+    """The `x-request-id` of its answer, which the caller may have chosen. None where its gateway did not live
+    to settle it."""
     tenant: TenantId
     key_id: KeyId
     model: str
@@ -84,8 +86,13 @@ class Billing:
         if (spool := self.spool) is not None and config.webhook is not None:
             WAITING.set_function(lambda: spool.waiting)
 
+    @property
+    def is_written(self) -> bool:
+        """True if no line waits for the file."""
+        return not self._queue
+
     def note(
-        self, id_: ReservationId, request_id: RequestId, payer: Payer, used: Used, reserved_s: float
+        self, id_: ReservationId, request_id: RequestId | None, payer: Payer, used: Used, reserved_s: float
     ) -> None:
         """Queue the line of a request whose tokens were reserved at `reserved_s`, seconds of the wall
         clock."""

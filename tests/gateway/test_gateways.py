@@ -39,10 +39,12 @@ PATIENCE_S: Final = 60.0
 CHILD: Final = f"""
 import sys
 from gateway import app
+from gateway.billing import unsettled
 from gateway.__main__ import main
 from gateway.admission.redis_store import RedisStore
 RedisStore.__init__.__kwdefaults__["lease_ttl_ms"] = {TTL_MS}  # a minute is long for a test
 app.RENEW_S = {TTL_MS} / 4000
+unsettled.TURN_S = app.RENEW_S
 sys.exit(main(sys.argv[1:]))
 """
 MAX_TOKENS: Final = 20
@@ -212,15 +214,14 @@ async def test_a_thousand_callers_of_three_gateways_share_a_limit_and_a_killed_o
     assert usage["prompt_tokens"] + usage["completion_tokens"] == LIMIT * 12
 
 
-async def test_the_lines_that_a_killed_gateway_did_not_write_are_what_usage_has_beyond_all_lines(
+async def test_what_a_killed_gateway_left_has_its_lines_from_another(
     redis: RedisServer, tmp_path: Path
 ) -> None:
-    """Those of its ended requests are in its file, which the next process goes on with; of those in progress
-    only the usage knows, as an estimate."""
-    file = tmp_path / "settled.jsonl"
-    billing = f'[accounting]\nfile = "{file}"\n'
+    """Those of its ended requests are in its file, which the next process goes on with; those in progress are
+    charged as an estimate, and a living gateway writes their lines."""
+    files = [tmp_path / f"settled-{number}.jsonl" for number in range(2)]
     async with (
-        fleet_of(redis, tmp_path, [billing, ""]) as fleet,
+        fleet_of(redis, tmp_path, [f'[accounting]\nfile = "{file}"\n' for file in files]) as fleet,
         asyncio.timeout(PATIENCE_S),
         aiohttp.ClientSession() as client,
     ):
@@ -228,27 +229,32 @@ async def test_the_lines_that_a_killed_gateway_did_not_write_are_what_usage_has_
         fleet.go_on.set()
         for _ in range(FEW):
             await (await fleet.ask(client, killed)).read()
-        await until(lambda: file.read_bytes().count(b"\n") == FEW)
-        written = file.read_bytes()
+        await until(lambda: files[0].read_bytes().count(b"\n") == FEW)
+        written = files[0].read_bytes()
         fleet.go_on.clear()
         running = [await fleet.ask(client, killed) for _ in range(3)]
-        beside = await fleet.ask(client, other)  # who renews a lease finds those that have ended
+        beside = await fleet.ask(client, other)
         killed.process.send_signal(signal.SIGKILL)
         assert await killed.process.wait() == -signal.SIGKILL
-        assert file.read_bytes() == written, "no line is in part, or of a request that runs"
-        await fleet.until_leases(1)
+        assert files[0].read_bytes() == written, "no line is in part, or of a request that runs"
+        await until(lambda: files[1].read_bytes().count(b"\n") == 3)
+        assert fleet.leases == 1
         usage = await fleet.usage(client, 1)
-        lines = lines_of(file)
-        assert (usage["requests"], usage["estimated_requests"]) == (len(lines) + 3, 3)
-        assert usage["total_tokens"] == tokens_of(lines) + 3 * RESERVED
-        assert usage["estimated_tokens"] == 3 * RESERVED
-        fleet.go_on.set()
+        left = lines_of(files[1])
+        assert {(line.request_id, line.estimated_tokens) for line in left} == {(None, RESERVED)}
+        assert {(line.tenant, line.key_id, line.model) for line in left} == {("acme", "k1", "tiny")}
+        lines = lines_of(files[0]) + left
+        assert (usage["requests"], usage["estimated_requests"]) == (len(lines), 3)
+        assert (usage["total_tokens"], usage["estimated_tokens"]) == (tokens_of(lines), 3 * RESERVED)
         await fleet.start(tmp_path / "gateway-0.toml")
+        fleet.go_on.set()
         await (await fleet.ask(client, fleet.gateways[-1])).read()
-        await until(lambda: file.read_bytes().count(b"\n") == FEW + 1)
-        assert file.read_bytes().startswith(written)
-        assert len({line.id for line in lines_of(file)}) == FEW + 1
-        for answer in (*running, beside):
+        await beside.read()
+        await until(lambda: files[0].read_bytes().count(b"\n") == FEW + 1)
+        await until(lambda: files[1].read_bytes().count(b"\n") == 4)
+        assert files[0].read_bytes().startswith(written)
+        assert len({line.id for line in lines_of(files[0]) + lines_of(files[1])}) == FEW + 5
+        for answer in running:
             answer.close()
 
 
