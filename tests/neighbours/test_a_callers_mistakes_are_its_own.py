@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from gateway.bench.attack import Who, chat
+from shared.census import DEPTH_MAX
 from tests.neighbours.conftest import House
 from tests.services import PATIENCE_S, until
 
@@ -45,12 +46,12 @@ VECTORS: dict[str, tuple[bytes, set[int]]] = {
 ALARMS = {"upstream_failed", "engine_failed", "internal_error"}
 
 
-async def answered(house: House, head: bytes) -> bytes:
+async def answered(house: House, head: bytes, body: bytes = BODY) -> bytes:
     """All that comes back, until the gateway closes the connection."""
     address = urlsplit(house.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
-        writer.write(head + b"connection: close\r\n\r\n" + BODY)
+        writer.write(head + b"connection: close\r\n\r\n" + body)
         async with asyncio.timeout(PATIENCE_S):
             return await reader.read()
     finally:
@@ -67,4 +68,20 @@ async def test_a_mistake_is_answered_as_one_and_raises_no_alarm(
     assert b"aiohttp" not in answer
     await asyncio.to_thread(until, lambda: len(house.gateway.completed) > seen)
     assert not ALARMS & {line["end_reason"] for line in house.gateway.completed[seen:]}
+    await house.victim.alone(1)
+
+
+@pytest.mark.parametrize("levels", [DEPTH_MAX + 1, 50_000, 4_000_000])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
+async def test_a_body_of_many_levels_is_refused_before_it_is_decoded(
+    house: House, levels: int, opening: str, closing: str
+) -> None:
+    """A decoder goes down them on the stack of its thread."""
+    deep = opening * levels + "0" + closing * levels
+    body = BODY.replace(b'"max_tokens"', f'"x_deep":{deep},"max_tokens"'.encode(), 1)
+    assert len(body) > len(BODY)
+    head = LINE + HOST + KEY + b"content-length: %d\r\n" % len(body)
+    answer = await answered(house, head, body)
+    assert answer.startswith(b"HTTP/1.1 4"), answer[:500]
+    assert int(answer.split(b" ", 2)[1]) in (400, 413)
     await house.victim.alone(1)
