@@ -171,7 +171,7 @@ class Allocator:
         known = len(self.pages.match(identities))
         known += self.swapper.host.find(identities[known:])
         cost = self._learner.cost
-        coming = self.disk.fetch(identities[known:], known * size, size, cost)
+        coming = self.disk.fetch(identities[known:], known * size, size, cost, sequence.tenant)
         if coming:
             sequence.awaits = identities[known + coming - 1]
         return coming * size, cost.chunk_s(known * size, coming * size)

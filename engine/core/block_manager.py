@@ -52,7 +52,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from typing import Final, NewType
+from typing import Final, NamedTuple, NewType
 
 from engine.core.cached_pages import CachedPages
 
@@ -104,6 +104,14 @@ def _identity(parent: bytes, tokens: array[int]) -> PageIdentity:
     return PageIdentity(hashlib.sha256(parent + tokens.tobytes()).digest())
 
 
+class Evicted(NamedTuple):
+    """A full page that is the prefix cache's no more, and what it was."""
+
+    page: int
+    identity: PageIdentity
+    tenant: str
+
+
 class BlockManager:
     """Hands out pages, takes them back, and finds prefixes again. Every call takes O(pages it names)."""
 
@@ -123,7 +131,7 @@ class BlockManager:
         self._by_identity: dict[PageIdentity, int] = {}  # of full pages and of heads
         self._heads: dict[int, list[PageIdentity]] = {}  # by page
         self._tells_evicted = tells_evicted
-        self._evicted: list[tuple[int, PageIdentity]] = []
+        self._evicted: list[Evicted] = []
 
     @property
     def free(self) -> int:
@@ -213,13 +221,13 @@ class BlockManager:
             identity = self._identity[page]
             assert identity is not None or page in self._heads
             if self._tells_evicted and identity is not None:
-                self._evicted.append((page, identity))
+                self._evicted.append(Evicted(page, identity, self._tenant[page]))
             self._forget(page)
         return pages
 
-    def take_evicted(self) -> list[tuple[int, PageIdentity]]:
-        """The full pages that `allocate` took out of the cache since the last call, and the identities that
-        they had; the oldest first. What they hold is there until the next plan writes to them."""
+    def take_evicted(self) -> list[Evicted]:
+        """The full pages that `allocate` took out of the cache since the last call; the oldest first. What
+        they hold is there until the next plan writes to them."""
         evicted, self._evicted = self._evicted, []
         return evicted
 

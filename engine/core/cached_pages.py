@@ -1,4 +1,5 @@
-"""The pages of the prefix cache that no sequence refers to, and which of them are evicted next.
+"""The pages of the prefix cache that no sequence refers to, and which of them are evicted next: those on the
+device, and those that host memory keeps.
 
 Theory. A cache in the order of last use alone belongs to whoever asks for the most: a tenant whose prompts
 never come again takes every other tenant's prefixes within one turn of the cache. To give each tenant a part
@@ -71,6 +72,10 @@ class CachedPages:
                 tenants.add(tenant)
         for tenant in tenants:
             self._rank(tenant, self._of[tenant])
+
+    def first(self, now: int) -> int:
+        """The page that is evicted next; there must be one."""
+        return next(iter(self._of[self._highest(now)]))
 
     def pop(self, count: int, now: int) -> list[int]:
         """Take away the `count` pages that are evicted next; there must be as many."""

@@ -44,7 +44,7 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.core.block_manager import BlockManager, PageIdentity, pages_for
+from engine.core.block_manager import BlockManager, Evicted, PageIdentity, pages_for
 from engine.core.cost import StepCost
 from engine.core.host_pool import HostPool
 from engine.core.sequence import Sequence, Swapped
@@ -169,17 +169,17 @@ class Swapper:
         self.pages_out += plan.pages
         return Swapped(plan.first, host_pages, victim.computed_len)
 
-    def keep(self, evicted: Sequence_[tuple[int, PageIdentity]], cost: StepCost, *, streams: bool) -> None:
+    def keep(self, evicted: Sequence_[Evicted], cost: StepCost, *, streams: bool) -> None:
         """Let the plan in the making copy pages that the prefix cache evicted to host memory, as far as there
         is time (rule 3). The oldest come first in `evicted`; `streams` says whether sequences run."""
         size = self._pages.page_size
         if not evicted or not self._prefers(Restoration(0, 1, cost.chunk_s(0, size), 2 * cost.page_s)):
             return
         most = self._copies_left(cost) if streams else len(evicted)
-        for page, identity in evicted[max(0, len(evicted) - most) :]:
-            host_page = self.host.keep(identity)
+        for one in evicted[max(0, len(evicted) - most) :]:
+            host_page = self.host.keep(one.identity, one.tenant)
             if host_page is not None:
-                self._out[host_page] = page
+                self._out[host_page] = one.page
                 self.pages_out += 1
 
     def _copies_left(self, cost: StepCost) -> int:

@@ -84,7 +84,8 @@ class DiskLink:
         self._disk: Final = disk
         self._writing: dict[int, PageIdentity] = {}
         self._due: deque[tuple[PageIdentity, int]] = deque()
-        self._reading: dict[PageIdentity, int] = {}
+        self._reading: dict[PageIdentity, str] = {}
+        """The tenant that each page is read for."""
         self._forgotten: set[PageIdentity] = set()
         """Identities of pages that a thread has, and that are not to be trusted."""
         self._read_s = 0.0
@@ -115,8 +116,16 @@ class DiskLink:
             self._host.lend(page)
             self._writing[page] = identity
 
-    def fetch(self, behind: Sequence[PageIdentity], position: int, page_size: int, cost: StepCost) -> int:
-        """Read the first of these pages, which are behind `position`. Returns how many are coming."""
+    def fetch(
+        self,
+        behind: Sequence[PageIdentity],
+        position: int,
+        page_size: int,
+        cost: StepCost,
+        tenant: str = "",
+    ) -> int:
+        """Read the first of these pages, which are behind `position`, for a tenant. Returns how many are
+        coming."""
         if self._disk is None or self._is_stuck:
             return 0
         room, count = self._host.total // READING_PART - len(self._reading), 0
@@ -130,11 +139,11 @@ class DiskLink:
             self._read_s *= RETRY
             return 0
         for at, identity in enumerate(behind[:count]):
-            if identity not in self._reading and not self._read(identity):
+            if identity not in self._reading and not self._read(identity, tenant):
                 return at
         return count
 
-    def _read(self, identity: PageIdentity) -> bool:
+    def _read(self, identity: PageIdentity, tenant: str) -> bool:
         assert self._disk is not None
         page = self._host.lend_empty()
         if page is None:
@@ -142,7 +151,7 @@ class DiskLink:
         if not self._disk.read(identity, page):
             self._host.give_back(page)
             return False
-        self._reading[identity] = page
+        self._reading[identity] = tenant
         return True
 
     def is_coming(self, identity: PageIdentity) -> bool:
@@ -162,8 +171,9 @@ class DiskLink:
             if done.is_read:
                 self._is_stuck = False
                 self._read_s += NEW_WEIGHT * (done.seconds - self._read_s)
-                del self._reading[done.identity]
-                self._host.give_back(done.page, done.identity if done.is_good and is_trusted else None)
+                tenant = self._reading.pop(done.identity)
+                identity = done.identity if done.is_good and is_trusted else None
+                self._host.give_back(done.page, identity, tenant)
             else:
                 del self._writing[done.page]
                 self._host.give_back(done.page)

@@ -161,7 +161,45 @@ def _failing(h: Harness, seed: int) -> list[int]:
     return solo(HISTORY, greedy(8, seed=seed), h.runner.info.vocab_size).tokens
 
 
+def test_a_tenant_whose_prompts_never_come_again_takes_no_others_pages() -> None:
+    """Its pages go through the device and through host memory, and take each other's room there."""
+    h = tiered(pages=8, host_pages=40)
+    h.add(1, HISTORY, greedy(2), tenant="stays")
+    h.run()
+    for turn in range(20):
+        h.add(10 + turn, [20 + turn] * 30, greedy(1), tenant="floods")
+        h.run()
+    h.add(2, HISTORY, greedy(2), tenant="stays")
+    h.run()
+    assert (h.started[2].cached_len, h.started[2].host_len) == (16, 16)
+    h.assert_all_as_solo()
+
+
 # -- the pool -------------------------------------------------------------------------------------
+
+
+def test_which_kept_page_makes_room_depends_on_whose_they_are() -> None:
+    pool = HostPool(20)
+    stays = [pool.keep(identity(number), "stays") for number in range(4)]
+    for number in range(100, 160):
+        page = pool.keep(identity(number), "floods")
+        assert page not in stays
+    assert pool.find([identity(number) for number in range(4)]) == 4
+    for number in range(1000, 5000):  # who never comes back loses its pages in the end
+        pool.keep(identity(number), "floods")
+    assert pool.find([identity(0)]) == 0
+    pool.check([])
+
+
+def test_a_page_that_was_read_from_disk_is_its_tenants() -> None:
+    pool = HostPool(20)
+    for number in range(2):
+        page = pool.lend_empty()
+        assert page is not None
+        pool.give_back(page, identity(number), "stays")
+    for number in range(10, 70):
+        pool.keep(identity(number), "floods")
+    assert pool.find([identity(0), identity(1)]) == 2
 
 
 def test_a_page_that_a_thread_reads_is_neither_dropped_nor_overwritten() -> None:
