@@ -29,7 +29,7 @@ Rules:
 5. Where a model's engines cannot answer, its `fallback` models are asked, those that the caller may use. Each
    has a reservation of its own, under its own limits and by its own count: what was reserved for the one
    before is given back, and the tokens are charged where they were used. So a request that falls back counts
-   as several in limits on requests per minute.
+   as several in limits on requests per minute, in usage, and in billing lines.
 """
 
 from __future__ import annotations
@@ -233,6 +233,7 @@ class Pipeline:
     ) -> None:
         """Give back what was reserved for one model, and take a seat for another."""
         before = exchange.reservation
+        self._note_line(exchange, NOTHING)
         exchange.begin_fallback(terms.model.name, ReservationId(f"{before}-f"))
         await shielded(self._quotas.settle(before, NOTHING), exchange.record.settlement)
         exchange.stages.enter("quota")
@@ -364,10 +365,14 @@ class Pipeline:
                 await shielded(progress.report.wait(REPORT_S))
         finally:
             used = used_tokens(progress, exchange.reserved)
-            if exchange.payer is not None:
-                facts = exchange.reservation, exchange.request_id, exchange.payer
-                self._billing.note(*facts, used, exchange.reserved_s)
+            self._note_line(exchange, used)
             await shielded(self._quotas.settle(exchange.reservation, used), exchange.record.settlement)
+
+    def _note_line(self, exchange: Exchange, used: Used) -> None:
+        """Note the billing line of a reservation that was granted: there is one where usage counts one."""
+        if exchange.payer is not None:
+            facts = exchange.reservation, exchange.request_id, exchange.payer
+            self._billing.note(*facts, used, exchange.reserved_s)
 
     def _outbound(
         self,

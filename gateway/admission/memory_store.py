@@ -49,6 +49,8 @@ what an answer took above its reservation."""
 PERIOD_KEPT_MS: Final = 31 * DAY_MS
 """The same for one with a budget for a day or a month, which begins anew within this time."""
 DAYS_KEPT: Final = AccountingConfig().days
+LAPSED_MAX: Final = 10_000
+"""Reservations whose leases ran out and that may be settled after all."""
 LOOKS: Final = 2
 """The number of accounts that are looked at for each new one. Two look faster than one fills."""
 _EMPTY: Final = Account()
@@ -93,6 +95,8 @@ class MemoryStore:
         """The account of each subject; first those that were looked at longest ago."""
         self._reservations: dict[ReservationId, _Reservation] = {}
         """The open reservations, in the order of their expiry."""
+        self._lapsed: OrderedDict[ReservationId, _Reservation] = OrderedDict()
+        """Granted ones whose leases ran out, the oldest first."""
         self._none_expires_before_ms = 0
         self.ledger = Ledger()
 
@@ -133,6 +137,7 @@ class MemoryStore:
         tokens = quota.grant(holdings, least, most)
         holdings = self._charge(holdings, seated=seated, tokens=tokens)
         if entry is None:
+            self._lapsed.pop(reservation, None)
             entry = self._reservations[reservation] = self._reservation((), now_ms)
         entry.subjects, entry.tokens = tuple(subjects), tokens
         entry.reserved_ms, entry.payer = now_ms + self._ahead_ms, payer
@@ -143,12 +148,14 @@ class MemoryStore:
     def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
         now_ms = self._now_ms()
         self._expire(now_ms)
-        entry = self._reservations.pop(reservation, None)
+        entry, leases = self._reservations.pop(reservation, None), 1
+        if entry is None:
+            entry, leases = self._recalled(reservation), 0
         if entry is None:
             return Done(None)
         settlement = Settlement(entry.tokens, used.tokens)
         for subject, usage in self._holdings(entry.subjects, now_ms):
-            settled = quota.settle(subject.limits, usage, settlement, entry.reserved_ms)
+            settled = quota.settle(subject.limits, usage, settlement, entry.reserved_ms, leases=leases)
             self._accounts[subject.account] = settled
         self._book(entry, settlement, used)
         return Done(settlement)
@@ -230,6 +237,20 @@ class MemoryStore:
                 name = subject.account
                 self._accounts[name] = quota.expire(self._accounts[name])
             self._book(entry, Settlement(entry.tokens, entry.tokens), Used(estimated=entry.tokens))
+            if entry.tokens or entry.payer is not None:
+                self._lapsed[reservation] = entry
+                if len(self._lapsed) > LAPSED_MAX:
+                    self._lapsed.popitem(last=False)
+
+    def _recalled(self, reservation: ReservationId) -> _Reservation | None:
+        """A reservation whose lease ran out, as if its tokens were still to be settled; None without one."""
+        entry = self._lapsed.pop(reservation, None)
+        if entry is not None:
+            if entry.payer is not None:
+                self.rows.uncount_estimate(entry.payer, day_of(entry.reserved_ms), entry.tokens)
+            self.ledger.settled -= entry.tokens
+            self.ledger.outstanding += entry.tokens
+        return entry
 
     def _book(self, entry: _Reservation, settlement: Settlement, used: Used) -> None:
         if entry.payer is not None:

@@ -14,6 +14,8 @@
 --                                took a quarter of each call)
 --   PREFIX:{acme}:tenant:acme    another one
 --   PREFIX:{acme}:settled:NAME   what a reservation had reserved, and when it was settled, for SETTLED_MS
+--   PREFIX:{acme}:late:NAME      a granted reservation whose lease ran out: who made it may live after all, and say
+--                                what was used
 --   PREFIX:model:qwen            another one, of all tenants; not in a Cluster
 --   PREFIX:{acme}:usage:20780    hash: "KEY/MODEL" -> usage.Totals of that day, six doubles packed
 --   PREFIX:{acme}:posted:GATEWAY the number of the last rows that this gateway posted
@@ -220,7 +222,13 @@ local function keep_lapsed(lapsed)
   redis.call('PEXPIRE', key, KEPT_MS)
 end
 
--- Leases that ran out: their seats are free again, their tokens stay charged, and are counted as an estimate.
+-- The words of a lapsed reservation: see the key.
+local function lapsed_words(name, tokens, at, usage_key, row)
+  return string.format('%s %.0f %.0f %s %s', name, tokens, at, usage_key, row)
+end
+
+-- Leases that ran out: their seats are free again, their tokens stay charged, and are counted as an estimate, until a
+-- settlement comes after all.
 local function expire()
   local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, EXPIRED_MAX)
   if #ended == 0 then
@@ -236,7 +244,10 @@ local function expire()
     end
     if row and row ~= '-' then
       count(usage_key, day_of(at), row, { 1, 0, 0, 0, tokens > 0 and 1 or 0, tokens })
-      lapsed[#lapsed + 1] = string.format('%s %.0f %.0f %s %s', ended[i], tokens, at, usage_key, row)
+      lapsed[#lapsed + 1] = lapsed_words(ended[i], tokens, at, usage_key, row)
+    end
+    if row and (row ~= '-' or tokens > 0) then
+      redis.call('SET', beginning .. 'late:' .. ended[i], record, 'PX', KEPT_MS)
     end
   end
   if #lapsed > 0 then
@@ -380,27 +391,36 @@ function operations.reserve()
   end
   local granted = grant(subjects, least, most)
   charge(subjects, seated, granted)
+  if not record then
+    redis.call('DEL', beginning .. 'late:' .. reservation)
+  end
   book(granted, ARGV[FIRST_WORD], ARGV[FIRST_WORD + 1], not record)
   return answer(granted, subjects)
 end
 
 -- The numbers: the tokens used; those of the prompt, cached ones, those of the answer. A negative prompt: it is
 -- not to be counted. Returns the tokens that were reserved; -1 when there is no such reservation. A settlement
--- whose reply was lost is sent again: it changes nothing, and has the same answer.
+-- whose reply was lost is sent again: it changes nothing, and has the same answer. One that comes after its lease ran
+-- out replaces the estimate.
 function operations.settle()
   expire()
-  local record = redis.call('HGET', reservations, reservation)
+  local record, late = redis.call('HGET', reservations, reservation), false
   local trace = beginning .. 'settled:' .. reservation
   if not record then
     local before, at = string.match(redis.call('GET', trace) or '', '^(%d+) (%d+)$')
-    local is_recent = at and now - tonumber(at) < SETTLED_MS
-    return { now, is_recent and tonumber(before) or -1 }
+    if at and now - tonumber(at) < SETTLED_MS then
+      return { now, tonumber(before) }
+    end
+    record, late = redis.call('GET', beginning .. 'late:' .. reservation), true
+    if not record then
+      return { now, -1 }
+    end
   end
   local reserved, at, usage_key, row, accounts = read(record)
   local used, prompt, cached, completion = struct.unpack('>dddd', numbers, FIRST_NUMBER)
   local difference = used - reserved
   for _, usage in ipairs(holdings(seats_of(accounts))) do
-    usage.live = math.max(0, usage.live - 1)
+    usage.live = math.max(0, usage.live - (late and 0 or 1))
     if usage.tpm then
       usage.tokens = math.max(0, usage.tokens + difference * WEIGHT)
     end
@@ -415,9 +435,19 @@ function operations.settle()
     end
     save(usage)
   end
-  if row ~= '-' and prompt >= 0 then
+  local counted = { 0, 0, 0, 0, 0, 0 }
+  if prompt >= 0 then
     local estimated = used - prompt - completion
-    count(usage_key, day_of(at), row, { 1, prompt, cached, completion, estimated > 0 and 1 or 0, estimated })
+    counted = { 1, prompt, cached, completion, estimated > 0 and 1 or 0, estimated }
+  end
+  if late then
+    counted[1], counted[6] = counted[1] - 1, counted[6] - reserved
+    counted[5] = counted[5] - (reserved > 0 and 1 or 0)
+    redis.call('ZREM', beginning .. 'lapsed', lapsed_words(reservation, reserved, at, usage_key, row))
+    redis.call('DEL', beginning .. 'late:' .. reservation)
+  end
+  if row ~= '-' and (prompt >= 0 or late) then
+    count(usage_key, day_of(at), row, counted)
   end
   redis.call('HDEL', reservations, reservation)
   redis.call('ZREM', leases, reservation)

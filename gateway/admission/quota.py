@@ -242,8 +242,9 @@ class QuotaStore(Protocol):
 
     def settle(self, reservation: ReservationId, used: Used) -> Awaitable[Settlement | None]:
         """Charge `used` in place of what was reserved, give the seats back, and count the request with its
-        payer. Idempotent: None when the reservation was settled before, was never granted, or is known to
-        have expired. One that expires is counted as if all that was reserved had been used, by estimate."""
+        payer. Idempotent: None when the reservation was settled before, or was never granted. One that
+        expires is counted as if all that was reserved had been used, by estimate; where it is settled after
+        all, that replaces the estimate."""
         ...
 
     def renew(self, reservations: Sequence[ReservationId]) -> Awaitable[None]:
@@ -352,10 +353,12 @@ def charge(limits: QuotaLimits, account: Account, seats: int, tokens: int) -> Ac
     )
 
 
-def settle(limits: QuotaLimits, account: Account, settlement: Settlement, reserved_ms: int) -> Account:
+def settle(
+    limits: QuotaLimits, account: Account, settlement: Settlement, reserved_ms: int, *, leases: int = 1
+) -> Account:
     """The subject's usage after a request: its lease is given back, and the difference between what was
-    reserved (at `reserved_ms`) and what was used is charged or refunded."""
-    assert account.live > 0, "a lease is given back once"
+    reserved (at `reserved_ms`) and what was used is charged or refunded. `leases` is 0 where it ran out."""
+    assert account.live >= leases, "a lease is given back once"
     difference = settlement.settled - settlement.reserved
     tokens, spent, day, month = account.tokens, account.spent, account.day, account.month
     if limits.tokens_per_min is not None:
@@ -370,7 +373,7 @@ def settle(limits: QuotaLimits, account: Account, settlement: Settlement, reserv
         account.requests,
         tokens,
         account.at_ms,
-        account.live - 1,
+        account.live - leases,
         spent,
         day,
         month,

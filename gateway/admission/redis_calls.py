@@ -37,15 +37,22 @@ def in_full(command: bytes) -> bytes:
     return command.replace(part("EVALSHA", SCRIPT_SHA), part("EVAL", SCRIPT), 1)
 
 
-def call(keys: Sequence[str], operation: str, settings: bytes, now_ms: int, *words: Word) -> bytes:
-    """A call that concerns no single reservation, at any time."""
+def call(
+    keys: Sequence[str],
+    operation: str,
+    settings: bytes,
+    now_ms: float,
+    *words: Word,
+    not_after_ms: float = 0,
+) -> bytes:
+    """A call that concerns no single reservation. A `not_after_ms` of 0: at any time."""
     first: tuple[Word, ...] = "EVALSHA", SCRIPT_SHA, len(keys), *keys, operation, settings
-    return packed((*first, "", times(now_ms), *words))
+    return packed((*first, "", times(now_ms, not_after_ms), *words))
 
 
-def times(now_ms: float) -> bytes:
-    """The numbers of a call that has no others, and may be done at any time."""
-    return _TIMES.pack(now_ms, 0)
+def times(now_ms: float, not_after_ms: float = 0) -> bytes:
+    """The numbers of a call that has no others."""
+    return _TIMES.pack(now_ms, not_after_ms)
 
 
 class Calls(Struct, frozen=True):

@@ -15,8 +15,8 @@ Rules:
 4. A request whose tokens were not granted by this store, as far as its caller knows, is not counted by it.
 5. A call whose keys another node has now is sent there, at once and once: within two calls' time, and that of
    connecting where the node was not known, which is bounded by a call's time as well.
-6. A settlement says what this store reserved. Where the lease had lapsed, or where the answer to a
-   reservation was lost, Redis knows better, and counts by what it knows.
+6. A settlement says what this store reserved. Where the answer to a reservation was lost, Redis knows
+   better, and counts by what it knows.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class RedisStore:
         words: defaultdict[tuple[str, str], list[Word]] = defaultdict(list)
         for one in written:
             words[self._lease_keys(one.payer.tenant)].append(one.record)
-        calls = (self._run(tenant, keys, "lapsed", *words[keys]) for keys, tenant in asked.items())
+        calls = (self._lapsed(tenant, keys, words[keys]) for keys, tenant in asked.items())
         found: list[Lapsed] = []
         for reply in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(reply, StoreUnavailable):
@@ -232,6 +232,12 @@ class RedisStore:
             else:
                 found += lapsed_of(reply[2:])
         return found
+
+    async def _lapsed(self, tenant: TenantId, keys: tuple[str, str], written: list[Word]) -> list[Any]:
+        """It is not done once nobody waits for it: what it gave would be nobody's for a minute."""
+        now_ms, not_after_ms = self._times_ms(tenant)
+        command = call(keys, "lapsed", self._settings, now_ms, *written, not_after_ms=not_after_ms)
+        return await self._ask(tenant, command)
 
     async def windows(self, subjects: Sequence[Subject]) -> Windows:
         if not subjects:

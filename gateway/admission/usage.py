@@ -6,7 +6,7 @@ Rules:
    refused before that counts nowhere: it was not admitted.
 2. What is counted is what the quotas are charged: `prompt + completion + estimated` of all rows is the sum of
    all settlements. `estimated` are tokens that no engine reported: the reservation of a request whose engine
-   was lost, or whose gateway died.
+   was lost, or whose gateway died. Where that gateway lives after all, its settlement replaces the estimate.
 3. Rows are bounded: `ROWS_MAX` for each tenant and day, beyond which all further keys and models share the
    row `OTHERS`, so that the sums stay exact. A day is kept for as long as the configuration says.
 """
@@ -78,6 +78,14 @@ class Totals(Struct):
             self.estimated_requests += 1
             self.estimated_tokens += used.estimated
 
+    def uncount_estimate(self, tokens: int) -> None:
+        """Take away one request that was counted as an estimate. What is left may be less than nothing, where
+        these are added to others."""
+        self.requests -= 1
+        if tokens:
+            self.estimated_requests -= 1
+            self.estimated_tokens -= tokens
+
     def add(self, other: Totals) -> None:
         """Add another row's sums."""
         self.requests += other.requests
@@ -129,11 +137,17 @@ class UsageRows:
 
     def count(self, payer: Payer, day: int, used: Used) -> None:
         """Add one request to its row."""
+        self._row(payer, day).count(used)
+
+    def uncount_estimate(self, payer: Payer, day: int, tokens: int) -> None:
+        """Take away one that was counted as an estimate of so many tokens."""
+        self._row(payer, day).uncount_estimate(tokens)
+
+    def _row(self, payer: Payer, day: int) -> Totals:
         try:
-            totals = self._days[day][payer.tenant][payer.key, payer.model]
+            return self._days[day][payer.tenant][payer.key, payer.model]
         except KeyError:
-            totals = self._new_row(payer, day)
-        totals.count(used)
+            return self._new_row(payer, day)
 
     def of(self, tenant: TenantId, first: int, last: int) -> Iterator[UsageRow]:
         """A tenant's rows of the days from `first` to `last`."""

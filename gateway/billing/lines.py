@@ -81,15 +81,20 @@ class Billing:
         self._clock: Final = clock
         self._queue: list[bytes] = []
         self._noted = asyncio.Event()
+        self._noted_lines = 0
+        """Lines that were ever queued."""
+        self._progress = asyncio.Event()
         self._sync_due_s = float("inf")
         QUEUED.set_function(lambda: len(self._queue))
         if (spool := self.spool) is not None and config.webhook is not None:
             WAITING.set_function(lambda: spool.waiting)
 
-    @property
-    def is_written(self) -> bool:
-        """True if no line waits for the file."""
-        return not self._queue
+    async def written(self) -> None:
+        """Wait until the lines that are queued now are in the file, or dropped."""
+        last = self._noted_lines
+        while self._noted_lines - len(self._queue) < last:
+            self._progress.clear()
+            await self._progress.wait()
 
     def note(
         self, id_: ReservationId, request_id: RequestId | None, payer: Payer, used: Used, reserved_s: float
@@ -115,6 +120,7 @@ class Billing:
             used.estimated,
         )
         self._queue.append(msgspec.json.encode(line) + b"\n")
+        self._noted_lines += 1
         self._noted.set()
 
     async def write(self) -> None:
@@ -162,6 +168,7 @@ class Billing:
 
     def _written(self, lines: list[bytes], written: int) -> None:
         del self._queue[: len(lines)]
+        self._progress.set()
         LINES.inc("written", by=written)
         LINES.inc("dropped", by=len(lines) - written)
         self._sync_due_s = min(self._sync_due_s, self._clock.monotonic() + SYNC_S)

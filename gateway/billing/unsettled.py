@@ -5,13 +5,16 @@ Redis keeps a reservation whose lease ran out until a gateway says that its line
 
 Rules:
 
-1. What a gateway is given, nobody else is given for a minute. It writes the line, and says so with its next
-   question, once the line is in the file. Where it dies in between, another one is given the same: so a line
-   comes at least once, and its id, the reservation's, tells.
+1. What a gateway is given, nobody else is given for a minute. It writes the line, and says so once the line
+   is in the file, however many others are queued. Where it dies in between, another one is given the same: so
+   a line comes at least once, and its id, the reservation's, tells.
 2. In a Cluster each tenant's are on a node of their own: a turn asks for `TENANTS_MAX` tenants, the next one
-   for the following ones, so that many tenants make no turn longer.
+   for the following ones, so that many tenants make no turn longer. A turn goes on until there are no more.
 3. A server that is down is asked again in a later turn. What it could not be told is written it gives once
    more.
+4. The gateway may live after all, and settle its requests. The store then knows what was used, and gives no
+   longer what it has not given yet; else there are two lines, and that of the settlement, which has a
+   `request_id`, counts.
 """
 
 from __future__ import annotations
@@ -46,8 +49,6 @@ class Unsettled:
         self._billing: Final = billing
         self._tenants: Final = tenants
         self._clock: Final = clock
-        self._noted: list[Lapsed] = []
-        """Those whose lines are queued, or written, and that the store keeps still."""
         self._turns = 0
 
     async def write(self) -> None:
@@ -58,15 +59,13 @@ class Unsettled:
 
     async def turn(self) -> None:
         """Write the lines of those that lapsed."""
-        if not self._billing.is_written:
-            return  # rule 1; those that were given are given again, if that takes long
-        written, tenants = self._noted, self._next_tenants()
-        tenants.update(one.payer.tenant for one in written)
-        found = await self._store.lapsed(tenants, written)
-        for one in found:
-            used = Used(estimated=one.tokens)
-            self._billing.note(one.reservation, None, one.payer, used, one.reserved_s)
-        self._noted = found
+        tenants = self._next_tenants()
+        found: list[Lapsed] = []
+        while found := await self._store.lapsed(tenants, found):
+            for one in found:
+                used = Used(estimated=one.tokens)
+                self._billing.note(one.reservation, None, one.payer, used, one.reserved_s)
+            await self._billing.written()
 
     def _next_tenants(self) -> set[TenantId]:
         """Rule 2."""

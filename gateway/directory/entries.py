@@ -170,7 +170,9 @@ def decode_object(raw: bytes) -> Mapping[str, Any]:
     try:
         found: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         json.loads(raw, object_pairs_hook=_unique)
-    except (ValueError, RecursionError):  # both libraries' errors are ValueErrors
+    except msgspec.DecodeError as error:  # it names a place and no value
+        raise ConfigError([f"it is no JSON object: {error}"]) from None
+    except (ValueError, RecursionError):
         raise ConfigError(["it is no JSON object"]) from None
     return found
 

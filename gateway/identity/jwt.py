@@ -381,3 +381,5 @@ def _convert(value: dict[str, Any], type_: type[T], what: str) -> T:
         return msgspec.convert(value, type_)
     except msgspec.ValidationError as error:
         _refuse(f"{what}: {error}")
+    except UnicodeError:  # the name of a member holds half a surrogate pair
+        _refuse(f"{what}: a name that is no text")

@@ -11,6 +11,7 @@ are. Most events are, and each then costs four slices and three searches for a b
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Final
 
@@ -21,6 +22,10 @@ from shared.sse import DONE, Closing, TailScanner, UsedTokens
 TAIL_LEN: Final = 4096
 """The number of bytes at a stream's end in which its usage is looked for. An event with it takes a few
 hundred."""
+BODY_TAIL_LEN: Final = 16 * 1024
+"""The same at the end of an answer that is no stream, and too long to be held."""
+USAGE_LEN_MAX: Final = 4096
+"""Bytes of a usage."""
 KEPT_MAX: Final = 16
 """The pieces in which they are kept: joining them for each event would cost more than all the rest."""
 KEPT_LEN_MAX: Final = 1024
@@ -29,10 +34,14 @@ KEPT_LEN_MAX: Final = 1024
 _BOUNDARY: Final = b"\n\n"
 _DATA: Final = b"data:"
 _CR: Final = b"\r"
+_LF: Final = b"\n"
 _END: Final = b"]"
 _BEGIN: Final = ord("[")
 _EMPTY: Final = b"[]"
 _NO_CHOICES: Final = re.compile(rb'"choices":\s*\[\]')
+_USAGE: Final = re.compile(rb'"usage":\s*(?=\{)')
+"""No text in a string matches: the quotes in it are escaped."""
+_raw_decode: Final = json.JSONDecoder().raw_decode
 
 
 class _PromptDetails(msgspec.Struct):
@@ -65,8 +74,21 @@ def usage_of(body: bytes) -> Closing | None:
         usage = _decode_body(body).usage
     except msgspec.DecodeError:
         return None
-    if usage is None:
-        return None
+    return None if usage is None else _closing(usage)
+
+
+def usage_in(data: bytes) -> Closing | None:
+    """The last usage in a part of an answer, whatever is around it. None without one."""
+    for match in reversed(list(_USAGE.finditer(data))):
+        text = data[match.end() : match.end() + USAGE_LEN_MAX].decode(errors="replace")
+        try:
+            return _closing(msgspec.convert(_raw_decode(text)[0], _Usage))
+        except (ValueError, RecursionError):  # it is cut off, or out of all bounds
+            continue
+    return None
+
+
+def _closing(usage: _Usage) -> Closing:
     cached = usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
     return Closing(
         end_reason="",
@@ -80,7 +102,7 @@ class ForeignScanner(TailScanner):
     """The scanner of the event stream of an engine of another make: lines end with LF in what it returns, and
     the last bytes are kept for the usage."""
 
-    __slots__ = ("_cr", "_hides_usage", "_kept")
+    __slots__ = ("_cr", "_done", "_hides_usage", "_kept", "_noted")
 
     def __init__(self, done: bytes = DONE, *, hides_usage: bool = False) -> None:
         """`done` is the last event of a whole answer. `hides_usage`: the gateway asked for usage and the
@@ -90,6 +112,9 @@ class ForeignScanner(TailScanner):
         self._cr = b""
         """A CR at the end of what was read, which an LF may follow; else empty."""
         self._kept: list[bytes] = []
+        self._done = _data_of(done)
+        self._noted: Closing | None = None
+        """The usage in what is not kept any more."""
 
     def feed(self, chunk: bytes) -> bytes:
         if self._cr or chunk.find(b"\r") >= 0:
@@ -99,7 +124,10 @@ class ForeignScanner(TailScanner):
         kept = self._kept
         kept.append(data)
         if len(kept) > KEPT_MAX or len(data) > KEPT_LEN_MAX:
-            self._kept = [b"".join(kept)[-TAIL_LEN:]]
+            joined = b"".join(kept)
+            if len(data) > KEPT_LEN_MAX:
+                self._noted = usage_in(joined) or self._noted
+            self._kept = [joined[-TAIL_LEN:]]
         if self._hides_usage and data.find(_EMPTY) >= 0:
             return self._shown(data)
         return data
@@ -124,14 +152,29 @@ class ForeignScanner(TailScanner):
             self._kept = [b"".join(kept)[-TAIL_LEN:]]
         return True
 
+    def finish(self) -> bytes:
+        """See `TailScanner`. A last event whose empty line is lacking is given one: its server has closed the
+        connection behind it."""
+        held = self._held
+        rest = TailScanner.finish(self)
+        if not rest and held and _data_of(held) == self._done:
+            rest = held.rstrip(_LF) + _BOUNDARY
+            self._kept.append(rest)
+        return rest
+
+    @property
+    def saw_done(self) -> bool:
+        """True if the last event with data was the one that ends a whole answer: servers write it in several
+        ways, and comments or empty lines behind it."""
+        events = reversed(b"".join(self._kept)[-TAIL_LEN:].split(_BOUNDARY))
+        return next((data for event in events if (data := _data_of(event)) is not None), None) == self._done
+
     @property
     def usage(self) -> Closing | None:
-        """The last usage in the tail. None until the answer is whole, and where it has none."""
+        """The last usage. None until the answer is whole, and where it has none."""
         if not self.saw_done:
             return None
-        events = reversed(b"".join(self._kept)[-TAIL_LEN:].split(_BOUNDARY))
-        found = (usage_of(event.removeprefix(_DATA)) for event in events if b'"usage"' in event)
-        return next((usage for usage in found if usage is not None), None)
+        return usage_in(b"".join(self._kept)[-TAIL_LEN:]) or self._noted
 
     def _with_line_feeds(self, chunk: bytes) -> bytes:
         data = self._cr + chunk
@@ -156,9 +199,16 @@ def _has_empty_array(event: bytes) -> bool:
     return False
 
 
+def _data_of(event: bytes) -> bytes | None:
+    """The data of an event. None where it has none, as a comment."""
+    lines = event.split(_LF)
+    data = [line[len(_DATA) :].removeprefix(b" ") for line in lines if line.startswith(_DATA)]
+    return b"\n".join(data) if data else None
+
+
 def _tells_usage_alone(event: bytes) -> bool:
-    data = event.removeprefix(_DATA)
-    if _NO_CHOICES.search(data) is None:
+    data = _data_of(event)
+    if data is None or _NO_CHOICES.search(data) is None:
         return False
     try:
         return _decode_told(data).usage is not None

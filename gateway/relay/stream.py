@@ -26,7 +26,7 @@ from msgspec import Struct, field
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
 from gateway.endpoints import Dialect
-from gateway.relay.foreign import ForeignScanner, usage_of
+from gateway.relay.foreign import BODY_TAIL_LEN, ForeignScanner, usage_in, usage_of
 from gateway.relay.upstream import Answer, read_back
 from gateway.ticks import Ticks
 from gateway.timeout_config import TimeoutsConfig
@@ -249,12 +249,25 @@ class Relay(Struct, frozen=True, eq=False):
         more = await answer.pass_on(keep)
         head = b"".join(chunks)
         self.progress.header_closing = answer.closing
-        if not more and answer.tokenizer is None:
+        is_foreign = answer.tokenizer is None
+        if not more and is_foreign:
             self.progress.foreign_usage = usage_of(head)
         await self._begin(answer, head)
-        while more and await answer.pass_on(self._pass_as_it_is):
+        if not more:
+            return
+        tail = b""
+
+        def pass_on(chunk: bytes) -> bool:
+            nonlocal tail
+            if is_foreign:
+                tail = (tail + chunk)[-BODY_TAIL_LEN:]
+            return self._pass_as_it_is(chunk)
+
+        while await answer.pass_on(pass_on):
             await self.client.drain()
             self._expect_more()
+        if is_foreign:
+            self.progress.foreign_usage = usage_in(head[-BODY_TAIL_LEN:] + tail) or usage_in(head)
 
     def _pass_as_it_is(self, chunk: bytes) -> bool:
         self.watch.again()

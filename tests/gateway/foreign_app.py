@@ -6,6 +6,7 @@ No closing comment, no tokenizer endpoint, errors in an envelope of its own. The
     mute        tell no usage
     absurd      tell one that no request can have
     crlf        end lines with CRLF
+    long N      answer with N characters, unless in a stream; `first`: its usage comes before them
     bad, busy   refuse, flat and with a number for a code
     ...         an answer of three tokens
 """
@@ -51,10 +52,12 @@ async def chat(body: Message, receive: Receive, send: Send) -> None:
         status, message = REFUSALS[prompt]
         await answer(send, status, {"object": "error", "message": message, "code": status})
     elif not body.get("stream"):
-        said = {"role": "assistant", "content": "".join(WORDS)}
-        choice = {"index": 0, "message": said, "finish_reason": "stop"}
-        usage = ABSURD if prompt == "absurd" else USAGE
-        await answer(send, 200, {"id": "x", "model": MODEL, "choices": [choice], "usage": usage})
+        _, length, *first = prompt.split() if prompt.startswith("long ") else ("", "")
+        said = {"role": "assistant", "content": "y" * int(length) if length else "".join(WORDS)}
+        choices = [{"index": 0, "message": said, "finish_reason": "stop"}]
+        told = {"usage": ABSURD if prompt == "absurd" else USAGE}
+        begins = told if first else {}
+        await answer(send, 200, {"id": "x", "model": MODEL, **begins, "choices": choices, **told})
     else:
         await begin(send, 200, b"text/event-stream")
         await (endless(receive, send) if prompt == "endless" else stream(body, prompt, send))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from gateway.quota_config import QuotaFail, QuotaLimits
 from shared.errors import QuotaUnavailable
 from shared.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
-from tests.gateway.quota_calls import Both, remaining, rid, subject
+from tests.gateway.quota_calls import Both, remaining, rid, subject, take
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.redis_server import redis_store as open_store
 
@@ -74,9 +75,32 @@ async def test_a_lease_that_ran_out_is_counted_as_an_estimate(clock_and_store: B
     await used_by(store, "dead", None)
     await store.enter(rid("never reserved"), [subject(concurrent=5)], needs_tokens=True)
     clock.advance(LEASE_TTL_MS / 1000)
-    await store.renew([])
-    await store.settle(rid("dead"), Used(prompt=1))
+    await store.settle(rid("never reserved"), Used())
     assert [row.totals for row in await rows(store)] == [Totals(1, 0, 0, 0, 1, 100)]
+
+
+async def test_a_settlement_that_comes_after_its_lease_replaces_the_estimate(clock_and_store: Both) -> None:
+    """As of a gateway that was stopped, or cut off from Redis, for longer."""
+    clock, store = clock_and_store
+    who = [Subject(Scope.TENANT, PAYER.tenant, QuotaLimits(token_budget=1000, concurrent=9), PAYER.tenant)]
+    for name in "late", "beside":
+        await store.enter(rid(name), who, needs_tokens=True)
+        await store.reserve(rid(name), who, 100, 100, PAYER)
+    clock.advance(LEASE_TTL_MS / 1000 - 1)
+    await store.renew([rid("beside")])
+    clock.advance(1)
+    await store.renew([])
+    for _ in range(2):  # the first answer may have been lost
+        await store.settle(rid("late"), Used(prompt=7, cached=3, completion=5))
+    assert [row.totals for row in await rows(store)] == [Totals(1, 7, 3, 5, 0, 0)]
+    refusal = (await take(store, rid("next"), who, 889, 889)).refusal
+    assert refusal is not None
+    assert refusal.remaining == 1000 - 12 - 100
+    assert (await take(store, rid("next"), who, 888, 888)).refusal is None
+    await store.settle(rid("beside"), Used(completion=1))
+    await store.settle(rid("next"), Used())
+    many = [await store.enter(rid(number), who, needs_tokens=True) for number in range(10)]
+    assert [seat.refusal is None for seat in many] == [True] * 9 + [False], "each seat was given back once"
 
 
 async def test_a_request_counts_on_the_day_on_which_its_tokens_were_reserved(clock_and_store: Both) -> None:
@@ -157,6 +181,28 @@ async def test_a_reservation_that_is_refused_because_its_answer_is_lost_counts_n
         await guarded.settle(rid(1), Used())
         assert await rows(guarded) == []
         assert remaining((await guarded.windows(limited())).day) == 1000
+
+
+@pytest.mark.parametrize("fail", ["local", "closed"])
+async def test_nor_does_it_count_where_the_outage_outlasts_its_lease(
+    redis: RedisServer, fail: QuotaFail
+) -> None:
+    clock = VirtualClock()
+    async with open_store(redis, clock=clock) as store:
+        guarded = GuardedStore(store, clock=clock)
+        await guarded.enter(rid(1), limited(fail), needs_tokens=True)
+
+        async def ask() -> None:
+            with contextlib.suppress(QuotaUnavailable):
+                await guarded.reserve(rid(1), limited(fail), 10, 10, PAYER)
+
+        await lost_once(store, "reserve", ask)
+        clock.advance(LEASE_TTL_MS / 1000)
+        await used_by(store, "somebody", Used())  # by now it is an estimate
+        await guarded.settle(rid(1), Used(prompt=4, completion=5) if fail == "local" else Used())
+        counted = Totals(2, 4, 0, 5) if fail == "local" else Totals(1)
+        assert [row.totals for row in await rows(guarded)] == [counted]
+        assert await store.lapsed([TenantId("t")], []) == []
 
 
 async def test_a_settlement_whose_answer_is_lost_is_counted_once(redis: RedisServer) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from gateway.billing.lines import BillingLine
 from gateway.config import load
 from shared.config import ConfigError
 from tests.gateway.conftest import House, Open, settings, until
@@ -194,6 +198,30 @@ async def test_tokens_are_charged_to_the_model_that_used_them(open_pair: Opener)
         assert store.ledger.settled == 13
         line = await pair.house.line()
         assert (line["settled_tokens"], line["model"]) == (13, "spare")
+
+
+@pytest.mark.parametrize("spare", ["answers", "fails too", "refused by its limits"])
+async def test_there_are_as_many_billing_lines_as_usage_has_requests(
+    open_pair: Opener, tmp_path: Path, spare: str
+) -> None:
+    file = tmp_path / "lines.jsonl"
+    limits = {"tokens_per_min": 50} if spare == "refused by its limits" else {}
+    async with open_pair(spare={"limits": limits}, accounting={"file": str(file)}) as pair:
+        pair.tiny.script = refusal(503, "not_ready")
+        if spare == "fails too":
+            pair.spare.script = refusal(503, "not_ready")
+        for _ in range(3):
+            async with pair.house.chat(max_tokens=100) as answer:
+                await answer.read()
+        await pair.house.at_rest()
+        rows = [row async for row in pair.house.store.usage("acme", 0, 100_000)]
+        counted = Counter({row.model: row.totals.requests for row in rows})
+        await until(lambda: file.read_bytes().count(b"\n") >= counted.total())
+        lines = [msgspec.json.decode(line, type=BillingLine) for line in file.read_bytes().splitlines()]
+        assert Counter(line.model for line in lines) == counted
+        assert sum(line.prompt_tokens + line.completion_tokens for line in lines) == sum(
+            row.totals.total_tokens for row in rows
+        )
 
 
 async def test_the_fallbacks_own_limits_hold(open_pair: Opener) -> None:

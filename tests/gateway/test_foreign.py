@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gateway.app import Gateway
 from gateway.config import load
-from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, usage_of
+from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, usage_in, usage_of
 from shared.bench.services import free_port
 from shared.openai import USED_TOKENS_MAX
 from tests.gateway import foreign_app
@@ -97,6 +97,14 @@ async def test_a_foreign_unary_answer_is_charged_by_its_usage(front: Front) -> N
     line = await front.line()
     assert (line["prompt_tokens"], line["completion_tokens"]) == (21, 4)
     assert line["settled_tokens"] == 25
+
+
+@pytest.mark.parametrize("prompt", ["long 300000", "long 2000000", "long 300000 first", "long 2000000 first"])
+async def test_a_long_unary_answer_is_charged_by_its_usage_too(front: Front, prompt: str) -> None:
+    done = await front.chat(prompt)
+    assert len(done.choices[0].message.content) == int(prompt.split()[1])
+    line = await front.line()
+    assert (line["prompt_tokens"], line["completion_tokens"], line["settled_tokens"]) == (21, 4, 25)
 
 
 @pytest.mark.parametrize("prompt", ["hello", "crlf"])
@@ -255,6 +263,73 @@ def test_the_usage_of_a_long_stream_is_found_in_little_that_is_kept(behind: byte
         assert sum(map(len, scanner._kept)) <= TAIL_LEN + KEPT_MAX * KEPT_LEN_MAX
     assert scanner.usage is not None
     assert scanner.usage.completion_tokens == USAGE["completion_tokens"]
+
+
+USED = ALONE.replace(b"data: ", b"data:")
+LARGE = EVENT.replace(b'"x"', b'"' + b"x" * 2 * TAIL_LEN + b'"')
+HUGE = EVENT.replace(b'"x"', b'"' + b"x" * 100_000 + b'"')
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000, 1_000_000])
+@pytest.mark.parametrize(
+    "data",
+    [
+        EVENT + ALONE + b"data:[DONE]\n\n",
+        EVENT + ALONE + b"data: [DONE]\n\n\n",
+        EVENT + ALONE + b"data: [DONE]\n\n: bye\n\n",
+        EVENT + ALONE + b"data: [DONE]\n",
+        EVENT + ALONE + b"data: [DONE]",
+        b"event: message\n" + EVENT + b"event: message\n" + ALONE + b"data: [DONE]\n\n",
+        EVENT[:-1] + b"id: 1\n\n" + ALONE[:-1] + b"id: 2\n\n" + b"data: [DONE]\nid: 3\n\n",
+        EVENT + b"\n" + ALONE + b"\n" + b"data: [DONE]\n\n",
+        USED.replace(b"}}", b'}, "x": "' + b"y" * 20_000 + b'"}', 1) + b"data: [DONE]\n\n",
+        ALONE + LARGE + b"data: [DONE]\n\n",
+        HUGE.replace(b"null", json.dumps(USAGE).encode()) + b"data: [DONE]\n\n",
+    ],
+    ids=[
+        *("no space", "a line more", "a comment behind", "no empty line", "no line end", "with types"),
+        *("with ids", "lines between", "a large one", "a large one behind", "at the end of a huge one"),
+    ],
+)
+def test_usage_and_end_are_found_however_a_server_writes_them(data: bytes, size: int) -> None:
+    scanner = ForeignScanner()
+    forwarded = whole(scanner, data, size)
+    assert forwarded == (data if data.endswith(b"\n\n") else data.rstrip(b"\n") + b"\n\n")
+    assert scanner.saw_done
+    assert scanner.usage is not None
+    assert scanner.usage.completion_tokens == USAGE["completion_tokens"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000, 1_000_000])
+def test_a_usage_of_any_spelling_can_be_hidden(size: int) -> None:
+    data = b"event: x\n" + EVENT + b"event: x\n" + USED + b"data:[DONE]\n\n"
+    assert whole(ForeignScanner(hides_usage=True), data, size) == b"event: x\n" + EVENT + b"data:[DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "behind", [b"", b'data: {"error": {}}\n\n', EVENT, b"data: [DONE] or not\n\n"], ids=len
+)
+def test_what_comes_behind_the_end_or_in_its_place_is_no_end(behind: bytes) -> None:
+    scanner = ForeignScanner()
+    whole(scanner, EVENT + ALONE + (b"data: [DONE]\n\n" if behind else b"") + behind, 1000)
+    assert not scanner.saw_done
+    assert scanner.usage is None
+
+
+@pytest.mark.parametrize("text", ['"usage": {"prompt_tokens": 9, "completion_tokens": 9}', "\\"])
+def test_what_an_answer_says_is_not_taken_for_its_usage(text: str) -> None:
+    quoted = json.dumps({"choices": [{"delta": {"content": text}}]}).encode()
+    assert usage_in(b"data: " + quoted + b"\n\n") is None
+    found = usage_in(b"data: " + json.dumps({"usage": USAGE, "content": text}).encode())
+    assert found is not None
+    assert found.completion_tokens == USAGE["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    "data", [b'"usage": {"prompt_tokens": 1', b'"usage": {' + b'"a":{' * 3000, b'"usage":']
+)
+def test_a_part_of_a_usage_is_none(data: bytes) -> None:
+    assert usage_in(data) is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
@@ -20,10 +21,12 @@ from gateway.billing.unsettled import Unsettled
 from gateway.quota_config import QuotaLimits
 from shared.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
+from tests.gateway.conftest import until
 from tests.gateway.quota_calls import rid
 from tests.gateway.redis_cluster import formed_cluster
 from tests.gateway.redis_server import RedisServer, redis_store
-from tests.gateway.test_billing import read
+from tests.gateway.test_accounting import used_by
+from tests.gateway.test_billing import note, read
 
 TENANT: Final = TenantId("t {1}:%é")
 GIVEN_S: Final = 60.0
@@ -34,15 +37,22 @@ class Gateway:
     """What one gateway has of all this: a file, and turns."""
 
     def __init__(self, store: RedisStore, file: Path, *tenants: TenantId) -> None:
-        self.store, self.file = store, file
+        self.file = file
         self.billing = Billing(AccountingConfig(file=str(file)))
         self.unsettled = Unsettled(GuardedStore(store), self.billing, lambda: tenants)
 
     async def turn(self) -> None:
-        """A turn, and its lines in the file."""
+        writing = asyncio.create_task(self.billing.write())
         await self.unsettled.turn()
-        assert self.billing.spool is not None
-        await self.billing._write(self.billing.spool)
+        writing.cancel()
+        await asyncio.wait([writing])
+
+    async def dies_in_its_turn(self, queued: int = 1) -> None:
+        """It has been given what there is, and its disk takes nothing."""
+        turn = asyncio.create_task(self.unsettled.turn())
+        await until(lambda: len(self.billing._queue) == queued)
+        turn.cancel()
+        await asyncio.wait([turn])
 
     @property
     def lines(self) -> list[BillingLine]:
@@ -86,7 +96,6 @@ async def test_what_lapsed_has_a_line_each_and_one_gateway_writes_it(
     assert (line.estimated_tokens, line.prompt_tokens, line.completion_tokens) == (100, 0, 0)
     assert line.request_id is None
     assert line.day.toordinal() == int(reserved_s // 86_400) + 719_163
-    await first.turn()  # says that they are written
     clock.advance(GIVEN_S)
     await second.turn()
     await first.turn()
@@ -98,7 +107,7 @@ async def test_what_a_gateway_was_given_before_it_died_is_given_to_another(
 ) -> None:
     await abandon(store, clock, "a")
     dead, living = (Gateway(store, tmp_path / name, TENANT) for name in ("dead", "living"))
-    await dead.unsettled.turn()  # and dies before it has written the line
+    await dead.dies_in_its_turn()
     await living.turn()
     assert living.lines == []
     clock.advance(GIVEN_S)
@@ -106,16 +115,52 @@ async def test_what_a_gateway_was_given_before_it_died_is_given_to_another(
     assert [line.id for line in living.lines] == ["a"]
 
 
-async def test_a_line_that_is_not_in_the_file_yet_is_not_said_to_be_written(
+async def test_a_line_is_said_to_be_written_once_it_is_in_the_file_whatever_is_queued(
     store: RedisStore, clock: VirtualClock, tmp_path: Path
 ) -> None:
     await abandon(store, clock, "a")
     full, other = (Gateway(store, tmp_path / name, TENANT) for name in ("full", "other"))
-    await full.unsettled.turn()
-    await full.unsettled.turn()  # its disk takes nothing: the line is queued still
+    note(full.billing, 0)
+    turn = asyncio.create_task(full.unsettled.turn())
+    await until(lambda: len(full.billing._queue) == 2)
+    note(full.billing, 1)
     clock.advance(GIVEN_S)
     await other.turn()
-    assert [line.id for line in other.lines] == ["a"]
+    assert [line.id for line in other.lines] == ["a"], "its disk takes nothing"
+    assert full.billing.spool is not None
+    writing = asyncio.create_task(full.billing.write())
+    await turn  # though there is always another line behind
+    writing.cancel()
+    await asyncio.wait([writing])
+    assert "a" in [line.id for line in full.lines]
+
+
+async def test_what_was_settled_after_all_has_its_settlements_line_alone(
+    store: RedisStore, clock: VirtualClock, tmp_path: Path
+) -> None:
+    await abandon(store, clock, "a", "b")
+    gateway = Gateway(store, tmp_path / "lines", TENANT)
+    await used_by(store, "notices", Used())
+    await store.settle(rid("a"), Used(prompt=3, completion=4))
+    await store.settled()
+    await gateway.turn()
+    assert [line.id for line in gateway.lines] == ["b"]
+
+
+async def test_a_question_that_nobody_waits_for_gives_nothing(
+    redis: RedisServer, clock: VirtualClock, tmp_path: Path
+) -> None:
+    """A server that was stopped finds it when it goes on."""
+    async with redis_store(redis, clock=clock, prefix="test-late") as store:
+        await abandon(store, clock, "a")
+        async with redis_store(redis, prefix="test-late") as asks:
+            link = asks._links.of(TENANT)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(link), "deadline_ms", 1.0)
+                assert await asks.lapsed([TENANT], []) == []
+        gateway = Gateway(store, tmp_path / "lines", TENANT)
+        await gateway.turn()
+        assert [line.id for line in gateway.lines] == ["a"]
 
 
 async def test_what_is_settled_or_was_never_admitted_has_none(
@@ -131,14 +176,14 @@ async def test_what_is_settled_or_was_never_admitted_has_none(
     assert gateway.lines == []
 
 
-async def test_more_than_one_turn_gives(store: RedisStore, clock: VirtualClock, tmp_path: Path) -> None:
-    """A gateway with a thousand requests was killed."""
+async def test_a_turn_takes_all_that_there_are(
+    store: RedisStore, clock: VirtualClock, tmp_path: Path
+) -> None:
+    """A gateway with a thousand requests was killed; one call gives a hundred."""
     await abandon(store, clock, *range(1000))
     gateway = Gateway(store, tmp_path / "lines", TENANT)
-    for turn in range(11):
-        await gateway.turn()
-        assert len(gateway.lines) == min(1000, 100 * (turn + 1))
-    assert len({line.id for line in gateway.lines}) == 1000
+    await gateway.turn()
+    assert len(gateway.lines) == len({line.id for line in gateway.lines}) == 1000
 
 
 async def test_they_are_bounded_and_all_are_counted(
@@ -152,7 +197,6 @@ async def test_they_are_bounded_and_all_are_counted(
         await abandon(store, clock, *range(4))
         await abandon(store, clock, *range(4, 8))
         gateway = Gateway(store, tmp_path / "lines", TENANT)
-        await gateway.turn()
         await gateway.turn()
         assert len(gateway.lines) == 5
         day = int(clock.wall() // 86_400)
