@@ -171,7 +171,7 @@ def decode_object(raw: bytes) -> Mapping[str, Any]:
         found: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         json.loads(raw, object_pairs_hook=_unique)
     except msgspec.DecodeError as error:  # it names a place and no value
-        raise ConfigError([f"it is no JSON object: {error}"]) from None
+        raise ConfigError([f"it is no JSON object ({error})"]) from None
     except (ValueError, RecursionError):
         raise ConfigError(["it is no JSON object"]) from None
     return found
