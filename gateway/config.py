@@ -180,8 +180,9 @@ class TenantConfig:
     """Quotas of all its keys together for single models."""
     quota_fail: QuotaFail | None = None
     """Wins over fail in [quotas]."""
-    service_tier: Tier = "priority"
-    """The highest tier that its requests may have."""
+    service_tier: Tier = "default"
+    """The highest tier that its requests may have. Who has priority goes before all others, and takes their
+    slots."""
     timeouts: TimeoutOverrides | None = None
     """Time limits of its requests, each of which wins over its tier's, the model's and the one in
     [timeouts]."""

@@ -56,7 +56,7 @@ def development_config(
         admin=AdminConfig() if admin is None else _admin(*admin),
         timeouts=TimeoutsConfig(drain_s=drain_s),
         models=(ModelConfig(model, (engine_url, *more_engine_urls), aliases=names),),
-        tenants=(TenantConfig(ID, limits=limits),),
+        tenants=(TenantConfig(ID, limits=limits, service_tier="priority"),),  # there is nobody else
         quotas=QuotasConfig() if redis is None else QuotasConfig("redis", redis),
         directory=DirectoryConfig("file" if redis is None else "redis"),
         keys=(KeyConfig(ID, hash_key(key), ID),),

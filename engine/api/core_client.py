@@ -42,6 +42,7 @@ from engine.core.messages import (
     CoreReady,
     CoreStats,
     Finished,
+    LiftDeadlines,
     PauseSequences,
     Ping,
     Pong,
@@ -185,9 +186,10 @@ class CoreClient:
         outputs: Sequence[ChoiceOutput],
         share: Share,
         first_token_s: float = math.inf,
+        bearer: int = 0,
     ) -> list[int]:
-        """Queue a request's sequences, all or none, whose first tokens are of use for `first_token_s`
-        seconds. Returns their handles.
+        """Queue a request's sequences, all or none, whose first token is of use for `first_token_s` seconds:
+        that of the sequence at `bearer` has to come by then. Returns their handles.
 
         Raises NotReady, EngineFailed, and Overloaded when the queue is full, or when a tenant has filled
         its part of it.
@@ -199,7 +201,7 @@ class CoreClient:
         self._queue_tokens.acquire(share.tenant, tokens, alone=True)
         self.stirred.set()
         handles = []
-        for (prompt_ids, sampling), output in zip(sequences, outputs, strict=True):
+        for at, ((prompt_ids, sampling), output) in enumerate(zip(sequences, outputs, strict=True)):
             handle = next(self._handles)
             handles.append(handle)
             self._live[handle] = output
@@ -214,7 +216,7 @@ class CoreClient:
                     share.cache_salt,
                     share.tenant,
                     share.service_class,
-                    first_token_s,
+                    first_token_s if at == bearer else math.inf,
                 )
             )
         return handles
@@ -262,6 +264,11 @@ class CoreClient:
         self.abort(handles)
         for handle in handles:
             self._forget(handle)
+
+    def lift_deadline(self, handle: int) -> None:
+        """Let the first token of a sequence come at any time, since its request has begun with another."""
+        if handle in self._live:
+            self._send(LiftDeadlines([handle]))
 
     def resume(self, handles: Iterable[int]) -> None:
         """Resume those of a request's sequences that are paused: its client has taken everything."""

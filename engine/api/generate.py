@@ -103,6 +103,10 @@ class Generation:
         self._share = asked.share
         self._sequences = [(choice.prompt_ids, choice.sampling) for choice in asked.choices]
         self._prompt_lens = [len(choice.prompt_ids) for choice in asked.choices[:: asked.n]]
+        lens = [len(choice.prompt_ids) for choice in asked.choices]
+        self._bearer = lens.index(min(lens))
+        """The choice whose first token has a deadline, that of the request: of those with the shortest prompt
+        the first one, which begins before the others, as things stand."""
         self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
         self._output = RequestOutput(len(asked.choices), whole=not asked.streams, on_end=self._on_end)
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
@@ -124,6 +128,7 @@ class Generation:
                     self._outputs,
                     self._share,
                     self._deadlines.first_token_left_s,
+                    self._bearer,
                 )
                 del sequences
                 self._exchange.tally = self._tally(submitted_at)
@@ -145,7 +150,7 @@ class Generation:
             self._output.fail(error)
 
     def _is_waiting(self) -> bool:
-        return not all(output.has_begun for output in self._outputs)
+        return not any(output.has_begun for output in self._outputs)
 
     def _on_end(self) -> None:
         """Hold a client that does not read the end of its answer to the stall deadline. The core
@@ -158,8 +163,13 @@ class Generation:
         exchange, output, responder = self._exchange, self._output, self._exchange.responder
         core, held = self._state.core, list[Delta]()
         await exchange.start_stream(self._headers())
+        bearer: ChoiceOutput | None = self._outputs[self._bearer]
         while not output.is_done:
             deltas = await output.take()
+            if bearer is not None:  # once, with the first event
+                if bearer.first_token_at is None:
+                    core.lift_deadline(self._handles[self._bearer])
+                bearer = None
             exchange.answers()
             core.resume(self._handles)
             if self._awaits_scores:

@@ -23,10 +23,13 @@ outbox when the API process has not read what was sent. The first and the last e
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
+
+from msgspec.structs import replace
 
 from engine.core.config import SchedulerConfig
 from engine.core.intake import Intake
@@ -37,6 +40,7 @@ from engine.core.messages import (
     CoreInput,
     CoreOutput,
     CoreReady,
+    LiftDeadlines,
     PauseSequences,
     Pending,
     Ping,
@@ -172,6 +176,10 @@ class CoreLoop:
                     self._scheduler.pause(handles, now)
                 case ResumeSequences(handles):
                     self._scheduler.resume(handles, now)
+                case LiftDeadlines(handles):
+                    newcomers = self._intake.take_named(handles, now)
+                    self._add([replace(one, first_token_s=math.inf) for one in newcomers], now)
+                    self._scheduler.lift_deadlines(handles)
                 case Ping(number):
                     self._outbox.send(Pong(number))
                 case StopCore():

@@ -149,6 +149,13 @@ class ResumeSequences(msgspec.Struct, array_like=True, frozen=True, tag="resume"
     handles: list[int]
 
 
+class LiftDeadlines(msgspec.Struct, array_like=True, frozen=True, tag="lift"):
+    """Let the first tokens of these sequences be of use at any time: their request has begun with another
+    sequence. Idempotent, in any status."""
+
+    handles: list[int]
+
+
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
     """A liveness check, answered by a `Pong` of the same number before the next step."""
 
@@ -159,7 +166,7 @@ class StopCore(msgspec.Struct, array_like=True, frozen=True, tag="stop"):
     """End the core now. The API process drains first, and sends this when no sequence is left."""
 
 
-CoreInput = AddSequence | AbortSequences | PauseSequences | ResumeSequences | Ping | StopCore
+CoreInput = AddSequence | AbortSequences | PauseSequences | ResumeSequences | LiftDeadlines | Ping | StopCore
 
 
 # -- core -> API process --------------------------------------------------------------------------

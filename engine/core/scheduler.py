@@ -55,6 +55,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
@@ -250,7 +251,8 @@ class Scheduler:
 
     def pause(self, handles: Iterable[int], now: float) -> None:
         """Leave these sequences out of every plan from the next on; unknown and finished handles are passed
-        over. Where more than `paused_max` are paused then, those that have been for longest end."""
+        over. Where more than `paused_max` are paused then, some end: of the tenant that has the most of
+        them, those that have been for longest."""
         for handle in handles:
             sequence = self._sequences.get(handle)
             if sequence is not None and not sequence.is_paused:
@@ -259,7 +261,12 @@ class Scheduler:
                 self._paused[handle] = sequence
                 self._news.is_due = True
         while len(self._paused) > self._config.paused_max:
-            self._finish(next(iter(self._paused.values())), FinishReason.STALLED, now)
+            self._finish(self._longest_paused_of_the_most(), FinishReason.STALLED, now)
+
+    def _longest_paused_of_the_most(self) -> Sequence:
+        held = Counter(sequence.tenant for sequence in self._paused.values())
+        most = max(held.values())
+        return next(sequence for sequence in self._paused.values() if held[sequence.tenant] == most)
 
     def resume(self, handles: Iterable[int], now: float) -> None:
         """Plan these sequences again; handles that are not paused are passed over."""
@@ -270,6 +277,12 @@ class Scheduler:
             if sequence is not None:
                 sequence.resume(now)
 
+    def lift_deadlines(self, handles: Iterable[int]) -> None:
+        """Let the first tokens of these sequences come at any time; unknown handles are passed over."""
+        for handle in handles:
+            if (sequence := self._sequences.get(handle)) is not None:
+                sequence.first_token_by = math.inf
+
     def _end_overdue(self, now: float) -> None:
         """End the sequences whose stall deadline has passed, and those whose first token is of no use any
         more."""
@@ -277,7 +290,9 @@ class Scheduler:
             self._finish(first, FinishReason.STALLED, now)
         for handle in self._deadlines.passed(now):
             late = self._sequences.get(handle)
-            if late is not None and not late.output_len and not late.coming:
+            if late is None or late.first_token_by > now:
+                continue
+            if not late.output_len and not late.coming:
                 self._finish(late, FinishReason.TOO_LATE, now)
 
     def _deadline(self, paused: Sequence) -> float:

@@ -260,7 +260,7 @@ async def test_keys_tenants_and_their_classes_alone_are_read_again(tmp_path: Pat
     path = write(tmp_path / "gateway.toml", FULL)
     reader = AccountsReader(load(path, {}), path, VirtualClock())
     tiers = FULL.replace("[tiers.flex]", "[tiers.priority]").replace("connect_s = 1", "connect_s = 2")
-    write(path, tiers)
+    write(path, tiers.replace('id = "acme"', 'id = "acme"\nservice_tier = "priority"', 1))
     await reader.reload()
     tenant = reader.now.tenants.tenant(named(reader, "Bearer x", 0))
     assert tenant.timeouts == TimeoutOverrides(first_token_s=600, total_s=60, slow_client_s=5)

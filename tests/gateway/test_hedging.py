@@ -16,7 +16,7 @@ from tests.gateway.conftest import OTHER_KEY, House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, FakeEngine, Script, byte_bundle, chunk, closing, stream
 from tests.gateway.test_disconnect import RawClient, body
 
-HEDGED = {"priority": {"hedge": True}}
+HEDGED = {"default": {"hedge": True}}
 GOOD = stream(chunk("a"), end=closing(10, 1))
 
 # -- the race -------------------------------------------------------------------------------------

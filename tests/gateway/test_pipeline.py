@@ -81,7 +81,7 @@ async def test_the_engine_gets_the_body_the_ids_and_the_ids_of_the_request(house
     assert seen.path == "/v1/chat/completions"
     assert seen.headers["x-request-id"] == "mine-1"
     assert seen.headers["x-penstock-tenant"] == "acme"
-    assert seen.headers["x-penstock-service-tier"] == "priority", "no cap is set for it"
+    assert seen.headers["x-penstock-service-tier"] == "default", "nobody is above others unasked"
     assert seen.headers["traceparent"].startswith("00-" + "a" * 32)
     assert seen.headers["traceparent"] != traceparent
     assert "authorization" not in seen.headers

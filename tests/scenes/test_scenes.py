@@ -162,7 +162,7 @@ def test_a_slow_replica_beside_which_another_is_asked(model_dir: Path) -> None:
         next(core for core in stage.cores if not core.scheduler._allocator.running).hangs_s = 0.0
         await asked.until_over()
 
-    setting = Setting(engines=2, tiers={"priority": {"hedge": True}})
+    setting = Setting(engines=2, tiers={"default": {"hedge": True}})
     told = play(scene, setting, model_dir)
     line = gateway_line(told, "asked")
     assert (line.status, line.end_reason, line.route, line.attempts) == (200, "ok", "hedge", 2)

@@ -16,6 +16,7 @@ from engine.core.messages import (
     CoreStats,
     Finished,
     FinishReason,
+    LiftDeadlines,
     PauseSequences,
     Ping,
     Pong,
@@ -66,6 +67,9 @@ class FakeCore:
         self.added: list[AddSequence] = []
         self.aborted: list[int] = []
         self.pauses: list[PauseSequences | ResumeSequences] = []
+        self.withheld: set[int] = set()
+        """Those that find no slot."""
+        self.lifted: list[int] = []
         self.paused: set[int] = set()
         self.is_stopped = False
         self.is_closed = False
@@ -108,6 +112,8 @@ class FakeCore:
             case ResumeSequences(handles):
                 self.pauses.append(message)
                 self.paused.difference_update(handles)
+            case LiftDeadlines(handles):
+                self.lifted += handles
             case Ping(number):
                 self.say(Pong(number))
             case StopCore():
@@ -141,10 +147,10 @@ class FakeCore:
     def step(self) -> None:
         started = []
         if self.admits:
-            for handle, add in self.waiting.items():
+            for handle in self._admissible:
+                add = self.waiting.pop(handle)
                 started.append(Started(handle, 0, 0.001))
                 self.running[handle] = Running(add, self.script(add))
-            self.waiting.clear()
         rows = self._willing
         wants = any(row.add.sampling.logprobs is not None for row in rows)
         output = StepOutput(
@@ -198,7 +204,11 @@ class FakeCore:
 
     @property
     def _has_work(self) -> bool:
-        return not self.is_held and (bool(self._willing) or (self.admits and bool(self.waiting)))
+        return not self.is_held and (bool(self._willing) or (self.admits and bool(self._admissible)))
+
+    @property
+    def _admissible(self) -> list[int]:
+        return [handle for handle in self.waiting if handle not in self.withheld]
 
     @property
     def _willing(self) -> list[Running]:

@@ -37,7 +37,15 @@ async def test_a_core_that_does_not_step_ends_no_deadline(served: Served, header
     assert (closing.prompt_tokens, closing.completion_tokens) == (0, 0), "it never began"
 
 
-async def test_the_queue_is_over_once_all_choices_have_begun(served: Served) -> None:
+async def test_the_queue_is_over_once_a_choice_has_begun(served: Served) -> None:
+    """The others come when there is room: the answer has begun."""
+    served.says("the", ends=False)
+    served.core.withheld.update(range(2, 21))
+    response = await chat(served, {"x-queue-timeout": SOON, "x-request-timeout": "0.2"}, n=20)
+    assert told(response) == (504, "request_timeout")
+
+
+async def test_what_choices_have_computed_is_told_at_a_deadline(served: Served) -> None:
     served.says("the", ends=False)
     response = await chat(served, {"x-queue-timeout": SOON, "x-request-timeout": "0.2"}, n=2)
     assert told(response) == (504, "request_timeout")
@@ -100,6 +108,28 @@ async def test_a_first_token_that_comes_too_late_is_told_with_the_estimate(
     if not stream:
         assert response.status_code == 503
         assert response.headers["retry-after"] == after
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_has_one_first_token(served: Served, stream: bool) -> None:
+    """Of many choices, or prompts, those come late that find no slot at first."""
+    served.says("the")
+    prompts = ["hello hello", "the", "hello hello hello", "the"]
+    body = {"model": MODEL, "prompt": prompts, "stream": stream, "n": 2}
+    asked = served.http.post("/v1/completions", json=body, headers={FIRST_TOKEN: "60000"})
+    assert (await asked).status_code == 200
+    bounded = [at for at, added in enumerate(served.core.added) if added.first_token_s < math.inf]
+    assert bounded == [2], "the first choice of the first of the shortest prompts"
+    assert served.core.lifted == []
+
+
+async def test_a_stream_that_has_begun_is_not_ended_for_want_of_a_first_token(served: Served) -> None:
+    served.says("the", ends=False)
+    served.core.withheld.add(1)
+    headers = {FIRST_TOKEN: "60000", "x-request-timeout": "0.3"}
+    response = await chat(served, headers, n=3, stream=True)
+    assert '"code":"request_timeout"' in response.text
+    assert served.core.lifted == [1]
 
 
 async def test_without_a_gateway_a_first_token_is_of_use_for_ever(served: Served) -> None:

@@ -101,6 +101,18 @@ def test_a_sequence_ends_when_its_first_token_is_of_no_use_any_more() -> None:
     assert h.reason(1) is FinishReason.LENGTH
 
 
+def test_nor_does_it_end_once_its_deadline_was_lifted() -> None:
+    """Its request has begun with another choice."""
+    h = Harness(slots=1)
+    h.add(1, [1] * 4, greedy(50))
+    h.step()
+    h.add(2, [2] * 4, greedy(3), first_token_s=0.2)
+    h.add(3, [2] * 4, greedy(3), first_token_s=0.2)
+    h.scheduler.lift_deadlines([2, 99])
+    h.run()
+    assert (h.reason(2), h.reason(3)) == (FinishReason.LENGTH, FinishReason.TOO_LATE)
+
+
 def test_a_first_token_in_time_is_all_that_counts() -> None:
     h = Harness()
     h.add(1, [1] * 4, greedy(50), first_token_s=0.1)

@@ -15,6 +15,7 @@ from engine.core.messages import (
     AddSequence,
     CoreInput,
     FinishReason,
+    LiftDeadlines,
     PauseSequences,
     ResumeSequences,
     SamplingParams,
@@ -84,6 +85,16 @@ def test_a_newcomer_whose_time_is_over_when_it_is_taken_in_is_refused(
     h.add(1, [1] * 5, greedy(2), first_token_s=first_token_s - 0.5)
     h.run()
     assert h.reason(1) is reason
+
+
+def test_a_deadline_may_be_lifted_before_its_newcomer_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "TAKEN_MAX", 1)
+    flood: list[CoreInput] = [newcomer(handle) for handle in range(1, 12)]
+    hasty = [msgspec.structs.replace(newcomer(handle), first_token_s=-1.0) for handle in (12, 13)]
+    world = World([*flood, *hasty, LiftDeadlines([12])])
+    world.loop.run()
+    ends = dict(world.ends)
+    assert (ends[12], ends[13]) == (FinishReason.LENGTH, FinishReason.TOO_LATE)
 
 
 @pytest.mark.parametrize(("steps", "reason"), [(3, FinishReason.TOO_LATE), (300, FinishReason.LENGTH)])

@@ -379,3 +379,18 @@ def test_more_paused_sequences_than_allowed_end_those_paused_for_longest() -> No
     h.resume(3)
     h.run()
     assert [h.reason(handle) for handle in (1, 3, 4)] == [FinishReason.LENGTH] * 3
+
+
+def test_a_tenant_that_pauses_many_ends_no_other_tenants() -> None:
+    h = Harness(paused_max=4, slots=12)
+    h.add(1, [1, *PROMPT], greedy(9), tenant="reads slowly")
+    for handle in range(2, 12):
+        h.add(handle, [handle, *PROMPT], greedy(9), tenant="does not read")
+    h.step()
+    for handle in range(1, 12):
+        h.pause(handle)
+    h.step()
+    assert set(h.finished) == set(range(2, 9)), "those of the most, which were paused for longest"
+    h.resume(1)
+    h.steps(30)
+    assert h.reason(1) is FinishReason.LENGTH
