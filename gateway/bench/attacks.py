@@ -323,6 +323,16 @@ def _seats() -> list[Attack]:
             statuses=served,
             ends=Ends.ON_CUE,
         ),
+        Attack(
+            "64 choices that ask for priority",
+            law,
+            chat(n=64, max_tokens=700, service_tier="priority", priority=-1000),
+            path,
+            count=3,
+            at_once=3,
+            statuses=served,
+            ends=Ends.ON_CUE,
+        ),
         Attack("four prompts of 64 choices", law, four, statuses=served, ends=Ends.ON_CUE),
         Attack(
             "64 streams on all slots",

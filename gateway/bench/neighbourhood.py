@@ -89,10 +89,11 @@ def gateway_config(
 
 
 def _tenant(who: Who) -> TenantConfig:
+    of_default = TenantConfig(who)  # what a tenant may do whose operator says nothing
     return TenantConfig(
         who,
         limits=_LIMITS.get(who, QuotaLimits()),
-        service_tier="flex" if who is Who.HEDGED else "default",
+        service_tier="flex" if who is Who.HEDGED else of_default.service_tier,
         timeouts=TimeoutOverrides(first_token_s=HASTY_S) if who is Who.HASTY else None,
     )
 
