@@ -83,12 +83,10 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     min_tokens: int = 0
     """Output tokens before which `stop_token_ids` cannot be sampled."""
     logprobs: int | None = None
-    """The number of likeliest tokens reported with each token's log-probability; None: no
-    log-probabilities."""
+    """The number of likeliest tokens reported with each token's log-probability; None: no such."""
     prompt_logprobs: int | None = None
-    """The number of likeliest tokens reported with the log-probability of each prompt token but the first;
-    None: no log-probabilities. Until they are sent, such a sequence takes nothing from the prefix cache,
-    because cached positions are not computed and so have no logits."""
+    """The same for each prompt token but the first. Until they are sent, such a sequence takes nothing from
+    the prefix cache, because cached positions are not computed and so have no logits."""
 
     @property
     def needs_history(self) -> bool:
@@ -127,7 +125,7 @@ class AddSequence(msgspec.Struct, array_like=True, frozen=True, tag="add"):
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
-    """End these sequences. Idempotent: handles that are unknown or finished already are passed over."""
+    """End these sequences. Idempotent: unknown and finished handles are passed over."""
 
     handles: list[int]
 
@@ -135,9 +133,8 @@ class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
 class PauseSequences(msgspec.Struct, array_like=True, frozen=True, tag="pause"):
     """Compute nothing for these sequences until they are resumed, because their clients do not read.
 
-    Idempotent, in any status; handles that are unknown or finished already are passed over. Tokens that are
-    being computed while this arrives still come, one for each step in flight. A sequence that stays paused
-    for `stall_deadline_s` ends.
+    Idempotent, in any status; unknown and finished handles are passed over. Tokens that are being computed
+    while this arrives still come, one for each step in flight. One paused for `stall_deadline_s` ends.
     """
 
     handles: list[int]
@@ -150,8 +147,7 @@ class ResumeSequences(msgspec.Struct, array_like=True, frozen=True, tag="resume"
 
 
 class LiftDeadlines(msgspec.Struct, array_like=True, frozen=True, tag="lift"):
-    """Let the first tokens of these sequences be of use at any time: their request has begun with another
-    sequence. Idempotent, in any status."""
+    """Let these sequences have first tokens at any time: their request has begun with another. Idempotent."""
 
     handles: list[int]
 

@@ -311,28 +311,12 @@ def _threads() -> list[Attack]:
 def _seats() -> list[Attack]:
     law, served = Law.SEATS, frozenset({200, 503})
     path = CHATS
+    many = chat(n=64, max_tokens=700)
+    first = chat(n=64, max_tokens=700, service_tier="priority", priority=-1000)
     four = completion(prompt=[[PLAIN_ID + i] * 20 for i in range(4)], n=64, max_tokens=700)
     return [
-        Attack(
-            "64 choices on all slots",
-            law,
-            chat(n=64, max_tokens=700),
-            path,
-            count=3,
-            at_once=3,
-            statuses=served,
-            ends=Ends.ON_CUE,
-        ),
-        Attack(
-            "64 choices that ask for priority",
-            law,
-            chat(n=64, max_tokens=700, service_tier="priority", priority=-1000),
-            path,
-            count=3,
-            at_once=3,
-            statuses=served,
-            ends=Ends.ON_CUE,
-        ),
+        Attack("64 choices on all slots", law, many, path, 3, 3, statuses=served, ends=Ends.ON_CUE),
+        Attack("64 choices that ask for priority", law, first, path, 3, 3, statuses=served, ends=Ends.ON_CUE),
         Attack("four prompts of 64 choices", law, four, statuses=served, ends=Ends.ON_CUE),
         Attack(
             "64 streams on all slots",
