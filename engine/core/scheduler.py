@@ -260,13 +260,13 @@ class Scheduler:
                 sequence.pause(now)
                 self._paused[handle] = sequence
                 self._news.is_due = True
-        while len(self._paused) > self._config.paused_max:
-            self._finish(self._longest_paused_of_the_most(), FinishReason.STALLED, now)
-
-    def _longest_paused_of_the_most(self) -> Sequence:
-        held = Counter(sequence.tenant for sequence in self._paused.values())
-        most = max(held.values())
-        return next(sequence for sequence in self._paused.values() if held[sequence.tenant] == most)
+        if (excess := len(self._paused) - self._config.paused_max) > 0:
+            held = Counter(sequence.tenant for sequence in self._paused.values())
+            for _ in range(excess):
+                most = max(held.values())
+                first = next(sequence for sequence in self._paused.values() if held[sequence.tenant] == most)
+                held[first.tenant] -= 1
+                self._finish(first, FinishReason.STALLED, now)
 
     def resume(self, handles: Iterable[int], now: float) -> None:
         """Plan these sequences again; handles that are not paused are passed over."""
