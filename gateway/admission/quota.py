@@ -39,6 +39,7 @@ from enum import StrEnum
 from typing import Final, NewType, Protocol
 
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from gateway.admission.periods import day_end_ms, day_of, month_end_ms, month_of
 from gateway.admission.usage import Payer, UsageRow, Used
@@ -83,6 +84,7 @@ class Scope(StrEnum):
 
 
 AccountName = tuple[Scope, str, TenantId | None]
+NOBODYS: Final[AccountName] = (Scope.KEY, "", None)
 
 
 class Subject(Struct, frozen=True, cache_hash=True):
@@ -96,12 +98,13 @@ class Subject(Struct, frozen=True, cache_hash=True):
     """The tenant that sends the request. A request's subjects all have the same."""
     fail: QuotaFail = "closed"
     """The answer to its requests while the store of quotas cannot be asked; the tenant's setting."""
+    account: AccountName = NOBODYS
+    """The name of its account, which is not given but made. A holder of the same id in another tenant is
+    somebody else; a model is the same for all tenants."""
 
-    @property
-    def account(self) -> AccountName:
-        """The name of its account. A holder of the same id in another tenant is somebody else; a model is the
-        same for all tenants."""
-        return self.scope, self.id, None if self.scope is Scope.MODEL else self.tenant
+    def __post_init__(self) -> None:
+        tenant = None if self.scope is Scope.MODEL else self.tenant
+        force_setattr(self, "account", (self.scope, self.id, tenant))
 
 
 class Account(Struct, frozen=True, gc=False):
