@@ -186,6 +186,9 @@ class IssuerConfig:
     """How far its clock may be off."""
     refresh_s: Annotated[float, Meta(ge=REFRESH_S_MIN, le=86_400.0)] = 300.0
     """Time between two fetches of its keys. A token with an unknown key id causes one earlier."""
+    refetch_s: Annotated[float, Meta(ge=1.0, le=300.0)] = 1.0
+    """Shortest time between two fetches that unknown key ids cause. Above 1, whoever makes up key ids delays
+    the first tokens of a new key by so long, with 503."""
     stale_s: Annotated[float, Meta(ge=REFRESH_S_MIN, le=86_400.0)] = 3600.0
     """How long its keys are trusted when they cannot be fetched any more; then its tokens get 503."""
 
