@@ -31,6 +31,7 @@ import ssl
 from collections.abc import Callable
 from typing import Final
 
+from gateway.identity.caller import network_of
 from gateway.identity.known import KnownCallers
 from shared.accepting import Accepting
 from shared.fair_turns import FairTurns
@@ -43,8 +44,6 @@ WAITING_MAX: Final = 1024
 """Connections that wait for their turns."""
 LOOKED_AT_LEN: Final = 2048
 """Bytes of a connection's beginning in which a key is looked for."""
-V6_NETWORK_LEN: Final = 8
-"""Bytes of an IPv6 address that tell the network."""
 _AUTHORIZATION: Final = re.compile(rb"\r\nauthorization:[ \t]*([^\r\n]*)", re.IGNORECASE)
 
 
@@ -89,7 +88,7 @@ class FairAccepting(Accepting):
         return len(self._waiting) < WAITING_MAX
 
     def _take(self, sock: socket.socket, host: str) -> None:
-        address, begun = _network(sock.family, host), _begun(sock)
+        address, begun = network_of(host), _begun(sock)
         if begun is not None:
             return self._wait(sock, begun, address)
         late = self._loop.call_later(self._silent_s, self._close_silent, sock)
@@ -151,10 +150,3 @@ def _begun(sock: socket.socket) -> bytes | None:
         return None
     except OSError:  # the caller has left
         return b""
-
-
-def _network(family: int, host: str) -> str:
-    """The address whose turns a connection takes, as no tenant is named."""
-    if family == socket.AF_INET6 and not host.startswith("::ffff:"):
-        host = socket.inet_pton(family, host.partition("%")[0])[:V6_NETWORK_LEN].hex()
-    return f"from {host}"

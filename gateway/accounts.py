@@ -67,8 +67,18 @@ def by_keys(_: GatewayConfig, keys: KeyTable, __: Collection[TenantId]) -> Ident
 
 def operators_of(config: GatewayConfig) -> KeyTable:
     """Operators are looked up as callers are. Their tenant is nobody's: it opens no model."""
-    keys = config.admin.keys
-    return KeyTable(KeyConfig(k.id, k.hash, OPERATORS, expires=k.expires, disabled=k.disabled) for k in keys)
+    return KeyTable(
+        KeyConfig(
+            key.id,
+            key.hash,
+            OPERATORS,
+            expires=key.expires,
+            disabled=key.disabled,
+            previous_hash=key.previous_hash,
+            previous_expires=key.previous_expires,
+        )
+        for key in config.admin.keys
+    )
 
 
 class Terms(Struct, frozen=True):

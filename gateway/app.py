@@ -399,10 +399,11 @@ def _stores(
 ) -> tuple[QuotaStore, GuardedStore | None]:
     """The store of quotas, and what guards it where it is shared. Each worker counts as a gateway: while
     Redis cannot be asked, each has its part of the limits."""
-    days = config.accounting.days
+    days, notes_all = config.accounting.days, config.accounting.file is not None
     if shared is None:
         return MemoryStore(clock, days), None
-    return shared, GuardedStore(shared, config.quotas.gateways * config.workers, clock, days)
+    gateways = config.quotas.gateways * config.workers
+    return shared, GuardedStore(shared, gateways, clock, days, notes_all=notes_all)
 
 
 def _redis_store(config: GatewayConfig, env: Mapping[str, str]) -> RedisStore | None:

@@ -13,7 +13,7 @@ changes; everything else takes a restart.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Meta
 
 from gateway.accounting_config import AccountingConfig
-from gateway.directory_config import DirectoryConfig, KeyEnv, Label
+from gateway.directory_config import DirectoryConfig, KeyEnv
 from gateway.discovery_config import DiscoveryConfig
 from gateway.edge_config import (
     ENTRIES_MAX,
@@ -34,9 +34,11 @@ from gateway.edge_config import (
     Id,
     IssuerConfig,
     KeyHash,
+    Labels,
     LimitsConfig,
     ListenConfig,
     Name,
+    OperatorKeyConfig,
     Seconds,
     is_base_url,
 )
@@ -74,7 +76,6 @@ ALL_ENDPOINTS: Final = (ANY,)
 EndpointScope = Annotated[
     str, Meta(max_length=64), Rule(f"be * or one of {', '.join(SCOPES)}", {ANY, *SCOPES}.__contains__)
 ]
-LABELS_MAX: Final = 16
 
 
 HopProtocol = Literal["http2", "http1"]
@@ -227,7 +228,7 @@ class KeyConfig:
     """Quotas of this key alone for single models, beside its tenant's."""
     env: KeyEnv = "live"
     """The part of a minted key that comes before its id."""
-    labels: Annotated[tuple[Label, ...], Meta(max_length=LABELS_MAX)] = ()
+    labels: Labels = ()
     """Texts for operators, such as the key's owner; lists show them."""
     created: datetime | None = None
     """When it was created, with the offset from UTC. Unset: not known."""
@@ -342,6 +343,7 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     key_ids = [*(key.id for key in config.keys), *(entry.id for entry in config.certificates)]
     yield from _repeated("keys", key_ids)
     yield from _repeated("keys", (key.hash for key in config.keys))
+    yield from operator_problems(config.admin.keys)
     protocols: dict[str, HopProtocol] = {}
     for model in config.models:
         if model.api_key_env is not None and model.api_key_file is not None:
@@ -413,6 +415,23 @@ def key_problems(key: KeyConfig, model_names: Container[str], tenant_ids: Contai
     yield from model_limit_problems(key.model_limits, model_names)
     if key.tenant not in tenant_ids:
         yield f"tenant: there is no tenant {key.tenant!r}"
+    yield from moment_problems(key)
+
+
+def operator_problems(keys: Sequence[OperatorKeyConfig]) -> Iterator[str]:
+    """The problems of operators' keys that no single setting shows. A second entry with the id or a secret of
+    another would go on to open what the other does not any more."""
+    yield from _repeated("admin.keys", (key.id for key in keys))
+    holders: dict[str, str] = {}
+    for key in keys:
+        yield from (f"admin.keys.{key.id}.{problem}" for problem in moment_problems(key))
+        for hash_ in {key.hash, key.previous_hash} - {None}:
+            if holders.setdefault(str(hash_), key.id) != key.id:
+                yield f"admin.keys: {holders[str(hash_)]!r} and {key.id!r} have the same secret"
+
+
+def moment_problems(key: KeyConfig | OperatorKeyConfig) -> Iterator[str]:
+    """The moments of a key that no time zone belongs to, each as `field: problem`."""
     for name in ("created", "expires", "previous_expires"):
         moment: datetime | None = getattr(key, name)
         if moment is not None and moment.tzinfo is None:

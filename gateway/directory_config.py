@@ -4,21 +4,12 @@ run."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shared.settings import Rule
-
 KeyEnv = Annotated[str, Meta(pattern=r"^[a-z0-9]{1,16}$")]
 """The part of a minted key that tells where it belongs, such as `live` or `test`."""
-LABEL_LEN_MAX: Final = 128
-Label = Annotated[
-    str,
-    Meta(min_length=1, max_length=LABEL_LEN_MAX),
-    Rule(f"be a printable text of 1 to {LABEL_LEN_MAX} characters", str.isprintable),
-]
-"""A text that operators give to a key."""
 
 
 @dataclass(frozen=True, slots=True)

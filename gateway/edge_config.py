@@ -18,7 +18,7 @@ from shared.config import ConfigError
 from shared.fair_share import FairShare
 from shared.holding import memory_max
 from shared.openai import BODY_LEN_MAX, TOKENS_MAX
-from shared.settings import Port, Text, Unit
+from shared.settings import Port, Rule, Text, Unit
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -186,6 +186,9 @@ class IssuerConfig:
     """How far its clock may be off."""
     refresh_s: Annotated[float, Meta(ge=REFRESH_S_MIN, le=86_400.0)] = 300.0
     """Time between two fetches of its keys. A token with an unknown key id causes one earlier."""
+    refetch_s: Annotated[float, Meta(ge=1.0, le=300.0)] = 1.0
+    """Shortest time between two fetches that unknown key ids cause. Above 1, whoever makes up key ids delays
+    the first tokens of a new key by so long, with 503."""
     stale_s: Annotated[float, Meta(ge=REFRESH_S_MIN, le=86_400.0)] = 3600.0
     """How long its keys are trusted when they cannot be fetched any more; then its tokens get 503."""
 
@@ -232,6 +235,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+LABEL_LEN_MAX: Final = 128
+Label = Annotated[
+    str,
+    Meta(min_length=1, max_length=LABEL_LEN_MAX),
+    Rule(f"be a printable text of 1 to {LABEL_LEN_MAX} characters", str.isprintable),
+]
+"""A text that operators give to a key."""
+LABELS_MAX: Final = 16
+Labels = Annotated[tuple[Label, ...], Meta(max_length=LABELS_MAX)]
+
+
 def check_plaintext(host: str, tls: TlsConfig | None, plaintext: bool) -> None:
     """Raises ConfigError unless a listener has TLS, is of this machine alone, or was asked for plain text by
     name: keys and prompts are sent to it."""
@@ -254,10 +268,23 @@ class OperatorKeyConfig:
     """The keyid of a minted key; any name for a development key. Audit lines name it."""
     hash: KeyHash = field(repr=False)
     """sha256: and the hex digest of the whole key."""
+    labels: Labels = ()
+    """Texts for operators, such as the key's owner; lists show them."""
+    created: datetime | None = None
+    """When it was created, with the offset from UTC. Unset: not known."""
     expires: datetime | None = None
     """When it stops working, with the offset from UTC. Unset: never."""
     disabled: bool = False
     """True if the key is revoked."""
+    previous_hash: KeyHash | None = field(default=None, repr=False)
+    """The hash of the whole key as it was before its secret was replaced, which still works until
+    previous_expires."""
+    previous_expires: datetime | None = None
+    """When the secret before the last replacement stops working, with the offset from UTC."""
+
+    def __post_init__(self) -> None:
+        if (self.previous_hash is None) != (self.previous_expires is None):
+            raise ConfigError(["previous_hash and previous_expires belong together"])
 
 
 @dataclass(frozen=True, slots=True)

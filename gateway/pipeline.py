@@ -45,7 +45,7 @@ from gateway.admission.usage import NOTHING, Used
 from gateway.admission.validate import validate, validate_slices
 from gateway.billing.lines import Billing
 from gateway.client.body import read_body
-from gateway.client.reading import serves
+from gateway.client.reading import served_by, serves
 from gateway.config import ALL_ENDPOINTS, GatewayConfig
 from gateway.dispatch import REPEATED, Dispatched, Dispatcher, Prepared
 from gateway.endpoints import Dialect, Endpoint, ProxiedRequest
@@ -247,7 +247,7 @@ class Pipeline:
         what it asks for."""
         exchange.stages.enter("auth")
         request = exchange.request
-        caller = Caller(request.headers.get("authorization"), request.transport)
+        caller = Caller(request.headers.get("authorization"), request.transport, served_by(request))
         try:
             found = exchange.accounts.identity.identify(caller, exchange.clock.wall())
         except Unauthenticated:

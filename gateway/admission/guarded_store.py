@@ -16,6 +16,9 @@ Rules
 6. What is counted here, of requests without limits and during outages, is posted to the store a moment later,
    exactly once: a post whose answer is lost is sent again under its number. A process that is killed loses
    what it has not posted.
+7. Where billing lines are written, requests without limits are noted in the store as well, and nobody waits
+   for that: what a killed gateway had open lapses there, is counted, and has its line from another. One that
+   is noted is counted there, and no more here.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import astuple
 from functools import lru_cache
 from itertools import islice
@@ -74,6 +77,14 @@ class SharedStore(QuotaStore, Protocol):
         """It waits for nobody, and does not fail: what the store could not be told, it is told later."""
         ...
 
+    def note(
+        self, reservation: ReservationId, payer: Payer, tokens: int, noted: Callable[[ReservationId], None]
+    ) -> None:
+        """Note a request that no limit counts, as one that has reserved these tokens. Nobody waits for it,
+        and it does not fail. `noted` is called while the request is in progress, or never: from then on
+        the store counts it."""
+        ...
+
     async def post(self, source: str, number: int, tenant: TenantId, day: int, sheet: Sheet) -> None:
         """Add the rows to those of a tenant's day. `source` numbers its posts upwards, from 1 on: one that is
         sent again changes nothing."""
@@ -95,9 +106,13 @@ class GuardedStore:
         gateways: int = 1,
         clock: Clock = SYSTEM_CLOCK,
         days_kept: int = DAYS_KEPT,
+        *,
+        notes_all: bool = False,
     ) -> None:
-        """`gateways`: processes that share the store; each allows this part of a limit on its own."""
+        """`gateways`: processes that share the store; each allows this part of a limit on its own.
+        `notes_all`: rule 7."""
         self._store: Final = store
+        self._notes_all: Final = notes_all
         self._local: Final = MemoryStore(clock, days_kept)
         self._clock: Final = clock
         self._missed: Final = asyncio.Event()
@@ -137,7 +152,10 @@ class GuardedStore:
     ) -> Decision:
         """Raises QuotaUnavailable."""
         if not subjects:
-            return await self._local.reserve(reservation, subjects, least, most, payer)
+            decision = self._local.reserve(reservation, subjects, least, most, payer).result
+            if self._notes_all and payer is not None:
+                self._store.note(reservation, payer, decision.granted, self._local.release)
+            return decision
         if not self._local.holds(reservation):
             try:
                 return await self._store.reserve(reservation, subjects, least, most, payer)

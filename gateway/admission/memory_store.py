@@ -36,7 +36,7 @@ from gateway.admission.quota import (
     SubjectAccount,
     Windows,
 )
-from gateway.admission.usage import Payer, UsageRow, UsageRows, Used
+from gateway.admission.usage import NOTHING, Payer, UsageRow, UsageRows, Used
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import TenantId
 from shared.shield import Done
@@ -159,6 +159,13 @@ class MemoryStore:
             self._accounts[subject.account] = settled
         self._book(entry, settlement, used)
         return Done(settlement)
+
+    def release(self, reservation: ReservationId) -> None:
+        """Give a reservation back as if it had never been granted: it is counted elsewhere."""
+        entry = self._reservations.pop(reservation, None) or self._recalled(reservation)
+        if entry is not None:
+            entry.payer = None
+            self._book(entry, Settlement(entry.tokens, 0), NOTHING)
 
     def renew(self, reservations: Sequence[ReservationId]) -> Done[None]:
         now_ms = self._now_ms()

@@ -8,7 +8,7 @@
 --   PREFIX:leases                sorted set: reservation -> when its lease ends, in ms
 --   PREFIX:reservations          hash: reservation -> "TOKENS RESERVED_MS USAGE ROW ACCOUNT ACCOUNT", where USAGE
 --                                is the beginning of the key of the row that it is counted in, and USAGE and
---                                ROW are - as long as nothing was granted
+--                                ROW are - as long as nothing was granted. What no limit counts has no ACCOUNT
 --   PREFIX:{acme}:key:k1         an account: requests, tokens, at_ms, live, spent, day, month, requests_at_ms,
 --                                tokens_at_ms, as quota.Account has them, nine doubles (packed: as text they
 --                                took a quarter of each call)

@@ -11,7 +11,10 @@ Rules:
    others a moment later. One that fails goes out again with the next renewal, and when the store is closed.
 2. A renewal is also the probe that brings a link up which is down, and a write: a server that only reads is
    none for quotas.
-3. A request without limits has no reservation here, and nothing is asked for it.
+3. For a request without limits nothing is asked here. `note` has it recorded, and nobody waits for that, so
+   that it is counted, and has a billing line, though its gateway is killed. Whether Redis has the record is
+   known once it answers. Until then, and where it does not, its gateway counts the request by itself, and
+   what may be there all the same is taken away uncounted when the request ends (rule 4).
 4. A request whose tokens were not granted by this store, as far as its caller knows, is not counted by it.
 5. A call whose keys another node has now is sent there, at once and once: within two calls' time, and that of
    connecting where the node was not known, which is bounded by a call's time as well.
@@ -25,13 +28,11 @@ import asyncio
 import contextlib
 import struct
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import astuple
 from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import quote, unquote
-
-from msgspec import Struct
 
 from gateway.accounting_config import AccountingConfig
 from gateway.admission import quota
@@ -49,6 +50,7 @@ from gateway.admission.quota import (
     Windows,
 )
 from gateway.admission.redis_calls import SCRIPT, Calls, call, in_full, part, times
+from gateway.admission.redis_held import Held, Noting, Settling
 from gateway.admission.redis_link import Moved, RedisLink, ScriptMissing, Word
 from gateway.admission.redis_links import Links, tag_of
 from gateway.admission.store_failures import failed
@@ -65,39 +67,6 @@ ENCODED_MAX: Final = 16 * 1024
 _SEATED: Final = Decision(None, None)
 _LIMITS: Final = struct.Struct(">6d")
 _NO_ROW: Final = part("-", "-")
-
-
-class _Held(Struct):
-    subjects: tuple[Subject, ...]
-    granted: int = 0
-    """Tokens that were granted to it, as far as its caller knows."""
-    used: Used | None = None
-    """The tokens to settle with; None while the request is in progress."""
-    is_settling: bool = False
-    """True while Redis is asked to settle it."""
-    is_counted: bool = False
-    """Rule 4."""
-
-
-class _Settling(Struct, eq=False):
-    """Where the answer to a settlement goes: it costs less than a future and its callbacks."""
-
-    store: RedisStore
-    reservation: ReservationId
-    held: _Held
-    command: bytes
-
-    def done(self) -> bool:
-        return False
-
-    def set_result(self, reply: object, /) -> None:
-        self.store.settlement_over(self.reservation, self.held, None)
-
-    def set_exception(self, error: StoreUnavailable, /) -> None:
-        if isinstance(error, ScriptMissing | Moved):  # so nothing was done
-            self.store.send_again(self)
-        else:
-            self.store.settlement_over(self.reservation, self.held, error)
 
 
 class RedisStore:
@@ -118,8 +87,9 @@ class RedisStore:
         self._settings: Final = struct.pack(">2d", lease_ttl_ms, days_kept)
         self._clock: Final = clock
         self._calls_of = lru_cache(ENCODED_MAX)(self._calls)
+        self._notes_of = lru_cache(ENCODED_MAX)(self._notes)
         self._row_of = lru_cache(ENCODED_MAX)(self._row)
-        self._held: dict[ReservationId, _Held] = {}
+        self._held: dict[ReservationId, Held] = {}
         self._settling = 0
         """Settlements that Redis has not answered."""
         self._none_settles = asyncio.Event()
@@ -162,7 +132,7 @@ class RedisStore:
             return Decision(None, Windows(), most)
         tenant = subjects[0].tenant
         times_ms = self._times_ms(tenant)
-        held = self._held[reservation] = _Held(tuple(subjects))  # it has them even if no answer comes
+        held = self._held[reservation] = Held(tenant, tuple(subjects))  # it has them even if no answer comes
         row = _NO_ROW if payer is None else self._row_of(payer)
         command = self._calls_of(held.subjects).reserve(reservation, *times_ms, least, most, row)
         reply = await self._ask(tenant, command)
@@ -173,6 +143,29 @@ class RedisStore:
         if (seated := -1 - granted) == 0:
             del self._held[reservation]
         return _refused(holdings, seated=seated, tokens=least)
+
+    def note(
+        self, reservation: ReservationId, payer: Payer, tokens: int, noted: Callable[[ReservationId], None]
+    ) -> None:
+        """Rule 3. `noted` is called if Redis has it before the request ends: then it is counted here."""
+        held = Held(payer.tenant)
+        try:
+            times_ms = self._times_ms(payer.tenant)
+            row = self._row_of(payer)
+            command = self._notes_of(payer.tenant).reserve(reservation, *times_ms, tokens, tokens, row)
+            self._links.of(payer.tenant).send(command, Noting(self, reservation, held, command, noted))
+        except StoreUnavailable as error:
+            failed("note", error)
+        else:
+            self._held[reservation] = held
+
+    def note_in_full(self, noting: Noting) -> None:
+        """Send one again to a server that does not know the script, ahead of its settlement."""
+        noting.is_again = True
+        try:
+            self._links.of(noting.held.tenant).send(in_full(noting.command), noting)
+        except StoreUnavailable as error:
+            failed("note", error)
 
     def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
         """Rule 1."""
@@ -206,10 +199,9 @@ class RedisStore:
         tenants: dict[tuple[str, str], TenantId] = {}
         for reservation in reservations:
             if (held := self._held.get(reservation)) is not None and held.used is None:
-                tenant = held.subjects[0].tenant
-                keys = self._lease_keys(tenant)
+                keys = self._lease_keys(held.tenant)
                 together[keys].append(reservation)
-                tenants[keys] = tenant
+                tenants[keys] = held.tenant
         for keys, renewed in together.items():
             for i in range(0, len(renewed), RENEWED_MAX):
                 yield self._run(tenants[keys], keys, "renew", *renewed[i : i + RENEWED_MAX])
@@ -297,21 +289,21 @@ class RedisStore:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def _hold(self, reservation: ReservationId, subjects: Sequence[Subject]) -> _Held:
+    def _hold(self, reservation: ReservationId, subjects: Sequence[Subject]) -> Held:
         held = self._held.get(reservation)
         if held is None:
-            held = self._held[reservation] = _Held(tuple(subjects))
+            held = self._held[reservation] = Held(subjects[0].tenant, tuple(subjects))
         return held
 
-    def _send_settlement(self, reservation: ReservationId, held: _Held) -> None:
+    def _send_settlement(self, reservation: ReservationId, held: Held) -> None:
         """Ask Redis to settle a reservation: the words are on their way when this returns."""
         used = held.used
         assert used is not None
-        calls = self._calls_of(held.subjects)
+        calls = self._calls_of(held.subjects) if held.subjects else self._notes_of(held.tenant)
         command = calls.settle(reservation, self._now_ms(), used, is_counted=held.is_counted)
         try:
-            link = self._links.of(held.subjects[0].tenant)
-            link.send(command, _Settling(self, reservation, held, command))
+            link = self._links.of(held.tenant)
+            link.send(command, Settling(self, reservation, held, command))
         except StoreUnavailable as error:
             failed("settle", error)
             return
@@ -320,9 +312,7 @@ class RedisStore:
             self._none_settles.clear()
         self._settling += 1
 
-    def settlement_over(
-        self, reservation: ReservationId, held: _Held, error: StoreUnavailable | None
-    ) -> None:
+    def settlement_over(self, reservation: ReservationId, held: Held, error: StoreUnavailable | None) -> None:
         """Note the end of one that was sent."""
         self._settling -= 1
         if not self._settling:
@@ -333,13 +323,13 @@ class RedisStore:
         elif self._held.get(reservation) is held:
             del self._held[reservation]
 
-    def send_again(self, settling: _Settling) -> None:
+    def send_again(self, settling: Settling) -> None:
         """Send one that the server has refused to do."""
 
         async def again() -> None:
             error: StoreUnavailable | None = None
             try:
-                await self._ask(settling.held.subjects[0].tenant, settling.command)
+                await self._ask(settling.held.tenant, settling.command)
             except StoreUnavailable as problem:
                 error = problem
             self.settlement_over(settling.reservation, settling.held, error)
@@ -413,6 +403,10 @@ class RedisStore:
 
     def _calls(self, subjects: tuple[Subject, ...]) -> Calls:
         return Calls.of(*self._encoded(subjects))
+
+    def _notes(self, tenant: TenantId) -> Calls:
+        """The calls for requests of a tenant that no limit counts."""
+        return Calls.of(self._lease_keys(tenant), self._settings)
 
     def _encoded(self, subjects: Sequence[Subject]) -> tuple[tuple[str, ...], bytes]:
         """The keys of a call, and the settings with the limits, as the script wants them."""

@@ -9,8 +9,8 @@ one after another, beside each attack and alone, before it and when it is over:
     hostile JSON          depth, digits, NaN, lone surrogates, repeated fields
 
 `mutations` sends 100,000 requests with mistakes of all kinds (`gateway.bench.mutations`).
-`rotation` counts false 401s at 200 requests per second, while issuers and API keys rotate
-(`gateway.bench.rotation`).
+`rotation` counts false 401s at 200 requests per second, while issuers and API keys rotate, and then beside
+made-up keys (`gateway.bench.rotation`).
 `revoking` tells how long a key that is created, or revoked, at one gateway takes to count at another one
 (`gateway.bench.revoking`).
 `keys` compares, in this process, the time of looking up keys that are wrong in different places: the absolute

@@ -6,7 +6,8 @@ nothing else; its CPU time is divided by the requests. Redis is a process of its
 --redis names one. The third row sends the same calls through redis-py's pool of connections. The fourth sends
 the same commands without a store, and looks at no answer: a caller that is alone pays for two turns of the
 loop, four system calls and two wake-ups, which are dearer the longer it has waited, whatever it does with the
-answers.
+answers. The last row is a request without limits where billing lines are written: it is noted in Redis and
+settled. Only this row waits for the note, so that the settlement follows its answer, as it does in a gateway.
 
 The rows take turns, and each figure is a median of turns. Ratios and differences are taken within a turn, and
 they alone mean anything elsewhere.
@@ -96,6 +97,7 @@ async def _run(options: argparse.Namespace) -> list[Figure]:
         }
         bare = await stack.enter_async_context(_bare(url, ours))
         rows = {name: _quotas(store) for name, store in stores.items()} | {"bare calls": bare.request}
+        rows["no limits, noted"] = _notes(ours)
         for callers in options.callers:
             turns = await _in_turns(rows, callers, options)
             for name in rows:
@@ -124,7 +126,7 @@ class _Row(Struct):
     """Per request."""
     wall_s: float
     latencies_s: list[float]
-    """The three calls of a request, each by itself."""
+    """The calls of a request, each by itself."""
 
     @property
     def calls_per_s(self) -> float:
@@ -146,6 +148,8 @@ def _compared(callers: int, turns: Sequence[Turn]) -> Iterable[Figure]:
     pool = "Redis, redis-py's pool"
     ratio = median(turn["Redis"].cpu_us / turn[pool].cpu_us for turn in turns)
     yield figure(f"{callers} callers: Redis / redis-py's pool", ratio, "x", POOL_RATIO_TARGET)
+    noted = median(turn["no limits, noted"].cpu_us / turn["Redis"].cpu_us for turn in turns)
+    yield figure(f"{callers} callers: no limits, noted / Redis", noted, "x")
     for other in ("bare calls", "memory"):
         beyond_us = median(turn["Redis"].cpu_us - turn[other].cpu_us for turn in turns)
         yield figure(f"{callers} callers: Redis beyond {other}", beyond_us, "us/request")
@@ -190,6 +194,23 @@ def _quotas(store: QuotaStore) -> Request:
             if await call() is None:
                 raise BenchFailed("a reservation was lost")
             yield
+
+    return request
+
+
+def _notes(store: RedisStore) -> Request:
+    """The calls of a request without limits."""
+    numbers = itertools.count()
+
+    async def request() -> AsyncIterator[None]:
+        name = ReservationId(f"noted-{next(numbers)}")
+        noted = asyncio.get_running_loop().create_future()
+        store.note(name, _PAYER, 500, noted.set_result)
+        await noted
+        yield
+        if await store.settle(name, Used(prompt=200, completion=100)) is None:
+            raise BenchFailed("a note was lost")
+        yield
 
     return request
 
@@ -264,7 +285,7 @@ class _PooledStore(RedisStore):
     async def settle(self, reservation: ReservationId, used: Used) -> Settlement | None:  # type: ignore[override]
         held = self._held.pop(reservation)
         command = self._calls_of(held.subjects).settle(reservation, 0, used, is_counted=True)
-        reply = await self._ask(held.subjects[0].tenant, command)
+        reply = await self._ask(held.tenant, command)
         return Settlement(reply[1], used.tokens)
 
 

@@ -4,14 +4,16 @@ Three kinds of callers ask a gateway at a steady rate, whether they are answered
 keys rotate, and alone, before that and after it.
 
     in turn    of an issuer that rotates through four keys, each used in the moment in which it is published,
-               so that the first token with it comes before the gateway has fetched it; a rotation comes when
-               the gateway may fetch for an unknown key again
-    in haste   of an issuer that rotates several times within that gap
+               so that the first token with it comes before the gateway has fetched it
+    in haste   of an issuer that rotates several times as often
     keys       API keys, each replaced once through the admin listener, old and new secret used in turns. To
                replace one takes some 30 ms of a thread, which reads the gateway's file as often as it must
 
 A caller of an issuer sends tokens that the gateway has seen, of each key that is published, and new ones.
 What is sent is good in that moment, so every 401 is a false one.
+
+Then the first issuer goes on to rotate, while somebody else sends tokens of both with made-up key ids, each
+another one: a fetch has just begun for one of these whenever a new key is used.
 """
 
 from __future__ import annotations
@@ -38,7 +40,6 @@ from gateway.config import KeyConfig
 from gateway.development import ID, development_config, development_key
 from gateway.edge_config import IssuerConfig
 from gateway.holder_config import GrantConfig
-from gateway.identity.jwks import POLL_S, REFETCH_GAP_S
 from gateway.identity.keys import mint_key
 from shared.bench.client import ApiServer, LoadConnection, TimedRequest
 from shared.bench.figures import Figure, at_least, at_most, figure, quantile
@@ -51,7 +52,10 @@ CALLERS: Final = (IN_TURN, KEYS, IN_TURN, IN_HASTE) * 2
 """The kinds of the eight callers, who ask one after another."""
 NEW_EVERY: Final = 3
 """One token of so many is new to the gateway."""
+MADE_UP: Final = "made up"
 PATIENCE_S: Final = 30.0
+GAP_S: Final = 31.0
+"""The time between two rotations of the issuer that rotates in turn."""
 BESIDE_TARGET: Final = at_most(1.1)
 
 
@@ -63,13 +67,19 @@ class Plan:
     """Requests per second, of all callers together."""
     alone_s: float = 8.0
     """How long callers ask before anything rotates, and as long again when all is over."""
-    beside_s: float = 2 * (REFETCH_GAP_S + POLL_S) + 8.0
-    in_turn_s: tuple[float, ...] = tuple(2.0 + turn * (REFETCH_GAP_S + POLL_S) for turn in range(3))
+    beside_s: float = 2 * GAP_S + 8.0
+    in_turn_s: tuple[float, ...] = tuple(2.0 + turn * GAP_S for turn in range(3))
     """The rotations of the issuer that leaves the gap: with its first key, through four."""
     in_haste_s: tuple[float, ...] = (5.0, 13.0, 21.0, 29.0, 37.0, 45.0)
     keys_every_s: float = 5.0
     overlap_s: float = 4.0
     """How long an issuer publishes, and its callers use, a key beside the one that replaces it."""
+    made_up_rate: int = 40
+    """Tokens with made-up key ids per second, at the end."""
+    flooded_s: float = 20.0
+    """How long they come."""
+    flooded_turns_s: tuple[float, ...] = (3.0, 11.0)
+    """The rotations meanwhile."""
 
 
 class Caller(Protocol):
@@ -103,6 +113,10 @@ class Issuer:
             return self._keys[-1].token(self._iss, "new", number)
         return self._held[self._keys[number % len(self._keys)].kid]
 
+    def made_up(self) -> str:
+        """A token whose key nobody has, by an id that was not seen before."""
+        return replace(self._keys[-1], kid=f"made-up-{next(self._count)}").token(self._iss, "nobody")
+
     async def rotate(self, times_s: Iterable[float], overlap_s: float) -> None:
         """Replace the key at these times from now."""
         began_s = time.perf_counter()
@@ -120,6 +134,16 @@ class Issuer:
     def _use(self, *keys: SigningKey) -> None:
         self._server.published[self._name] = keys
         self._keys = list(keys)
+
+
+class MadeUp:
+    """Somebody who makes up key ids of these issuers."""
+
+    def __init__(self, *issuers: Issuer) -> None:
+        self._issuers = itertools.cycle(issuers)
+
+    def credential(self) -> str:
+        return next(self._issuers).made_up()
 
 
 class Keys:
@@ -156,9 +180,9 @@ class Asked:
 class Load:
     """The requests of all callers, each on a connection that none of them uses at that moment."""
 
-    def __init__(self, url: str, callers: dict[str, Caller]) -> None:
+    def __init__(self, url: str, callers: dict[str, Caller], kinds: Sequence[str] = CALLERS) -> None:
         self._url, self._callers = url, callers
-        self._kinds = itertools.cycle(CALLERS)
+        self._kinds = itertools.cycle(kinds)
         self._idle: list[LoadConnection] = []
         self.asked: list[Asked] = []
 
@@ -195,6 +219,8 @@ async def rotation(engine: Engine, plan: Plan = Plan()) -> list[Figure]:
         url, operator = await stack.enter_async_context(_gateway(engine, (in_turn, in_haste), keys))
         load = Load(url, {IN_TURN: in_turn, IN_HASTE: in_haste, KEYS: keys})
         stack.callback(load.close)
+        forged = Load(url, {MADE_UP: MadeUp(in_turn, in_haste)}, (MADE_UP,))
+        stack.callback(forged.close)
         alone = await load.run(plan.rate, plan.alone_s)
         async with asyncio.TaskGroup() as group:
             rotating = [
@@ -206,7 +232,12 @@ async def rotation(engine: Engine, plan: Plan = Plan()) -> list[Figure]:
             for task in rotating:
                 task.cancel()
         alone += await load.run(plan.rate, plan.alone_s)
-    return figures_of(alone, beside, plan)
+        async with asyncio.TaskGroup() as group:
+            turning = group.create_task(in_turn.rotate(plan.flooded_turns_s, plan.overlap_s))
+            forging = group.create_task(forged.run(plan.made_up_rate, plan.flooded_s))
+            flooded = await load.run(plan.rate, plan.flooded_s)
+            turning.cancel()
+    return [*figures_of(alone, beside, plan), *_flooded(flooded, forging.result())]
 
 
 @contextlib.asynccontextmanager
@@ -246,6 +277,17 @@ def figures_of(alone: Sequence[Asked], beside: Sequence[Asked], plan: Plan) -> l
         figure("rotation: not served", len(failed), "requests", at_most(0)),
         figure("rotation: p99, beside / alone", p99_ms[1] / p99_ms[0], "x", BESIDE_TARGET),
         figure("rotation: p99 beside", p99_ms[1], "ms"),
+    ]
+
+
+def _flooded(asked: Sequence[Asked], made_up: Sequence[Asked]) -> list[Figure]:
+    """The figures of the answers that callers got beside made-up keys."""
+    failed = [one for one in asked if one.request.status != HTTPStatus.OK]
+    refused = [one for one in made_up if one.request.status == HTTPStatus.UNAUTHORIZED]
+    return [
+        figure("rotation beside made-up keys: not served", len(failed), "requests", at_most(0)),
+        figure("rotation beside made-up keys: p99", _p99_ms(asked), "ms"),
+        figure("rotation beside made-up keys: made up, refused", len(refused), "requests"),
     ]
 
 

@@ -6,6 +6,7 @@
     POST /admin/v1/keys/{id}/rotate             replace its secret
     GET /admin/v1/tenants?after=&limit=         a page of tenants
     GET PUT DELETE /admin/v1/tenants/{id}       show one, create or replace it, delete it
+    GET /admin/v1/operators                     the operators' keys, which the file alone changes
 
 What is shown has an `etag`; a change with that in `if-match` is refused with 412 when another one came first.
 """
@@ -25,7 +26,9 @@ from gateway.accounts import Kind
 from gateway.client.responses import json_response
 from gateway.config import KeyConfig, TenantConfig
 from gateway.directory.entries import ENTRY_LEN_MAX, PAGE_MAX, KeyView, decode_object
-from gateway.directory.registry import CREATABLE, PATCHABLE, MintedView, Page, Registry, Rotation, Shown
+from gateway.directory.operator_keys import OperatorKeysView
+from gateway.directory.registry import CREATABLE, PATCHABLE, MintedView, Page, Registry, Shown
+from gateway.directory.rotation import Rotation
 from gateway.operators import Asked, Body, Operation, Parameter, Table, does
 from shared.config import ConfigError
 from shared.errors import (
@@ -41,6 +44,7 @@ from shared.request_body import CONTINUE, read_body
 
 KEYS: Final = "/admin/v1/keys"
 TENANTS: Final = "/admin/v1/tenants"
+OPERATORS: Final = "/admin/v1/operators"
 PAGE_LEN: Final = 100
 """Entries on a page, unless the operator says otherwise."""
 BODY_S: Final = 10.0
@@ -88,6 +92,7 @@ class DirectoryRoutes:
             KEYS: {"GET": self._list_keys, "POST": self._create_key},
             f"{KEYS}/{{id}}": {"GET": self._key, "PATCH": self._patch_key, "DELETE": self._delete_key},
             f"{KEYS}/{{id}}/rotate": {"POST": self._rotate_key},
+            OPERATORS: {"GET": self._list_operators},
             TENANTS: {"GET": self._list_tenants},
             f"{TENANTS}/{{id}}": {
                 "GET": self._tenant,
@@ -99,6 +104,10 @@ class DirectoryRoutes:
     @does(Operation("List keys, by their tenants.", Page[KeyView], (_OF_TENANT, *_PAGED)))
     async def _list_keys(self, asked: Asked) -> web.Response:
         return await self._page(asked, "keys", (_OF_TENANT, *_PAGED))
+
+    @does(Operation("List operators' keys. They are changed in the file alone.", OperatorKeysView))
+    async def _list_operators(self, asked: Asked) -> web.Response:
+        return json_response(HTTPStatus.OK, msgspec.json.encode(self._registry.operators()), {})
 
     @does(Operation("List tenants, by their ids.", Page[TenantConfig], _PAGED))
     async def _list_tenants(self, asked: Asked) -> web.Response:

@@ -16,14 +16,16 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from gateway.accounts import AccountsReader, Kind
-from gateway.config import ENV_PREFIX, KeyConfig, load
+from gateway.config import ENV_PREFIX, GatewayConfig, KeyConfig, TenantConfig, load
 from gateway.directory.entries import Change, Edit, R, Record, check_match, kind_of, not_found, place_of
 from gateway.directory.toml_edit import CannotEdit, document, replace_table
+from gateway.edge_config import OperatorKeyConfig
 from shared.config import FILE_LEN_MAX
 from shared.errors import Conflict, DirectoryUnavailable
 from shared.files import file_version, read_text
@@ -31,6 +33,7 @@ from shared.files import file_version, read_text
 LOCK_S: Final = 5.0
 """How long another process's change is waited for, in seconds."""
 LOCK_AGAIN_S: Final = 0.02
+E = TypeVar("E", bound=Record | OperatorKeyConfig)
 
 
 class FileDirectory:
@@ -53,33 +56,44 @@ class FileDirectory:
         return next((record for record in found if record.id == id_), None)
 
     async def change(self, type_: type[R], id_: str, edit: Edit[R] | None, if_match: str | None) -> Change:
+        def checked(before: R | None, config: GatewayConfig) -> R | None:
+            check_match(before, if_match)
+            if edit is None and before is None:
+                raise not_found(kind_of(type_), id_)
+            after = None if edit is None else edit(before)
+            if after is None and type_ is TenantConfig and any(key.tenant == id_ for key in config.keys):
+                raise Conflict("The tenant still has keys. Delete them first.")
+            return after
+
+        before, after = await self.edit(kind_of(type_), id_, checked)
+        return Change(before, after)
+
+    async def edit(
+        self, section: str, id_: str, edit: Callable[[E | None, GatewayConfig], E | None]
+    ) -> tuple[E | None, E | None]:
+        """Change one entry of a list of the file, such as `admin.keys`, or nothing. `edit` is given the entry
+        and all else as the file has it. Returns the entry before and after. Raises what `edit` raises, and as
+        `change` does."""
         if self._path is None:
             raise Conflict("The gateway has no file that could be edited.")
-        change = await asyncio.to_thread(self._change, self._path, type_, id_, edit, if_match)
+        found = await asyncio.to_thread(self._edit, self._path, section, id_, edit)
         await self._accounts.reload()
-        return change
+        return found
 
-    def _change(
-        self, path: Path, type_: type[R], id_: str, edit: Edit[R] | None, if_match: str | None
-    ) -> Change:
-        kind = kind_of(type_)
-        if (variable := f"{ENV_PREFIX}{kind.upper()}") in self._env:
-            raise Conflict(f"{variable} is set, which wins over the file.")
+    def _edit(
+        self, path: Path, section: str, id_: str, edit: Callable[[E | None, GatewayConfig], E | None]
+    ) -> tuple[E | None, E | None]:
+        self._require_unset(section)
         try:
             with _locked(path.resolve().parent):
                 seen, text = file_version(path), read_text(path, FILE_LEN_MAX)
                 config = load(document(text), self._env)
-                entries: Sequence[R] = getattr(config, kind)
+                entries: Sequence[E] = attrgetter(section)(config)
                 at = next((at for at, record in enumerate(entries) if record.id == id_), None)
                 before = None if at is None else entries[at]
-                check_match(before, if_match)
-                if edit is None and before is None:
-                    raise not_found(kind, id_)
-                after = None if edit is None else edit(before)
-                if after is None and kind == "tenants" and any(key.tenant == id_ for key in config.keys):
-                    raise Conflict("The tenant still has keys. Delete them first.")
+                after = edit(before, config)
                 if after != before:
-                    edited = replace_table(text, kind, at, after)
+                    edited = replace_table(text, section, at, after)
                     load(document(edited), self._env)
                     if file_version(path) != seen:
                         raise Conflict("The gateway's file has just been changed by hand. Try again.")
@@ -89,7 +103,15 @@ class FileDirectory:
         except (OSError, UnicodeDecodeError) as error:
             problem = f"The gateway's file cannot be edited: {getattr(error, 'strerror', 'it is not UTF-8')}."
             raise DirectoryUnavailable(problem, detail=str(error)) from None
-        return Change(before, after)
+        return before, after
+
+    def _require_unset(self, section: str) -> None:
+        """Raises Conflict where a variable says what the file would."""
+        names = section.upper().split(".")
+        for last in range(len(names)):
+            variable = ENV_PREFIX + "__".join(names[: last + 1])
+            if variable in self._env:
+                raise Conflict(f"{variable} is set, which wins over the file.")
 
 
 @contextlib.contextmanager

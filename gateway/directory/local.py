@@ -1,5 +1,5 @@
 """The operations on keys for a command on the gateway's machine, which has the gateway's file: on the file
-itself, or on the Redis that it names."""
+itself, or on the Redis that it names. Operators' keys are in the file alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from msgspec import Struct
 
 from gateway.accounts import AccountsReader
 from gateway.config import load
 from gateway.directory.entries import PAGE_MAX
 from gateway.directory.file_directory import FileDirectory
+from gateway.directory.operator_keys import OperatorKeys
 from gateway.directory.registry import Registry
 from shared import logs
 from shared.config import ConfigError
 from shared.errors import ApiError
 
 Operation = Literal["create", "list", "rotate", "patch", "delete"]
+Whose = Literal["callers", "operators"]
 
 
 class LocalFailed(Exception):
@@ -29,16 +32,22 @@ class LocalFailed(Exception):
 
 
 def call(
-    file: Path, operation: Operation, id_: str, fields: Mapping[str, Any], env: Mapping[str, str]
+    file: Path,
+    operation: Operation,
+    id_: str,
+    fields: Mapping[str, Any],
+    env: Mapping[str, str],
+    whose: Whose = "callers",
 ) -> bytes:
-    """Do one operation. Returns its answer in JSON, as the admin listener would give it. A change leaves its
-    audit line on standard error. Raises LocalFailed.
+    """Do one operation on keys of callers or of operators. Returns its answer in JSON, as the admin listener
+    would give it. A change leaves its audit line on standard error. Raises LocalFailed.
 
     `id_` is the key's; of a list, the place behind which it begins.
     """
     logs.configure("keys", level="warning", stream=sys.stderr)
     try:
-        return asyncio.run(_call(file, operation, id_, fields, env))
+        work = _call if whose == "callers" else _call_operators
+        return asyncio.run(work(file, operation, id_, fields, env))
     except ConfigError as error:
         raise LocalFailed("\n".join(error.problems)) from None
     except ApiError as error:
@@ -62,6 +71,27 @@ async def _call(
         return await _ask(Registry(directory, accounts), operation, id_, fields)
     finally:
         await directory.aclose()
+
+
+async def _call_operators(
+    file: Path, operation: Operation, id_: str, fields: Mapping[str, Any], env: Mapping[str, str]
+) -> bytes:
+    accounts = AccountsReader(load(file, env), file)
+    keys = OperatorKeys(FileDirectory(file, accounts, env), accounts)
+    by = f"os:{getpass.getuser()}"
+    found: Struct
+    match operation:
+        case "create":
+            found = await keys.create(fields, by)
+        case "list":
+            found = keys.list()
+        case "rotate":
+            found = await keys.rotate(id_, fields, by)
+        case "patch":
+            found = await keys.revoke(id_, by)
+        case "delete":
+            found = await keys.delete(id_, by)
+    return msgspec.json.encode(found)
 
 
 async def _ask(registry: Registry, operation: Operation, id_: str, fields: Mapping[str, Any]) -> bytes:

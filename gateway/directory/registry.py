@@ -16,13 +16,12 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from datetime import UTC, datetime
-from math import ceil
-from typing import Annotated, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from gateway.accounts import AccountsReader, Kind
 from gateway.config import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
@@ -41,15 +40,14 @@ from gateway.directory.entries import (
     place_of,
     view_of,
 )
-from gateway.identity.keys import KEYID_LEN, mint_key
+from gateway.directory.operator_keys import OperatorKeysView, operator_keys_of
+from gateway.directory.rotation import Rotation, rotated
+from gateway.identity.keys import mint_key
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError, load
 from shared.errors import Conflict, PreconditionFailed, PreconditionRequired
 
-OVERLAP_S: Final = 24 * 3600.0
-"""How long a replaced secret still works, unless the operator says otherwise, in seconds."""
-OVERLAP_S_MAX: Final = 30 * 24 * 3600.0
 PATCHABLE: Final = frozenset(
     {"models", "endpoints", "limits", "model_limits", "env", "labels", "expires", "disabled"}
 )
@@ -57,15 +55,6 @@ PATCHABLE: Final = frozenset(
 CREATABLE: Final = (PATCHABLE | {"tenant"}) - {"disabled"}
 _RELATIVE: Final = (".", "..")
 """Ids that clients cannot ask for: they are taken out of a URL (RFC 3986 section 5.2.4)."""
-_KEYID: Final = re.compile(rf"[a-z0-9]{{{KEYID_LEN}}}")
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """The replacement of a key's secret."""
-
-    overlap_s: Annotated[float, Meta(ge=0.0, le=OVERLAP_S_MAX)] = OVERLAP_S
-    """How long the secret that is replaced still works. 0 ends every older secret at once."""
 
 
 class MintedView(KeyView, frozen=True):
@@ -124,6 +113,10 @@ class Registry:
         next_ = None if is_last else place_of((shown or found)[-1])
         return Page([view_of(record) for record in shown], [r.id for r in shown if r.id in ids], next_)
 
+    def operators(self) -> OperatorKeysView:
+        """The operators' keys of the file that this gateway has read."""
+        return operator_keys_of(self._accounts.config)
+
     async def get(self, kind: Kind, id_: str) -> Shown:
         """One entry. Raises NotFound."""
         record = self._declared(kind, id_) or await self._directory.get(kind, id_)
@@ -174,33 +167,12 @@ class Registry:
         def edit(now: KeyConfig | None) -> KeyConfig:
             nonlocal text
             key = _there(now, "keys", id_)
-            if key.disabled:
-                raise Conflict("The key is revoked.")
-            if key.expires is not None and key.expires.timestamp() <= self._clock.wall():
-                raise Conflict("The key has expired.")
-            minted = mint_key(key.env, key.id if _KEYID.fullmatch(key.id) else None)
-            text = minted.text
-            return replace(key, hash=minted.hash, **self._previous(key, rotation))
+            key, text = rotated(key, rotation, key.env, self._clock.wall())
+            return key
 
         change = await self._change(KeyConfig, id_, edit, if_match, "rotate", by)
         assert isinstance(change.after, KeyConfig)
         return _minted(change.after, text)
-
-    def _previous(self, key: KeyConfig, rotation: Rotation) -> dict[str, Any]:
-        """The fields of a key that say how long its secret of now works on. Two at most ever work: a third
-        would end one that callers may still use."""
-        now = self._now()
-        if not rotation.overlap_s:
-            return {"previous_hash": None, "previous_expires": None}
-        if key.previous_expires is not None and key.previous_expires > now:
-            until = f"{key.previous_expires:%Y-%m-%dT%H:%M:%SZ}"
-            raise Conflict(
-                f"The secret before this one works until {until}. Wait, or end both with an overlap_s of 0."
-            )
-        return {
-            "previous_hash": key.hash,
-            "previous_expires": datetime.fromtimestamp(ceil(self._clock.wall() + rotation.overlap_s), UTC),
-        }
 
     async def delete_key(self, id_: str, by: str, if_match: str | None) -> Shown:
         """Delete a key, which revokes it. Raises NotFound, PreconditionFailed."""

@@ -1,4 +1,5 @@
-"""Edits of the tables of a list in a TOML file, `[[keys]]` or `[[tenants]]`, which leave all else as it is.
+"""Edits of the tables of a list in a TOML file, such as `[[keys]]` or `[[admin.keys]]`, which leave all else
+as it is.
 
 Only the lines of one table are replaced; comments elsewhere stay, those within the table are lost. What comes
 of an edit is read again and compared with what was wanted: a file that is written in another way than in
@@ -7,6 +8,7 @@ tables below headers, such as `keys = [{ ... }]`, is refused rather than damaged
 
 from __future__ import annotations
 
+import copy
 import re
 import tomllib
 from typing import Any, Final
@@ -41,8 +43,12 @@ def replace_table(text: str, section: str, at: int | None, record: Any) -> str:
     else:
         first, last = _table(lines, section, at)
     edited = "".join([*lines[:first], new, *lines[last:]])
-    if document(edited) != _wanted(document(text), section, at, new):
-        raise CannotEdit(f"its {section} are not written as [[{section}]] tables")
+    try:
+        is_wanted = _without_empty(document(edited), section) == _wanted(document(text), section, at, new)
+    except CannotEdit:  # such as a table behind a list in brackets
+        is_wanted = False
+    if not is_wanted:
+        raise _strange(section)
     return edited
 
 
@@ -52,7 +58,7 @@ def _table(lines: list[str], section: str, at: int) -> tuple[int, int]:
     headers = [(number, found[1].strip()) for number, line in enumerate(lines) if (found := _header(line))]
     starts = [number for number, name in headers if name == section and lines[number].lstrip()[:2] == "[["]
     if at >= len(starts):
-        raise CannotEdit(f"its {section} are not written as [[{section}]] tables")
+        raise _strange(section)
     first = starts[at]
     behind = (number for number, name in headers if number > first and not name.startswith(f"{section}."))
     last = next(behind, len(lines))
@@ -66,11 +72,37 @@ def _header(line: str) -> re.Match[str] | None:
 
 
 def _wanted(before: dict[str, Any], section: str, at: int | None, new: str) -> dict[str, Any]:
-    entries = list(before.get(section, ()))
-    table = document(new).get(section, [])
+    wanted = copy.deepcopy(before)
+    holder, name = _holder(wanted, section)
+    table, _ = _holder(document(new), section)
+    entries = list(holder.get(name, ()))
     if at is None:
-        entries += table
+        entries += table.get(name, [])
     else:
-        entries[at : at + 1] = table
-    others = {name: value for name, value in before.items() if name != section}
-    return {**others, section: entries} if entries else others
+        entries[at : at + 1] = table.get(name, [])
+    holder[name] = entries
+    return _without_empty(wanted, section)
+
+
+def _holder(contents: dict[str, Any], section: str) -> tuple[dict[str, Any], str]:
+    """The table that a list is in, which is made if it is missing, and the list's own name."""
+    *tables, name = section.split(".")
+    for table in tables:
+        contents = contents.setdefault(table, {})
+    return contents, name
+
+
+def _without_empty(contents: dict[str, Any], section: str) -> dict[str, Any]:
+    """The contents without the list where it is empty, and without the tables around it that have nothing
+    else: a file need not spell them."""
+    names = section.split(".")
+    while names:
+        holder, name = _holder(contents, ".".join(names))
+        if not holder.get(name):
+            holder.pop(name, None)
+        names.pop()
+    return contents
+
+
+def _strange(section: str) -> CannotEdit:
+    return CannotEdit(f"its {section} are not written as [[{section}]] tables")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Awaitable
-from typing import Protocol
+from typing import Final, Protocol
 
 from msgspec import Struct
 
@@ -13,6 +14,8 @@ from gateway.config import ALL_ENDPOINTS, Tier
 from gateway.quota_config import ModelLimits, QuotaLimits
 from shared.ids import KeyId, TenantId
 
+V6_NETWORK_LEN: Final = 8
+"""Bytes of an IPv6 address that tell the network."""
 Revoked = frozenset[tuple[bytes, int]]
 """Certificates that are revoked: their issuers' names in DER, and their serial numbers."""
 
@@ -24,6 +27,14 @@ class Caller(Struct, frozen=True):
     """The `Authorization` header; None without one."""
     transport: asyncio.BaseTransport | None
     """The connection; None where it is broken already."""
+    served: str = ""
+    """The tenant whose request the connection served last; empty where there was none."""
+
+    def whose(self) -> str:
+        """With whom the caller shares what is shared out before it is named: the tenant that its connection
+        served last, else whoever comes from its address."""
+        peer = None if self.transport is None else self.transport.get_extra_info("peername")
+        return self.served or network_of(str(peer[0]) if isinstance(peer, tuple) else "")
 
     @property
     def certificate(self) -> bytes | None:
@@ -63,3 +74,11 @@ class Identity(Protocol):
         """`now_s`: seconds of the wall clock. Where there is nothing to wait for the answer is a
         `shield.Done`; any other is bounded in time by the caller of this. Raises Unauthenticated."""
         ...
+
+
+def network_of(host: str) -> str:
+    """A name of the address of whoever connects, unlike any tenant's: of IPv6 the network of 64 bits, which
+    one caller may have to itself."""
+    if ":" in host and not host.startswith("::ffff:"):
+        host = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])[:V6_NETWORK_LEN].hex()
+    return f"from {host}"

@@ -49,7 +49,7 @@ class Callers:
             if caller.authorization is None:
                 return Done(_named(certified))
         if self._tokens is not None and (token := _token(caller.authorization)) is not None:
-            return self._tokens.identify(token, now_s)
+            return self._tokens.identify(token, now_s, caller.whose)
         return self._keys.identify(caller, now_s)
 
 

@@ -7,17 +7,23 @@ every `refresh_s`, and earlier when a token names a key that is not in it.
 Rules:
 
 1. No request fetches anything. Fetches are tasks of their own, one at a time for each issuer, bounded in
-   time, bytes and keys. Tokens with unknown key ids, however many, begin one at most every `REFETCH_GAP_S`,
-   and the next `POLL_S` after one that has found a new key: whoever makes up ids cannot have that, and an
-   issuer that rotates often needs it.
-   Their requests wait for the one in progress, for at most `REFETCH_WAIT_S`, `WAITING_MAX` of them: otherwise
-   the first callers of an issuer that signs with a key in the moment in which it publishes it would have to
-   come again, at each rotation. Nobody else waits: not for the fetch, since a key that is known is used as it
-   is, and not for those who wait, since they hold no seat yet and no body.
-   A token is refused for its key id once a fetch that began after the id was first seen has not found it.
-   Until then the answer is not known, and the caller is asked to come again. Ids that come between two
-   fetches cause one when the gap is over, whether they come again or not. So a key is known at most
-   `KNOWN_WITHIN_S` after its first token, whoever makes up ids meanwhile, and no token of it was refused.
+   time, bytes and keys. Keys are fetched again long before they are too old to be trusted: a key that is
+   published `refresh_s` before it is used is there when its first token comes.
+   A token whose key is not there causes a fetch in between: at once, or `refetch_s` after the one before that
+   such tokens caused, however many there are. After a fetch that has found a key that is `POLL_S` at most.
+   Its own request waits for the end of that fetch: otherwise the first callers of an issuer that signs with a
+   key in the moment in which it publishes it would be refused, at each rotation, and no client takes a 401
+   for a reason to try again. It waits `REFETCH_WAIT_S` at most, and before that at most `REFETCH_WITHIN_S`
+   for the fetch to begin; where that would take longer, and where the last fetch has failed, the caller is
+   asked at once to come again.
+   Nobody else waits, or pays for it: a key that is known is used as it is, whatever is being fetched; who
+   waits has no seat, no body, no thread and no turn; its places are bounded, and shared by addresses and
+   tenants (`gateway.identity.waiting`).
+   A token is refused at once for its key after a fetch that began when the key was sought first, or later,
+   and has not found it. If that is `AGAIN_S` ago, another one is begun, which nobody waits for.
+   So whoever makes up keys, however many, causes one fetch in each `refetch_s`, which is a second, and keeps
+   the first tokens of a new key waiting for so long at most, and for the fetch. None of them is refused or
+   put off.
 2. Keys that cannot be read change nothing. Those that were fetched `stale_s` ago are not trusted any more.
 3. Keys come from the configured place alone. Whatever a token says of where its key is (jku, x5u, jwk, x5c)
    is not looked at.
@@ -40,6 +46,7 @@ import httpx
 from gateway.edge_config import REFRESH_S_MIN, IssuerConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.key_set import SET_LEN_MAX, BadKeys, VerificationKey, keys_of, secret_of
+from gateway.identity.waiting import Waiting
 from shared import logs
 from shared.clock import Clock
 from shared.config import ConfigError
@@ -53,15 +60,12 @@ POLL_S: Final = 1.0
 """The time between two looks at what is to be read again, in seconds."""
 RETRY_S: Final = 5.0
 """The time from a failed fetch to the next, in seconds."""
-REFETCH_GAP_S: Final = REFRESH_S_MIN
-"""The shortest time from a fetch that unknown ids caused, and that found none, to the next, in seconds."""
 REFETCH_WAIT_S: Final = 1.0
-"""How long a request waits for the fetch that its unknown key id causes, in seconds."""
-KNOWN_WITHIN_S: Final = REFETCH_GAP_S + POLL_S + FETCH_S
-"""The longest time from the first token with a new key to the gateway's knowing it, while the issuer's key
-server answers, in seconds."""
-WAITING_MAX: Final = 1024
-"""The most requests that wait for one issuer's fetch."""
+"""How long a request waits for the fetch that its unknown key causes, in seconds from when that may begin."""
+REFETCH_WITHIN_S: Final = 1.0
+"""How long a request waits for that fetch to begin, in seconds. It does not wait where that takes longer."""
+AGAIN_S: Final = REFRESH_S_MIN
+"""How old keys may be, in seconds, until a token whose key was not among them has them fetched again."""
 SEEN_MAX: Final = 4096
 """The most unknown key ids of an issuer that are remembered. One that is forgotten is taken for a new one."""
 TRIED_MAX: Final = 4
@@ -73,6 +77,11 @@ Sought = str | bytes
 
 FETCHES: Final = Counter(
     "penstock_gateway_key_fetches", "Reads of issuers' keys, by their outcome.", ("issuer", "outcome")
+)
+SOUGHT: Final = Counter(
+    "penstock_gateway_keys_sought",
+    "Tokens whose key was not known, by what came of it.",
+    ("issuer", "outcome"),
 )
 log = logs.get(__name__)
 
@@ -91,7 +100,14 @@ class IssuerKeys(ABC):
         self.config = config
         self.generation = 0
         """The number of times that a key went away. What an earlier generation has checked counts no more."""
+        self.waiting: Final = Waiting()
+        """Requests that wait for a fetch to end."""
         self._keys: tuple[VerificationKey, ...] = ()
+
+    @property
+    def keys(self) -> tuple[VerificationKey, ...]:
+        """All of them: the same tuple as long as nothing has changed."""
+        return self._keys
 
     @property
     def is_trusted(self) -> bool:
@@ -118,9 +134,12 @@ class IssuerKeys(ABC):
     def reload(self) -> None:
         """Read them again now."""
 
-    def refetch(self, sought: Sought) -> asyncio.Task[None] | None:
-        """The fetch in progress, or one that this begins, to look for a key; None where none may be begun
-        now."""
+    def reread(self) -> None:  # noqa: B027 -- what is remote is not to be had without waiting
+        """Take what has changed and can be had without waiting."""
+
+    def seek(self, sought: Sought) -> float | None:
+        """Have a key looked for. Returns the time until that begins, in seconds; None where nothing is to be
+        waited for: it is known not to exist, or keys cannot be fetched at the moment."""
         return None
 
     @property
@@ -128,9 +147,9 @@ class IssuerKeys(ABC):
         """The fetch in progress; None where there is none."""
         return None
 
-    def put_off(self) -> float:
-        """Note that a caller was sent away because its key id is not known yet. Returns the time until it may
-        be, in seconds."""
+    @property
+    def retry_after_s(self) -> float:
+        """The time until an unknown key may be known, in seconds."""
         return 1.0
 
     async def aclose(self) -> None:  # noqa: B027 -- a file has nothing in progress
@@ -146,7 +165,8 @@ class IssuerKeys(ABC):
         if before != after:
             kids = [key.kid or "" for key in keys]
             log.info("keys.changed", issuer=self.config.id, kids=kids, left_out=problems)
-        self._keys = keys
+        if keys != self._keys:
+            self._keys = keys
         FETCHES.inc(self.config.id, "ok")
         return not after <= before
 
@@ -172,6 +192,9 @@ class FileKeys(IssuerKeys):
         if file_version(self._path) != self._seen:
             self.reload()
 
+    def reread(self) -> None:
+        self.poll()
+
     def reload(self) -> None:
         self._seen = file_version(self._path)
         try:
@@ -192,12 +215,16 @@ class RemoteKeys(IssuerKeys):
         """The last fetch, in progress or done; None before the first."""
         self._due_s = -math.inf
         """When the next fetch is due, on the monotonic clock."""
+        self._begun = self._fetched = 0
+        """The number of fetches that were begun, and that of the last one that succeeded."""
+        self._looking: asyncio.Task[None] | None = None
+        """Begins the fetches that unknown keys cause. None or done while there are none."""
         self._look_from_s = -math.inf
-        """From when on unknown key ids may begin a fetch."""
-        self._seen: BoundedDict[Sought, float] = BoundedDict(SEEN_MAX)
-        """When each unknown key was first sought."""
-        self._is_wanted = False
-        """True if callers were sent away since the last fetch because none has looked for their key ids."""
+        """From when on unknown keys may cause a fetch."""
+        self._sought = -1
+        """The number of fetches that were begun when a key was sought last for which one is to begin."""
+        self._seen: BoundedDict[Sought, int] = BoundedDict(SEEN_MAX)
+        """The number of fetches that were begun when each unknown key was first sought."""
         self._fetched_s = -math.inf
         """When the last fetch that succeeded was begun."""
         self._failing = False
@@ -206,56 +233,86 @@ class RemoteKeys(IssuerKeys):
     def is_trusted(self) -> bool:
         return self._clock.monotonic() < self._fetched_s + self.config.stale_s
 
-    def put_off(self) -> float:
-        if self._failing:  # it is fetched again all the time
-            return 1.0
-        self._is_wanted = True
-        return max(1.0, self._look_from_s + POLL_S - self._clock.monotonic())
+    @property
+    def retry_after_s(self) -> float:
+        next_s = self._due_s if self._failing else self._look_from_s
+        return max(1.0, next_s + POLL_S - self._clock.monotonic())
 
     def is_certain(self, sought: Sought) -> bool:
-        seen_s = self._seen.get(sought)
-        return not self._failing and seen_s is not None and seen_s <= self._fetched_s
+        seen = self._seen.get(sought)
+        return not self._failing and seen is not None and seen < self._fetched
 
     def poll(self) -> None:
-        now_s = self._clock.monotonic()
-        if self._is_wanted and now_s >= self._look_from_s and self.in_progress is None:
-            self._look(now_s)
-        elif now_s >= self._due_s:
+        if self._clock.monotonic() >= self._due_s:
             self.reload()
 
     def reload(self) -> None:
         self._begin()
 
-    def refetch(self, sought: Sought) -> asyncio.Task[None] | None:
+    def seek(self, sought: Sought) -> float | None:
         now_s = self._clock.monotonic()
-        if self._seen.get(sought) is None:
-            self._seen.put(sought, now_s)
-        if self.in_progress is not None:
-            return self.in_progress
-        return self._look(now_s) if now_s >= self._look_from_s else None
+        if (seen := self._seen.get(sought)) is None:
+            self._seen.put(sought, self._begun)
+            self._sought = seen = self._begun
+        is_certain = self.is_certain(sought)
+        if self._failing or (is_certain and now_s < self._fetched_s + AGAIN_S):
+            return None
+        if is_certain:
+            self._sought = self._begun
+            self._look_soon(now_s)
+            return None
+        if self.in_progress is not None and seen < self._begun:
+            return 0.0
+        self._look_soon(now_s)
+        return max(0.0, self._look_from_s - now_s) if seen == self._begun else 0.0
+
+    def _look_soon(self, now_s: float) -> None:
+        """Begin a fetch because of an unknown key, now or as soon as that may be."""
+        if self._looking is not None and not self._looking.done():
+            return
+        if self.in_progress is None and now_s >= self._look_from_s:
+            self._begin_look(now_s)
+        else:
+            self._looking = asyncio.create_task(self._look(), name=f"unknown keys of {self.config.id}")
+
+    async def _look(self) -> None:
+        """Begin fetches until one has begun since a key was last sought. While they fail there is nothing to
+        do: keys are fetched again all the time."""
+        while self._sought == self._begun and not self._failing:
+            now_s = self._clock.monotonic()
+            if self.in_progress is not None:
+                await asyncio.wait({self.in_progress})
+            elif now_s < self._look_from_s:
+                await self._clock.sleep(self._look_from_s - now_s)
+            else:
+                self._begin_look(now_s)
+
+    def _begin_look(self, now_s: float) -> None:
+        self._look_from_s = now_s + self.config.refetch_s
+        self._begin()
 
     @property
     def in_progress(self) -> asyncio.Task[None] | None:
         return None if self._task is None or self._task.done() else self._task
 
-    def _look(self, now_s: float) -> asyncio.Task[None]:
-        """Begin a fetch because of unknown key ids."""
-        self._look_from_s, self._is_wanted = now_s + REFETCH_GAP_S, False
-        return self._begin()
-
     async def aclose(self) -> None:
-        if (task := self.in_progress) is not None:
+        self._failing = True  # who waits is not to begin another
+        tasks = {task for task in (self._looking, self._task) if task is not None and not task.done()}
+        for task in tasks:
             task.cancel()
-            await asyncio.wait({task})
+        if tasks:
+            await asyncio.wait(tasks)
 
     def _begin(self) -> asyncio.Task[None]:
         if self._task is None or self._task.done():
+            self._begun += 1
             self._due_s = self._clock.monotonic() + self.config.refresh_s
             self._task = asyncio.create_task(self._fetch(), name=f"keys of {self.config.id}")
+            self._task.add_done_callback(lambda _: self.waiting.call())
         return self._task
 
     async def _fetch(self) -> None:
-        begun_s = self._clock.monotonic()
+        begun_s, number = self._clock.monotonic(), self._begun
         try:
             async with asyncio.timeout(FETCH_S):
                 if self._context is None:
@@ -270,7 +327,7 @@ class RemoteKeys(IssuerKeys):
             self._failed(f"{self.config.jwks_url}: {problem}" for problem in told)
         else:
             self._failing = False
-            self._fetched_s = begun_s
+            self._fetched, self._fetched_s = number, begun_s
 
 
 async def _download(url: str, context: ssl.SSLContext) -> bytes:

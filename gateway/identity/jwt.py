@@ -23,7 +23,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, Final, NoReturn, TypeVar
 
 import msgspec
@@ -33,8 +33,8 @@ from gateway.edge_config import IssuerConfig
 from gateway.holder_config import GrantConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Principal
-from gateway.identity.jwks import REFETCH_WAIT_S, WAITING_MAX, IssuerKeys, Sought
-from gateway.identity.key_set import KID, algorithms
+from gateway.identity.jwks import REFETCH_WAIT_S, REFETCH_WITHIN_S, SOUGHT, IssuerKeys, Sought
+from gateway.identity.key_set import KID, VerificationKey, algorithms
 from shared.errors import IdentityUnavailable, Unauthenticated
 from shared.ids import KeyId, TenantId
 from shared.shield import Done
@@ -108,7 +108,7 @@ class _Verified(Struct, frozen=True):
 class TokenTable:
     """All issuers and grants at one moment. Immutable but for what it remembers: a reload builds another."""
 
-    __slots__ = ("_issuers", "_principals", "_tenants", "_verified", "_waiting")
+    __slots__ = ("_issuers", "_principals", "_tenants", "_verified")
 
     def __init__(
         self,
@@ -129,12 +129,12 @@ class TokenTable:
         self._verified: Final = BoundedDict[bytes, _Verified](VERIFIED_MAX)
         self._principals: Final = BoundedDict[tuple[KeyId, TenantId, int], Principal](VERIFIED_MAX)
         """One for each caller, so that what is worked out for it outlives a single token."""
-        self._waiting: Final[dict[str, int]] = {}
-        """The number of requests that wait for the keys of an issuer, by its id."""
 
-    def identify(self, token: str, now_s: float) -> Awaitable[Principal]:
-        """The caller that a token names. Waits only for a fetch of keys, and no longer than
-        `REFETCH_WAIT_S`.
+    def identify(
+        self, token: str, now_s: float, whose: Callable[[], str] = lambda: ""
+    ) -> Awaitable[Principal]:
+        """The caller that a token names. Waits only where its key is not known, by rule 1 of
+        `gateway.identity.jwks`. `whose` tells with whom it shares the places of those who wait.
 
         Raises:
             Unauthenticated: whatever is wrong; `detail` says what, for the operator.
@@ -149,43 +149,48 @@ class TokenTable:
             return Done(known.principal)
         read = self._read(token, now_s)
         keys = read.issuer.keys
+        keys.reread()
         _require_trusted(keys)
         if (principal := self._accepted(read, digest)) is not None:
             return Done(principal)
-        fetch = keys.refetch(_sought(read, digest))
-        if fetch is None:
-            self._refuse_key(read, digest)
-        return self._after(fetch, read, digest)
+        begins_in_s = keys.seek(_sought(read, digest))
+        if begins_in_s is None or begins_in_s > REFETCH_WITHIN_S:
+            raise self._refusal(read, digest)
+        return self._after(read, digest, begins_in_s + REFETCH_WAIT_S, whose())
 
-    async def _after(self, fetch: asyncio.Task[None], read: _Read, digest: bytes) -> Principal:
-        """The caller that a token names whose key may be in what is being fetched."""
-        issuer_id = read.issuer.config.id
-        waiting = self._waiting.get(issuer_id, 0)
-        if waiting >= WAITING_MAX:
-            raise IdentityUnavailable(
-                "Too many callers wait for the keys of their issuer.", retry_after_s=1.0
-            )
-        self._waiting[issuer_id] = waiting + 1
-        try:
-            await asyncio.wait({fetch}, timeout=REFETCH_WAIT_S)
-        finally:
-            self._waiting[issuer_id] -= 1
-        _require_trusted(read.issuer.keys)
-        if (principal := self._accepted(read, digest)) is None:
-            if not fetch.done():
-                raise _unavailable(read.issuer.keys, read.issuer.keys.put_off())
-            self._refuse_key(read, digest)
-        return principal
+    async def _after(self, read: _Read, digest: bytes, wait_s: float, whose: str) -> Principal:
+        """The caller that a token names whose key is being looked for."""
+        keys, sought, tried = read.issuer.keys, _sought(read, digest), read.issuer.keys.keys
+        deadline_s = asyncio.get_running_loop().time() + wait_s
+        with keys.waiting.place(whose) as has_place:
+            if not has_place:
+                SOUGHT.inc(keys.config.id, "no_place")
+                raise _unavailable(keys)
+            is_over = False
+            while not is_over:
+                is_over = not await keys.waiting.called(deadline_s)
+                _require_trusted(keys)
+                is_new = keys.keys is not tried
+                if is_new and (principal := self._accepted(read, digest, tried)) is not None:
+                    SOUGHT.inc(keys.config.id, "found")
+                    return principal
+                tried = keys.keys
+                is_over = is_over or keys.seek(sought) is None
+            raise self._refusal(read, digest)
 
-    def _refuse_key(self, read: _Read, digest: bytes) -> NoReturn:
-        """Refuse a token whose key is not known. Where a fetch may still find it, a retry is asked for."""
+    def _refusal(self, read: _Read, digest: bytes) -> Unauthenticated | IdentityUnavailable:
+        """The refusal of a token whose key is not known. Where a fetch may still find it, it asks for a
+        retry."""
         keys = read.issuer.keys
         if not keys.is_certain(_sought(read, digest)):
-            raise _unavailable(keys, keys.put_off())
+            SOUGHT.inc(keys.config.id, "put_off")
+            return _unavailable(keys, keys.retry_after_s)
+        SOUGHT.inc(keys.config.id, "unknown")
         kid, algorithm = read.header.kid, read.header.alg
         if kid is None:
-            _refuse(f"no kid, and no key for {algorithm} that has signed it, or too many to try", read.issuer)
-        _refuse(f"no key {kid} for {algorithm}", read.issuer)
+            told = f"no kid, and no key for {algorithm} that has signed it, or too many to try"
+            return _refusal(told, read.issuer)
+        return _refusal(f"no key {kid} for {algorithm}", read.issuer)
 
     def _read(self, token: str, now_s: float) -> _Read:
         """Everything but the signature: rule 1."""
@@ -203,11 +208,13 @@ class TokenTable:
         signed = token[: found.start(3) - 1].encode()
         return _Read(issuer, header, registered, claims, signed, _decoded(found[3]))
 
-    def _accepted(self, read: _Read, digest: bytes) -> Principal | None:
+    def _accepted(
+        self, read: _Read, digest: bytes, tried: Collection[VerificationKey] = ()
+    ) -> Principal | None:
         """Check the signature and look for what is granted. None where the key is not known, as far as the
-        token says which it is."""
+        token says which it is. The keys in `tried` have not signed it."""
         issuer, registered, header = read.issuer, read.registered, read.header
-        fitting = issuer.keys.fitting(header.kid, header.alg)
+        fitting = [key for key in issuer.keys.fitting(header.kid, header.alg) if key not in tried]
         verify = algorithms()[header.alg].verify
         if not any(verify(read.signed, key.material, read.signature) for key in fitting):
             if fitting and header.kid is not None:
@@ -299,8 +306,12 @@ def _unavailable(keys: IssuerKeys, retry_after_s: float = 1.0) -> IdentityUnavai
 
 
 def _refuse(detail: str, issuer: _Issuer | None = None) -> NoReturn:
+    raise _refusal(detail, issuer)
+
+
+def _refusal(detail: str, issuer: _Issuer | None = None) -> Unauthenticated:
     whose = "" if issuer is None else f" of {issuer.config.id}"
-    raise Unauthenticated("The token is not valid here.", detail=f"token{whose}: {detail}")
+    return Unauthenticated("The token is not valid here.", detail=f"token{whose}: {detail}")
 
 
 def _shown(text: str) -> str:

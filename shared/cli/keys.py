@@ -32,6 +32,9 @@ ANSWER_S: Final = 30.0
 PAGE: Final = "200"
 ENV_HELP: Final = "the part of the key before its id (default: live)"
 COLUMNS: Final = ("id", "tenant", "state", "expires", "models", "endpoints", "labels")
+OPERATORS_COLUMNS: Final = ("id", "state", "expires", "labels")
+OF_CALLERS: Final = ("models", "endpoints", "limits", "model_limits", "env")
+"""The options of `create` that operators' keys do not have."""
 
 
 class KeysFailed(Exception):
@@ -42,10 +45,11 @@ class Key(Struct, frozen=True):
     """A key as the gateway shows it."""
 
     id: str
-    tenant: str
-    models: list[str]
-    endpoints: list[str]
     labels: list[str]
+    tenant: str = ""
+    """Empty for an operator's key, as the next two."""
+    models: list[str] = []
+    endpoints: list[str] = []
     expires: datetime | None = None
     disabled: bool = False
     previous_expires: datetime | None = None
@@ -58,6 +62,12 @@ class Page(Struct, frozen=True):
 
     data: list[msgspec.Raw]
     next: str | None = None
+
+
+class Operators(Struct, frozen=True):
+    """The list of operators' keys."""
+
+    data: list[msgspec.Raw]
 
 
 class Gateway(Protocol):
@@ -92,6 +102,11 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help=f"a running gateway's admin listener; the operator's key is in ${KEY_VARIABLE}",
     )
     where.add_argument("--json", action="store_true", help="answer in JSON, one key per line")
+    where.add_argument(
+        "--operator",
+        action="store_true",
+        help="an operator's key, which opens the admin listener: [[admin.keys]] in the file",
+    )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     _add_create(actions.add_parser("create", parents=[where], help="create a key, and show it this once"))
     listing = actions.add_parser("list", parents=[where], help="list keys, without their secrets")
@@ -109,7 +124,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     revoke.add_argument("--delete", action="store_true", help="also remove it from the list")
     mint = actions.add_parser(
         "mint",
-        help="show a new key and its hash, kept nowhere: for files that others write, and [[admin.keys]]",
+        help="show a new key and its hash, kept nowhere: for files that others write",
     )
     mint.add_argument("--env", metavar="NAME", type=checked(_env_problem), default="live", help=ENV_HELP)
     mint.add_argument("--json", action="store_true", help="answer in JSON")
@@ -117,7 +132,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_create(parser: Parser) -> None:
-    parser.add_argument("--tenant", metavar="ID", required=True, help="whose key it is")
+    parser.add_argument("--tenant", metavar="ID", help="whose key it is; needed unless --operator is given")
+    parser.set_defaults(parser=parser)
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -193,6 +209,8 @@ def _model_limit(text: str) -> tuple[str, str, int]:
 def run(options: argparse.Namespace) -> int:
     """Do one action. Returns the process's exit code."""
     terminal.prepare()
+    if options.action == "create":
+        _check_create(options)
     try:
         if options.action == "mint":
             _mint(options)
@@ -202,7 +220,7 @@ def run(options: argparse.Namespace) -> int:
             case "create":
                 _show_made(gateway.ask("create", "", _fields(options)), options)
             case "list":
-                _show_list(_all(gateway, options.tenant), options)
+                _show_list(_listed(gateway, options), options)
             case "rotate":
                 overlap = {} if options.overlap_s is None else {"overlap_s": options.overlap_s}
                 _show_made(gateway.ask("rotate", options.id, overlap), options)
@@ -214,6 +232,18 @@ def run(options: argparse.Namespace) -> int:
         sys.stderr.write(f"penstock keys: {terminal.harmless(str(error))}\n")
         return 1
     return 0
+
+
+def _check_create(options: argparse.Namespace) -> None:
+    """End the process where the options of `create` do not go together."""
+    if not options.operator:
+        if options.tenant is None:
+            options.parser.error("the following arguments are required: --tenant")
+        return
+    strays = [name for name in ("tenant", *OF_CALLERS) if getattr(options, name) is not None]
+    if strays:
+        named = strays[0].removesuffix("s").replace("_", "-")
+        options.parser.error(f"argument --operator: not allowed with argument --{named}")
 
 
 def _require_once(option: str, names: Iterable[str]) -> None:
@@ -244,25 +274,32 @@ def _fields(options: argparse.Namespace) -> dict[str, Any]:
 def _gateway(options: argparse.Namespace) -> Gateway:
     """Raises KeysFailed when it is not clear which gateway is meant."""
     if options.admin_url is not None:
-        return _Remote(options.admin_url, os.environ.get(KEY_VARIABLE) or None)
+        if options.operator and options.action != "list":
+            raise KeysFailed(
+                "operators' keys are changed in the gateway's file alone, so that a stolen one makes no "
+                "other: name the file by --config"
+            )
+        return _Remote(options.admin_url, os.environ.get(KEY_VARIABLE) or None, options.operator)
     running = read_running()
     if options.config is None and (running is None or running.config is None):
         raise KeysFailed("no `penstock up` runs here: name the gateway by --config or --admin-url")
     if problem := missing_extra("gateway"):
         raise KeysFailed(problem)
-    return _Local(options.config or Path(running.config if running and running.config else ""))
+    file = options.config or Path(running.config if running and running.config else "")
+    return _Local(file, "operators" if options.operator else "callers")
 
 
 class _Local:
     """The gateway's file, or the Redis that it names."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, whose: str) -> None:
         self._file: Final = file
+        self._whose: Final = whose
 
     def ask(self, operation: str, id_: str, fields: Mapping[str, Any]) -> bytes:
         local = reach("gateway.directory.local")
         try:
-            answer: bytes = local.call(self._file, operation, id_, fields, os.environ)
+            answer: bytes = local.call(self._file, operation, id_, fields, os.environ, self._whose)
         except local.LocalFailed as error:
             raise KeysFailed(str(error)) from None
         return answer
@@ -271,15 +308,18 @@ class _Local:
 class _Remote:
     """A running gateway's admin listener."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, is_operators: bool) -> None:
         if key is None:
             raise KeysFailed(f"${KEY_VARIABLE} must hold an operator's key")
-        self._url: Final = f"{url.rstrip('/')}/admin/v1/keys"
+        self._is_operators: Final = is_operators
+        self._url: Final = f"{url.rstrip('/')}/admin/v1/{'operators' if is_operators else 'keys'}"
         self._headers: Final = {"authorization": f"Bearer {key}"}
 
     def ask(self, operation: str, id_: str, fields: Mapping[str, Any]) -> bytes:
         method, url, query, body = "GET", f"{self._url}/{id_}", None, dict(fields)
         match operation:
+            case "list" if self._is_operators:
+                url, body = self._url, {}
             case "list":
                 url, query, body = self._url, {**fields, "after": id_, "limit": PAGE}, {}
             case "create":
@@ -312,6 +352,16 @@ def _told(answer: httpx.Response) -> str:
         return msgspec.json.decode(answer.content, type=_Refused).error.message
     except msgspec.DecodeError:
         return f"{answer.url} answered {answer.status_code}: is it a gateway's admin listener?"
+
+
+def _listed(gateway: Gateway, options: argparse.Namespace) -> Iterator[bytes]:
+    """The keys that are asked for. Raises KeysFailed."""
+    if not options.operator:
+        yield from _all(gateway, options.tenant)
+    elif options.tenant is not None:
+        raise KeysFailed("operators' keys belong to no tenant: leave --tenant out")
+    else:
+        yield from map(bytes, _decoded(gateway.ask("list", "", {}), Operators).data)
 
 
 def _all(gateway: Gateway, tenant: str | None) -> Iterator[bytes]:
@@ -352,7 +402,8 @@ def _show_made(answer: bytes, options: argparse.Namespace) -> None:
         print(answer.decode())
         return
     print(made.key)
-    note = f"Key {made.id} of {made.tenant}. It is shown this once."
+    whose = "operators" if options.operator else made.tenant
+    note = f"Key {made.id} of {whose}. It is shown this once."
     if made.previous_expires is not None:
         note += f" The secret before it works until {made.previous_expires:%Y-%m-%d %H:%M:%S} UTC."
     sys.stderr.write(f"{terminal.harmless(note)}\n")
@@ -363,8 +414,9 @@ def _show_list(answers: Iterator[bytes] | Sequence[bytes], options: argparse.Nam
         for answer in answers:
             print(answer.decode())
         return
-    rows = [COLUMNS, *(_row(_decoded(answer, Key)) for answer in answers)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS))]
+    columns = OPERATORS_COLUMNS if options.operator else COLUMNS
+    rows = [columns, *(_row(_decoded(answer, Key), columns) for answer in answers)]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(columns))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
@@ -377,9 +429,15 @@ def _moment(moment: datetime) -> str:
         return f"{moment:%Y-%m-%d %H:%M %z}"
 
 
-def _row(key: Key) -> tuple[str, ...]:
+def _row(key: Key, columns: Sequence[str]) -> tuple[str, ...]:
     is_over = key.expires is not None and key.expires <= datetime.now(UTC)
-    state = "revoked" if key.disabled else "expired" if is_over else "active"
-    expires = "never" if key.expires is None else _moment(key.expires)
-    lists = (", ".join(texts) for texts in (key.models, key.endpoints, key.labels))
-    return tuple(map(terminal.harmless, (key.id, key.tenant, state, expires, *lists)))
+    cells = {
+        "id": key.id,
+        "tenant": key.tenant,
+        "state": "revoked" if key.disabled else "expired" if is_over else "active",
+        "expires": "never" if key.expires is None else _moment(key.expires),
+        "models": ", ".join(key.models),
+        "endpoints": ", ".join(key.endpoints),
+        "labels": ", ".join(key.labels),
+    }
+    return tuple(terminal.harmless(cells[column]) for column in columns)

@@ -16,6 +16,7 @@ import uvloop
 
 from gateway import accepting
 from gateway.accepting import SET_UP_MAX, FairAccepting
+from gateway.identity.caller import network_of
 from gateway.identity.known import KnownCallers
 from shared.ids import TenantId
 from tests.gateway.conftest import KEY, PATIENCE_S, House
@@ -291,11 +292,10 @@ def test_who_has_left_while_it_waited_holds_nothing(runner: asyncio.Runner) -> N
 
 async def test_the_network_of_an_ipv6_address_counts() -> None:
     one, other, elsewhere = "2001:db8:0:1::1", "2001:db8:0:1:ffff::2%eth0", "2001:db8:0:2::1"
-    network = accepting._network
-    assert network(socket.AF_INET6, one) == network(socket.AF_INET6, other)
-    assert network(socket.AF_INET6, one) != network(socket.AF_INET6, elsewhere)
-    assert network(socket.AF_INET6, "::ffff:192.0.2.1") != network(socket.AF_INET6, "::ffff:192.0.2.2")
-    assert network(socket.AF_INET, "192.0.2.1") != network(socket.AF_INET, "192.0.2.2")
+    assert network_of(one) == network_of(other)
+    assert network_of(one) != network_of(elsewhere)
+    assert network_of("::ffff:192.0.2.1") != network_of("::ffff:192.0.2.2")
+    assert network_of("192.0.2.1") != network_of("192.0.2.2")
 
 
 async def test_a_caller_is_known_once_its_key_was_let_in(house: House) -> None:

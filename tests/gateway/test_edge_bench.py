@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from dataclasses import replace
 from http import HTTPStatus
 
 import pytest
@@ -48,9 +49,12 @@ def by_name(figures: list[Figure]) -> dict[str, float | None]:
 
 async def test_whoever_rotates_refuses_nobody() -> None:
     plan = Plan(50, 0.5, 3.0, in_turn_s=(0.5,), in_haste_s=(0.5, 2.0), keys_every_s=0.2, overlap_s=0.5)
+    plan = replace(plan, made_up_rate=10, flooded_s=2.0, flooded_turns_s=(0.5,))
     async with paced_engine(2.0) as engine:
         figures = by_name(await rotation.rotation(engine, plan))
     assert [figures[name] for name in REFUSED] == [0, 0]
+    assert figures["rotation beside made-up keys: not served"] == 0
+    assert (figures["rotation beside made-up keys: made up, refused"] or 0) > 0
 
 
 def test_false_refusals_are_told_from_other_failures() -> None:

@@ -59,6 +59,8 @@ FEW_OF: Final = {
 }
 """Tenants, each with its own key, whose limit lets so few requests in."""
 FEWS_CALLERS: Final = 90
+FREE: Final = "free"
+"""A tenant without limits, and its key."""
 
 
 class Fleet:
@@ -114,11 +116,13 @@ class Fleet:
                 answer.release()
         return began
 
-    async def usage(self, client: aiohttp.ClientSession, gateway: int) -> dict[str, Any]:
+    async def usage(self, client: aiohttp.ClientSession, gateway: int) -> Counter[str]:
+        """Of all tenants together."""
         url = f"http://127.0.0.1:{self.admin_ports[self.gateways[gateway]]}/admin/v1/usage"
         async with client.get(url, headers=OPERATOR) as answer:
-            rows = (await answer.json())["rows"]
-            found: dict[str, Any] = rows[0] if rows else {}
+            found: Counter[str] = Counter()
+            for row in (await answer.json())["rows"]:
+                found.update({name: number for name, number in row.items() if isinstance(number, int)})
             return found
 
     async def until_refused(self, client: aiohttp.ClientSession, gateway: Process) -> None:
@@ -163,7 +167,7 @@ async def fleet_of(redis: RedisServer, directory: Path, sections: Sequence[str])
         few = "".join(
             f'[[tenants]]\nid = "{id_}"\nlimits = {{ {limit} }}\n'
             f'[[keys]]\nid = "{id_}"\nhash = "{hash_key(id_)}"\ntenant = "{id_}"\n'
-            for id_, limit in FEW_OF.items()
+            for id_, limit in {**FEW_OF, FREE: ""}.items()
         )
         text = toml(engine.url, few).replace('id = "acme"\n', limits, 1)
         configs = [directory / f"gateway-{number}.toml" for number in range(len(sections))]
@@ -232,7 +236,7 @@ async def test_what_a_killed_gateway_left_has_its_lines_from_another(
         await until(lambda: files[0].read_bytes().count(b"\n") == FEW)
         written = files[0].read_bytes()
         fleet.go_on.clear()
-        running = [await fleet.ask(client, killed) for _ in range(3)]
+        running = [await fleet.ask(client, killed, key) for key in (KEY, KEY, FREE)]
         beside = await fleet.ask(client, other)
         killed.process.send_signal(signal.SIGKILL)
         assert await killed.process.wait() == -signal.SIGKILL
@@ -242,7 +246,8 @@ async def test_what_a_killed_gateway_left_has_its_lines_from_another(
         usage = await fleet.usage(client, 1)
         left = lines_of(files[1])
         assert {(line.request_id, line.estimated_tokens) for line in left} == {(None, RESERVED)}
-        assert {(line.tenant, line.key_id, line.model) for line in left} == {("acme", "k1", "tiny")}
+        whose = Counter((line.tenant, line.key_id, line.model) for line in left)
+        assert whose == {("acme", "k1", "tiny"): 2, (FREE, FREE, "tiny"): 1}
         lines = lines_of(files[0]) + left
         assert (usage["requests"], usage["estimated_requests"]) == (len(lines), 3)
         assert (usage["total_tokens"], usage["estimated_tokens"]) == (tokens_of(lines), 3 * RESERVED)

@@ -219,3 +219,29 @@ async def test_issuers_and_grants_are_read_again_and_a_bad_one_is_refused_whole(
     await reader.reload()
     assert reader.now is before
     assert models() == ("*",)
+
+
+def test_a_key_of_a_file_is_known_with_its_first_token(tmp_path: Path) -> None:
+    """Before the file is looked at by itself, a second later. The victims are the holders of its tokens."""
+    path = tmp_path / "keys.json"
+    tokens = table(issuer(path, EC))
+    assert identify(tokens, EC.token()).tenant == "acme"
+    issuer(path, EC, RSA)
+    assert identify(tokens, RSA.token()).tenant == "acme"
+    issuer(path, RSA)
+    assert identify(tokens, RSA.token(jti=1)).tenant == "acme"
+    path.write_bytes(b"{")  # half of a file
+    assert identify(tokens, RSA.token(jti=2)).tenant == "acme"
+    with pytest.raises(Unauthenticated):
+        identify(tokens, ED.token())
+
+
+def test_a_secret_of_a_file_is_known_with_its_first_token(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(Key("s", "HS256").private)
+    shared = replace(ISSUER, algorithms=("HS256",), jwks_file=None, secret_file=str(path))
+    tokens = table(shared)
+    new = Key("s", "HS256", 1)
+    assert identify(tokens, Key("s", "HS256").token()).tenant == "acme"
+    path.write_bytes(new.private + b"\n")
+    assert identify(tokens, new.token()).tenant == "acme"

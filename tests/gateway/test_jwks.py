@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -16,82 +14,20 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gateway import pipeline
-from gateway.edge_config import IssuerConfig
 from gateway.identity import jwks, jwt
-from gateway.identity.jwks import KNOWN_WITHIN_S, POLL_S, REFETCH_GAP_S, RETRY_S, RemoteKeys
+from gateway.identity.jwks import POLL_S, RETRY_S
 from gateway.identity.key_set import SET_LEN_MAX
 from tests.fakes import VirtualClock
-from tests.gateway.conftest import OTHER_KEY, PATIENCE_S, House, Open, error_of, until
+from tests.gateway.conftest import Open, until
+from tests.gateway.idp import GRANTS, NEW, OLD, RARE_S, REFETCH_S, Idp, be_patient, opened
 from tests.gateway.issuers import Key, KeyServer, jwk_set, nameless_set
-
-OLD, NEW = Key("old"), Key("new", number=1)
-VICTIM = {"authorization": f"Bearer {OTHER_KEY}"}
-GRANTS = [{"issuer": "idp", "tenant": "acme"}]
 
 pytestmark = pytest.mark.parametrize("protocol", ["http2"])  # it does not matter what engines speak
 
 
-class Idp:
-    """An issuer's key server, and a gateway that trusts it."""
-
-    def __init__(self, server: KeyServer, house: House, clock: VirtualClock) -> None:
-        self.server, self.house, self.clock = server, house, clock
-        self._count = itertools.count()
-
-    def token(self, key: Key, **claims: Any) -> str:
-        """A token that the gateway has not seen."""
-        return key.token(self.clock.wall(), jti=next(self._count), **claims)
-
-    async def status(self, token: str) -> int:
-        return await self._status({"authorization": f"Bearer {token}"})
-
-    async def victim(self) -> int:
-        """The status of another tenant's request."""
-        return await self._status(VICTIM)
-
-    async def _status(self, headers: dict[str, str]) -> int:
-        url = f"{self.house.url}/v1/models"
-        async with asyncio.timeout(PATIENCE_S), self.house.client.get(url, headers=headers) as answer:
-            await answer.read()
-            return answer.status
-
-    async def fetched(self, after_s: float = POLL_S) -> None:
-        """Let so much time pass, and wait for the end of the fetch that is due then."""
-        fetch = self.source._task
-        await until(lambda: self.clock.sleeping > 0)
-        self.clock.advance(after_s)
-        await until(lambda: self.source._task is not fetch)
-        await asyncio.wait_for(asyncio.shield(self.task), PATIENCE_S)
-
-    @property
-    def source(self) -> RemoteKeys:
-        source = self.house.gateway._key_sources._sources["idp"]
-        assert isinstance(source, RemoteKeys)
-        return source
-
-    @property
-    def task(self) -> asyncio.Task[None]:
-        assert self.source._task is not None
-        return self.source._task
-
-    async def rejected(self) -> list[str]:
-        """The problems of the keys that were rejected first, once the log has them."""
-        await until(lambda: bool(self._rejected()))
-        problems: list[str] = self._rejected()[0]["problems"]
-        return problems
-
-    def _rejected(self) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in self.house.log.getvalue().splitlines()]
-        return [line for line in lines if line["event"] == "keys.rejected"]
-
-
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is slow, not wrong."""
-    monkeypatch.setattr(jwt, "REFETCH_WAIT_S", PATIENCE_S)
-    monkeypatch.setattr(jwks, "FETCH_S", PATIENCE_S)
-    monkeypatch.setattr(pipeline, "IDENTITY_S", PATIENCE_S)
+    be_patient(monkeypatch)
 
 
 @pytest.fixture
@@ -102,9 +38,13 @@ async def server(tmp_path: Path) -> AsyncIterator[KeyServer]:
 
 @pytest.fixture
 async def idp(open_house: Open, server: KeyServer) -> Idp:
-    clock = VirtualClock()
-    house = await open_house(issuers=[server.settings()], grants=GRANTS, clock=clock)
-    return Idp(server, house, clock)
+    return await opened(open_house, server)
+
+
+@pytest.fixture
+async def rare(open_house: Open, server: KeyServer) -> Idp:
+    """One whose keys are rarely fetched because of unknown ones."""
+    return await opened(open_house, server, refetch_s=RARE_S)
 
 
 async def test_keys_are_there_before_the_first_request(idp: Idp) -> None:
@@ -151,10 +91,12 @@ async def test_an_issuer_without_key_ids_rotates_and_refuses_nobody(idp: Idp) ->
     assert [await idp.status(token(key)) for key in (NEW, OLD, NEW)] == [200, 200, 200]
     idp.clock.advance(POLL_S / 2)  # after the fetch, and before another may begin
     forged = token(forger)
-    assert await idp.status(forged) == 503
-    assert await idp.victim() == 200
+    waits = asyncio.create_task(idp.status(forged))
+    await until(lambda: len(idp.source.waiting) == 1)
+    assert [await idp.victim(), await idp.status(token(OLD))] == [200, 200]
     await publish(NEW)
-    await idp.fetched(REFETCH_GAP_S)
+    await idp.sought(waits)
+    assert await waits == 401
     assert [await idp.status(one) for one in (forged, token(NEW))] == [401, 200]
 
 
@@ -185,7 +127,7 @@ async def test_a_rotation_under_load_refuses_nobody(idp: Idp) -> None:
         for number in range(CALLERS):
             group.create_task(call(number))
         for before, after in itertools.pairwise(keys):
-            idp.clock.advance(REFETCH_GAP_S)
+            idp.clock.advance(REFETCH_S)
             idp.server.keys = (before, after)
             current = after
             await so_many_more()
@@ -199,14 +141,15 @@ async def test_a_rotation_under_load_refuses_nobody(idp: Idp) -> None:
     assert idp.server.asked == 1 + ROTATIONS, "one fetch for each, whoever asked"
 
 
-async def test_an_issuer_may_rotate_in_haste(idp: Idp) -> None:
+async def test_an_issuer_may_rotate_in_haste(rare: Idp) -> None:
     """Each fetch finds a key, so that the next one need not wait for the gap; made-up ids gain nothing."""
+    idp = rare
     keys = [Key(f"key-{number}", number=number) for number in range(1, ROTATIONS + 1)]
     for before, after in itertools.pairwise([OLD, *keys]):
         idp.server.keys = (before, after)
         assert await idp.status(idp.token(after)) == 200
         idp.clock.advance(POLL_S)
-    assert ROTATIONS * POLL_S < REFETCH_GAP_S
+    assert ROTATIONS * POLL_S < RARE_S
     assert idp.server.asked == 1 + ROTATIONS
     assert await idp.status(idp.token(Key("made-up", number=1))) == 401
     idp.clock.advance(POLL_S)
@@ -214,109 +157,12 @@ async def test_an_issuer_may_rotate_in_haste(idp: Idp) -> None:
     assert idp.server.asked == 2 + ROTATIONS, "the fetch before found nothing"
 
 
-async def test_a_flood_of_unknown_keys_is_one_fetch_and_holds_up_nobody(idp: Idp) -> None:
-    assert await idp.status(idp.token(OLD)) == 200
+async def test_a_key_that_is_published_before_it_is_used_keeps_nobody_waiting(idp: Idp) -> None:
+    idp.server.keys = (OLD, NEW)
+    await idp.fetched(idp.source.config.refresh_s)
     idp.server.gate.clear()
-    flood = [asyncio.create_task(idp.status(idp.token(Key(f"kid-{n}", number=1)))) for n in range(50)]
-    await until(lambda: idp.server.asked == 2)
-    for _ in range(10):
-        assert await idp.victim() == 200
-        assert await idp.status(idp.token(OLD)) == 200, "of the same issuer, with a key that is known"
-    assert not any(task.done() and task.result() == 401 for task in flood), "they wait, none is refused"
-    idp.server.gate.set()
-    assert Counter(await asyncio.gather(*flood)) == {401: 50}
-    later = [idp.status(idp.token(Key(f"kid-{n}", number=1))) for n in range(50)]
-    assert Counter(await asyncio.gather(*later)) == {401: 50}
-    assert idp.server.asked == 2, "they waited for nothing"
-    assert await idp.victim() == 200
-
-
-async def test_a_flood_that_goes_on_is_one_fetch_in_each_gap(idp: Idp) -> None:
-    """Each id is another one, and many come at any moment."""
-    made_up = (Key(f"kid-{n}", number=1) for n in itertools.count())
-    gaps, moments = 8, 3
-    for _ in range(gaps * moments):
-        flood = [idp.status(idp.token(next(made_up))) for _ in range(5)]
-        statuses = [*await asyncio.gather(*flood, idp.victim(), idp.status(idp.token(OLD)))]
-        assert set(statuses[:-2]) <= {401, 503}
-        assert statuses[-2:] == [200, 200]
-        await until(lambda: idp.clock.sleeping > 0)
-        idp.clock.advance(REFETCH_GAP_S / moments)
-        await until(lambda: idp.clock.sleeping > 0 and idp.source.in_progress is None)
-    assert gaps * REFETCH_GAP_S < idp.source.config.refresh_s, "none was due for another reason"
-    assert gaps <= idp.server.asked - 1 <= gaps + 1, "the first one begins the first gap"
-
-
-async def test_a_new_key_is_known_within_a_stated_time_whoever_makes_up_keys(idp: Idp) -> None:
-    """A made-up key id has just caused a fetch, and others follow all the time."""
-    made_up = (Key(f"kid-{n}", number=1) for n in itertools.count())
-    assert await idp.status(idp.token(next(made_up))) == 401
-    assert idp.server.asked == 2
-    idp.clock.advance(0.1)
-    idp.server.keys = (OLD, NEW)
-    statuses = [await idp.status(idp.token(NEW))]
-    published_s = first_s = idp.clock.monotonic()
-    while statuses[-1] != 200:
-        assert await idp.status(idp.token(next(made_up))) == 503, "nobody knows whether it exists"
-        assert [await idp.victim(), await idp.status(idp.token(OLD))] == [200, 200]
-        await until(lambda: idp.clock.sleeping > 0)
-        idp.clock.advance(POLL_S)
-        await until(lambda: idp.clock.sleeping > 0)
-        if (fetch := idp.source.in_progress) is not None:
-            await asyncio.wait({fetch})
-        statuses.append(await idp.status(idp.token(NEW)))
-    assert set(statuses) == {503, 200}, "it was put off, and never refused"
-    assert idp.clock.monotonic() - first_s <= KNOWN_WITHIN_S
-    assert published_s + REFETCH_GAP_S <= idp.clock.monotonic(), "and not by more fetches than there may be"
-    assert idp.server.asked == 3
-
-
-async def test_a_caller_that_is_put_off_is_told_when_to_come_again(idp: Idp) -> None:
-    """It comes at that time and no earlier, without a request of anybody else in between."""
-    assert await idp.status(idp.token(Key("made-up", number=1))) == 401
-    idp.clock.advance(0.5)
-    idp.server.keys = (OLD, NEW)
-    headers = {"authorization": f"Bearer {idp.token(NEW)}"}
-    async with idp.house.client.get(f"{idp.house.url}/v1/models", headers=headers) as answer:
-        assert answer.status == 503
-        assert (await error_of(answer))["code"] == "identity_unavailable"
-        retry_after_s = float(answer.headers["retry-after"])
-    assert retry_after_s == math.ceil(REFETCH_GAP_S - 0.5 + POLL_S)
-    await idp.fetched(retry_after_s)
     assert await idp.status(idp.token(NEW)) == 200
-    assert await idp.status(idp.token(Key("made-up", number=1))) == 401, "it was looked for twice"
-
-
-async def test_an_id_that_comes_while_keys_are_fetched_is_not_refused_by_that_fetch(idp: Idp) -> None:
-    """The server may have answered before the key was published."""
-    idp.server.gate.clear()
-    first = asyncio.create_task(idp.status(idp.token(Key("made-up", number=1))))
-    await until(lambda: idp.server.asked == 2)
-    idp.clock.advance(0.1)
-    second = asyncio.create_task(idp.status(idp.token(NEW)))
-    await until(lambda: idp.source._seen.get(NEW.kid) is not None)
-    idp.server.gate.set()
-    assert [await first, await second] == [401, 503]
-
-
-async def test_key_ids_that_are_remembered_are_bounded(open_house: Open, server: KeyServer) -> None:
-    source = RemoteKeys(as_issuer(server), VirtualClock())
-    for number in range(jwks.SEEN_MAX + 100):
-        source.refetch(f"kid-{number}")
-    assert len(source._seen) == jwks.SEEN_MAX
-    await source.aclose()
-
-
-async def test_so_many_may_wait_and_no_more(idp: Idp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jwt, "WAITING_MAX", 1)
-    idp.server.gate.clear()
-    first = asyncio.create_task(idp.status(idp.token(NEW)))
-    await until(lambda: idp.server.asked == 2)
-    assert await idp.status(idp.token(NEW)) == 503
-    assert await idp.victim() == 200
-    idp.server.keys = (OLD, NEW)
-    idp.server.gate.set()
-    assert await first == 200
+    assert idp.server.asked == 2
 
 
 async def test_a_silent_server_is_waited_for_within_bounds(idp: Idp, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,21 +311,3 @@ async def test_one_issuers_silence_does_not_hold_up_anothers_keys(
         assert not waiting.done() or waiting.result() == 503
         server.gate.set()
         assert await waiting in (401, 503)
-
-
-async def test_fetches_end_with_the_gateway(open_house: Open, server: KeyServer) -> None:
-    clock = VirtualClock()
-    source = RemoteKeys(as_issuer(server), clock)
-    server.gate.clear()
-    fetch = source.refetch("made-up")
-    assert fetch is not None
-    assert source.refetch("made-up") is fetch, "one at a time"
-    await until(lambda: server.asked == 1)
-    await source.aclose()
-    assert fetch.cancelled()
-
-
-def as_issuer(server: KeyServer) -> IssuerConfig:
-    settings = server.settings()
-    settings |= {name: tuple(settings[name]) for name in ("audiences", "algorithms")}
-    return IssuerConfig(**settings)

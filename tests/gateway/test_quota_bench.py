@@ -7,7 +7,7 @@ import argparse
 from gateway.bench import quota
 from tests.gateway.redis_server import RedisServer
 
-ROWS = ("memory", "Redis", "Redis, redis-py's pool", "bare calls")
+ROWS = ("memory", "Redis", "Redis, redis-py's pool", "bare calls", "no limits, noted")
 
 
 def options(*argv: str) -> argparse.Namespace:
@@ -26,6 +26,7 @@ async def test_each_store_is_measured_beside_the_others(redis: RedisServer) -> N
                 assert value is not None
                 assert value > 0
         assert figures[f"{callers} callers: Redis / redis-py's pool"].target is not None
+        assert figures[f"{callers} callers: no limits, noted / Redis"].unit == "x"
         assert figures[f"{callers} callers: Redis: CPU"].target is not None
         for row in ("bare calls", "memory"):
             assert f"{callers} callers: Redis beyond {row}" in figures
@@ -34,4 +35,4 @@ async def test_each_store_is_measured_beside_the_others(redis: RedisServer) -> N
 
 async def test_a_server_is_started_where_none_is_named() -> None:
     figures = await quota.run(options("--requests", "1", "--turns", "1", "--callers", "1"))
-    assert len(figures) == 4 * len(ROWS) + 3
+    assert len(figures) == 4 * len(ROWS) + 4

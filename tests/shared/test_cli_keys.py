@@ -154,6 +154,53 @@ async def test_a_change_of_the_file_leaves_an_audit_line_with_the_users_name(
         assert line["operator"].startswith("os:")
 
 
+async def test_an_operators_key_is_made_listed_rotated_and_revoked_in_the_file_alone(
+    world: tuple[World, list[str]], capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever callers' keys are kept."""
+    house, where = world
+    monkeypatch.setenv(KEY_VARIABLE, OPERATOR)
+    file = ["--operator", "--config", str(house.path)]
+
+    async def statuses(*texts: str) -> list[int]:
+        await effective(house)
+        bearers = [{"authorization": f"Bearer {text}"} for text in texts]
+        return [(await house.ask("GET", "keys", headers=bearer)).status for bearer in bearers]
+
+    assert await keys("create", *file, "--label", "of a test") == 0
+    made, told = capsys.readouterr()
+    text = made.strip()
+    assert re.fullmatch(r"sk_admin_[a-z0-9]{12}_[A-Za-z0-9]{32}", text)
+    assert "of operators. It is shown this once" in told
+    id_ = text.split("_")[2]
+    assert await statuses(text, OPERATOR) == [200, 200]
+    assert await keys("list", "--operator", *where) == 0
+    listed = capsys.readouterr().out
+    assert re.search(rf"^{id_} +active +never +of a test$", listed, re.MULTILINE)
+    assert re.search(r"^ops +active +never$", listed, re.MULTILINE)
+    assert text not in listed
+    assert await keys("rotate", *file, id_, "--overlap-s", "60", "--json") == 0
+    new = json.loads(capsys.readouterr().out)["key"]
+    assert await statuses(text, new) == [200, 200]
+    assert await keys("revoke", *file, id_) == 0
+    assert re.search(rf"^{id_} +revoked", capsys.readouterr().out, re.MULTILINE)
+    assert await statuses(text, new, OPERATOR) == [401, 401, 200]
+    assert await keys("revoke", *file, id_, "--delete") == 0
+    assert await keys("revoke", *file, id_) == 1
+    assert f"There is no operator's key '{id_}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [("create",), ("rotate", "ops"), ("revoke", "ops"), ("revoke", "ops", "--delete")]
+)
+def test_operators_keys_are_changed_through_no_listener(
+    words: tuple[str, ...], capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, OPERATOR)
+    assert cli.main(["keys", *words, "--operator", "--admin-url", "http://127.0.0.1:1"]) == 1
+    assert "in the gateway's file alone" in capsys.readouterr().err
+
+
 async def test_what_penstock_up_keeps_in_redis_is_changed_by_its_file(
     tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch, redis: RedisServer
 ) -> None:
@@ -219,6 +266,11 @@ def test_a_minted_key_is_kept_nowhere_and_is_the_one_of_its_hash(capsys: Out) ->
         (["list", "--admin-url", "ftp://a"], "must be a URL like"),
         (["rotate", "a/b"], "must be 1 to 64 of"),
         (["mint", "--env", "A"], "must be 1 to 16 of a-z 0-9"),
+        (
+            ["create", "--operator", "--tenant", "a"],
+            "argument --operator: not allowed with argument --tenant",
+        ),
+        (["create", "--operator", "--model-limit", "m:concurrent=1"], "with argument --model-limit"),
         ([], "the following arguments are required: ACTION"),
     ],
 )
