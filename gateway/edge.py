@@ -216,12 +216,8 @@ class Edge:
 
     def _model(self, name: str, config: ModelConfig) -> Model:
         profile = self._engines.of(config).profile
-        created = profile.created if profile else None
-        return Model(
-            id=name,
-            created=self._started_s if created is None else created,
-            max_model_len=profile.max_model_len if profile else None,
-        )
+        created, room = (profile.created, profile.room) if profile else (None, None)
+        return Model.of(name, self._started_s if created is None else created, room)
 
     # -- answers ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The profile of each model's engine: its tokenizer, its context length, whether it is one of ours.
+"""The profile of each model's engine: its tokenizer, its room for a sequence, whether it is one of ours.
 
 The gateway asks the engine for it, in the background, and keeps it fresh: every answer names the hash of its
 engine's tokenizer, and a new hash is a reason to ask again. No request waits for the profile; as long as
@@ -23,6 +23,7 @@ from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import ApiError, ConnectTimeout, NotReady, UpstreamFailed, UpstreamUnreachable
 from shared.ids import TOKENIZER_HEADER
 from shared.openai import ChatMessage, ChatRequest
+from shared.room import Room
 from shared.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
 
 FETCH_S: Final = 30.0
@@ -42,14 +43,15 @@ class EngineProfile:
 
     bundle: TokenizerBundle | None
     """The engine's tokenizer. None for an engine of another make, which has none to give."""
-    max_model_len: int | None
+    room: Room | None
+    """The tokens that a prompt and its answer may have together. None where the engine does not tell them."""
     created: int | None
 
     @property
     def is_whole(self) -> bool:
         """True if the profile is complete. An engine of ours that is still loading knows its tokenizer, and
-        not yet its context length."""
-        return self.bundle is None or self.max_model_len is not None
+        not yet the room for its sequences."""
+        return self.bundle is None or self.room is not None
 
 
 @dataclass(slots=True)
@@ -62,9 +64,9 @@ class Known:
     stale: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def max_model_len(self) -> int | None:
-        """The context length in tokens. None while it is unknown."""
-        return None if self.profile is None else self.profile.max_model_len
+    def room(self) -> Room | None:
+        """The tokens that a prompt and its answer may have together. None while they are unknown."""
+        return None if self.profile is None else self.profile.room
 
     @property
     def is_foreign(self) -> bool:
@@ -152,6 +154,7 @@ class _Model(msgspec.Struct):
 
     id: str
     max_model_len: int | None = None
+    context_len: int | None = None
     created: int | None = None
 
 
@@ -189,7 +192,7 @@ async def _fetch(
     if served is None:
         raise UpstreamFailed("The engine does not serve this model.", detail=f"{url} does not list {name!r}")
     bundle = await _fetch_bundle(upstream, model, url, connect_s, headers)
-    return EngineProfile(bundle, served.max_model_len, served.created)
+    return EngineProfile(bundle, Room.of(served.max_model_len, served.context_len), served.created)
 
 
 async def _fetch_bundle(

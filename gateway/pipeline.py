@@ -319,10 +319,9 @@ class Pipeline:
         if not isinstance(request, PromptRequest):
             return NO_TOKENS
         engine = self._engines.of(terms.model)
-        context_len = engine.max_model_len
-        count = await count_tokens(request, engine.tokenizer, context_len, self._threads, terms.tenant.id)
+        count = await count_tokens(request, engine.tokenizer, engine.room, self._threads, terms.tenant.id)
         exchange.record.prompt_tokens, exchange.record.prompt_exact = count.prompt_tokens, count.is_exact
-        check_fits(request, count, context_len)
+        check_fits(request, count, engine.room)
         return count
 
     async def _reserve(
@@ -336,10 +335,8 @@ class Pipeline:
             self._apply_decision(exchange, decision, 0)
             exchange.admit(terms.payer, 0)
             return None
-        context_len = self._engines.of(terms.model).max_model_len
-        asked = span(
-            request, count, context_len, self._config.admission.completion_estimate, terms.tokens_max
-        )
+        room = self._engines.of(terms.model).room
+        asked = span(request, count, room, self._config.admission.completion_estimate, terms.tokens_max)
         decision = await self._quotas.reserve(
             exchange.reservation, terms.subjects, asked.least, asked.most, terms.payer
         )

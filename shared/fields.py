@@ -4,7 +4,8 @@ A field that changes the answer elsewhere must not be dropped in silence: the ca
 than the one asked for, with a 200. So OpenAI's own fields that are not implemented, and the extensions of
 other engines that are in use (vLLM, SGLang, llama.cpp, TGI), are listed with the values that ask for nothing;
 any other value is unsupported. A field that is in no list is unknown: it is accepted, and named to the
-caller. Fields inside messages and their parts obey the same policy as those outside.
+caller. Fields inside messages and their parts obey the same policy as those outside, and none of them may
+be given twice.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
+from shared.repeated import refuse_repeated, stays
 
 Nothing = tuple[object, ...]
 """The values of a field that ask for nothing. Null is always one of them."""
@@ -98,7 +100,8 @@ class Survey(Struct, frozen=True):
 
 
 def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) -> Survey:
-    """Look through the fields of a well-formed request. `known` are the names that its type has."""
+    """Look through the fields of a well-formed request. `known` are the names that its type has. Raises
+    InvalidJson where an object that is looked into has a field twice."""
     table = _TABLES.get(type(request), {})
     unknown = [] if fields.keys() <= known else [name for name in fields if name not in known | table.keys()]
     unsupported = None if table.keys().isdisjoint(fields) else next(_unsupported(fields, table), None)
@@ -106,10 +109,14 @@ def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) ->
         unsupported = unsupported or "best_of"
     if "stream_options" in fields and getattr(request, "stream_options", None) is not None:
         options = _object.decode(fields["stream_options"])
+        if not stays(fields["stream_options"], options):
+            refuse_repeated("stream_options", fields["stream_options"])
         unknown += [f"stream_options.{name}" for name in options if name != "include_usage"]
     chat: list[ChatMessage] | None = getattr(request, "messages", None)
     if chat is not None and not _are_plain(chat, fields["messages"]):
         messages = _objects.decode(fields["messages"])
+        if not stays(fields["messages"], messages):
+            refuse_repeated("messages", fields["messages"])
         unknown += _unknown_in_messages(messages)
         unsupported = unsupported or _unsupported_in_messages(messages)
     return Survey(tuple(unknown), unsupported) if unknown or unsupported else _NOTHING_TO_SAY
@@ -118,7 +125,7 @@ def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) ->
 _NOTHING_TO_SAY: Final = Survey()
 
 
-class _PlainMessage(Struct, forbid_unknown_fields=True):
+class _PlainMessage(Struct, forbid_unknown_fields=True, omit_defaults=True):
     role: Raw
     content: Raw
     name: Raw = Raw()
@@ -129,15 +136,28 @@ _plain: Final = msgspec.json.Decoder(list[_PlainMessage])
 
 def _are_plain(messages: list[ChatMessage], raw: Raw) -> bool:
     """True if all messages have a role, a text and perhaps a name alone, as most have, so that no field is
-    unknown or unsupported."""
+    unknown or unsupported. Raises InvalidJson where one has a field twice."""
     for message in messages:
         if type(message.content) is not str:
             return False
     try:
-        _plain.decode(raw)
+        plain = _plain.decode(raw)
     except msgspec.ValidationError:
         return False
+    if not (stays(raw, plain) or _are_spaced(plain, raw)):
+        refuse_repeated("messages", raw)
     return True
+
+
+def _are_spaced(messages: list[_PlainMessage], raw: Raw) -> bool:
+    """True if these are messages as Python's `json` writes them, with a space behind each colon and comma.
+    Then none has a field twice: each field once makes the same bytes."""
+    parts: list[bytes] = []
+    for message in messages:
+        parts += (b'}, {"role": ', message.role, b', "content": ', message.content)
+    parts[0] = b'[{"role": '
+    parts.append(b"}]")
+    return b"".join(parts) == bytes(raw)
 
 
 def _unsupported(fields: Mapping[str, Raw], table: Mapping[str, Nothing]) -> Iterator[str]:
@@ -157,14 +177,18 @@ def _unsupported_in_messages(messages: Iterable[Mapping[str, Raw]]) -> str | Non
 
 
 def _unknown_in_messages(messages: Iterable[Mapping[str, Raw]]) -> list[str]:
-    """The unknown names in messages, each once, in the order in which they come."""
+    """The unknown names in messages, each once, in the order in which they come. Raises InvalidJson where a
+    part has a field twice."""
     unknown: dict[str, None] = {}
-    for message in messages:
+    for index, message in enumerate(messages):
         if not message.keys() <= _MESSAGE_KNOWN:
             names = (name for name in message if name not in _MESSAGE_KNOWN and name not in _MESSAGE)
             unknown |= dict.fromkeys(f"messages.{name}" for name in names)
         if memoryview(message["content"])[0] == _ARRAY:
-            for part in _objects.decode(message["content"]):
+            parts = _objects.decode(message["content"])
+            if not stays(message["content"], parts):
+                refuse_repeated(f"messages[{index}].content", message["content"])
+            for part in parts:
                 names = (name for name in part if name not in _PART_KNOWN)
                 unknown |= dict.fromkeys(f"messages.content.{name}" for name in names)
     return list(unknown)

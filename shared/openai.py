@@ -16,12 +16,13 @@ Beyond OpenAI, the common extensions of open engines: `top_k`, `min_p`, `repetit
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from shared.errors import ApiError
+from shared.room import Room
 
 BODY_LEN_MAX: Final = 8 * 1024 * 1024
 MESSAGES_MAX: Final = 2048
@@ -398,6 +399,19 @@ class Model(Struct, kw_only=True):
     created: int
     owned_by: str = "penstock"
     max_model_len: int | None = None
+    """The most tokens that a prompt and its answer may have together."""
+    context_len: int | UnsetType = UNSET
+    """The tokens that the model's context holds, where the engine's KV cache holds fewer. Left out where
+    `max_model_len` is that number."""
+
+    @classmethod
+    def of(cls, name: str, created: int, room: Room | None) -> Self:
+        """The model as it is listed. `room` is None while that is unknown."""
+        if room is None:
+            return cls(id=name, created=created)
+        is_less = room.most < room.context_len
+        context_len = room.context_len if is_less else UNSET
+        return cls(id=name, created=created, max_model_len=room.most, context_len=context_len)
 
 
 class ModelList(Struct, kw_only=True):

@@ -10,10 +10,11 @@ Rules
 
 from __future__ import annotations
 
-from shared.errors import ApiError, ContextLengthExceeded, InvalidRequest
+from shared.errors import ApiError, InvalidRequest
 from shared.fair_threads import Slices
 from shared.holding import TOKENS_MAX
 from shared.openai import ChatRequest, CompletionRequest
+from shared.room import Room
 from shared.text_slices import SLICE_LEN, WHOLE_LEN_MAX
 from shared.tokenizer import Tokenizer
 from shared.validation import prompt_count
@@ -23,22 +24,22 @@ CharSpan = tuple[int, int]
 
 
 def prompt_slices(
-    tokenizer: Tokenizer, request: ChatRequest | CompletionRequest, len_max: int | None
+    tokenizer: Tokenizer, request: ChatRequest | CompletionRequest, room: Room | None
 ) -> Slices[list[list[int]]]:
-    """The ids of `Tokenizer.prompt_ids`, in slices. No prompt may have more than `len_max` tokens.
+    """The ids of `Tokenizer.prompt_ids`, in slices. No prompt may have more tokens than there is room for.
 
-    Raises InvalidRequest, and ContextLengthExceeded for a prompt that is too long.
+    Raises InvalidRequest; for a prompt that is too long ContextLengthExceeded, or NeverFits.
     """
     if isinstance(request, ChatRequest):
         text = tokenizer.render_chat(request.messages)
         yield
-        ids = yield from text_slices(tokenizer, text, len_max, "messages", add_special_tokens=False)
+        ids = yield from text_slices(tokenizer, text, room, "messages", add_special_tokens=False)
         return _checked([ids], "messages")
     prompt_count(request.prompt)
     prompt = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     if not isinstance(prompt[0], str):  # all are of one kind
         longest = len(prompt) if isinstance(prompt[0], int) else max(map(len, prompt))  # type: ignore[arg-type]
-        most, too_long = _bound(len_max, "prompt")
+        most, too_long = _bound(room, "prompt")
         if longest > most:
             raise too_long
         return tokenizer.prompt_ids(request)
@@ -48,7 +49,7 @@ def prompt_slices(
     prompts: list[list[int]] = []
     tokens = encoded_len = 0
     for text in texts:
-        prompts.append((yield from text_slices(tokenizer, text, len_max, "prompt")))
+        prompts.append((yield from text_slices(tokenizer, text, room, "prompt")))
         tokens += len(prompts[-1])
         if tokens > TOKENS_MAX:
             raise _too_many("prompt")
@@ -62,14 +63,14 @@ def prompt_slices(
 def text_slices(
     tokenizer: Tokenizer,
     text: str,
-    len_max: int | None,
+    room: Room | None,
     param: str,
     *,
     add_special_tokens: bool = True,
 ) -> Slices[list[int]]:
     """The ids of `Tokenizer.encode`, in slices. `param` names the text in errors, which are those of
     `prompt_slices`."""
-    most, too_long = _bound(len_max, param)
+    most, too_long = _bound(room, param)
     slicer = tokenizer.slicer
     if slicer is not None and len(text) > most * slicer.longest:
         raise too_long
@@ -118,15 +119,12 @@ def _empty(param: str) -> ApiError:
     return InvalidRequest(f"{param} must not be empty.", param=param)
 
 
-def _bound(len_max: int | None, param: str) -> tuple[int, ApiError]:
+def _bound(room: Room | None, param: str) -> tuple[int, ApiError]:
     """The most tokens of one prompt, and the error of one that has more."""
-    most = TOKENS_MAX if len_max is None else min(len_max, TOKENS_MAX)
-    return most, _too_many(param) if most == TOKENS_MAX else _too_long(param, most)
-
-
-def _too_long(param: str, len_max: int) -> ApiError:
-    message = f"This model's context holds {len_max} tokens, and the {param} has more."
-    return ContextLengthExceeded(message, param=param)
+    if room is None or room.most >= TOKENS_MAX:
+        return TOKENS_MAX, _too_many(param)
+    error, holds = room.refused(room.most + 1)
+    return room.most, error(f"{holds}, and the {param} has more.", param=param)
 
 
 def _too_many(param: str) -> ApiError:

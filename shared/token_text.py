@@ -6,6 +6,8 @@ Rules of a `DecodeStream`:
    end of decoded text may be one that the model wrote, or stand for one that is not finished.
 2. Bytes that are no character, and never will be, become U+FFFD as soon as that is known. A character that is
    not finished when the answer ends is left out.
+   So text may begin with a U+FFFD for the bytes of tokens before the one with which it comes. `lost_len`
+   counts these.
 3. A prompt may end within a character. An answer that finishes it has the whole character; where the answer
    does not finish it, its first bytes belong to the prompt.
 
@@ -47,7 +49,15 @@ class Decoder(Protocol):
 class DecodeStream:
     """The text that follows a prompt, token by token."""
 
-    __slots__ = ("_context", "_decoder", "_is_first", "_is_prompts", "_skip_special_tokens", "_unfinished")
+    __slots__ = (
+        "_context",
+        "_decoder",
+        "_is_first",
+        "_is_prompts",
+        "_skip_special_tokens",
+        "_unfinished",
+        "lost_len",
+    )
 
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
         """The last `PROMPT_TAIL_LEN` of `prompt_ids` are enough."""
@@ -69,6 +79,9 @@ class DecodeStream:
         """The first bytes of a character that is not finished."""
         self._is_prompts = bool(self._unfinished)
         """True if the unfinished character began in the prompt."""
+        self.lost_len = 0
+        """The number of characters so far that stand for bytes of earlier tokens than the one with which they
+        came: no token finished them."""
 
     def step(self, token_id: int) -> str:
         """The whole characters that this token completes."""
@@ -78,15 +91,25 @@ class DecodeStream:
         if piece is None:
             return self._whole(token_id)
         self._is_first = False
-        data = self._unfinished + piece
+        unfinished = self._unfinished
+        data = unfinished + piece
         text, self._unfinished = _decoded(data)
-        if self._is_prompts and text:
-            self._is_prompts = False
-            return text if _begins_well(data) else text[1:]
+        if unfinished and text and (self._is_prompts or text[0] == REPLACEMENT):
+            return self._behind(text, data)
         return text
+
+    def _behind(self, text: str, data: bytes) -> str:
+        """The text of `data`, which began with the bytes of an unfinished character."""
+        is_finished = _begins_well(data)
+        if not self._is_prompts:
+            self.lost_len += not is_finished
+            return text
+        self._is_prompts = False
+        return text if is_finished else text[1:]
 
     def _whole(self, token_id: int) -> str:
         lost = REPLACEMENT if self._unfinished and not self._is_prompts else ""
+        self.lost_len += len(lost)
         self._unfinished, self._is_prompts = b"", False
         if not self._context and not self._is_first:
             self._context = [token_id]  # any token will do, so that this one is not the first

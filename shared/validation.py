@@ -31,6 +31,7 @@ from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
 from shared.fair_threads import Slices
 from shared.fields import survey
 from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Prompt, PromptRequest
+from shared.repeated import PLAIN_NAME, Key
 
 T = TypeVar("T", bound=Struct)
 
@@ -45,7 +46,6 @@ _REFUSED: Final = (UnicodeDecodeError, RecursionError, msgspec.DecodeError)
 """The errors of decoding that are the caller's."""
 IGNORED_NAMED_MAX: Final = 32
 """The most names of ignored fields that the answer's header lists."""
-_HEADER_SAFE: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Parsed(Struct, Generic[T], frozen=True):
@@ -67,7 +67,7 @@ class Parsed(Struct, Generic[T], frozen=True):
         """The names in `ignored` as a header's value, without those that are no plain names or too many."""
         if not self.ignored:
             return ""
-        named = [name for name in self.ignored if _HEADER_SAFE.fullmatch(name)]
+        named = [name for name in self.ignored if PLAIN_NAME.fullmatch(name)]
         return ", ".join(named[:IGNORED_NAMED_MAX])
 
 
@@ -113,7 +113,7 @@ def parse_slices(body: bytes, type_: type[T]) -> Slices[Parsed[T]]:
 
 def _parsed(request: T, fields: dict[str, Raw], type_: type[T]) -> Parsed[T]:
     if isinstance(request, PromptRequest):
-        check(request)
+        check(request, fields)
     found = survey(request, fields, _names(type_))
     return Parsed(request, fields, found.unknown, found.unsupported)
 
@@ -138,18 +138,8 @@ def with_fields(fields: dict[str, Raw], **overrides: object) -> bytes:
 # -- shape ----------------------------------------------------------------------------------------
 
 
-class _Key:
-    """A top-level name, equal only to itself, so that a repeated name does not hide the first."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, _kind: type[Any], name: str) -> None:
-        """The arguments are those of a `dec_hook`."""
-        self.name = name
-
-
 _decode_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
-_decode_top_level: Final = msgspec.json.Decoder(dict[_Key, Raw], dec_hook=_Key).decode
+_decode_top_level: Final = msgspec.json.Decoder(dict[Key, Raw], dec_hook=Key).decode
 
 
 def _top_level(body: bytes) -> dict[str, Raw]:
@@ -190,7 +180,7 @@ def _names(type_: type[Struct]) -> frozenset[str]:
 
 def _param(name: str) -> str | None:
     """A name that came from the caller, or None if it is not fit to be repeated."""
-    return name if _HEADER_SAFE.fullmatch(name) else None
+    return name if PLAIN_NAME.fullmatch(name) else None
 
 
 _LONE_MAX: Final = 64
@@ -329,12 +319,12 @@ def _spread(type_: Any) -> Iterator[Any]:
 # -- meaning --------------------------------------------------------------------------------------
 
 
-def check(request: PromptRequest) -> None:
+def check(request: PromptRequest, fields: dict[str, Raw]) -> None:
     """Check the relations between a request's fields. Raises InvalidRequest."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     if request.logit_bias is not None:
-        _check_logit_bias(request.logit_bias)
+        _check_logit_bias(request.logit_bias, fields["logit_bias"])
     if isinstance(request, ChatRequest):
         _check_chat(request)
     else:
@@ -344,11 +334,12 @@ def check(request: PromptRequest) -> None:
         raise InvalidRequest(f"min_tokens must be at most max_tokens, which is {limit}.", param="min_tokens")
 
 
-def _check_logit_bias(bias: dict[str, float]) -> None:
+def _check_logit_bias(bias: dict[str, float], raw: Raw) -> None:
     for key in bias:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**31):
             raise InvalidRequest("The keys of logit_bias must be token ids.", param="logit_bias")
-    if len({int(key) for key in bias}) < len(bias):
+    names = bytes(raw).count(b":")  # there is none in token ids and numbers
+    if len({int(key) for key in bias}) < names:
         raise InvalidRequest("logit_bias names a token twice.", param="logit_bias")
 
 

@@ -24,6 +24,7 @@ from engine.core.messages import RunnerInfo, SamplingParams, ServiceClass
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.holding import TOKEN_BYTES
 from shared.openai import TOKENS_MAX, GenerationRequest
+from shared.room import Room
 
 SEED_MASK: Final = 2**64 - 1
 ANSWER_LEN_MAX: Final = 32 * 1024 * 1024
@@ -52,10 +53,9 @@ class Limits:
     vocab_size: int
 
     @property
-    def context_len(self) -> int:
-        """The most tokens that a prompt and its answer may have together. The last token takes no
-        room in the KV pool, because nothing is computed from it."""
-        return min(self.max_model_len, self.kv_tokens + 1)
+    def room(self) -> Room:
+        """The room for a prompt and its answer."""
+        return Room(self.max_model_len, self.kv_tokens)
 
     @staticmethod
     def of(core: RunnerInfo) -> Limits:
@@ -178,7 +178,7 @@ def max_tokens_of(request: GenerationRequest, prompt_len: int, limits: Limits) -
             f"You requested {total}, but this engine's whole KV cache holds {limits.kv_tokens} tokens.",
             param=request.max_tokens_param if prompt_len <= limits.kv_tokens else prompt_param,
         )
-    room = limits.context_len - prompt_len
+    room = limits.room.most - prompt_len
     return room if asked is None else max(1, min(asked, room))
 
 

@@ -201,7 +201,7 @@ async def _prompt_ids(
     trusted = trusted_ids(request, model.tokenizer.hash, prompts, limits.vocab_size)
     if trusted is not None:
         return trusted
-    return await state.threads.run(tenant, prompt_slices(model.tokenizer, request, limits.context_len))
+    return await state.threads.run(tenant, prompt_slices(model.tokenizer, request, limits.room))
 
 
 async def _echoes(

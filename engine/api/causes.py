@@ -194,7 +194,8 @@ def _gap_code(step: StepRecord) -> CauseCode:
     is_slow = 0.0 < SLOW_FACTOR * step.expected_s < step.step_s
     if step.step_s < step.interval_s / 2:
         return CauseCode.GAP_HOST
-    if step.prompts and not (is_slow and step.step_s > 2 * SLOW_FACTOR * step.expected_s):
+    has_chunks = step.prompt_tokens > step.prompts  # a single token of a prompt takes what a decode does
+    if has_chunks and not (is_slow and step.step_s > 2 * SLOW_FACTOR * step.expected_s):
         return CauseCode.GAP_PROMPTS
     if is_slow:
         return CauseCode.GAP_SLOW

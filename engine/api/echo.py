@@ -4,8 +4,8 @@ Rules:
 
 1. A prompt that was given as text is repeated exactly as it was given, special tokens included.
 2. `text[start:]` begins with the token; positions count characters of that text. A token that is only part of
-   a character begins where the character begins; one that the tokenizer added (such as a beginning of
-   sequence) has no characters.
+   a character begins where the character begins, or the U+FFFD of one that is never finished; one that the
+   tokenizer added (such as a beginning of sequence) has no characters.
 3. A prompt that was given as ids is decoded in the way that streams are, so that the answer continues where
    the prompt ends.
 """
@@ -29,8 +29,9 @@ def echoed(tokenizer: Tokenizer, text: str | None, ids: Sequence[int]) -> Slices
     stream, parts, starts = tokenizer.decode_stream([]), list[str](), list[int]()
     position = 0
     for token_id in ids:
-        starts.append(position)
+        lost_len = stream.lost_len
         parts.append(stream.step(token_id))
+        starts.append(position + stream.lost_len - lost_len)
         position += len(parts[-1])
     if text is None:
         return "".join(parts), starts

@@ -95,7 +95,7 @@ def _tokenized(model: ServedModel, limits: Limits, request: TokenizeRequest) -> 
         ids = yield from text_slices(
             tokenizer, request.prompt or "", None, "prompt", add_special_tokens=special
         )
-    return _encode(TokenizeResponse(len(ids), limits.context_len, ids))
+    return _encode(TokenizeResponse(len(ids), limits.room.most, ids))
 
 
 async def detokenize(state: EngineState, exchange: Exchange) -> None:

@@ -239,10 +239,11 @@ class ChoiceOutput:
                 end = detokenizer.decoded_len
                 self._trail.append((end, Entry(token_id, end, None)))
             return False  # the core knows it, and its Finished comes in the same message
-        start = detokenizer.decoded_len
-        text = detokenizer.push(token_id)
         if self._keeps_entries:
+            text, start = detokenizer.push_placed(token_id)
             self._trail.append((detokenizer.decoded_len, Entry(token_id, start, logprobs)))
+        else:
+            text = detokenizer.push(token_id)
         self._release(text)
         if self._has_news:
             self._unsent_tokens += 1

@@ -120,12 +120,9 @@ class EngineState:
 
     def card(self) -> Model:
         info = self.core.info
+        room = None if info is None else Limits.of(info).room
         created = 0 if self.model is None else self.model.created
-        return Model(
-            id=self.config.name,
-            created=created,
-            max_model_len=None if info is None else Limits.of(info).context_len,
-        )
+        return Model.of(self.config.name, created, room)
 
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: it changes when the answers to the same seed may change."""

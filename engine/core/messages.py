@@ -379,7 +379,7 @@ class StepRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Rows that computed a part of a prompt."""
     prompt_tokens: int
     decodes: tuple[int, ...]
-    """Rows that decode, for each class, FLEX first."""
+    """Rows that computed a token of an answer, for each class, FLEX first."""
     copied_pages: int
     """Pages that were copied to host memory, and back."""
     lack: Lack

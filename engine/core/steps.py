@@ -28,9 +28,12 @@ class StepBook:
         self._ended_at = 0.0
         """The last commit, or the moment after it at which there was work again."""
         self._slots: list[int] = []
-        """The slots of the last step whose decodes were counted; empty where some of them did not decode."""
+        """The slots of the last step that was counted; empty where some of its rows did not decode."""
         self._decodes = NO_DECODES
-        """The decodes of that step by class."""
+        """The decodes of the last step that was counted, by class."""
+        self._single_prompts = 0
+        """The rows of that step that computed one token of a prompt, as where all others were cached. To the
+        cost of a step they are decodes; whoever reads a record is to know them from streams."""
         self._record: StepRecord | None = None
 
     def wake(self, now: float) -> None:
@@ -44,14 +47,14 @@ class StepBook:
         interval_s, self._ended_at = max(now - self._ended_at, step_s), now
         if plan.seated or plan.left or plan.slots != self._slots or work.prompt_tokens:
             self._count_decodes(flight)
-        pages = allocator.pages
+        pages, single_prompts = allocator.pages, self._single_prompts
         self._record = StepRecord(
             plan.step,
             interval_s,
             step_s,
             expected_s,
-            len(plan.slots) - work.decode_rows,
-            work.prompt_tokens,
+            len(plan.slots) - work.decode_rows + single_prompts,
+            work.prompt_tokens + single_prompts,
             self._decodes,
             work.copied_pages,
             flight.lack,
@@ -62,10 +65,15 @@ class StepBook:
     def _count_decodes(self, flight: InFlight) -> None:
         """Count the classes of the rows that decode. A slot has the same sequence until it is left and seated
         again, so steps with the same slots have the same counts."""
-        classes = [row.service_class for row in flight.rows[: flight.work.decode_rows]]
+        plan = flight.plan
+        rows = zip(flight.rows, plan.positions, plan.lengths, strict=True)
+        classes = [
+            row.service_class for row, position, length in rows if length == 1 and position >= row.prompt_len
+        ]
         flex, default, priority = [classes.count(each) for each in CLASSES]
-        self._slots = [] if flight.work.prompt_tokens else flight.plan.slots
         self._decodes = (flex, default, priority)
+        self._single_prompts = flight.work.decode_rows - len(classes)
+        self._slots = plan.slots if len(classes) == len(plan.slots) else []
 
     def take(self) -> StepRecord | None:
         """The record of the step that was committed since the last call. None when none was."""

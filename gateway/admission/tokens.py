@@ -8,7 +8,7 @@ Rules:
 1. Counting never holds up the event loop. A prompt of up to
    `INLINE_LEN_MAX` characters is counted in place, because handing it to a thread and back takes
    longer than counting it. Any other is counted slice by slice on threads that tenants share fairly, and
-   no further than the model's context goes.
+   no further than there is room for.
 2. Ids that were counted are sent along; the engine trusts them only under its own tokenizer's hash.
 3. An estimate errs on the high side for most text: one token for `ESTIMATE_BYTES` bytes of UTF-8
    (English has about four, Chinese and Japanese about three) and a few for each message's frame.
@@ -21,10 +21,10 @@ from typing import Final
 
 from msgspec import Struct
 
-from shared.errors import ContextLengthExceeded
 from shared.fair_threads import FairThreads
 from shared.openai import ChatRequest, PromptExtension, PromptRequest
 from shared.prompts import prompt_slices
+from shared.room import Room
 from shared.tokenizer import Tokenizer
 
 INLINE_LEN_MAX: Final = 1024
@@ -77,43 +77,44 @@ class Span(Struct, frozen=True):
 async def count_tokens(
     request: PromptRequest,
     tokenizer: Tokenizer | None,
-    context_len: int | None,
+    room: Room | None,
     threads: FairThreads,
     tenant: str,
 ) -> Count:
-    """Exact where there is a tokenizer, else an estimate. `context_len`: tokens, None where unknown.
+    """Exact where there is a tokenizer, else an estimate. `room` is None where it is unknown.
 
     Raises InvalidRequest for a prompt that is empty or that the chat template refuses, ContextLengthExceeded
-    for one that is too long, and Overloaded.
+    or NeverFits for one that is too long, and Overloaded.
     """
     if tokenizer is None:
         return estimate(request)
     if _is_short(request):
         prompt_ids = tokenizer.prompt_ids(request)
     else:
-        prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, request, context_len))
+        prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, request, room))
     lengths = [*map(len, prompt_ids)]
     return Count(sum(lengths), max(lengths), len(lengths), PromptExtension(tokenizer.hash, prompt_ids))
 
 
-def check_fits(request: PromptRequest, count: Count, context_len: int | None) -> None:
-    """Raises ContextLengthExceeded, when the count is exact and the context's length is known."""
+def check_fits(request: PromptRequest, count: Count, room: Room | None) -> None:
+    """Raises ContextLengthExceeded or NeverFits, when the count is exact and the room is known."""
     stated = request.stated_tokens_max
-    if context_len is None or not count.is_exact or count.longest + max(1, stated or 0) <= context_len:
+    tokens = count.longest + max(1, stated or 0)
+    if room is None or not count.is_exact or tokens <= room.most:
         return
-    message = f"This model's context holds {context_len} tokens, and the prompt has {count.longest}"
-    if stated is None or count.longest >= context_len:
-        raise ContextLengthExceeded(f"{message}.", param=request.prompt_param)
-    message = f"{message}: there is no room for {stated} more."
-    raise ContextLengthExceeded(message, param=request.max_tokens_param)
+    error, holds = room.refused(tokens)
+    message = f"{holds}, and the prompt has {count.longest}"
+    if stated is None or count.longest >= room.most:
+        raise error(f"{message}.", param=request.prompt_param)
+    raise error(f"{message}: there is no room for {stated} more.", param=request.max_tokens_param)
 
 
 def span(
-    request: PromptRequest, count: Count, context_len: int | None, estimate: int, tokens_max: int | None
+    request: PromptRequest, count: Count, room: Room | None, estimate: int, tokens_max: int | None
 ) -> Span:
     """The tokens to reserve: all prompts, and for every choice the most it may generate.
 
-    For a choice without a maximum: `estimate` at least, and what the context leaves at most. `tokens_max`
+    For a choice without a maximum: `estimate` at least, and what there is room for at most. `tokens_max`
     is the tightest limit of the caller; without one the estimate is all that is reserved, as nothing
     bounds what is generated.
     """
@@ -121,13 +122,13 @@ def span(
     stated = request.output_tokens_max
     if stated is not None:
         return Span(count.prompt_tokens, choices, stated, stated)
-    room = estimate if context_len is None else max(1, context_len - count.longest)
-    each = min(estimate, room)
+    left = estimate if room is None else max(1, room.most - count.longest)
+    each = min(estimate, left)
     if tokens_max is None:
         return Span(count.prompt_tokens, choices, each, each)
     share = tokens_max // QUOTA_SHARE_MAX // choices
     least = max(1, request.min_tokens or 0, min(each, share))
-    return Span(count.prompt_tokens, choices, least, max(least, room), is_open=True)
+    return Span(count.prompt_tokens, choices, least, max(least, left), is_open=True)
 
 
 def _is_short(request: PromptRequest) -> bool:

@@ -28,6 +28,8 @@ KEYS_MAX: Final = 100_000
 TENANTS_MAX: Final = 10_000
 ENTRY_LEN_MAX: Final = 64 * 1024
 """Bytes of an entry's JSON."""
+PATH_LEN_MAX: Final = 256
+"""Characters of the end of a path that is told, such as `limits.concurrent`. The body's sender made it up."""
 PAGE_MAX: Final = 200
 """The most entries on one page of a list."""
 NO_VARIABLES: Final = "_"
@@ -169,19 +171,33 @@ def decode_object(raw: bytes) -> Mapping[str, Any]:
         raise ConfigError([f"it is longer than {ENTRY_LEN_MAX} bytes"])
     try:
         found: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
-        json.loads(raw, object_pairs_hook=_unique)
+        members = json.loads(raw, object_pairs_hook=_Members)
     except msgspec.DecodeError as error:  # it names a place and no value
         raise ConfigError([f"it is no JSON object ({error})"]) from None
     except (ValueError, RecursionError):
         raise ConfigError(["it is no JSON object"]) from None
+    _check_unique(members)
     return found
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> None:
-    """Raises ConfigError where an object has a name twice: readers differ in which one counts."""
-    for name, count in Counter(name for name, _ in pairs).items():
-        if count > 1:
-            raise ConfigError([f"{name[:64]}: is given {count} times"])
+class _Members(list[tuple[str, Any]]):
+    """The members of a JSON object as they were sent, repeated ones too."""
+
+
+def _check_unique(members: _Members) -> None:
+    """Raises ConfigError where an object has a name twice: readers differ in which one counts. Outer objects
+    are looked at before those within."""
+    left: list[tuple[str, list[Any]]] = [("", members)]  # arrays and objects, each with its path
+    for path, value in left:
+        if isinstance(value, _Members):
+            prefix = path and f"{path}."
+            for name, count in Counter(name for name, _ in value).items():
+                if count > 1:
+                    raise ConfigError([f"{prefix}{name[:64]}: is given {count} times"])
+            inner = [(f"{prefix}{name[:64]}", one) for name, one in value]
+        else:
+            inner = [(f"{path}[{at}]", one) for at, one in enumerate(value)]
+        left += [(within[-PATH_LEN_MAX:], one) for within, one in inner if isinstance(one, list)]
 
 
 def parse(type_: type[R], given: Mapping[str, Any], check: Callable[[R], Iterator[str]] | None = None) -> R:

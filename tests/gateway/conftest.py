@@ -204,13 +204,16 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             *more_urls: str,
             bundle: Any = ...,
             max_model_len: int = 4096,
+            context_len: int | None = None,
             store: SharedStore | None = None,
             identity_of: IdentityOf | None = None,
             clock: Clock = SYSTEM_CLOCK,
             **sections: Any,
         ) -> House:
             engine = FakeEngine(
-                bundle=byte_bundle() if bundle is ... else bundle, max_model_len=max_model_len
+                bundle=byte_bundle() if bundle is ... else bundle,
+                max_model_len=max_model_len,
+                context_len=context_len,
             )
             await stack.enter_async_context(engine)
             config = load(settings(engine.url, *more_urls, protocol=protocol, **sections), {})

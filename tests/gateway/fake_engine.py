@@ -132,9 +132,17 @@ def refusal(status: int, code: str, message: str = "no", **headers: str) -> Scri
 class FakeEngine:
     """`async with FakeEngine() as engine:`; `engine.script` says how to answer the next requests."""
 
-    def __init__(self, *, bundle: TokenizerBundle | None = None, max_model_len: int | None = 4096) -> None:
+    def __init__(
+        self,
+        *,
+        bundle: TokenizerBundle | None = None,
+        max_model_len: int | None = 4096,
+        context_len: int | None = None,
+    ) -> None:
         self.bundle = bundle
         self.max_model_len = max_model_len
+        self.context_len = context_len
+        """The model's context, which it lists if its KV cache holds less."""
         self.script: Script | Callable[[Seen], Script] = stream(chunk("a"), chunk("b"), chunk("c"))
         self.seen: list[Seen] = []
         self.arrived = asyncio.Event()
@@ -171,6 +179,8 @@ class FakeEngine:
         match request.path:
             case "/v1/models":
                 model = {"id": "tiny", "object": "model", "created": 7, "max_model_len": self.max_model_len}
+                if self.context_len is not None:
+                    model["context_len"] = self.context_len
                 await responder.send(200, {}, msgspec.json.encode({"object": "list", "data": [model]}))
             case "/penstock/tokenizer":
                 if self.bundle is None:

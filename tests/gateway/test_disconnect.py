@@ -233,6 +233,39 @@ async def test_a_half_closed_connection_is_a_disconnect(house: House) -> None:
     async with asyncio.timeout(PATIENCE_S):
         await house.engine.seen[0].cancelled.wait()
     await left_at(house, "relay")
+    line = await house.line()
+    assert line["settled_tokens"] == line["reserved_tokens"], "nobody told what was computed"
+    client.leave()
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "unary"])
+async def test_a_connection_that_is_half_closed_before_the_answer_gets_none(
+    house: House, is_stream: bool
+) -> None:
+    """Nothing tells a caller who has only done sending from one who is gone."""
+    house.engine.script = Script([asyncio.Event(), HEADERS])
+    client = await RawClient.of(house)
+    client.post(body(stream=is_stream))
+    await house.engine.arrived.wait()
+    client.writer.write_eof()
+    async with asyncio.timeout(PATIENCE_S):
+        await house.engine.seen[0].cancelled.wait()
+        assert await client.reader.read() == b""
+    await left_at(house, "wait")
+    assert house.store.ledger.settled == house.store.ledger.reserved - house.store.ledger.released > 0
+    client.leave()
+
+
+async def test_a_connection_that_is_half_closed_with_its_request_gets_no_answer(house: House) -> None:
+    house.engine.script = Script([asyncio.Event(), HEADERS])
+    client = await RawClient.of(house)
+    client.post(body())
+    client.writer.write_eof()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await client.reader.read() == b""
+    line = await house.line()
+    assert (line["status"], line["end_reason"]) == (499, "client_cancel")
+    await house.at_rest()
     client.leave()
 
 

@@ -16,6 +16,7 @@ from gateway.relay.upstream import Upstream
 from shared.errors import ApiError, ConnectTimeout, ModelNotFound, UpstreamFailed, UpstreamUnreachable
 from shared.ids import TOKENIZER_HEADER
 from shared.openai import CompletionRequest
+from shared.room import Room
 from tests.gateway.fake_engine import byte_bundle
 
 MODELS = "/v1/models"
@@ -90,8 +91,28 @@ async def test_an_engine_without_a_tokenizer_to_give_is_a_foreign_one() -> None:
 async def test_the_next_replica_is_asked_when_one_fails() -> None:
     good = engine(tokenizer=({TOKENIZER_HEADER: BUNDLE.hash}, msgspec.json.encode(BUNDLE)), url=B)
     upstream = FakeUpstream({(A, MODELS): UpstreamUnreachable("gone"), **good.answers})
-    assert await profile_of(upstream, A, B) == EngineProfile(BUNDLE, 4096, None)
+    assert await profile_of(upstream, A, B) == EngineProfile(BUNDLE, Room(4096), None)
     assert upstream.asked == [(A, MODELS), (B, MODELS), (B, TOKENIZER)]
+
+
+@pytest.mark.parametrize(
+    ("told", "room"),
+    [
+        ({"max_model_len": 65, "context_len": 256}, Room(256, 64)),
+        ({"max_model_len": 256, "context_len": 256}, Room(256)),
+        ({"max_model_len": 256, "context_len": 65}, Room(256)),
+        ({"max_model_len": 65}, Room(65)),
+        ({"context_len": 65}, None),
+    ],
+    ids=["the KV cache", "the context", "a smaller context", "an older engine", "no room"],
+)
+async def test_what_bounds_a_sequence_is_what_the_engine_tells(
+    told: dict[str, int], room: Room | None
+) -> None:
+    listed = msgspec.json.encode({"data": [{"id": "tiny", **told}]})
+    profile = await profile_of(engine(models=({}, listed), tokenizer=ModelNotFound("no such path")))
+    assert profile.room == room
+    assert room is None or room.most == told["max_model_len"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from gateway.billing.lines import BillingLine
 from gateway.config import load
 from shared.config import ConfigError
+from shared.room import Room
 from tests.gateway.conftest import House, Open, settings, until
 from tests.gateway.fake_engine import CUT, FakeEngine, Script, byte_bundle, chunk, refusal, stream, unary
 
@@ -264,7 +265,7 @@ async def test_a_prompt_that_does_not_fit_the_fallback_is_not_sent_there(open_pa
         spare = pair.house.gateway.config.models[1]
         known = pair.house.gateway.engines.of(spare)
         assert known.profile is not None
-        object.__setattr__(known.profile, "max_model_len", 5)
+        object.__setattr__(known.profile, "room", Room(5))
         pair.tiny.script = refusal(503, "not_ready")
         async with pair.house.chat() as answer:
             assert answer.status == 503

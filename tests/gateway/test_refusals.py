@@ -147,6 +147,27 @@ async def test_a_prompt_beyond_the_context_is_refused_before_it_is_dispatched(ho
         assert answer.status == 200
 
 
+async def test_a_prompt_beyond_the_kv_cache_is_not_said_to_exceed_the_context(open_house: Open) -> None:
+    """The engine tells both, and would say the same."""
+    house = await open_house(max_model_len=4096, context_len=6000)
+    for fields, code, param, holds in (
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "kv_capacity_exceeded", "messages", "4095"),
+        ({"max_tokens": 4096}, "kv_capacity_exceeded", "max_tokens", "4095"),
+        ({"max_tokens": 6000}, "context_length_exceeded", "max_tokens", "6000"),
+    ):
+        async with house.chat(fields) as answer:
+            assert answer.status == 400
+            error = await error_of(answer)
+        assert (error["code"], error["param"]) == (code, param)
+        assert f"holds {holds} tokens" in error["message"]
+    assert not house.engine.seen
+    async with house.chat(max_tokens=4096 - len(PROMPT)) as answer:
+        assert answer.status == 200
+    async with house.get("/v1/models/tiny") as answer:
+        listed = await answer.json()
+    assert (listed["max_model_len"], listed["context_len"]) == (4096, 6000)
+
+
 async def test_bodies_are_bounded(open_house: Open) -> None:
     house = await open_house(limits={"body_len_max": 2000})
     long = "x" * 3000

@@ -79,6 +79,26 @@ def test_a_long_prompt_beside_a_stream(model_dir: Path) -> None:
     says(causes(told, "long"), r"prefill of 305 ms: 300 prompt tokens of its own in 1 step, beside 1 stream")
 
 
+def test_a_cached_prompt_is_no_stream_beside_itself(model_dir: Path) -> None:
+    """It computes one token of its own, as a stream does."""
+
+    async def scene(stage: Stage) -> None:
+        prompt = [5] * 300
+        for name in ("first", "alone"):
+            client = await stage.ask(name, max_tokens=2, prompt=prompt)
+            await client.until_over()
+        running = await stage.ask("running", max_tokens=40)
+        await running.until_event(1)
+        beside = await stage.ask("beside", max_tokens=2, prompt=prompt)
+        await beside.until_over()
+        await running.until_over()
+
+    told = play(scene, Setting(), model_dir)
+    own = r"1 prompt token of its own \(299 more were cached\) in 1 step"
+    says(causes(told, "alone"), rf"^prefill of 5.2 ms: {own}$")
+    says(causes(told, "beside"), rf"^prefill of 5.4 ms: {own}, beside 1 stream$")
+
+
 @pytest.mark.parametrize(
     ("host_pages", "ends"), [(0, r"took its place$"), (400, r"its pages were kept in host memory$")]
 )

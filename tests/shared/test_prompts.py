@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from shared import prompts
-from shared.errors import ApiError, ContextLengthExceeded, InvalidRequest
+from shared.errors import ApiError, ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.fair_threads import Slices
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 from shared.prompts import prompt_slices, text_slices
+from shared.room import Room
 from shared.tokenizer import Tokenizer
 from tests.shared.test_text_slices import sentence_piece
 from tests.shared.toy_tokenizers import BYTE_LEVEL, bundle_of, byte_level, with_bos
@@ -67,20 +68,29 @@ def test_long_text_and_many_texts_come_in_slices() -> None:
 def test_a_text_that_cannot_fit_is_refused_by_its_length_alone() -> None:
     slicer = BYTE_LEVEL.slicer
     assert slicer is not None
-    slices = text_slices(BYTE_LEVEL, WORDS * 10_000, 100, "prompt")
+    slices = text_slices(BYTE_LEVEL, WORDS * 10_000, Room(100), "prompt")
     with pytest.raises(ContextLengthExceeded) as refused:
         next(slices)
     assert refused.value.param == "prompt"
     assert "100 tokens" in refused.value.message
 
 
+@pytest.mark.parametrize("text", [WORDS * 10_000, WORDS * 5], ids=["by its length", "by its tokens"])
+def test_a_text_beyond_the_kv_cache_is_not_said_to_exceed_the_context(text: str) -> None:
+    with pytest.raises(NeverFits, match="KV cache of this model's engine holds 20 tokens") as refused:
+        finish(prompt_slices(BYTE_LEVEL, completion(text), Room(10_000, 20)))
+    assert refused.value.param == "prompt"
+    with pytest.raises(ContextLengthExceeded, match="context holds 20 tokens"):
+        finish(prompt_slices(BYTE_LEVEL, completion(text), Room(20, 10_000)))
+
+
 @pytest.mark.parametrize("prompt", [[10**9] * 101, [[1], [10**9] * 101]], ids=["ids", "lists of ids"])
 def test_ids_that_cannot_fit_are_refused_before_any_is_looked_at(prompt: Any) -> None:
     """There may be a million, and none of these has a token."""
     with pytest.raises(ContextLengthExceeded, match="100 tokens"):
-        finish(prompt_slices(BYTE_LEVEL, completion(prompt), 100))
+        finish(prompt_slices(BYTE_LEVEL, completion(prompt), Room(100)))
     with pytest.raises(InvalidRequest, match="token ids"):
-        finish(prompt_slices(BYTE_LEVEL, completion(prompt), 101))
+        finish(prompt_slices(BYTE_LEVEL, completion(prompt), Room(101)))
 
 
 def test_counting_stops_where_the_bound_is_passed() -> None:
@@ -88,10 +98,10 @@ def test_counting_stops_where_the_bound_is_passed() -> None:
     whole, slices = finish(text_slices(BYTE_LEVEL, text, None, "prompt"))
     done = 0
     with pytest.raises(ContextLengthExceeded):
-        for done, _ in enumerate(text_slices(BYTE_LEVEL, text, len(whole) // 2, "prompt"), 1):  # noqa: B007
+        for done, _ in enumerate(text_slices(BYTE_LEVEL, text, Room(len(whole) // 2), "prompt"), 1):  # noqa: B007
             pass
     assert done <= slices // 2 + 1
-    assert finish(text_slices(BYTE_LEVEL, text, len(whole), "prompt"))[0] == whole
+    assert finish(text_slices(BYTE_LEVEL, text, Room(len(whole)), "prompt"))[0] == whole
 
 
 def test_all_prompts_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,11 @@ HOSTILE: dict[str, tuple[bytes, str | None]] = {
     "repeated field": (b'{"model":"m",' + chat()[1:], "model"),
     "repeated field, spelt otherwise": (b'{"\\u006dodel":"m",' + chat()[1:], "model"),
     "repeated unknown field": (b'{"zzz":1,"zzz":1,' + chat()[1:], "zzz"),
+    "repeated stream option": (
+        b'{"stream":true,"stream_options":{"include_usage":true,"include_usage":false},' + chat()[1:],
+        "stream_options.include_usage",
+    ),
+    "repeated token of a bias": (b'{"logit_bias":{"5":1,"\\u0035":2},' + chat()[1:], "logit_bias"),
 }
 
 
@@ -150,6 +155,52 @@ def test_a_name_given_twice_is_found_however_it_is_spelt(
     again = json.dumps(f"zzz{others[0]}", ensure_ascii=is_ascii)
     body = f"{{{comma.join([*pairs, f'{again}:0'])}}}"
     assert "given twice" in refused(body.encode(), ChatRequest).message
+
+
+PARTS = [{"type": "text", "text": 'say "x": {}, '}, {"type": "text", "text": "\u00e9\n"}]
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": 'as "role": "user", \n\\" \u00e9'},
+    {"content": "x", "role": "user"},
+    {"role": "user", "name": "n", "content": "x"},
+    {"role": "assistant", "content": "x", "reasoning_content": "r", "zzz": {"a": [1, 2]}, 'z"': 1},
+    {"role": "user", "content": PARTS},
+]
+STYLES = {
+    "compact": lambda value: json.dumps(value, separators=(",", ":"), ensure_ascii=False),
+    "compact, ASCII": lambda value: json.dumps(value, separators=(",", ":")),
+    "spaced": json.dumps,
+    "indented": lambda value: json.dumps(value, indent=2),
+}
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_a_field_given_twice_within_messages_is_found_in_any_style(
+    style: Callable[[object], str], length: int
+) -> None:
+    """The whole body is taken as long as none is."""
+
+    def body(messages: str) -> bytes:
+        return f'{{"model":"m","messages":{messages}}}'.encode()
+
+    taken = parse(body(style(MESSAGES[:length])), ChatRequest).request
+    assert [message.role for message in taken.messages] == [m["role"] for m in MESSAGES[:length]]
+    comma, colon = (", ", ": ") if style is json.dumps else (",", ":")
+    for at, message in enumerate(MESSAGES[:length]):
+        for name, value in message.items():
+            for again in (json.dumps(name), '"' + "".join(f"\\u{ord(char):04x}" for char in name) + '"'):
+                pair = style(message)[:-1].rstrip() + f"{comma}{again}{colon}{style(value)}}}"
+                others = [*map(style, MESSAGES[:at]), pair, *map(style, MESSAGES[at + 1 : length])]
+                error = refused(body(f"[{comma.join(others)}]"), ChatRequest)
+                assert isinstance(error, InvalidJson)
+                assert error.param == (f"messages[{at}]" if '"' in name else f"messages[{at}].{name}")
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+def test_a_field_given_twice_within_a_part_is_found(style: Callable[[object], str]) -> None:
+    part = style(PARTS[0])[:-1].rstrip() + ',"text":"y"}'
+    body = f'{{"model":"m","messages":[{{"role":"user","content":[{style(PARTS[1])},{part}]}}]}}'
+    assert refused(body.encode(), ChatRequest).param == "messages[0].content[1].text"
 
 
 @pytest.mark.parametrize("unit", [b"\\ud800", b"\\n", b"\\ud83d\\ude00", b'\\"', b"x"])

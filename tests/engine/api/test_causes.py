@@ -120,9 +120,22 @@ def test_a_prefill_tells_what_was_computed_beside_it() -> None:
     )
 
 
+def test_a_prompt_of_one_token_tells_all_that_was_computed_beside_it() -> None:
+    steps = Steps()
+    admitted = steps.add()
+    first = steps.add(0.2, prompts=2, prompt_tokens=101, decodes=0)
+    marks = SequenceMarks(DEFAULT, 500, BEGINNING, admitted, first)
+    [prefill] = causes_of(marks, Spent(0.0, 0.2, 0.0, 499, 1), steps.ring)
+    assert sentence(prefill) == (
+        "prefill of 200 ms: 1 prompt token of its own (499 more were cached) in 1 step, "
+        "beside 100 prompt tokens of another request"
+    )
+
+
 @pytest.mark.parametrize(
     ("step", "code"),
     [
+        ({"prompts": 3, "prompt_tokens": 3, "expected_s": 0.3, "decodes": 200}, CauseCode.GAP_DECODES),
         ({"prompts": 1, "prompt_tokens": 1920, "expected_s": 0.3}, CauseCode.GAP_PROMPTS),
         ({"prompts": 1, "prompt_tokens": 19, "expected_s": 0.05}, CauseCode.GAP_SLOW),
         ({"step_s": 0.01}, CauseCode.GAP_HOST),

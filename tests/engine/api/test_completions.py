@@ -155,6 +155,34 @@ async def test_pieces_of_characters_are_spelt_out(served: Served) -> None:
     assert set(answer["choices"][0]["logprobs"]["text_offset"]) == {0}
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("echoes", [False, True])
+async def test_offsets_behind_characters_that_are_not_finished(
+    served: Served, streams: bool, echoes: bool
+) -> None:
+    """The U+FFFD of such a character stands in the text before the token with which it comes."""
+    begun, brown = served.ids("日")[:1], served.ids("🌊")[:2]
+    ids = [*begun, *served.ids("the"), *brown, *served.ids("é"), *begun, *brown, *served.ids(" fox")]
+    text = "\ufffdthe\ufffdé\ufffd\ufffd fox"
+    served.core.script = lambda _: [*ids, *served.ids(EOS)]
+    body = {"prompt": ids, "logprobs": 0, "echo": echoes}
+    if streams:
+        parts = [chunk["choices"][0] for chunk in await stream(served, **body)]
+    else:
+        parts = (await complete(served, **body))["choices"]
+    assert "".join(part["text"] for part in parts) == text * (1 + echoes)
+    columns = [part["logprobs"] for part in parts if part["logprobs"]]
+    offsets = [offset for column in columns for offset in column["text_offset"]]
+    tokens = [token for column in columns for token in column["tokens"]]
+    assert offsets == sorted(offsets)
+    assert len(offsets) == len(ids) * (1 + echoes)
+    for token, offset in zip(tokens, offsets, strict=True):
+        own = "" if token.startswith("bytes:") else token
+        assert (text * 2)[offset:].startswith(own)
+    begins = [at for at, token_id in enumerate(ids) if token_id in begun + brown]
+    assert [text[offsets[at]] for at in begins] == ["\ufffd"] * len(begins)
+
+
 async def test_token_ids(served: Served) -> None:
     served.says("fox")
     answer = await complete(served, prompt=["the", "my"], return_token_ids=True)

@@ -35,6 +35,8 @@ BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["b
 class Pieces:
     """A decoder whose tokens are strings: token i is `pieces[i]`."""
 
+    lost_len = 0
+
     def __init__(self, pieces: list[str]) -> None:
         self._pieces = pieces
 
@@ -140,6 +142,25 @@ def test_what_was_held_is_text_when_the_sequence_ends() -> None:
     assert detokenizer.push(1) == ""
     assert detokenizer.finish() == "<|en"
     assert not detokenizer.stopped
+
+
+BYTES = range(3, 3 + 256)
+OFTEN = [BYTES[byte] for byte in "a日🌊é".encode()] * 20
+PLACED = st.lists(st.sampled_from([*BYTES, *OFTEN, BYTES.stop + 1]))
+
+
+@given(ids=PLACED)
+@settings(max_examples=400, deadline=None)
+def test_a_token_that_is_whole_stands_where_it_is_placed(ids: list[int]) -> None:
+    """Whatever bytes stand before it, that are no character or none yet."""
+    detokenizer = Detokenizer(BYTE_FALLBACK.decode_stream([]))
+    placed = [detokenizer.push_placed(token_id) for token_id in ids]
+    text, starts = "".join(part for part, _ in placed), [start for _, start in placed]
+    assert starts == sorted(starts)
+    for token_id, start in zip(ids, starts, strict=True):
+        own = BYTE_FALLBACK.token_bytes(token_id)
+        if own.isascii():
+            assert text[start:].startswith(own.decode())
 
 
 def test_stop_strings_wait_for_the_least_number_of_tokens() -> None:

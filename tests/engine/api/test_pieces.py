@@ -42,6 +42,8 @@ def heading(logprobs: int | None, *, ids: bool = False) -> Heading:
 
 def output(prompt_logprobs: list[TokenLogprobs]) -> ChoiceOutput:
     class Nothing:
+        lost_len = 0
+
         def step(self, token_id: int) -> str:
             return ""
 

@@ -20,6 +20,7 @@ async def test_models(served: Served) -> None:
     assert (await served.sdk.models.retrieve(MODEL)).id == MODEL
     card = (await served.http.get(f"/v1/models/{MODEL}")).json()
     assert card["max_model_len"] == served.core.info.max_model_len
+    assert "context_len" not in card
     assert card["created"] > 0
 
 
@@ -28,7 +29,7 @@ async def test_the_context_is_what_the_kv_pool_holds_where_that_is_less(serve: S
     async with serve(core={"pages": 4, "page_size": 16}) as served:
         served.says("x", ends=False)
         card = (await served.http.get("/v1/models")).json()["data"][0]
-        assert card["max_model_len"] == 65
+        assert (card["max_model_len"], card["context_len"]) == (65, 256)
         tokens = (await served.http.post("/tokenize", json={"prompt": "a"})).json()
         assert tokens["max_model_len"] == 65
         for completion, status in ((5, 200), (6, 400)):

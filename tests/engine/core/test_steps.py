@@ -104,4 +104,34 @@ def test_the_classes_of_decodes_are_told_after_others_came_and_went() -> None:
     assert recorded(harness).decodes == (1, 0, 0)  # beside the prompt of 3
     assert [recorded(harness).decodes for _ in range(2)] == [(1, 0, 1)] * 2
     harness.add(4, [4], greedy(3))
+    assert recorded(harness).decodes == (1, 0, 0)  # beside the prompt of 4
     assert recorded(harness).decodes == (1, 1, 0)
+
+
+def test_a_prompt_of_which_one_token_is_computed_is_no_stream() -> None:
+    harness = Harness(step_tokens_max=8)
+    harness.add(1, [1] * 9, greedy(3))
+    told = [recorded(harness) for _ in range(4)]
+    assert [(one.prompts, one.prompt_tokens, sum(one.decodes)) for one in told] == [
+        (1, 8, 0),
+        (1, 1, 0),
+        (0, 0, 1),
+        (0, 0, 1),
+    ]
+    harness.add(2, [1] * 9, greedy(2))  # all but the last are cached
+    harness.add(3, [1] * 9, greedy(2), service_class=PRIORITY)
+    told = [recorded(harness) for _ in range(2)]
+    assert [(one.prompts, one.prompt_tokens, one.decodes) for one in told] == [
+        (2, 2, (0, 0, 0)),
+        (0, 0, (0, 1, 1)),
+    ]
+
+
+def test_a_single_token_of_a_prompt_behind_a_chunk_is_not_taken_for_another_row() -> None:
+    harness = Harness(step_tokens_max=32)
+    harness.add(1, [1] * 9, greedy(9))
+    harness.steps(2)
+    harness.add(2, [2] * 8, greedy(9), service_class=PRIORITY)
+    harness.add(3, [1] * 9, greedy(9), service_class=FLEX)
+    told = recorded(harness)
+    assert (told.prompts, told.prompt_tokens, told.decodes) == (2, 9, (0, 1, 0))
