@@ -48,7 +48,7 @@ class EngineMetrics:
         self.registry = registry_of_service()
         self.requests = self._counter("requests", "Requests, by how they ended.", "end_reason")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were taken.")
-        self.generated_tokens = self._counter("generated_tokens", "Tokens that the core sampled.")
+        self.generated_tokens = self._counter("generated_tokens", "Tokens that the core sampled, charged or not.")
         self.uncharged_tokens = self._counter(
             "uncharged_tokens", "Tokens that were computed and are charged to nobody.", "reason"
         )
@@ -88,8 +88,8 @@ class EngineMetrics:
             self.budget_use.observe(step.stats.step_tokens / self._step_tokens_max)
             if self.vllm is not None:
                 self.vllm.on_step(step)
-        if step.tokens:
-            self.generated_tokens.inc(by=len(step.tokens))
+        if sampled := len(step.tokens) + sum(finished.late_tokens for finished in step.finished):
+            self.generated_tokens.inc(by=sampled)
 
     def count_uncharged(self, **tokens: int) -> None:
         """Count tokens that were computed and are charged to nobody, by reason: `late` were sampled after

@@ -134,6 +134,8 @@ class Remains:
     """The computed tokens of each replica, by request id."""
     uncharged: Counter[str] = field(default_factory=Counter)
     """The tokens that the engines name as charged to nobody, by reason."""
+    generated: int = 0
+    """The tokens that the engines say were sampled."""
     torn: set[str] = field(default_factory=set)
     """Requests that were in progress when an engine's connections were cut."""
     troubled: set[Trouble] = field(default_factory=set)
@@ -383,9 +385,10 @@ class _World:
         remains.ledger, remains.leases = store.ledger, store.live
         for replica in self._replicas:
             remains.computed.append(replica.core.computed)
-            uncharged = replica.engine.state.metrics.uncharged_tokens
+            metrics = replica.engine.state.metrics
+            remains.generated += round(metrics.generated_tokens.value())
             for reason in ("late", "preempted", "choice"):
-                remains.uncharged[reason] += round(uncharged.value(reason))
+                remains.uncharged[reason] += round(metrics.uncharged_tokens.value(reason))
             stats = replica.core.scheduler.stats()
             remains.preemptions += stats.preemptions
             remains.hit_tokens += stats.prefix_hit_tokens
