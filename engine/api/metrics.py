@@ -48,7 +48,7 @@ class EngineMetrics:
         self.registry = registry_of_service()
         self.requests = self._counter("requests", "Requests, by how they ended.", "end_reason")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were taken.")
-        self.generated_tokens = self._counter("generated_tokens", "Tokens that the core sampled, charged or not.")
+        self.generated_tokens = self._counter("generated_tokens", "Tokens sampled, charged or not.")
         self.uncharged_tokens = self._counter(
             "uncharged_tokens", "Tokens that were computed and are charged to nobody.", "reason"
         )
