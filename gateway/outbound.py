@@ -1,13 +1,15 @@
 """A request as it goes to a replica: the body's fields, and the headers of the hop.
 
 An engine of ours is sent everything: the token ids that were counted, the tenant and the highest class that
-it may have, the deadlines. An engine of another make is sent OpenAI's own fields alone: it would not hold
-down a caller's `priority`, and some refuse fields that they do not know. Its streams are asked for their
-usage, by which the request is charged.
+it may have, the deadlines. Ids count as values of the body there; so they are left out where there are too
+many, and where the caller sent them itself. An engine of another make is sent OpenAI's own fields alone: it
+would not hold down a caller's `priority`, and some refuse fields that they do not know. Its streams are asked
+for their usage, by which the request is charged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -16,8 +18,10 @@ from msgspec import Raw
 from gateway.accounts import Terms
 from gateway.admission.tokens import Count
 from gateway.config import Tier
+from gateway.endpoints import ProxiedRequest
 from gateway.exchange import Exchange
 from gateway.relay.upstream import HeaderPairs, Outbound
+from shared.census import SURE_LEN, most_of
 from shared.ids import (
     FIRST_TOKEN_TIMEOUT_HEADER,
     QUEUE_TIMEOUT_HEADER,
@@ -28,9 +32,9 @@ from shared.ids import (
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
 )
-from shared.openai import BODY_LEN_MAX, GenerationRequest, StreamOptions
+from shared.openai import BODY_LEN_MAX, CompletionRequest, GenerationRequest, StreamOptions
 from shared.timeouts import TIMEOUT_S_MAX, stated_timeout_s
-from shared.validation import Parsed, with_fields
+from shared.validation import FIELDS_MAX, Parsed, with_fields
 
 TENANTS_KEPT_MAX: Final = 1024
 """The number of tenants, and times for a first token, whose headers are cached."""
@@ -81,11 +85,23 @@ def outbound(
     else:
         fields, held_down = _for_others(parsed, terms.tenant.service_tier)
         overrides |= held_down
-    ids = {} if count.extension is None else {"penstock": count.extension}
+    ids = _ids(parsed.request, count)
     body = with_fields(fields, **overrides, **ids)
-    if len(body) > BODY_LEN_MAX:  # the ids of a huge prompt: the engine tokenizes it again
-        body = with_fields(fields, **overrides)
+    if ids and len(body) > SURE_LEN and not _is_taken(body, fields):
+        body = with_fields(fields, **overrides)  # the engine tokenizes the prompt again
     return Outbound("POST", exchange.path, headers, body, "stream_options" in overrides)
+
+
+def _ids(request: ProxiedRequest, count: Count) -> dict[str, object]:
+    """The field with the prompts' ids, unless they were not counted, or are what was sent."""
+    if count.extension is None or (isinstance(request, CompletionRequest) and request.has_ids):
+        return {}
+    return {"penstock": count.extension}
+
+
+def _is_taken(body: bytes, fields: Mapping[str, Raw]) -> bool:
+    """True if an engine takes a body with the ids in it: they count as values of the caller's there."""
+    return len(body) <= BODY_LEN_MAX and len(fields) < FIELDS_MAX and most_of(body).excess is None
 
 
 def _for_ours(exchange: Exchange, terms: Terms) -> HeaderPairs:

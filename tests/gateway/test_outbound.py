@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.config import ModelConfig, load
 from gateway.outbound import bound_s
 from gateway.relay.credentials import Credentials
+from shared.census import VALUES_MAX
 from shared.config import ConfigError
 from shared.errors import InvalidRequest
 from shared.ids import (
@@ -21,6 +23,8 @@ from shared.ids import (
     TENANT_HEADER,
     TRACEPARENT_HEADER,
 )
+from shared.openai import CompletionRequest
+from shared.validation import parse
 from tests.gateway.conftest import KEY, House, Open, settings
 from tests.gateway.fake_engine import chunk, refusal, unary
 from tests.gateway.fake_engine import stream as script_of
@@ -113,6 +117,35 @@ async def test_a_foreign_engine_is_sent_openais_fields_alone(
     assert not any(name in seen.headers for name in OURS)
     assert seen.headers[REQUEST_ID_HEADER]
     assert seen.headers[TRACEPARENT_HEADER]
+
+
+TEXTS = ["a " * 600] * 256
+"""A prompt is a token of `a` and a space for each, or so: all have more ids than a body may have values."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_ids"),
+    [
+        pytest.param({"prompt": ["a"]}, True, id="a short prompt"),
+        pytest.param({"prompt": TEXTS[:64]}, True, id="as many as a body may have values"),
+        pytest.param({"prompt": TEXTS}, False, id="more ids than a body may have values"),
+        pytest.param({"prompt": [[1, 2, 3] * 300] * 150}, False, id="the caller's own ids"),
+        pytest.param({"prompt": ["a"], "x": [1] * (VALUES_MAX - 5)}, False, id="values of its own"),
+        pytest.param({"prompt": ["a"], **{f"x{i}": 1 for i in range(253)}}, False, id="as many fields"),
+        pytest.param({"prompt": ['a",:[{' * 300] * 64}, False, id="text that looks like too many fields"),
+    ],
+)
+async def test_an_engine_takes_every_body_that_the_gateway_has_taken(
+    house: House, fields: dict[str, Any], has_ids: bool
+) -> None:
+    house.engine.script = unary()
+    body = msgspec.json.encode({"model": "tiny", "max_tokens": 1, **fields})
+    parse(body, CompletionRequest)
+    async with house.client.post(f"{house.url}/v1/completions", data=body, headers=house.headers) as answer:
+        assert answer.status == 200, await answer.read()
+    [seen] = house.engine.seen
+    assert ("penstock" in seen.body) is has_ids
+    parse(msgspec.json.encode(seen.body), CompletionRequest)
 
 
 @pytest.mark.parametrize(("stream", "sent"), [(True, "2500"), (False, "9000")])
