@@ -9,7 +9,6 @@ for their usage, by which the request is charged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -18,7 +17,6 @@ from msgspec import Raw
 from gateway.accounts import Terms
 from gateway.admission.tokens import Count
 from gateway.config import Tier
-from gateway.endpoints import ProxiedRequest
 from gateway.exchange import Exchange
 from gateway.relay.upstream import HeaderPairs, Outbound
 from shared.census import SURE_LEN, most_of
@@ -85,23 +83,25 @@ def outbound(
     else:
         fields, held_down = _for_others(parsed, terms.tenant.service_tier)
         overrides |= held_down
-    ids = _ids(parsed.request, count)
+    ids = _ids(parsed, count)
     body = with_fields(fields, **overrides, **ids)
-    if ids and len(body) > SURE_LEN and not _is_taken(body, fields):
+    if ids and len(body) > SURE_LEN and not _is_taken(body):
         body = with_fields(fields, **overrides)  # the engine tokenizes the prompt again
     return Outbound("POST", exchange.path, headers, body, "stream_options" in overrides)
 
 
-def _ids(request: ProxiedRequest, count: Count) -> dict[str, object]:
+def _ids(parsed: Parsed[Any], count: Count) -> dict[str, object]:
     """The field with the prompts' ids, unless they were not counted, or are what was sent."""
-    if count.extension is None or (isinstance(request, CompletionRequest) and request.has_ids):
+    request = parsed.request
+    has_ids = isinstance(request, CompletionRequest) and request.has_ids
+    if count.extension is None or has_ids or len(parsed.fields) >= FIELDS_MAX:
         return {}
     return {"penstock": count.extension}
 
 
-def _is_taken(body: bytes, fields: Mapping[str, Raw]) -> bool:
+def _is_taken(body: bytes) -> bool:
     """True if an engine takes a body with the ids in it: they count as values of the caller's there."""
-    return len(body) <= BODY_LEN_MAX and len(fields) < FIELDS_MAX and most_of(body).excess is None
+    return len(body) <= BODY_LEN_MAX and most_of(body).excess is None
 
 
 def _for_ours(exchange: Exchange, terms: Terms) -> HeaderPairs:
