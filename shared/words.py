@@ -9,7 +9,8 @@ Rules:
 1. The ids are those that the library would return (tests/shared/test_words.py compares them). Where that is
    not certain, `encode` returns None, and the library is called: for text that is long or not ASCII, where
    letters and digits are more than `A-Za-z0-9`; and for every tokenizer with a part that is not known here.
-2. The cache is bounded, in the number and in the length of words.
+2. The cache is bounded, in the number and in the length of words, and keeps those that came last: words that
+   nobody sends again take no place for long.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tokenizers
 TEXT_LEN_MAX: Final = 4096
 """Characters of the longest text. Longer ones go to threads, where the library lets others run meanwhile."""
 KEPT_MAX: Final = 32 * 1024
-"""The most words in the cache, and the most pieces. When it is full, new ones are encoded each time."""
+"""The most words in the cache, and the most pieces."""
 KEPT_LEN_MAX: Final = 24
 
 Split = Callable[[str], list[str]]
@@ -74,10 +75,10 @@ class WordEncoder:
 
     def __init__(self, raw: tokenizers.Tokenizer, added: dict[str, int], splits: Splits) -> None:
         self._raw = raw
-        self._pieces: dict[str, list[int]] = {token: [token_id] for token, token_id in added.items()}
-        """A cache of ids by piece: added tokens, and the short text between them, such as what templates
-        write around messages."""
-        self._words: dict[str, list[int]] = {}
+        self._pieces = _Encodings({token: [token_id] for token, token_id in added.items()})
+        """The ids of pieces: added tokens, and the short text between them, such as what templates write
+        around messages."""
+        self._words = _Encodings({})
         longest_first = sorted(added, key=len, reverse=True)
         self._split_added = _split("|".join(map(re.escape, longest_first)) or "(?!)")
         self._isolate, self._cut = splits
@@ -107,22 +108,47 @@ class WordEncoder:
         return ids
 
     def _piece_ids(self, piece: str) -> list[int]:
-        ids: list[int] = []
+        if (ids := self._pieces.recall(piece)) is not None:
+            return ids
+        ids = []
         for part in self._isolate(piece):
             for word in self._cut(part):
                 ids += self._words.get(word) or self._word_ids(word)
-        return _kept(self._pieces, piece, ids)
+        return self._pieces.keep(piece, ids)
 
     def _word_ids(self, word: str) -> list[int]:
+        if (ids := self._words.recall(word)) is not None:
+            return ids
         tokens = self._raw.model.tokenize(word.translate(_SPELLING))
-        return _kept(self._words, word, [token.id for token in tokens])
+        return self._words.keep(word, [token.id for token in tokens])
 
 
-def _kept(known: dict[str, list[int]], text: str, ids: list[int]) -> list[int]:
-    """Cache `ids` as the encoding of `text` unless it is long or the cache is full. Returns `ids`."""
-    if len(text) <= KEPT_LEN_MAX and len(known) < KEPT_MAX:
-        known[text] = ids
-    return ids
+class _Encodings(dict[str, list[int]]):
+    """Encodings by text, in two generations: the dict has the young ones, and what is not found in it may be
+    recalled. When there are half as many as may be kept, those are the old ones, and what was old is gone."""
+
+    __slots__ = ("_fixed", "_old")
+
+    def __init__(self, fixed: dict[str, list[int]]) -> None:
+        """`fixed` is always kept, beside the others."""
+        super().__init__(fixed)
+        self._fixed = fixed
+        self._old: dict[str, list[int]] = {}
+
+    def recall(self, text: str) -> list[int] | None:
+        """The encoding of a text that is not young, which makes it young again. None where there is none."""
+        ids = self._old.get(text)
+        return None if ids is None else self.keep(text, ids)
+
+    def keep(self, text: str, ids: list[int]) -> list[int]:
+        """Keep `ids` as the encoding of a text, unless that is long. Returns `ids`."""
+        if len(text) <= KEPT_LEN_MAX:
+            if len(self) - len(self._fixed) >= KEPT_MAX // 2:
+                self._old = dict(self)
+                self.clear()
+                self.update(self._fixed)
+            self[text] = ids
+        return ids
 
 
 def _split(pattern: str) -> Split:

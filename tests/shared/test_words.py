@@ -197,5 +197,20 @@ def test_the_cache_of_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):
             assert encoder.encode(text) == KNOWN["gpt2"].encode(text).ids
     for kept in (encoder._words, encoder._pieces):
-        assert len(kept) == words.KEPT_MAX
-        assert all(len(text) <= words.KEPT_LEN_MAX for text in kept)
+        assert words.KEPT_MAX // 2 <= len({**kept._old, **kept}.keys() - kept._fixed.keys()) <= words.KEPT_MAX
+        assert all(len(text) <= words.KEPT_LEN_MAX for text in [*kept, *kept._old] if text not in kept._fixed)
+
+
+def test_words_that_nobody_sends_again_take_no_place_from_those_that_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(words, "KEPT_MAX", 8)
+    encoder = encoder_of(KNOWN["gpt2"])
+    assert encoder is not None
+    for junk in range(100):
+        encoder.encode(f"z{junk}y")
+    for round_ in range(100):
+        assert encoder.encode(f"valve q{round_}") == KNOWN["gpt2"].encode(f"valve q{round_}").ids
+        assert "valve" in {**encoder._words, **encoder._words._old}
+    for added in encoder._pieces._fixed:
+        assert added in encoder._pieces
