@@ -33,8 +33,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 @dataclass
 class Seen(FakeCard):
-    """Whatever is launched is kept in `launched`, on top of what was compiled before. It is not run: what else
-    is launched does not depend on what a kernel computes. Any kernel may be the fastest."""
+    """Whatever is launched is kept in `launched`, on top of what was compiled before. It is not run: what
+    else is launched does not depend on what a kernel computes. Any kernel may be the fastest."""
 
     launched: set[Specialized] = field(default_factory=set)
 
