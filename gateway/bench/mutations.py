@@ -148,17 +148,20 @@ def mutated(data: bytes, draw: random.Random, others: Sequence[bytes]) -> bytes:
 # -- over sockets ---------------------------------------------------------------------------------
 
 
-async def mutations(subject: ServerUnderTest, requests: int = REQUESTS) -> list[Figure]:
-    """The figures of so many mutated requests. Raises BenchFailed when the victim is not served."""
+async def mutations(
+    subject: ServerUnderTest, requests: int = REQUESTS, patience_s: float = PATIENCE_S
+) -> list[Figure]:
+    """The figures of so many mutated requests, each of which is answered within `patience_s` or not at all.
+    Raises BenchFailed when the victim is not served."""
     assert subject.endpoint.key is not None
     good, draw = corpus(subject.endpoint.key, subject.model), random.Random(SEED)
     outcomes: Counter[str] = Counter()
     victim = asyncio.create_task(_victim(subject))
     began_s = time.perf_counter()
     first = int(requests * WARM_SHARE)
-    await _send(subject, good, draw, first, outcomes)
+    await _send(subject, good, draw, first, patience_s, outcomes)
     before_mb = subject.resident_mb()
-    await _send(subject, good, draw, requests - first, outcomes)
+    await _send(subject, good, draw, requests - first, patience_s, outcomes)
     taken_s, grown_mb = time.perf_counter() - began_s, subject.resident_mb() - before_mb
     victim.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -176,7 +179,12 @@ async def mutations(subject: ServerUnderTest, requests: int = REQUESTS) -> list[
 
 
 async def _send(
-    subject: ServerUnderTest, good: Sequence[bytes], draw: random.Random, count: int, outcomes: Counter[str]
+    subject: ServerUnderTest,
+    good: Sequence[bytes],
+    draw: random.Random,
+    count: int,
+    patience_s: float,
+    outcomes: Counter[str],
 ) -> None:
     """Send so many, `AT_ONCE` at any moment, and count how they were answered."""
     left = count
@@ -185,7 +193,8 @@ async def _send(
         nonlocal left
         while left > 0:
             left -= 1
-            outcomes[await _outcome(subject, mutated(draw.choice(good), draw, good))] += 1
+            request = mutated(draw.choice(good), draw, good)
+            outcomes[await _outcome(subject, request, patience_s)] += 1
 
     await asyncio.gather(*(one_by_one() for _ in range(AT_ONCE)))
 
@@ -197,14 +206,14 @@ _RESET_AT_CLOSE: Final = struct.pack("ii", 1, 0)
 """A connection that is closed so leaves no port behind that cannot be used again for a minute."""
 
 
-async def _outcome(subject: ServerUnderTest, request: bytes) -> str:
+async def _outcome(subject: ServerUnderTest, request: bytes, patience_s: float) -> str:
     """The status that a request is answered with, or what came instead of an answer."""
     address = urlsplit(subject.endpoint.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=ANSWER_LEN)
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
     try:
         writer.write(request)
-        answer = await asyncio.wait_for(reader.read(ANSWER_LEN), PATIENCE_S)
+        answer = await asyncio.wait_for(reader.read(ANSWER_LEN), patience_s)
     except (TimeoutError, ConnectionError):
         return _UNANSWERED
     finally:

@@ -28,7 +28,8 @@ async def test_refusals_are_measured_on_a_gateway_of_its_own(monkeypatch: pytest
 
 async def test_mutated_requests_are_sent_over_sockets() -> None:
     async with paced_engine(2.0) as engine, gateway(engine) as subject:
-        figures = {figure.name.partition(": ")[2]: figure for figure in await mutations(subject, 2_000)}
+        told = await mutations(subject, 500, patience_s=2.0)  # enough on a machine that does much else
+    figures = {figure.name.partition(": ")[2]: figure for figure in told}
     assert [figures[f"answered with {what}"].value for what in ("5xx", "what is no HTTP")] == [0, 0]
     assert min(figures[f"answered with {what}"].value or 0 for what in ("2xx", "4xx")) > 20, "both happen"
 
