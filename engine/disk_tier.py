@@ -49,14 +49,15 @@ class Hosted(Protocol):
 
 def open_disk_tier(config: RunnerConfig, runner: Runner) -> DiskThreads | None:
     """The disk tier that `config` asks for; None without one, and when the directory cannot be used, which is
-    logged. Raises DirectoryInUse."""
+    logged. Raises DirectoryRefused."""
     if config.kv_disk_dir is None or not runner.info.host_tier:
         return None
     assert isinstance(runner, Hosted), "ranks are refused with the settings"
     page_bytes = len(runner.host.view(0))
     try:
         fingerprint = fingerprint_of(config, runner)
-        files = PageFiles(Path(config.kv_disk_dir), fingerprint, page_bytes, config.kv_disk_bytes)
+        directory = Path(os.path.expanduser(config.kv_disk_dir))
+        files = PageFiles(directory, fingerprint, page_bytes, config.kv_disk_bytes)
     except OSError as error:
         log.warning("core.disk_tier_off", reason=f"{type(error).__name__}: {error}")
         return None

@@ -63,6 +63,13 @@ def test_the_tier_is_opened_and_its_directory_belongs_to_one_engine(tmp_path: Pa
         open_disk_tier(config, runner())
 
 
+def test_a_tilde_in_the_directory_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = EngineConfig(str(model_in(tmp_path / "m")), kv_disk_dir="~/kv/pages")
+    assert open_disk_tier(config, runner()) is not None
+    assert (tmp_path / "kv" / "pages").is_dir()
+
+
 def test_a_directory_that_cannot_be_used_is_no_tier_and_no_failure(tmp_path: Path) -> None:
     model = model_in(tmp_path / "m")
     (tmp_path / "file").write_text("")
