@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api import encoding
+from engine.api import encoding, rows
 from engine.api.detokenizer import Detokenizer
-from engine.api.encoding import ChatEncoder, CompletionEncoder, Echo, Heading
+from engine.api.encoding import ChatEncoder, CompletionEncoder, Heading
 from engine.api.outputs import ChoiceOutput, Delta, Entry, RequestOutput
+from engine.api.rows import Echo
 from engine.core.messages import TokenLogprobs
 from shared.openai import ChatCompletion, Completion, PromptTokensDetails, Usage
 from tests.engine.api.conftest import MODEL, Serve, Served
@@ -124,6 +125,31 @@ def test_a_long_scored_prompt_is_streamed_in_chunks(monkeypatch: pytest.MonkeyPa
     assert all(len(column["tokens"]) <= 10 for column in columns)
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[7, 7], *[None] * 11]
     assert [len(chunk.get("token_ids", ())) for chunk in chunks] == [0] * 10 + [3, 0]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_rows_of_a_long_scored_prompt_are_made_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """Making all of them first would hold the loop for a tenth of a second."""
+    monkeypatch.setattr(encoding, "PIECE_ENTRIES", 10)
+    made, row = 0, rows.Row
+
+    def counted(*fields: Any) -> Any:
+        nonlocal made
+        made += 1
+        return row(*fields)
+
+    monkeypatch.setattr(rows, "Row", counted)
+    echo = Echo("a" * 500, list(range(500)), list(range(500)))
+    prompt_logprobs = [scored(i, 0) for i in range(1, 500)]
+    encoder = CompletionEncoder(heading(0), Letters(), [output(prompt_logprobs)], [], [echo])
+    pieces = encoder.events(delta(0, 5, 0)) if streams else encoder.whole([delta(0, 5, 0)], USAGE)
+    before, most = 0, 0
+    for _ in pieces:
+        most, before = max(most, made - before), made
+    assert made >= 505
+    assert most <= 10
 
 
 # -- through the engine ---------------------------------------------------------------------------
