@@ -415,13 +415,18 @@ class CompletionEncoder:
     def _top(self, row: Row) -> dict[str, float] | None:
         if row.logprobs is None:
             return None
-        top = {
-            self._name(top_id): max(value, LOGPROB_MIN)
-            for top_id, value in zip(row.logprobs.top_ids, row.logprobs.top_logprobs, strict=True)
-        }
+        top: dict[str, float] = {}
+        for top_id, value in zip(row.logprobs.top_ids, row.logprobs.top_logprobs, strict=True):
+            self._list(top, top_id, value)
         if self._heading.logprobs:  # OpenAI lists the chosen token, too
-            top.setdefault(self._name(row.token_id), max(row.logprobs.logprob, LOGPROB_MIN))
+            self._list(top, row.token_id, row.logprobs.logprob)
         return top or None
+
+    def _list(self, top: dict[str, float], token_id: int, value: float) -> None:
+        """List a token by its text. Of two that have one text, such as "A" and the byte <0x41>, the likelier
+        one counts."""
+        name = self._name(token_id)
+        top[name] = max(value, LOGPROB_MIN, top.get(name, LOGPROB_MIN))
 
     def _name(self, token_id: int) -> str:
         """A token's text. A token that is only part of a character appears as `bytes:` and its bytes

@@ -108,6 +108,19 @@ def test_a_whole_completion_is_what_its_struct_encodes_to(
             assert choice.logprobs.text_offset[-1] == one.entries[-1].start + (len("prompt") if echoes else 0)
 
 
+@pytest.mark.parametrize("chosen", [0, 26])
+def test_of_two_tokens_with_one_text_the_likelier_is_listed(chosen: int) -> None:
+    """As "A" and the byte <0x41> of a vocabulary that has both."""
+    values = {0: -0.1, 1: -3.0, 26: -9.0}
+    told = TokenLogprobs(values[chosen], list(values), list(values.values()))
+    encoder = CompletionEncoder(heading(3), Letters(), [output([])], [], [None])
+    [choice] = json.loads(
+        b"".join(encoder.whole([Delta(0, "a", [Entry(chosen, 0, told)], "stop", True)], USAGE))
+    )["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "b": -3.0}]
+    assert choice["logprobs"]["token_logprobs"] == [values[chosen]]
+
+
 def test_a_long_scored_prompt_is_streamed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "PIECE_ENTRIES", 30)
     text = "abcdefghij" * 10
