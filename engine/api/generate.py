@@ -296,8 +296,8 @@ class Generation:
             metrics.vllm.on_end(ended, first_token_s, request_s, exemplar)
         if first_token_s is not None:
             metrics.ttft_s.observe(first_token_s, exemplar=exemplar)
-            metrics.queue_s.observe(timing.queue_s, exemplar=exemplar)
         for output in self._outputs:
+            metrics.queue_s.observe(output.timing(now).queue_s, exemplar=exemplar)
             if output.finish_reason is not None and output.completion_tokens > 1:
                 gap_s = output.timing(now).decode_s / (output.completion_tokens - 1)
                 metrics.tpot_s.observe(gap_s, exemplar=exemplar)
