@@ -110,7 +110,7 @@ def core(start: CoreStart) -> int:
     """The core process, until it is told to stop or its parent is gone. Returns its exit status."""
     from engine.core.loop import CoreLoop
     from engine.core.messages import CoreFailed
-    from engine.core.page_files import DirectoryInUse
+    from engine.core.page_files import DirectoryRefused
     from engine.core.policy import DISCIPLINES
     from engine.core.transport import CoreTransport, say_once
     from engine.disk_tier import open_disk_tier
@@ -132,7 +132,7 @@ def core(start: CoreStart) -> int:
             return 1
         try:
             disk = open_disk_tier(config.runner, runner)
-        except DirectoryInUse as error:
+        except DirectoryRefused as error:
             transport.outbox.send(CoreFailed(f"--kv-disk-dir: {error}"))
             return 1
         if not runner.info.is_async and computes_on_all_cores(config.runner.threads):

@@ -22,7 +22,7 @@ from shared.config import ConfigError
 from shared.holding import memory_max
 from shared.openai import BODY_LEN_MAX
 from shared.settings import LogLevel, ModelName, Port, Rule, Text, Unit
-from shared.tracing import TracingConfig
+from shared.tracing import CollectorUrl, TracingConfig
 
 ENV_PREFIX: Final = "PENSTOCK_ENGINE_"
 COUNT_MAX: Final = 1 << 30
@@ -126,7 +126,7 @@ class EngineConfig(RunnerConfig):
     exit_on_failure: bool = False
     """When the process that computes has died, tell the open requests and exit with status 5, for systemd's
     Restart=on-failure. Off: stay and answer 500 to /livez, for a liveness probe."""
-    otlp_endpoint: Text | None = None
+    otlp_endpoint: CollectorUrl | None = None
     """URL that takes requests' spans by OTLP over HTTP, such as http://collector:4318/v1/traces; it needs the
     extra otel. Unset: what OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say."""
     trace_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0

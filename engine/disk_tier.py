@@ -1,15 +1,17 @@
 """The disk tier of an engine, opened once its runner is warm: what makes a page another's, and what may fail.
 
-Keys and values depend on the weights, on the types and kernels that compute them, and on a page's layout. All
-of that is in the fingerprint of the files: what was written under another one is never read. Weights are told
-apart by their files' names, sizes and times of change, and by their first and last bytes: a copy that was
-downloaded again counts as other weights.
+Keys and values depend on the weights, on the code, types and kernels that compute them, and on a page's
+layout. All of that is in the fingerprint of the files: what was written under another one is never read.
+Weights are told apart by all of their bytes. Less would not do: images have files with equal times, and a
+model that was tuned further in a few layers has its parent's sizes, first and last bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
@@ -19,14 +21,18 @@ from engine.core.disk import DiskThreads
 from engine.core.messages import Runner, RunnerInfo
 from engine.core.page_files import PageFiles
 from shared import logs
+from shared.build import version
 from shared.files import open_regular
 
 if TYPE_CHECKING:
     from engine.runtime.config import RunnerConfig
     from engine.runtime.kv_cache import HostPages
 
-SAMPLE_LEN: Final = 1 << 20
-"""Bytes at either end of a file of weights that are in the fingerprint."""
+PART_LEN: Final = 256 << 20
+"""Bytes of a file of weights that one thread hashes at a time. A core does 1 to 2 GB/s, and the file has just
+been read, so that all cores together take a few seconds for the largest model that a device holds."""
+READ_LEN: Final = 4 << 20
+HASH_THREADS_MAX: Final = 16
 log = logs.get(__name__)
 
 
@@ -43,14 +49,15 @@ class Hosted(Protocol):
 
 def open_disk_tier(config: RunnerConfig, runner: Runner) -> DiskThreads | None:
     """The disk tier that `config` asks for; None without one, and when the directory cannot be used, which is
-    logged. Raises DirectoryInUse."""
+    logged. Raises DirectoryRefused."""
     if config.kv_disk_dir is None or not runner.info.host_tier:
         return None
     assert isinstance(runner, Hosted), "ranks are refused with the settings"
     page_bytes = len(runner.host.view(0))
     try:
         fingerprint = fingerprint_of(config, runner)
-        files = PageFiles(Path(config.kv_disk_dir), fingerprint, page_bytes, config.kv_disk_bytes)
+        directory = Path(os.path.expanduser(config.kv_disk_dir))
+        files = PageFiles(directory, fingerprint, page_bytes, config.kv_disk_bytes)
     except OSError as error:
         log.warning("core.disk_tier_off", reason=f"{type(error).__name__}: {error}")
         return None
@@ -68,17 +75,31 @@ def fingerprint_of(config: RunnerConfig, runner: Runner) -> bytes:
     model = getattr(runner, "model", None)
     layout = getattr(model, "name", type(model).__name__)
     kind = [type(runner).__name__, layout, info.dtype, info.page_size, info.page_bytes, info.max_model_len]
-    digest = hashlib.sha256(msgspec.msgpack.encode([kind, settings]))
+    # another release may compute or lay out a page otherwise
+    digest = hashlib.sha256(msgspec.msgpack.encode([version(), kind, settings]))
     for part in _weights(Path(config.model)):
-        digest.update(hashlib.sha256(part).digest())
+        digest.update(part)
     return digest.digest()
 
 
 def _weights(directory: Path) -> Iterator[bytes]:
+    """The digests of all files that make the model, in parts."""
+    parts: list[tuple[Path, int]] = []
     for path in sorted([*directory.glob("*.json"), *directory.glob("*.safetensors")]):
-        status, target = path.stat(), path.resolve()
-        yield f"{path.name} {target.name} {status.st_size} {status.st_mtime_ns}".encode()
-        with open_regular(path) as file:
-            yield file.read(SAMPLE_LEN)
-            file.seek(max(0, status.st_size - SAMPLE_LEN))
-            yield file.read(SAMPLE_LEN)
+        size = path.stat().st_size
+        yield hashlib.sha256(f"{path.name} {size}".encode()).digest()
+        parts += [(path, at) for at in range(0, size, PART_LEN)]
+    with ThreadPoolExecutor(min(HASH_THREADS_MAX, os.cpu_count() or 1), "hash") as threads:
+        yield from threads.map(_digest_of_part, parts)
+
+
+def _digest_of_part(part: tuple[Path, int]) -> bytes:
+    path, at = part
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_LEN))
+    with open_regular(path) as file:
+        file.seek(at)
+        left = PART_LEN
+        while left and (count := file.readinto(buffer[:left])):  # type: ignore[attr-defined]
+            digest.update(buffer[:count])
+            left -= count
+    return digest.digest()

@@ -61,6 +61,9 @@ class _Library:
 
 
 _LIBRARY: Final = _Library()
+HELD_IDS_MAX: Final = 512
+"""The most ids that are decoded by a call that keeps other threads waiting, for half a millisecond. For more
+there is one that lets them run."""
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +213,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Ids without a token have none."""
         with _LIBRARY:
-            return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
+            if len(ids) <= HELD_IDS_MAX:
+                return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
+            [text] = self.raw.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+            return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself, possibly a piece of a character. A special token is its text."""

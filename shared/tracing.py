@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
@@ -30,7 +31,7 @@ from shared.clock import Clock
 from shared.completed_line import ENGINE_STAGES
 from shared.ids import RequestId, random_bits
 from shared.metrics import Exemplar
-from shared.settings import Text
+from shared.settings import Rule
 from shared.telemetry import Stages, TraceContext
 
 Attribute = str | int | float | bool
@@ -40,11 +41,24 @@ RATIO_BITS: Final = 56
 """The bits of a trace's id that are random (W3C Trace Context, level 2), from the right."""
 
 
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        named = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        return False
+    return named and text.isprintable() and " " not in text
+
+
+CollectorUrl = Annotated[str, Meta(min_length=1), Rule("be an http or https URL", _is_url)]
+"""A collector's URL. Of another one nobody hears before the first spans are to be sent."""
+
+
 @dataclass(frozen=True, slots=True)
 class TracingConfig:
     """Export of spans by OTLP. It needs the extra otel."""
 
-    endpoint: Text | None = None
+    endpoint: CollectorUrl | None = None
     """URL that takes OTLP over HTTP, such as http://collector:4318/v1/traces. Unset: what
     OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say, and no export without them."""
     ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0

@@ -4,7 +4,8 @@ Pure. Whatever passes here can run to its end on an otherwise empty engine; noth
 ever queued. Every refusal names the `param` to change.
 
 What an answer may hold is bounded before anything of it is computed (`answer_len`): choices times tokens
-times what a token takes with all that is told about it. Log-probabilities are what makes answers large: with
+times what a token takes with all that is told about it, and the prompt where each choice repeats it.
+Log-probabilities are what makes answers large: with
 the 20 likeliest tokens each, a token takes two kilobytes. A maximum that the caller stated is refused when it
 is too much; one that was left open is made smaller.
 """
@@ -23,7 +24,7 @@ from msgspec import Meta
 from engine.core.messages import RunnerInfo, SamplingParams, ServiceClass
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.holding import TOKEN_BYTES
-from shared.openai import TOKENS_MAX, GenerationRequest
+from shared.openai import TOKENS_MAX, CompletionRequest, GenerationRequest
 from shared.room import Room
 
 SEED_MASK: Final = 2**64 - 1
@@ -34,6 +35,8 @@ TEXT_BYTES: Final = 16
 """Estimated bytes of a token's text."""
 ENTRY_BYTES: Final = 160
 """Estimated bytes of a token that is kept as an entry of its own, with its position."""
+ID_BYTES: Final = 8
+"""Estimated bytes of a token id in a list of them."""
 LOGPROB_BYTES: Final = 75
 """Estimated bytes of one token id with its log-probability."""
 WINDOW_TOKENS: Final = 192
@@ -119,14 +122,18 @@ def answer_room(request: GenerationRequest, prompts: Sequence[list[int]]) -> int
         return TOKENS_MAX  # the answer is written as it comes, and paused when its client does not read
     stated = max(1, request.output_tokens_max or 1)
     left = ANSWER_LEN_MAX - (request.n or 1) * _scores_len(request, prompts)
+    if not request.stream:
+        left -= _repeated_len(request, prompts)
     if left >= choices * stated * token_len:
         return max(stated, left // (choices * token_len))
     told = request.logprobs_asked
     what = f"{choices} x {stated} tokens" + ("" if told is None else f" with {told} log-probabilities each")
     params = {"n": choices > 1, "logprobs": told is not None, request.max_tokens_param: True}
-    scores = ", and those of the prompt" if left < ANSWER_LEN_MAX else ""
+    prompt = ""
+    if left < ANSWER_LEN_MAX:
+        prompt = ", and those of the prompt" if _scores_len(request, prompts) else ", and the prompt in each"
     raise InvalidRequest(
-        f"The answer may be too large: {what}{scores}. Ask for less, or in several requests.",
+        f"The answer may be too large: {what}{prompt}. Ask for less, or in several requests.",
         param=next(param for param, is_large in params.items() if is_large),
     )
 
@@ -138,6 +145,8 @@ def answer_len(request: GenerationRequest, choices: Sequence[Choice]) -> int:
     held = min(tokens, WINDOW_TOKENS * len(choices)) if request.stream else tokens
     is_told = bool(request.return_token_ids) or request.echoes
     told = sum(map(len, prompts)) * TOKEN_BYTES if is_told else 0
+    if not request.stream:
+        told = max(told, _repeated_len(request, prompts))
     return held * _token_len(request) + _scores_len(request, prompts) + told
 
 
@@ -154,6 +163,21 @@ def _scores_len(request: GenerationRequest, prompts: Sequence[list[int]]) -> int
     if not request.echoes or (logprobs := request.logprobs_asked) is None:
         return 0
     return sum(map(len, prompts)) * (ENTRY_BYTES + LOGPROB_BYTES * (1 + logprobs))
+
+
+def _repeated_len(request: GenerationRequest, prompts: Sequence[list[int]]) -> int:
+    """Bytes of the prompts' text and ids in a whole answer: each choice of a completion has them, and a chat
+    has its ids once."""
+    tokens, length = sum(map(len, prompts)), 0
+    if not isinstance(request, CompletionRequest):
+        return tokens * ID_BYTES if request.return_token_ids else 0
+    if request.echo:
+        given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        # a token may be a hundred spaces, so that a text's own length counts where it is known
+        length += max(tokens * TEXT_BYTES, sum(len(one.encode()) for one in given if isinstance(one, str)))
+    if request.return_token_ids:
+        length += tokens * ID_BYTES
+    return length * (request.n or 1)
 
 
 def max_tokens_of(request: GenerationRequest, prompt_len: int, limits: Limits) -> int:

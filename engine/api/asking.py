@@ -24,9 +24,9 @@ from engine.api.admission import (
 )
 from engine.api.core_client import Share
 from engine.api.echo import echoed
-from engine.api.encoding import Echo
 from engine.api.exchange import Exchange
 from engine.api.model import ServedModel
+from engine.api.rows import Echo
 from engine.api.state import EngineState
 from shared.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.fair_threads import Slices

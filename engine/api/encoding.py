@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.api.outputs import ChoiceOutput, Delta, Entry
-from engine.core.messages import TokenLogprobs
+from engine.api.rows import Echo, Row, Rows, Sliced
 from shared import sse
 from shared.openai import (
     AssistantMessage,
@@ -138,7 +138,7 @@ def _cut(data: bytes, before: bytes) -> tuple[bytes, bytes]:
     return head + found, tail
 
 
-def _items(rows: Sequence[T], make: Callable[[T], object], piece_len: int) -> Iterator[bytes]:
+def _items(rows: Sliced[T], make: Callable[[T], object], piece_len: int) -> Iterator[bytes]:
     """The items of a JSON array, without its brackets, in pieces."""
     for at in range(0, len(rows), piece_len):
         if at:
@@ -245,9 +245,9 @@ class ChatEncoder:
     def _token_ids(self, entries: list[Entry]) -> list[int] | UnsetType:
         return [entry.token_id for entry in entries] if self._heading.sends_token_ids else UNSET
 
-    def _logprob(self, row: tuple[int, TokenLogprobs]) -> TokenLogprob:
-        token_id, logprobs = row
-        data = self._vocabulary.token_bytes(token_id)
+    def _logprob(self, entry: Entry) -> TokenLogprob:
+        data, logprobs = self._vocabulary.token_bytes(entry.token_id), entry.logprobs
+        assert logprobs is not None
         top = [
             TopLogprob(*_shown(self._vocabulary.token_bytes(top_id), value))
             for top_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
@@ -255,29 +255,9 @@ class ChatEncoder:
         return TokenLogprob(*_shown(data, logprobs.logprob), top_logprobs=top)
 
 
-def _told(entries: Sequence[Entry]) -> list[tuple[int, TokenLogprobs]]:
-    """(token id, log-probabilities) of the entries that have log-probabilities. A stop token has none."""
-    return [(entry.token_id, entry.logprobs) for entry in entries if entry.logprobs is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """A prompt that is repeated in front of its completions."""
-
-    text: str
-    prompt_ids: list[int]
-    starts: list[int] = field(default_factory=list)
-    """The position of each prompt token's text in `text`. Empty when log-probabilities are not asked
-    for."""
-
-
-class _Row(NamedTuple):
-    """A token with its log-probabilities, as completions list it."""
-
-    token_id: int
-    start: int
-    logprobs: TokenLogprobs | None
-    """The token's log-probabilities. None for the first token of a prompt."""
+def _told(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries that have log-probabilities. A stop token has none."""
+    return [entry for entry in entries if entry.logprobs is not None]
 
 
 class CompletionEncoder:
@@ -332,8 +312,8 @@ class CompletionEncoder:
         if columns is None:
             yield data
             return
-        rows = [*self._prompt_rows(delta.index, echo), *self._rows(delta)]
-        made: tuple[tuple[bytes, Callable[[_Row], object]], ...] = (
+        rows = self._rows(delta, echo)
+        made: tuple[tuple[bytes, Callable[[Row], object]], ...] = (
             (b'"logprobs":{"text_offset":[', lambda row: row.start),
             (b'],"token_logprobs":[', _value),
             (b'],"tokens":[', lambda row: self._name(row.token_id)),
@@ -349,18 +329,19 @@ class CompletionEncoder:
         """The chunks of a delta. A long prompt that is repeated with log-probabilities comes first,
         in chunks of its own."""
         echo, is_first, piece_len = self._echo(delta), delta.is_first, self._heading.piece_len
-        rows, text = self._prompt_rows(delta.index, echo), delta.text
-        if echo is not None and len(rows) <= piece_len:
+        rows, text = self._rows(delta, echo), delta.text
+        prompt_len = 0 if echo is None else len(echo.starts)
+        at = 0
+        if echo is not None and prompt_len <= piece_len:
             text = echo.text + text
         elif echo is not None:
-            ends = [*(row.start for row in rows[piece_len::piece_len]), len(echo.text)]
-            for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-                part = rows[number * piece_len : (number + 1) * piece_len]
+            ends = [*echo.starts[piece_len::piece_len], len(echo.text)]
+            for start, end in zip([0, *ends], ends, strict=False):
+                part = rows[at : min(at + piece_len, prompt_len)]
                 prompt = echo.text[start:end]
                 yield self._part(delta.index, prompt, self._columns(part), [], is_first=is_first)
-                is_first = False
-            rows = []
-        columns = self._columns([*rows, *self._rows(delta)])
+                is_first, at = False, at + len(part)
+        columns = self._columns(rows[at:])
         yield self._part(delta.index, text, columns, delta.entries, is_first=is_first)
 
     def _part(
@@ -412,22 +393,16 @@ class CompletionEncoder:
             usage=usage,
         )
 
-    def _prompt_rows(self, index: int, echo: Echo | None) -> list[_Row]:
-        if echo is None or self._heading.logprobs is None:
-            return []
-        known: list[TokenLogprobs | None] = [None, *self._scored[index].prompt_logprobs]
-        return [_Row(*row) for row in zip(echo.prompt_ids, echo.starts, known, strict=True)]
-
-    def _rows(self, delta: Delta) -> list[_Row]:
+    def _rows(self, delta: Delta, echo: Echo | None) -> Rows:
+        """The rows of a delta, with those of the prompt that it repeats."""
         own = self._echoes[delta.index]
         base = 0 if own is None else len(own.text)
-        return [
-            _Row(entry.token_id, base + entry.start, entry.logprobs)
-            for entry in delta.entries
-            if entry.logprobs is not None
-        ]
+        told = [] if self._heading.logprobs is None else _told(delta.entries)
+        if echo is None or self._heading.logprobs is None:
+            return Rows(None, [], told, base)
+        return Rows(echo, self._scored[delta.index].prompt_logprobs, told, base)
 
-    def _columns(self, rows: Sequence[_Row]) -> CompletionLogprobs | None:
+    def _columns(self, rows: Sequence[Row]) -> CompletionLogprobs | None:
         if self._heading.logprobs is None:
             return None
         return CompletionLogprobs(
@@ -437,16 +412,21 @@ class CompletionEncoder:
             top_logprobs=[self._top(row) for row in rows],
         )
 
-    def _top(self, row: _Row) -> dict[str, float] | None:
+    def _top(self, row: Row) -> dict[str, float] | None:
         if row.logprobs is None:
             return None
-        top = {
-            self._name(top_id): max(value, LOGPROB_MIN)
-            for top_id, value in zip(row.logprobs.top_ids, row.logprobs.top_logprobs, strict=True)
-        }
+        top: dict[str, float] = {}
+        for top_id, value in zip(row.logprobs.top_ids, row.logprobs.top_logprobs, strict=True):
+            self._list(top, top_id, value)
         if self._heading.logprobs:  # OpenAI lists the chosen token, too
-            top.setdefault(self._name(row.token_id), max(row.logprobs.logprob, LOGPROB_MIN))
+            self._list(top, row.token_id, row.logprobs.logprob)
         return top or None
+
+    def _list(self, top: dict[str, float], token_id: int, value: float) -> None:
+        """List a token by its text. Of two that have one text, such as "A" and the byte <0x41>, the likelier
+        one counts."""
+        name = self._name(token_id)
+        top[name] = max(value, LOGPROB_MIN, top.get(name, LOGPROB_MIN))
 
     def _name(self, token_id: int) -> str:
         """A token's text. A token that is only part of a character appears as `bytes:` and its bytes
@@ -458,7 +438,7 @@ class CompletionEncoder:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _value(row: _Row) -> float | None:
+def _value(row: Row) -> float | None:
     return None if row.logprobs is None else max(row.logprobs.logprob, LOGPROB_MIN)
 
 

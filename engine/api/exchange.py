@@ -49,6 +49,9 @@ _TOLD_STAGES: Final = ("edge", "body", "validate", "tokenize", "handover")
 """The stages that a closing tells, beside the core's."""
 SLOW_TOKENIZER_S: Final = 0.05
 """The time from which on turning text into tokens is a cause to be told, in seconds."""
+WRITE_LEN: Final = 64 * 1024
+"""The number of bytes of an answer that are made before they are written and other requests may run, and that
+a client must read within its deadline."""
 METHOD_LEN_MAX: Final = 16
 """The most characters of a method that are logged."""
 
@@ -125,6 +128,7 @@ class Exchange:
         """When the first byte of the answer's body was written, in seconds on `clock`. None before."""
         self._error: ApiError | None = None
         self._cut: asyncio.TimerHandle | None = None
+        self._cut_after_s = 0.0
         trace_id = self.stages.trace.trace_id
         structlog.contextvars.bind_contextvars(request_id=self.request_id, trace_id=trace_id)
 
@@ -186,6 +190,15 @@ class Exchange:
         self._status = 200
         await self.responder.start_stream(200, {**self._headers(), "content-type": JSON_TYPE, **headers})
 
+    async def write(self, data: bytes) -> None:
+        """Write a part of an answer that has begun, in steps: a client that reads gets on with each, however
+        long the whole takes it."""
+        for at in range(0, max(1, len(data)), WRITE_LEN):
+            await self.responder.write(data[at : at + WRITE_LEN])
+            if self._cut is not None and self.fate is None:
+                self._cut.cancel()
+                self._cut = self._cut_later()
+
     async def start_stream(self, headers: Mapping[str, str]) -> None:
         self._status, self._is_event_stream = 200, True
         streaming = {
@@ -216,10 +229,14 @@ class Exchange:
     # -- the end ----------------------------------------------------------------------------------
 
     def end_within(self, seconds: float) -> None:
-        """Cut the client off unless it reads the rest of its answer within `seconds`. Only the first
-        call counts."""
+        """From now on cut the client off where it reads nothing of the rest of its answer for `seconds`. Only
+        the first call counts."""
         if self._cut is None:
-            self._cut = asyncio.get_running_loop().call_later(seconds, self._cut_off)
+            self._cut_after_s = seconds
+            self._cut = self._cut_later()
+
+    def _cut_later(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._cut_after_s, self._cut_off)
 
     def _cut_off(self) -> None:
         self.fate = self.fate or SlowClient("The client did not read the end of its answer.")

@@ -29,7 +29,7 @@ from typing import Final, TypeVar
 from engine.api.asking import Asked, Deadlines, ask
 from engine.api.detokenizer import Detokenizer
 from engine.api.encoding import AnswerEncoder, ChatEncoder, CompletionEncoder, Heading
-from engine.api.exchange import Exchange, Tally
+from engine.api.exchange import WRITE_LEN, Exchange, Tally
 from engine.api.model import ServedModel
 from engine.api.outputs import ChoiceOutput, Delta, RequestOutput
 from engine.api.state import EngineState
@@ -46,8 +46,6 @@ R = TypeVar("R", ChatRequest, CompletionRequest)
 UNDER_WAY_S: Final = 0.2
 """The time in which the core is heard out about the sequences of a request that ended before them, in
 seconds: less than the time for which a gateway waits for the report (`gateway.pipeline.REPORT_S`)."""
-WRITE_LEN: Final = 64 * 1024
-"""The number of bytes of an answer that are made before they are written and other requests may run."""
 
 
 async def chat_completions(state: EngineState, exchange: Exchange) -> None:
@@ -153,7 +151,7 @@ class Generation:
         return not any(output.has_begun for output in self._outputs)
 
     def _on_end(self) -> None:
-        """Hold a client that does not read the end of its answer to the stall deadline. The core
+        """Hold a client that stops reading what is left of its answer to the stall deadline. The core
         cannot: the sequence has ended."""
         self._exchange.end_within(self._state.config.stall_deadline_s)
 
@@ -181,16 +179,16 @@ class Generation:
                     pieces.append(event)
                     size += len(event)
                     if size >= WRITE_LEN:
-                        await responder.write(b"".join(pieces))
+                        await exchange.write(b"".join(pieces))
                         await asyncio.sleep(0)
                         pieces, size = [], 0
             if output.is_done:
                 if (turn := self._state.ends.ask(exchange.tenant)) is not None:
-                    await responder.write(b"".join(pieces))
+                    await exchange.write(b"".join(pieces))
                     await turn
                     pieces = []
                 pieces.append(self._ending())
-            await responder.write(b"".join(pieces))
+            await exchange.write(b"".join(pieces))
         exchange.is_served = True
         await responder.finish()
 
@@ -235,13 +233,13 @@ class Generation:
             if not is_begun:
                 await exchange.start_body(headers)
                 is_begun = True
-            await exchange.responder.write(b"".join(made))
+            await exchange.write(b"".join(made))
             await asyncio.sleep(0)
             made, size = [], 0
         if not is_begun:
             await exchange.send(b"".join(made), headers=headers)
             return
-        await exchange.responder.write(b"".join(made))
+        await exchange.write(b"".join(made))
         exchange.is_served = True
         await exchange.responder.finish()
 
@@ -298,8 +296,8 @@ class Generation:
             metrics.vllm.on_end(ended, first_token_s, request_s, exemplar)
         if first_token_s is not None:
             metrics.ttft_s.observe(first_token_s, exemplar=exemplar)
-            metrics.queue_s.observe(timing.queue_s, exemplar=exemplar)
         for output in self._outputs:
+            metrics.queue_s.observe(output.timing(now).queue_s, exemplar=exemplar)
             if output.finish_reason is not None and output.completion_tokens > 1:
                 gap_s = output.timing(now).decode_s / (output.completion_tokens - 1)
                 metrics.tpot_s.observe(gap_s, exemplar=exemplar)

@@ -66,7 +66,11 @@ class EngineMetrics:
             "Mean gap between one sequence's tokens, observed at its end.",
             _STEP_S,
         )
-        self.queue_s = self._histogram("queue_seconds", "Waiting for the first admission.", _LATENCY_S)
+        self.queue_s = self._histogram(
+            "queue_seconds",
+            "One sequence's waiting for its first admission, observed at its end, also where none came.",
+            _LATENCY_S,
+        )
         self.e2e_s = self._histogram("request_seconds", "From the request's head to its end.", _LATENCY_S)
         self.http2_streams = self._gauge("http2_streams", "Streams that are open.")
         self.held_bytes = self._gauge("held_bytes", "Of --request-memory, what requests hold.")

@@ -15,6 +15,7 @@ from engine.api.core_client import CoreClient
 from engine.api.metrics import CoreReading, EngineMetrics
 from engine.api.model import ServedModel
 from engine.config import EngineConfig
+from shared.build import version
 from shared.clock import Clock
 from shared.errors import ModelNotFound, NotReady
 from shared.fair_share import FairShare
@@ -30,6 +31,18 @@ from shared.tracing import NO_TRACING, Tracing
 IN_ONE_TURN: Final = 1
 """Requests that begin in one turn of the loop, and answers that end. Each may take milliseconds where
 processes share the cores, as a hundred choices may begin or end with it."""
+
+
+_ARITHMETIC: Final = (
+    "device",
+    "dtype",
+    "weights",
+    "kernels",
+    "attention_backend",
+    "kv_cache_dtype",
+    "tensor_parallel_size",
+)
+"""The settings that decide how numbers are rounded."""
 
 
 class Abortable(Protocol):
@@ -127,10 +140,13 @@ class EngineState:
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: it changes when the answers to the same seed may change."""
         assert self.model is not None
-        assert self.core.info is not None
-        arithmetic = f"{self.core.info.dtype}|{self.config.tensor_parallel_size}"
-        seen = f"{self.config.model}|{arithmetic}|{self.model.tokenizer.hash}"
-        return "fp_" + hashlib.sha256(seen.encode()).hexdigest()[:12]
+        info = self.core.info
+        assert info is not None
+        settings = [getattr(self.config, name) for name in _ARITHMETIC]
+        # what "auto" has become shows in the core's own figures, as far as they tell it
+        measured = [info.dtype, info.page_bytes / info.page_size, info.is_async]
+        seen = [version(), self.config.model, self.config.revision, self.model.tokenizer.hash]
+        return "fp_" + hashlib.sha256(msgspec.json.encode([seen, settings, measured])).hexdigest()[:12]
 
     # -- requests in progress ----------------------------------------------------------------------
 

@@ -17,7 +17,9 @@ Rules
    removed. Over restarts their modification times tell.
 5. The directory is locked while it is open, by its own descriptor, so that deleting what is in it does not
    unlock it. All names are relative to that descriptor. Its mode is 0700 and the files' is 0600: they hold
-   what users wrote.
+   what users wrote. It is made so; one that is there is refused when it is another user's or open to others,
+   and never changed, but for this: Kubernetes opens what is in a volume to the group of its pod at each
+   mount, so that one that is open to its group alone, and holds nothing but these files, is closed again.
 
 Calls may come from several threads. The index is locked, and never during input or output.
 """
@@ -51,21 +53,29 @@ _NAME: Final = re.compile(r"([0-9a-f]{64})\.(kv|tmp)")
 _FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-class DirectoryInUse(Exception):
+class DirectoryRefused(Exception):
+    """The directory is not this engine's."""
+
+
+class DirectoryInUse(DirectoryRefused):
     """Another engine has the directory."""
+
+
+class DirectoryNotPrivate(DirectoryRefused):
+    """The directory is another user's, or open to others."""
 
 
 class PageFiles:
     """The page files of one engine."""
 
     def __init__(self, path: Path, fingerprint: bytes, page_bytes: int, bytes_max: int) -> None:
-        """Open and lock the directory, which is made when it is not there. Raises DirectoryInUse, or OSError.
-        `scan` finds what it holds."""
+        """Open and lock the directory, which is made when it is not there. Raises DirectoryRefused, or
+        OSError. `scan` finds what it holds."""
         assert len(fingerprint) == 32
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fchmod(self._directory, 0o700)
+            _check_private(self._directory, path)
             _lock(self._directory, path)
         except BaseException:
             os.close(self._directory)
@@ -223,6 +233,24 @@ class PageFiles:
     def _unlink(self, name: str) -> None:
         with contextlib.suppress(OSError):  # it is gone already, or stays, and is found to be of no use
             os.unlink(name, dir_fd=self._directory)
+
+
+def _check_private(directory: int, path: Path) -> None:
+    """Raise DirectoryNotPrivate where what users wrote must not be kept. OSError, too."""
+    status = os.fstat(directory)
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.geteuid():
+        raise DirectoryNotPrivate(f"{path} belongs to another user (uid {status.st_uid})")
+    if not mode & 0o077:
+        return
+    with os.scandir(directory) as entries:
+        is_of_pages = all(_NAME.fullmatch(entry.name) for entry in entries)
+    if mode & (stat.S_ISVTX | 0o007) or not is_of_pages:
+        raise DirectoryNotPrivate(
+            f"{path} is open to others (mode {mode:04o}), and is to hold what users wrote: name one that "
+            "is not there, which is made, or one with mode 0700"
+        )
+    os.fchmod(directory, 0o700)
 
 
 def _lock(directory: int, path: Path) -> None:

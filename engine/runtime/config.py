@@ -95,7 +95,8 @@ class RunnerConfig:
     kv_disk_dir."""
     kv_disk_dir: Text | None = None
     """Directory that also keeps these prefixes, over restarts. It belongs to one engine, and its files may be
-    deleted at any time. What users wrote can be learned from them. Unset: none."""
+    deleted at any time. What users wrote can be learned from them, so one that is there must have mode 0700.
+    Unset: none."""
     kv_disk_bytes: Annotated[int, Meta(ge=1, le=1 << 60)] = 16 << 30
     """Size of all files in kv_disk_dir, as 100GiB: those that were used longest ago make room."""
     max_num_seqs: Annotated[int, Meta(ge=1, le=SLOTS_MAX)] = 64

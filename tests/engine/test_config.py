@@ -44,6 +44,20 @@ def test_options() -> None:
     assert (config.prefix_cache, config.port) == (False, 0)
 
 
+@pytest.mark.parametrize(
+    "text", ["foo", "collector:4318", "http://", "http://a:b", "ftp://a/b", "http://a /b"]
+)
+def test_spans_go_to_a_url_and_nowhere_else(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit):
+        from_args([*MINIMAL, "--otlp-endpoint", text], {})
+    assert "must be an http or https URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://collector:4318/v1/traces", "https://user:word@[::1]/v1/traces"])
+def test_a_collectors_url_is_taken_as_it_is(url: str) -> None:
+    assert from_args([*MINIMAL, "--otlp-endpoint", url], {}).tracing.endpoint == url
+
+
 def test_what_a_gpu_is_told() -> None:
     told = ["--device", "cuda", "--weights", "fp8", "--gpu-memory-utilization", "0.5", "--enforce-eager"]
     config = from_args([*MINIMAL, *told], {"PENSTOCK_ENGINE_KV_CACHE_DTYPE": "fp8"})

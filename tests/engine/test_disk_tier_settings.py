@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine import disk_tier
 from engine.config import EngineConfig
 from engine.core.page_files import DirectoryInUse, PageFiles
 from engine.disk_tier import fingerprint_of, open_disk_tier
@@ -62,6 +63,13 @@ def test_the_tier_is_opened_and_its_directory_belongs_to_one_engine(tmp_path: Pa
         open_disk_tier(config, runner())
 
 
+def test_a_tilde_in_the_directory_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = EngineConfig(str(model_in(tmp_path / "m")), kv_disk_dir="~/kv/pages")
+    assert open_disk_tier(config, runner()) is not None
+    assert (tmp_path / "kv" / "pages").is_dir()
+
+
 def test_a_directory_that_cannot_be_used_is_no_tier_and_no_failure(tmp_path: Path) -> None:
     model = model_in(tmp_path / "m")
     (tmp_path / "file").write_text("")
@@ -78,10 +86,33 @@ def test_the_fingerprint_tells_models_and_types_apart(tmp_path: Path) -> None:
     other = runner()
     other.info = msgspec.structs.replace(other.info, dtype="bfloat16")
     assert first != fingerprint_of(config, other)
-    weights = model / "model.safetensors"
-    times = weights.stat().st_mtime_ns
-    weights.write_bytes(bytes(99) + b"x")
-    os.utime(weights, ns=(times, times))
+
+
+def test_the_fingerprint_sees_every_byte_of_the_weights_and_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that was tuned further in its middle layers alone, in an image whose files have equal times."""
+    monkeypatch.setattr(disk_tier, "PART_LEN", 2 << 20)  # a file of several parts
+    monkeypatch.setattr(disk_tier, "READ_LEN", 1 << 19)
+    model = model_in(tmp_path / "m")
+    config, one, weights = EngineConfig(str(model)), runner(), model / "model.safetensors"
+    seen = set()
+    for changed in (None, 0, (2 << 20) + 17, 3 << 20, (5 << 20) - 1):
+        data = bytearray(5 << 20)
+        if changed is not None:
+            data[changed] = 1
+        weights.write_bytes(data)
+        os.utime(weights, ns=(0, 0))
+        seen.add(fingerprint_of(config, one))
+    assert len(seen) == 5
+    os.utime(weights, ns=(1, 1))  # the same file, downloaded again
+    assert fingerprint_of(config, one) in seen
+
+
+def test_the_fingerprint_tells_releases_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, one = EngineConfig(str(model_in(tmp_path / "m"))), runner()
+    first = fingerprint_of(config, one)
+    monkeypatch.setattr(disk_tier, "version", lambda: "next")
     assert first != fingerprint_of(config, one)
 
 

@@ -467,3 +467,32 @@ def test_a_byte_that_spoils_those_before_it_fails_no_stream() -> None:
     then = SENTENCEPIECE.encode("The end", add_special_tokens=False)
     assert SENTENCEPIECE.decode([*e_acute, e2, *then]).startswith("\N{REPLACEMENT CHARACTER}" * 3)
     assert "".join(streamed(SENTENCEPIECE, [], [*e_acute, e2, *then])) == "é\N{REPLACEMENT CHARACTER} The end"
+
+
+class Counting:
+    """The library's tokenizer, and how many ids were decoded by the call that keeps other threads waiting."""
+
+    def __init__(self, raw: tokenizers.Tokenizer) -> None:
+        self._raw = raw
+        self.held = 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.held += len(ids)
+        text: str = self._raw.decode(ids, **options)
+        return text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+
+@BOTH
+@pytest.mark.parametrize("skips", [True, False])
+def test_many_ids_are_decoded_while_other_threads_run(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, skips: bool
+) -> None:
+    ids = [at % tokenizer.vocab_size for at in range(5000)]
+    expected = tokenizer.raw.decode(ids, skip_special_tokens=skips)
+    counting = Counting(tokenizer.raw)
+    monkeypatch.setattr(tokenizer, "raw", counting)
+    assert tokenizer.decode(ids, skips) == expected
+    assert counting.held == 0

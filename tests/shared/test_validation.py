@@ -368,6 +368,37 @@ def test_fields_that_ask_for_nothing_are_accepted(body: bytes, type_: type[Gener
     assert not parsed.ignored
 
 
+@pytest.mark.parametrize(
+    ("name", "asks", "nothing"),
+    [
+        ("stop_regex", "a+", ""),
+        ("stop_sequences", ["x"], []),
+        ("prompt_embeds", "AAAA", ""),
+        ("structural_tag", {"type": "tag"}, {}),
+        ("n_predict", 3, -1),
+        ("top_n_sigma", 1.5, -1.0),
+        ("guidance_scale", 2, 1.0),
+        ("return_tokens_as_token_ids", True, False),
+        ("logprob_token_ids", [1], []),
+        ("thinking_token_budget", 100, -1),
+        ("repetition_detection", {"max_pattern_size": 3}, {}),
+        ("lora", [{"id": 0, "scale": 1.0}], []),
+        ("adapter_id", "of-somebody", ""),
+    ],
+)
+@pytest.mark.parametrize(("make", "type_"), [(chat, ChatRequest), (completion, CompletionRequest)])
+def test_other_engines_extensions_that_change_the_answer_are_refused(
+    name: str, asks: object, nothing: object, make: Any, type_: type[GenerationRequest]
+) -> None:
+    with pytest.raises(UnsupportedParameter) as error:
+        parse(make(**{name: asks}), type_).require_supported()
+    assert error.value.param == name
+    for value in (nothing, None):
+        parsed = parse(make(**{name: value}), type_)
+        parsed.require_supported()
+        assert not parsed.ignored
+
+
 # -- what goes on ---------------------------------------------------------------------------------
 
 

@@ -161,6 +161,9 @@ def planned(request: ChatRequest | CompletionRequest, *prompt_lens: int) -> list
             (40_000,),
             "logprobs",
         ),
+        (CompletionRequest(model="m", prompt="", n=64, max_tokens=1, echo=True), (40_000,), "n"),
+        (CompletionRequest(model="m", prompt="", n=64, max_tokens=1, return_token_ids=True), (70_000,), "n"),
+        (CompletionRequest(model="m", prompt=" " * 600_000, n=64, max_tokens=1, echo=True), (5000,), "n"),
         (CompletionRequest(model="m", prompt="", stream=True, n=64, max_tokens=2500, logprobs=20), (1,), "n"),
         (
             ChatRequest(model="m", messages=[], n=64, max_tokens=2000, logprobs=True, top_logprobs=20),
@@ -201,6 +204,18 @@ def test_a_maximum_that_was_left_open_is_made_smaller() -> None:
     choices = planned(told, 10)
     assert 1000 < choices[0].sampling.max_tokens < 10_000
     assert answer_len(told, choices) <= ANSWER_LEN_MAX
+
+
+def test_a_prompt_that_is_repeated_counts_with_each_of_its_choices() -> None:
+    one, many = (
+        CompletionRequest(model="m", prompt="", n=n, max_tokens=1, echo=True, return_token_ids=True)
+        for n in (1, 30)
+    )
+    assert answer_len(many, planned(many, 40_000)) > 10 * answer_len(one, planned(one, 40_000))
+    chat = ChatRequest(model="m", messages=[], n=64, max_tokens=1, return_token_ids=True)
+    assert planned(chat, 70_000), "it has its prompt's ids once"
+    stream = CompletionRequest(model="m", prompt="", n=64, max_tokens=1, echo=True, stream=True)
+    assert planned(stream, 40_000), "it is written as it is made"
 
 
 def test_a_stream_holds_no_more_than_its_window() -> None:

@@ -37,6 +37,29 @@ async def test_a_core_that_does_not_step_ends_no_deadline(served: Served, header
     assert (closing.prompt_tokens, closing.completion_tokens) == (0, 0), "it never began"
 
 
+async def queue_times(served: Served) -> int:
+    """How many sequences the metric of queue times has seen."""
+    text = (await served.http.get("/metrics")).text
+    [count] = [line for line in text.splitlines() if line.startswith("penstock_engine_queue_seconds_count")]
+    return int(float(count.split()[1]))
+
+
+async def test_the_queue_metric_sees_who_never_began(served: Served) -> None:
+    """Under overload these are those that waited longest."""
+    served.core.admits = False
+    for _ in range(2):
+        assert told(await chat(served, {"x-queue-timeout": SOON})) == (504, "queue_timeout")
+    assert await queue_times(served) == 2
+
+
+async def test_the_queue_metric_has_each_sequence_once(served: Served) -> None:
+    """The one that lived longest began first, and need not have waited."""
+    served.says("the", ends=False)
+    served.core.withheld.update(range(2, 4))
+    assert told(await chat(served, {"x-request-timeout": "0.2"}, n=3)) == (504, "request_timeout")
+    assert await queue_times(served) == 3
+
+
 async def test_the_queue_is_over_once_a_choice_has_begun(served: Served) -> None:
     """The others come when there is room: the answer has begun."""
     served.says("the", ends=False)

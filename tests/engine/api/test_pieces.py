@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api import encoding
+from engine.api import encoding, rows
 from engine.api.detokenizer import Detokenizer
-from engine.api.encoding import ChatEncoder, CompletionEncoder, Echo, Heading
+from engine.api.encoding import ChatEncoder, CompletionEncoder, Heading
 from engine.api.outputs import ChoiceOutput, Delta, Entry, RequestOutput
+from engine.api.rows import Echo
 from engine.core.messages import TokenLogprobs
 from shared.openai import ChatCompletion, Completion, PromptTokensDetails, Usage
 from tests.engine.api.conftest import MODEL, Serve, Served
@@ -107,6 +108,19 @@ def test_a_whole_completion_is_what_its_struct_encodes_to(
             assert choice.logprobs.text_offset[-1] == one.entries[-1].start + (len("prompt") if echoes else 0)
 
 
+@pytest.mark.parametrize("chosen", [0, 26])
+def test_of_two_tokens_with_one_text_the_likelier_is_listed(chosen: int) -> None:
+    """As "A" and the byte <0x41> of a vocabulary that has both."""
+    values = {0: -0.1, 1: -3.0, 26: -9.0}
+    told = TokenLogprobs(values[chosen], list(values), list(values.values()))
+    encoder = CompletionEncoder(heading(3), Letters(), [output([])], [], [None])
+    [choice] = json.loads(
+        b"".join(encoder.whole([Delta(0, "a", [Entry(chosen, 0, told)], "stop", True)], USAGE))
+    )["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "b": -3.0}]
+    assert choice["logprobs"]["token_logprobs"] == [values[chosen]]
+
+
 def test_a_long_scored_prompt_is_streamed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "PIECE_ENTRIES", 30)
     text = "abcdefghij" * 10
@@ -124,6 +138,31 @@ def test_a_long_scored_prompt_is_streamed_in_chunks(monkeypatch: pytest.MonkeyPa
     assert all(len(column["tokens"]) <= 10 for column in columns)
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[7, 7], *[None] * 11]
     assert [len(chunk.get("token_ids", ())) for chunk in chunks] == [0] * 10 + [3, 0]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_rows_of_a_long_scored_prompt_are_made_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """Making all of them first would hold the loop for a tenth of a second."""
+    monkeypatch.setattr(encoding, "PIECE_ENTRIES", 10)
+    made, row = 0, rows.Row
+
+    def counted(*fields: Any) -> Any:
+        nonlocal made
+        made += 1
+        return row(*fields)
+
+    monkeypatch.setattr(rows, "Row", counted)
+    echo = Echo("a" * 500, list(range(500)), list(range(500)))
+    prompt_logprobs = [scored(i, 0) for i in range(1, 500)]
+    encoder = CompletionEncoder(heading(0), Letters(), [output(prompt_logprobs)], [], [echo])
+    pieces = encoder.events(delta(0, 5, 0)) if streams else encoder.whole([delta(0, 5, 0)], USAGE)
+    before, most = 0, 0
+    for _ in pieces:
+        most, before = max(most, made - before), made
+    assert made >= 505
+    assert most <= 10
 
 
 # -- through the engine ---------------------------------------------------------------------------

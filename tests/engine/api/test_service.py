@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +23,29 @@ async def test_models(served: Served) -> None:
     assert card["max_model_len"] == served.core.info.max_model_len
     assert "context_len" not in card
     assert card["created"] > 0
+
+
+async def test_the_fingerprint_changes_with_what_changes_the_numbers(served: Served) -> None:
+    state = served.engine.state
+    config, info = state.config, served.core.info
+    first = state.fingerprint()
+    seen = {first}
+    for changed in (
+        replace(config, weights="int8"),
+        replace(config, kernels="torch"),
+        replace(config, kv_cache_dtype="fp8"),
+        replace(config, attention_backend="triton"),
+        replace(config, tensor_parallel_size=2),
+        replace(config, revision="v2"),
+    ):
+        state.config = changed
+        seen.add(state.fingerprint())
+    state.config = replace(config, port=1, max_num_seqs=3)
+    assert state.fingerprint() == first
+    for measured in ({"dtype": "bfloat16"}, {"is_async": True}, {"page_bytes": info.page_bytes + 1024}):
+        state.core.info = msgspec.structs.replace(info, **measured)
+        seen.add(state.fingerprint())
+    assert len(seen) == 10
 
 
 async def test_the_context_is_what_the_kv_pool_holds_where_that_is_less(serve: Serve) -> None:

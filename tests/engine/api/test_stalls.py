@@ -161,6 +161,33 @@ async def test_who_reads_in_time_keeps_its_connection(serve: Serve) -> None:
         writer.close()
 
 
+async def test_who_reads_a_whole_answer_steadily_may_take_longer_for_all_of_it(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part takes less than the deadline, and all together many times as long."""
+    loop, writes = asyncio.get_running_loop(), 0
+    now_s = loop.time
+
+    async def write(self: Client, data: bytes) -> None:
+        nonlocal writes
+        writes += 1
+        await asyncio.sleep(0)  # what is due comes first
+        self.received += data
+        if self.is_gone:
+            raise ClientGone
+
+    monkeypatch.setattr(Client, "write", write)
+    monkeypatch.setattr(loop, "time", lambda: now_s() + writes * 0.6)
+    async with serve(core=CORE, stall_deadline_s=1.0) as served:
+        served.core.script = lambda _: served.ids("the") * 3000
+        fields = {"logprobs": True, "top_logprobs": 20, "max_tokens": 500}
+        slow = Client(served, **fields, stream=False)
+        answer = json.loads(await slow.read())
+        assert answer["usage"]["completion_tokens"] == 500
+        assert not slow.is_gone
+        assert writes > 5
+
+
 async def test_over_http2_only_the_stream_that_is_not_read_pauses(serve: Serve) -> None:
     async with serve(core=CORE) as served:
         core = served.core

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.core.block_manager import PageIdentity
-from engine.core.page_files import HEADER_LEN, DirectoryInUse, PageFiles
+from engine.core.page_files import HEADER_LEN, DirectoryInUse, DirectoryNotPrivate, PageFiles
 
 PAGE_BYTES = 64
 MODEL, OTHER_MODEL = b"m" * 32, b"n" * 32
@@ -88,6 +88,39 @@ def test_a_second_engine_is_refused_even_when_everything_was_deleted(files: Page
     assert read(files, 1) is None
     assert not files.has(identity(1))
     assert files.write(identity(1), page(1)), "it goes on"
+
+
+@pytest.mark.parametrize(
+    ("mode", "holds"),
+    [(0o755, None), (0o1777, None), (0o770, "notes.txt"), (0o707, f"{identity(1).hex()}.kv")],
+)
+def test_a_directory_that_is_open_to_others_is_refused_and_stays_as_it_is(
+    path: Path, mode: int, holds: str | None
+) -> None:
+    path.mkdir(parents=True)
+    if holds is not None:
+        (path / holds).write_text("of somebody")
+    path.chmod(mode)
+    with pytest.raises(DirectoryNotPrivate, match=f"{path} is open to others .mode {mode:04o}"):
+        opened(path)
+    assert path.stat().st_mode & 0o7777 == mode
+
+
+def test_another_users_directory_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.mkdir(parents=True, mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(DirectoryNotPrivate, match=f"{path} belongs to another user"):
+        opened(path)
+
+
+def test_a_directory_that_kubernetes_opened_to_its_group_is_closed_again(path: Path) -> None:
+    files = opened(path)
+    files.write(identity(1), page(1))
+    files.close()
+    path.chmod(0o2770)
+    again = opened(path)
+    assert path.stat().st_mode & 0o777 == 0o700
+    again.close()
 
 
 def test_the_files_that_were_used_longest_ago_make_room(path: Path) -> None:
