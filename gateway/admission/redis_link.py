@@ -99,7 +99,7 @@ class _Call(Struct, eq=False):
     is_resent: bool = False
 
 
-class _Wire(asyncio.Protocol):
+class Wire(asyncio.Protocol):
     """One TCP connection. Replies, errors as values, go to `heard`."""
 
     def __init__(self) -> None:
@@ -130,6 +130,19 @@ class _Wire(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(data)
 
+    async def ask(self, *commands: Command) -> Any:
+        """The reply to the last of the first commands on it. Raises ConnectionError where one of them is
+        refused."""
+        replies: asyncio.Queue[Any] = asyncio.Queue()
+        self.heard, self.lost = replies.put_nowait, lambda: replies.put_nowait(None)
+        self.write(b"".join(map(packed, commands)))
+        reply: Any = None
+        for _ in commands:
+            reply = await replies.get()
+            if reply is None or isinstance(reply, hiredis.ReplyError):
+                raise ConnectionError(reply or "closed while it was greeted")
+        return reply
+
     def abort(self) -> None:
         """Close it at once. Nothing more is heard of it."""
         self.heard, self.lost = (lambda _: None), (lambda: None)
@@ -158,7 +171,7 @@ class RedisLink:
         self._tls: Final = tls
         self._loop: asyncio.AbstractEventLoop
         """The loop of the first probe, which comes before any call."""
-        self._wire: _Wire | None = None
+        self._wire: Wire | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._waiting: deque[_Call] = deque()
         """Calls without an answer, in the order in which they were made."""
@@ -300,7 +313,7 @@ class RedisLink:
         return self._connecting
 
     async def _connect(self) -> None:
-        wire = _Wire()
+        wire = Wire()
         try:
             async with asyncio.timeout(self._connect_s):
                 host, port = await self._find()
@@ -317,20 +330,13 @@ class RedisLink:
                 wire.abort()
             self._connecting = None
 
-    async def _greet(self, wire: _Wire) -> None:
-        replies: asyncio.Queue[Any] = asyncio.Queue()
-        wire.heard, wire.lost = replies.put_nowait, lambda: replies.put_nowait(None)
-        wire.write(b"".join(map(packed, (*self._greeting, ("TIME",)))))
-        reply: Any = None
-        for _ in (*self._greeting, "TIME"):
-            reply = await replies.get()
-            if reply is None or isinstance(reply, hiredis.ReplyError):
-                raise ConnectionError(reply or "closed while it was greeted")
+    async def _greet(self, wire: Wire) -> None:
+        reply = await wire.ask(*self._greeting, ("TIME",))
         seconds, microseconds = map(int, reply)
         server_ms = seconds * 1000 + microseconds / 1000
         self._ahead_ms = self._ahead_before_ms = server_ms - self._loop.time() * 1000
 
-    def _take(self, wire: _Wire) -> None:
+    def _take(self, wire: Wire) -> None:
         """Rule 3."""
         if not wire.is_open:
             self._down("closed as soon as it was open")

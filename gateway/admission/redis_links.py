@@ -1,7 +1,7 @@
 """The server that keeps a tenant's quotas: a single one, the primary that Sentinels name, or a Cluster node.
 
-redis-py asks Sentinels where the primary is whenever a connection is made, and nodes which slots they have
-whenever the links are refreshed. Its connections are closed after that.
+Sentinels are asked where the primary is whenever a connection is made. redis-py asks nodes which slots they
+have whenever the links are refreshed; its connections are closed after that.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from urllib.parse import quote
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 
 from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_link import Address, Command, Moved, RedisLink
+from gateway.admission.sentinels import Sentinels
 from gateway.quota_config import QuotasConfig, redis_database, redis_hosts
 from gateway.secret import read_secret
 from shared.config import ConfigError
@@ -107,7 +107,8 @@ class OneLink:
     is_cluster: Final = False
 
     def __init__(self, servers: _Servers) -> None:
-        find = servers.primary if servers.config.sentinel is not None else servers.first
+        sentinels = servers.sentinels
+        find = servers.first if sentinels is None else sentinels.find
         self._link: Final = RedisLink(find, servers.greeting, **servers.options)
 
     def of(self, tenant: TenantId) -> RedisLink:
@@ -259,11 +260,11 @@ class _Servers:
         }
         """Options of redis-py's clients."""
         self._credentials: Final[dict[str, Any]] = {"username": config.username, "password": password}
-        self._asking_sentinels: Final[dict[str, Any]] = {
-            **self._asking,
-            "username": config.sentinel_username,
-            "password": sentinel_password,
-        }
+        self.sentinels: Sentinels | None = None
+        """None where the servers are asked by the addresses in the URL."""
+        if config.sentinel is not None:
+            user = config.sentinel_username, sentinel_password
+            self.sentinels = Sentinels(config.sentinel, self._hosts, *user, tls)
 
     def link_to(self, address: Address) -> RedisLink:
         """A connection to this very server."""
@@ -276,16 +277,6 @@ class _Servers:
     async def first(self) -> Address:
         """The server that the URL names."""
         return self._hosts[0]
-
-    async def primary(self) -> Address:
-        """The primary that the Sentinels agree on. Raises redis.RedisError when none knows it."""
-        assert self.config.sentinel is not None
-        sentinel = Sentinel(self._hosts, sentinel_kwargs=self._asking_sentinels)  # type: ignore[no-untyped-call]
-        try:
-            return Address(*await sentinel.discover_master(self.config.sentinel))
-        finally:
-            for client in sentinel.sentinels:
-                await client.aclose()
 
     async def slots(self, known: Iterable[Address]) -> list[tuple[int, int, Address]]:
         """The ranges of slots and the nodes that have them, as the first node says that tells. Raises

@@ -70,10 +70,10 @@ class RedisServer:
         self.start()
 
     @classmethod
-    def at(cls, port: int) -> RedisServer:
-        """One that is not started here."""
+    def at(cls, port: int, process: subprocess.Popen[bytes] | None = None) -> RedisServer:
+        """One that is not started here, or not as others are."""
         server = cls.__new__(cls)
-        server.port = port
+        server.port, server._process = port, process
         return server
 
     @property

@@ -196,9 +196,16 @@ def move_slot(slot: int, holder: RedisServer, other: RedisServer, cluster: Clust
 @contextlib.contextmanager
 def sentinels(primary_port: int, *lines: str, tls: bool = False) -> Iterator[list[int]]:
     """The ports of three that watch the primary. `lines`: more of their configuration."""
+    with watchers(primary_port, *lines, tls=tls) as started:
+        yield [one.port for one in started]
+
+
+@contextlib.contextmanager
+def watchers(primary_port: int, *lines: str, tls: bool = False) -> Iterator[list[RedisServer]]:
+    """Three Sentinels, as they are started: it may be that none listens yet."""
     with tempfile.TemporaryDirectory(prefix="penstock-sentinel-") as directory, ExitStack() as stack:
-        ports = [free_port() for _ in range(3)]
-        for port in ports:
+        started: list[RedisServer] = []
+        for port in [free_port() for _ in range(3)]:
             config = Path(directory) / f"{port}.conf"
             config.write_text(
                 f"port {0 if tls else port}\ntls-port {port if tls else 0}\nbind 127.0.0.1\ndir {directory}\n"
@@ -209,7 +216,8 @@ def sentinels(primary_port: int, *lines: str, tls: bool = False) -> Iterator[lis
             command = [redis_command(), str(config), "--sentinel"]
             process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL))
             stack.callback(process.kill)
-        yield ports
+            started.append(RedisServer.at(port, process))
+        yield started
 
 
 async def test_the_primary_that_sentinels_choose_is_used_after_a_failover() -> None:
@@ -234,6 +242,20 @@ async def test_the_primary_that_sentinels_choose_is_used_after_a_failover() -> N
             assert replica.admin.info("replication")["role"] == "master"
 
 
+async def test_a_sentinel_that_is_silent_holds_up_no_connection() -> None:
+    """One whose machine is gone, or hangs: it is the first of the list, and takes connections."""
+    with redis_server() as primary, watchers(primary.port) as three:
+        await eventually(lambda: all(_knows_primary(one.admin) for one in three))
+        silent = three[0]
+        silent.stop_still()
+        url = "redis://" + ",".join(f"127.0.0.1:{one.port}" for one in three)
+        async with redis_store(primary, url=url, sentinel=PRIMARY) as store:
+            assert await admitted(store, 1, tenant(concurrent=2))
+            primary.admin.client_kill_filter(_type="normal", skipme=True)  # so it is connected to once more
+            await until_well(store)
+            assert await admitted(store, 2, tenant(concurrent=2))
+
+
 async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
     of_sentinels, of_primary = tmp_path / "sentinels", tmp_path / "primary"
     of_sentinels.write_text("of-the-sentinels\n")
@@ -250,6 +272,12 @@ async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
         with pytest.raises(StoreUnavailable, match="No master found"):
             await strangers.renew([])
         await strangers.aclose()
+
+
+def _knows_primary(watcher: redis.Redis) -> bool:
+    with contextlib.suppress(OSError, redis.RedisError):  # it may not listen yet
+        return bool(watcher.sentinel_get_master_addr_by_name(PRIMARY))
+    return False
 
 
 def _knows_all(watcher: redis.Redis) -> bool:
