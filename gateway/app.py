@@ -318,13 +318,12 @@ class Gateway:
                 await self._guarded.until_missed(PROBE_S)
             await self._guarded.renew(self.live.reservations())
 
-    @property
-    def _store_is_well(self) -> bool:
-        return self._guarded is None or self._guarded.is_well
-
     def _problems(self) -> list[str]:
-        """For `/readyz`: names of what does not work, and without which requests cannot be served."""
-        store = [] if self._store_is_well or self.accounts.now.serve_without_store else ["quota store"]
+        """For `/readyz`: names of what does not work, and without which requests cannot be served. A node of
+        a Cluster that is down is down for all gateways: its tenants alone are without the store."""
+        guarded, accounts = self._guarded, self.accounts.now
+        is_served = guarded is None or guarded.is_partly_well or accounts.serve_without_store
+        store = [] if is_served else ["quota store"]
         is_followed = self._follower is None or self._follower.is_current
         return [*store, *([] if is_followed else ["directory"]), *self._background.down]
 

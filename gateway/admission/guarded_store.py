@@ -73,6 +73,11 @@ class SharedStore(QuotaStore, Protocol):
         """True if it can be asked."""
         ...
 
+    @property
+    def is_partly_well(self) -> bool:
+        """True if it can be asked about some tenants: the servers of others may be down."""
+        ...
+
     def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
         """It waits for nobody, and does not fail: what the store could not be told, it is told later."""
         ...
@@ -129,6 +134,11 @@ class GuardedStore:
     def is_well(self) -> bool:
         """True if the store can be asked."""
         return self._store.is_well
+
+    @property
+    def is_partly_well(self) -> bool:
+        """True if the store can be asked about some tenants."""
+        return self._store.is_partly_well
 
     async def enter(
         self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool

@@ -104,6 +104,11 @@ class RedisStore:
         """True if all servers are known, and the last call of each came back."""
         return self._knows_servers and all(link.is_up for link in self._links.all())
 
+    @property
+    def is_partly_well(self) -> bool:
+        """True if the last call of some server came back."""
+        return any(link.is_up for link in self._links.all())
+
     async def enter(
         self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool
     ) -> Decision:

@@ -121,6 +121,12 @@ class House:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.gateway.port}"
 
+    @property
+    def store_is_well(self) -> bool:
+        """True if the shared store of quotas can be asked."""
+        guarded = self.gateway._guarded
+        return guarded is not None and guarded.is_well
+
     def chat(self, body: Any = None, **fields: Any) -> aiohttp.client._RequestContextManager:
         headers = self.headers | fields.pop("headers", {})
         return self.client.post(

@@ -12,10 +12,12 @@ import pytest
 
 from gateway.app import Gateway
 from gateway.config import load
+from gateway.identity.keys import hash_key
 from gateway.quota_config import QuotasConfig
 from shared.config import ConfigError
-from tests.gateway.conftest import OTHER_KEY, House, Open, error_of, settings, until
+from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, error_of, settings, until
 from tests.gateway.fake_engine import unary
+from tests.gateway.redis_cluster import formed_cluster
 from tests.gateway.redis_server import (
     PATIENT_S,
     RedisServer,
@@ -87,7 +89,7 @@ async def test_each_tenant_has_its_fail_mode_while_redis_is_down_and_the_gateway
     assert "penstock_gateway_quota_store_up 0.0" in text
     assert 'penstock_gateway_quota_without_store_total{fail="local"}' in text
     own.start()
-    await until(lambda: house.gateway._store_is_well)
+    await until(lambda: house.store_is_well)
     async with house.chat() as answer:
         assert answer.status == 200
 
@@ -100,9 +102,38 @@ async def test_a_gateway_that_starts_without_its_redis_is_not_ready_until_it_is_
     async with house.client.get(f"{house.url}/readyz") as probe:
         assert probe.status == 503
     own.start()
-    await until(lambda: house.gateway._store_is_well)
+    await until(lambda: house.store_is_well)
     async with house.client.get(f"{house.url}/readyz") as probe:
         assert probe.status == 200
+
+
+async def test_a_cluster_that_is_partly_down_is_served_by_gateways_that_stay_ready(open_house: Open) -> None:
+    """A node is down for all gateways: were they not ready then, nobody would be for the other tenants."""
+    async with formed_cluster() as cluster:
+        dead, served, _ = cluster.tenants
+        tenants = [{"id": name, "limits": {"concurrent": 9}} for name in (dead, served)]
+        keys = [{"id": "k1", "hash": hash_key(KEY), "tenant": dead}]
+        keys += [{"id": "k2", "hash": hash_key(OTHER_KEY), "tenant": served}]
+        quotas = in_redis(cluster.url, cluster=True)
+        house = await opened(open_house, quotas, *tenants, keys=keys, admin={"port": 0})
+        guarded = house.gateway._guarded
+        assert guarded is not None
+        assert guarded.is_well
+        cluster.nodes[0].kill()
+        async with house.chat() as answer:
+            assert answer.status == 503
+        async with house.chat(**OTHER) as answer:
+            assert answer.status == 200
+        async with house.client.get(f"{house.url}/readyz") as probe:
+            assert probe.status == 200
+        metrics = f"http://127.0.0.1:{house.gateway.admin_port}/metrics"
+        async with house.client.get(metrics) as answer:
+            assert "penstock_gateway_quota_store_up 0.0" in await answer.text(), "operators are told"
+        for node in cluster.nodes[1:]:
+            node.kill()
+        await until(lambda: not guarded.is_partly_well)
+        async with house.client.get(f"{house.url}/readyz") as probe:
+            assert probe.status == 503
 
 
 async def test_an_acl_user_that_may_use_its_own_keys_alone_is_enough(

@@ -44,6 +44,11 @@ class BrokenStore:
         self.fails: set[str] = set()
         self.is_well = True
 
+    @property
+    def is_partly_well(self) -> bool:
+        """It is one server."""
+        return self.is_well
+
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any, **kwargs: Any) -> Any:
             await asyncio.sleep(0)

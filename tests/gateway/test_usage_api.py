@@ -208,7 +208,7 @@ async def test_usage_during_an_outage_of_redis_is_there_when_it_is_over(open_hou
             assert answer.status == 503
         await house.lines(4)
         own.go_on()
-        await until(lambda: house.gateway._store_is_well)
+        await until(lambda: house.store_is_well)
         rows = (await report(house))["rows"]
         assert [(row["tenant"], row["requests"]) for row in rows] == [("acme", 3), ("other", 1)]
 
