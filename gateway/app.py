@@ -313,9 +313,10 @@ class Gateway:
         while True:
             due_s = self._clock.monotonic() + RENEW_S
             await self._clock.sleep(PROBE_S)
+            await self._guarded.post()  # also while a part of the store is down
             while self._guarded.is_well and self._clock.monotonic() < due_s:
-                await self._guarded.post()
                 await self._guarded.until_missed(PROBE_S)
+                await self._guarded.post()
             await self._guarded.renew(self.live.reservations())
 
     def _problems(self) -> list[str]:

@@ -14,8 +14,9 @@ Rules
    that finds it well again. The first one comes as soon as a request meets the outage, unless the last one
    was a moment ago: what was a hiccup is over then.
 6. What is counted here, of requests without limits and during outages, is posted to the store a moment later,
-   exactly once: a post whose answer is lost is sent again under its number. A process that is killed loses
-   what it has not posted.
+   exactly once: a post whose answer is lost is sent again under its number, before any other of its tenant.
+   The rows of a tenant whose server is down wait, and no others behind them; its usage is not told meanwhile.
+   A process that is killed loses what it has not posted.
 7. Where billing lines are written, requests without limits are noted in the store as well, and nobody waits
    for that: what a killed gateway had open lapses there, is counted, and has its line from another. One that
    is noted is counted there, and no more here.
@@ -31,6 +32,8 @@ from dataclasses import astuple
 from functools import lru_cache
 from itertools import islice
 from typing import Final, Protocol
+
+from msgspec import Struct
 
 from gateway.admission.lapsed import Lapsed
 from gateway.admission.memory_store import DAYS_KEPT, MemoryStore
@@ -78,6 +81,10 @@ class SharedStore(QuotaStore, Protocol):
         """True if it can be asked about some tenants: the servers of others may be down."""
         ...
 
+    def reaches(self, tenant: TenantId) -> bool:
+        """True if it can be asked about this tenant."""
+        ...
+
     def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
         """It waits for nobody, and does not fail: what the store could not be told, it is told later."""
         ...
@@ -102,6 +109,15 @@ class SharedStore(QuotaStore, Protocol):
         ...
 
 
+class _Rows(Struct, frozen=True):
+    """Rows of a tenant's day that were taken out of the local store."""
+
+    number: int
+    """That of their post, in the order in which they were taken."""
+    day: int
+    sheet: Sheet
+
+
 class GuardedStore:
     """A `QuotaStore` around one that may fail."""
 
@@ -123,9 +139,10 @@ class GuardedStore:
         self._missed: Final = asyncio.Event()
         """Set once a request was without the store."""
         self._name: Final = secrets.token_hex(8)
-        self._posted = 0
-        self._unposted: deque[tuple[TenantId, int, Sheet]] = deque()
-        """Rows that were taken out of the local store and are not known to be in the shared one."""
+        self._taken = 0
+        """The number of the last rows that were taken out of the local store."""
+        self._unposted: dict[TenantId, deque[_Rows]] = {}
+        """Those that are not known to be in the shared one."""
         self._posting = asyncio.Lock()
         self._share = lru_cache(SHARES_MAX)(lambda subjects: tuple(_share(s, gateways) for s in subjects))
         STORE_UP.set_function(lambda: float(store.is_well))
@@ -211,15 +228,19 @@ class GuardedStore:
             return Windows()
 
     async def usage(self, tenant: TenantId, first: int, last: int) -> AsyncIterator[UsageRow]:
-        """Raises StoreUnavailable."""
-        await self.post()
+        """Raises StoreUnavailable, also where something that was counted here is not in the store."""
+        async with self._posting:
+            is_posted = await self._post(tenant)
+        if not is_posted:
+            raise StoreUnavailable("usage that was counted here cannot be posted")
         async for row in self._store.usage(tenant, first, last):
             yield row
 
     async def payers(self, first: int, last: int) -> set[TenantId]:
         """Raises StoreUnavailable."""
         await self.post()
-        return await self._store.payers(first, last)
+        found = await self._store.payers(first, last)
+        return found | self._unposted.keys() | self._local.rows.tenants(first, last)
 
     async def lapsed(self, tenants: Iterable[TenantId], written: Iterable[Lapsed]) -> list[Lapsed]:
         """See `SharedStore`."""
@@ -228,23 +249,37 @@ class GuardedStore:
     async def post(self) -> None:
         """Rule 6. What cannot be posted now is kept."""
         async with self._posting:
-            while self.is_well and (self._unposted or self._take()):
-                tenant, day, sheet = self._unposted[0]
-                try:
-                    await self._store.post(self._name, self._posted + 1, tenant, day, sheet)
-                except StoreUnavailable as error:
-                    failed("post", error)
-                    return
-                self._posted += 1
-                self._unposted.popleft()
+            for tenant in self._unposted.keys() | self._local.rows.tenants():
+                await self._post(tenant)
 
-    def _take(self) -> bool:
-        """Take what the local store has counted. Returns whether that is anything."""
-        for tenant, day, sheet in self._local.rows.take():
+    async def _post(self, tenant: TenantId) -> bool:
+        """Post what was counted of a tenant. Returns whether all is in the store that was counted before.
+
+        Nothing more is taken while something waits: the local store adds up the requests of an outage, so
+        that its rows are bounded."""
+        if not await self._post_taken(tenant):
+            return False
+        for day, sheet in self._local.rows.take(tenant):
             rows = iter(sheet.items())
             while part := dict(islice(rows, POSTED_MAX)):
-                self._unposted.append((tenant, day, part))
-        return bool(self._unposted)
+                self._taken += 1
+                self._unposted.setdefault(tenant, deque()).append(_Rows(self._taken, day, part))
+        return await self._post_taken(tenant)
+
+    async def _post_taken(self, tenant: TenantId) -> bool:
+        """Post what was taken of a tenant. Returns whether nothing is left of it, and more can be posted."""
+        waiting = self._unposted.get(tenant, ())
+        while waiting and self._store.reaches(tenant):
+            rows = waiting[0]
+            try:
+                await self._store.post(self._name, rows.number, tenant, rows.day, rows.sheet)
+            except StoreUnavailable as error:
+                failed("post", error)
+                return False
+            del waiting[0]
+        if not waiting:
+            self._unposted.pop(tenant, None)
+        return self._store.reaches(tenant)
 
     def _without_store(
         self, call: str, error: StoreUnavailable, subjects: Sequence[Subject]

@@ -109,6 +109,13 @@ class RedisStore:
         """True if the last call of some server came back."""
         return any(link.is_up for link in self._links.all())
 
+    def reaches(self, tenant: TenantId) -> bool:
+        """True if the last call of this tenant's server came back."""
+        try:
+            return self._links.of(tenant).is_up
+        except StoreUnavailable:
+            return False
+
     async def enter(
         self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool
     ) -> Decision:

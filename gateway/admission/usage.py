@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -156,14 +157,14 @@ class UsageRows:
                 for (key, model), totals in self._days[day].get(tenant, {}).items():
                     yield UsageRow(tenant, key, model, day, totals)
 
-    def tenants(self, first: int, last: int) -> set[TenantId]:
+    def tenants(self, first: int = 0, last: float = math.inf) -> set[TenantId]:
         """The tenants with rows on the days from `first` to `last`."""
         return {tenant for day, sheets in self._days.items() if first <= day <= last for tenant in sheets}
 
-    def take(self) -> list[tuple[TenantId, int, Sheet]]:
-        """Everything, each tenant's day by itself. Nothing is left here."""
-        days, self._days = self._days, {}
-        return [(tenant, day, sheet) for day, sheets in days.items() for tenant, sheet in sheets.items()]
+    def take(self, tenant: TenantId) -> list[tuple[int, Sheet]]:
+        """All rows of a tenant, each day by itself. None of them is left here."""
+        sheets = ((day, self._days[day].pop(tenant, None)) for day in tuple(self._days))
+        return [(day, sheet) for day, sheet in sheets if sheet is not None]
 
     def _new_row(self, payer: Payer, day: int) -> Totals:
         if day not in self._days:

@@ -229,6 +229,8 @@ async def test_a_post_whose_answer_is_lost_counts_once(redis: RedisServer) -> No
             await guarded.settle(rid(number), Used(prompt=1))
         for _ in range(2):
             await lost_once(store, "post", guarded.post)
+        with pytest.raises(StoreUnavailable):  # whether all is there is not known
+            await lost_once(store, "post", lambda: rows(guarded))
         found = await rows(guarded)
         assert (len(found), {row.totals.requests for row in found}) == (250, {1})
 

@@ -16,17 +16,19 @@ import redis
 from redis.crc import key_slot
 
 from gateway.accounts import AccountsReader
+from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_link import Address
 from gateway.admission.redis_links import CLIENT_NAME, ClusterLinks, links_of, tag_of
 from gateway.admission.redis_store import RedisStore
-from gateway.admission.usage import Totals, Used
+from gateway.admission.usage import Payer, Totals, Used
 from gateway.config import TenantConfig, load
 from gateway.directory.redis_directory import TAG, open_directory
 from gateway.quota_config import QuotasConfig
 from shared.bench.services import free_port
 from shared.errors import DirectoryUnavailable
 from shared.ids import KeyId, TenantId
+from tests.fakes import VirtualClock
 from tests.gateway.redis_cluster import Cluster, eventually, formed_cluster
 from tests.gateway.redis_server import (
     RedisServer,
@@ -37,6 +39,7 @@ from tests.gateway.redis_server import (
     tls_options,
     until_well,
 )
+from tests.gateway.test_accounting import TODAY, rows
 from tests.gateway.test_redis_store import admitted, rid, tenant
 
 PATIENCE_S: Final = 30.0
@@ -81,6 +84,35 @@ async def test_a_node_that_dies_is_down_for_its_own_tenants_alone(cluster: Clust
         for name in living:
             assert await admitted(store, name, tenant(name, concurrent=10))
         assert not store.is_well
+
+
+async def test_usage_that_a_dead_node_is_owed_waits_by_itself(cluster: Cluster) -> None:
+    """The tenants have no limits, so their requests are counted in the gateway and posted."""
+    dead, served, _ = map(TenantId, cluster.tenants)
+    clock = VirtualClock()
+    settings: dict[str, Any] = {"url": cluster.url, "cluster": True, "connect_s": 0.5, "prefix": "test"}
+    async with redis_store(cluster.nodes[0], clock=clock, **settings) as store:
+        guarded = GuardedStore(store, clock=clock)
+        node = cluster.nodes[0]
+        node.kill()
+        while store.reaches(dead):
+            await guarded.renew([])
+        for number in range(1, 4):
+            for name in (dead, served):
+                reservation = rid(f"{name}-{number}")
+                await guarded.reserve(reservation, (), 10, 10, Payer(name, KeyId("k"), "m"))
+                await guarded.settle(reservation, Used(prompt=1))
+            await guarded.post()
+            there = await rows(store, served)
+            assert [row.totals for row in there] == [Totals(number, number)], "as other gateways read it"
+            assert await rows(guarded, served) == there
+            with pytest.raises(StoreUnavailable):
+                await rows(guarded, dead)
+        assert guarded._unposted == {}, "an outage takes no more memory the longer it lasts"
+        node.start()
+        await until_well(store)
+        assert dead in await guarded.payers(TODAY, TODAY)
+        assert [row.totals for row in await rows(guarded, dead)] == [Totals(3, 3)]
 
 
 async def test_slots_that_move_are_followed(cluster: Cluster) -> None:

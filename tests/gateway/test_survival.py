@@ -49,6 +49,10 @@ class BrokenStore:
         """It is one server."""
         return self.is_well
 
+    def reaches(self, tenant: TenantId) -> bool:
+        """No tenant has a server of its own."""
+        return self.is_well
+
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any, **kwargs: Any) -> Any:
             await asyncio.sleep(0)
@@ -211,6 +215,33 @@ async def test_a_request_that_meets_an_outage_has_it_probed_at_once_but_not_agai
     assert not store.is_well, "it was probed a moment ago"
     clock.advance(PROBE_S)
     await until(lambda: store.is_well)
+
+
+class PartlyBrokenStore(BrokenStore):
+    """One of whose servers some are down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posted: list[TenantId] = []
+
+    def reaches(self, tenant: TenantId) -> bool:
+        return True
+
+    async def post(self, source: str, number: int, tenant: TenantId, day: int, sheet: Sheet) -> None:
+        self.posted.append(tenant)
+
+
+async def test_usage_is_posted_also_while_a_part_of_the_store_is_down(open_house: Open) -> None:
+    store, clock = PartlyBrokenStore(), VirtualClock()
+    store.fails = {"renew"}
+    house = await open_house(store=broken(store), clock=clock)
+    async with house.chat() as answer:
+        assert answer.status == 200
+    await house.line()
+    assert (store.is_well, store.posted) == (False, [])
+    await until(lambda: clock.sleeping > 0)
+    clock.advance(PROBE_S)
+    await until(lambda: store.posted == [TenantId("acme")])
 
 
 async def test_readyz_is_well_while_some_tenant_is_served_without_the_store(open_house: Open) -> None:
