@@ -119,6 +119,8 @@ class Accounts:
     _subjects: BoundedDict[Principal, tuple[Subject, ...]] = field(
         default_factory=lambda: BoundedDict(TERMS_MAX), repr=False
     )
+    _served_without_store: list[bool] = field(default_factory=list, repr=False, compare=False)
+    """The answer of `serve_without_store`, once it was asked for."""
 
     @classmethod
     def of(cls, config: GatewayConfig, tenants: TenantPolicy, identity: Identity) -> Self:
@@ -131,19 +133,12 @@ class Accounts:
     @property
     def serve_without_store(self) -> bool:
         """True if some tenant is served while the quota store cannot be asked: one whose fail mode is local,
-        or one that may use a model without any limits."""
-        return any(
-            (tenant.quota_fail or self.quota_fail) == "local" or self._has_free_model(tenant)
-            for tenant in self.tenants.all()
-        )
-
-    def _has_free_model(self, tenant: TenantConfig) -> bool:
-        """True if a tenant without limits may use a model that adds none."""
-        limited = {entry.model for entry in tenant.model_limits if entry.limits != NO_LIMITS}
-        return tenant.limits == NO_LIMITS and any(
-            model.limits == NO_LIMITS and model.name not in limited
-            for model in self.tenants.models_of(tenant)
-        )
+        or one that may use a model without any limits. Every tenant is looked at for that, once: whoever asks
+        for `/readyz` needs no key."""
+        if not self._served_without_store:
+            fails = (tenant.quota_fail or self.quota_fail for tenant in self.tenants.all())
+            self._served_without_store.append("local" in fails or self.tenants.is_some_without_limits())
+        return self._served_without_store[0]
 
     def terms(self, principal: Principal, model_name: str | None) -> Terms:
         """The terms on which the principal uses the model. Raises the errors of `TenantPolicy.resolve`."""

@@ -13,6 +13,7 @@ from typing import Final, get_args
 from gateway.config import ANY, ModelConfig, TenantConfig, Tier, TiersConfig
 from gateway.endpoints import SCOPES
 from gateway.identity.caller import Principal
+from gateway.quota_config import NO_LIMITS
 from shared.errors import InvalidRequest, ModelNotFound, PermissionDenied
 from shared.ids import TenantId
 
@@ -71,9 +72,11 @@ class TenantPolicy:
         """True if a tenant's service tier has its streams hedged."""
         return self._tiers.of(tenant.service_tier).hedge
 
-    def models_of(self, tenant: TenantConfig) -> Iterable[ModelConfig]:
-        """The models that a tenant may use."""
-        return (model for model in self._models if _allows(tenant.models, model))
+    def is_some_without_limits(self) -> bool:
+        """True if a tenant without limits may use a model that adds none. Each tenant and each model is
+        looked at once."""
+        free = frozenset(model.name for model in self._models if model.limits == NO_LIMITS)
+        return any(tenant.limits == NO_LIMITS and _is_free(tenant, free) for tenant in self._tenants.values())
 
     def resolve(self, principal: Principal, name: str | None) -> ModelConfig:
         """The model behind a name or alias; without a name, the only one there is.
@@ -113,6 +116,13 @@ def check_endpoint(principal: Principal, path: str) -> None:
             f"This API key may not use {scope}. It is restricted to {', '.join(principal.endpoints)}.",
             detail=f"key {principal.key} lacks the endpoint {scope}",
         )
+
+
+def _is_free(tenant: TenantConfig, free: frozenset[str]) -> bool:
+    """True if the tenant may use one of these models, and its own settings limit it in none."""
+    own = free if ANY in tenant.models else free.intersection(tenant.models)
+    limited = (entry.model for entry in tenant.model_limits if entry.limits != NO_LIMITS)
+    return bool(own.difference(limited))
 
 
 def _allows(allowed: tuple[str, ...], model: ModelConfig) -> bool:

@@ -4,11 +4,12 @@ gateway goes on."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final, cast
 
 import pytest
 
+from gateway.accounts import AccountsReader
 from gateway.admission.guarded_store import GuardedStore, SharedStore
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import (
@@ -22,7 +23,9 @@ from gateway.admission.quota import (
 from gateway.admission.usage import Sheet, Used
 from gateway.app import PROBE_S
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background
+from gateway.config import TenantConfig, load
 from gateway.identity.caller import Caller, Principal
+from gateway.identity.tenant import TenantPolicy
 from gateway.quota_config import QuotaFail, QuotaLimits
 from shared.errors import QuotaUnavailable
 from shared.ids import TenantId
@@ -268,6 +271,52 @@ async def test_readyz_is_503_while_every_model_has_limits_that_cannot_be_asked_f
         assert answer.status == 503
     async with house.client.get(house.url + "/readyz") as probe:
         assert probe.status == 503
+
+
+FREE: Final[dict[str, Any]] = {"name": "free"}
+LIMITED: Final[dict[str, Any]] = {"name": "limited", "limits": {"concurrent": 9}}
+LIMITS: Final[dict[str, Any]] = {"limits": {"concurrent": 9}}
+
+
+@pytest.mark.parametrize(
+    ("tenant", "models", "is_served"),
+    [
+        ({}, [FREE], True),
+        ({}, [LIMITED, FREE], True),
+        ({}, [LIMITED], False),
+        (LIMITS, [FREE], False),
+        ({**LIMITS, "quota_fail": "local"}, [LIMITED], True),
+        ({"models": ["limited"]}, [LIMITED, FREE], False),
+        ({"models": ["limited", "free"]}, [LIMITED, FREE], True),
+        ({"model_limits": [{"model": "free", **LIMITS}]}, [LIMITED, FREE], False),
+        ({"model_limits": [{"model": "free", "limits": {}}]}, [FREE], True),
+        ({"models": ["free"], "model_limits": [{"model": "limited", **LIMITS}]}, [LIMITED, FREE], True),
+    ],
+)
+def test_who_is_served_without_the_store_is_found_once(
+    tenant: dict[str, Any],
+    models: list[dict[str, Any]],
+    is_served: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever asks whether the gateway is ready needs no key, and may ask again and again."""
+    asked: list[TenantPolicy] = []
+    look = TenantPolicy.all
+
+    def all_tenants(policy: TenantPolicy) -> Iterable[TenantConfig]:
+        asked.append(policy)
+        return look(policy)
+
+    monkeypatch.setattr(TenantPolicy, "all", all_tenants)
+    tenants = [{"id": "limited", **LIMITS}, {"id": "t", **tenant}]
+    served = [{**model, "replicas": ["http://a"]} for model in models]
+    accounts = AccountsReader(load({"models": served, "tenants": tenants}, {}), None).now
+    before = len(asked)
+    assert [accounts.serve_without_store for _ in range(3)] == [is_served] * 3
+    assert len(asked) == before + 1
+    local = TenantConfig("new", quota_fail="local")
+    changed = accounts.changed(accounts.tenants.changed([local], []), accounts.identity)
+    assert changed.serve_without_store, "other accounts are looked at anew"
 
 
 async def test_background_work_that_crashes_is_restarted_with_backoff() -> None:
