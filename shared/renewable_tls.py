@@ -65,10 +65,15 @@ class RenewableTls:
         """Look at the files again and again, until cancelled."""
         while True:
             await self._clock.sleep(POLL_S)
-            seen = self._versions()
-            if seen != self._seen:
-                self._seen = seen
-                await self._renew()
+            await self.look()
+
+    async def look(self) -> None:
+        """Look at the files, and take them over if they have changed. A look that is cancelled has seen
+        nothing."""
+        seen = self._versions()
+        if seen != self._seen:
+            await self._renew()
+            self._seen = seen
 
     async def _renew(self) -> None:
         try:

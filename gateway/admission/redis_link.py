@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
@@ -30,6 +29,7 @@ from msgspec import Struct
 
 from gateway.admission.quota import StoreUnavailable
 from shared import logs
+from shared.renewable_tls import RenewableTls
 
 WAITING_MAX: Final = 16_384
 """Calls without an answer; further ones fail at once."""
@@ -160,15 +160,17 @@ class RedisLink:
         *,
         timeout_s: float,
         connect_s: float,
-        tls: ssl.SSLContext | None = None,
+        tls: RenewableTls | None = None,
     ) -> None:
         """`find` tells where the server is at the moment. `greeting` is sent first on each connection; an
-        error in reply to any of it means that the connection is of no use."""
+        error in reply to any of it means that the connection is of no use. The files of `tls` are looked at
+        for each, so that renewed ones are used once the old ones are refused."""
         self._find: Final = find
         self._greeting: Final = tuple(greeting)
         self._timeout_s: Final = timeout_s
         self._connect_s: Final = connect_s
         self._tls: Final = tls
+        self._context: Final = None if tls is None else tls.context
         self._loop: asyncio.AbstractEventLoop
         """The loop of the first probe, which comes before any call."""
         self._wire: Wire | None = None
@@ -316,10 +318,12 @@ class RedisLink:
         wire = Wire()
         try:
             async with asyncio.timeout(self._connect_s):
+                if self._tls is not None:
+                    await self._tls.look()
                 host, port = await self._find()
                 name = host if self._tls is not None else None
                 await self._loop.create_connection(
-                    lambda: wire, host, port, ssl=self._tls, server_hostname=name
+                    lambda: wire, host, port, ssl=self._context, server_hostname=name
                 )
                 await self._greet(wire)
             self._take(wire)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 from urllib.parse import quote
 
@@ -27,6 +26,7 @@ from gateway.quota_config import QuotasConfig, redis_database, redis_hosts
 from gateway.secret import read_secret
 from shared.config import ConfigError
 from shared.ids import TenantId
+from shared.renewable_tls import RenewableTls
 from shared.tls import UnusableTls, client_context
 
 CLIENT_NAME: Final = "penstock-gateway"
@@ -83,7 +83,8 @@ def links_of(config: QuotasConfig, env: Mapping[str, str]) -> Links:
         of_sentinels = read_secret(config.sentinel_password_env, config.sentinel_password_file, env)
         tls = None
         if config.url.startswith("rediss:"):
-            tls = client_context(ca=config.ca, cert=config.cert, key=config.key)
+            load = partial(client_context, ca=config.ca, cert=config.cert, key=config.key)
+            tls = RenewableTls((config.ca, config.cert, config.key), load, is_server=False)
     except (ValueError, UnusableTls) as error:
         raise ConfigError([f"quotas: {error}"]) from None
     servers = _Servers(config, password, of_sentinels, tls)
@@ -241,7 +242,7 @@ class _Servers:
         config: QuotasConfig,
         password: str | None,
         sentinel_password: str | None,
-        tls: ssl.SSLContext | None,
+        tls: RenewableTls | None,
     ) -> None:
         assert config.url is not None
         self.config: Final = config
@@ -264,7 +265,8 @@ class _Servers:
         """None where the servers are asked by the addresses in the URL."""
         if config.sentinel is not None:
             user = config.sentinel_username, sentinel_password
-            self.sentinels = Sentinels(config.sentinel, self._hosts, *user, tls)
+            context = None if tls is None else tls.context
+            self.sentinels = Sentinels(config.sentinel, self._hosts, *user, context)
 
     def link_to(self, address: Address) -> RedisLink:
         """A connection to this very server."""

@@ -346,6 +346,22 @@ def of_users(server: RedisServer) -> set[str]:
     return {client["user"] for client in server.admin.client_list() if client["name"] == CLIENT_NAME}
 
 
+async def test_certificates_that_were_renewed_are_used_for_the_next_connection(tmp_path: Path) -> None:
+    options = {**tls_options(tmp_path), "tls-auth-clients": "yes"}
+    ca, own = str(tmp_path / "ca.pem"), str(tmp_path / "own.pem")
+    with redis_server(*as_words(options), tls=True) as server:
+        url = server.url.replace("redis:", "rediss:")
+        async with redis_store(server, url=url, ca=ca, cert=own, key=own) as store:
+            assert await admitted(store, 1, tenant(concurrent=1))
+            server.kill()
+            with pytest.raises(StoreUnavailable):
+                await admitted(store, 2, tenant(concurrent=1))
+            tls_options(tmp_path)  # the authority is another one as well
+            server.start()
+            await until_well(store)
+            assert await admitted(store, 2, tenant(concurrent=1)), "it has begun anew, and knows of none"
+
+
 async def test_a_cluster_with_certificates_and_an_acl_user(
     certificates: dict[str, str], guarded: dict[str, str]
 ) -> None:
