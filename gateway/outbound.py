@@ -1,10 +1,10 @@
 """A request as it goes to a replica: the body's fields, and the headers of the hop.
 
 An engine of ours is sent everything: the token ids that were counted, the tenant and the highest class that
-it may have, the deadlines. Ids count as values of the body there; so they are left out where there are too
-many, and where the caller sent them itself. An engine of another make is sent OpenAI's own fields alone: it
-would not hold down a caller's `priority`, and some refuse fields that they do not know. Its streams are asked
-for their usage, by which the request is charged.
+it may have, the deadlines. Ids count as values of the body there, so they are left out where there are too
+many. An engine of another make is sent OpenAI's own fields alone: it would not hold down a caller's
+`priority`, and some refuse fields that they do not know. Its streams are asked for their usage, by which the
+request is charged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared.ids import (
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
 )
-from shared.openai import BODY_LEN_MAX, CompletionRequest, GenerationRequest, StreamOptions
+from shared.openai import BODY_LEN_MAX, GenerationRequest, StreamOptions
 from shared.timeouts import TIMEOUT_S_MAX, stated_timeout_s
 from shared.validation import FIELDS_MAX, Parsed, with_fields
 
@@ -91,10 +91,8 @@ def outbound(
 
 
 def _ids(parsed: Parsed[Any], count: Count) -> dict[str, object]:
-    """The field with the prompts' ids, unless they were not counted, or are what was sent."""
-    request = parsed.request
-    has_ids = isinstance(request, CompletionRequest) and request.has_ids
-    if count.extension is None or has_ids or len(parsed.fields) >= FIELDS_MAX:
+    """The field with the prompts' ids, unless they were not counted, or there is no room for a field."""
+    if count.extension is None or len(parsed.fields) >= FIELDS_MAX:
         return {}
     return {"penstock": count.extension}
 

@@ -256,11 +256,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return self.logprobs
 
     @property
-    def has_ids(self) -> bool:
-        """True if the prompts are token ids: all are of one kind."""
-        return not isinstance(self.prompt, str) and bool(self.prompt) and not isinstance(self.prompt[0], str)
-
-    @property
     def echoes(self) -> bool:
         return bool(self.echo)
 
