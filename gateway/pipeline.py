@@ -186,7 +186,7 @@ class Pipeline:
     ) -> Dispatched:
         """Dispatch the request, or the same to another model where its own cannot answer (rule 5). Raises the
         first failure when none can."""
-        asked, names = prepared.model, list(prepared.model.fallback)
+        asked, names, ignored = prepared.model, list(prepared.model.fallback), exchange.ignored_fields
         first: ApiError | None = None
         try:
             while True:
@@ -203,6 +203,7 @@ class Pipeline:
                 other = await self._next_fallback(exchange, principal, parsed, prepared.dialect, names)
                 if other is None:
                     exchange.fallback, exchange.record.model = "", asked.name
+                    exchange.ignored_fields = ignored
                     raise first
                 prepared = other
         finally:
@@ -223,6 +224,7 @@ class Pipeline:
                 terms = self._resolve(exchange, principal, parsed, names.pop(0))
                 count = await self._count(exchange, terms, parsed.request)
                 await self._reserve_anew(exchange, principal, terms, parsed.request)
+                exchange.ignored_fields = parsed.ignored_header  # of an engine of ours, if the other was not
                 return await self._prepare(exchange, terms, parsed, count, dialect)
             except ApiError as error:
                 forget_frames(error)

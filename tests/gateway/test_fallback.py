@@ -15,6 +15,7 @@ import pytest
 from gateway.billing.lines import BillingLine
 from gateway.config import load
 from shared.config import ConfigError
+from shared.ids import IGNORED_FIELDS_HEADER
 from shared.room import Room
 from tests.gateway.conftest import House, Open, settings, until
 from tests.gateway.fake_engine import CUT, FakeEngine, Script, byte_bundle, chunk, refusal, stream, unary
@@ -251,12 +252,16 @@ async def test_a_foreign_engine_may_be_the_fallback(open_pair: Opener) -> None:
     """It is sent OpenAI's fields alone, under its own name."""
     async with open_pair(spare_bundle=None) as pair:
         pair.tiny.script = refusal(503, "not_ready")
-        async with pair.house.chat(priority=3) as answer:
+        async with pair.house.chat(priority=3, colour=1) as answer:
             assert answer.headers[HEADER] == "spare"
+            assert answer.headers[IGNORED_FIELDS_HEADER] == "priority, colour"
         sent = pair.spare.seen[-1]
         assert sent.body["model"] == "tiny"
         assert not {"penstock", "priority"} & sent.body.keys()
         assert "penstock" in pair.tiny.seen[-1].body
+        pair.spare.script = refusal(503, "not_ready")
+        async with pair.house.chat(priority=3, colour=1) as answer:
+            assert answer.headers[IGNORED_FIELDS_HEADER] == "colour", "by the engine whose failure is told"
         await pair.house.at_rest()
 
 
