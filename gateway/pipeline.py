@@ -312,7 +312,7 @@ class Pipeline:
         terms = exchange.accounts.terms(principal, name)
         exchange.record.model = terms.model.name
         exchange.bound_by(terms.timeouts)
-        if not self._engines.of(terms.model).is_foreign:  # another make may support the field
+        if self._engines.of(terms.model).is_ours:  # another make may support the field, and ours refuses it
             parsed.require_supported()
         return terms
 
@@ -381,7 +381,7 @@ class Pipeline:
         count: Count,
         maximum: int | None,
     ) -> Outbound:
-        ours = not self._engines.of(terms.model).is_foreign
+        ours = self._engines.of(terms.model).counts_as_ours
         credentials = self._credentials.headers(terms.model)
         return outbound(exchange, terms, parsed, count, maximum=maximum, ours=ours, credentials=credentials)
 

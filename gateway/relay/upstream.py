@@ -281,10 +281,13 @@ class Upstream:
         connect_s: float,
         headers: HeaderPairs = (),
     ) -> tuple[Mapping[str, str], bytes]:
-        """The headers and body of the answer to a GET of the gateway's own. Raises ApiError for an error
+        """The headers and body of the answer to a GET of the gateway's own. Raises RouteNotFound and
+        MethodNotAllowed where there is no such path, whatever the body says, and ApiError for any other error
         status."""
         answer = await self.send(protocol, base_url, Outbound("GET", path, headers), connect_s)
         try:
+            if (kind := _NO_SUCH_PATH.get(answer.status)) is not None:
+                raise kind("The engine has no such path.", detail=f"{path}: {answer.status}")
             if answer.status >= HTTPStatus.BAD_REQUEST:
                 raise await answer.error()
             return answer.headers, await answer.read_all(FETCH_LEN_MAX)
@@ -377,6 +380,7 @@ _BY_STATUS: Final[dict[int, type[ApiError]]] = {
     503: errors.Overloaded,
 }
 """The errors for statuses of engines whose codes are not known here."""
+_NO_SUCH_PATH: Final[dict[int, type[ApiError]]] = {404: errors.RouteNotFound, 405: errors.MethodNotAllowed}
 _OURS_ALONE: Final = (errors.Unauthenticated.status, errors.PermissionDenied.status)
 """Statuses that are never passed on: that an engine refuses the gateway is no fault of the caller's."""
 
