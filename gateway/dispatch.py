@@ -4,7 +4,8 @@ Rules:
 
 1. A request is sent again only until its answer begins, with a stream's first event: its client has been sent
    nothing until then. It goes to a replica that was not asked before, after the stream at the one before was
-   reset, so that never two work on it at a time (hedging is the exception that operators turn on).
+   reset, so that never two work on it at a time (hedging is the exception that operators turn on). What
+   `relay.http1` sends on a new connection (its rule 5) has reached nobody before.
 2. After a replica that was sent nothing (no connection, not ready), every other may be asked. After one that
    was (its stream broke, it answered 5xx, its queue was full), `REPEATS_MAX` others are asked, within the
    budget (`routing.retries`): neither an overload nor a request that breaks engines is to be multiplied by
