@@ -11,8 +11,8 @@ Rules:
    budget (`routing.retries`): neither an overload nor a request that breaks engines is to be multiplied by
    the number of replicas.
 3. An error that reports tokens is final: to compute them again would cost more than was reserved.
-4. Only the replica that answers is charged for. Where none does, and one broke off after it was sent the
-   request, nobody knows what it computed, and the reservation is charged, once.
+4. Only the replica that answers is charged for. Where none of the model's does, and one broke off after it
+   was sent the request, nobody knows what it computed, and the reservation is charged, once.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ Rules:
    are limited, is given one.
 5. Where a model's engines cannot answer, its `fallback` models are asked, those that the caller may use. Each
    has a reservation of its own, under its own limits and by its own count: what was reserved for the one
-   before is given back, and the tokens are charged where they were used. So a request that falls back counts
-   as several in limits on requests per minute, in usage, and in billing lines.
+   before is given back, or charged where a replica was lost with the request (rule 2), so that tokens are
+   charged where they were used. So a request that falls back counts as several in limits on requests per
+   minute, in usage, and in billing lines.
 """
 
 from __future__ import annotations
@@ -233,11 +234,11 @@ class Pipeline:
     async def _reserve_anew(
         self, exchange: Exchange, principal: Principal, terms: Terms, request: ProxiedRequest
     ) -> None:
-        """Give back what was reserved for one model, and take a seat for another."""
-        before = exchange.reservation
-        self._note_line(exchange, NOTHING)
-        exchange.begin_fallback(terms.model.name, ReservationId(f"{before}-f"))
-        await shielded(self._quotas.settle(before, NOTHING), exchange.record.settlement)
+        """Settle what was reserved for one model, and take a seat for another."""
+        before, used = exchange.reservation, used_tokens(exchange.progress, exchange.reserved)
+        self._note_line(exchange, used)
+        exchange.begin_fallback(terms.model.name, ReservationId(f"{before}-f"), used.tokens)
+        await shielded(self._quotas.settle(before, used), exchange.record.settlement)
         exchange.stages.enter("quota")
         subjects = exchange.accounts.subjects(principal)
         generates = isinstance(request, PromptRequest)
