@@ -31,7 +31,7 @@ from shared.ids import (
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
 )
-from shared.openai import BODY_LEN_MAX, GenerationRequest
+from shared.openai import BODY_LEN_MAX, ChatRequest, GenerationRequest
 from shared.timeouts import TIMEOUT_S_MAX, stated_timeout_s
 from shared.validation import Parsed, named, with_fields
 
@@ -75,16 +75,16 @@ def outbound(
     if exchange.stages.state:
         headers += ((_TRACESTATE, exchange.stages.state.encode()),)
     overrides: dict[str, object] = {"model": terms.model.upstream_model or terms.model.name}
-    if maximum is not None:
-        overrides["max_tokens"] = maximum
     if ours:
         headers += _for_ours(exchange, terms)
         fields = parsed.fields
+        if maximum is not None:
+            overrides["max_tokens"] = maximum
     else:
         passed = passed_on(parsed)
         exchange.ignored_fields = named(passed.left_out)
         fields = passed.fields
-        overrides |= _instead(parsed.request, fields, terms.tenant.service_tier)
+        overrides |= _instead(parsed.request, fields, terms, maximum)
     ids = {} if count.extension is None else {"penstock": count.extension}
     body = with_fields(fields, **overrides, **ids)
     if len(body) > BODY_LEN_MAX:  # the ids of a huge prompt: the engine tokenizes it again
@@ -136,18 +136,20 @@ def bound_s(header: str, asked: str | None, most_s: float | None) -> float | Non
     return min(asked_s, most_s)
 
 
-def _instead(request: Any, fields: Mapping[str, Raw], tier_max: Tier) -> dict[str, object]:
+def _instead(request: Any, fields: Mapping[str, Raw], terms: Terms, maximum: int | None) -> dict[str, object]:
     """The fields whose values are replaced for an engine of another make: a `service_tier` above the
-    tenant's, the maximum, under the name that the caller used, and `stream_options`, so that a stream ends
-    with its usage. `fields` are those that it is sent."""
+    tenant's, the maximum, and `stream_options`, so that a stream ends with its usage. `fields` are those that
+    it is sent."""
     instead: dict[str, object] = {}
-    tier = getattr(request, "service_tier", None)
+    tier, tier_max = getattr(request, "service_tier", None), terms.tenant.service_tier
     if "service_tier" in fields and tier is not None and _RANKS[tier] > _RANKS[tier_max]:
         instead["service_tier"] = tier_max
     if not isinstance(request, GenerationRequest):
         return instead
-    if request.output_tokens_max is not None:  # what a completion has by default, too
-        instead[request.max_tokens_param] = request.output_tokens_max
+    most = maximum if request.output_tokens_max is None else request.output_tokens_max
+    if most is not None:  # also what a completion has by default
+        field = terms.model.maximum_field if isinstance(request, ChatRequest) else "asked"
+        instead[request.max_tokens_param if field == "asked" else field] = most
     if request.stream and not request.include_usage:
         instead["stream_options"] = with_usage(fields.get("stream_options"))
     return instead

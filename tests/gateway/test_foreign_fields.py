@@ -69,6 +69,21 @@ async def test_a_chat_has_the_one_maximum_that_was_reserved(
     assert line["reserved_tokens"] == ESTIMATED + each * fields.get("n", 1)
 
 
+@pytest.mark.parametrize("field", MAXIMA)
+@pytest.mark.parametrize("asked", [{"max_tokens": 7}, {"max_completion_tokens": 7}, {}])
+async def test_operators_choose_the_name_of_the_maximum_where_servers_know_one(
+    open_house: Open, field: str, asked: dict[str, Any]
+) -> None:
+    """One that ignores the other name would generate without end, whatever its caller asked for."""
+    limited = {"limits": {"token_budget": 1000}}
+    house = await open_house(bundle=None, model={"maximum_field": field}, tenant=limited)
+    body, _ = await sent(house, **asked)
+    assert [name for name in MAXIMA if name in body] == [field]
+    assert (await house.line())["reserved_tokens"] == ESTIMATED + body[field]
+    body, _ = await sent(house, "/v1/completions", max_tokens=3)
+    assert (body["max_tokens"], "max_completion_tokens" in body) == (3, False)
+
+
 async def test_a_limited_callers_chat_without_a_maximum_is_given_the_reserved_one(open_house: Open) -> None:
     house = await open_house(bundle=None, tenant={"limits": {"token_budget": 1000}})
     body, _ = await sent(house)
