@@ -79,6 +79,8 @@ EndpointScope = Annotated[
 
 
 HopProtocol = Literal["http2", "http1"]
+EngineMake = Literal["auto", "penstock", "openai"]
+MaximumField = Literal["asked", "max_tokens", "max_completion_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,13 @@ class ModelConfig:
     """Replicas that cache the same system prompt. Unset: all. 2 where those in use exceed one's cache."""
     protocol: HopProtocol = "http2"
     """The protocol of its engines: HTTP/2 by prior knowledge, as ours speaks, or HTTP/1.1."""
+    engine: EngineMake = "auto"
+    """Whose its engines are. penstock: ours. openai: another server with OpenAI's API. auto: they are asked,
+    and until one answers count as another server where protocol is http1 or they want a key, else as ours."""
+    maximum_field: MaximumField = "asked"
+    """The field that tells another server the most tokens of a chat. asked: the one that the caller used,
+    else max_tokens. Ollama and older llama.cpp ignore max_completion_tokens; OpenAI's reasoning models take
+    nothing else."""
     fallback: Annotated[tuple[Name, ...], Meta(max_length=FALLBACKS_MAX)] = ()
     """Names of models that are asked, one after the other, when none of its engines can answer. Their own
     fallbacks are not followed."""

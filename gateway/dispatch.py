@@ -4,21 +4,22 @@ Rules:
 
 1. A request is sent again only until its answer begins, with a stream's first event: its client has been sent
    nothing until then. It goes to a replica that was not asked before, after the stream at the one before was
-   reset, so that never two work on it at a time (hedging is the exception that operators turn on).
+   reset, so that never two work on it at a time (hedging is the exception that operators turn on). What
+   `relay.http1` sends on a new connection (its rule 5) has reached nobody before.
 2. After a replica that was sent nothing (no connection, not ready), every other may be asked. After one that
    was (its stream broke, it answered 5xx, its queue was full), `REPEATS_MAX` others are asked, within the
    budget (`routing.retries`): neither an overload nor a request that breaks engines is to be multiplied by
    the number of replicas.
 3. An error that reports tokens is final: to compute them again would cost more than was reserved.
-4. Only the replica that answers is charged for. Where none does, and one broke off after it was sent the
-   request, nobody knows what it computed, and the reservation is charged, once.
+4. Only the replica that answers is charged for. Where none of the model's does, and one broke off after it
+   was sent the request, nobody knows what it computed, and the reservation is charged, once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
@@ -53,6 +54,7 @@ from shared.errors import (
 )
 from shared.ids import ReplicaId
 from shared.load_report import LOAD_HEADER, parse_load
+from shared.shield import shielded
 
 REPEATS_MAX: Final = 1
 """The number of other replicas that are asked after one that was sent the request."""
@@ -285,15 +287,19 @@ class Dispatcher:
         lead = asyncio.create_task(self._attempt(exchange, prepared, place, sending, exchange.progress))
         try:
             winner = await race(lead, after_ms / 1000, start)
-        except BaseException as error:
+            await _close(task for task in (lead, *(hedge.task for hedge in hedges)) if task is not winner)
+        except BaseException as error:  # the client has left, perhaps when one had won
             for hedge in hedges:
                 self._replicas.release(hedge.placement, outcome_of(error, exchange.watch))
+                if succeeded(hedge.task) and not succeeded(lead):
+                    exchange.progress = hedge.progress
+            await shielded(_close([lead, *(hedge.task for hedge in hedges)]))
             raise
         finally:
             for _ in hedges:
                 sending.budget.give_back(sending.tenant)
-        for hedge in hedges:
-            await self._decide(exchange, place, lead, hedge, hedge.task is winner)
+        for hedge in hedges:  # from here on nothing is waited for: each place has one who gives it back
+            self._decide(exchange, place, lead, hedge, hedge.task is winner)
             if hedge.task is not winner:
                 exchange.record.route = route
                 sending.tried.add(hedge.placement.replica.id)
@@ -312,7 +318,7 @@ class Dispatcher:
             RETRIES.inc("hedged")
         return second
 
-    async def _decide(
+    def _decide(
         self,
         exchange: Exchange,
         place: Placement,
@@ -335,8 +341,6 @@ class Dispatcher:
                 progress.lost |= other.dispatched and not other.refused
         outcome = Outcome.NEUTRAL if failure is None else outcome_of(failure, exchange.watch)
         self._replicas.release(lost_at, outcome)
-        if succeeded(loser):
-            await loser.result().opened.answer.aclose()
 
     def _attempt(
         self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending, progress: Progress
@@ -402,6 +406,13 @@ async def watch_replicas(replicas: Replicas, upstream: Upstream, clock: Clock) -
     while True:
         await clock.sleep(LOOK_S)
         replicas.look(is_mute)
+
+
+async def _close(tasks: Iterable[asyncio.Task[Dispatched]]) -> None:
+    """Close the answers that these have brought, if any."""
+    for task in tasks:
+        if succeeded(task):
+            await task.result().opened.answer.aclose()
 
 
 def _nobody() -> NotReady:

@@ -284,7 +284,8 @@ class Edge:
     def _complete(self, exchange: Exchange) -> None:
         record, stages = exchange.record, exchange.stages
         record.stage = record.stage or stages.now
-        record.stream, record.reserved = exchange.streams, exchange.reserved
+        record.stream = exchange.streams
+        record.reserved += exchange.reserved
         record.decision = exchange.decision
         record.set_progress(exchange.progress)
         self._reporter.completed(record, stages, stages.enter(stages.now) - exchange.arrived_s)

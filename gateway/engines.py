@@ -3,6 +3,11 @@
 The gateway asks the engine for it, in the background, and keeps it fresh: every answer names the hash of its
 engine's tokenizer, and a new hash is a reason to ask again. No request waits for the profile; as long as
 there is none, the tokens of that model's prompts are estimated.
+
+Whose an engine is decides what it is told: one of ours learns the tenant, one of another make must not. Only
+an engine that says that it has no tokenizer is of another make; any other failure leaves open what it is, and
+what was known stays known. While it is open, requests are sent as suits the likelier make, by the model's
+configuration and by what has answered.
 """
 
 from __future__ import annotations
@@ -12,15 +17,16 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from http import HTTPStatus
+from typing import Final, Self
 
 import msgspec
 
-from gateway.config import ModelConfig
+from gateway.config import EngineMake, ModelConfig
 from gateway.relay.upstream import HeaderPairs, Upstream
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import ApiError, ConnectTimeout, NotReady, UpstreamFailed, UpstreamUnreachable
+from shared.errors import ApiError, NotReady, UpstreamFailed
 from shared.ids import TOKENIZER_HEADER
 from shared.openai import ChatMessage, ChatRequest
 from shared.room import Room
@@ -58,10 +64,20 @@ class EngineProfile:
 class Known:
     """The profile of one model's engine, and whether to fetch it again."""
 
+    make: EngineMake = "auto"
+    """Whose the engine is, as it is configured."""
+    seems_foreign: bool = False
+    """True if the engine is taken for one of another make as long as it has told nothing of itself."""
     profile: EngineProfile | None = None
     tokenizer: Tokenizer | None = None
     """The tokenizer that prompts are counted with. None while there is none."""
     stale: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    def at_first(cls, model: ModelConfig) -> Self:
+        """What the configuration tells. Ours speak HTTP/2, and ask for no key."""
+        has_key = (model.api_key_env, model.api_key_file) != (None, None)
+        return cls(model.engine, seems_foreign=model.protocol == "http1" or has_key)
 
     @property
     def room(self) -> Room | None:
@@ -69,15 +85,33 @@ class Known:
         return None if self.profile is None else self.profile.room
 
     @property
+    def is_ours(self) -> bool:
+        """True if the engine is known to be one of ours."""
+        if self.profile is not None and self.profile.bundle is not None:
+            return True
+        return self.make == "penstock"
+
+    @property
     def is_foreign(self) -> bool:
-        """True if the engine is known to be of another make. False while its profile is unknown."""
-        return self.profile is not None and self.profile.bundle is None
+        """True if the engine is known to be of another make."""
+        if self.profile is not None:
+            return self.profile.bundle is None
+        return self.make == "openai"
+
+    @property
+    def counts_as_ours(self) -> bool:
+        """True if the engine is told what one of ours is told: it is, or may be and seems to be."""
+        return self.is_ours or not (self.is_foreign or self.seems_foreign)
 
     def observe(self, tokenizer_hash: str | None) -> None:
-        """Note the tokenizer's hash in an answer. A hash that is not that of the tokenizer in use causes a
-        fetch."""
+        """Note the tokenizer's hash in an answer, which those of our engines always have. A hash that is not
+        that of the tokenizer in use causes a fetch."""
+        if tokenizer_hash is None:
+            self.seems_foreign = True
+            return
         own = self.tokenizer.hash if self.tokenizer else None
-        if tokenizer_hash is not None and tokenizer_hash != own:
+        if tokenizer_hash != own:
+            self.seems_foreign = False
             self.stale.set()
 
 
@@ -91,7 +125,7 @@ class Engines:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._models: Final = {model.name: model for model in models}
-        self._known: Final = {name: Known() for name in self._models}
+        self._known: Final = {name: Known.at_first(model) for name, model in self._models.items()}
         self._fetch = fetch
         self._clock = clock
 
@@ -162,6 +196,10 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+_NOT_THERE: Final = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
+"""The statuses that say that an engine has no such path."""
+
+
 async def fetch_profile(
     upstream: Upstream, model: ModelConfig, urls: Sequence[str], connect_s: float, headers: HeaderPairs
 ) -> EngineProfile:
@@ -182,8 +220,30 @@ async def fetch_profile(
 async def _fetch(
     upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: HeaderPairs
 ) -> EngineProfile:
+    listed = await _listed(upstream, model, url, connect_s, headers)
+    bundle = None
+    if model.engine != "openai":
+        bundle = await _fetch_bundle(upstream, model, url, connect_s, headers)
+    if bundle is None and model.engine == "penstock":
+        raise UpstreamFailed("The engine gives no tokenizer.", detail=f'{url}: it is not engine = "penstock"')
+    if listed is None:
+        if bundle is not None:
+            raise UpstreamFailed("The engine's list of models is not there.", detail=url)
+        return EngineProfile(None, None, None)
+    return EngineProfile(bundle, Room.of(listed.max_model_len, listed.context_len), listed.created)
+
+
+async def _listed(
+    upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: HeaderPairs
+) -> _Model | None:
+    """The model as its engine lists it. None where the engine has no list, as some of other makes."""
     name = model.upstream_model or model.name
-    _, body = await upstream.fetch(model.protocol, url, "/v1/models", connect_s, headers)
+    try:
+        _, body = await upstream.fetch(model.protocol, url, "/v1/models", connect_s, headers)
+    except ApiError as error:
+        if error.status in _NOT_THERE:
+            return None
+        raise
     try:
         models = msgspec.json.decode(body, type=_Models)
     except msgspec.DecodeError as error:
@@ -191,26 +251,27 @@ async def _fetch(
     served = next((entry for entry in models.data if entry.id == name), None)
     if served is None:
         raise UpstreamFailed("The engine does not serve this model.", detail=f"{url} does not list {name!r}")
-    bundle = await _fetch_bundle(upstream, model, url, connect_s, headers)
-    return EngineProfile(bundle, Room.of(served.max_model_len, served.context_len), served.created)
+    return served
 
 
 async def _fetch_bundle(
     upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: HeaderPairs
 ) -> TokenizerBundle | None:
-    """The engine's tokenizer. None for an engine of another make, which has none to give."""
+    """The engine's tokenizer. None for an engine of another make, which has none to give: it says so. One of
+    ours may fail to answer, too, when it drains or stands behind a proxy, and stays one of ours."""
     try:
         headers_received, body = await upstream.fetch(
             model.protocol, url, "/penstock/tokenizer", connect_s, headers
         )
-    except (ConnectTimeout, UpstreamUnreachable):
+    except ApiError as error:
+        if error.status in _NOT_THERE:
+            return None
         raise
-    except ApiError:
-        return None
     try:
         bundle = await asyncio.to_thread(msgspec.json.decode, body, type=TokenizerBundle)
     except msgspec.DecodeError as error:
-        raise UpstreamFailed("The engine's tokenizer cannot be read.", detail=str(error)) from error
+        detail = f'{error}; if it is of another make, set engine = "openai" for its models'
+        raise UpstreamFailed("The engine's tokenizer cannot be read.", detail=detail) from error
     if bundle.hash != headers_received.get(TOKENIZER_HEADER, bundle.hash):
         raise UpstreamFailed("The engine's tokenizer is damaged.", detail="its hash is not the one announced")
     return bundle

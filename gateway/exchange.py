@@ -79,10 +79,13 @@ class Exchange(Struct, eq=False):
         """Note that so many tokens were reserved."""
         self.payer, self.reserved, self.reserved_s = payer, tokens, self.clock.wall()
 
-    def begin_fallback(self, model: str, reservation: ReservationId) -> None:
-        """Note that another model is to be asked, under a reservation of its own."""
+    def begin_fallback(self, model: str, reservation: ReservationId, charged: int) -> None:
+        """Note that another model is to be asked, under a reservation of its own. `charged` is the part of
+        the one before that is not given back; what was lost with it is paid with that."""
         self.fallback, self.reservation = model, reservation
         self.payer, self.reserved = None, 0
+        self.record.reserved += charged
+        self.progress.lost = False
 
     def bound_by(self, timeouts: TimeoutsConfig) -> None:
         """Take over other deadlines. Only the total counts now."""

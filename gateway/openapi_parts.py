@@ -132,7 +132,9 @@ RATE_LIMITS: Final = tuple(
 HEADERS: Final[Mapping[str, Json]] = {
     "x-request-id": header("The request's name in both services' logs.", r"^[A-Za-z0-9._-]{1,64}$"),
     "server-timing": header("Milliseconds of each stage until the first byte."),
-    "x-penstock-ignored-fields": header("The unknown fields of the request."),
+    "x-penstock-ignored-fields": header(
+        "The unknown fields of the request, or those that its engine was not sent."
+    ),
     "x-penstock-fallback": header("The model that answered, where it was not the requested one."),
     "x-should-retry": header("Whether a retry can help.", "^(true|false)$"),
     "retry-after": header("Seconds until a retry can help.", "^[0-9]+$"),

@@ -2,13 +2,15 @@
 
 An engine of ours is sent everything: the token ids that were counted, the tenant and the highest class that
 it may have, the deadlines. Ids count as values of the body there, so they are left out where there are too
-many. An engine of another make is sent OpenAI's own fields alone: it would not hold down a caller's
-`priority`, and some refuse fields that they do not know. Its streams are asked for their usage, by which the
-request is charged.
+many. An engine of another make is sent the fields on a list alone (`foreign_fields`): it would not hold down
+a caller's `priority`, and may know fields by which more is generated than was reserved. It is told one
+maximum, which is the reserved one, and its streams are asked for their usage, by which the request is
+charged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -18,6 +20,7 @@ from gateway.accounts import Terms
 from gateway.admission.tokens import Count
 from gateway.config import Tier
 from gateway.exchange import Exchange
+from gateway.foreign_fields import passed_on, with_usage
 from gateway.relay.upstream import HeaderPairs, Outbound
 from shared.census import SURE_LEN, most_of
 from shared.ids import (
@@ -30,14 +33,12 @@ from shared.ids import (
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
 )
-from shared.openai import BODY_LEN_MAX, GenerationRequest, StreamOptions
+from shared.openai import BODY_LEN_MAX, ChatRequest, GenerationRequest
 from shared.timeouts import TIMEOUT_S_MAX, stated_timeout_s
-from shared.validation import FIELDS_MAX, Parsed, with_fields
+from shared.validation import FIELDS_MAX, Parsed, named, with_fields
 
 TENANTS_KEPT_MAX: Final = 1024
 """The number of tenants, and times for a first token, whose headers are cached."""
-OURS_ALONE: Final = frozenset({"penstock", "priority"})
-"""Fields that engines of other makes are not sent."""
 _RANKS: Final[dict[object, int]] = {"flex": 0, "default": 1, "auto": 1, "scale": 1, "priority": 2}
 
 
@@ -63,8 +64,9 @@ def outbound(
     """The request as it is sent to a replica.
 
     `maximum` is the most tokens that each choice may have, where the request states none; None leaves that
-    open. `ours` says whether the engine is one of ours. `credentials` are the gateway's own towards this
-    model's replicas; the caller's key goes nowhere. Raises InvalidRequest.
+    open. `ours` says whether the engine is one of ours; where it is not, the exchange is told which fields
+    were left out. `credentials` are the gateway's own towards this model's replicas; the caller's key goes
+    nowhere. Raises InvalidRequest.
     """
     headers = (
         _JSON,
@@ -75,15 +77,17 @@ def outbound(
     if exchange.stages.state:
         headers += ((_TRACESTATE, exchange.stages.state.encode()),)
     overrides: dict[str, object] = {"model": terms.model.upstream_model or terms.model.name}
-    if maximum is not None:
-        overrides["max_tokens"] = maximum
     if ours:
         headers += _for_ours(exchange, terms)
         fields = parsed.fields
+        if maximum is not None:
+            overrides["max_tokens"] = maximum
     else:
-        fields, held_down = _for_others(parsed, terms.tenant.service_tier)
-        overrides |= held_down
-    ids = _ids(parsed, count)
+        passed = passed_on(parsed)
+        exchange.ignored_fields = named(passed.left_out)
+        fields = passed.fields
+        overrides |= _instead(parsed.request, fields, terms, maximum)
+    ids = _ids(parsed, count) if ours else {}
     body = with_fields(fields, **overrides, **ids)
     if ids and len(body) > SURE_LEN and not _is_taken(body):
         body = with_fields(fields, **overrides)  # the engine tokenizes the prompt again
@@ -146,15 +150,20 @@ def bound_s(header: str, asked: str | None, most_s: float | None) -> float | Non
     return min(asked_s, most_s)
 
 
-def _for_others(parsed: Parsed[Any], tier_max: Tier) -> tuple[dict[str, Raw], dict[str, object]]:
-    """The fields that an engine of another make is sent, and those whose values are replaced: a
-    `service_tier` above the tenant's, and `stream_options`, so that a stream ends with its usage."""
-    request = parsed.request
-    fields = {name: value for name, value in parsed.fields.items() if name not in OURS_ALONE}
+def _instead(request: Any, fields: Mapping[str, Raw], terms: Terms, maximum: int | None) -> dict[str, object]:
+    """The fields whose values are replaced for an engine of another make: a `service_tier` above the
+    tenant's, the maximum, and `stream_options`, so that a stream ends with its usage. `fields` are those that
+    it is sent."""
     instead: dict[str, object] = {}
-    tier = getattr(request, "service_tier", None)
-    if tier is not None and _RANKS[tier] > _RANKS[tier_max]:
+    tier, tier_max = getattr(request, "service_tier", None), terms.tenant.service_tier
+    if "service_tier" in fields and tier is not None and _RANKS[tier] > _RANKS[tier_max]:
         instead["service_tier"] = tier_max
-    if isinstance(request, GenerationRequest) and request.stream and not request.include_usage:
-        instead["stream_options"] = StreamOptions(include_usage=True)
-    return fields, instead
+    if not isinstance(request, GenerationRequest):
+        return instead
+    most = maximum if request.output_tokens_max is None else request.output_tokens_max
+    if most is not None:  # also what a completion has by default
+        field = terms.model.maximum_field if isinstance(request, ChatRequest) else "asked"
+        instead[request.max_tokens_param if field == "asked" else field] = most
+    if request.stream and not request.include_usage:
+        instead["stream_options"] = with_usage(fields.get("stream_options"))
+    return instead

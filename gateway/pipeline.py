@@ -28,8 +28,9 @@ Rules:
    are limited, is given one.
 5. Where a model's engines cannot answer, its `fallback` models are asked, those that the caller may use. Each
    has a reservation of its own, under its own limits and by its own count: what was reserved for the one
-   before is given back, and the tokens are charged where they were used. So a request that falls back counts
-   as several in limits on requests per minute, in usage, and in billing lines.
+   before is given back, or charged where a replica was lost with the request (rule 2), so that tokens are
+   charged where they were used. So a request that falls back counts as several in limits on requests per
+   minute, in usage, and in billing lines.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ class Pipeline:
     ) -> Dispatched:
         """Dispatch the request, or the same to another model where its own cannot answer (rule 5). Raises the
         first failure when none can."""
-        asked, names = prepared.model, list(prepared.model.fallback)
+        asked, names, ignored = prepared.model, list(prepared.model.fallback), exchange.ignored_fields
         first: ApiError | None = None
         try:
             while True:
@@ -203,6 +204,7 @@ class Pipeline:
                 other = await self._next_fallback(exchange, principal, parsed, prepared.dialect, names)
                 if other is None:
                     exchange.fallback, exchange.record.model = "", asked.name
+                    exchange.ignored_fields = ignored
                     raise first
                 prepared = other
         finally:
@@ -223,6 +225,7 @@ class Pipeline:
                 terms = self._resolve(exchange, principal, parsed, names.pop(0))
                 count = await self._count(exchange, terms, parsed.request)
                 await self._reserve_anew(exchange, principal, terms, parsed.request)
+                exchange.ignored_fields = parsed.ignored_header  # of an engine of ours, if the other was not
                 return await self._prepare(exchange, terms, parsed, count, dialect)
             except ApiError as error:
                 forget_frames(error)
@@ -231,11 +234,11 @@ class Pipeline:
     async def _reserve_anew(
         self, exchange: Exchange, principal: Principal, terms: Terms, request: ProxiedRequest
     ) -> None:
-        """Give back what was reserved for one model, and take a seat for another."""
-        before = exchange.reservation
-        self._note_line(exchange, NOTHING)
-        exchange.begin_fallback(terms.model.name, ReservationId(f"{before}-f"))
-        await shielded(self._quotas.settle(before, NOTHING), exchange.record.settlement)
+        """Settle what was reserved for one model, and take a seat for another."""
+        before, used = exchange.reservation, used_tokens(exchange.progress, exchange.reserved)
+        self._note_line(exchange, used)
+        exchange.begin_fallback(terms.model.name, ReservationId(f"{before}-f"), used.tokens)
+        await shielded(self._quotas.settle(before, used), exchange.record.settlement)
         exchange.stages.enter("quota")
         subjects = exchange.accounts.subjects(principal)
         generates = isinstance(request, PromptRequest)
@@ -310,7 +313,7 @@ class Pipeline:
         terms = exchange.accounts.terms(principal, name)
         exchange.record.model = terms.model.name
         exchange.bound_by(terms.timeouts)
-        if not self._engines.of(terms.model).is_foreign:  # another make may support the field
+        if self._engines.of(terms.model).is_ours:  # another make may support the field, and ours refuses it
             parsed.require_supported()
         return terms
 
@@ -379,7 +382,7 @@ class Pipeline:
         count: Count,
         maximum: int | None,
     ) -> Outbound:
-        ours = not self._engines.of(terms.model).is_foreign
+        ours = self._engines.of(terms.model).counts_as_ours
         credentials = self._credentials.headers(terms.model)
         return outbound(exchange, terms, parsed, count, maximum=maximum, ours=ours, credentials=credentials)
 

@@ -74,7 +74,9 @@ class RequestRecord(Struct, eq=False):
     prompt_exact: bool = False
     decision: Decision | None = None
     reserved: int = 0
+    """The tokens reserved for the model that was asked last, and those that were charged for others."""
     settled: int = 0
+    """The tokens charged, for all models that were asked."""
     events: int = 0
     ticks: Ticks | None = None
     """When they were passed on. None until the answer is over, and without any."""
@@ -114,7 +116,7 @@ class RequestRecord(Struct, eq=False):
 
     def settlement(self, settlement: Settlement | None) -> None:
         if settlement is not None:
-            self.settled = settlement.settled
+            self.settled += settlement.settled
             _SETTLED.value += settlement.settled
             _RELEASED.value += settlement.released
             _OVERDRAWN.value += settlement.overdrawn

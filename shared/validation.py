@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import secrets
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, Final, Generic, TypeVar
 
@@ -64,11 +64,13 @@ class Parsed(Struct, Generic[T], frozen=True):
 
     @property
     def ignored_header(self) -> str:
-        """The names in `ignored` as a header's value, without those that are no plain names or too many."""
-        if not self.ignored:
-            return ""
-        named = [name for name in self.ignored if PLAIN_NAME.fullmatch(name)]
-        return ", ".join(named[:IGNORED_NAMED_MAX])
+        """The names in `ignored` as a header's value."""
+        return named(self.ignored) if self.ignored else ""
+
+
+def named(ignored: Iterable[str]) -> str:
+    """Names of fields as a header's value, without those that are no plain names or too many."""
+    return ", ".join([name for name in ignored if PLAIN_NAME.fullmatch(name)][:IGNORED_NAMED_MAX])
 
 
 def refuse_excess(census: Census) -> None:

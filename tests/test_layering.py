@@ -116,7 +116,7 @@ GATEWAY_LEVELS = (
         "openapi",
         "hedging",
     },
-    {"discovery", "foreign_loads", "admin_openapi"},
+    {"discovery", "foreign_loads", "foreign_fields", "admin_openapi"},
     {"exchange", "directory", "usage_api", "replica_api"},
     {"outbound", "requests_api", "limits_api", "console", "dispatch"},
     {"pipeline", "admin"},  # the only one that knows the order of the stages

@@ -12,20 +12,25 @@ Rules:
 3. While its reader takes nothing, a connection holds at most `READ_BUFFER_LEN` and one read more, and then
    reads nothing from the socket, whose buffer is bounded as well.
 4. Leaving an answer before its end closes the connection, which is what tells the engine to stop.
+5. A kept connection that is closed before a byte of the answer, within `CROSSED_S` of the request, was closed
+   for being unused while the request was under way. The request is sent once more, on a new connection. RFC
+   9112 (9.3.1) allows that for idempotent methods, and RFC 9110 (9.2.2) for a POST of which it is known that
+   it changes nothing, or that it was not begun: an engine keeps nothing of a request, and has read nothing of
+   one that came after it had closed. Where no new connection comes about, the engine may have died of the
+   request, which then counts as lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Final, cast
 
 import httpx
-from msgspec import Struct
 
 from gateway.relay.http1_framing import (
     HEAD_END,
@@ -33,15 +38,21 @@ from gateway.relay.http1_framing import (
     BadAnswer,
     Body,
     Head,
+    kept_s,
     parse_head,
 )
+from gateway.relay.http1_requests import request_head, target_of
 from shared.http2.client import NO_TIMEOUTS, Origin, Timeouts
 from shared.http2.headers import Headers
 from shared.http2.report import Report
 
-IDLE_S: Final = 15.0
-"""The time for which an unused connection is kept, in seconds: below any engine's own limit, or requests
-would be sent into closed sockets."""
+IDLE_S: Final = 3.0
+"""The time for which an unused connection is kept, in seconds, where the engine does not say: below the 5 s
+of uvicorn (vLLM, SGLang), or requests would be sent into closed sockets."""
+IDLE_S_MAX: Final = 15.0
+"""The same where it says."""
+CROSSED_S: Final = 1.0
+"""The longest that the end of a connection and a request may be under way to each other, in seconds."""
 RECEIVE_BUFFER_LEN: Final = 64 * 1024
 """SO_RCVBUF in bytes, which Linux doubles. An answer that the client does not read waits there, and the
 kernel's default grows to megabytes."""
@@ -52,7 +63,6 @@ PIECE_LEN: Final = 64 * 1024
 """Bytes of a request that are given to the socket at once: copying more would hold up the event loop."""
 INTERIM_MAX: Final = 8
 """The number of interim answers (1xx) before the real one."""
-TARGETS_MAX: Final = 1024
 
 AcceptChunk = Callable[[bytes, int], bool | None]
 """A function that takes a read which is one whole chunk with its framing, and the index of the chunk's bytes,
@@ -63,14 +73,6 @@ _QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
 answered before. Else each read sends a packet, which costs more than the read. An engine that waits for
 acknowledgements (it has not set TCP_NODELAY) is not held up for long: after the first one that is late, by
 40 ms, the kernel goes back to one for each read."""
-
-
-class _Target(Struct, frozen=True):
-    origin: Origin
-    start: bytes
-    """The request line and the Host header."""
-    has_body: bool
-    """True if the answer may have a body."""
 
 
 class Http1Transport:
@@ -99,8 +101,8 @@ class Http1Transport:
         Of the timeouts only `connect_s` is applied. `connected` is called once there is a connection, new or
         kept: what fails before was not dispatched. No report comes over HTTP/1.1. Raises httpx's errors.
         """
-        target = _target(method, url)
-        head = _request_head(target.start, headers)
+        target = target_of(method, url)
+        head = request_head(target.start, headers)
         idle = self._idle.get(target.origin)
         if idle:
             connection, _ = idle.popitem()
@@ -109,11 +111,15 @@ class Http1Transport:
         if connected is not None:
             connected()
         try:
-            answer = await connection.request(head, content, has_body=target.has_body)
-        except BaseException:
-            connection.close()
-            raise
-        return Http1ResponseStream(answer, connection)
+            return await connection.request(head, content, has_body=target.has_body)
+        except httpx.ReadError as lost:
+            if not connection.was_unused:
+                raise
+            try:
+                connection = await self._connect(target.origin, timeouts.connect_s)
+            except httpx.TransportError:  # of the request, perhaps
+                raise _again(lost) from None
+        return await connection.request(head, content, has_body=target.has_body)
 
     async def _connect(self, origin: Origin, within_s: float | None) -> _Connection:
         scheme, host, port = origin
@@ -192,6 +198,10 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
         self._expiry: asyncio.TimerHandle | None = None
+        self._reused_s = -math.inf
+        """When the last request was sent, if that was not the first."""
+        self.was_unused = False
+        """True if the connection was closed for that, as rule 5 has it."""
         self._is_busy = True
         """True from a request, or from the beginning, until the connection is kept."""
         self._has_body = True
@@ -215,10 +225,19 @@ class _Connection(asyncio.Protocol):
 
     # -- a request --------------------------------------------------------------------------------
 
-    async def request(self, head: bytes, content: bytes, *, has_body: bool) -> Head:
-        """Send a request, and wait for the answer's head. Raises httpx's errors."""
+    async def request(self, head: bytes, content: bytes, *, has_body: bool) -> Http1ResponseStream:
+        """Send a request, and wait for the answer's head. Closes the connection where that fails. Raises
+        httpx's errors."""
+        try:
+            return Http1ResponseStream(await self._request(head, content, has_body=has_body), self)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _request(self, head: bytes, content: bytes, *, has_body: bool) -> Head:
         if self._expiry is not None:
             self._expiry.cancel()
+            self._reused_s = self._loop.time()
         self._is_busy, self._has_body = True, has_body
         self._interim, self._head, self._body, self._is_whole = 0, None, None, False
         transport = self._transport
@@ -299,11 +318,12 @@ class _Connection(asyncio.Protocol):
         Otherwise close it."""
         head, body = self._head, self._body
         is_sent = self._upload is None or (self._upload.done() and not self._upload.cancelled())
-        may_stay = head is not None and head.keeps_alive and body is not None and not body.has_surplus
-        if self._is_whole and may_stay and is_sent and not self._chunks and self._transport is not None:
+        may_stay = self._is_whole and is_sent and not self._chunks and self._transport is not None
+        may_stay = may_stay and body is not None and not body.has_surplus
+        if may_stay and head is not None and head.keeps_alive:
             if self._is_busy:
                 self._is_busy, self._upload = False, None
-                self._expiry = self._loop.call_later(IDLE_S, self.close)
+                self._expiry = self._loop.call_later(_idle_s(head), self.close)
                 self._owner.keep(self)
         else:
             self.close()
@@ -439,6 +459,8 @@ class _Connection(asyncio.Protocol):
             said = f"the connection was lost: {exc}" if exc else "the connection was closed"
             kind = httpx.ReadError if self._head is None else httpx.RemoteProtocolError
             self._error = kind(said)
+            is_silent = self._head is None and not self._received and not self._interim
+            self.was_unused = is_silent and self._loop.time() - self._reused_s < CROSSED_S
         self._wake()
 
     def pause_writing(self) -> None:
@@ -448,28 +470,13 @@ class _Connection(asyncio.Protocol):
         self._may_write.set()
 
 
+def _idle_s(head: Head) -> float:
+    """The time for which a connection is kept behind this answer, in seconds. 0.0 closes it in the loop's
+    next turn. What is told is halved: the answer and the next request are under way meanwhile."""
+    told_s = kept_s(head.headers)
+    return IDLE_S if told_s is None else min(IDLE_S_MAX, told_s / 2)
+
+
 def _again(error: httpx.TransportError) -> httpx.TransportError:
     """The same error with a traceback of its own: that of one raised twice would hold the frames of both."""
     return type(error)(str(error))
-
-
-@lru_cache(maxsize=TARGETS_MAX)
-def _target(method: str, url: str) -> _Target:
-    """Parse a method and a URL. Raises UnsupportedProtocol."""
-    parsed = httpx.URL(url)
-    scheme = parsed.scheme
-    if scheme not in ("http", "https"):
-        raise httpx.UnsupportedProtocol(f"{scheme!r} is neither http nor https")
-    start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method.encode("ascii"), parsed.raw_path, parsed.netloc)
-    origin = scheme, parsed.host, parsed.port or (443 if scheme == "https" else 80)
-    return _Target(origin, start, method != "HEAD")
-
-
-def _request_head(start: bytes, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """The head of a request. Raises LocalProtocolError for a header that would be read as something else.
-    The value is not shown: it may be a secret."""
-    lines = [b"%b: %b\r\n" % pair for pair in headers]
-    for (name, _), line in zip(headers, lines, strict=True):
-        if line.count(b"\n") > 1 or line.count(b"\r") > 1 or b"\0" in line:
-            raise httpx.LocalProtocolError(f"header {name!r} cannot be sent")
-    return b"%b%b\r\n" % (start, b"".join(lines))

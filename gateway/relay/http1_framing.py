@@ -33,6 +33,7 @@ _SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]*;[^\0-\x08\x0a-\x1f\x7f
 _SIZES: Final = {form % size: size for size in range(1, 0x1000) for form in (b"%x\r\n", b"%X\r\n")}
 """The sizes that up to three digits tell, by their lines as these are mostly written."""
 _SIZE_LEN_MAX: Final = 3
+_KEPT: Final = re.compile(rb"(?:^|[ \t,;])timeout=([0-9]{1,6})(?![0-9])", re.IGNORECASE)
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
 
 
@@ -88,6 +89,15 @@ def parse_head(block: bytes, *, has_body: bool) -> Head:
     options = b",".join(_values(headers, b"connection")).lower()
     closes = not is_current or b"close" in options or body.ends_with_connection
     return Head(status, headers, body, not closes)
+
+
+def kept_s(headers: HeaderList) -> float | None:
+    """The time for which the server keeps an unused connection, in seconds, by `Keep-Alive: timeout=`. None
+    where it does not say."""
+    for name, value in headers:
+        if name == b"keep-alive" and (told := _KEPT.search(value)) is not None:
+            return float(told[1])
+    return None
 
 
 def _field(line: bytes) -> tuple[bytes, bytes]:

@@ -130,7 +130,7 @@ async def open_answer(answer: Answer, progress: Progress, dialect: Dialect, *, h
     """Read an answer up to its beginning: a stream's first event. Raises the error that the engine answers
     with, or UpstreamFailed.
 
-    `hides_usage`: an engine of another make was asked for usage that the client did not ask for."""
+    `hides_usage`: the engine was asked for usage that the client did not ask for."""
     if answer.status >= HTTPStatus.BAD_REQUEST:
         progress.refused = True
         progress.header_closing = answer.closing
@@ -139,6 +139,8 @@ async def open_answer(answer: Answer, progress: Progress, dialect: Dialect, *, h
         return Opened(answer, b"")
     if answer.tokenizer is None:
         progress.scanner = progress.foreign = ForeignScanner(dialect.done, hides_usage=hides_usage)
+    elif hides_usage:  # one of ours that was not known to be
+        progress.scanner = ForeignScanner(dialect.done, hides_usage=True)
     head = await _first_event(answer, progress)
     if head.startswith(dialect.error_head):
         await _read_to_end(answer, progress)

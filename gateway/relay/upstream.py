@@ -32,6 +32,7 @@ from shared.errors import (
     ApiError,
     ConnectTimeout,
     NotReady,
+    Overloaded,
     UpstreamFailed,
     UpstreamLost,
     UpstreamUnreachable,
@@ -281,10 +282,13 @@ class Upstream:
         connect_s: float,
         headers: HeaderPairs = (),
     ) -> tuple[Mapping[str, str], bytes]:
-        """The headers and body of the answer to a GET of the gateway's own. Raises ApiError for an error
+        """The headers and body of the answer to a GET of the gateway's own. Raises RouteNotFound and
+        MethodNotAllowed where there is no such path, whatever the body says, and ApiError for any other error
         status."""
         answer = await self.send(protocol, base_url, Outbound("GET", path, headers), connect_s)
         try:
+            if (kind := _NO_SUCH_PATH.get(answer.status)) is not None:
+                raise kind("The engine has no such path.", detail=f"{path}: {answer.status}")
             if answer.status >= HTTPStatus.BAD_REQUEST:
                 raise await answer.error()
             return answer.headers, await answer.read_all(FETCH_LEN_MAX)
@@ -373,28 +377,38 @@ _BY_STATUS: Final[dict[int, type[ApiError]]] = {
     404: errors.ModelNotFound,
     413: errors.BodyTooLarge,
     422: errors.InvalidRequest,
-    429: errors.Overloaded,
-    503: errors.Overloaded,
+    503: Overloaded,
 }
 """The errors for statuses of engines whose codes are not known here."""
+_TAKES_NO_MORE: Final = "The engine takes no more requests at the moment."
+_NO_SUCH_PATH: Final[dict[int, type[ApiError]]] = {404: errors.RouteNotFound, 405: errors.MethodNotAllowed}
 _OURS_ALONE: Final = (errors.Unauthenticated.status, errors.PermissionDenied.status)
 """Statuses that are never passed on: that an engine refuses the gateway is no fault of the caller's."""
 
 
 def read_back(status: int, body: bytes, retry_after: str | None = None) -> ApiError:
     """An engine's error answer as an error of ours: the same code, message and param where it has OpenAI's
-    envelope, and UpstreamFailed where it has not."""
+    envelope, and UpstreamFailed where it has not.
+
+    A 429 is Overloaded, whatever its code and body: what is used up is the gateway's own account there, and
+    no quota of the caller's, who is not shown what is said of it. Other replicas and fallbacks may have
+    room."""
     detail = f"engine answered {status}"
     retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
     try:
         error = _decode_error(body)
     except msgspec.DecodeError:
+        if status == HTTPStatus.TOO_MANY_REQUESTS:
+            return Overloaded(_TAKES_NO_MORE, detail=detail, retry_after_s=retry_after_s)
         if status == HTTPStatus.SERVICE_UNAVAILABLE:  # sent by a proxy, or a bare server
             return NotReady("The engine is not ready.", detail=detail, retry_after_s=retry_after_s)
         return UpstreamFailed("The engine failed to answer.", detail=detail)
     if isinstance(error.code, int):
         status = error.code
     kind = _BY_CODE.get(str(error.code)) or _BY_STATUS.get(status)
+    if HTTPStatus.TOO_MANY_REQUESTS in (status, kind and kind.status):
+        detail = f"{detail}, code {error.code!r}"
+        return Overloaded(_TAKES_NO_MORE, detail=detail, retry_after_s=retry_after_s)
     if kind is None or kind.status in _OURS_ALONE:
         return UpstreamFailed("The engine failed to answer.", detail=f"{detail}, code {error.code!r}")
     return kind(error.message, param=error.param, detail=detail, retry_after_s=retry_after_s)

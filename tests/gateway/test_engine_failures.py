@@ -11,6 +11,7 @@ from tests.gateway.conftest import CONVERSATIONS, House, Open, error_of
 from tests.gateway.fake_engine import (
     CUT,
     HEADERS,
+    FakeEngine,
     Script,
     chunk,
     closing,
@@ -59,6 +60,35 @@ async def test_errors_before_the_first_token_have_a_status(
     assert line["end_reason"] == end_reason
     assert line["status"] == status
     await house.at_rest()
+
+
+THEIR_QUOTA = [
+    refusal(429, "rate_limit_exceeded", "Rate limit reached for organization org-1", retry_after="7"),
+    refusal(429, "insufficient_quota", "org-1 has to pay"),
+    refusal(429, "their_own_code", "org-1"),
+    refusal(400, "insufficient_quota", "org-1"),
+    Script([b'{"error": {"message": "org-1", "code": 429}}'], 400, "application/json"),
+    Script([b"<html>org-1"], 429, "text/html"),
+    Script([b'data: {"error":{"message":"org-1","code":"rate_limit_exceeded"}}\n\n']),
+]
+
+
+@pytest.mark.parametrize("script", THEIR_QUOTA, ids=range(len(THEIR_QUOTA)))
+async def test_a_quota_of_the_gateways_at_an_engine_is_none_of_the_callers(
+    open_house: Open, script: Script
+) -> None:
+    async with FakeEngine() as other:
+        house = await open_house(other.url, bundle=None)
+        house.engine.script = other.script = script
+        async with house.chat(stream=True) as answer:
+            assert (answer.status, answer.headers["x-should-retry"]) == (503, "true")
+            assert answer.headers.get("retry-after") == script.headers.get("retry-after")
+            error = await error_of(answer)
+        assert error["code"] == "queue_full"
+        assert "org-1" not in error["message"]
+        assert len(house.engine.seen) == len(other.seen) == 1, "the other may have room"
+        line = await house.line()
+        assert (line["end_reason"], line["settled_tokens"], line["attempts"]) == ("refused", 0, 2)
 
 
 async def test_a_unary_answer_that_is_cut_is_502(house: House) -> None:

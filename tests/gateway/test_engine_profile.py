@@ -10,10 +10,21 @@ import msgspec
 import pytest
 
 from gateway.admission.tokens import estimate
-from gateway.config import ModelConfig
+from gateway.config import EngineMake, ModelConfig
 from gateway.engines import EngineProfile, fetch_profile
 from gateway.relay.upstream import Upstream
-from shared.errors import ApiError, ConnectTimeout, ModelNotFound, UpstreamFailed, UpstreamUnreachable
+from shared.errors import (
+    ApiError,
+    ConnectTimeout,
+    EngineFailed,
+    MethodNotAllowed,
+    NotReady,
+    Overloaded,
+    RouteNotFound,
+    UpstreamFailed,
+    UpstreamLost,
+    UpstreamUnreachable,
+)
 from shared.ids import TOKENIZER_HEADER
 from shared.openai import CompletionRequest
 from shared.room import Room
@@ -24,6 +35,7 @@ TOKENIZER = "/penstock/tokenizer"
 LISTED = msgspec.json.encode({"data": [{"id": "tiny", "max_model_len": 4096}]})
 BUNDLE = byte_bundle()
 A, B = "http://a", "http://b"
+GONE = (RouteNotFound("no such path"), MethodNotAllowed("no such path"))
 Answer = tuple[Mapping[str, str], bytes] | ApiError | TimeoutError
 
 
@@ -48,8 +60,8 @@ def engine(
     return FakeUpstream({(url, MODELS): models, (url, TOKENIZER): tokenizer})
 
 
-async def profile_of(upstream: FakeUpstream, *urls: str) -> EngineProfile:
-    model = ModelConfig("tiny", urls or (A,))
+async def profile_of(upstream: FakeUpstream, *urls: str, make: EngineMake = "auto") -> EngineProfile:
+    model = ModelConfig("tiny", urls or (A,), engine=make)
     return await fetch_profile(cast(Upstream, upstream), model, model.replicas, 1.0, ())
 
 
@@ -75,8 +87,15 @@ async def test_an_answer_that_cannot_be_used_is_an_error_that_says_which(
     assert caught.value.message == message
 
 
-@pytest.mark.parametrize("error", [ConnectTimeout("late"), UpstreamUnreachable("gone")])
-async def test_an_engine_that_vanishes_before_its_tokenizer_is_not_taken_for_a_foreign_one(
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(ConnectTimeout("late"), UpstreamUnreachable("gone"), NotReady("draining"), Overloaded("full")),
+        *(UpstreamFailed("401"), UpstreamLost("cut"), EngineFailed("500")),
+    ],
+    ids=lambda error: error.code,
+)
+async def test_an_engine_that_fails_before_its_tokenizer_is_not_taken_for_a_foreign_one(
     error: ApiError,
 ) -> None:
     """Its requests would be estimated, and their token ids not be sent."""
@@ -84,8 +103,24 @@ async def test_an_engine_that_vanishes_before_its_tokenizer_is_not_taken_for_a_f
         await profile_of(engine(tokenizer=error))
 
 
-async def test_an_engine_without_a_tokenizer_to_give_is_a_foreign_one() -> None:
-    assert (await profile_of(engine(tokenizer=ModelNotFound("no such path")))).bundle is None
+@pytest.mark.parametrize("gone", GONE, ids=lambda error: error.code)
+async def test_an_engine_without_a_tokenizer_to_give_is_a_foreign_one(gone: ApiError) -> None:
+    assert await profile_of(engine(tokenizer=gone)) == EngineProfile(None, Room(4096), None)
+
+
+@pytest.mark.parametrize("gone", GONE, ids=lambda error: error.code)
+async def test_a_foreign_engine_may_have_no_list_of_models(gone: ApiError) -> None:
+    assert await profile_of(engine(models=gone, tokenizer=gone)) == EngineProfile(None, None, None)
+    with pytest.raises(UpstreamFailed, match="list of models is not there"):
+        await profile_of(engine(models=gone, tokenizer=({}, msgspec.json.encode(BUNDLE))))
+
+
+async def test_an_engine_whose_make_is_configured_is_not_asked_for_it() -> None:
+    upstream = engine(tokenizer=NotReady("one of ours would say so"))
+    assert (await profile_of(upstream, make="openai")).bundle is None
+    assert upstream.asked == [(A, MODELS)]
+    with pytest.raises(UpstreamFailed, match="gives no tokenizer"):
+        await profile_of(engine(tokenizer=GONE[0]), make="penstock")
 
 
 async def test_the_next_replica_is_asked_when_one_fails() -> None:
@@ -110,7 +145,7 @@ async def test_what_bounds_a_sequence_is_what_the_engine_tells(
     told: dict[str, int], room: Room | None
 ) -> None:
     listed = msgspec.json.encode({"data": [{"id": "tiny", **told}]})
-    profile = await profile_of(engine(models=({}, listed), tokenizer=ModelNotFound("no such path")))
+    profile = await profile_of(engine(models=({}, listed), tokenizer=RouteNotFound("no such path")))
     assert profile.room == room
     assert room is None or room.most == told["max_model_len"]
 

@@ -15,6 +15,7 @@ import pytest
 from gateway.billing.lines import BillingLine
 from gateway.config import load
 from shared.config import ConfigError
+from shared.ids import IGNORED_FIELDS_HEADER
 from shared.room import Room
 from tests.gateway.conftest import House, Open, settings, until
 from tests.gateway.fake_engine import CUT, FakeEngine, Script, byte_bundle, chunk, refusal, stream, unary
@@ -201,6 +202,40 @@ async def test_tokens_are_charged_to_the_model_that_used_them(open_pair: Opener)
         assert (line["settled_tokens"], line["model"]) == (13, "spare")
 
 
+LOST = {
+    "answers": {"tiny": (1, 118), "spare": (1, 13)},
+    "is not there": {"tiny": (1, 118), "spare": (1, 0)},
+    "is lost too": {"tiny": (1, 118), "spare": (1, 118)},
+    "refused by its limits": {"tiny": (1, 118)},
+    "not allowed": {"tiny": (1, 118)},
+}
+"""The requests and tokens of each model's usage, where `tiny` was lost with a request of 18 tokens and up to
+100 more, by what became of its fallback."""
+
+
+@pytest.mark.parametrize("spare", LOST)
+async def test_what_was_lost_is_charged_to_the_model_that_lost_it(open_pair: Opener, spare: str) -> None:
+    """Nobody knows what its engine computed, and another model's reservation does not pay for it."""
+    limits = {"tokens_per_min": 50} if spare == "refused by its limits" else {}
+    own = {"models": ["tiny"]} if spare == "not allowed" else {}
+    tenant = {"limits": {"tokens_per_min": 10_000}, **own}
+    async with open_pair(spare={"limits": limits}, tenant=tenant) as pair:
+        pair.tiny.script = Script([CUT])
+        if spare != "answers":
+            pair.spare.script = Script([CUT]) if spare == "is lost too" else refusal(503, "not_ready")
+        async with pair.house.chat(max_tokens=100) as answer:
+            assert answer.status == (200 if spare == "answers" else 502)
+            await answer.read()
+        await pair.house.at_rest()
+        store = pair.house.store
+        rows = [row async for row in store.usage("acme", 0, 100_000)]
+        assert {row.model: (row.totals.requests, row.totals.total_tokens) for row in rows} == LOST[spare]
+        charged = sum(tokens for _, tokens in LOST[spare].values())
+        line = await pair.house.line()
+        assert (store.ledger.settled, line["settled_tokens"]) == (charged, charged)
+        assert line["reserved_tokens"] >= charged, "also for what was charged first"
+
+
 @pytest.mark.parametrize("spare", ["answers", "fails too", "refused by its limits"])
 async def test_there_are_as_many_billing_lines_as_usage_has_requests(
     open_pair: Opener, tmp_path: Path, spare: str
@@ -251,12 +286,16 @@ async def test_a_foreign_engine_may_be_the_fallback(open_pair: Opener) -> None:
     """It is sent OpenAI's fields alone, under its own name."""
     async with open_pair(spare_bundle=None) as pair:
         pair.tiny.script = refusal(503, "not_ready")
-        async with pair.house.chat(priority=3) as answer:
+        async with pair.house.chat(priority=3, colour=1) as answer:
             assert answer.headers[HEADER] == "spare"
+            assert answer.headers[IGNORED_FIELDS_HEADER] == "priority, colour"
         sent = pair.spare.seen[-1]
         assert sent.body["model"] == "tiny"
         assert not {"penstock", "priority"} & sent.body.keys()
         assert "penstock" in pair.tiny.seen[-1].body
+        pair.spare.script = refusal(503, "not_ready")
+        async with pair.house.chat(priority=3, colour=1) as answer:
+            assert answer.headers[IGNORED_FIELDS_HEADER] == "colour", "by the engine whose failure is told"
         await pair.house.at_rest()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import pytest
 
 from gateway.hedging import failure_of, race, succeeded
+from gateway.relay.upstream import Answer
 from gateway.routing.health import SAMPLES_MAX
 from gateway.routing.retries import RetryBudget
 from shared.errors import UpstreamLost
@@ -222,6 +224,64 @@ async def test_a_client_that_leaves_ends_both(open_house: Open, other: FakeEngin
         await seen.cancelled.wait()
     assert (await line_of(house))["end_reason"] == "client_cancel"
     await house.at_rest()
+
+
+async def leaves_with_nothing_held(house: House, other: FakeEngine) -> None:
+    """Ask for a stream whose request is cancelled on the way, and find nothing left of it."""
+    house.engine.seen.clear()
+    other.seen.clear()
+    with pytest.raises(aiohttp.ClientError):
+        async with house.chat(stream=True) as answer:
+            await answer.read()
+    assert (await line_of(house))["end_reason"] == "client_cancel"
+    [seen], [other_seen] = house.engine.seen, other.seen
+    await until(lambda: seen.cancelled.is_set() and other_seen.cancelled.is_set() and not other.active)
+    await house.at_rest()
+    assert house.gateway._upstream.streams == 0
+
+
+async def test_a_client_that_leaves_when_the_second_has_won_leaves_no_stream(
+    open_house: Open, other: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house, lead, second = await hedging(open_house, other)
+    lead.script = Script([HEADERS, asyncio.Event()])
+    second.script = Script([HEADERS, chunk("b"), asyncio.Event()])
+
+    def leaving(task: asyncio.Task[Any]) -> bool:
+        if found := succeeded(task):
+            monkeypatch.undo()
+            racing = asyncio.current_task()
+            assert racing is not None
+            asyncio.get_running_loop().call_soon(racing.cancel)
+        return found
+
+    monkeypatch.setattr("gateway.hedging.succeeded", leaving)
+    await leaves_with_nothing_held(house, other)
+
+
+async def test_a_client_that_leaves_while_the_loser_is_closed_leaves_no_stream(
+    open_house: Open, other: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have begun, and each place is given back once."""
+    house, lead, second = await hedging(open_house, other)
+    lead.script = second.script = Script([HEADERS, chunk("b"), asyncio.Event()])
+    aclose = Answer.aclose
+
+    async def both(lead: asyncio.Task[Any], _: float, start: Callable[[], Any]) -> asyncio.Task[Any]:
+        second: asyncio.Task[Any] = start()
+        await asyncio.wait([lead, second])
+        return second
+
+    def leaving(answer: Answer) -> Awaitable[None]:
+        monkeypatch.undo()
+        closing = asyncio.current_task()
+        assert closing is not None
+        closing.cancel()
+        return aclose(answer)
+
+    monkeypatch.setattr("gateway.dispatch.race", both)
+    monkeypatch.setattr(Answer, "aclose", leaving)
+    await leaves_with_nothing_held(house, other)
 
 
 async def test_without_a_place_in_the_budget_there_is_no_second(

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
+from gateway.relay import http1
 from gateway.relay.http1 import Http1ResponseStream, Http1Transport
+from gateway.relay.http1_framing import kept_s, parse_head
 from tests.gateway.conftest import PATIENCE_S, until
 
 
@@ -29,6 +31,43 @@ class Server:
             self.closed += 1
         finally:
             writer.close()
+
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Closing(Server):
+    """Answers the first request of each connection, and at the next one closes it without reading on, as a
+    server does whose time for idle connections is over just then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = 1
+        """The connections that are answered at all."""
+        self.parting = b""
+        """What is said before the end."""
+        self.bodies: list[bytes] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.opened += 1
+        if self.opened <= self.answers:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or b"0")
+            self.bodies.append(await reader.readexactly(length))
+            writer.write(OK)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(self.parting)
+        await writer.drain()
+        self.closed += 1
+        writer.close()
+
+
+@pytest.fixture
+async def closing() -> AsyncIterator[tuple[Closing, asyncio.Server, str]]:
+    server = Closing()
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    yield server, listening, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    listening.close()
 
 
 @pytest.fixture
@@ -117,3 +156,105 @@ async def test_an_unreachable_server_is_a_connect_error(transport: Http1Transpor
             await get(transport, "http://127.0.0.1:1")
         with pytest.raises(httpx.ConnectError):
             await get(transport, "http://no-such-host.invalid")
+
+
+# -- connections that are closed while a request is under way ------------------------------------------
+
+
+async def post(
+    transport: Http1Transport, url: str, content: bytes, connected: Callable[[], None] | None = None
+) -> bytes | None:
+    headers = [(b"content-length", b"%d" % len(content))]
+    async with asyncio.timeout(PATIENCE_S):
+        response = await transport.exchange("POST", url, headers, content, connected=connected)
+        answer = await response.read()
+        await response.aclose()
+        return answer
+
+
+@pytest.mark.parametrize("length", [10, 3 * http1.PIECE_LEN])
+async def test_a_request_that_crosses_the_end_of_a_kept_connection_is_sent_on_a_new_one(
+    closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport, length: int
+) -> None:
+    server, _, url = closing
+    server.answers = 2
+    told: list[int] = []
+    for letter in (b"a", b"b"):
+        assert await post(transport, url, letter * length, lambda: told.append(1)) == b"ok"
+    assert server.bodies == [b"a" * length, b"b" * length]
+    assert (server.opened, len(told)) == (2, 2), "the caller is told once"
+
+
+async def test_it_is_sent_once_more_and_not_again(
+    closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport
+) -> None:
+    server, _, url = closing
+    await post(transport, url, b"a")
+    with pytest.raises(httpx.ReadError):
+        await post(transport, url, b"b")
+    assert server.opened == 2
+    with pytest.raises(httpx.ReadError):  # no connection is kept, and a new one was not closed for that
+        await post(transport, url, b"c")
+    assert server.opened == 3
+
+
+@pytest.mark.parametrize("parting", [b"H", b"HTTP/1.1 103 Early\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
+async def test_a_request_whose_answer_had_begun_is_not_sent_again(
+    closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport, parting: bytes
+) -> None:
+    server, _, url = closing
+    server.answers, server.parting = 9, parting
+    await post(transport, url, b"a")
+    with pytest.raises(httpx.TransportError):
+        await post(transport, url, b"b")
+    assert server.opened == 1
+
+
+async def test_a_request_that_an_engine_had_for_long_is_not_sent_again(
+    closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http1, "CROSSED_S", 0.0)
+    server, _, url = closing
+    server.answers = 9
+    await post(transport, url, b"a")
+    with pytest.raises(httpx.ReadError):
+        await post(transport, url, b"b")
+    assert server.opened == 1
+
+
+async def test_a_request_that_an_engine_may_have_died_of_counts_as_sent(
+    closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport
+) -> None:
+    """A ConnectError would let every other engine have it."""
+    _, listening, url = closing
+    await post(transport, url, b"a")
+    listening.close()
+    with pytest.raises(httpx.ReadError):
+        await post(transport, url, b"b")
+
+
+@pytest.mark.parametrize(
+    ("headers", "told_s"),
+    [
+        ([], None),
+        ([(b"keep-alive", b"timeout=5, max=100")], 5.0),
+        ([(b"keep-alive", b"max=100,Timeout=60")], 60.0),
+        ([(b"keep-alive", b"timeout=0")], 0.0),
+        ([(b"keep-alive", b"mytimeout=5")], None),
+        ([(b"keep-alive", b"timeout=-5")], None),
+        ([(b"keep-alive", b"timeout=99999999")], None),
+    ],
+)
+def test_a_server_says_how_long_it_keeps_a_connection(
+    headers: list[tuple[bytes, bytes]], told_s: float | None
+) -> None:
+    assert kept_s(headers) == told_s
+
+
+def test_connections_are_kept_for_less_than_their_servers_keep_them() -> None:
+    """uvicorn's 5 s where nothing is said."""
+    assert http1.IDLE_S < 4.0
+    said = [(b"", 3.0), (b"timeout=5", 2.5), (b"timeout=600", http1.IDLE_S_MAX), (b"timeout=0", 0.0)]
+    for value, kept in said:
+        head = parse_head(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nkeep-alive: " + value, has_body=True)
+        assert http1._idle_s(head) == kept
