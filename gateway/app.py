@@ -200,6 +200,8 @@ class Gateway:
                 await self._guarded.renew([])  # the first probe; until one succeeds, the store is down
             if self._follower is not None:
                 stack.push_async_callback(self._follower.directory.aclose)
+            if self._worker is not None and self._worker.is_replacement:
+                await self.accounts.reload()  # the file may be newer than what it was started with
             await self._follow()
             stack.push_async_callback(self.billing.aclose)
             await stack.enter_async_context(self._background)

@@ -51,7 +51,7 @@ class WorkerStart(Struct, frozen=True):
 
     config: str
     """The configuration as TOML: with what variables and options said when the supervisor started, so that
-    all workers have the same, whatever became of the file."""
+    all workers have the same, whatever became of the file, and with what was accepted of the file since."""
     index: int
     """Its place among the workers."""
     port: int
@@ -59,7 +59,7 @@ class WorkerStart(Struct, frozen=True):
     socket: str
     """The path of its end of the channel."""
     is_replacement: bool
-    """True if it takes the place of one that died: what is read again has to be read before it serves."""
+    """True if it takes the place of one that died: it reads the file again before it listens."""
     drained: Sequence[str] = ()
     """The ids of the replicas that operators have drained."""
 
