@@ -183,7 +183,7 @@ class Edge:
         if _is_below(REQUESTS, path):
             _allow(exchange, "DELETE")
             request_id = RequestId(path.removeprefix(REQUESTS))
-            ended = self._live.end(principal.tenant, request_id, lambda: RequestAborted("It was aborted."))
+            ended = self._live.end(principal.tenant, request_id, aborted, exchange)
             return await self._send(exchange, msgspec.json.encode(AbortResponse(request_id, ended)))
         raise RouteNotFound(no_such_path(path, lambda other: _endpoint(other) != UNKNOWN))
 
@@ -297,6 +297,11 @@ class Edge:
         response = error_response(error, {REQUEST_ID_HEADER: record.request_id})
         response.force_close()
         return response
+
+
+def aborted() -> ApiError:
+    """The error of a request that its caller ended."""
+    return RequestAborted("It was aborted.")
 
 
 def _client_left(exchange: Exchange) -> None:
