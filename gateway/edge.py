@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 from urllib.parse import unquote
@@ -60,6 +60,7 @@ from shared.ids import (
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
     RequestId,
+    TenantId,
     accept_request_id,
     mint_request_id,
 )
@@ -111,6 +112,8 @@ class Edge:
         """A name of this process in the ids of its reservations, which makes them differ from other
         gateways'."""
         self._count = itertools.count()
+        self.end_elsewhere: Callable[[TenantId, RequestId], Awaitable[int]] = _nowhere
+        """Ends a tenant's requests of an id that other workers have, and returns how many."""
         self._describing = 0
         """The number of callers that are being sent the API's description."""
 
@@ -184,6 +187,7 @@ class Edge:
             _allow(exchange, "DELETE")
             request_id = RequestId(path.removeprefix(REQUESTS))
             ended = self._live.end(principal.tenant, request_id, aborted, exchange)
+            ended += await self.end_elsewhere(principal.tenant, request_id)
             return await self._send(exchange, msgspec.json.encode(AbortResponse(request_id, ended)))
         raise RouteNotFound(no_such_path(path, lambda other: _endpoint(other) != UNKNOWN))
 
@@ -297,6 +301,10 @@ class Edge:
         response = error_response(error, {REQUEST_ID_HEADER: record.request_id})
         response.force_close()
         return response
+
+
+async def _nowhere(_: TenantId, __: RequestId) -> int:
+    return 0
 
 
 def aborted() -> ApiError:

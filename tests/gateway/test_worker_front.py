@@ -6,6 +6,7 @@ import asyncio
 import io
 import itertools
 import signal
+import socket
 import time
 import tomllib
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -165,6 +166,26 @@ async def test_a_request_is_ended_whichever_worker_has_it(house: House) -> None:
     for id_, answer in zip(ids, answers, strict=True):
         async with house.admin(f"/admin/v1/requests/{id_}", "DELETE") as ended:
             assert await ended.json() == {"id": id_, "aborted": 1}
+        assert b"request_aborted" in await answer.read()
+
+
+async def test_a_caller_ends_its_request_whichever_worker_has_it(house: House) -> None:
+    """Also beside the socket of one that has died."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(house.file.parent / "dead.sock"))
+    house.engine.script = stream(chunk("a"), asyncio.Event())
+    ids = [f"req-{i}" for i in range(16)]
+    answers = [await house.chat(**{"x-request-id": id_}) for id_ in ids]
+    for answer in answers:
+        await answer.content.readuntil(b"\n\n")
+    assert {len(worker.gateway.live) > 0 for worker in house.workers} == {True}
+    urls = [f"http://127.0.0.1:{house.port}/v1/requests/{id_}" for id_ in ids]
+    connector = aiohttp.TCPConnector(force_close=True, limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=HEADERS) as client:
+        asked = await asyncio.gather(*map(client.delete, urls))
+        told = [await answer.json() for answer in asked]
+    assert told == [{"id": id_, "aborted": 1} for id_ in ids]
+    for answer in answers:
         assert b"request_aborted" in await answer.read()
 
 
