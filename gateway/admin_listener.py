@@ -34,7 +34,7 @@ async def listen_for_operators(
         return None
     limits = replace(config.limits, connections_max=CONNECTIONS_MAX, live_max=CONNECTIONS_MAX)
     parts = limits, timeouts, KnownCallers(), FairTurns()
-    server = BoundedServer(handle, refuse_unparsed, *parts, ends_left=False, unread_s=timeouts.slow_client_s)
+    server = BoundedServer(handle, refuse_unparsed, *parts, ends_left=False, times_readers=False)
     listening = await listen(
         stack,
         server,

@@ -39,7 +39,7 @@ from gateway.directory.file_directory import FileDirectory
 from gateway.directory.registry import Registry
 from gateway.discovery.discovery import Discovery
 from gateway.dispatch import watch_replicas
-from gateway.edge import Edge
+from gateway.edge import Edge, aborted
 from gateway.endpoints import ENDPOINTS
 from gateway.engines import EngineProfile, Engines, fetch_profile
 from gateway.exchange import LiveRequests
@@ -63,13 +63,14 @@ from gateway.requests_api import RequestsApi
 from gateway.routing.replicas import Replicas
 from gateway.usage_api import UsageReports
 from gateway.workers.channel import Door, WorkerStart, listen_on
+from gateway.workers.siblings import Siblings
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import GatewayStopped, KeyRevoked
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
 from shared.fair_turns import FairTurns
-from shared.ids import KeyId, TenantId
+from shared.ids import KeyId, RequestId, TenantId
 from shared.lifecycle import Lifecycle, Phase
 from shared.loops import loop_name
 from shared.otlp import tracing_of
@@ -200,6 +201,8 @@ class Gateway:
                 await self._guarded.renew([])  # the first probe; until one succeeds, the store is down
             if self._follower is not None:
                 stack.push_async_callback(self._follower.directory.aclose)
+            if self._worker is not None and self._worker.is_replacement:
+                await self.accounts.reload()  # the file may be newer than what it was started with
             await self._follow()
             stack.push_async_callback(self.billing.aclose)
             await stack.enter_async_context(self._background)
@@ -216,9 +219,7 @@ class Gateway:
             self._chats.serve = public
             stack.push_async_callback(self._chats.aclose)
             if self._worker is not None:
-                live, admin = self.live.__len__, self._admin().handle
-                door = Door(self._health, live, self._refresh, self.replicas, admin)
-                await listen_on(stack, door, self._worker.socket)
+                await self._join(stack, self._worker)
             elif self.config.admin.port is not None:
                 parts = self._admin().handle, self.config, self._admin_tls
                 self.admin_port = await listen_for_operators(stack, *parts)
@@ -228,6 +229,19 @@ class Gateway:
         event = "gateway.listening" if self._worker is None else "worker.listening"
         log.info(event, host=address.host, **ports, loop=loop_name())
         return self
+
+    async def _join(self, stack: AsyncExitStack, worker: WorkerStart) -> None:
+        """Open this worker's end of the channel to the supervisor, and to the other workers."""
+        live, admin = self.live.__len__, self._admin().handle
+        door = Door(self._health, live, self._refresh, self.replicas, self._end, admin)
+        siblings = Siblings(worker.socket)
+        stack.push_async_callback(siblings.aclose)
+        self._edge.end_elsewhere = siblings.end
+        await listen_on(stack, door, worker.socket)
+
+    def _end(self, tenant: TenantId, request_id: RequestId) -> int:
+        """End a tenant's requests of this id, as their caller told another worker."""
+        return self.live.end(tenant, request_id, aborted)
 
     def _public_server(self) -> BoundedServer:
         edge, config = self._edge, self.config

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 from urllib.parse import unquote
@@ -27,14 +28,14 @@ from gateway.admission.quota import QuotaStore, ReservationId
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
 from gateway.client.reading import serves
-from gateway.client.responses import JSON, error_response, json_response
-from gateway.config import GatewayConfig, ModelConfig
+from gateway.client.responses import JSON, error_response
+from gateway.config import GatewayConfig
 from gateway.endpoints import CHUNKS, ENDPOINTS, MODELS, REQUESTS
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.hygiene import check, path_of
 from gateway.identity.caller import Principal
-from gateway.identity.tenant import TenantPolicy
+from gateway.model_lists import ModelLists
 from gateway.openapi import PATH, document
 from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
@@ -59,15 +60,12 @@ from shared.ids import (
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
     RequestId,
+    TenantId,
     accept_request_id,
     mint_request_id,
 )
 from shared.lifecycle import Phase
-from shared.openai import (
-    AbortResponse,
-    Model,
-    ModelList,
-)
+from shared.openai import AbortResponse
 from shared.paths import no_such_path
 from shared.probes import PROBES, Health
 from shared.sse import TailScanner
@@ -101,7 +99,6 @@ class Edge:
         self._accounts = accounts
         self._pipeline = pipeline
         self._live = live
-        self._engines = engines
         self._quotas = quotas
         self._health = health
         self._clock = clock
@@ -109,12 +106,14 @@ class Edge:
         self._soonest_s = min(
             timeouts.body_s, timeouts.first_token_s, timeouts.inter_token_s, timeouts.slow_client_s
         )
-        self._started_s = int(clock.wall())
+        self._lists = ModelLists(engines, int(clock.wall()))
         self._reporter = Reporter(tracing, recorder)
         self._name = secrets.token_hex(8)
         """A name of this process in the ids of its reservations, which makes them differ from other
         gateways'."""
         self._count = itertools.count()
+        self.end_elsewhere: Callable[[TenantId, RequestId], Awaitable[int]] = _nowhere
+        """Ends a tenant's requests of an id that other workers have, and returns how many."""
         self._describing = 0
         """The number of callers that are being sent the API's description."""
 
@@ -176,20 +175,20 @@ class Edge:
             assert exchange.client.response is not None
             exchange.record.status = exchange.client.response.status
             return exchange.client.response
-        principal = await self._pipeline.authenticate(exchange)
+        principal = await self._pipeline.begin(exchange)
         exchange.stages.enter("answer")
         if endpoint is not None:
             raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.", allow="POST")
         if path == MODELS or _is_below(f"{MODELS}/", path):
             _allow(exchange, "GET")
             name = unquote(path.removeprefix(MODELS)[1:])  # SDKs escape the slash of org/model
-            models = self._models(exchange.accounts.tenants, principal, name)
-            return await self._send(exchange, models)
+            return await self._send(exchange, self._models(exchange, principal, name))
         if _is_below(REQUESTS, path):
             _allow(exchange, "DELETE")
             request_id = RequestId(path.removeprefix(REQUESTS))
-            ended = self._live.end(principal.tenant, request_id, lambda: RequestAborted("It was aborted."))
-            return await self._send(exchange, AbortResponse(request_id, ended))
+            ended = self._live.end(principal.tenant, request_id, aborted, exchange)
+            ended += await self.end_elsewhere(principal.tenant, request_id)
+            return await self._send(exchange, msgspec.json.encode(AbortResponse(request_id, ended)))
         raise RouteNotFound(no_such_path(path, lambda other: _endpoint(other) != UNKNOWN))
 
     async def _describe(self, exchange: Exchange) -> web.StreamResponse:
@@ -199,32 +198,34 @@ class Edge:
         self._describing += 1
         try:
             exchange.stages.enter("answer")
-            headers = {**exchange.headers(), "content-type": JSON, "cache-control": "public, max-age=3600"}
-            await exchange.client.begin(HTTPStatus.OK, headers, document(), whole=True)
-            await exchange.client.drain()
-            await exchange.client.finish()
+            return await self._write(exchange, document(), {"cache-control": "public, max-age=3600"})
         finally:
             self._describing -= 1
-        assert exchange.client.response is not None
-        exchange.record.status = int(HTTPStatus.OK)
-        return exchange.client.response
 
-    def _models(self, tenants: TenantPolicy, principal: Principal, name: str) -> ModelList | Model:
+    def _models(self, exchange: Exchange, principal: Principal, name: str) -> bytes:
+        tenants = exchange.accounts.tenants
         if name:
-            return self._model(name, tenants.resolve(principal, name))
-        return ModelList(data=[self._model(name, config) for name, config in tenants.visible(principal)])
-
-    def _model(self, name: str, config: ModelConfig) -> Model:
-        profile = self._engines.of(config).profile
-        created, room = (profile.created, profile.room) if profile else (None, None)
-        return Model.of(name, self._started_s if created is None else created, room)
+            return msgspec.json.encode(self._lists.one(name, tenants.resolve(principal, name)))
+        self._live.claim(exchange, principal.tenant)  # who reads a long list slowly holds a part of it
+        return self._lists.all(tenants, principal)
 
     # -- answers ----------------------------------------------------------------------------------
 
-    async def _send(self, exchange: Exchange, body: msgspec.Struct) -> web.Response:
-        exchange.record.status = int(HTTPStatus.OK)
+    async def _send(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
         await self._look_up_windows(exchange)
-        return json_response(HTTPStatus.OK, msgspec.json.encode(body), exchange.headers())
+        return await self._write(exchange, body, {})
+
+    async def _write(self, exchange: Exchange, body: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
+        """Write a whole answer as fast as its client reads it."""
+        client = exchange.client
+        await client.begin(
+            HTTPStatus.OK, {**exchange.headers(), "content-type": JSON, **headers}, body, whole=True
+        )
+        await client.drain()
+        await client.finish()
+        assert client.response is not None
+        exchange.record.status = int(HTTPStatus.OK)
+        return client.response
 
     async def _fail(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
         """Answer with an error, or end an answer that has begun with it."""
@@ -301,6 +302,15 @@ class Edge:
         response = error_response(error, {REQUEST_ID_HEADER: record.request_id})
         response.force_close()
         return response
+
+
+async def _nowhere(_: TenantId, __: RequestId) -> int:
+    return 0
+
+
+def aborted() -> ApiError:
+    """The error of a request that its caller ended."""
+    return RequestAborted("It was aborted.")
 
 
 def _client_left(exchange: Exchange) -> None:

@@ -128,6 +128,8 @@ class Engines:
         self._known: Final = {name: Known.at_first(model) for name, model in self._models.items()}
         self._fetch = fetch
         self._clock = clock
+        self.changes = 0
+        """How often an engine has told something else of its model's age or room than before."""
 
     def of(self, model: ModelConfig) -> Known:
         return self._known[model.name]
@@ -159,7 +161,9 @@ class Engines:
             log.info("tokenizer.none", model=name, consequence="prompts are estimated")
         else:
             await self._load(name, known, profile.bundle)
-        known.profile = profile
+        before, known.profile = known.profile, profile
+        if before is None or (before.created, before.room) != (profile.created, profile.room):
+            self.changes += 1
 
     async def _load(self, name: str, known: Known, bundle: TokenizerBundle) -> None:
         try:

@@ -204,13 +204,21 @@ class LiveRequests:
         if self._stopping and not self._exchanges:
             self._drained.set()
 
-    def end(self, tenant: TenantId | None, request_id: RequestId, reason: Callable[[], ApiError]) -> int:
+    def end(
+        self,
+        tenant: TenantId | None,
+        request_id: RequestId,
+        reason: Callable[[], ApiError],
+        asking: Exchange | None = None,
+    ) -> int:
         """End the requests of exactly this id that are a tenant's, with None any tenant's. Several may carry
-        it: the caller chose it. Returns how many."""
+        it: the caller chose it. The one that asks for this may carry it, too, and goes on. Returns how
+        many."""
         found = [
             exchange
             for exchange in self._exchanges
             if exchange.request_id == request_id
+            and exchange is not asking
             and exchange.principal is not None
             and tenant in (None, exchange.principal.tenant)
         ]

@@ -18,6 +18,8 @@ Rules of both:
    may be live: above that, the oldest of them without a request is closed.
 6. Connections are set up (`gateway.accepting`), and the requests of callers who have left are ended, in
    turns: a few in each turn of the loop, tenants one after another.
+7. An answer that is not read holds its connection for `slow_client_s` at most, whoever writes it
+   (`gateway.client.unread`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.accepting import FairAccepting
-from gateway.client.reading import ReadsInTurn
+from gateway.client.unread import EndsUnread
 from gateway.edge_config import LimitsConfig
 from gateway.heads import AHEAD_MAX, HEAD_END, Received, cut_behind_heads, open_len
 from gateway.hygiene import HEAD_LEN_MAX
@@ -141,15 +143,14 @@ class BoundedServer(web.Server):
         turns: FairTurns,
         *,
         ends_left: bool = True,
-        unread_s: float | None = None,
+        times_readers: bool = True,
     ) -> None:
         """`known` are the callers whose connections are set up in their tenants' turns. `turns` are those in
         which requests begin, and end when their callers leave: who leaves and comes again has the seat that
-        it left. `ends_left` is true if requests end with that. `unread_s` is how long a client may leave an
-        answer unread; None where `handle` sees to it."""
+        it left. `ends_left` is true if requests end with that. `times_readers` is true if `handle` limits the
+        time in which the client of a request that it answers may read nothing."""
         super().__init__(handle, handler_cancellation=ends_left)
         self._refuse = refuse
-        self._unread_s = unread_s
         self._known = known
         self._accepting: FairAccepting | None = None
         self._holding: dict[_Protocol, None] = {}
@@ -162,7 +163,11 @@ class BoundedServer(web.Server):
         self._warnings = Warnings(log)
         self._head_s = timeouts.head_s
         self._idle_s = timeouts.idle_s
-        self._options = http1_options(self._idle_s)
+        self._options = {
+            "unread_s": timeouts.slow_client_s,
+            "are_handlers_timed": times_readers,
+            **http1_options(self._idle_s),
+        }
         self.turns: Final = FairTurns()
         """The turns in which bodies are read."""
         self.ends: Final = turns
@@ -239,7 +244,7 @@ class BoundedServer(web.Server):
         self._warnings.warn(event, **bound)
 
     def __call__(self) -> RequestHandler:
-        bounds = self._write_buffer_len, self._head_s, self._unread_s
+        bounds = self._write_buffer_len, self._head_s
         return _Protocol(self, self._refuse, *bounds, loop=self._loop, **self._options)
 
 
@@ -264,7 +269,7 @@ class _Site(web.SockSite):
         await super().stop()
 
 
-class _Protocol(ReadsInTurn):
+class _Protocol(EndsUnread):
     """The protocol of one connection."""
 
     __slots__ = (
@@ -278,8 +283,6 @@ class _Protocol(ReadsInTurn):
         "_received",
         "_refuse",
         "_server",
-        "_unread_s",
-        "_unread_timer",
         "_write_buffer_len",
     )
 
@@ -289,16 +292,12 @@ class _Protocol(ReadsInTurn):
         refuse: Refuse,
         write_buffer_len: int,
         head_s: float,
-        unread_s: float | None,
         **options: Any,
     ) -> None:
         super().__init__(server, server.turns, **options)
         self._server = server
         self._refuse = refuse
         self._write_buffer_len = write_buffer_len
-        self._unread_s = unread_s
-        self._unread_timer: asyncio.TimerHandle | None = None
-        """Closes the connection. None while nothing waits to be read, or nobody minds."""
         self._head_s = head_s
         self._head_timer: asyncio.TimerHandle | None = None
         """Closes the connection. None while no head is incomplete: most come whole, and need none. Nor while
@@ -434,19 +433,7 @@ class _Protocol(ReadsInTurn):
             self.transport.write(_HTTP1_REQUIRED)
             self._head_timer = self._loop.call_later(LINGER_S, self.force_close)
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._unread_s is not None and self.transport is not None:
-            self._unread_timer = self._loop.call_later(self._unread_s, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-        super().resume_writing()
-
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
         self._end_head()
         self._received = None
         self._messages.clear()
@@ -457,7 +444,7 @@ class _Protocol(ReadsInTurn):
         if self._current_request is None or (turn := self._server.ends.ask(self.tenant)) is None:
             super().connection_lost(exc)
         else:
-            turn.add_done_callback(lambda _: ReadsInTurn.connection_lost(self, exc))
+            turn.add_done_callback(lambda _: EndsUnread.connection_lost(self, exc))
 
     def handle_error(
         self,

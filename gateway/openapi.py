@@ -41,8 +41,11 @@ from shared.errors import (
     ModelNotFound,
     NotReady,
     Overloaded,
+    PermissionDenied,
     QuotaUnavailable,
+    RequestAborted,
     RouteNotFound,
+    TotalTimeout,
     Unauthenticated,
 )
 from shared.openai import AbortResponse, ErrorEnvelope, Model, ModelList
@@ -55,7 +58,13 @@ INTERNAL: Final = frozenset({"penstock"})
 
 _EVERYWHERE: Final = (InvalidRequest, InternalError, NotReady, Overloaded)
 """Errors that any request may get; of each class, the codes of its subclasses too."""
-_KNOWN_CALLERS: Final = (Unauthenticated, IdentityUnavailable, QuotaUnavailable)
+_KNOWN_CALLERS: Final = (
+    *(Unauthenticated, PermissionDenied, IdentityUnavailable, QuotaUnavailable),
+    *(
+        RequestAborted,
+        TotalTimeout,
+    ),  # each has an id by which it can be ended, and a time
+)
 
 
 @cache
@@ -143,7 +152,8 @@ def _proxied(endpoint: Endpoint) -> Json:
             },
             "x-event-schema": ref(endpoint.event),
         }
-    names = "x-request-id", "server-timing", "x-penstock-ignored-fields", *RATE_LIMITS
+    own = "x-penstock-ignored-fields", "x-penstock-fallback"
+    names = "x-request-id", "server-timing", *own, *RATE_LIMITS
     whole = {"description": "The answer.", "content": content, "headers": headers_of(*names)}
     return {
         "summary": endpoint.summary,

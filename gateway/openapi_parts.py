@@ -126,7 +126,7 @@ def header(description: str, pattern: str | None = None) -> Json:
 
 RATE_LIMITS: Final = tuple(
     f"x-ratelimit-{what}-{unit}"
-    for unit in ("requests", "tokens")
+    for unit in ("requests", "tokens", "tokens-day", "tokens-month")
     for what in ("limit", "remaining", "reset")
 )
 HEADERS: Final[Mapping[str, Json]] = {

@@ -133,9 +133,7 @@ class Pipeline:
 
     async def run(self, exchange: Exchange, endpoint: Endpoint) -> None:
         """Answer one request. Raises ApiError, ClientGone or CancelledError; by then all is settled."""
-        principal = await self.authenticate(exchange)
-        if (turn := self._turns.ask(principal.tenant)) is not None:
-            await turn
+        principal = await self.begin(exchange)
         try:
             await self._take_seat(exchange, principal, endpoint)
             dispatched = await self._dispatch(exchange, principal, endpoint)
@@ -244,6 +242,13 @@ class Pipeline:
         generates = isinstance(request, PromptRequest)
         decision = await self._quotas.enter(exchange.reservation, subjects, needs_tokens=generates)
         self._apply_decision(exchange, decision, 1 if generates else 0)
+
+    async def begin(self, exchange: Exchange) -> Principal:
+        """Wait for the caller's turn, and return who it is. Raises as `authenticate` does."""
+        principal = await self.authenticate(exchange)
+        if (turn := self._turns.ask(principal.tenant)) is not None:
+            await turn
+        return principal
 
     async def authenticate(self, exchange: Exchange) -> Principal:
         """The caller. Raises Unauthenticated, IdentityUnavailable, and PermissionDenied where it may not use

@@ -11,8 +11,9 @@ import asyncio
 import gc
 import itertools
 import signal
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,13 +26,13 @@ from gateway.listener_tls import ListenerTls, tls_of
 from gateway.workers.channel import WorkerStart
 from gateway.workers.process import ChildWorker, Worker
 from shared import logs
-from shared.config import to_toml
 from shared.exit_codes import ExitCode
 from shared.lifecycle import Phase, on_stop_signals
 from shared.loops import watch_lag
 from shared.socket_directory import SocketDirectory
 
 if TYPE_CHECKING:
+    from gateway.workers.accepted import Accepted
     from gateway.workers.place import Launch
     from gateway.workers.supervisor import Supervisor
 
@@ -49,11 +50,9 @@ async def serve(config: GatewayConfig, path: Path, worker: WorkerStart | None = 
     stop, hurry = _stop_signals()
     watch_lag()
     async with Gateway(config, path=path, worker=worker) as gateway:
-        if worker is not None and worker.is_replacement:
-            await gateway.reload()
         hangup = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
-        reloading = asyncio.create_task(_reload_at(hangup, gateway))
+        reloading = asyncio.create_task(_reload_at(hangup, gateway.reload))
         collect_rarely()
         await stop.wait()
         is_clean = await gateway.drain(hurry)
@@ -68,13 +67,13 @@ def collect_rarely() -> None:
     gc.set_threshold(YOUNG_MAX)
 
 
-async def _reload_at(hangup: asyncio.Event, gateway: Gateway) -> None:
+async def _reload_at(hangup: asyncio.Event, reload: Callable[[], Awaitable[object]]) -> None:
     """Reload at each signal."""
     while True:
         await hangup.wait()
         hangup.clear()
         try:
-            await gateway.reload()
+            await reload()
         except Exception:
             log.exception("gateway.reload_failed")
 
@@ -90,21 +89,26 @@ def _stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
 
 
 async def supervise(config: GatewayConfig, path: Path) -> ExitCode:
-    """Run several workers until a stop signal; a second one hurries their drain. Raises ListenFailed and
-    UnusableTls."""
+    """Run several workers until a stop signal; a second one hurries their drain. Raises ConfigError,
+    ListenFailed and UnusableTls."""
+    from gateway.workers.accepted import Accepted
     from gateway.workers.place import GaveUp
     from gateway.workers.supervisor import Supervisor  # a single gateway has no use for it
 
     stop, hurry = _stop_signals()
     watch_lag()
     async with AsyncExitStack() as stack:
-        launch, port = _launcher(stack, config, path)
+        accepted, hangup = Accepted(config, path), asyncio.Event()
+        launch, port = _launcher(stack, config, accepted, path)
         drain_s = config.timeouts.drain_delay_s + config.timeouts.drain_s
         supervisor = Supervisor(config.workers, launch, drain_s)
         admin_tls = tls_of(config.admin.tls)
-        admin_port = await _front(stack, supervisor, config, admin_tls)
+        again = partial(_reload_at, hangup, accepted.reload)
+        await stack.enter_async_context(Background({"configuration": accepted.watch, "hangups": again}))
+        admin_port = await _front(stack, supervisor, config, admin_tls, accepted)
         stack.push_async_callback(supervisor.kill)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hang_up, supervisor, admin_tls)
+        hang_up = partial(_hang_up, supervisor, admin_tls, hangup)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
         try:
             await supervisor.start(stop)
             if supervisor.lifecycle.phase is Phase.READY:
@@ -118,7 +122,9 @@ async def supervise(config: GatewayConfig, path: Path) -> ExitCode:
         return await supervisor.drain(hurry)
 
 
-def _launcher(stack: AsyncExitStack, config: GatewayConfig, path: Path) -> tuple[Launch, int]:
+def _launcher(
+    stack: AsyncExitStack, config: GatewayConfig, accepted: Accepted, path: Path
+) -> tuple[Launch, int]:
     """The function that starts workers, and the port that they share. Raises ListenFailed."""
     from gateway.workers.supervisor import hold_port
 
@@ -133,29 +139,34 @@ def _launcher(stack: AsyncExitStack, config: GatewayConfig, path: Path) -> tuple
             f"cannot listen on {address.host}:{address.port}: {error.strerror or error}"
         ) from error
     port: int = held.getsockname()[1]
-    text, starts = to_toml(config), itertools.count()
+    starts = itertools.count()
 
     async def launch(index: int, is_replacement: bool, drained: Sequence[str]) -> Worker:
-        socket = str(directory.path / f"{index}-{next(starts)}")
+        socket, text = str(directory.path / f"{index}-{next(starts)}"), await accepted.text()
         return await ChildWorker.start(WorkerStart(text, index, port, socket, is_replacement, drained), path)
 
     return launch, port
 
 
-def _hang_up(supervisor: Supervisor, admin_tls: ListenerTls | None) -> None:
+def _hang_up(supervisor: Supervisor, admin_tls: ListenerTls | None, hangup: asyncio.Event) -> None:
     """Have everything read again, as SIGHUP asks."""
+    hangup.set()
     supervisor.signal(signal.SIGHUP)
     if admin_tls is not None:
         admin_tls.reload()
 
 
 async def _front(
-    stack: AsyncExitStack, supervisor: Supervisor, config: GatewayConfig, tls: ListenerTls | None
+    stack: AsyncExitStack,
+    supervisor: Supervisor,
+    config: GatewayConfig,
+    tls: ListenerTls | None,
+    accepted: Accepted,
 ) -> int | None:
     """Open the admin listener. Returns its port; None where there is none. Raises ListenFailed."""
     from gateway.workers.front import Front
 
     if tls is not None:
         await stack.enter_async_context(Background({"admin listener's certificates": tls.watch}))
-    front = Front(supervisor, shares_usage=config.quotas.store == "redis")
+    front = Front(supervisor, accepted.reload, shares_usage=config.quotas.store == "redis")
     return await listen_for_operators(stack, front.handle, config, tls)

@@ -117,7 +117,7 @@ GATEWAY_LEVELS = (
         "hedging",
     },
     {"discovery", "foreign_loads", "foreign_fields", "admin_openapi"},
-    {"exchange", "directory", "usage_api", "replica_api"},
+    {"exchange", "directory", "usage_api", "replica_api", "model_lists"},
     {"outbound", "requests_api", "limits_api", "console", "dispatch"},
     {"pipeline", "admin"},  # the only one that knows the order of the stages
     {"edge", "accepting"},

@@ -9,9 +9,10 @@ Rules:
 3. With a webhook, `FILE.sent` says how many bytes were taken: the file's inode and the number. It is replaced
    by renaming, after the webhook has answered. So what was taken may be sent twice after a crash, and is
    never passed over. While the disk takes no note, as a full one, the process itself knows what was taken.
-4. What was taken is cut off once that is `COMPACT_LEN` bytes, and at least half of the file: a copy of the
-   rest takes the file's place. A copy that is not whole, as on a full disk, is thrown away, and made again
-   after the next batch.
+4. What was taken is cut off once that is `COMPACT_LEN` bytes, or half of what the file may hold where that
+   is less, and at least half of the file: a copy of the rest takes the file's place. A copy that is not
+   whole, as on a full disk, is thrown away, and made again until it is whole. So a file that is full has room
+   again once what it holds was taken, also where the process was ended in between.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class Spool:
             self._fd = self._open()
         except OSError as error:
             raise ConfigError([f"accounting.file: {error}"]) from None
+        self._compact_len: Final = COMPACT_LEN if len_max is None else min(COMPACT_LEN, len_max // 2)
         self._sent = 0 if len_max is None else self._read_sent()
-        self._is_noted = True
+        self._is_noted = False
         self._size = os.fstat(self._fd).st_size
 
     @property
@@ -120,7 +122,7 @@ class Spool:
             self._note()
 
     def note(self) -> None:
-        """Write how much was taken, unless that is written. Raises OSError."""
+        """Write how much was taken, and cut it off where that is due, unless that is done. Raises OSError."""
         with self._lock:
             if not self._is_noted:
                 self._note()
@@ -161,11 +163,11 @@ class Spool:
 
     def _note(self) -> None:
         try:
-            if self._sent >= COMPACT_LEN and 2 * self._sent >= self._size:
+            if self._sent >= self._compact_len and 2 * self._sent >= self._size:
                 self._compact()  # first: the note may need the room that this frees
         finally:
             self._write_sent()
-            self._is_noted = True
+        self._is_noted = True
 
     def _compact(self) -> None:
         """Rule 4."""

@@ -101,11 +101,13 @@ class Client:
         self.response = _begun(status, keep_alive)
         self._is_stream = headers["content-type"].startswith("text/event-stream")
         first = _CHUNK % (len(body), body) if body and self.is_chunked else body
-        begun = "\r\n".join([*lines, "", ""]).encode() + first
-        request.writer.output_size = len(begun)  # how aiohttp's error handling knows that it comes too late
-        for at in range(0, len(begun), PIECE_LEN):
-            if not self.write_framed(begun[at : at + PIECE_LEN]):
-                await self.drain()
+        head = "\r\n".join([*lines, "", ""]).encode()
+        request.writer.output_size = len(head)  # how aiohttp's error handling knows that it comes too late
+        # No copy is made of a long body, which many answers may share.
+        for data, start in ((head + first[:PIECE_LEN], 0), (first, PIECE_LEN)):
+            for at in range(start, len(data), PIECE_LEN):
+                if not self.write_framed(data[at : at + PIECE_LEN]):
+                    await self.drain()
 
     def write_nowait(self, data: bytes) -> bool:
         """Gives `data`, which is not empty, to the transport, at once. Returns whether there is room for

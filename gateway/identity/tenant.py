@@ -6,7 +6,7 @@ to others is nobody's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView
+from collections.abc import Collection, Iterable, KeysView
 from dataclasses import replace
 from typing import Final, get_args
 
@@ -22,16 +22,20 @@ TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
 """From the lowest to the highest."""
 
 
+Rights = tuple[tuple[str, ...], tuple[str, ...]]
+"""The names of the models that a tenant may use, and of those that one of its callers may."""
+
+
 class TenantPolicy:
     """Models and tenants at one moment. Immutable: a reload builds another."""
 
-    __slots__ = ("_fallback", "_models", "_names", "_tenants", "_tiers")
+    __slots__ = ("_fallback", "_names", "_tenants", "_tiers", "models")
 
     def __init__(
         self, models: Iterable[ModelConfig], tenants: Iterable[TenantConfig], tiers: TiersConfig
     ) -> None:
-        self._models: Final = tuple(models)
-        self._names: Final = {name: model for model in self._models for name in model.names}
+        self.models: Final = tuple(models)
+        self._names: Final = {name: model for model in self.models for name in model.names}
         self._fallback: Final = self._names.pop(ANY, None)
         self._tiers: Final = tiers
         self._tenants: Final[dict[TenantId, TenantConfig]] = {}
@@ -43,7 +47,7 @@ class TenantPolicy:
 
     def changed(self, put: Iterable[TenantConfig], removed: Iterable[TenantId]) -> TenantPolicy:
         """Another policy, with some tenants added or replaced and some removed."""
-        other = TenantPolicy(self._models, (), self._tiers)
+        other = TenantPolicy(self.models, (), self._tiers)
         other._tenants.update(self._tenants)
         other._add(put)
         for tenant in removed:
@@ -75,7 +79,7 @@ class TenantPolicy:
     def is_some_without_limits(self) -> bool:
         """True if a tenant without limits may use a model that adds none. Each tenant and each model is
         looked at once."""
-        free = frozenset(model.name for model in self._models if model.limits == NO_LIMITS)
+        free = frozenset(model.name for model in self.models if model.limits == NO_LIMITS)
         return any(tenant.limits == NO_LIMITS and _is_free(tenant, free) for tenant in self._tenants.values())
 
     def resolve(self, principal: Principal, name: str | None) -> ModelConfig:
@@ -86,9 +90,9 @@ class TenantPolicy:
             InvalidRequest: no name, and several models.
         """
         if name is None:
-            if len(self._models) > 1:
+            if len(self.models) > 1:
                 raise InvalidRequest("model is required, because several are served.", param="model")
-            name = self._models[0].name
+            name = self.models[0].name
         model = self._names.get(name, self._fallback)
         if model is None or not self._allows(principal, model):
             shown = name[:NAME_SHOWN_LEN]
@@ -99,10 +103,19 @@ class TenantPolicy:
 
     def visible(self, principal: Principal) -> list[tuple[str, ModelConfig]]:
         """Every name that this caller may ask for, aliases too (`*` is no name)."""
-        return [(name, model) for name, model in self._names.items() if self._allows(principal, model)]
+        own, callers = map(frozenset, self.rights(principal))  # either may name thousands
+        return [
+            (name, model)
+            for name, model in self._names.items()
+            if _allows(own, model) and _allows(callers, model)
+        ]
+
+    def rights(self, principal: Principal) -> Rights:
+        """What decides which models this caller may use."""
+        return self._tenants[principal.tenant].models, principal.models
 
     def _allows(self, principal: Principal, model: ModelConfig) -> bool:
-        return _allows(self._tenants[principal.tenant].models, model) and _allows(principal.models, model)
+        return all(_allows(allowed, model) for allowed in self.rights(principal))
 
 
 def check_endpoint(principal: Principal, path: str) -> None:
@@ -125,5 +138,5 @@ def _is_free(tenant: TenantConfig, free: frozenset[str]) -> bool:
     return bool(own.difference(limited))
 
 
-def _allows(allowed: tuple[str, ...], model: ModelConfig) -> bool:
+def _allows(allowed: Collection[str], model: ModelConfig) -> bool:
     return ANY in allowed or model.name in allowed

@@ -43,8 +43,8 @@ def affinity_of(
         case CompletionRequest():
             beginning = _beginning(request.prompt)
             session = key_of(owner.to_bytes(8), _text(request.prompt_cache_key or beginning))
-            return Affinity(owner, session, 0, 0, prompt_len, class_of(request, tier_max))
-    return Affinity(owner, key_of(turn.to_bytes(8)), 0, 0, 0)
+            return Affinity(owner, session, 0, 0, prompt_len, class_of(request, tier_max), owner)
+    return Affinity(owner, key_of(turn.to_bytes(8)), 0, 0, 0, owner=owner)
 
 
 def class_of(request: GenerationRequest, tier_max: Tier) -> int:
@@ -73,6 +73,7 @@ def _of_chat(request: ChatRequest, owner: int, prompt_len: int, service_class: i
         prompt_len * sum(lengths[: max(system, answered)]) // whole,
         prompt_len,
         service_class,
+        owner,
     )
 
 

@@ -29,10 +29,14 @@ Rules:
    takes, while none there begins and others elsewhere do in good time (`silent`). Where all are slow, none
    is silent. Nor is one whose reports say that prompt tokens wait and that it has computed some lately: a
    giant prompt takes its time. One whose core hangs reports a queue too, but computes nothing of it.
+7. Requests that the replica answers with an error of its own (5xx) may be at fault themselves: not every
+   engine calls a mistake of its caller's by its name. So where these are all failures of the last `WINDOW_S`,
+   and of one tenant, while others were sent here as well, they neither eject it nor decide a trial.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -126,10 +130,30 @@ class Ticket(Struct, eq=False):
 
     epoch: int
     """The ejections before it was placed."""
+    tenant: int = 0
+    """The key of the tenant whose it is."""
     success: _Verdict | None = None
     """The note that is taken back if it fails after all."""
     on_late: Callable[[], None] | None = None
     """Called when its replica is found silent while it waits."""
+
+
+@dataclass(slots=True)
+class _Latest:
+    """When something of a tenant's happened last, and when the same of any other tenant's."""
+
+    tenant: int = 0
+    at_ms: int = -sys.maxsize
+    other_ms: int = -sys.maxsize
+
+    def note(self, tenant: int, now_ms: int) -> None:
+        if tenant != self.tenant:
+            self.tenant, self.other_ms = tenant, self.at_ms
+        self.at_ms = now_ms
+
+    def of_others(self, tenant: int) -> int:
+        """When it happened last for another tenant than this one."""
+        return self.other_ms if tenant == self.tenant else self.at_ms
 
 
 @dataclass(slots=True)
@@ -173,6 +197,12 @@ class Health:
     """The successes and failures of each of the last seconds, each at the second modulo the length."""
     _waiting: dict[Ticket, int] = field(default_factory=dict)
     """The streams that wait for their first event, and since when, the oldest first."""
+    _sent: _Latest = field(default_factory=_Latest)
+    """The requests that were placed here."""
+    _refused: _Latest = field(default_factory=_Latest)
+    """The failures that were errors of its own."""
+    _broke_ms: int = -sys.maxsize
+    """When there was another failure last."""
     _random: Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -197,9 +227,10 @@ class Health:
 
     # -- for requests -----------------------------------------------------------------------------
 
-    def admit(self, now_ms: int) -> Ticket:
-        """Note that a request is placed here."""
-        ticket = Ticket(self.ejections)
+    def admit(self, now_ms: int, tenant: int = 0) -> Ticket:
+        """Note that a request of this tenant's is placed here."""
+        ticket = Ticket(self.ejections, tenant)
+        self._sent.note(tenant, now_ms)
         if self.phase is not HealthPhase.WELL and self.allows(now_ms):
             if self._trial is not None and self._trial.success is not None:
                 self._breaks = False  # it goes on since then
@@ -247,6 +278,8 @@ class Health:
         has_begun = self._take_back(ticket)
         self._row += 1
         self._add(_Verdict(now_ms // 1000, is_failure=True), 1)
+        if self._is_of_its_tenant(ticket, outcome, now_ms):
+            return None
         match self.phase:
             case HealthPhase.WELL:
                 reason = Reason.TRIAL if ticket is self._decided else self._verdict(now_ms // 1000)
@@ -256,6 +289,16 @@ class Health:
             return None
         self._breaks = has_begun
         return self.eject(reason, outcome, now_ms)
+
+    def _is_of_its_tenant(self, ticket: Ticket, outcome: Outcome, now_ms: int) -> bool:
+        """Rule 7. Notes the failure."""
+        since_ms, tenant = now_ms - 1000 * WINDOW_S, ticket.tenant
+        if outcome is not Outcome.FAILED:
+            self._broke_ms = now_ms
+            return False
+        self._refused.note(tenant, now_ms)
+        is_alone = max(self._refused.of_others(tenant), self._broke_ms) < since_ms
+        return is_alone and self._sent.of_others(tenant) >= since_ms
 
     def eject(self, reason: Reason, outcome: Outcome, now_ms: int) -> Ejection:
         if self.phase is HealthPhase.WELL:

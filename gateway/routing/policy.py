@@ -107,6 +107,8 @@ class Affinity(Struct, frozen=True):
     """The tokens that were computed when its last answer was complete; at its first turn the prefix."""
     prompt_len: int
     service_class: int = DEFAULT
+    owner: int = 0
+    """The key of its model and tenant."""
 
     @property
     def stray_len(self) -> int:

@@ -2,12 +2,13 @@
 enter (`shared.socket_directory`).
 
 The worker serves on it what the admin listener of a single gateway serves, with the same handlers and the
-same authentication of operators, and for the supervisor alone:
+same authentication of operators, and for the supervisor and the other workers alone:
 
     GET  /worker/status     a `Status`: the heartbeat
     GET  /worker/metrics    its metrics in numbers (`gateway.workers.metrics`)
     POST /worker/refresh    read again what another worker has changed of keys and tenants
     POST /worker/drained    drain these replicas and no others, as operators told the other workers
+    POST /worker/ended      end these requests, as callers told other workers (`gateway.workers.siblings`)
 
 The supervisor passes on what is below `/admin/v1` alone. What a worker starts with comes over its standard
 input, since a command line is bounded and everybody can read it.
@@ -15,6 +16,7 @@ input, since a command line is bounded and everybody can read it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from http import HTTPStatus
@@ -30,6 +32,7 @@ from gateway.client.responses import json_response
 from gateway.hygiene import path_of
 from gateway.workers import metrics
 from shared.config import FILE_LEN_MAX
+from shared.ids import RequestId, TenantId
 from shared.listening import CLOSE_GRACE_S, http1_options
 from shared.probes import Health
 
@@ -38,6 +41,7 @@ STATUS: Final = "/worker/status"
 METRICS: Final = "/worker/metrics"
 REFRESH: Final = "/worker/refresh"
 DRAINED: Final = "/worker/drained"
+ENDED: Final = "/worker/ended"
 ANSWER_S: Final = 5.0
 """How long a worker may take to answer the supervisor, in seconds."""
 ANSWER_LEN_MAX: Final = 64 * 1024 * 1024
@@ -51,7 +55,7 @@ class WorkerStart(Struct, frozen=True):
 
     config: str
     """The configuration as TOML: with what variables and options said when the supervisor started, so that
-    all workers have the same, whatever became of the file."""
+    all workers have the same, whatever became of the file, and with what was accepted of the file since."""
     index: int
     """Its place among the workers."""
     port: int
@@ -59,7 +63,7 @@ class WorkerStart(Struct, frozen=True):
     socket: str
     """The path of its end of the channel."""
     is_replacement: bool
-    """True if it takes the place of one that died: what is read again has to be read before it serves."""
+    """True if it takes the place of one that died: it reads the file again before it listens."""
     drained: Sequence[str] = ()
     """The ids of the replicas that operators have drained."""
 
@@ -76,6 +80,14 @@ class Status(Struct, frozen=True):
     """Requests in progress."""
     drained: Sequence[str] = ()
     """The ids of the replicas that operators have drained, in order."""
+
+
+class Ending(Struct, frozen=True):
+    """What a caller asks to end."""
+
+    tenant: TenantId
+    request_id: RequestId
+    """The id that its requests carry."""
 
 
 class Answer(Struct, frozen=True):
@@ -118,13 +130,16 @@ class Door:
         live: Callable[[], int],
         refresh: Callable[[], Awaitable[None]],
         replicas: Drains,
+        end: Callable[[TenantId, RequestId], int],
         admin: Callable[[web.BaseRequest], Awaitable[web.Response]],
     ) -> None:
-        """`live` returns the number of requests in progress. `admin` answers what operators ask."""
+        """`live` returns the number of requests in progress. `end` ends a tenant's requests of an id, and
+        returns how many. `admin` answers what operators ask."""
         self._health: Final = health
         self._live: Final = live
         self._refresh: Final = refresh
         self._replicas: Final = replicas
+        self._end: Final = end
         self._admin: Final = admin
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
@@ -140,8 +155,18 @@ class Door:
             case "/worker/drained":
                 self._replicas.take_drained(msgspec.json.decode(await request.read(), type=list[str]))
                 return web.Response(status=HTTPStatus.NO_CONTENT)
+            case "/worker/ended":
+                endings = msgspec.json.decode(await request.read(), type=list[Ending])
+                return json_response(HTTPStatus.OK, msgspec.json.encode(await self._ended(endings)), {})
             case _:
                 return await self._admin(request)
+
+    async def _ended(self, endings: Sequence[Ending]) -> Sequence[int]:
+        counts = []
+        for one in endings:
+            counts.append(self._end(one.tenant, one.request_id))
+            await asyncio.sleep(0)  # each looks through all live requests
+        return counts
 
     def _status(self) -> Status:
         life, problems = self._health.lifecycle, self._health.problems()
@@ -187,6 +212,11 @@ class WorkerClient:
     async def drain(self, replicas: Sequence[str]) -> None:
         await self._tell(DRAINED, msgspec.json.encode(replicas))
 
+    async def end(self, endings: Sequence[Ending]) -> Sequence[int]:
+        """End requests. Returns how many it had for each."""
+        body = msgspec.json.encode(endings)
+        return await self._told("POST", ENDED, lambda told: msgspec.json.decode(told, type=list[int]), body)
+
     async def _tell(self, path: str, body: bytes) -> None:
         answer = await self.ask("POST", path, {}, body)
         if answer.status != HTTPStatus.NO_CONTENT:
@@ -208,8 +238,8 @@ class WorkerClient:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise WorkerSilent(f"{type(error).__name__}: {error}") from None
 
-    async def _told(self, method: str, path: str, read: Callable[[bytes], T]) -> T:
-        answer = await self.ask(method, path, {}, b"")
+    async def _told(self, method: str, path: str, read: Callable[[bytes], T], body: bytes = b"") -> T:
+        answer = await self.ask(method, path, {}, body)
         try:
             if answer.status == HTTPStatus.OK:
                 return read(answer.body)

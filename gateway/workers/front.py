@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Final
@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from gateway.admin import DIGEST_HEADER, OPERATOR, probe_response, secure
+from gateway.admin import DIGEST_HEADER, OPERATOR, RELOAD, probe_response, secure
 from gateway.admin_openapi import PATH as DOCUMENT
 from gateway.client.responses import error_response
 from gateway.console.gate import Gate
@@ -68,9 +68,18 @@ log = logs.get(__name__)
 class Front:
     """The handlers."""
 
-    def __init__(self, supervisor: Supervisor, *, shares_usage: bool, clock: Clock = SYSTEM_CLOCK) -> None:
-        """`shares_usage` is true if every worker knows the usage of all."""
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        read_again: Callable[[], Awaitable[None]],
+        *,
+        shares_usage: bool,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """`read_again` has the supervisor read the file again, whose configuration the workers that it starts
+        later have. `shares_usage` is true if every worker knows the usage of all."""
         self._supervisor: Final = supervisor
+        self._read_again: Final = read_again
         self._shares_usage: Final = shares_usage
         self._gate: Final = Gate(self._operator_of, clock)
         self._asking = 0
@@ -154,13 +163,16 @@ class Front:
         places = [place for place in self._supervisor.places if place.client is not None]
         target = f"{path}?{query}" if (query := request.rel_url.raw_query_string) else path
         asked = method, target, headers, body
-        match rule_of(method, path, shares_usage=self._shares_usage):
+        match rule := rule_of(method, path, shares_usage=self._shares_usage):
             case Rule.EVERY:
-                return await self._every(places, asked)
+                answer = await self._every(places, asked)
             case Rule.CHANGE:
-                return await self._change(places, asked)
+                answer = await self._change(places, asked)
             case Rule.ONE:
-                return await self._one(places, asked)
+                answer = await self._one(places, asked)
+        if (rule is Rule.CHANGE or path == RELOAD) and answer.status < HTTPStatus.BAD_REQUEST:
+            await self._read_again()  # else a worker that starts next may not know of the change
+        return answer
 
     async def _one(self, places: Sequence[Place], asked: _Asked) -> Answer:
         for place in places:

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from gateway.accounting_config import AccountingConfig
+from gateway.accounting_config import MIB, AccountingConfig
 from gateway.admission.quota import ReservationId
 from gateway.admission.usage import Payer, Used
 from gateway.app import Gateway
@@ -254,6 +254,47 @@ def test_a_full_spool_takes_whole_lines_and_says_how_many(file: Path) -> None:
     assert writer.append([b"1234\n", b"5678\n", b"9\n"]) == 2
     assert writer.append([b"0\n"]) == 0
     assert file.read_bytes() == b"1234\n5678\n"
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_spool_of_the_smallest_size_takes_lines_for_ever(file: Path, *, is_ended: bool) -> None:
+    """Also where its process was ended, or the disk full, when all lines were taken and none was cut off."""
+    line, len_max = b"x" * 299 + b"\n", MIB
+    writer = Spool(file, len_max)
+    for _ in range(3):
+        assert writer.append([line] * 4000) > 1000, "there is room again"
+        assert writer.append([line] * 60) == 0, "it is full"
+        with pytest.MonkeyPatch.context() as patch:
+            if is_ended:
+                patch.setattr(Spool, "_compact", full_disk)
+            while (batch := writer.next_batch()) is not None:
+                with suppress(OSError):
+                    writer.sent(batch)
+        if is_ended:
+            writer.close()
+            writer = Spool(file, len_max)
+        writer.note()
+        assert file.stat().st_size <= len_max / 2
+
+
+def full_disk(_: Spool) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_a_full_disk_kept_from_being_cut_off_is_cut_off_without_another_line(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool, "COMPACT_LEN", 5)
+    writer = Spool(file, 10)
+    assert writer.append([b"1234\n", b"5678\n"]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "_compact", full_disk)
+        batch = writer.next_batch()
+        assert batch is not None
+        with pytest.raises(OSError, match="No space left"):
+            writer.sent(batch)
+    writer.note()
+    assert writer.append([b"9012\n", b"3456\n"]) == 2
 
 
 # -- the webhook ----------------------------------------------------------------------------------

@@ -329,6 +329,20 @@ async def test_abort_by_delete_ends_a_unary_request_with_499(house: House) -> No
     await house.at_rest()
 
 
+async def test_abort_by_delete_does_not_end_itself_when_it_has_the_same_id(
+    streaming: tuple[House, Any],
+) -> None:
+    house, read = streaming
+    url, headers = f"{house.url}/v1/requests/mine", house.headers | {"x-request-id": "mine"}
+    for aborted in (1, 0):
+        async with house.client.delete(url, headers=headers) as answer:
+            assert answer.status == 200
+            assert await answer.json() == {"id": "mine", "aborted": aborted}
+        if aborted:
+            assert b"request_aborted" in await read()
+    assert sorted(line["end_reason"] for line in await house.lines(3)) == ["aborted", "ok", "ok"]
+
+
 async def test_abort_by_delete_ends_only_requests_of_the_same_tenant(streaming: tuple[House, Any]) -> None:
     house, _ = streaming
     other = {"authorization": "Bearer other-key"}

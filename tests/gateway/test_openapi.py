@@ -9,11 +9,14 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+import aiohttp
 import msgspec
 import pytest
 import schemathesis
 
 from gateway import edge, openapi
+from gateway.app import Gateway
+from gateway.config import load
 from gateway.edge_config import LimitsConfig
 from gateway.endpoints import ENDPOINTS
 from shared.bench.cpu import resident_bytes
@@ -30,10 +33,22 @@ from shared.openai import (
     Usage,
 )
 from shared.sse import CLOSING_HEADER, encode_closing
-from tests.gateway.conftest import KEY, House, Open, error_of, until
+from tests.gateway.conftest import CHAT, KEY, House, Open, error_of, settings, until
 from tests.gateway.described import EXAMPLES, asked_of
-from tests.gateway.fake_engine import HEADERS, Script, Seen, chunk, closing, stream
+from tests.gateway.fake_engine import (
+    HEADERS,
+    FakeEngine,
+    Script,
+    Seen,
+    byte_bundle,
+    chunk,
+    closing,
+    stream,
+    unary,
+)
 
+PLAIN: Final = {"content-type", "content-length", "date", "server"}
+"""The headers that any answer of HTTP has."""
 API: Final = Path(__file__).parents[2] / "shared/API.md"
 
 
@@ -101,6 +116,45 @@ def test_a_field_is_described_with_its_bounds_and_its_meaning() -> None:
     assert fields["tools"]["enum"] == [None, []]
     assert "penstock" not in fields, "the gateway's own"
     assert "PromptExtension" not in schemas
+
+
+async def test_every_header_of_an_answer_is_described() -> None:
+    limits = {
+        "requests_per_min": 60,
+        "tokens_per_min": 10**6,
+        "tokens_per_day": 10**6,
+        "tokens_per_month": 10**6,
+    }
+    spare = {"name": "spare", "upstream_model": "tiny"}
+    async with FakeEngine(bundle=byte_bundle()) as engine:
+        engine.script = unary()
+        models = [
+            {"name": "tiny", "fallback": ["spare"], "replicas": ["http://127.0.0.1:1"]},
+            {**spare, "replicas": [engine.url]},
+        ]
+        gateway = Gateway(load(settings(engine.url, models=models, tenant={"limits": limits}), {}))
+        async with gateway, aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"}) as client:
+            url, paths = f"http://127.0.0.1:{gateway.port}", described()["paths"]
+            for method, path, body in (
+                ("get", "/v1/models", None),
+                ("delete", "/v1/requests/{id}", None),
+                ("post", "/v1/chat/completions", {**CHAT, "made_up": 1}),
+            ):
+                async with client.request(method, url + path.replace("{id}", "r1"), json=body) as answer:
+                    assert answer.status == 200, await answer.text()
+                    own = {name.lower() for name in answer.headers}
+                told = paths[path][method]["responses"]["200"]["headers"].keys()
+                assert own - PLAIN <= told
+                if method == "post":
+                    assert told == own - PLAIN
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{id}", "/v1/requests/{id}"])
+def test_what_a_request_that_no_engine_answers_may_be_refused_with_is_described(path: str) -> None:
+    """A key may be restricted to other endpoints, and any request can be ended by its id."""
+    operations = described()["paths"][path]
+    told = operations["delete" if "requests" in path else "get"]["responses"]
+    assert {"401", "403", "404", "499", "503", "504"} <= told.keys()
 
 
 # -- what it says holds ---------------------------------------------------------------------------

@@ -251,7 +251,11 @@ def test_requests_without_a_prompt_go_round() -> None:
 
 def test_tenants_do_not_share_keys() -> None:
     request = CompletionRequest(model="m", prompt="Once")
-    assert affinity_of(request, "m", "a", 1, 1).session != affinity_of(request, "m", "b", 1, 1).session
+    one, other = (affinity_of(request, "m", tenant, 1, 1) for tenant in "ab")
+    assert one.session != other.session
+    assert one.owner != other.owner
+    chat = ChatRequest(model="m", messages=[ChatMessage("user", "Once")])
+    assert affinity_of(chat, "m", "a", 1, 1).owner == one.owner
 
 
 @pytest.mark.parametrize("prompt", ["x" * 3000, ["x" * 3000, "y"], [7] * 3000, [[7] * 3000, [8]]])

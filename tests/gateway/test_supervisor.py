@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import os
 import signal
 import socket
+import tomllib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,6 +30,7 @@ from shared.exit_codes import ExitCode
 from shared.lifecycle import Phase
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import PATIENCE_S, settings, until
+from tests.gateway.test_process import toml
 
 
 class StubClient:
@@ -331,6 +335,48 @@ async def test_the_exit_status_is_that_of_a_worker_that_cannot_start(
     monkeypatch.setattr(ChildWorker, "start", staticmethod(start))
     config = load(settings("http://127.0.0.1:1", admin={"port": 0}), {}, {"workers": "2"})
     assert await supervise(config, tmp_path / "gateway.toml") is ExitCode.UNUSABLE_CONFIG
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, log: io.StringIO) -> list[WorkerStart]:
+    """What each worker was started with. The first dies once the file has been read and refused."""
+    starts: list[WorkerStart] = []
+
+    async def start(start: WorkerStart, _: Path) -> Worker:
+        starts.append(start)
+        worker = StubWorker(start.index, len(starts))
+        if len(starts) == 1:
+            dying = asyncio.create_task(until(lambda: '"config.rejected"' in log.getvalue()))
+            dying.add_done_callback(lambda _: worker.die(-signal.SIGKILL))
+        return worker
+
+    monkeypatch.setattr(ChildWorker, "start", staticmethod(start))
+    return starts
+
+
+@pytest.mark.parametrize("is_revoked_before", [True, False])
+async def test_a_replacement_starts_with_the_newest_configuration_that_was_accepted(
+    tmp_path: Path, started: list[WorkerStart], log: io.StringIO, is_revoked_before: bool
+) -> None:
+    """Not with the one of the supervisor's start, in which a key may work that was revoked since then."""
+    file, text = tmp_path / "gateway.toml", toml("http://127.0.0.1:1", "[admin]\nport = 0\n")
+    file.write_text(text)
+    supervising = asyncio.create_task(supervise(load(file, {}, {"workers": "2"}), file))
+    try:
+        await until(lambda: log.getvalue().count('"worker.serving"') == 2)
+        if is_revoked_before:
+            file.write_text(text.replace('id = "k1"', 'id = "k1"\ndisabled = true'))
+            os.kill(os.getpid(), signal.SIGHUP)
+            await until(lambda: '"config.reloaded"' in log.getvalue())
+        file.write_text(f"{text}\n[[keys]]\nid = 'without a hash'")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: len(started) == 3)
+    finally:
+        supervising.cancel()
+        await asyncio.gather(supervising, return_exceptions=True)
+    [key] = load(tomllib.loads(started[2].config), {}).keys
+    assert started[2].is_replacement
+    assert key.disabled is is_revoked_before
 
 
 async def test_a_port_that_is_taken_ends_the_supervisor_before_any_worker_starts(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from gateway import edge
 from gateway.client.deadlines import Watch
 from shared.errors import ApiError, FirstTokenTimeout, InterTokenTimeout, RequestAborted, TotalTimeout
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
@@ -314,3 +316,36 @@ async def test_a_cancellation_from_outside_wins_over_a_timeout() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize("how", ["read no more", "closed with it", "closed as idle"])
+async def test_an_answer_that_aiohttp_writes_holds_a_connection_that_is_not_read_for_a_bounded_time(
+    open_house: Open, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Also behind the end of the connection, where its buffers hold what nobody reads."""
+    unread = web.Response(body=b"x" * 4_000_000)
+    monkeypatch.setattr(edge, "probe_response", lambda *_: unread)
+    idle_s, buffer = SOON_S if how == "closed as idle" else 60, "1KiB" if how == "read no more" else "16MiB"
+    times = {"slow_client_s": 2 * SOON_S, "idle_s": idle_s}
+    house = await open_house(timeouts=times, limits={"write_buffer_len": buffer})
+    closes = "connection: close\r\n" if how == "closed with it" else ""
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port, limit=1)
+    writer.write(f"GET /livez HTTP/1.1\r\nhost: here\r\n{closes}\r\n".encode())
+    await reader.readexactly(1)
+    assert house.gateway._public is not None
+    connections = house.gateway._public._server._connections
+    await until(lambda: not connections)
+    writer.transport.abort()
+
+
+async def test_a_request_that_is_answered_has_its_own_time_to_be_read(open_house: Open) -> None:
+    house = await open_house(timeouts={"slow_client_s": SOON_S}, tenant={"timeouts": {"slow_client_s": 60}})
+    go_on = asyncio.Event()
+    house.engine.script = stream(chunk("a"), go_on, chunk("b"))
+    async with house.chat(stream=True) as answer:
+        assert await answer.content.readuntil(b"\n\n") == chunk("a")
+        assert house.gateway._public is not None
+        [(connection, transport)] = house.gateway._public._server._connections.items()
+        connection._cut_off(transport)  # as if nothing had been read for the time that the listener gives
+        go_on.set()
+        assert (await answer.read()).startswith(chunk("b"))

@@ -6,6 +6,9 @@ import asyncio
 import io
 import itertools
 import signal
+import socket
+import time
+import tomllib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -18,12 +21,14 @@ import pytest
 from gateway.admin_listener import listen_for_operators
 from gateway.app import Gateway
 from gateway.config import GatewayConfig, load
+from gateway.identity.keys import hash_key
 from gateway.workers import front as fronts
+from gateway.workers.accepted import Accepted
 from gateway.workers.channel import Answer, WorkerClient, WorkerSilent, WorkerStart
 from gateway.workers.front import Front
 from gateway.workers.process import Worker
 from gateway.workers.supervisor import Supervisor, hold_port
-from shared.config import to_toml
+from shared.errors import Unauthenticated
 from shared.exit_codes import ExitCode
 from shared.lifecycle import Phase
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, until
@@ -32,6 +37,8 @@ from tests.gateway.test_admin import OPERATOR, operator_keys
 from tests.gateway.test_process import toml
 
 HEADERS = {"authorization": f"Bearer {KEY}"}
+OTHER = f'id = "k2"\nhash = "{hash_key("another")}"\ntenant = "acme"\n'
+GONE = 'id = "k1"\ndisabled = true'
 
 
 class Client(WorkerClient):
@@ -94,14 +101,17 @@ class House:
 
         async def launch(index: int, is_replacement: bool, drained: Sequence[str]) -> Worker:
             socket = str(self.file.parent / f"{next(count)}.sock")
-            start = WorkerStart(to_toml(config), index, self.port, socket, is_replacement, drained)
-            gateway = await Gateway(config, path=self.file, worker=start).__aenter__()
+            text = await self.accepted.text()
+            start = WorkerStart(text, index, self.port, socket, is_replacement, drained)
+            newest = load(tomllib.loads(text), {})
+            gateway = await Gateway(newest, path=self.file, worker=start).__aenter__()
             self.workers.append(InProcess(gateway, Client(socket)))
             return self.workers[-1]
 
         self.supervisor = Supervisor(2, launch, 10.0)
         stack.push_async_callback(self.supervisor.drain, asyncio.Event())
-        front = Front(self.supervisor, shares_usage=False)
+        self.accepted = Accepted(config, self.file)
+        front = Front(self.supervisor, self.accepted.reload, shares_usage=False)
         operators = replace(config, admin=replace(config.admin, port=0))
         port = await listen_for_operators(stack, front.handle, operators, None)
         assert port is not None
@@ -159,6 +169,26 @@ async def test_a_request_is_ended_whichever_worker_has_it(house: House) -> None:
         assert b"request_aborted" in await answer.read()
 
 
+async def test_a_caller_ends_its_request_whichever_worker_has_it(house: House) -> None:
+    """Also beside the socket of one that has died."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(house.file.parent / "dead.sock"))
+    house.engine.script = stream(chunk("a"), asyncio.Event())
+    ids = [f"req-{i}" for i in range(16)]
+    answers = [await house.chat(**{"x-request-id": id_}) for id_ in ids]
+    for answer in answers:
+        await answer.content.readuntil(b"\n\n")
+    assert {len(worker.gateway.live) > 0 for worker in house.workers} == {True}
+    urls = [f"http://127.0.0.1:{house.port}/v1/requests/{id_}" for id_ in ids]
+    connector = aiohttp.TCPConnector(force_close=True, limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=HEADERS) as client:
+        asked = await asyncio.gather(*map(client.delete, urls))
+        told = [await answer.json() for answer in asked]
+    assert told == [{"id": id_, "aborted": 1} for id_ in ids]
+    for answer in answers:
+        assert b"request_aborted" in await answer.read()
+
+
 async def test_a_key_that_is_created_works_at_every_worker_when_the_answer_comes(house: House) -> None:
     house.engine.script = unary()
     async with house.admin("/admin/v1/keys", "POST", json={"tenant": "acme"}) as answer:
@@ -195,6 +225,42 @@ async def test_a_place_without_a_worker_is_named_as_one_that_does_not_know_a_cha
     async with house.admin("/admin/v1/keys", "POST", json={"tenant": "acme"}) as answer:
         assert (await answer.json())["silent_workers"] == [1]
     place._worker = worker
+
+
+@pytest.mark.parametrize("how", ["by an operator", "in the file"])
+async def test_a_revoked_key_stays_so_at_a_replaced_worker_whatever_became_of_the_file(
+    house: House, how: str
+) -> None:
+    if how == "by an operator":
+        async with house.admin("/admin/v1/keys/k1", "DELETE") as answer:
+            assert answer.status == 200, await answer.text()
+    else:
+        house.file.write_text(f"{house.file.read_text()}\n[[keys]]\n{OTHER}".replace('id = "k1"', GONE))
+        async with house.admin("/admin/v1/reload", "POST") as answer:
+            assert answer.status == 200, await answer.text()
+    house.file.write_text(f"{house.file.read_text()}\n[[keys]]\nid = 'without a hash'")
+    async with house.admin("/admin/v1/reload", "POST") as answer:
+        assert answer.status == 400
+    house.workers[0].signal(signal.SIGTERM)  # which nobody sent who may
+    await until(lambda: len(house.workers) == 3 and house.supervisor.places[0].is_ready)
+    for worker in house.workers[1:]:
+        with pytest.raises(Unauthenticated):
+            worker.gateway.accounts.keys.authenticate(HEADERS["authorization"], time.time())
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+async def test_a_replacement_reads_the_file_before_it_listens_and_keeps_what_it_has_if_that_is_bad(
+    short_tmp: Path, is_good: bool
+) -> None:
+    file, text = short_tmp / "gateway.toml", toml("http://127.0.0.1:1")
+    revoked = text.replace('id = "k1"', GONE)
+    file.write_text(revoked if is_good else f"{text}\n[[keys]]\nid = 'without a hash'")
+    with hold_port("127.0.0.1", 0) as held:
+        start = WorkerStart("", 0, held.getsockname()[1], str(short_tmp / "0.sock"), is_replacement=True)
+        given = tomllib.loads(text if is_good else revoked)
+        async with Gateway(load(given, {}), path=file, worker=start) as gateway:
+            with pytest.raises(Unauthenticated):
+                gateway.accounts.keys.authenticate(HEADERS["authorization"], time.time())
 
 
 async def test_a_drained_replica_stays_so_at_a_replaced_worker(house: House) -> None:

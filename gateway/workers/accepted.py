@@ -1,0 +1,53 @@
+"""The configuration that workers start with: the newest that was accepted.
+
+Rules:
+
+1. The supervisor follows the file as each worker does (`gateway.accounts`), by the same rules, and is told of
+   it when they are. A file with mistakes changes nothing: whatever was accepted before it stays, such as the
+   revocation of a key, and else the configuration of the supervisor's start.
+2. A worker that takes the place of one that died starts with that, and reads the file again before it listens
+   (`gateway.app`). So what it says is never older than what the workers beside it go by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from gateway.accounts import AccountsReader
+from gateway.config import GatewayConfig
+from gateway.identity.caller import Identity
+from gateway.identity.jwks import KeySources
+from gateway.identity.keys import KeyTable
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.config import to_toml
+from shared.ids import TenantId
+
+
+class Accepted:
+    """The newest configuration that was accepted."""
+
+    def __init__(self, config: GatewayConfig, path: Path, clock: Clock = SYSTEM_CLOCK) -> None:
+        """`config` is that of the supervisor's start. Raises ConfigError where an issuer's keys cannot be
+        read from their file."""
+        self._sources: Final = KeySources(clock)
+        self._reader: Final = AccountsReader(config, path, clock, self._checked)
+
+    async def text(self) -> str:
+        """It as TOML."""
+        return await asyncio.to_thread(to_toml, self._reader.config)
+
+    async def reload(self) -> None:
+        """Read the file again, changed or not."""
+        await self._reader.reload()
+
+    async def watch(self) -> None:
+        """Read the file again whenever it has changed, until cancelled."""
+        await self._reader.watch()
+
+    def _checked(self, config: GatewayConfig, keys: KeyTable, _: Iterable[TenantId]) -> Identity:
+        """Nobody is identified here. Refused is what workers refuse: an issuer's file that cannot be read."""
+        self._sources.of(config.issuers)
+        return keys

@@ -1,0 +1,77 @@
+"""Errors that one tenant alone gets from a replica say nothing of it where others use it, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.routing.health import RATE_MIN, ROW_MAX, WINDOW_S, HealthPhase, Outcome
+from gateway.routing.policy import Affinity, Route
+from gateway.routing.table import key_of
+from tests.gateway.test_health import FAILURES, Replica, replicas
+
+MANY = 3 * RATE_MIN
+
+
+@pytest.fixture
+def replica() -> Replica:
+    return Replica()
+
+
+@pytest.mark.parametrize("own", [1, 2])
+def test_errors_that_one_of_several_tenants_alone_gets_eject_nobody(replica: Replica, own: int) -> None:
+    """They may be of what it asks for. `own` is the tenant; another was sent here before."""
+    replica.work(replica.health.admit(replica.now_ms, 3 - own))
+    for _ in range(MANY):
+        ticket = replica.health.admit(replica.now_ms, own)
+        assert replica.fail(ticket, Outcome.FAILED) is None
+    assert replica.allows
+
+
+@pytest.mark.parametrize("outcome", [one for one in FAILURES if one is not Outcome.FAILED])
+def test_what_no_request_can_cause_ejects_whosever_it_is(replica: Replica, outcome: Outcome) -> None:
+    replica.work(replica.health.admit(replica.now_ms, 2))
+    ended = [replica.fail(replica.health.admit(replica.now_ms, 1), outcome) for _ in range(ROW_MAX)]
+    assert ended[-1] is not None
+
+
+@pytest.mark.parametrize("second", [Outcome.FAILED, Outcome.LOST])
+def test_errors_that_another_tenant_gets_as_well_eject(replica: Replica, second: Outcome) -> None:
+    replica.work(replica.health.admit(replica.now_ms, 2))
+    for _ in range(ROW_MAX):
+        assert replica.fail(replica.health.admit(replica.now_ms, 1), Outcome.FAILED) is None
+    assert replica.fail(replica.health.admit(replica.now_ms, 2), second) is not None
+
+
+def test_errors_eject_where_the_others_were_long_ago(replica: Replica) -> None:
+    replica.work(replica.health.admit(replica.now_ms, 2))
+    replica.now_ms += 1000 * WINDOW_S + 1
+    ended = [replica.fail(replica.health.admit(replica.now_ms, 1), Outcome.FAILED) for _ in range(ROW_MAX)]
+    assert ended[-1] is not None
+
+
+def test_an_error_that_one_tenant_alone_gets_decides_no_trial(replica: Replica) -> None:
+    replica.now_ms += replica.eject().length_ms + 1000 * WINDOW_S
+    other = replica.health.admit(replica.now_ms, 2)
+    assert replica.health.note(other, Outcome.NEUTRAL, replica.now_ms) is None
+    assert replica.fail(replica.health.admit(replica.now_ms, 1), Outcome.FAILED) is None
+    assert replica.allows, "another request decides"
+    assert replica.work(replica.health.admit(replica.now_ms, 2)) is not None
+    assert replica.health.phase is HealthPhase.WELL
+
+
+def test_a_tenant_whose_requests_are_answered_with_errors_leaves_a_pool_that_others_use_whole() -> None:
+    pool, _ = replicas("http://a:1", "http://b:1", "http://c:1")
+    sent = set()
+    for session in range(1, 64):
+        place = pool.place("m", Affinity(0, key_of(b"%d" % session), 0, 0, 1, owner=2))
+        assert place is not None
+        sent.add(place.replica.id)
+        pool.began(place)
+        pool.release(place, Outcome.WORKED)
+    assert len(sent) == 3
+    for session in range(1, 64):
+        place = pool.place("m", Affinity(0, key_of(b"%d" % session), 0, 0, 1, owner=1))
+        assert place is not None
+        assert place.route is not Route.PANIC
+        pool.release(place, Outcome.FAILED)
+        assert place.replica.health.phase is HealthPhase.WELL
