@@ -12,14 +12,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from engine.core.config import SchedulerConfig
-from engine.core.messages import (
-    AbortSequences,
-    AddSequence,
-    PauseSequences,
-    ResumeSequences,
-    SamplingParams,
-    ServiceClass,
-)
+from engine.core.messages import AbortSequences, PauseSequences, ResumeSequences, SamplingParams, ServiceClass
+from engine.core.newcomers import AddSequence
 from engine.core.swap import Preference, if_cheaper
 
 UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, stall_deadline_s=0.5)

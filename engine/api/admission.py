@@ -20,7 +20,13 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from engine.core.messages import RunnerInfo, SamplingParams, ServiceClass
+from engine.core.messages import (
+    AddPrompt,
+    RunnerInfo,
+    SamplingParams,
+    ServiceClass,
+)
+from engine.core.packing import Biases, packed
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.holding import TOKEN_BYTES
 from shared.openai import TOKENS_MAX, GenerationRequest
@@ -98,14 +104,33 @@ def plan_choices(
         raise InvalidRequest("n must be 1 where max_tokens is 0: all choices would be the same.", param="n")
     room = answer_room(request, prompts)
     seed = secrets.randbits(64) if request.seed is None else request.seed & SEED_MASK
+    shared = _sampling(request, eos_ids, defaults)
     choices = []
     for prompt_index, prompt_ids in enumerate(prompts):
         max_tokens = min(max_tokens_of(request, len(prompt_ids), limits), room)
         for i in range(n):
-            own_seed = derive_seed(seed, prompt_index, i)
-            sampling = _sampling(request, own_seed, max_tokens, eos_ids, defaults, scores=i == 0)
+            sampling = msgspec.structs.replace(
+                shared,
+                seed=derive_seed(seed, prompt_index, i),
+                max_tokens=max_tokens,
+                min_tokens=min(shared.min_tokens, max_tokens),
+                prompt_logprobs=None if i else shared.prompt_logprobs,
+            )
             choices.append(Choice(prompt_index, prompt_ids, sampling))
     return choices
+
+
+def prompts_of(choices: Sequence[Choice], n: int) -> list[AddPrompt]:
+    """The choices as the core is told of them."""
+    return [
+        AddPrompt(
+            packed(first.prompt_ids),
+            first.sampling.max_tokens,
+            first.sampling.min_tokens,
+            [choice.sampling.seed for choice in choices[at : at + n]],
+        )
+        for at, first in list(enumerate(choices))[::n]
+    ]
 
 
 # -- how much an answer may hold ------------------------------------------------------------------
@@ -230,19 +255,14 @@ def trusted_ids(
 
 
 def _sampling(
-    request: GenerationRequest,
-    seed: int,
-    max_tokens: int,
-    eos_ids: frozenset[int],
-    defaults: SamplingDefaults,
-    *,
-    scores: bool,
+    request: GenerationRequest, eos_ids: frozenset[int], defaults: SamplingDefaults
 ) -> SamplingParams:
+    """What all choices of a request share, made once: a list of biases may be long."""
     logprobs = request.logprobs_asked
     bias = request.logit_bias or {}
     return SamplingParams(
-        seed=seed,
-        max_tokens=max_tokens,
+        seed=0,
+        max_tokens=1,
         temperature=_or_default(request.temperature, defaults.temperature),
         top_k=max(_or_default(request.top_k, defaults.top_k), 0),
         top_p=_or_default(request.top_p, defaults.top_p),
@@ -250,11 +270,11 @@ def _sampling(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=_or_default(request.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=tuple((int(key), value) for key, value in bias.items() if value),
+        logit_bias=Biases.of((int(key), value) for key, value in bias.items() if value),
         stop_token_ids=tuple(sorted(stop_ids(request, eos_ids))),
-        min_tokens=min(request.min_tokens or 0, max_tokens),
+        min_tokens=request.min_tokens or 0,
         logprobs=logprobs,
-        prompt_logprobs=logprobs if scores and request.echoes else None,
+        prompt_logprobs=logprobs if request.echoes else None,
     )
 
 

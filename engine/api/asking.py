@@ -18,6 +18,7 @@ from engine.api.admission import (
     answer_len,
     cache_salt,
     plan_choices,
+    prompts_of,
     service_class,
     stop_ids,
     trusted_ids,
@@ -28,6 +29,7 @@ from engine.api.encoding import Echo
 from engine.api.exchange import Exchange
 from engine.api.model import ServedModel
 from engine.api.state import EngineState
+from engine.core.messages import AddPrompt
 from shared.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.fair_threads import Slices
 from shared.holding import Holding, weigh, weigh_long
@@ -136,6 +138,7 @@ class Asked:
     ignored_header: str
     share: Share
     choices: Sequence[Choice]
+    prompts: list[AddPrompt]
     echoes: Sequence[Echo] | None
     answer_len: int
     """The most bytes that the answer holds at any time."""
@@ -172,13 +175,17 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
     with exchange.enter("tokenize"):
         request = parsed.request
         prompts = await _prompt_ids(state, tenant, model, request, limits)
+        tokens = sum(map(len, prompts))
+        n = request.n or 1
+        # a request that finds no room costs nothing more
+        state.core.check_room(tenant, n * len(prompts), n * tokens)
         choices = plan_choices(request, prompts, limits, model.eos_ids, model.sampling)
         echoes = await _echoes(state, tenant, model, request, prompts)
     return Asked(
         is_chat=isinstance(request, ChatRequest),
         model=request.model,
         streams=bool(request.stream),
-        n=request.n or 1,
+        n=n,
         sends_usage=request.include_usage,
         sends_token_ids=bool(request.return_token_ids),
         logprobs=request.logprobs_asked,
@@ -188,6 +195,7 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
         ignored_header=parsed.ignored_header,
         share=_share(exchange, request),
         choices=choices,
+        prompts=prompts_of(choices, n),
         echoes=echoes,
         answer_len=answer_len(request, choices),
     )

@@ -101,7 +101,7 @@ class Generation:
         self._ignored = asked.ignored_header
         self._n = asked.n
         self._share = asked.share
-        self._sequences = [(choice.prompt_ids, choice.sampling) for choice in asked.choices]
+        self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
         self._prompt_lens = [len(choice.prompt_ids) for choice in asked.choices[:: asked.n]]
         lens = [len(choice.prompt_ids) for choice in asked.choices]
         self._bearer = lens.index(min(lens))
@@ -121,16 +121,17 @@ class Generation:
             output.submitted_at = submitted_at
         try:
             with self._deadlines.watch(self._expire, self._is_waiting):
-                sequences, self._sequences = self._sequences, []
+                prompts, self._prompts = self._prompts, []
                 self._handles = self._state.core.submit(
                     self._exchange.request_id,
-                    sequences,
+                    prompts,
+                    self._sampling,
                     self._outputs,
                     self._share,
                     self._deadlines.first_token_left_s,
                     self._bearer,
                 )
-                del sequences
+                del prompts
                 self._exchange.tally = self._tally(submitted_at)
                 if not self._streams:
                     self._exchange.tell_load()

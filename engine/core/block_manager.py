@@ -58,10 +58,6 @@ from engine.core.cached_pages import CachedPages
 
 PageIdentity = NewType("PageIdentity", bytes)
 
-TOKENS: Final = "I"
-"""Type code of the arrays that keep token ids: packed unsigned 32-bit integers, hashed in this form."""
-assert array(TOKENS).itemsize == 4
-
 
 def pages_for(tokens_len: int, page_size: int) -> int:
     """The number of pages that so many tokens take."""

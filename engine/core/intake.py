@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from engine.core.messages import AddSequence
+from engine.core.newcomers import AddSequence
 
 TAKEN_MAX: Final = 64
 """Newcomers of one step: 2 to 3 ms of the host's time."""

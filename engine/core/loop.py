@@ -35,7 +35,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.intake import Intake
 from engine.core.messages import (
     AbortSequences,
-    AddSequence,
+    AddRequest,
     CoreFailed,
     CoreInput,
     CoreOutput,
@@ -50,6 +50,7 @@ from engine.core.messages import (
     Runner,
     StopCore,
 )
+from engine.core.newcomers import AddSequence, sequences_of
 from engine.core.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
 from engine.core.tiers import PageDisk
@@ -166,8 +167,9 @@ class CoreLoop:
         now = self._clock.monotonic()
         for message in messages:
             match message:
-                case AddSequence():
-                    self._intake.put(message, now)
+                case AddRequest():
+                    for newcomer in sequences_of(message):
+                        self._intake.put(newcomer, now)
                 case AbortSequences(handles):
                     self._add(self._intake.take_named(handles, now), now)
                     self._scheduler.abort(handles, now)

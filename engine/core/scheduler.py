@@ -54,30 +54,30 @@ page.
 from __future__ import annotations
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
 from engine.core.allocator import Allocator
-from engine.core.block_manager import TOKENS, PageChain, pages_for
+from engine.core.block_manager import PageChain, pages_for
 from engine.core.config import SchedulerConfig
 from engine.core.cost import CostLearner
 from engine.core.deadlines import Deadlines
 from engine.core.messages import (
-    AddSequence,
     CoreStats,
     Finished,
     FinishReason,
-    Lack,
     Plan,
     RunnerInfo,
     RunResult,
+    SamplingParams,
     StepOutput,
 )
+from engine.core.newcomers import AddSequence, Prompt
 from engine.core.plan_builder import PlanBuilder
 from engine.core.planner import Planner
 from engine.core.policy import RESPONSE_RATIO, Discipline
+from engine.core.records import Lack
 from engine.core.results import Results
 from engine.core.sequence import Sequence, Status
 from engine.core.step import InFlight, News
@@ -181,14 +181,15 @@ class Scheduler:
         """Queue a sequence, or reject it when too many wait or when it can never run here."""
         assert message.handle not in self._sequences, "handles are never reused"
         self.newest = message.handle
-        if self._is_full(len(message.prompt_ids)) or not self._can_ever_run(message):
+        prompt = Prompt.of(message.prompt_ids)
+        if prompt is None or self._is_full(len(prompt)) or not self._can_ever_run(prompt, message.sampling):
             self._refuse(message.handle, FinishReason.REJECTED)
             return
         sequence = Sequence(
             handle=message.handle,
             sampling=message.sampling,
-            prompt_len=len(message.prompt_ids),
-            tokens=array(TOKENS, message.prompt_ids),
+            prompt_len=len(prompt),
+            tokens=prompt.tokens[:],
             chain=PageChain(message.cache_salt, self._runner.page_size),
             arrived_at=now,
             tenant=message.tenant,
@@ -228,11 +229,10 @@ class Scheduler:
         has_too_many = newcomers >= self._config.queue_len_max
         return has_too_many or (newcomers > 0 and tokens + prompt_len > self._config.queue_tokens_max)
 
-    def _can_ever_run(self, message: AddSequence) -> bool:
-        prompt, max_tokens = message.prompt_ids, message.sampling.max_tokens
-        if not prompt or max_tokens < 1 or min(prompt) < 0 or max(prompt) >= self._runner.vocab_size:
+    def _can_ever_run(self, prompt: Prompt, sampling: SamplingParams) -> bool:
+        if not prompt or sampling.max_tokens < 1 or max(prompt.tokens) >= self._runner.vocab_size:
             return False
-        total_len = len(prompt) + max_tokens
+        total_len = len(prompt) + sampling.max_tokens
         fits_pool = pages_for(total_len - 1, self._runner.page_size) <= self._allocator.pages.total
         return fits_pool and total_len <= self._runner.max_model_len
 

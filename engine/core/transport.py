@@ -31,7 +31,7 @@ HIGH_WATER_MARK: Final = 128
 """Messages that the socket outward queues."""
 RECEIVE_MAX: Final = 1024
 """Messages that the socket inward queues, and that one step takes in. A message behind more than the socket
-queues waits for a step more: one request alone may send 256."""
+queues waits for a step more."""
 PARENT_CHECK_MS: Final = 1000
 LINGER_MS: Final = 2000
 """The time that messages may take to leave after `close`, in milliseconds."""

@@ -8,7 +8,6 @@ import msgspec
 
 from engine.core.config import SchedulerConfig
 from engine.core.messages import (
-    AddSequence,
     Finished,
     FinishReason,
     Plan,
@@ -19,6 +18,7 @@ from engine.core.messages import (
     TimedStep,
     TokenLogprobs,
 )
+from engine.core.newcomers import AddSequence
 from engine.core.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
 from engine.core.swap import Preference, if_cheaper

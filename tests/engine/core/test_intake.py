@@ -12,7 +12,6 @@ from engine.core import intake
 from engine.core.intake import TAKEN_MAX, Intake
 from engine.core.messages import (
     AbortSequences,
-    AddSequence,
     CoreInput,
     FinishReason,
     LiftDeadlines,
@@ -20,6 +19,7 @@ from engine.core.messages import (
     ResumeSequences,
     SamplingParams,
 )
+from engine.core.newcomers import AddSequence, alone
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.test_loop import World
 
@@ -89,8 +89,8 @@ def test_a_newcomer_whose_time_is_over_when_it_is_taken_in_is_refused(
 
 def test_a_deadline_may_be_lifted_before_its_newcomer_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "TAKEN_MAX", 1)
-    flood: list[CoreInput] = [newcomer(handle) for handle in range(1, 12)]
-    hasty = [msgspec.structs.replace(newcomer(handle), first_token_s=-1.0) for handle in (12, 13)]
+    flood: list[CoreInput] = [alone(newcomer(handle)) for handle in range(1, 12)]
+    hasty = [alone(msgspec.structs.replace(newcomer(handle), first_token_s=-1.0)) for handle in (12, 13)]
     world = World([*flood, *hasty, LiftDeadlines([12])])
     world.loop.run()
     ends = dict(world.ends)
@@ -103,8 +103,8 @@ def test_a_newcomers_time_runs_while_the_loop_takes_in_others(
 ) -> None:
     """Of its tenant's twelve, one is taken in for a step: when its turn comes, eleven steps are over."""
     monkeypatch.setattr(intake, "TAKEN_MAX", 1)
-    flood: list[CoreInput] = [newcomer(handle) for handle in range(1, 12)]
-    world = World([*flood, msgspec.structs.replace(newcomer(12), first_token_s=steps * STEP_S)])
+    flood: list[CoreInput] = [alone(newcomer(handle)) for handle in range(1, 12)]
+    world = World([*flood, alone(msgspec.structs.replace(newcomer(12), first_token_s=steps * STEP_S))])
     world.loop.run()
     ends = dict(world.ends)
     assert ends[12] is reason
@@ -115,8 +115,8 @@ def test_a_victims_newcomer_is_seated_in_the_next_step_whatever_came_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intake, "TAKEN_MAX", 2)
-    flood: list[CoreInput] = [newcomer(handle) for handle in range(1, 101)]
-    world = World([*flood, newcomer(101, "victim")])
+    flood: list[CoreInput] = [alone(newcomer(handle)) for handle in range(1, 101)]
+    world = World([*flood, alone(newcomer(101, "victim"))])
     world.loop.run()
     assert 101 in [started.handle for started in world.outbox.outputs[0].started]
     assert sorted(handle for handle, _ in world.ends) == [*range(1, 102)]
@@ -133,7 +133,7 @@ def test_each_newcomer_ends_once_whatever_is_said_of_it_before_it_is_taken_in(
             batch: list[CoreInput] = []
             for _ in range(rng.randrange(12)):
                 sent += 1
-                batch.append(newcomer(sent, rng.choice("ab")))
+                batch.append(alone(newcomer(sent, rng.choice("ab"))))
             some = rng.sample(range(1, sent + 1), min(sent, 4))
             if some and rng.random() < 0.5:
                 aborted |= set(some)
