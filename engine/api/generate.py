@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from engine.api.asking import Asked, Deadlines, ask
-from engine.api.detokenizer import Detokenizer
+from engine.api.detokenizer import Detokenizer, StopStrings
 from engine.api.encoding import AnswerEncoder, ChatEncoder, CompletionEncoder, Heading
 from engine.api.exchange import Exchange, Tally
 from engine.api.model import ServedModel
@@ -109,6 +109,7 @@ class Generation:
         the first one, which begins before the others, as things stand."""
         self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
         self._output = RequestOutput(len(asked.choices), whole=not asked.streams, on_end=self._on_end)
+        self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._encoder = self._make_encoder(asked, model)
         self._awaits_scores = asked.echoes is not None and asked.logprobs is not None
@@ -377,7 +378,7 @@ class Generation:
         return ChoiceOutput(
             index,
             self._output,
-            Detokenizer(decoder, asked.stop_strings, choice.sampling.min_tokens),
+            Detokenizer(decoder, self._stops, choice.sampling.min_tokens),
             stop_token_ids=asked.stop_ids,
             keeps_entries=asked.sends_token_ids or asked.logprobs is not None,
             discards=asked.discards,
