@@ -1,7 +1,7 @@
 """Sequences that come: from the request that the API process sent to what the scheduler takes.
 
 The choices of a request share what is sent and kept of them: the sampling parameters but for their seeds, and
-the ids of their prompt.
+the ids of their prompt. What is computed of the ids alone is computed once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 import msgspec
+import numpy as np
 
+from engine.core.block_manager import PageChain
 from engine.core.messages import (
     AddPrompt,
     AddRequest,
@@ -23,12 +25,27 @@ from engine.core.packing import TOKENS, packed, unpacked
 
 
 class Prompt(Sequence[int]):
-    """The token ids of a prompt, which all of its choices share."""
+    """The token ids of a prompt, which all of its choices share, with what is computed of them alone."""
 
-    __slots__ = ("tokens",)
+    __slots__ = ("_chain", "_highest", "tokens")
 
     def __init__(self, tokens: array[int]) -> None:
         self.tokens = tokens
+        self._highest = -1
+        self._chain: PageChain | None = None
+
+    @property
+    def highest(self) -> int:
+        """The highest id. The prompt must not be empty."""
+        if self._highest < 0:
+            self._highest = int(np.frombuffer(self.tokens, np.uint32).max())
+        return self._highest
+
+    def chain(self, salt: bytes, page_size: int) -> PageChain:
+        """The page identities of one more choice. Salt and page size must be the same for all of them."""
+        if self._chain is None:
+            self._chain = PageChain(salt, page_size)
+        return self._chain.branch(len(self.tokens))
 
     @staticmethod
     def of(ids: Sequence[int]) -> Prompt | None:

@@ -59,7 +59,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from engine.core.allocator import Allocator
-from engine.core.block_manager import PageChain, pages_for
+from engine.core.block_manager import pages_for
 from engine.core.config import SchedulerConfig
 from engine.core.cost import CostLearner
 from engine.core.deadlines import Deadlines
@@ -183,14 +183,14 @@ class Scheduler:
         self.newest = message.handle
         prompt = Prompt.of(message.prompt_ids)
         if prompt is None or self._is_full(len(prompt)) or not self._can_ever_run(prompt, message.sampling):
-            self._refuse(message.handle, FinishReason.REJECTED)
+            self.refuse(message.handle, FinishReason.REJECTED)
             return
         sequence = Sequence(
             handle=message.handle,
             sampling=message.sampling,
             prompt_len=len(prompt),
             tokens=prompt.tokens[:],
-            chain=PageChain(message.cache_salt, self._runner.page_size),
+            chain=prompt.chain(message.cache_salt, self._runner.page_size),
             arrived_at=now,
             tenant=message.tenant,
             service_class=message.service_class,
@@ -204,7 +204,7 @@ class Scheduler:
             expected_s = self._planner.first_token_s(sequence, now, message.first_token_s)
             if expected_s > message.first_token_s:
                 self._tenants.leave(sequence.tenant)
-                self._refuse(message.handle, FinishReason.TOO_LATE, expected_s)
+                self.refuse(message.handle, FinishReason.TOO_LATE, expected_s)
                 return
             self._deadlines.add(sequence.first_token_by, sequence.handle)
             self._deadlines.forget(self._sequences, len(self._sequences))
@@ -216,7 +216,8 @@ class Scheduler:
         if coming_len:
             self._fetching[sequence.handle] = sequence, now + compute_s
 
-    def _refuse(self, handle: int, reason: FinishReason, expected_s: float = 0.0) -> None:
+    def refuse(self, handle: int, reason: FinishReason, expected_s: float = 0.0) -> None:
+        """End a sequence that is not queued."""
         self._news.finished.append(Finished(handle, reason, 0.0, 0.0, 0.0, 0.0, 0, 0.0, expected_s))
 
     def _wake(self, now: float) -> None:
@@ -230,7 +231,7 @@ class Scheduler:
         return has_too_many or (newcomers > 0 and tokens + prompt_len > self._config.queue_tokens_max)
 
     def _can_ever_run(self, prompt: Prompt, sampling: SamplingParams) -> bool:
-        if not prompt or sampling.max_tokens < 1 or max(prompt.tokens) >= self._runner.vocab_size:
+        if not prompt or sampling.max_tokens < 1 or prompt.highest >= self._runner.vocab_size:
             return False
         total_len = len(prompt) + sampling.max_tokens
         fits_pool = pages_for(total_len - 1, self._runner.page_size) <= self._allocator.pages.total

@@ -101,9 +101,12 @@ class Harness:
             service_class,
             first_token_s,
         )
-        self.messages[handle] = message
-        self.tokens[handle] = []
-        self.prompt_logprobs[handle] = []
+        self.take(message)
+
+    def take(self, message: AddSequence) -> None:
+        self.messages[message.handle] = message
+        self.tokens[message.handle] = []
+        self.prompt_logprobs[message.handle] = []
         self.scheduler.add(message, self.now)
 
     def abort(self, *handles: int) -> None:

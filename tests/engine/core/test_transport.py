@@ -125,6 +125,19 @@ def test_one_receive_takes_a_bounded_number_of_messages(
     assert got == [AbortSequences([handle]) for handle in range(5)]
 
 
+def test_one_receive_takes_a_bounded_number_of_bytes(
+    api: ApiSide, core: CoreTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message behind prompts of 4 MB waits for a step more, however few they are."""
+    long = AddRequest(1, "long", [AddPrompt(packed([5] * 1000), 1, 0, [1])], SamplingParams(1, 1))
+    monkeypatch.setattr(transport, "RECEIVE_LEN_MAX", 2 * len(msgspec.msgpack.encode(long)))
+    api.send(*[long] * 3)
+    lens = list[int]()
+    while sum(lens) < 3:
+        lens.append(len(core.inbox.receive(math.inf)))
+        assert lens[-1] <= 2
+
+
 def test_an_undecodable_message_is_an_error(api: ApiSide, core: CoreTransport) -> None:
     api.push.send(b"\x92\xa3add\x01")
     with pytest.raises(msgspec.ValidationError):
