@@ -20,7 +20,7 @@ from typing import Final
 
 import pytest
 
-from engine.api import admission, encoding, generate, outputs, state
+from engine.api import admission, encoding, generate, outputs, packing, state
 from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
@@ -303,7 +303,7 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
         "the engine's door": [
             [admission.ANSWER_LEN_MAX],
             [state.IN_ONE_TURN],
-            [],
+            [packing.INLINE_IDS_MAX, packing.SLICE_IDS],
             [],
             [1, admission.ANSWER_LEN_MAX],
         ],

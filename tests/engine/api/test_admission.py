@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -22,12 +23,13 @@ from engine.api.admission import (
     plan_choices,
     prompts_of,
     service_class,
+    trusted_ids,
 )
 from engine.core.messages import AddRequest, SamplingParams, ServiceClass
 from engine.core.newcomers import AddSequence, alone, sequences_of
-from engine.core.packing import Biases
+from engine.core.packing import Biases, packed
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest
+from shared.openai import ChatMessage, ChatRequest, CompletionRequest, PromptExtension
 
 CHAT = ChatRequest(model="m", messages=[ChatMessage("user", "x")])
 
@@ -148,7 +150,7 @@ def test_choices_share_what_is_long_and_are_sent_as_one_message() -> None:
     assert len(choices) == 256
     assert len({id(choice.sampling.logit_bias) for choice in choices}) == 1
     assert len({id(choice.sampling.stop_token_ids) for choice in choices}) == 1
-    sent = AddRequest(5, "r", prompts_of(choices, 2), choices[0].sampling)
+    sent = AddRequest(5, "r", prompts_of(choices, [packed(ids) for ids in prompts], 2), choices[0].sampling)
     frame = msgspec.msgpack.encode(sent)
     assert len(frame) < 12 * 1024 + 256 * 32
     came = list(sequences_of(msgspec.msgpack.decode(frame, type=AddRequest)))
@@ -156,6 +158,23 @@ def test_choices_share_what_is_long_and_are_sent_as_one_message() -> None:
     assert [list(one.prompt_ids) for one in came] == [choice.prompt_ids for choice in choices]
     assert [one.sampling for one in came] == [choice.sampling for choice in choices]
     assert len({id(one.sampling.logit_bias) for one in came}) == 1
+
+
+class Unread(list[int]):
+    """Ids that nobody may look at."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("each id was looked at")
+
+
+def test_choices_are_planned_without_a_look_at_each_id() -> None:
+    """The least and the greatest of a million were once looked for on the event loop: 33 ms."""
+    request = CompletionRequest(model="m", prompt="", n=2, max_tokens=1)
+    choices = plan_choices(request, [Unread([1, 2])] * 3, WIDE, frozenset(), SamplingDefaults())
+    assert len(choices) == 6
+    extension = PromptExtension("hash", [Unread([1, 2])])
+    told = CompletionRequest(model="m", prompt="x", penstock=extension)
+    assert trusted_ids(told, "hash", 1) is extension.prompt_ids
 
 
 def test_a_waiting_sequence_with_the_longest_lists_takes_less_than_the_memory_formula_says() -> None:
