@@ -29,7 +29,8 @@ import msgspec
 from engine.bench.virtual import timed_steps
 from engine.core.config import SchedulerConfig
 from engine.core.cost import StepCost, Work
-from engine.core.messages import AddSequence, Plan, RunResult, SamplingParams, ServiceClass
+from engine.core.messages import Plan, RunResult, SamplingParams, ServiceClass
+from engine.core.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from shared.bench import figures

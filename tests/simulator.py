@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from engine.bench.virtual import TurnWatch
 from engine.core.messages import (
     AbortSequences,
-    AddSequence,
     Finished,
     FinishReason,
     PauseSequences,
@@ -35,6 +34,7 @@ from engine.core.messages import (
     StepOutput,
     TokenLogprobs,
 )
+from engine.core.newcomers import AddSequence
 from engine.core.policy import age
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence

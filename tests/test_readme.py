@@ -20,7 +20,7 @@ from typing import Final
 
 import pytest
 
-from engine.api import admission, encoding, outputs, state
+from engine.api import admission, encoding, outputs, packing, state
 from engine.api import exchange as engine_exchange
 from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
@@ -304,7 +304,7 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
         "the engine's door": [
             [admission.ANSWER_LEN_MAX],
             [state.IN_ONE_TURN],
-            [],
+            [packing.INLINE_IDS_MAX, packing.SLICE_IDS],
             [],
             [1, admission.ANSWER_LEN_MAX],
         ],

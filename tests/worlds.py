@@ -8,18 +8,14 @@ random moments they are paused and resumed, some of them never.
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from engine.core.config import SchedulerConfig
-from engine.core.messages import (
-    AbortSequences,
-    AddSequence,
-    PauseSequences,
-    ResumeSequences,
-    SamplingParams,
-    ServiceClass,
-)
+from engine.core.messages import AbortSequences, PauseSequences, ResumeSequences, SamplingParams, ServiceClass
+from engine.core.newcomers import AddSequence, Prompt
+from engine.core.packing import TOKENS
 from engine.core.swap import Preference, if_cheaper
 
 UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, stall_deadline_s=0.5)
@@ -144,11 +140,11 @@ class _Traffic:
         now, handle = 0.0, 0
         for request in range(config.requests):
             now += rng.expovariate(1 / config.arrival_gap_s)
-            prompt_ids = self._prompt(prefixes)
+            prompt = Prompt(array(TOKENS, self._prompt(prefixes)))
             salt = bytes([rng.randrange(config.salts)])
             for _ in range(rng.randint(1, config.n_max)):
                 handle += 1
-                messages.append((now, self._add(handle, f"req_{request}", prompt_ids, salt)))
+                messages.append((now, self._add(handle, f"req_{request}", prompt, salt)))
                 if rng.random() < config.abort_share:
                     later = now + rng.expovariate(1 / 0.3)
                     messages += [(later, AbortSequences([handle]))] * rng.randint(1, 2)
@@ -156,12 +152,12 @@ class _Traffic:
                     messages += self._pauses(handle, now)
         return sorted(messages, key=lambda message: message[0])
 
-    def _add(self, handle: int, request_id: str, prompt_ids: list[int], salt: bytes) -> AddSequence:
+    def _add(self, handle: int, request_id: str, prompt: Prompt, salt: bytes) -> AddSequence:
         rng, config = self._rng, self._config
         return AddSequence(
             handle,
             request_id,
-            prompt_ids,
+            prompt,
             self._sampling(),
             salt,
             tenant=f"tenant_{rng.randrange(config.tenants)}",

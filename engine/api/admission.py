@@ -21,7 +21,13 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from engine.core.messages import RunnerInfo, SamplingParams, ServiceClass
+from engine.core.messages import (
+    AddPrompt,
+    RunnerInfo,
+    SamplingParams,
+    ServiceClass,
+)
+from engine.core.packing import Biases
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.holding import TOKEN_BYTES
 from shared.openai import TOKENS_MAX, CompletionRequest, GenerationRequest
@@ -94,21 +100,43 @@ def plan_choices(
     defaults: SamplingDefaults,
 ) -> list[Choice]:
     """The choices of a request in OpenAI's order: all `n` of the first prompt's, then those of the
-    second. Raises InvalidRequest, ContextLengthExceeded and NeverFits."""
-    _check_ids(request, prompts, limits.vocab_size)
+    second. The prompts' ids are not looked at: `engine.api.packing` has done that. Raises InvalidRequest,
+    ContextLengthExceeded and NeverFits."""
+    if not all(prompts):
+        raise InvalidRequest(f"{request.prompt_param} must not be empty.", param=request.prompt_param)
+    _check_ids(request, limits.vocab_size)
     n = request.n or 1
     if n > 1 and request.output_tokens_max == 0:
         raise InvalidRequest("n must be 1 where max_tokens is 0: all choices would be the same.", param="n")
     room = answer_room(request, prompts)
     seed = secrets.randbits(64) if request.seed is None else request.seed & SEED_MASK
+    shared = _sampling(request, eos_ids, defaults)
     choices = []
     for prompt_index, prompt_ids in enumerate(prompts):
         max_tokens = min(max_tokens_of(request, len(prompt_ids), limits), room)
         for i in range(n):
-            own_seed = derive_seed(seed, prompt_index, i)
-            sampling = _sampling(request, own_seed, max_tokens, eos_ids, defaults, scores=i == 0)
+            sampling = msgspec.structs.replace(
+                shared,
+                seed=derive_seed(seed, prompt_index, i),
+                max_tokens=max_tokens,
+                min_tokens=min(shared.min_tokens, max_tokens),
+                prompt_logprobs=None if i else shared.prompt_logprobs,
+            )
             choices.append(Choice(prompt_index, prompt_ids, sampling))
     return choices
+
+
+def prompts_of(choices: Sequence[Choice], packed: Sequence[bytes], n: int) -> list[AddPrompt]:
+    """The choices, `n` of each prompt, as the core is told of them."""
+    return [
+        AddPrompt(
+            packed[first.prompt_index],
+            first.sampling.max_tokens,
+            first.sampling.min_tokens,
+            [choice.sampling.seed for choice in choices[at : at + n]],
+        )
+        for at, first in zip(range(0, len(choices), n), choices[::n], strict=True)
+    ]
 
 
 # -- how much an answer may hold ------------------------------------------------------------------
@@ -240,33 +268,24 @@ def service_class(request: GenerationRequest, tier_max: str | None) -> ServiceCl
 _CLASSES: Final = {service_class.name.lower(): service_class for service_class in ServiceClass}
 
 
-def trusted_ids(
-    request: GenerationRequest, tokenizer_hash: str, prompts: int, vocab_size: int
-) -> list[list[int]] | None:
+def trusted_ids(request: GenerationRequest, tokenizer_hash: str, prompts: int) -> list[list[int]] | None:
     """The prompts' token ids that the gateway sent along. None where there are none, or where they were
-    not made by this model's tokenizer, or are out of range."""
+    not made by this model's tokenizer. Whether they are in range is not looked at."""
     extension = request.penstock
     if extension is None or extension.tokenizer != tokenizer_hash or len(extension.prompt_ids) != prompts:
         return None
-    if not all(ids and min(ids) >= 0 and max(ids) < vocab_size for ids in extension.prompt_ids):
-        return None
-    return extension.prompt_ids
+    return extension.prompt_ids if all(extension.prompt_ids) else None
 
 
 def _sampling(
-    request: GenerationRequest,
-    seed: int,
-    max_tokens: int,
-    eos_ids: frozenset[int],
-    defaults: SamplingDefaults,
-    *,
-    scores: bool,
+    request: GenerationRequest, eos_ids: frozenset[int], defaults: SamplingDefaults
 ) -> SamplingParams:
+    """What all choices of a request share, made once: a list of biases may be long."""
     logprobs = request.logprobs_asked
     bias = request.logit_bias or {}
     return SamplingParams(
-        seed=seed,
-        max_tokens=max_tokens,
+        seed=0,
+        max_tokens=1,
         temperature=_or_default(request.temperature, defaults.temperature),
         top_k=max(_or_default(request.top_k, defaults.top_k), 0),
         top_p=_or_default(request.top_p, defaults.top_p),
@@ -274,11 +293,11 @@ def _sampling(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=_or_default(request.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=tuple((int(key), value) for key, value in bias.items() if value),
+        logit_bias=Biases.of((int(key), value) for key, value in bias.items() if value),
         stop_token_ids=tuple(sorted(stop_ids(request, eos_ids))),
-        min_tokens=min(request.min_tokens or 0, max_tokens),
+        min_tokens=request.min_tokens or 0,
         logprobs=logprobs,
-        prompt_logprobs=logprobs if scores and request.echoes else None,
+        prompt_logprobs=logprobs if request.echoes else None,
     )
 
 
@@ -290,19 +309,13 @@ def stop_ids(request: GenerationRequest, eos_ids: frozenset[int]) -> frozenset[i
     return frozenset(request.stop_token_ids or ()) | (frozenset() if request.ignore_eos else eos_ids)
 
 
-def _check_ids(request: GenerationRequest, prompts: Sequence[list[int]], vocab_size: int) -> None:
-    prompt_param = request.prompt_param
-    for ids in prompts:
-        if not ids:
-            raise InvalidRequest(f"{prompt_param} must not be empty.", param=prompt_param)
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            raise _out_of_vocab(prompt_param, vocab_size)
+def _check_ids(request: GenerationRequest, vocab_size: int) -> None:
     if any(token >= vocab_size for token in request.stop_token_ids or ()):
-        raise _out_of_vocab("stop_token_ids", vocab_size)
+        raise out_of_vocab("stop_token_ids", vocab_size)
     if any(int(key) >= vocab_size for key in request.logit_bias or ()):
-        raise _out_of_vocab("logit_bias", vocab_size)
+        raise out_of_vocab("logit_bias", vocab_size)
 
 
-def _out_of_vocab(param: str, vocab_size: int) -> InvalidRequest:
+def out_of_vocab(param: str, vocab_size: int) -> InvalidRequest:
     message = f"{param} has a token id outside of the vocabulary, which has {vocab_size} ids."
     return InvalidRequest(message, param=param)

@@ -17,7 +17,9 @@ from engine.api.admission import (
     Limits,
     answer_len,
     cache_salt,
+    out_of_vocab,
     plan_choices,
+    prompts_of,
     service_class,
     stop_ids,
     trusted_ids,
@@ -26,8 +28,10 @@ from engine.api.core_client import Share
 from engine.api.echo import echoed
 from engine.api.exchange import Exchange
 from engine.api.model import ServedModel
+from engine.api.packing import pack
 from engine.api.rows import Echo
 from engine.api.state import EngineState
+from engine.core.messages import AddPrompt
 from shared.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.fair_threads import Slices
 from shared.holding import Holding, weigh, weigh_long
@@ -136,6 +140,7 @@ class Asked:
     ignored_header: str
     share: Share
     choices: Sequence[Choice]
+    prompts: list[AddPrompt]
     echoes: Sequence[Echo] | None
     answer_len: int
     """The most bytes that the answer holds at any time."""
@@ -171,7 +176,7 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
     parsed.require_supported()
     with exchange.enter("tokenize"):
         request = parsed.request
-        prompts = await _prompt_ids(state, tenant, model, request, limits)
+        prompts, packed = await _prompt_ids(state, tenant, model, request, limits)
         choices = plan_choices(request, prompts, limits, model.eos_ids, model.sampling)
         echoes = await _echoes(state, tenant, model, request, prompts)
     return Asked(
@@ -188,6 +193,7 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
         ignored_header=parsed.ignored_header,
         share=_share(exchange, request),
         choices=choices,
+        prompts=prompts_of(choices, packed, request.n or 1),
         echoes=echoes,
         answer_len=answer_len(request, choices),
     )
@@ -195,13 +201,26 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
 
 async def _prompt_ids(
     state: EngineState, tenant: str, model: ServedModel, request: R, limits: Limits
-) -> list[list[int]]:
-    """The token ids of each prompt: the gateway's where they can be trusted, else made here."""
+) -> tuple[list[list[int]], list[bytes]]:
+    """The token ids of each prompt, and the same packed: the gateway's where they can be trusted, else made
+    here. Raises InvalidRequest, and what `CoreClient.check_room` raises."""
+
+    async def make() -> list[list[int]]:
+        return await state.threads.run(tenant, prompt_slices(model.tokenizer, request, limits.room))
+
     prompts = prompt_count(request.prompt) if isinstance(request, CompletionRequest) else 1
-    trusted = trusted_ids(request, model.tokenizer.hash, prompts, limits.vocab_size)
-    if trusted is not None:
-        return trusted
-    return await state.threads.run(tenant, prompt_slices(model.tokenizer, request, limits.room))
+    trusted = trusted_ids(request, model.tokenizer.hash, prompts)
+    ids = await make() if trusted is None else trusted
+    n = request.n or 1
+    # a request that finds no room costs nothing more
+    state.core.check_room(tenant, n * len(ids), n * sum(map(len, ids)))
+    packed = await pack(ids, limits.vocab_size, state.threads, tenant)
+    if packed is None and trusted is not None:
+        ids = await make()
+        packed = await pack(ids, limits.vocab_size, state.threads, tenant)
+    if packed is None:
+        raise out_of_vocab(request.prompt_param, limits.vocab_size)
+    return ids, packed
 
 
 async def _echoes(

@@ -20,7 +20,8 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 from engine.api.steps import BEGINNING, GAPS_MAX, StepMark, StepRing
-from engine.core.messages import Lack, Move, ServiceClass, StepRecord
+from engine.core.messages import Move, ServiceClass
+from engine.core.records import Lack, StepRecord
 from shared.causes import COUNT_MAX, Cause, CauseCode
 
 INTERRUPTIONS_MAX: Final = 16

@@ -34,7 +34,8 @@ from engine.api.outputs import ChoiceOutput
 from engine.api.steps import StepRing
 from engine.core.messages import (
     AbortSequences,
-    AddSequence,
+    AddPrompt,
+    AddRequest,
     CoreFailed,
     CoreInput,
     CoreOutput,
@@ -54,6 +55,7 @@ from engine.core.messages import (
     StopCore,
     TokenLogprobs,
 )
+from engine.core.packing import TOKEN_LEN
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import ApiError, EngineFailed, InternalError, NotReady, Overloaded
@@ -182,43 +184,46 @@ class CoreClient:
     def submit(
         self,
         request_id: RequestId,
-        sequences: Sequence[tuple[list[int], SamplingParams]],
+        prompts: list[AddPrompt],
+        sampling: SamplingParams,
         outputs: Sequence[ChoiceOutput],
         share: Share,
         first_token_s: float = math.inf,
         bearer: int = 0,
     ) -> list[int]:
         """Queue a request's sequences, all or none, whose first token is of use for `first_token_s` seconds:
-        that of the sequence at `bearer` has to come by then. Returns their handles.
+        that of the sequence at `bearer` has to come by then. `sampling` is the first sequence's. Returns
+        their handles.
 
         Raises NotReady, EngineFailed, and Overloaded when the queue is full, or when a tenant has filled
         its part of it.
         """
-        assert len(sequences) == len(outputs)
-        tokens = sum(len(prompt_ids) for prompt_ids, _ in sequences)
-        self.check_room(share.tenant, len(sequences), tokens)
-        self._queue.acquire(share.tenant, len(sequences), alone=True)
+        lens = [len(prompt.ids) // TOKEN_LEN for prompt in prompts for _ in prompt.seeds]
+        tokens = sum(lens)
+        self.check_room(share.tenant, len(lens), tokens)
+        self._queue.acquire(share.tenant, len(lens), alone=True)
         self._queue_tokens.acquire(share.tenant, tokens, alone=True)
         self.stirred.set()
+        self._unseen[share.service_class] += tokens
         handles = []
-        for at, ((prompt_ids, sampling), output) in enumerate(zip(sequences, outputs, strict=True)):
+        for prompt_len, output in zip(lens, outputs, strict=True):
             handle = next(self._handles)
             handles.append(handle)
             self._live[handle] = output
-            self._waiting[handle] = _Waiting(share.tenant, len(prompt_ids), share.service_class)
-            self._unseen[share.service_class] += len(prompt_ids)
-            self._send(
-                AddSequence(
-                    handle,
-                    request_id,
-                    prompt_ids,
-                    sampling,
-                    share.cache_salt,
-                    share.tenant,
-                    share.service_class,
-                    first_token_s if at == bearer else math.inf,
-                )
+            self._waiting[handle] = _Waiting(share.tenant, prompt_len, share.service_class)
+        self._send(
+            AddRequest(
+                handles[0],
+                request_id,
+                prompts,
+                sampling,
+                share.cache_salt,
+                share.tenant,
+                share.service_class,
+                first_token_s,
+                bearer,
             )
+        )
         return handles
 
     def check_room(self, tenant: str, sequences: int, tokens: int) -> None:

@@ -21,6 +21,7 @@ Text made by the first `min_tokens` tokens takes no part in any match.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,23 +35,33 @@ class TextDecoder(Protocol):
     def step(self, token_id: int) -> str: ...
 
 
+class StopStrings:
+    """The stop strings of a request, with what every choice needs to find them, which is made once."""
+
+    __slots__ = ("failures", "first_chars", "stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert stops
+        assert all(stops)
+        self.stops = tuple(stops)
+        self.first_chars = frozenset(stop[0] for stop in stops)
+        self.failures = tuple(_failure_table(stop) for stop in stops)
+
+
 class StopMatcher:
     """Knuth-Morris-Pratt over several stop strings at once, one automaton each.
 
     An automaton's state is the length of the longest prefix of its stop string that is a suffix of
     the text so far: its maximum over the stop strings is exactly what must be held back. The cost is
-    linear in the text, whatever the stop strings are.
+    linear in the text, whatever the stop strings are. (A search by `str.find` and `str.endswith` is not: what
+    is held would be looked for in every length.)
     """
 
-    __slots__ = ("_failures", "_first_chars", "_states", "_stops", "held_len")
+    __slots__ = ("_states", "_strings", "held_len")
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        assert stops
-        assert all(stops)
-        self._stops = tuple(stops)
-        self._first_chars = frozenset(stop[0] for stop in stops)
-        self._failures = tuple(_failure_table(stop) for stop in stops)
-        self._states = [0] * len(stops)
+    def __init__(self, strings: StopStrings) -> None:
+        self._strings = strings
+        self._states = [0] * len(strings.stops)
         self.held_len = 0
         """Length of the longest suffix of the text so far that is the beginning of a stop string."""
 
@@ -58,7 +69,7 @@ class StopMatcher:
         """Take the next piece of text. Returns None unless a stop string completes in it, else
         (number of characters of `text` up to its end, length of the stop string); after that the
         matcher must not be used."""
-        if not self.held_len and self._first_chars.isdisjoint(text):
+        if not self.held_len and self._strings.first_chars.isdisjoint(text):
             return None  # nearly always: no stop string has begun, and none begins here
         for taken, char in enumerate(text, 1):
             if matched_len := self._advance(char):
@@ -68,11 +79,11 @@ class StopMatcher:
 
     def _advance(self, char: str) -> int:
         """Length of the longest stop string that `char` completes; 0 when it completes none."""
-        states, matched_len = self._states, 0
-        for i, stop in enumerate(self._stops):
+        states, failures, matched_len = self._states, self._strings.failures, 0
+        for i, stop in enumerate(self._strings.stops):
             state = states[i]
             while state and stop[state] != char:
-                state = self._failures[i][state - 1]
+                state = failures[i][state - 1]
             if stop[state] == char:
                 state += 1
             states[i] = state
@@ -81,10 +92,10 @@ class StopMatcher:
         return matched_len
 
 
-def _failure_table(stop: str) -> list[int]:
+def _failure_table(stop: str) -> array[int]:
     """The Knuth-Morris-Pratt table of `stop`. Entry i is the length of the longest proper prefix of
     `stop[:i + 1]` that is also its suffix."""
-    table = [0]
+    table = array("I", [0])
     for char in stop[1:]:
         state = table[-1]
         while state and stop[state] != char:
@@ -105,9 +116,9 @@ class Detokenizer:
         "stopped",
     )
 
-    def __init__(self, decoder: TextDecoder, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(self, decoder: TextDecoder, stops: StopStrings | None = None, min_tokens: int = 0) -> None:
         self._decoder = decoder
-        self._matcher = StopMatcher(stops) if stops else None
+        self._matcher = None if stops is None else StopMatcher(stops)
         self._min_tokens = min_tokens
         self._tokens = 0
         self._held = ""

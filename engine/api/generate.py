@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from engine.api.asking import Asked, Deadlines, ask
-from engine.api.detokenizer import Detokenizer
+from engine.api.detokenizer import Detokenizer, StopStrings
 from engine.api.encoding import AnswerEncoder, ChatEncoder, CompletionEncoder, Heading
 from engine.api.exchange import WRITE_LEN, Exchange, Tally
 from engine.api.model import ServedModel
@@ -99,7 +99,7 @@ class Generation:
         self._ignored = asked.ignored_header
         self._n = asked.n
         self._share = asked.share
-        self._sequences = [(choice.prompt_ids, choice.sampling) for choice in asked.choices]
+        self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
         self._prompt_lens = [len(choice.prompt_ids) for choice in asked.choices[:: asked.n]]
         lens = [len(choice.prompt_ids) for choice in asked.choices]
         self._bearer = lens.index(min(lens))
@@ -107,6 +107,7 @@ class Generation:
         the first one, which begins before the others, as things stand."""
         self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
         self._output = RequestOutput(len(asked.choices), whole=not asked.streams, on_end=self._on_end)
+        self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._encoder = self._make_encoder(asked, model)
         self._awaits_scores = asked.echoes is not None and asked.logprobs is not None
@@ -119,16 +120,17 @@ class Generation:
             output.submitted_at = submitted_at
         try:
             with self._deadlines.watch(self._expire, self._is_waiting):
-                sequences, self._sequences = self._sequences, []
+                prompts, self._prompts = self._prompts, []
                 self._handles = self._state.core.submit(
                     self._exchange.request_id,
-                    sequences,
+                    prompts,
+                    self._sampling,
                     self._outputs,
                     self._share,
                     self._deadlines.first_token_left_s,
                     self._bearer,
                 )
-                del sequences
+                del prompts
                 self._exchange.tally = self._tally(submitted_at)
                 if not self._streams:
                     self._exchange.tell_load()
@@ -374,7 +376,7 @@ class Generation:
         return ChoiceOutput(
             index,
             self._output,
-            Detokenizer(decoder, asked.stop_strings, choice.sampling.min_tokens),
+            Detokenizer(decoder, self._stops, choice.sampling.min_tokens),
             stop_token_ids=asked.stop_ids,
             keeps_entries=asked.sends_token_ids or asked.logprobs is not None,
             discards=asked.discards,

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
-from engine.core.messages import Lack, ServiceClass, StepRecord
+from engine.core.messages import ServiceClass
+from engine.core.records import Lack, StepRecord
 
 STEPS_MAX: Final = 1024
 """Records in the ring: some 300 bytes each."""

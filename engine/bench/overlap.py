@@ -30,7 +30,7 @@ import msgspec
 from engine.core.config import SchedulerConfig
 from engine.core.loop import CoreLoop
 from engine.core.messages import (
-    AddSequence,
+    AddRequest,
     CoreInput,
     CoreOutput,
     Plan,
@@ -40,6 +40,7 @@ from engine.core.messages import (
     StepOutput,
     StopCore,
 )
+from engine.core.newcomers import AddSequence, alone
 from shared.bench.figures import Figure, at_most, figure
 
 DEVICE_STEP_S: Final = 5e-3
@@ -113,9 +114,9 @@ class Clients:
             self.left -= len(message.finished)
 
 
-def _request(handle: int) -> AddSequence:
+def _request(handle: int) -> AddRequest:
     sampling = SamplingParams(seed=handle, max_tokens=OUTPUT_LEN)
-    return AddSequence(handle, f"req_{handle}", [handle] * PROMPT_LEN, sampling)
+    return alone(AddSequence(handle, f"req_{handle}", [handle] * PROMPT_LEN, sampling))
 
 
 def info(sequences: int) -> RunnerInfo:

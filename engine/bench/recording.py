@@ -18,7 +18,8 @@ import msgspec
 from engine.api.steps import StepRing
 from engine.bench.load import Load, Sample, Server, measure
 from engine.core.config import SchedulerConfig
-from engine.core.messages import AddSequence, CoreOutput, RunnerInfo, RunResult, SamplingParams, StepOutput
+from engine.core.messages import CoreOutput, RunnerInfo, RunResult, SamplingParams, StepOutput
+from engine.core.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.step import InFlight
 from engine.core.steps import StepBook

@@ -18,7 +18,6 @@ from typing import Final
 from engine.core.config import SchedulerConfig
 from engine.core.cost import StepCost, Work
 from engine.core.messages import (
-    AddSequence,
     FinishReason,
     Plan,
     RunnerInfo,
@@ -28,6 +27,7 @@ from engine.core.messages import (
     StepOutput,
     TimedStep,
 )
+from engine.core.newcomers import AddSequence
 from engine.core.planner import Planner
 from engine.core.policy import OLDEST_EVERY, RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler

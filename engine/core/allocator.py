@@ -43,8 +43,9 @@ from typing import Final
 from engine.core.block_manager import BlockManager, PageIdentity, pages_for
 from engine.core.config import SchedulerConfig
 from engine.core.cost import CostLearner
-from engine.core.messages import Lack, Move, Moved, RunnerInfo, ServiceClass
+from engine.core.messages import Move, Moved, RunnerInfo, ServiceClass
 from engine.core.plan_builder import PlanBuilder
+from engine.core.records import Lack
 from engine.core.sequence import Sequence, Status
 from engine.core.step import InFlight
 from engine.core.swap import Brought, Preference, Prefix, Swapper

@@ -51,16 +51,13 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from copy import copy
 from itertools import takewhile
 from typing import Final, NamedTuple, NewType
 
 from engine.core.cached_pages import CachedPages
 
 PageIdentity = NewType("PageIdentity", bytes)
-
-TOKENS: Final = "I"
-"""Type code of the arrays that keep token ids: packed unsigned 32-bit integers, hashed in this form."""
-assert array(TOKENS).itemsize == 4
 
 
 def pages_for(tokens_len: int, page_size: int) -> int:
@@ -69,15 +66,27 @@ def pages_for(tokens_len: int, page_size: int) -> int:
 
 
 class PageChain:
-    """The identities of one sequence's full pages, each computed once, in order, when first needed."""
+    """The identities of one sequence's full pages, each computed once, in order, when first needed.
 
-    __slots__ = ("_last", "_page_size", "_root", "identities")
+    Sequences with the same prompt may each have a `branch` of one chain: then those of the prompt's pages are
+    computed once for all of them.
+    """
+
+    __slots__ = ("_last", "_page_size", "_root", "_trunk", "_trunk_len", "identities")
 
     def __init__(self, salt: bytes, page_size: int) -> None:
         self._root = hashlib.sha256(b"penstock prefix\0" + salt).digest()
         self._page_size = page_size
+        self._trunk: PageChain | None = None
+        self._trunk_len = 0  # pages
         self._last: tuple[int, PageIdentity | None] = (0, None)  # the last answer of `identity`, by its end
         self.identities: list[PageIdentity] = []
+
+    def branch(self, tokens_len: int) -> PageChain:
+        """A chain that has the first `tokens_len` tokens in common with this one."""
+        branch = copy(self)
+        branch._trunk, branch._trunk_len, branch.identities = self, tokens_len // self._page_size, []
+        return branch
 
     def extend(self, tokens: array[int], pages_len: int) -> list[PageIdentity]:
         """The identities of at least the first `pages_len` pages of `tokens`, which must be full.
@@ -86,9 +95,13 @@ class PageChain:
         """
         identities, size = self.identities, self._page_size
         assert pages_len * size <= len(tokens)
-        for page in range(len(identities), pages_len):
-            parent = identities[-1] if identities else self._root
-            identities.append(_identity(parent, tokens[page * size : (page + 1) * size]))
+        if self._trunk is not None and len(identities) < (shared_len := min(pages_len, self._trunk_len)):
+            identities += self._trunk.extend(tokens, shared_len)[len(identities) : shared_len]
+        parent = identities[-1] if identities else self._root
+        packed, page_len = tokens[len(identities) * size : pages_len * size].tobytes(), size * tokens.itemsize
+        for at in range(0, len(packed), page_len):
+            parent = PageIdentity(hashlib.sha256(parent + packed[at : at + page_len]).digest())
+            identities.append(parent)
         return identities
 
     def identity(self, tokens: array[int], end: int) -> PageIdentity | None:

@@ -23,23 +23,21 @@ outbox when the API process has not read what was sent. The first and the last e
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from msgspec.structs import replace
-
 from engine.core.config import SchedulerConfig
 from engine.core.intake import Intake
 from engine.core.messages import (
     AbortSequences,
-    AddSequence,
+    AddRequest,
     CoreFailed,
     CoreInput,
     CoreOutput,
     CoreReady,
+    FinishReason,
     LiftDeadlines,
     PauseSequences,
     Pending,
@@ -50,6 +48,7 @@ from engine.core.messages import (
     Runner,
     StopCore,
 )
+from engine.core.newcomers import AddSequence, sequences_of
 from engine.core.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
 from engine.core.tiers import PageDisk
@@ -166,10 +165,12 @@ class CoreLoop:
         now = self._clock.monotonic()
         for message in messages:
             match message:
-                case AddSequence():
-                    self._intake.put(message, now)
+                case AddRequest():
+                    for newcomer in sequences_of(message):
+                        self._intake.put(newcomer, now)
                 case AbortSequences(handles):
-                    self._add(self._intake.take_named(handles, now), now)
+                    for handle in self._intake.drop(handles):
+                        self._scheduler.refuse(handle, FinishReason.ABORTED)
                     self._scheduler.abort(handles, now)
                 case PauseSequences(handles):
                     self._add(self._intake.take_named(handles, now), now)
@@ -177,8 +178,7 @@ class CoreLoop:
                 case ResumeSequences(handles):
                     self._scheduler.resume(handles, now)
                 case LiftDeadlines(handles):
-                    newcomers = self._intake.take_named(handles, now)
-                    self._add([replace(one, first_token_s=math.inf) for one in newcomers], now)
+                    self._intake.lift_deadlines(handles)
                     self._scheduler.lift_deadlines(handles)
                 case Ping(number):
                     self._outbox.send(Pong(number))

@@ -24,6 +24,9 @@ from typing import Protocol
 
 import msgspec
 
+from engine.core.packing import Biases
+from engine.core.records import StepRecord
+
 
 class FinishReason(IntEnum):
     """The reason for a sequence's end."""
@@ -76,7 +79,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Biases = Biases()
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the sequence when sampled, the model's end-of-sequence ids included unless the request
     ignores them."""
@@ -108,20 +111,39 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
 # -- API process -> core --------------------------------------------------------------------------
 
 
-class AddSequence(msgspec.Struct, array_like=True, frozen=True, tag="add"):
-    """Queue a sequence."""
+class AddPrompt(msgspec.Struct, array_like=True, frozen=True):
+    """The sequences of one prompt."""
+
+    ids: bytes
+    """Its token ids, packed (`engine.core.packing`)."""
+    max_tokens: int
+    min_tokens: int
+    seeds: list[int]
+    """The seed of each sequence."""
+
+
+class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
+    """Queue the sequences of a request, those of one prompt after those of another.
+
+    What they share is sent once, however many there are: biases alone may take 12 KB.
+    """
 
     handle: int
+    """The first sequence's; the others' follow without a gap."""
     request_id: str
-    prompt_ids: list[int]
+    prompts: list[AddPrompt]
     sampling: SamplingParams
+    """That of the first sequence. The others differ in what `AddPrompt` says, and only the first of each
+    prompt has `prompt_logprobs`."""
     cache_salt: bytes = b""
     """The salt of the prefix cache: only sequences with equal salts share prefixes."""
     tenant: str = ""
     """A short key of the tenant; tenants share the engine fairly."""
     service_class: ServiceClass = ServiceClass.DEFAULT
     first_token_s: float = math.inf
-    """The time from its arrival after which its first token is of no use, in seconds."""
+    """The time from its arrival after which the first token of the sequence at `bearer` is of no use, in
+    seconds."""
+    bearer: int = 0
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -162,7 +184,7 @@ class StopCore(msgspec.Struct, array_like=True, frozen=True, tag="stop"):
     """End the core now. The API process drains first, and sends this when no sequence is left."""
 
 
-CoreInput = AddSequence | AbortSequences | PauseSequences | ResumeSequences | LiftDeadlines | Ping | StopCore
+CoreInput = AddRequest | AbortSequences | PauseSequences | ResumeSequences | LiftDeadlines | Ping | StopCore
 
 
 # -- core -> API process --------------------------------------------------------------------------
@@ -330,17 +352,6 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """Counter: sequences that gave up their slots alone, to a tenant that held less."""
 
 
-class Lack(IntEnum):
-    """The reason why sequences still waited when a step was planned."""
-
-    NOTHING = 0
-    """None waited."""
-    SLOTS = 1
-    PAGES = 2
-    TURN = 3
-    """The step's tokens and time went to others."""
-
-
 class Move(IntEnum):
     """A change of what a sequence holds that its client feels."""
 
@@ -362,31 +373,6 @@ class Moved(msgspec.Struct, array_like=True, frozen=True):
     move: Move
     swapped: bool
     """True if its pages are copied to host memory, or back."""
-
-
-class StepRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The record of one step, of a constant size. It names no sequence and no tenant."""
-
-    number: int
-    interval_s: float
-    """Time from the commit before, or from the moment at which there was work again, to this commit: the gap
-    between two tokens of a sequence that decodes."""
-    step_s: float
-    """The part of it that the step took."""
-    expected_s: float
-    """The time that the learned cost of a step expected for it; 0.0 before it learned."""
-    prompts: int
-    """Rows that computed a part of a prompt."""
-    prompt_tokens: int
-    decodes: tuple[int, ...]
-    """Rows that computed a token of an answer, for each class, FLEX first."""
-    copied_pages: int
-    """Pages that were copied to host memory, and back."""
-    lack: Lack
-    holders: int
-    """Sequences that held pages after the step."""
-    held_percent: int
-    """The part of all pages that they held."""
 
 
 class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):

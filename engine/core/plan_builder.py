@@ -44,6 +44,8 @@ class PlanBuilder:
     cost: StepCost = field(default_factory=StepCost)
     seated: list[SlotAssignment] = field(default_factory=list)
     """The sequences that this plan admits, as the runner is told of them."""
+    seated_len: int = 0
+    """Their known tokens."""
     grown: dict[int, list[int]] = field(default_factory=dict)
     """The pages that page tables gain, by slot."""
     rows: list[Sequence] = field(default_factory=list)
@@ -243,10 +245,11 @@ class PlanBuilder:
         self.time_left_s -= self.cost.page_s * (self.copied_pages - self.copies_charged)
         self.copies_charged = self.copied_pages
 
-    def charge_seat(self) -> None:
+    def charge_seat(self, sequence: Sequence) -> None:
         """Take the host's time for an admission off the time for prompts. It is charged behind the sequence's
         first chunk, which so need not be shorter than the one that it was admitted for."""
         self.time_left_s -= self.cost.seat_s
+        self.seated_len += len(sequence.tokens)
 
     def drop(self, slot: int, sequence: Sequence) -> None:
         """Take back what was planned for a sequence that is preempted by this very plan."""

@@ -39,6 +39,9 @@ from engine.core.waiting import Candidate, WaitingQueue
 
 PASSED_MAX: Final = 16
 """Sequences of one tenant that one plan passes over by rule D."""
+SEATED_LEN_MAX: Final = 128 * 1024
+"""Known tokens of admitted sequences after which a plan admits no other. An admission costs the host 50 ns
+for each, also of those in the cache: its page table, and its seat, which has them all."""
 NO_CLASS: Final = -1
 HURRIED_OF: Final = 8
 """The number of running prompts of which one may be hurried: those that have run for longest."""
@@ -232,7 +235,7 @@ class Planner:
             if sequence.status is Status.RUNNING:
                 builder.add_chunk(sequence)
                 continue
-            if blocked.has(sequence) and not candidate.in_turn:
+            if builder.seated_len >= SEATED_LEN_MAX or (blocked.has(sequence) and not candidate.in_turn):
                 continue
             prefix = allocator.find_prefix(sequence)
             sequence.expected_len = len(sequence.tokens) - prefix.computed_len
@@ -289,4 +292,4 @@ class Planner:
             self.waiting.computed.add(sequence.prompt_identity)
         builder.charge_copies()
         builder.add_chunk(sequence, tokens_min=1)
-        builder.charge_seat()
+        builder.charge_seat(sequence)

@@ -54,30 +54,30 @@ page.
 from __future__ import annotations
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
 from engine.core.allocator import Allocator
-from engine.core.block_manager import TOKENS, PageChain, pages_for
+from engine.core.block_manager import pages_for
 from engine.core.config import SchedulerConfig
 from engine.core.cost import CostLearner
 from engine.core.deadlines import Deadlines
 from engine.core.messages import (
-    AddSequence,
     CoreStats,
     Finished,
     FinishReason,
-    Lack,
     Plan,
     RunnerInfo,
     RunResult,
+    SamplingParams,
     StepOutput,
 )
+from engine.core.newcomers import AddSequence, Prompt
 from engine.core.plan_builder import PlanBuilder
 from engine.core.planner import Planner
 from engine.core.policy import RESPONSE_RATIO, Discipline
+from engine.core.records import Lack
 from engine.core.results import Results
 from engine.core.sequence import Sequence, Status
 from engine.core.step import InFlight, News
@@ -181,15 +181,16 @@ class Scheduler:
         """Queue a sequence, or reject it when too many wait or when it can never run here."""
         assert message.handle not in self._sequences, "handles are never reused"
         self.newest = message.handle
-        if self._is_full(len(message.prompt_ids)) or not self._can_ever_run(message):
-            self._refuse(message.handle, FinishReason.REJECTED)
+        prompt = Prompt.of(message.prompt_ids)
+        if prompt is None or self._is_full(len(prompt)) or not self._can_ever_run(prompt, message.sampling):
+            self.refuse(message.handle, FinishReason.REJECTED)
             return
         sequence = Sequence(
             handle=message.handle,
             sampling=message.sampling,
-            prompt_len=len(message.prompt_ids),
-            tokens=array(TOKENS, message.prompt_ids),
-            chain=PageChain(message.cache_salt, self._runner.page_size),
+            prompt_len=len(prompt),
+            tokens=prompt.tokens[:],
+            chain=prompt.chain(message.cache_salt, self._runner.page_size),
             arrived_at=now,
             tenant=message.tenant,
             service_class=message.service_class,
@@ -203,7 +204,7 @@ class Scheduler:
             expected_s = self._planner.first_token_s(sequence, now, message.first_token_s)
             if expected_s > message.first_token_s:
                 self._tenants.leave(sequence.tenant)
-                self._refuse(message.handle, FinishReason.TOO_LATE, expected_s)
+                self.refuse(message.handle, FinishReason.TOO_LATE, expected_s)
                 return
             self._deadlines.add(sequence.first_token_by, sequence.handle)
             self._deadlines.forget(self._sequences, len(self._sequences))
@@ -215,7 +216,8 @@ class Scheduler:
         if coming_len:
             self._fetching[sequence.handle] = sequence, now + compute_s
 
-    def _refuse(self, handle: int, reason: FinishReason, expected_s: float = 0.0) -> None:
+    def refuse(self, handle: int, reason: FinishReason, expected_s: float = 0.0) -> None:
+        """End a sequence that is not queued."""
         self._news.finished.append(Finished(handle, reason, 0.0, 0.0, 0.0, 0.0, 0, 0.0, expected_s))
 
     def _wake(self, now: float) -> None:
@@ -228,11 +230,10 @@ class Scheduler:
         has_too_many = newcomers >= self._config.queue_len_max
         return has_too_many or (newcomers > 0 and tokens + prompt_len > self._config.queue_tokens_max)
 
-    def _can_ever_run(self, message: AddSequence) -> bool:
-        prompt, max_tokens = message.prompt_ids, message.sampling.max_tokens
-        if not prompt or max_tokens < 1 or min(prompt) < 0 or max(prompt) >= self._runner.vocab_size:
+    def _can_ever_run(self, prompt: Prompt, sampling: SamplingParams) -> bool:
+        if not prompt or sampling.max_tokens < 1 or prompt.highest >= self._runner.vocab_size:
             return False
-        total_len = len(prompt) + max_tokens
+        total_len = len(prompt) + sampling.max_tokens
         fits_pool = pages_for(total_len - 1, self._runner.page_size) <= self._allocator.pages.total
         return fits_pool and total_len <= self._runner.max_model_len
 

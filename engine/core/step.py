@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.core.cost import Work
-from engine.core.messages import Finished, Lack, Plan, Started, TokenLogprobs
+from engine.core.messages import Finished, Plan, Started, TokenLogprobs
+from engine.core.records import Lack
 from engine.core.sequence import Sequence
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from typing import Final
 
 from engine.core.allocator import Allocator
-from engine.core.messages import Lack, ServiceClass, StepRecord
+from engine.core.messages import ServiceClass
+from engine.core.records import Lack, StepRecord
 from engine.core.step import InFlight
 
 CLASSES: Final = tuple(ServiceClass)

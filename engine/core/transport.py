@@ -4,11 +4,12 @@ The API process binds both endpoints, `ipc://` in a private directory; the core 
 keeps messages whole and in order, and moves bytes in a thread of its own. Never pickle.
 
 Bounds. Inward, the sockets hold at most a high-water mark of messages on either side, then the API
-process must wait; one step takes at most `RECEIVE_MAX` of them. Outward, there is one message per
-step with at most one row per slot. When the API process is `HIGH_WATER_MARK` steps behind, `send`
-waits for it: nothing is dropped, nothing piles up, and no token is computed that nobody takes. That
-wait cannot be a deadlock as long as the API process keeps reading while it waits to write, which it
-must; and it ends when that process dies, as every wait here does, because each checks the parent's
+process must wait; one step takes at most `RECEIVE_MAX` of them, and none after `RECEIVE_LEN_MAX` bytes.
+Outward, there is one message per step with at most one row per slot. When the API process is
+`HIGH_WATER_MARK` steps behind, `send` waits for it: nothing is dropped, nothing piles up, and no token is
+computed that nobody takes. That wait cannot be a deadlock as long as the API process keeps reading while it
+waits to write, which it must; and it ends when that process dies, as every wait here does, because each
+checks the parent's
 process id once a second. (ZeroMQ itself would wait for a peer's return for ever.)
 """
 
@@ -31,7 +32,9 @@ HIGH_WATER_MARK: Final = 128
 """Messages that the socket outward queues."""
 RECEIVE_MAX: Final = 1024
 """Messages that the socket inward queues, and that one step takes in. A message behind more than the socket
-queues waits for a step more: one request alone may send 256."""
+queues waits for a step more."""
+RECEIVE_LEN_MAX: Final = 4 * 1024 * 1024
+"""The bytes of messages after which one step takes in no other: a million token ids, in some milliseconds."""
 PARENT_CHECK_MS: Final = 1000
 LINGER_MS: Final = 2000
 """The time that messages may take to leave after `close`, in milliseconds."""
@@ -66,8 +69,11 @@ class ZmqInbox:
             self._parent.check()
             left_s = until - SYSTEM_CLOCK.monotonic()
         messages: list[CoreInput] = []
-        while len(messages) < RECEIVE_MAX and self._socket.poll(0):
-            messages.append(self._decoder.decode(self._socket.recv()))
+        size = 0
+        while len(messages) < RECEIVE_MAX and size < RECEIVE_LEN_MAX and self._socket.poll(0):
+            frame = self._socket.recv()
+            size += len(frame)
+            messages.append(self._decoder.decode(frame))
         return messages
 
     def close(self) -> None:

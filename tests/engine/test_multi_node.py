@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.core.config import SchedulerConfig
-from engine.core.messages import AddSequence, SamplingParams
+from engine.core.messages import SamplingParams
+from engine.core.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.runtime.parallel import nodes
 from tests.engine.runtime.conftest import load

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from engine.core.config import SchedulerConfig
-from engine.core.messages import AddSequence, FinishReason, SamplingParams, StepOutput, TokenLogprobs
+from engine.core.messages import FinishReason, SamplingParams, StepOutput, TokenLogprobs
+from engine.core.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.swap import Preference
 from engine.runtime.config import RunnerConfig

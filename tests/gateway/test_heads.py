@@ -55,7 +55,7 @@ def connection() -> _Protocol:
         grew=lambda _: None,
     )
     loop = asyncio.get_running_loop()
-    return _Protocol(cast(BoundedServer, server), nobody, 1024, 60.0, None, loop=loop, **http1_options(60))
+    return _Protocol(cast(BoundedServer, server), nobody, 1024, 60.0, loop=loop, **http1_options(60))
 
 
 @settings(max_examples=500)

@@ -18,7 +18,9 @@ import msgspec
 import torch
 
 from engine.bench.gpu.measuring import check
-from engine.core.messages import AddSequence, FinishReason, Pending, Plan, RunnerInfo, SamplingParams
+from engine.core.messages import FinishReason, Pending, Plan, RunnerInfo, SamplingParams
+from engine.core.newcomers import AddSequence
+from engine.core.packing import Biases
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.load import load_runner
@@ -37,7 +39,7 @@ COMPANY: Sequence[dict[str, Any]] = (
     {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 0},
     {"temperature": 1.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9)), "min_tokens": 5},
     {"temperature": 0.7, "prompt_logprobs": 2},
-    {"temperature": 1.0, "min_p": 0.1, "logit_bias": ((3, 2.0),)},
+    {"temperature": 1.0, "min_p": 0.1, "logit_bias": Biases.of(((3, 2.0),))},
 )
 
 Load = Callable[..., DeviceRunner]

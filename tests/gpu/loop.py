@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from engine.core.config import SchedulerConfig
 from engine.core.loop import CoreLoop
 from engine.core.messages import (
-    AddSequence,
     CoreInput,
     CoreOutput,
     CoreStats,
@@ -21,6 +20,7 @@ from engine.core.messages import (
     StepOutput,
     StopCore,
 )
+from engine.core.newcomers import AddSequence, alone
 from engine.runtime.device.runner import DeviceRunner
 
 
@@ -40,7 +40,7 @@ class Served:
     def receive(self, wait_s: float) -> list[CoreInput]:
         if not self.began_s:
             self.began_s = time.perf_counter()
-            return list(self.requests)
+            return list(map(alone, self.requests))
         return [StopCore()] if len(self.reasons) == len(self.requests) else []
 
     def send(self, message: CoreOutput) -> None:
@@ -74,7 +74,7 @@ class Joined(Served):
             return super().receive(wait_s)
         if not self.sent_s and len(self.steps_s) >= self.after:
             self.sent_s = time.perf_counter()
-            return [self.late]
+            return [alone(self.late)]
         awaited = len(self.requests) + (self.sent_s > 0.0)  # it never comes where the others end too early
         return [StopCore()] if len(self.reasons) >= awaited else []
 

@@ -38,7 +38,8 @@ import torch
 from engine.bench.gpu.measuring import check
 from engine.bench.gpu.results import floors
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, prefill_floor_s
-from engine.core.messages import AddSequence, SamplingParams
+from engine.core.messages import SamplingParams
+from engine.core.newcomers import AddSequence
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.graphs import Captured, DecodeGraphs
 from engine.runtime.device.runner import DeviceRunner

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from engine.core.config import SchedulerConfig
 from engine.core.loop import CoreLoop, last_words
 from engine.core.messages import (
-    AddSequence,
+    AddRequest,
     CoreFailed,
     CoreInput,
     CoreOutput,
@@ -27,6 +27,7 @@ from engine.core.messages import (
     RunnerInfo,
     StepOutput,
 )
+from engine.core.newcomers import sequences_of
 from shared.clock import Clock
 from tests.async_runner import AsyncRunner
 from tests.fake_runner import FakeRunner
@@ -146,10 +147,10 @@ class InProcessCore:
         return await asyncio.shield(self._death)
 
     def send(self, message: CoreInput) -> None:
-        if isinstance(message, AddSequence):
-            self._requests[message.handle] = message.request_id
-            computed = self.computed.setdefault(message.request_id, Computed())
-            computed.prompt_lens[message.handle] = len(message.prompt_ids)
+        for added in sequences_of(message) if isinstance(message, AddRequest) else ():
+            self._requests[added.handle] = added.request_id
+            computed = self.computed.setdefault(added.request_id, Computed())
+            computed.prompt_lens[added.handle] = len(added.prompt_ids)
         self._inbox.put(message)
 
     async def close(self, grace_s: float) -> None:

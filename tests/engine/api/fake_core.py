@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from engine.api.core_client import CoreDied
 from engine.core.messages import (
     AbortSequences,
-    AddSequence,
+    AddRequest,
     CoreInput,
     CoreOutput,
     CoreReady,
@@ -27,6 +29,7 @@ from engine.core.messages import (
     StopCore,
     TokenLogprobs,
 )
+from engine.core.newcomers import AddSequence, sequences_of
 
 Script = Callable[[AddSequence], list[int]]
 
@@ -64,6 +67,7 @@ class FakeCore:
         self.is_held = False
         self.admits = True
         self.heeds_aborts = True
+        self.asked: list[AddRequest] = []
         self.added: list[AddSequence] = []
         self.aborted: list[int] = []
         self.pauses: list[PauseSequences | ResumeSequences] = []
@@ -98,9 +102,12 @@ class FakeCore:
         if self._death.done():
             raise CoreDied("the fake core is dead")
         match message:
-            case AddSequence():
-                self.added.append(message)
-                self.waiting[message.handle] = message
+            case AddRequest():
+                self.asked.append(message)
+                for add in sequences_of(message):
+                    add = msgspec.structs.replace(add, prompt_ids=list(add.prompt_ids))
+                    self.added.append(add)
+                    self.waiting[add.handle] = add
             case AbortSequences(handles):
                 self.aborted += handles
                 for handle in handles if self.heeds_aborts else []:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -19,11 +21,15 @@ from engine.api.admission import (
     derive_seed,
     max_tokens_of,
     plan_choices,
+    prompts_of,
     service_class,
+    trusted_ids,
 )
-from engine.core.messages import SamplingParams, ServiceClass
+from engine.core.messages import AddRequest, SamplingParams, ServiceClass
+from engine.core.newcomers import AddSequence, alone, sequences_of
+from engine.core.packing import Biases, packed
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest
+from shared.openai import ChatMessage, ChatRequest, CompletionRequest, PromptExtension
 
 CHAT = ChatRequest(model="m", messages=[ChatMessage("user", "x")])
 
@@ -132,6 +138,59 @@ def test_the_class_is_what_was_asked_for_under_the_tenants_cap(
 ) -> None:
     body = {"model": "m", "prompt": "x", **fields}
     assert service_class(msgspec.convert(body, CompletionRequest), tier_max) is expected
+
+
+def test_choices_share_what_is_long_and_are_sent_as_one_message() -> None:
+    """A list of biases was once made, sent and read for each of 256 choices."""
+    bias = {str(token): 0.5 for token in range(1024)}
+    stops = list(range(64))
+    request = CompletionRequest(model="m", prompt="", n=2, logit_bias=bias, stop_token_ids=stops, seed=3)
+    prompts, limits = [[1, 2, prompt] for prompt in range(128)], Limits(64, 4096, 2000)
+    choices = plan_choices(request, prompts, limits, frozenset(), SamplingDefaults())
+    assert len(choices) == 256
+    assert len({id(choice.sampling.logit_bias) for choice in choices}) == 1
+    assert len({id(choice.sampling.stop_token_ids) for choice in choices}) == 1
+    sent = AddRequest(5, "r", prompts_of(choices, [packed(ids) for ids in prompts], 2), choices[0].sampling)
+    frame = msgspec.msgpack.encode(sent)
+    assert len(frame) < 12 * 1024 + 256 * 32
+    came = list(sequences_of(msgspec.msgpack.decode(frame, type=AddRequest)))
+    assert [one.handle for one in came] == list(range(5, 5 + 256))
+    assert [list(one.prompt_ids) for one in came] == [choice.prompt_ids for choice in choices]
+    assert [one.sampling for one in came] == [choice.sampling for choice in choices]
+    assert len({id(one.sampling.logit_bias) for one in came}) == 1
+
+
+class Unread(list[int]):
+    """Ids that nobody may look at."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("each id was looked at")
+
+
+def test_choices_are_planned_without_a_look_at_each_id() -> None:
+    """The least and the greatest of a million were once looked for on the event loop: 33 ms."""
+    request = CompletionRequest(model="m", prompt="", n=2, max_tokens=1)
+    choices = plan_choices(request, [Unread([1, 2])] * 3, WIDE, frozenset(), SamplingDefaults())
+    assert len(choices) == 6
+    extension = PromptExtension("hash", [Unread([1, 2])])
+    told = CompletionRequest(model="m", prompt="x", penstock=extension)
+    assert trusted_ids(told, "hash", 1) is extension.prompt_ids
+
+
+def test_a_waiting_sequence_with_the_longest_lists_takes_less_than_the_memory_formula_says() -> None:
+    ids = range(100_000, 101_024)
+    sampling = SamplingParams(
+        1, 1, logit_bias=Biases.of((i, i / 7) for i in ids), stop_token_ids=(*ids[:64],)
+    )
+    frame = msgspec.msgpack.encode(alone(AddSequence(1, "r", [5], sampling)))
+    decoder = msgspec.msgpack.Decoder(AddRequest)
+    tracemalloc.start()
+    try:
+        waiting = [list(sequences_of(request)) for request in map(decoder.decode, [frame] * 64)]
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size / len(waiting) < 64 * 1024 / 2
 
 
 # -- how much an answer may hold ------------------------------------------------------------------

@@ -20,7 +20,8 @@ from engine.api.steps import (
     StepMark,
     StepRing,
 )
-from engine.core.messages import Lack, Move, ServiceClass, StepRecord
+from engine.core.messages import Move, ServiceClass
+from engine.core.records import Lack, StepRecord
 from shared.causes import Cause, CauseCode
 from shared.trace.sentences import sentence
 

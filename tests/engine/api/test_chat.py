@@ -252,7 +252,7 @@ async def test_sampling_reaches_the_core(served: Served) -> None:
         -1.0,
         1.2,
     )
-    assert sampling.logit_bias == ((5, 3.0),)
+    assert list(sampling.logit_bias) == [(5, 3.0)]
     assert set(sampling.stop_token_ids) == {9, *served.ids(EOS)}
     assert (sampling.min_tokens, sampling.max_tokens) == (2, 4)
     await served.http.post(

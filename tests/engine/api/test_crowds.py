@@ -8,7 +8,8 @@ from collections import Counter
 import httpx
 import pytest
 
-from engine.api import generate
+from engine.api import asking, generate
+from engine.api.admission import Choice, plan_choices
 from engine.api.generate import Generation
 from engine.api.state import IN_ONE_TURN
 from tests.engine.api.conftest import Serve, Served, until
@@ -74,13 +75,20 @@ async def test_nothing_is_made_for_requests_that_find_the_queue_full(
         made.append(Generation(*arguments))  # type: ignore[arg-type]
         return made[-1]
 
+    planned = list[object]()
+
+    def plan(*arguments: object) -> list[Choice]:
+        planned.append(arguments)
+        return plan_choices(*arguments)  # type: ignore[arg-type]
+
     monkeypatch.setattr(generate, "Generation", make)
+    monkeypatch.setattr(asking, "plan_choices", plan)
     async with serve(max_queue_len=8) as served:
         served.core.admits = False
         served.says("x")
         crowd = [ask(served, "crowd") for _ in range(CROWD)]
         await until(lambda: sum(task.done() for task in crowd) == CROWD - 6)
-        assert len(made) == 6
+        assert len(made) == len(planned) == 6
         served.core.admits = True
         served.core.release()
         statuses = Counter([(await task).status_code for task in crowd])

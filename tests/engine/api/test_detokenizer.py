@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api.detokenizer import Detokenizer, StopMatcher
+from engine.api.detokenizer import Detokenizer, StopMatcher, StopStrings
 from shared.tokenizer import Tokenizer, TokenizerBundle
 from tests.engine.api import tiny
 
@@ -100,7 +100,7 @@ def test_every_stop_string_at_every_position(tokenizer: Tokenizer, text: str) ->
     for start in range(len(whole)):
         for end in range(start + 1, min(start + 6, len(whole)) + 1):
             stop = whole[start:end]
-            detokenizer = Detokenizer(tokenizer.decode_stream([]), [stop])
+            detokenizer = Detokenizer(tokenizer.decode_stream([]), StopStrings([stop]))
             sent = ""
             for piece in run(detokenizer, ids):
                 sent += piece
@@ -118,7 +118,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
 @settings(max_examples=400, deadline=None)
 def test_the_cut_does_not_depend_on_the_tokens(pieces: list[str], stops: list[str]) -> None:
     text = "".join(pieces)
-    detokenizer = Detokenizer(Pieces(pieces), stops)
+    detokenizer = Detokenizer(Pieces(pieces), StopStrings(stops))
     out = "".join(run(detokenizer, list(range(len(pieces)))))
     assert out == naive(text, stops)
     assert detokenizer.stopped == (any(stop in text for stop in stops))
@@ -127,7 +127,7 @@ def test_the_cut_does_not_depend_on_the_tokens(pieces: list[str], stops: list[st
 @given(text=st.text("ab", max_size=20), stops=STOPS)
 @settings(max_examples=400, deadline=None)
 def test_what_is_held_is_exactly_the_longest_beginning_of_a_stop_string(text: str, stops: list[str]) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     for end in range(1, len(text) + 1):
         if matcher.feed(text[end - 1]) is not None:
             return
@@ -137,7 +137,7 @@ def test_what_is_held_is_exactly_the_longest_beginning_of_a_stop_string(text: st
 
 
 def test_what_was_held_is_text_when_the_sequence_ends() -> None:
-    detokenizer = Detokenizer(Pieces(["one <", "|en"]), ["<|end|>"])
+    detokenizer = Detokenizer(Pieces(["one <", "|en"]), StopStrings(["<|end|>"]))
     assert detokenizer.push(0) == "one "
     assert detokenizer.push(1) == ""
     assert detokenizer.finish() == "<|en"
@@ -165,13 +165,13 @@ def test_a_token_that_is_whole_stands_where_it_is_placed(ids: list[int]) -> None
 
 def test_stop_strings_wait_for_the_least_number_of_tokens() -> None:
     pieces = ["a", "STOP", "b", "ST", "OP", "c"]
-    detokenizer = Detokenizer(Pieces(pieces), ["STOP"], min_tokens=2)
+    detokenizer = Detokenizer(Pieces(pieces), StopStrings(["STOP"]), min_tokens=2)
     assert "".join(run(detokenizer, list(range(6)))) == "aSTOPb"
     assert detokenizer.stopped
 
 
 def test_a_stop_string_does_not_begin_before_the_least_number_of_tokens() -> None:
-    detokenizer = Detokenizer(Pieces(["ST", "OP", "x"]), ["STOP"], min_tokens=1)
+    detokenizer = Detokenizer(Pieces(["ST", "OP", "x"]), StopStrings(["STOP"]), min_tokens=1)
     assert "".join(run(detokenizer, [0, 1, 2])) == "STOPx"
 
 

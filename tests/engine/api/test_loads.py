@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from engine.api.steps import NO_STEP
-from engine.core.messages import ServiceClass, StepOutput, StepRecord
+from engine.core.messages import ServiceClass, StepOutput
+from engine.core.records import StepRecord
 from shared.http2.client import Http2Transport
 from shared.http2.report import Report
 from shared.load_report import (

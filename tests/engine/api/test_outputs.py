@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.detokenizer import Detokenizer
+from engine.api.detokenizer import Detokenizer, StopStrings
 from engine.api.encoding import ChatEncoder, CompletionEncoder, Heading
 from engine.api.outputs import (
     UNSENT_TEXT_LEN_MAX,
@@ -30,7 +30,7 @@ def choice(output: RequestOutput, *, index: int = 0, stops: tuple[str, ...] = ()
     return ChoiceOutput(
         index,
         output,
-        Detokenizer(Pieces(PIECES), stops),
+        Detokenizer(Pieces(PIECES), StopStrings(stops) if stops else None),
         stop_token_ids=frozenset({6}),
         keeps_entries=True,
         submitted_at=10.0,

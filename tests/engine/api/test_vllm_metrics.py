@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.api.metrics import CoreReading, EngineMetrics
 from engine.api.vllm_metrics import VllmNames, one_two_five
-from engine.core.messages import CoreStats, Lack, RunnerInfo, StepOutput, StepRecord
+from engine.core.messages import CoreStats, RunnerInfo, StepOutput
+from engine.core.records import Lack, StepRecord
 from tests.engine.api.conftest import MODEL, Serve, Served, until
 
 DASHBOARD: Final = (

@@ -8,7 +8,6 @@ import msgspec
 
 from engine.core.config import SchedulerConfig
 from engine.core.messages import (
-    AddSequence,
     Finished,
     FinishReason,
     Plan,
@@ -19,6 +18,7 @@ from engine.core.messages import (
     TimedStep,
     TokenLogprobs,
 )
+from engine.core.newcomers import AddSequence
 from engine.core.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
 from engine.core.swap import Preference, if_cheaper
@@ -101,9 +101,12 @@ class Harness:
             service_class,
             first_token_s,
         )
-        self.messages[handle] = message
-        self.tokens[handle] = []
-        self.prompt_logprobs[handle] = []
+        self.take(message)
+
+    def take(self, message: AddSequence) -> None:
+        self.messages[message.handle] = message
+        self.tokens[message.handle] = []
+        self.prompt_logprobs[message.handle] = []
         self.scheduler.add(message, self.now)
 
     def abort(self, *handles: int) -> None:

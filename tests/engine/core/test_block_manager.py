@@ -3,7 +3,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -284,3 +284,19 @@ class Pool(RuleBasedStateMachine):
 
 Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestPool = Pool.TestCase
+
+
+@given(
+    prompt=st.lists(st.integers(0, 9), max_size=20),
+    ends=st.lists(st.integers(0, 30), min_size=1, max_size=6),
+)
+def test_a_branch_has_the_identities_of_a_chain_of_its_own(prompt: list[int], ends: list[int]) -> None:
+    trunk = PageChain(b"salt", SIZE)
+    for own in range(3):
+        tokens = array("I", [*prompt, *[own] * 30])
+        plain, branch = PageChain(b"salt", SIZE), trunk.branch(len(prompt))
+        for end in ends:
+            assert branch.identity(tokens, end) == plain.identity(tokens, end)
+            assert branch.extend(tokens, end // SIZE) == plain.extend(tokens, end // SIZE)
+            assert branch.identities == plain.identities
+        assert len(trunk.identities) <= len(prompt) // SIZE, "no output is part of the trunk"

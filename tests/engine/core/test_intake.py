@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 
@@ -12,7 +13,8 @@ from engine.core import intake
 from engine.core.intake import TAKEN_MAX, Intake
 from engine.core.messages import (
     AbortSequences,
-    AddSequence,
+    AddPrompt,
+    AddRequest,
     CoreInput,
     FinishReason,
     LiftDeadlines,
@@ -20,6 +22,9 @@ from engine.core.messages import (
     ResumeSequences,
     SamplingParams,
 )
+from engine.core.newcomers import AddSequence, alone, sequences_of
+from engine.core.packing import packed
+from engine.core.scheduler import Scheduler
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.test_loop import World
 
@@ -49,6 +54,59 @@ def test_tenants_take_turns_and_a_tenants_own_keep_their_order() -> None:
     assert [each for each in taken if each.tenant == "flood"] == flood
     assert not waiting
     assert not waiting.take(0.0)
+
+
+def test_a_step_takes_in_no_more_once_their_prompts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "TAKEN_TOKENS_MAX", 11)
+    waiting = filled(*(newcomer(handle) for handle in range(1, 8)), newcomer(8, "a"))
+    taken = [[each.handle for each in waiting.take(0.0)] for _ in range(3)]
+    assert taken == [[1, 8, 2], [3, 4, 5], [6, 7]], "five tokens each, and the third reaches the bound"
+
+
+def test_a_newcomer_that_is_aborted_is_not_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking in what only ends once held up a step by seconds, when a request of long prompts was left."""
+    added = list[int]()
+
+    def add(scheduler: Scheduler, message: AddSequence, now: float) -> None:
+        added.append(message.handle)
+        scheduler_add(scheduler, message, now)
+
+    scheduler_add = Scheduler.add
+    monkeypatch.setattr(Scheduler, "add", add)
+    prompt = AddPrompt(packed([1, 2, 3]), 2, 0, list(range(100)))
+    left = AddRequest(1, "left", [prompt], SamplingParams(0, 2))
+    world = World([left, AbortSequences([*range(1, 101)]), alone(newcomer(101))])
+    world.loop.run()
+    assert added == [101]
+    ends = dict(world.ends)
+    assert len(world.ends) == len(ends) == 101
+    assert {ends[handle] for handle in range(1, 101)} == {FinishReason.ABORTED}
+    assert ends[101] is FinishReason.LENGTH
+
+
+def test_what_is_computed_of_a_prompt_alone_is_computed_once_for_all_choices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each choice once hashed its prompt and looked through its ids: 17 ms for 130,000 tokens."""
+    h, hashed = Harness(pages=64), list[bytes]()
+
+    def sha256(content: bytes) -> hashlib._Hash:
+        hashed.append(content)
+        return plain(content)
+
+    plain = hashlib.sha256
+    monkeypatch.setattr(hashlib, "sha256", sha256)
+    pages_len, size = 10, h.runner.info.page_size
+    prompt = AddPrompt(packed([7] * pages_len * size), 2, 0, list(range(8)))
+    choices = list(sequences_of(AddRequest(1, "r", [prompt], SamplingParams(0, 2))))
+    for choice in choices:
+        h.take(choice)
+    assert len({id(choice.prompt_ids) for choice in choices}) == 1
+    assert sum(len(content) == 32 + 4 * size for content in hashed) <= pages_len
+    assert len(hashed) <= pages_len + 8 + 1, "at most one for each choice, of what fills no page"
+    monkeypatch.undo()
+    h.run()
+    h.assert_all_as_solo()
 
 
 def test_the_newest_is_the_last_before_the_first_that_waits() -> None:
@@ -89,8 +147,8 @@ def test_a_newcomer_whose_time_is_over_when_it_is_taken_in_is_refused(
 
 def test_a_deadline_may_be_lifted_before_its_newcomer_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "TAKEN_MAX", 1)
-    flood: list[CoreInput] = [newcomer(handle) for handle in range(1, 12)]
-    hasty = [msgspec.structs.replace(newcomer(handle), first_token_s=-1.0) for handle in (12, 13)]
+    flood: list[CoreInput] = [alone(newcomer(handle)) for handle in range(1, 12)]
+    hasty = [alone(msgspec.structs.replace(newcomer(handle), first_token_s=-1.0)) for handle in (12, 13)]
     world = World([*flood, *hasty, LiftDeadlines([12])])
     world.loop.run()
     ends = dict(world.ends)
@@ -103,8 +161,8 @@ def test_a_newcomers_time_runs_while_the_loop_takes_in_others(
 ) -> None:
     """Of its tenant's twelve, one is taken in for a step: when its turn comes, eleven steps are over."""
     monkeypatch.setattr(intake, "TAKEN_MAX", 1)
-    flood: list[CoreInput] = [newcomer(handle) for handle in range(1, 12)]
-    world = World([*flood, msgspec.structs.replace(newcomer(12), first_token_s=steps * STEP_S)])
+    flood: list[CoreInput] = [alone(newcomer(handle)) for handle in range(1, 12)]
+    world = World([*flood, alone(msgspec.structs.replace(newcomer(12), first_token_s=steps * STEP_S))])
     world.loop.run()
     ends = dict(world.ends)
     assert ends[12] is reason
@@ -115,8 +173,8 @@ def test_a_victims_newcomer_is_seated_in_the_next_step_whatever_came_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intake, "TAKEN_MAX", 2)
-    flood: list[CoreInput] = [newcomer(handle) for handle in range(1, 101)]
-    world = World([*flood, newcomer(101, "victim")])
+    flood: list[CoreInput] = [alone(newcomer(handle)) for handle in range(1, 101)]
+    world = World([*flood, alone(newcomer(101, "victim"))])
     world.loop.run()
     assert 101 in [started.handle for started in world.outbox.outputs[0].started]
     assert sorted(handle for handle, _ in world.ends) == [*range(1, 102)]
@@ -133,7 +191,7 @@ def test_each_newcomer_ends_once_whatever_is_said_of_it_before_it_is_taken_in(
             batch: list[CoreInput] = []
             for _ in range(rng.randrange(12)):
                 sent += 1
-                batch.append(newcomer(sent, rng.choice("ab")))
+                batch.append(alone(newcomer(sent, rng.choice("ab"))))
             some = rng.sample(range(1, sent + 1), min(sent, 4))
             if some and rng.random() < 0.5:
                 aborted |= set(some)

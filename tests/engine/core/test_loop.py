@@ -8,7 +8,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.loop import CoreLoop, Disconnected, last_words
 from engine.core.messages import (
     AbortSequences,
-    AddSequence,
+    AddRequest,
     CoreFailed,
     CoreInput,
     CoreOutput,
@@ -21,6 +21,7 @@ from engine.core.messages import (
     StepOutput,
     StopCore,
 )
+from engine.core.newcomers import AddSequence, alone
 from tests.engine.core.harness import STEP_S, greedy
 from tests.fake_runner import FakeRunner, runner_info, solo
 from tests.fakes import VirtualClock
@@ -100,8 +101,8 @@ class World:
         return [(end.handle, end.reason) for step in self.outbox.outputs for end in step.finished]
 
 
-def add(handle: int, max_tokens: int = 4) -> AddSequence:
-    return AddSequence(handle, f"req_{handle}", [*PROMPT, handle], greedy(max_tokens))
+def add(handle: int, max_tokens: int = 4) -> AddRequest:
+    return alone(AddSequence(handle, f"req_{handle}", [*PROMPT, handle], greedy(max_tokens)))
 
 
 def test_the_loop_sends_ready_first_then_one_message_per_step() -> None:
@@ -135,7 +136,7 @@ def test_the_loop_waits_for_input_only_without_work() -> None:
 
 
 def test_news_without_a_step_is_reported_at_once() -> None:
-    world = World([add(1), AbortSequences([1, 99])], [AddSequence(2, "req_2", [], greedy(1))])
+    world = World([add(1), AbortSequences([1, 99])], [alone(AddSequence(2, "req_2", [], greedy(1)))])
     world.loop.run()
     assert world.ends == [(1, FinishReason.ABORTED), (2, FinishReason.REJECTED)]
     assert [(step.step, step.tokens) for step in world.outbox.steps] == [(0, []), (0, [])]

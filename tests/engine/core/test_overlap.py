@@ -16,7 +16,6 @@ from engine.core.config import SchedulerConfig
 from engine.core.loop import CoreLoop
 from engine.core.messages import (
     AbortSequences,
-    AddSequence,
     CoreInput,
     CoreReady,
     FinishReason,
@@ -24,6 +23,7 @@ from engine.core.messages import (
     ServiceClass,
     StopCore,
 )
+from engine.core.newcomers import AddSequence, alone
 from engine.core.scheduler import STEPS_AHEAD_MAX
 from tests.async_runner import AsyncRunner, Flight
 from tests.engine.core.harness import STEP_S, Harness, greedy
@@ -142,7 +142,7 @@ def test_ready_reports_whether_steps_overlap(overlap: bool) -> None:
 
 
 def test_the_loop_does_not_wait_for_messages_while_a_late_row_is_in_flight() -> None:
-    stops = AddSequence(1, "req_1", [*PROMPT, 1], greedy(20, **stopping(1, after=2)))
+    stops = alone(AddSequence(1, "req_1", [*PROMPT, 1], greedy(20, **stopping(1, after=2))))
     world = World([stops], overlap=True)
     world.loop.run()
     assert world.inbox.waits_s == [inf, 0, 0, 0, inf], "the last 0 is for a step without a living sequence"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.core.messages import Lack, Move, ServiceClass, StepRecord
+from engine.core.messages import Move, ServiceClass
+from engine.core.records import Lack, StepRecord
 from tests.engine.core.harness import STEP_S, Harness, greedy
 
 FLEX, _, PRIORITY = ServiceClass

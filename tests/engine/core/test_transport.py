@@ -17,7 +17,8 @@ from engine.core import transport
 from engine.core.loop import Disconnected
 from engine.core.messages import (
     AbortSequences,
-    AddSequence,
+    AddPrompt,
+    AddRequest,
     CoreInput,
     CoreOutput,
     CoreProgress,
@@ -29,14 +30,16 @@ from engine.core.messages import (
     StepOutput,
     StopCore,
 )
+from engine.core.newcomers import AddSequence, alone
+from engine.core.packing import Biases, packed
 from engine.core.transport import HIGH_WATER_MARK, CoreTransport
 from tests.engine.core.harness import Harness, greedy
 
-ADD = AddSequence(
+ADD = AddRequest(
     7,
     "req_7",
-    [1, 2, 2**31],
-    SamplingParams(2**64 - 1, 5, logit_bias=((3, -1.5),), stop_token_ids=(2,), logprobs=3),
+    [AddPrompt(packed([1, 2, 2**31]), 5, 0, [2**64 - 1]), AddPrompt(packed([3]), 6, 0, [1, 0])],
+    SamplingParams(2**64 - 1, 5, logit_bias=Biases.of(((3, -1.5),)), stop_token_ids=(2,), logprobs=3),
     b"\x00salt",
 )
 
@@ -122,6 +125,19 @@ def test_one_receive_takes_a_bounded_number_of_messages(
     assert got == [AbortSequences([handle]) for handle in range(5)]
 
 
+def test_one_receive_takes_a_bounded_number_of_bytes(
+    api: ApiSide, core: CoreTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message behind prompts of 4 MB waits for a step more, however few they are."""
+    long = AddRequest(1, "long", [AddPrompt(packed([5] * 1000), 1, 0, [1])], SamplingParams(1, 1))
+    monkeypatch.setattr(transport, "RECEIVE_LEN_MAX", 2 * len(msgspec.msgpack.encode(long)))
+    api.send(*[long] * 3)
+    lens = list[int]()
+    while sum(lens) < 3:
+        lens.append(len(core.inbox.receive(math.inf)))
+        assert lens[-1] <= 2
+
+
 def test_an_undecodable_message_is_an_error(api: ApiSide, core: CoreTransport) -> None:
     api.push.send(b"\x92\xa3add\x01")
     with pytest.raises(msgspec.ValidationError):
@@ -182,7 +198,7 @@ def test_a_core_in_its_own_process_dies_with_its_parent(api: ApiSide) -> None:
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as parent:
         try:
             api.receive()  # ready
-            api.send(AddSequence(1, "req_1", [1, 2, 3], greedy(3)))
+            api.send(alone(AddSequence(1, "req_1", [1, 2, 3], greedy(3))))
             ends: list[Finished] = []
             while not ends:
                 step = api.receive()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE, SamplingParams
+from engine.core.packing import Biases
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.sampler import Draw
 from engine.runtime.native.library import built_isas
@@ -191,7 +192,7 @@ def test_a_token_does_not_depend_on_who_shares_the_batch() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(64, 3000, generator=generator) * 3
     kinds: list[dict[str, Any]] = [{}, {"top_k": 7}, {"top_p": 0.8}, {"temperature": 0.0}, {"min_p": 0.1}]
-    kinds += [{"presence_penalty": 2.0}, {"logit_bias": ((5, 3.0),)}, {"min_tokens": 3}]
+    kinds += [{"presence_penalty": 2.0}, {"logit_bias": Biases.of(((5, 3.0),))}, {"min_tokens": 3}]
     params = [SamplingParams(**({"seed": i, "max_tokens": 4} | kinds[i % len(kinds)])) for i in range(64)]
     draw = DRAWERS[ISAS[0]]
     together = seated(params, 3000).sample(logits, draw)

@@ -14,7 +14,6 @@ import pytest
 
 from engine.core.config import SchedulerConfig
 from engine.core.messages import (
-    AddSequence,
     FinishReason,
     Pending,
     Plan,
@@ -23,6 +22,8 @@ from engine.core.messages import (
     StepOutput,
     TokenLogprobs,
 )
+from engine.core.newcomers import AddSequence
+from engine.core.packing import Biases
 from engine.core.scheduler import Scheduler
 from tests.engine.models import FAMILIES, VOCAB_SIZE, reference_logprobs, reference_model
 from tests.engine.runtime.conftest import MakeModel, load
@@ -67,7 +68,7 @@ def test_many_together_twice_under_pressure(tiny_model: MakeModel, family: str) 
     for added in (*cold, *warm):
         tokens = outputs[added.handle]
         assert len(tokens) == OUTPUTS
-        expected = reference_logprobs(model, added.prompt_ids + tokens)[len(added.prompt_ids) - 1 : -1]
+        expected = reference_logprobs(model, [*added.prompt_ids, *tokens])[len(added.prompt_ids) - 1 : -1]
         assert tokens == expected.argmax(dim=-1).tolist()
         assert distance(logprobs[added.handle], tokens, expected) < TOLERANCE
     last = steps[-1].stats
@@ -155,7 +156,7 @@ def test_overlapped_equals_plain_token_by_token(tiny_model: MakeModel, family: s
         {"temperature": 0.0, "repetition_penalty": 1.4},
         {"temperature": 1.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9)), "min_tokens": 5},
         {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
-        {"temperature": 1.0, "min_p": 0.1, "logit_bias": ((3, 2.0),), "logprobs": 0},
+        {"temperature": 1.0, "min_p": 0.1, "logit_bias": Biases.of(((3, 2.0),)), "logprobs": 0},
     ]
     added = []
     for handle in range(14):

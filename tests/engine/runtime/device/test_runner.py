@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment
+from engine.core.packing import Biases
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.host.runner import HostRunner
 from tests.engine.models import VOCAB_SIZE, reference_greedy
@@ -33,7 +34,7 @@ COMPANY: Sequence[dict[str, Any]] = (
     {"temperature": 0.0, "logprobs": 0},
     {"temperature": 0.9, "top_p": 0.9, "logprobs": 3, "prompt_logprobs": 2},
     {"temperature": 0.8, "top_k": 20, "presence_penalty": 0.7, "frequency_penalty": 0.5},
-    {"temperature": 0.0, "repetition_penalty": 1.4, "logit_bias": ((3, 2.0), (319, -1.0))},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "logit_bias": Biases.of(((3, 2.0), (319, -1.0)))},
     {"temperature": 1.0, "min_p": 0.1, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 3)), "min_tokens": 9},
 )
 

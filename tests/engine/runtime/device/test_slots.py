@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.core.messages import Plan, SamplingParams, SlotAssignment
+from engine.core.packing import Biases
 from engine.runtime.device import sampling
 from engine.runtime.device import slots as module
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
@@ -74,7 +75,11 @@ def test_what_is_said_last_of_a_page_counts() -> None:
 def test_an_heir_has_nothing_of_the_one_before() -> None:
     """Counts, biases and held stop tokens are the new one's own."""
     own = slots()
-    greedy = {"frequency_penalty": 1.0, "logit_bias": ((3, 2.0), (4, 1.0)), "stop_token_ids": (5, 6)}
+    greedy = {
+        "frequency_penalty": 1.0,
+        "logit_bias": Biases.of(((3, 2.0), (4, 1.0))),
+        "stop_token_ids": (5, 6),
+    }
     own.apply(plan(seated=[start(1, [3, 3, 4, 7], 2, min_tokens=4, **greedy)]))
     columns = own.sampling
     assert columns.counts[1].nonzero().tolist() == [[0, 4], [0, 7], [1, 3]]

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from engine.core.config import SchedulerConfig
-from engine.core.messages import AddSequence, FinishReason, Pending, Plan, RunnerInfo, SamplingParams
+from engine.core.messages import FinishReason, Pending, Plan, RunnerInfo, SamplingParams
+from engine.core.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.runtime.device.runner import DeviceRunner
 from tests.engine.models import VOCAB_SIZE

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment
+from engine.core.packing import Biases
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig, ModelUnavailable
 from engine.runtime.host.runner import HostRunner
@@ -245,7 +246,12 @@ def test_logprobs_are_of_the_raw_distribution(runner: HostRunner) -> None:
     driver = Driver(runner)
     raw = SamplingParams(seed=0, max_tokens=1, logprobs=VOCAB_SIZE, temperature=0.0)
     edited = SamplingParams(
-        seed=0, max_tokens=1, logprobs=VOCAB_SIZE, temperature=0.3, top_k=2, logit_bias=((7, 50.0),)
+        seed=0,
+        max_tokens=1,
+        logprobs=VOCAB_SIZE,
+        temperature=0.3,
+        top_k=2,
+        logit_bias=Biases.of(((7, 50.0),)),
     )
     lives = driver.seat(0, [1, 2, 3], raw), driver.seat(1, [1, 2, 3], edited)
     driver.finish([0, 1], 1)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment
+from engine.core.packing import Biases
 from engine.runtime.host import sampler
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.sampler import inverse_cdf
@@ -111,7 +112,7 @@ PARAMS = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -2.0]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.7, -1.0]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.5]),
-    logit_bias=st.sampled_from([(), ((3, 5.0),), ((0, -100.0), (39, 2.5))]),
+    logit_bias=st.sampled_from([Biases(), Biases.of([(3, 5.0)]), Biases.of([(0, -100.0), (39, 2.5)])]),
     stop_token_ids=st.sampled_from([(), (2,), (2, 5, 10_000)]),
     min_tokens=st.sampled_from([0, 0, 2, 5]),
 )
@@ -216,7 +217,7 @@ def test_a_token_does_not_depend_on_who_shares_the_batch() -> None:
     logits = torch.randn(64, 3000) * 3
     kinds: list[dict[str, Any]]
     kinds = [{}, {"top_k": 7}, {"top_p": 0.8}, {"top_p": 0.999}, {"temperature": 0.0}, {"min_p": 0.1}]
-    kinds += [{"presence_penalty": 2.0}, {"logit_bias": ((5, 3.0),)}]
+    kinds += [{"presence_penalty": 2.0}, {"logit_bias": Biases.of(((5, 3.0),))}]
     params = [SamplingParams(**({"seed": i, "max_tokens": 1} | kinds[i % len(kinds)])) for i in range(64)]
     alone = [sample_one(logits[i], params[i]) for i in range(64)]
     logits[10] = torch.nan
@@ -257,7 +258,13 @@ def test_a_networks_own_draw_is_asked_for_every_row() -> None:
         return sampler.draw_by_torch(logits, rows, slots, positions, columns)
 
     kinds: list[dict[str, Any]]
-    kinds = [{}, {"top_k": 7}, {"top_k": 7, "min_tokens": 3}, {"top_p": 0.5}, {"logit_bias": ((5, 3.0),)}]
+    kinds = [
+        {},
+        {"top_k": 7},
+        {"top_k": 7, "min_tokens": 3},
+        {"top_p": 0.5},
+        {"logit_bias": Biases.of(((5, 3.0),))},
+    ]
     seats = Seats()
     for length, kind in enumerate(kinds, 1):
         seats.add(SamplingParams(**({"seed": 1, "max_tokens": 4} | kind)), [1] * length)
@@ -275,7 +282,9 @@ def test_logits_are_left_as_they_were() -> None:
     logits = torch.randn(1, VOCAB)
     before = logits.clone()
     seats = Seats()
-    params = SamplingParams(seed=0, max_tokens=1, repetition_penalty=2.0, logit_bias=((1, 1.0),), top_p=0.5)
+    params = SamplingParams(
+        seed=0, max_tokens=1, repetition_penalty=2.0, logit_bias=Biases.of(((1, 1.0),)), top_p=0.5
+    )
     seats.add(params, [1, 2], [3])
     seats.sample(logits)
     assert torch.equal(logits, before)
@@ -291,7 +300,7 @@ EXTREMES: tuple[dict[str, Any], ...] = (
     *({"repetition_penalty": p} for p in (5e-324, 1e-300, 1e-46, 1e-39, 1e-38, 1e-37, 1e38, 1e39, 1e308)),
     {"temperature": 1e-46, "repetition_penalty": 1e-39},
     {"temperature": 1e308, "repetition_penalty": 1e308, "min_tokens": 1, "stop_token_ids": (0, 3)},
-    {"logit_bias": ((0, 100.0), (5, -100.0)), "repetition_penalty": 1e-39},
+    {"logit_bias": Biases.of(((0, 100.0), (5, -100.0))), "repetition_penalty": 1e-39},
     {"min_tokens": 1, "stop_token_ids": tuple(range(VOCAB))},
 )
 """Beyond what float32 can hold, and at its ends."""

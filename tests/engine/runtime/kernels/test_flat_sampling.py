@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE
+from engine.core.packing import Biases
 from engine.runtime.device import sampling as device_sampling
 from tests.engine.runtime.kernels.test_sampling import VOCAB, histories, on_cpu, on_device, params
 
@@ -34,7 +35,7 @@ CUTS: list[dict[str, Any]] = [
     {"top_k": 200, "top_p": 0.7, "min_p": 0.02},
     {"top_p": 0.99, "min_p": 0.3},
     {"top_k": 5},
-    {"top_p": 0.9, "logit_bias": ((3, 2.0), (299, 3.0)), "frequency_penalty": 0.5},
+    {"top_p": 0.9, "logit_bias": Biases.of(((3, 2.0), (299, 3.0))), "frequency_penalty": 0.5},
 ]
 
 

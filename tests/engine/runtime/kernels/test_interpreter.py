@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterError
 
+from engine.core.packing import Biases
 from tests.engine.runtime.kernels import test_decode_attention, test_prefill_attention
 from tests.engine.runtime.kernels.cases import Shape, paged_case
 from tests.engine.runtime.kernels.interpreter import _own, as_triton_has_it
@@ -23,7 +24,7 @@ from tests.engine.runtime.kernels.test_sampling import VOCAB, histories, on_devi
 def sampled() -> list[Tensor]:
     """Calls within calls, scans, 64-bit products."""
     torch.manual_seed(1)
-    asked = [params(top_k=40, top_p=0.8, repetition_penalty=1.8), params(logit_bias=((3, 8.0),))]
+    asked = [params(top_k=40, top_p=0.8, repetition_penalty=1.8), params(logit_bias=Biases.of(((3, 8.0),)))]
     tokens, logprobs, _ = on_device(torch.randn(2, VOCAB), asked, histories(2, 2))
     return [torch.tensor(tokens), logprobs]
 

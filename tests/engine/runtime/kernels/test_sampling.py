@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE, SamplingParams
+from engine.core.packing import Biases
 from engine.runtime.device import sampling as device_sampling
 from engine.runtime.device.sampling import DeviceSampling
 from engine.runtime.host import sampler
@@ -150,9 +151,14 @@ def test_edits_and_neighbours_of_every_kind() -> None:
     edits: list[dict[str, Any]] = [
         {"repetition_penalty": 1.8},
         {"frequency_penalty": 1.1, "presence_penalty": -0.7},
-        {"logit_bias": ((3, 8.0), (64, -100.0), (299, 9.0))},
+        {"logit_bias": Biases.of(((3, 8.0), (64, -100.0), (299, 9.0)))},
         {"stop_token_ids": (1, 2, 299, 5000), "min_tokens": 3},
-        {"repetition_penalty": 0.6, "logit_bias": ((7, 9.0),), "stop_token_ids": (7,), "min_tokens": 9},
+        {
+            "repetition_penalty": 0.6,
+            "logit_bias": Biases.of(((7, 9.0),)),
+            "stop_token_ids": (7,),
+            "min_tokens": 9,
+        },
         {},
     ]
     limits: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.7}]

@@ -18,15 +18,9 @@ import pytest
 import torch
 
 from engine.core.config import SchedulerConfig
-from engine.core.messages import (
-    AddSequence,
-    CoreStats,
-    FinishReason,
-    Plan,
-    Runner,
-    SamplingParams,
-    SlotAssignment,
-)
+from engine.core.messages import CoreStats, FinishReason, Plan, Runner, SamplingParams, SlotAssignment
+from engine.core.newcomers import AddSequence
+from engine.core.packing import Biases
 from engine.core.scheduler import Scheduler
 from engine.core.swap import if_cheaper
 from engine.runtime.config import RunnerConfig
@@ -62,7 +56,7 @@ COMPANY: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_k": 20, "presence_penalty": 0.7, "frequency_penalty": 0.5},
     {"temperature": 4.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 4)), "min_tokens": 3},
     {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
-    {"temperature": 1.0, "min_p": 0.1, "logit_bias": ((3, 2.0),), "logprobs": 0},
+    {"temperature": 1.0, "min_p": 0.1, "logit_bias": Biases.of(((3, 2.0),)), "logprobs": 0},
 )
 WRONG_CLOCKS = """
 import sys, time
