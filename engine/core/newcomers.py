@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 import msgspec
-import numpy as np
 
 from engine.core.block_manager import PageChain
 from engine.core.messages import (
@@ -38,7 +37,7 @@ class Prompt(Sequence[int]):
     def highest(self) -> int:
         """The highest id. The prompt must not be empty."""
         if self._highest < 0:
-            self._highest = int(np.frombuffer(self.tokens, np.uint32).max())
+            self._highest = max(self.tokens)
         return self._highest
 
     def chain(self, salt: bytes, page_size: int) -> PageChain:

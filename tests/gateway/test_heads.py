@@ -55,7 +55,8 @@ def connection() -> _Protocol:
         grew=lambda _: None,
     )
     loop = asyncio.get_running_loop()
-    return _Protocol(cast(BoundedServer, server), nobody, 1024, 60.0, loop=loop, **http1_options(60))
+    options: dict[str, Any] = {"unread_s": 60.0, "are_handlers_timed": True, **http1_options(60)}
+    return _Protocol(cast(BoundedServer, server), nobody, 1024, 60.0, loop=loop, **options)
 
 
 @settings(max_examples=500)
