@@ -102,7 +102,7 @@ def _heads(key: str, model: str) -> Iterator[bytes]:
     for line in (
         "GET /v1/models",
         f"HEAD /v1/models/{model}",
-        "DELETE /v1/requests/r-1",
+        "DELETE /v1/requests/r-2",  # another id than theirs: one that waits would be ended by it
         "GET /livez",
         "OPTIONS *",
     ):
