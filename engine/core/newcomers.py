@@ -60,6 +60,11 @@ class Prompt(Sequence[int]):
     def unpacked(ids: bytes) -> Prompt:
         return Prompt(unpacked(ids))
 
+    def __eq__(self, other: object) -> bool:
+        return self.tokens == other.tokens if isinstance(other, Prompt) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __len__(self) -> int:
         return len(self.tokens)
 
