@@ -32,6 +32,9 @@ from gateway.bench.attack import (
 from gateway.bench.bodies import SHAPES, TEXTS
 from gateway.bench.victim import LONG
 
+BIASES: Final = {str(i): 0.5 for i in range(1023)}
+STOPS: Final = ["a" * 255 + chr(98 + i) for i in range(16)]
+
 
 def _reservations() -> list[Attack]:
     """Requests of tenants whose quotas admit nothing, so that only the heads are looked at."""
@@ -228,7 +231,7 @@ def _steps() -> list[Attack]:
         Attack(
             "1,023 log-biases",
             law,
-            chat(n=16, max_tokens=60, logit_bias={str(i): 0.5 for i in range(1023)}),
+            chat(n=16, max_tokens=60, logit_bias=BIASES),
             path=CHATS,
             count=2,
             at_once=2,
@@ -236,9 +239,17 @@ def _steps() -> list[Attack]:
         Attack(
             "16 stop strings of 256 characters",
             law,
-            chat(n=16, max_tokens=100, stop=["a" * 255 + chr(98 + i) for i in range(16)]),
+            chat(n=16, max_tokens=100, stop=STOPS),
             path=CHATS,
             count=2,
+            at_once=2,
+        ),
+        Attack(
+            "256 choices with log-biases and stop strings",
+            law,
+            chat(n=256, max_tokens=2, logit_bias=BIASES, stop=STOPS),
+            path=CHATS,
+            count=4,
             at_once=2,
         ),
         Attack(
