@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import re
 import tomllib
@@ -21,7 +22,7 @@ from gateway.identity.keys import hash_key
 from shared.config import ConfigError
 from shared.errors import Conflict, NotFound
 from tests.fakes import VirtualClock
-from tests.gateway.conftest import KEY, settings, until
+from tests.gateway.conftest import KEY, PATIENCE_S, settings
 from tests.gateway.directory_world import OPERATOR, OPERATORS, World, directory_world
 
 VICTIM = "another operator's"
@@ -40,12 +41,13 @@ class Desk:
         return OperatorKeys(FileDirectory(self.world.path, reader, {}), reader, self.clock)
 
     async def followed(self) -> None:
-        """Let the gateway look at its file, as it does every second."""
-        reader = self.world.gateways[0].accounts
-        before = reader.config
-        await until(lambda: self.clock.sleeping > 0)
-        self.clock.advance(accounts.POLL_S)
-        await until(lambda: reader.config is not before)
+        """Let the gateway look at its file, as it does every second, until it has read what is there. A look
+        that has begun already may come too early."""
+        reader, there = self.world.gateways[0].accounts, load(self.world.path, {}).admin.keys
+        async with asyncio.timeout(PATIENCE_S):
+            while reader.config.admin.keys != there:
+                self.clock.advance(accounts.POLL_S)
+                await asyncio.sleep(0.1)
 
     async def status(self, key: str) -> int:
         """What the admin listener answers to this key."""

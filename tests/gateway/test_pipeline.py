@@ -215,16 +215,23 @@ async def test_a_new_tokenizer_is_fetched_when_an_answer_names_it(open_house: Op
     assert house.engine.seen[-1].body["penstock"]["tokenizer"] == byte_bundle().hash
 
 
-@pytest.mark.parametrize(("words", "with_ids"), [(20_000, True), (150_000, True), (160_000, False)])
+@pytest.mark.parametrize(
+    ("words", "room", "with_ids"),
+    [
+        pytest.param(20_000, 5_000_000, True, id="a long one"),
+        pytest.param(43_000, 5_000_000, True, id="nearly as many ids as a body may have values"),
+        pytest.param(44_000, 5_000_000, False, id="more ids than a body may have values"),
+        pytest.param(43_000, 1_000_000, False, id="more bytes than a body may have"),
+    ],
+)
 async def test_a_long_prompt_is_sent_with_its_token_ids_while_the_body_has_room(
-    open_house: Open, words: int, with_ids: bool
+    open_house: Open, words: int, room: int, with_ids: bool
 ) -> None:
     house = await open_house(max_model_len=10_000_000)
     house.engine.script = unary()
     text = "water " * words  # a token for each byte
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
     data, url = io.BytesIO(msgspec.json.encode(body)), f"{house.url}/v1/chat/completions"
-    room = 5_000_000 if with_ids else 4_000_000
     with unittest.mock.patch("gateway.outbound.BODY_LEN_MAX", room):
         async with house.client.post(url, data=data, headers=house.headers) as answer:
             assert answer.status == 200

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.dispatch import Attempt
+from gateway.relay import http1
 from gateway.routing.retries import FLOOR, PART_PERCENT, RetryBudget
 from shared import sse
 from shared.errors import EngineFailed, UpstreamLost
@@ -152,8 +153,9 @@ FAILURES = {
 
 @pytest.mark.parametrize("failing", FAILURES.values(), ids=FAILURES)
 async def test_what_fails_before_the_first_event_is_sent_to_another(
-    open_house: Open, other: FakeEngine, failing: Script
+    open_house: Open, other: FakeEngine, failing: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(http1, "IDLE_S", 0.0)  # a connection that is kept may be closed while it is used
     house: House = await open_house(other.url)
     answer_in_turn((house.engine, other), failing, stream(chunk("a"), end=closing(10, 1)))
     async with house.chat(stream=True) as answer:
