@@ -247,9 +247,8 @@ def _steps() -> list[Attack]:
         Attack(
             "256 choices with log-biases and stop strings",
             law,
-            chat(n=256, max_tokens=2, logit_bias=BIASES, stop=STOPS),
-            path=CHATS,
-            count=4,
+            completion(prompt=["7 "] * 4, n=64, max_tokens=2, logit_bias=BIASES, stop=STOPS),
+            count=2,
             at_once=2,
         ),
         Attack(
