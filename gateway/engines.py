@@ -75,7 +75,7 @@ class Known:
 
     @classmethod
     def at_first(cls, model: ModelConfig) -> Self:
-        """What the configuration tells. Ours speak HTTP/2, and ask for no key."""
+        """The knowledge of an engine that a configuration gives. Ours speak HTTP/2, and ask for no key."""
         has_key = (model.api_key_env, model.api_key_file) != (None, None)
         return cls(model.engine, seems_foreign=model.protocol == "http1" or has_key)
 
@@ -129,7 +129,7 @@ class Engines:
         self._fetch = fetch
         self._clock = clock
         self.changes = 0
-        """How often an engine has told something else of its model's age or room than before."""
+        """The number of times that an engine told another age or room of its model than before."""
 
     def of(self, model: ModelConfig) -> Known:
         return self._known[model.name]

@@ -89,7 +89,7 @@ _object: Final = msgspec.json.Decoder(dict[str, Raw] | None)
 
 
 class Passed(Struct, frozen=True):
-    """What of a request an engine of another make is sent."""
+    """The fields of one request that an engine of another make is sent."""
 
     fields: dict[str, Raw]
     """The fields as they came, without those of `MAXIMA`."""

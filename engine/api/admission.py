@@ -280,7 +280,7 @@ def trusted_ids(request: GenerationRequest, tokenizer_hash: str, prompts: int) -
 def _sampling(
     request: GenerationRequest, eos_ids: frozenset[int], defaults: SamplingDefaults
 ) -> SamplingParams:
-    """What all choices of a request share, made once: a list of biases may be long."""
+    """The sampling parameters that all choices of a request share, made once: its biases may be many."""
     logprobs = request.logprobs_asked
     bias = request.logit_bias or {}
     return SamplingParams(

@@ -22,7 +22,7 @@ SLICE_IDS: Final = 16384
 async def pack(
     prompts: Sequence[list[int]], vocab_size: int, threads: FairThreads, tenant: str
 ) -> list[bytes] | None:
-    """What `pack_slices` returns, in place where that is short."""
+    """The result of `pack_slices`, made in place where the prompts are short."""
     slices = pack_slices(prompts, vocab_size)
     if sum(map(len, prompts)) > INLINE_IDS_MAX:
         return await threads.run(tenant, slices, holds=True)

@@ -14,7 +14,7 @@ T = TypeVar("T", covariant=True)
 
 
 class Sliced(Protocol[T]):
-    """What can be taken in slices."""
+    """A sequence that is read in slices."""
 
     def __len__(self) -> int: ...
 

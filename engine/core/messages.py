@@ -133,8 +133,8 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     request_id: str
     prompts: list[AddPrompt]
     sampling: SamplingParams
-    """That of the first sequence. The others differ in what `AddPrompt` says, and only the first of each
-    prompt has `prompt_logprobs`."""
+    """The first sequence's. The others differ in what `AddPrompt` says, and only the first of each prompt
+    has `prompt_logprobs`."""
     cache_salt: bytes = b""
     """The salt of the prefix cache: only sequences with equal salts share prefixes."""
     tenant: str = ""

@@ -48,7 +48,7 @@ class Prompt(Sequence[int]):
 
     @staticmethod
     def of(ids: Sequence[int]) -> Prompt | None:
-        """These ids; None where one of them cannot be a token's."""
+        """The prompt of these ids; None where one of them cannot be a token's."""
         if isinstance(ids, Prompt):
             return ids
         try:

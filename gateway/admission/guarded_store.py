@@ -113,7 +113,7 @@ class _Rows(Struct, frozen=True):
     """Rows of a tenant's day that were taken out of the local store."""
 
     number: int
-    """That of their post, in the order in which they were taken."""
+    """The number of their post. Numbers grow in the order in which rows are taken."""
     day: int
     sheet: Sheet
 
@@ -142,7 +142,7 @@ class GuardedStore:
         self._taken = 0
         """The number of the last rows that were taken out of the local store."""
         self._unposted: dict[TenantId, deque[_Rows]] = {}
-        """Those that are not known to be in the shared one."""
+        """The rows of each tenant that were taken and are not known to be in the shared store."""
         self._posting = asyncio.Lock()
         self._share = lru_cache(SHARES_MAX)(lambda subjects: tuple(_share(s, gateways) for s in subjects))
         STORE_UP.set_function(lambda: float(store.is_well))

@@ -1,5 +1,5 @@
-"""What the store in Redis keeps of a reservation, and where the answers go for which nobody waits: they cost
-less than a future and its callbacks."""
+"""The store's own record of a reservation in Redis, and receivers of the answers for which nobody waits: they
+cost less than a future and its callbacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Held(Struct):
 
     tenant: TenantId
     subjects: tuple[Subject, ...] = ()
-    """Those whose limits count it. None where it was only noted."""
+    """The subjects whose limits count it. None where it was only noted."""
     granted: int = 0
     """Tokens that were granted to it, as far as its caller knows."""
     used: Used | None = None
@@ -35,7 +35,7 @@ class Held(Struct):
 
 
 class Settling(Struct, eq=False):
-    """Where the answer to a settlement goes."""
+    """The receiver of the answer to a settlement."""
 
     store: RedisStore
     reservation: ReservationId
@@ -56,7 +56,7 @@ class Settling(Struct, eq=False):
 
 
 class Noting(Struct, eq=False):
-    """Where the answer to the note of a request without limits goes."""
+    """The receiver of the answer to the note of a request without limits."""
 
     store: RedisStore
     reservation: ReservationId

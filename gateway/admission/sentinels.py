@@ -1,4 +1,4 @@
-"""Where the primary is, as Sentinels say.
+"""The address of a primary, as Sentinels tell it.
 
 They are asked all at once, and the first that knows a primary that is well is believed. One after the other,
 a silent one would take the time in which a connection must be made, each time anew, whoever could answer
@@ -20,7 +20,7 @@ _DOWN: Final = (b"s_down", b"o_down")
 
 
 class Sentinels:
-    """Those that watch over one primary."""
+    """The Sentinels that watch over one primary."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Sentinels:
         self._tls: Final = tls
 
     async def find(self) -> Address:
-        """Where the primary is now; the caller bounds the time. Raises StoreUnavailable when all have
+        """The primary's address now; the caller bounds the time. Raises StoreUnavailable when all have
         answered, and none knows one that is well."""
         asked = [asyncio.create_task(self._told_by(address)) for address in self._addresses]
         problems = []
@@ -54,7 +54,7 @@ class Sentinels:
         raise StoreUnavailable(f"No master found for {self._primary!r}: {', '.join(problems)}"[:200])
 
     async def _told_by(self, sentinel: Address) -> Address | str:
-        """Where the primary is, or why this one does not say."""
+        """The primary's address, or why this Sentinel does not tell it."""
         host, port = sentinel
         wire = Wire()
         name = host if self._tls is not None else None

@@ -103,11 +103,12 @@ class Client:
         first = _CHUNK % (len(body), body) if body and self.is_chunked else body
         head = "\r\n".join([*lines, "", ""]).encode()
         request.writer.output_size = len(head)  # how aiohttp's error handling knows that it comes too late
-        # No copy is made of a long body, which many answers may share.
-        for data, start in ((head + first[:PIECE_LEN], 0), (first, PIECE_LEN)):
-            for at in range(start, len(data), PIECE_LEN):
-                if not self.write_framed(data[at : at + PIECE_LEN]):
-                    await self.drain()
+        room = max(0, PIECE_LEN - len(head))
+        if not self.write_framed(head + first[:room]):
+            await self.drain()
+        for at in range(room, len(first), PIECE_LEN):  # no copy of a long body, which many answers may share
+            if not self.write_framed(first[at : at + PIECE_LEN]):
+                await self.drain()
 
     def write_nowait(self, data: bytes) -> bool:
         """Gives `data`, which is not empty, to the transport, at once. Returns whether there is room for

@@ -31,8 +31,8 @@ class Caller(Struct, frozen=True):
     """The tenant whose request the connection served last; empty where there was none."""
 
     def whose(self) -> str:
-        """With whom the caller shares what is shared out before it is named: the tenant that its connection
-        served last, else whoever comes from its address."""
+        """The name under which a caller that is not identified yet has its share: the tenant that its
+        connection served last, else its address."""
         peer = None if self.transport is None else self.transport.get_extra_info("peername")
         return self.served or network_of(str(peer[0]) if isinstance(peer, tuple) else "")
 

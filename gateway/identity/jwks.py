@@ -106,7 +106,7 @@ class IssuerKeys(ABC):
 
     @property
     def keys(self) -> tuple[VerificationKey, ...]:
-        """All of them: the same tuple as long as nothing has changed."""
+        """The issuer's keys: the same tuple as long as nothing has changed."""
         return self._keys
 
     @property

@@ -111,7 +111,7 @@ class TenantPolicy:
         ]
 
     def rights(self, principal: Principal) -> Rights:
-        """What decides which models this caller may use."""
+        """The rights that decide which models this caller may use."""
         return self._tenants[principal.tenant].models, principal.models
 
     def _allows(self, principal: Principal, model: ModelConfig) -> bool:

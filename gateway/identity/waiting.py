@@ -30,9 +30,9 @@ class Waiting:
     def __init__(self, most: int = WAITING_MAX) -> None:
         self._share: Final = FairShare(most)
         self._asleep: deque[asyncio.Future[None]] = deque()
-        """Those that wait for the next fetch to end."""
+        """The requests that wait for the next fetch to end."""
         self._called: Final[deque[asyncio.Future[None]]] = deque()
-        """Those whose turn comes."""
+        """The requests that were called, and go on in turns."""
 
     def __len__(self) -> int:
         return self._share.held

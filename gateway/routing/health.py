@@ -140,7 +140,7 @@ class Ticket(Struct, eq=False):
 
 @dataclass(slots=True)
 class _Latest:
-    """When something of a tenant's happened last, and when the same of any other tenant's."""
+    """The times at which something happened last: for one tenant, and for any other."""
 
     tenant: int = 0
     at_ms: int = -sys.maxsize
@@ -152,7 +152,7 @@ class _Latest:
         self.at_ms = now_ms
 
     def of_others(self, tenant: int) -> int:
-        """When it happened last for another tenant than this one."""
+        """The time at which it happened last for another tenant than this one."""
         return self.other_ms if tenant == self.tenant else self.at_ms
 
 
@@ -202,7 +202,7 @@ class Health:
     _refused: _Latest = field(default_factory=_Latest)
     """The failures that were errors of its own."""
     _broke_ms: int = -sys.maxsize
-    """When there was another failure last."""
+    """The time of the last failure of another kind."""
     _random: Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -291,7 +291,7 @@ class Health:
         return self.eject(reason, outcome, now_ms)
 
     def _is_of_its_tenant(self, ticket: Ticket, outcome: Outcome, now_ms: int) -> bool:
-        """Rule 7. Notes the failure."""
+        """True if a failure says nothing of the replica, by rule 7. Notes the failure."""
         since_ms, tenant = now_ms - 1000 * WINDOW_S, ticket.tenant
         if outcome is not Outcome.FAILED:
             self._broke_ms = now_ms

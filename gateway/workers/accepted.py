@@ -36,7 +36,7 @@ class Accepted:
         self._reader: Final = AccountsReader(config, path, clock, self._checked)
 
     async def text(self) -> str:
-        """It as TOML."""
+        """The newest configuration as TOML."""
         return await asyncio.to_thread(to_toml, self._reader.config)
 
     async def reload(self) -> None:

@@ -83,7 +83,7 @@ class Status(Struct, frozen=True):
 
 
 class Ending(Struct, frozen=True):
-    """What a caller asks to end."""
+    """A caller's wish to end its requests of one id."""
 
     tenant: TenantId
     request_id: RequestId

@@ -21,13 +21,13 @@ from shared import logs
 from shared.ids import RequestId, TenantId
 
 ROUND_MAX: Final = 256
-"""What is asked for in one round, at most."""
+"""The most wishes of one round."""
 
 log = logs.get(__name__)
 
 
 class _Asked(Struct, eq=False):
-    """What one caller asks for, and the number of requests that were ended, once that is known."""
+    """A caller's wish, and the number of requests that were ended, once that is known."""
 
     ending: Ending
     ended: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -41,7 +41,7 @@ class Siblings:
         self._own: Final = Path(socket)
         self._clients: Final[dict[Path, WorkerClient]] = {}
         self._asked: list[_Asked] = []
-        """What waits for the next round."""
+        """The wishes that wait for the next round."""
         self._rounds: asyncio.Task[None] | None = None
 
     async def end(self, tenant: TenantId, request_id: RequestId) -> int:
