@@ -249,7 +249,6 @@ def _steps() -> list[Attack]:
             law,
             completion(prompt=["7 "] * 4, n=64, max_tokens=2, logit_bias=BIASES, stop=STOPS),
             count=2,
-            at_once=2,
         ),
         Attack(
             "chunks of one byte",
