@@ -62,6 +62,7 @@ from shared.ids import (
     RequestId,
     TenantId,
     accept_request_id,
+    is_id,
     mint_request_id,
 )
 from shared.lifecycle import Phase
@@ -187,7 +188,8 @@ class Edge:
             _allow(exchange, "DELETE")
             request_id = RequestId(path.removeprefix(REQUESTS))
             ended = self._live.end(principal.tenant, request_id, aborted, exchange)
-            ended += await self.end_elsewhere(principal.tenant, request_id)
+            if is_id(request_id):  # no request has another, and the other workers are asked in few words
+                ended += await self.end_elsewhere(principal.tenant, request_id)
             return await self._send(exchange, msgspec.json.encode(AbortResponse(request_id, ended)))
         raise RouteNotFound(no_such_path(path, lambda other: _endpoint(other) != UNKNOWN))
 

@@ -105,7 +105,9 @@ class Known:
 
     def observe(self, tokenizer_hash: str | None) -> None:
         """Note the tokenizer's hash in an answer, which those of our engines always have. A hash that is not
-        that of the tokenizer in use causes a fetch."""
+        that of the tokenizer in use causes a fetch, unless no tokenizer is looked for."""
+        if self.make == "openai":
+            return
         if tokenizer_hash is None:
             self.seems_foreign = True
             return

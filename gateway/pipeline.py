@@ -61,7 +61,7 @@ from gateway.relay.credentials import Credentials
 from gateway.relay.stream import Progress, Relay
 from gateway.relay.upstream import Outbound, Upstream
 from gateway.routing.affinity import affinity_of
-from gateway.routing.policy import NOWHERE, Affinity
+from gateway.routing.policy import Affinity, nowhere
 from gateway.routing.replicas import Replicas
 from shared.errors import (
     ApiError,
@@ -393,7 +393,7 @@ class Pipeline:
 
     def _affinity(self, terms: Terms, request: ProxiedRequest, count: Count) -> Affinity:
         if not self._replicas.has_choice(terms.model.name):
-            return NOWHERE
+            return nowhere(terms.tenant.id)
         model, tenant = terms.model.name, terms.tenant.id
         turn, tier = self._replicas.next_turn(), terms.tenant.service_tier
         return affinity_of(request, model, tenant, count.prompt_tokens, turn, tier)

@@ -14,7 +14,8 @@ Rules:
 3. For a request without limits nothing is asked here. `note` has it recorded, and nobody waits for that, so
    that it is counted, and has a billing line, though its gateway is killed. Whether Redis has the record is
    known once it answers. Until then, and where it does not, its gateway counts the request by itself, and
-   what may be there all the same is taken away uncounted when the request ends (rule 4).
+   what may be there all the same is taken away uncounted when the request ends (rule 4). A note whose keys
+   another node has now is not sent there (rule 5), as its settlement might come there first.
 4. A request whose tokens were not granted by this store, as far as its caller knows, is not counted by it.
 5. A call whose keys another node has now is sent there, at once and once: within two calls' time, and that of
    connecting where the node was not known, which is bounded by a call's time as well.

@@ -19,7 +19,7 @@ from shared.fair_turns import FairTurns
 class EndsUnread(ReadsInTurn):
     """A connection that is cut off when its client does not read."""
 
-    __slots__ = ("_are_handlers_timed", "_unread_s", "_unread_timer")
+    __slots__ = ("_are_handlers_timed", "_is_over", "_unread_s", "_unread_timer")
 
     def __init__(
         self,
@@ -36,6 +36,8 @@ class EndsUnread(ReadsInTurn):
         self._unread_s: Final = unread_s
         self._unread_timer: asyncio.TimerHandle | None = None
         """Cuts the connection off. None while nothing waits to be read."""
+        self._is_over = False
+        """True once the connection is closed, and ends when the rest was read."""
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -43,7 +45,8 @@ class EndsUnread(ReadsInTurn):
             self._set_unread_timer(self.transport)
 
     def resume_writing(self) -> None:
-        self._end_unread_timer()
+        if not self._is_over:  # else part of the rest was read, and nobody would wait for the other
+            self._end_unread_timer()
         super().resume_writing()
 
     async def start(self) -> None:
@@ -63,6 +66,7 @@ class EndsUnread(ReadsInTurn):
 
     def _bound_rest(self, transport: asyncio.Transport | None) -> None:
         """Bound the time of a connection that is closed, and ends once the rest was read."""
+        self._is_over = True
         if transport is not None and self._unread_timer is None and transport.get_write_buffer_size():
             self._set_unread_timer(transport)
 

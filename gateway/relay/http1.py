@@ -12,12 +12,12 @@ Rules:
 3. While its reader takes nothing, a connection holds at most `READ_BUFFER_LEN` and one read more, and then
    reads nothing from the socket, whose buffer is bounded as well.
 4. Leaving an answer before its end closes the connection, which is what tells the engine to stop.
-5. A kept connection that is closed before a byte of the answer, within `CROSSED_S` of the request, was closed
-   for being unused while the request was under way. The request is sent once more, on a new connection. RFC
-   9112 (9.3.1) allows that for idempotent methods, and RFC 9110 (9.2.2) for a POST of which it is known that
-   it changes nothing, or that it was not begun: an engine keeps nothing of a request, and has read nothing of
-   one that came after it had closed. Where no new connection comes about, the engine may have died of the
-   request, which then counts as lost.
+5. A kept connection that was unused for `UNUSED_S_MIN`, and is closed before a byte of the answer, within
+   `CROSSED_S` of the request, was closed for being unused while the request was under way. The request is
+   sent once more, on a new connection. RFC 9112 (9.3.1) allows that for idempotent methods, and RFC 9110
+   (9.2.2) for a POST of which it is known that it changes nothing, or that it was not begun: an engine keeps
+   nothing of a request, and has read nothing of one that came after it had closed. Where no new connection
+   comes about, the engine may have died of the request, which then counts as lost.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ IDLE_S_MAX: Final = 15.0
 """The same where it says."""
 CROSSED_S: Final = 1.0
 """The longest that the end of a connection and a request may be under way to each other, in seconds."""
+UNUSED_S_MIN: Final = 0.5
+"""The shortest time for which an engine keeps an unused connection, in seconds: one that is closed sooner was
+closed for what it was sent."""
 RECEIVE_BUFFER_LEN: Final = 64 * 1024
 """SO_RCVBUF in bytes, which Linux doubles. An answer that the client does not read waits there, and the
 kernel's default grows to megabytes."""
@@ -198,6 +201,8 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
         self._expiry: asyncio.TimerHandle | None = None
+        self._kept_s = math.inf
+        """When it was kept last."""
         self._reused_s = -math.inf
         """When the last request was sent, if that was not the first."""
         self.was_unused = False
@@ -322,7 +327,7 @@ class _Connection(asyncio.Protocol):
         may_stay = may_stay and body is not None and not body.has_surplus
         if may_stay and head is not None and head.keeps_alive:
             if self._is_busy:
-                self._is_busy, self._upload = False, None
+                self._is_busy, self._upload, self._kept_s = False, None, self._loop.time()
                 self._expiry = self._loop.call_later(_idle_s(head), self.close)
                 self._owner.keep(self)
         else:
@@ -460,7 +465,8 @@ class _Connection(asyncio.Protocol):
             kind = httpx.ReadError if self._head is None else httpx.RemoteProtocolError
             self._error = kind(said)
             is_silent = self._head is None and not self._received and not self._interim
-            self.was_unused = is_silent and self._loop.time() - self._reused_s < CROSSED_S
+            has_idled = self._reused_s - self._kept_s >= UNUSED_S_MIN  # else it was not closed for that
+            self.was_unused = is_silent and has_idled and self._loop.time() - self._reused_s < CROSSED_S
         self._wake()
 
     def pause_writing(self) -> None:

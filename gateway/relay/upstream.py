@@ -386,6 +386,12 @@ _OURS_ALONE: Final = (errors.Unauthenticated.status, errors.PermissionDenied.sta
 """Statuses that are never passed on: that an engine refuses the gateway is no fault of the caller's."""
 
 
+def _seconds(retry_after: str | None) -> float | None:
+    """An engine's `Retry-After`, where it is a number of seconds of a day at most."""
+    is_number = retry_after is not None and retry_after.isdecimal() and len(retry_after) <= 5
+    return float(retry_after) if is_number and retry_after is not None else None
+
+
 def read_back(status: int, body: bytes, retry_after: str | None = None) -> ApiError:
     """An engine's error answer as an error of ours: the same code, message and param where it has OpenAI's
     envelope, and UpstreamFailed where it has not.
@@ -394,7 +400,7 @@ def read_back(status: int, body: bytes, retry_after: str | None = None) -> ApiEr
     no quota of the caller's, who is not shown what is said of it. Other replicas and fallbacks may have
     room."""
     detail = f"engine answered {status}"
-    retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
+    retry_after_s = _seconds(retry_after)
     try:
         error = _decode_error(body)
     except msgspec.DecodeError:

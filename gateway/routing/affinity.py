@@ -39,12 +39,12 @@ def affinity_of(
     owner = key_of(model.encode(), tenant.encode())
     match request:
         case ChatRequest():
-            return _of_chat(request, owner, prompt_len, class_of(request, tier_max))
+            return _of_chat(request, owner, tenant, prompt_len, class_of(request, tier_max))
         case CompletionRequest():
             beginning = _beginning(request.prompt)
             session = key_of(owner.to_bytes(8), _text(request.prompt_cache_key or beginning))
-            return Affinity(owner, session, 0, 0, prompt_len, class_of(request, tier_max), owner)
-    return Affinity(owner, key_of(turn.to_bytes(8)), 0, 0, 0, owner=owner)
+            return Affinity(owner, session, 0, 0, prompt_len, class_of(request, tier_max), tenant)
+    return Affinity(owner, key_of(turn.to_bytes(8)), 0, 0, 0, tenant=tenant)
 
 
 def class_of(request: GenerationRequest, tier_max: Tier) -> int:
@@ -57,7 +57,8 @@ def class_of(request: GenerationRequest, tier_max: Tier) -> int:
     return min(asked, _CLASSES[tier_max])
 
 
-def _of_chat(request: ChatRequest, owner: int, prompt_len: int, service_class: int) -> Affinity:
+def _of_chat(request: ChatRequest, owner: int, tenant: str, prompt_len: int, service_class: int) -> Affinity:
+    """`owner`: the key of its model and tenant."""
     messages = request.messages
     roles = [message.role for message in messages]
     system = sum(1 for _ in takewhile(lambda role: role in ("system", "developer"), roles))
@@ -73,7 +74,7 @@ def _of_chat(request: ChatRequest, owner: int, prompt_len: int, service_class: i
         prompt_len * sum(lengths[: max(system, answered)]) // whole,
         prompt_len,
         service_class,
-        owner,
+        tenant,
     )
 
 

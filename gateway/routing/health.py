@@ -130,8 +130,8 @@ class Ticket(Struct, eq=False):
 
     epoch: int
     """The ejections before it was placed."""
-    tenant: int = 0
-    """The key of the tenant whose it is."""
+    tenant: str = ""
+    """Whose it is."""
     success: _Verdict | None = None
     """The note that is taken back if it fails after all."""
     on_late: Callable[[], None] | None = None
@@ -142,16 +142,16 @@ class Ticket(Struct, eq=False):
 class _Latest:
     """The times at which something happened last: for one tenant, and for any other."""
 
-    tenant: int = 0
+    tenant: str = ""
     at_ms: int = -sys.maxsize
     other_ms: int = -sys.maxsize
 
-    def note(self, tenant: int, now_ms: int) -> None:
+    def note(self, tenant: str, now_ms: int) -> None:
         if tenant != self.tenant:
             self.tenant, self.other_ms = tenant, self.at_ms
         self.at_ms = now_ms
 
-    def of_others(self, tenant: int) -> int:
+    def of_others(self, tenant: str) -> int:
         """The time at which it happened last for another tenant than this one."""
         return self.other_ms if tenant == self.tenant else self.at_ms
 
@@ -227,7 +227,7 @@ class Health:
 
     # -- for requests -----------------------------------------------------------------------------
 
-    def admit(self, now_ms: int, tenant: int = 0) -> Ticket:
+    def admit(self, now_ms: int, tenant: str = "") -> Ticket:
         """Note that a request of this tenant's is placed here."""
         ticket = Ticket(self.ejections, tenant)
         self._sent.note(tenant, now_ms)

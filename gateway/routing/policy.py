@@ -107,8 +107,8 @@ class Affinity(Struct, frozen=True):
     """The tokens that were computed when its last answer was complete; at its first turn the prefix."""
     prompt_len: int
     service_class: int = DEFAULT
-    owner: int = 0
-    """The key of its model and tenant."""
+    tenant: str = ""
+    """Whose it is."""
 
     @property
     def stray_len(self) -> int:
@@ -116,8 +116,9 @@ class Affinity(Struct, frozen=True):
         return self.history_len + self.prompt_len - 2 * self.prefix_len
 
 
-NOWHERE: Final = Affinity(0, 0, 0, 0, 0)
-"""The affinity of a request that has no choice of replicas."""
+def nowhere(tenant: str = "") -> Affinity:
+    """The affinity of a request that has no choice of replicas."""
+    return Affinity(0, 0, 0, 0, 0, tenant=tenant)
 
 
 class View(Struct):

@@ -283,7 +283,7 @@ class Replicas:
     def _placed(self, replica: Replica, route: Route, affinity: Affinity, waiting: int) -> Placement:
         replica.view.enter(affinity.service_class, waiting)
         replica.routes[route] += 1
-        ticket = replica.health.admit(self._now_ms(), affinity.owner)
+        ticket = replica.health.admit(self._now_ms(), affinity.tenant)
         return Placement(replica, route, affinity.service_class, waiting, ticket)
 
     # -- reports ----------------------------------------------------------------------------------

@@ -24,6 +24,14 @@ FOREIGN_REFUSAL = Script([b'{"error": {"message": "m", "code": 400}}'], 400, "ap
 """Other engines put the status where OpenAI puts a code."""
 
 
+@pytest.mark.parametrize("said", ["9" * 400, "100000", "soon", "-1", ""])
+async def test_a_time_that_nobody_waits_is_not_passed_on(house: House, said: str) -> None:
+    house.engine.script = refusal(503, "queue_full", retry_after=said)
+    async with house.chat() as answer:
+        assert answer.status == 503
+        assert answer.headers.get("retry-after") != said
+
+
 @pytest.mark.parametrize(
     ("script", "status", "code", "end_reason"),
     [

@@ -118,6 +118,14 @@ def test_what_is_configured_as_ours_is_ours_from_the_beginning() -> None:
     assert (known.is_ours, known.is_foreign, known.counts_as_ours) == (True, False, True)
 
 
+def test_an_engine_that_is_said_to_be_of_another_make_is_not_asked_again_for_a_hash() -> None:
+    """No tokenizer is looked for there, so that none of its hashes would be that of the one in use."""
+    known = Known.at_first(model(engine="openai"))
+    known.observe(byte_bundle().hash)
+    assert not known.stale.is_set()
+    assert not known.counts_as_ours
+
+
 def test_the_answers_of_an_engine_tell_what_it_is() -> None:
     known = Known.at_first(model())
     known.observe(None)

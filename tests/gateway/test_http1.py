@@ -161,6 +161,24 @@ async def test_an_unreachable_server_is_a_connect_error(transport: Http1Transpor
 # -- connections that are closed while a request is under way ------------------------------------------
 
 
+@pytest.fixture
+def idled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept connection counts as one that was unused for long."""
+    monkeypatch.setattr(http1, "UNUSED_S_MIN", 0.0)
+
+
+async def test_a_request_that_ends_a_connection_which_was_just_used_is_not_sent_again(
+    closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport
+) -> None:
+    """Its engine may have died of it, and a proxy before others would have another die of it."""
+    server, _, url = closing
+    server.answers = 9
+    await post(transport, url, b"a")
+    with pytest.raises(httpx.ReadError):
+        await post(transport, url, b"b")
+    assert server.opened == 1
+
+
 async def post(
     transport: Http1Transport, url: str, content: bytes, connected: Callable[[], None] | None = None
 ) -> bytes | None:
@@ -172,6 +190,7 @@ async def post(
         return answer
 
 
+@pytest.mark.usefixtures("idled")
 @pytest.mark.parametrize("length", [10, 3 * http1.PIECE_LEN])
 async def test_a_request_that_crosses_the_end_of_a_kept_connection_is_sent_on_a_new_one(
     closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport, length: int
@@ -185,6 +204,7 @@ async def test_a_request_that_crosses_the_end_of_a_kept_connection_is_sent_on_a_
     assert (server.opened, len(told)) == (2, 2), "the caller is told once"
 
 
+@pytest.mark.usefixtures("idled")
 async def test_it_is_sent_once_more_and_not_again(
     closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport
 ) -> None:
@@ -198,6 +218,7 @@ async def test_it_is_sent_once_more_and_not_again(
     assert server.opened == 3
 
 
+@pytest.mark.usefixtures("idled")
 @pytest.mark.parametrize("parting", [b"H", b"HTTP/1.1 103 Early\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
 async def test_a_request_whose_answer_had_begun_is_not_sent_again(
     closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport, parting: bytes
@@ -210,6 +231,7 @@ async def test_a_request_whose_answer_had_begun_is_not_sent_again(
     assert server.opened == 1
 
 
+@pytest.mark.usefixtures("idled")
 async def test_a_request_that_an_engine_had_for_long_is_not_sent_again(
     closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +244,7 @@ async def test_a_request_that_an_engine_had_for_long_is_not_sent_again(
     assert server.opened == 1
 
 
+@pytest.mark.usefixtures("idled")
 async def test_a_request_that_an_engine_may_have_died_of_counts_as_sent(
     closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport
 ) -> None:

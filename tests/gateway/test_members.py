@@ -30,7 +30,7 @@ from gateway.routing.members import (
     bounded,
     phase_of,
 )
-from gateway.routing.policy import NOWHERE, SLOW_START_MS, Affinity, Route
+from gateway.routing.policy import SLOW_START_MS, Affinity, Route, nowhere
 from gateway.routing.replicas import (
     ENGINE_DRAIN_S,
     LINGER_S,
@@ -479,7 +479,7 @@ def test_requests_go_round_one_after_the_other() -> None:
     fleet = Fleet(A)
     turns = [fleet.replicas.next_turn() for _ in range(3)]
     assert all(after == before + 1 for before, after in pairwise(turns))
-    place = fleet.replicas.place("m", NOWHERE)
+    place = fleet.replicas.place("m", nowhere())
     assert place is not None
     assert place.route is Route.AFFINITY
     assert place.replica.routes == {Route.AFFINITY: 1}

@@ -13,7 +13,7 @@ from gateway.bench.routing_live import Seen, figures_of
 from gateway.bench.routing_rules import BLIND, RULES
 from gateway.bench.routing_world import REPORT_MS, Fleet, Result, Traffic, simulate
 from gateway.routing import policy
-from gateway.routing.policy import NOWHERE, Choice, Route, View
+from gateway.routing.policy import Choice, Route, View, nowhere
 from gateway.routing.table import Table
 from shared.bench.figures import at_least
 from shared.load_report import DEFAULT, LoadReport
@@ -117,9 +117,9 @@ def test_the_live_rules_choose_only_what_is_usable() -> None:
     table = Table(["a", "b", "c"])
     for name, expected in (("round robin", [0, 2, 0, 2]), ("least load", [2, 2, 2, 2])):
         rule = routing_live.RULES[name]()
-        chosen = [rule(table, [5, 0, 3], NOWHERE, None, [True, False, True]) for _ in range(4)]
+        chosen = [rule(table, [5, 0, 3], nowhere(), None, [True, False, True]) for _ in range(4)]
         assert [one.replica for one in chosen if one is not None] == expected
-        assert rule(table, [5, 0, 3], NOWHERE, None, [False] * 3) is None
+        assert rule(table, [5, 0, 3], nowhere(), None, [False] * 3) is None
 
 
 def test_the_live_targets_come_from_a_perfect_placement() -> None:

@@ -338,6 +338,21 @@ async def test_an_answer_that_aiohttp_writes_holds_a_connection_that_is_not_read
     writer.transport.abort()
 
 
+async def test_a_closed_connection_of_which_only_a_part_is_read_still_ends(open_house: Open) -> None:
+    house = await open_house(timeouts={"slow_client_s": 2 * SOON_S}, limits={"write_buffer_len": "1KiB"})
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port, limit=1)
+    writer.write(b"GET /livez HTTP/1.1\r\nhost: here\r\n\r\n")
+    await reader.readexactly(1)
+    assert house.gateway._public is not None
+    connections = house.gateway._public._server._connections
+    [(connection, transport)] = connections.items()
+    transport.write(b"x" * 16_000_000)
+    connection.force_close()
+    connection.resume_writing()  # as when a part of it was read
+    await until(lambda: not connections)
+    writer.transport.abort()
+
+
 async def test_a_request_that_is_answered_has_its_own_time_to_be_read(open_house: Open) -> None:
     house = await open_house(timeouts={"slow_client_s": SOON_S}, tenant={"timeouts": {"slow_client_s": 60}})
     go_on = asyncio.Event()

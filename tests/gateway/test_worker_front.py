@@ -189,6 +189,23 @@ async def test_a_caller_ends_its_request_whichever_worker_has_it(house: House) -
         assert b"request_aborted" in await answer.read()
 
 
+async def test_long_ids_that_nothing_has_keep_no_caller_from_ending_its_request(house: House) -> None:
+    """All that is asked of another worker at a time goes there together, and has an end."""
+    house.engine.script = stream(chunk("a"), asyncio.Event())
+    ids = [f"req-{i}" for i in range(4)]
+    answers = [await house.chat(**{"x-request-id": id_}) for id_ in ids]
+    for answer in answers:
+        await answer.content.readuntil(b"\n\n")
+    asked = [f"{i}{'z' * 7_500}" for i in range(200)]
+    urls = [f"http://127.0.0.1:{house.port}/v1/requests/{id_}" for id_ in (*asked, *ids)]
+    connector = aiohttp.TCPConnector(force_close=True, limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=HEADERS) as client:
+        told = [await answer.json() for answer in await asyncio.gather(*map(client.delete, urls))]
+    assert [one["aborted"] for one in told] == [0] * len(asked) + [1] * len(ids)
+    for answer in answers:
+        assert b"request_aborted" in await answer.read()
+
+
 async def test_a_key_that_is_created_works_at_every_worker_when_the_answer_comes(house: House) -> None:
     house.engine.script = unary()
     async with house.admin("/admin/v1/keys", "POST", json={"tenant": "acme"}) as answer:
