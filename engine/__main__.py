@@ -184,13 +184,14 @@ def _place(settings: RunnerConfig) -> Rendezvous | None:
 
 def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
     from engine.core.config import SchedulerConfig
+    from shared.fair_share import held_max
     from shared.openai import PROMPTS_MAX
 
     return SchedulerConfig(
         step_tokens_max=config.max_step_tokens,
-        # the API process keeps the bound; here it may be passed by one request and by those preempted
-        queue_len_max=config.max_queue_len + config.max_num_seqs + PROMPTS_MAX,
-        queue_tokens_max=config.max_queue_tokens + PROMPTS_MAX * runner.max_model_len,
+        # the API process keeps the bounds, by fair shares; here those that were preempted wait as well
+        queue_len_max=held_max(config.max_queue_len, PROMPTS_MAX) + config.max_num_seqs,
+        queue_tokens_max=held_max(config.max_queue_tokens, PROMPTS_MAX * runner.max_model_len),
         prefix_cache=config.prefix_cache,
         stall_deadline_s=config.stall_deadline_s,
         gap_targets_s=(

@@ -19,7 +19,7 @@ import msgspec
 
 from engine.core.disk import DiskThreads
 from engine.core.messages import Runner, RunnerInfo
-from engine.core.page_files import PageFiles
+from engine.core.page_files import PageFiles, open_directory
 from shared import logs
 from shared.build import version
 from shared.files import open_regular
@@ -55,8 +55,12 @@ def open_disk_tier(config: RunnerConfig, runner: Runner) -> DiskThreads | None:
     assert isinstance(runner, Hosted), "ranks are refused with the settings"
     page_bytes = len(runner.host.view(0))
     try:
-        fingerprint = fingerprint_of(config, runner)
-        directory = Path(os.path.expanduser(config.kv_disk_dir))
+        directory = open_directory(Path(os.path.expanduser(config.kv_disk_dir)))
+        try:
+            fingerprint = fingerprint_of(config, runner)
+        except BaseException:
+            os.close(directory)
+            raise
         files = PageFiles(directory, fingerprint, page_bytes, config.kv_disk_bytes)
     except OSError as error:
         log.warning("core.disk_tier_off", reason=f"{type(error).__name__}: {error}")

@@ -112,7 +112,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class NeverFits(InvalidRequest):
-    """The request is within the context length, and still larger than the whole KV pool."""
+    """The request is larger than the whole KV pool, and within the context length as far as it is known."""
 
     code = "kv_capacity_exceeded"
 

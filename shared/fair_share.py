@@ -27,6 +27,12 @@ from typing import Final
 ALPHA: Final = 3
 
 
+def held_max(capacity: int, amount: int) -> int:
+    """The most units that are ever held where no call asks for more than `amount`: by rule 3 two tenants may
+    pass the capacity by a call each, before it counts as full."""
+    return capacity + 2 * amount
+
+
 class FairShare:
     """The units of one resource that each tenant holds."""
 

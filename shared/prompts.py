@@ -39,9 +39,8 @@ def prompt_slices(
     prompt = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     if not isinstance(prompt[0], str):  # all are of one kind
         longest = len(prompt) if isinstance(prompt[0], int) else max(map(len, prompt))  # type: ignore[arg-type]
-        most, too_long = _bound(room, "prompt")
-        if longest > most:
-            raise too_long
+        if longest > _most(room):
+            raise _too_long(room, "prompt", longest)
         return tokenizer.prompt_ids(request)
     texts = [item for item in prompt if isinstance(item, str)]
     if not all(texts):
@@ -70,24 +69,23 @@ def text_slices(
 ) -> Slices[list[int]]:
     """The ids of `Tokenizer.encode`, in slices. `param` names the text in errors, which are those of
     `prompt_slices`."""
-    most, too_long = _bound(room, param)
-    slicer = tokenizer.slicer
+    most, slicer = _most(room), tokenizer.slicer
     if slicer is not None and len(text) > most * slicer.longest:
-        raise too_long
+        raise _too_long(room, param, -(-len(text) // slicer.longest))
     if slicer is None or len(text) <= SLICE_LEN:
         if len(text) > WHOLE_LEN_MAX:
             message = f"{param} has more than {WHOLE_LEN_MAX} characters, the most that this model's "
             raise InvalidRequest(f"{message}tokenizer takes at once.", param=param)
         ids = tokenizer.encode(text, add_special_tokens)
         if len(ids) > most:
-            raise too_long
+            raise _too_long(room, param, len(ids))
         return ids
     before, after = tokenizer.around if add_special_tokens else ((), ())
     ids = list(before)
     for piece in slicer.slices(text):
         ids += tokenizer.encode(piece, add_special_tokens=False)
         if len(ids) > most:
-            raise too_long
+            raise _too_long(room, param, len(ids))
         yield
     return [*ids, *after]
 
@@ -119,12 +117,17 @@ def _empty(param: str) -> ApiError:
     return InvalidRequest(f"{param} must not be empty.", param=param)
 
 
-def _bound(room: Room | None, param: str) -> tuple[int, ApiError]:
-    """The most tokens of one prompt, and the error of one that has more."""
+def _most(room: Room | None) -> int:
+    """The most tokens of one prompt."""
+    return TOKENS_MAX if room is None else min(room.most, TOKENS_MAX)
+
+
+def _too_long(room: Room | None, param: str, tokens: int) -> ApiError:
+    """The error of a prompt that has so many tokens, or more."""
     if room is None or room.most >= TOKENS_MAX:
-        return TOKENS_MAX, _too_many(param)
-    error, holds = room.refused(room.most + 1)
-    return room.most, error(f"{holds}, and the {param} has more.", param=param)
+        return _too_many(param)
+    error, holds = room.refused(tokens)
+    return error(f"{holds}, and the {param} has more.", param=param)
 
 
 def _too_many(param: str) -> ApiError:

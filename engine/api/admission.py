@@ -100,14 +100,11 @@ def plan_choices(
     defaults: SamplingDefaults,
 ) -> list[Choice]:
     """The choices of a request in OpenAI's order: all `n` of the first prompt's, then those of the
-    second. The prompts' ids are not looked at: `engine.api.packing` has done that. Raises InvalidRequest,
-    ContextLengthExceeded and NeverFits."""
+    second. `check_fields` has passed it. The prompts' ids are not looked at: `engine.api.packing` has done
+    that. Raises InvalidRequest, ContextLengthExceeded and NeverFits."""
     if not all(prompts):
         raise InvalidRequest(f"{request.prompt_param} must not be empty.", param=request.prompt_param)
-    _check_ids(request, limits.vocab_size)
     n = request.n or 1
-    if n > 1 and request.output_tokens_max == 0:
-        raise InvalidRequest("n must be 1 where max_tokens is 0: all choices would be the same.", param="n")
     room = answer_room(request, prompts)
     seed = secrets.randbits(64) if request.seed is None else request.seed & SEED_MASK
     shared = _sampling(request, eos_ids, defaults)
@@ -309,7 +306,10 @@ def stop_ids(request: GenerationRequest, eos_ids: frozenset[int]) -> frozenset[i
     return frozenset(request.stop_token_ids or ()) | (frozenset() if request.ignore_eos else eos_ids)
 
 
-def _check_ids(request: GenerationRequest, vocab_size: int) -> None:
+def check_fields(request: GenerationRequest, vocab_size: int) -> None:
+    """Raise InvalidRequest for what is refused whatever the prompts are, before they are tokenized."""
+    if (request.n or 1) > 1 and request.output_tokens_max == 0:
+        raise InvalidRequest("n must be 1 where max_tokens is 0: all choices would be the same.", param="n")
     if any(token >= vocab_size for token in request.stop_token_ids or ()):
         raise out_of_vocab("stop_token_ids", vocab_size)
     if any(int(key) >= vocab_size for key in request.logit_bias or ()):

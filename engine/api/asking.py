@@ -17,6 +17,7 @@ from engine.api.admission import (
     Limits,
     answer_len,
     cache_salt,
+    check_fields,
     out_of_vocab,
     plan_choices,
     prompts_of,
@@ -176,6 +177,7 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
     parsed.require_supported()
     with exchange.enter("tokenize"):
         request = parsed.request
+        check_fields(request, limits.vocab_size)
         prompts, packed = await _prompt_ids(state, tenant, model, request, limits)
         choices = plan_choices(request, prompts, limits, model.eos_ids, model.sampling)
         echoes = await _echoes(state, tenant, model, request, prompts)

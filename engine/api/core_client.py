@@ -5,7 +5,8 @@ Rules.
 
 1. A handle is counted up and never reused, so an abort cannot end another sequence.
 2. The waiting queue's bounds, in sequences and in prompt tokens, are decided here, at once, from what this
-   process knows: a sequence waits from its submission until its Started, its end or its release. A tenant's
+   process knows: a sequence waits from its submission until its Started or its end. One that is aborted waits
+   until the core has seen it, since a core that hangs leaves what it is sent in this process. A tenant's
    part of the queue follows what is left of it (`shared.fair_share`), and one request of any size may wait
    while its tenant has no other. The core's own bounds are never reached before these.
 3. A request that submits also releases, however it ended. One that ends before its sequences do aborts them,
@@ -256,7 +257,8 @@ class CoreClient:
         ending = [handle for handle in handles if handle in self._live and not self._live[handle].is_ending]
         for handle in ending:
             self._live[handle].is_ending = True
-            self._on_left_queue(handle)
+            if handle <= self._seen:  # else its message may wait for the core, and takes room until then
+                self._on_left_queue(handle)
             self._paused.discard(handle)
         if self._is_stopping:  # nobody answers any more
             for handle in ending:
@@ -268,7 +270,7 @@ class CoreClient:
         """Forget sequences whose request has ended, and abort those that have not ended themselves."""
         self.abort(handles)
         for handle in handles:
-            self._forget(handle)
+            self._disconnect(handle)
 
     def lift_deadline(self, handle: int) -> None:
         """Let the first token of a sequence come at any time, since its request has begun with another."""
@@ -301,6 +303,9 @@ class CoreClient:
 
     def _forget(self, handle: int) -> None:
         self._on_left_queue(handle)
+        self._disconnect(handle)
+
+    def _disconnect(self, handle: int) -> None:
         self._paused.discard(handle)
         if (output := self._live.pop(handle, None)) is not None:
             output.output.leave_core()
@@ -406,7 +411,7 @@ class CoreClient:
         self.failure = reason
         log.error("core.failed", reason=reason, open_sequences=len(self._live))
         self.shut(EngineFailed("The engine failed while it worked on this request.", detail=reason))
-        for handle in list(self._live):
+        for handle in [*self._live, *self._waiting]:
             self._forget(handle)
         self.stats = None  # the last statistics no longer hold
         self.settled.set()

@@ -286,7 +286,10 @@ class Generation:
         last = max(self._outputs, key=lambda output: output.timing(now).life_s)
         exchange.causes += last.causes(now, shared=len(self._outputs) > 1)
         metrics.prompt_tokens.inc(by=tally.prompt_tokens)
-        metrics.count_uncharged(choice=self._prompt_tokens_again())
+        metrics.count_uncharged(
+            choice=self._prompt_tokens_again(),
+            scored=sum(output.discarded_tokens for output in self._outputs),
+        )
         request_s = now - exchange.started_at
         exemplar = exchange.exemplar(request_s)
         first_token_at = [

@@ -132,7 +132,7 @@ class ChoiceOutput:
         """True once the core was told to end it: what comes then is counted, and not sent."""
         self.finish_reason: FinishReasonName | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.completion_tokens = 0
+        self.completion_tokens = self.discarded_tokens = 0
         self.cached_len = self.host_len = self.disk_len = 0
         self.first_token_at: float | None = None
         self.submitted_at = submitted_at
@@ -231,6 +231,7 @@ class ChoiceOutput:
             for one in self._halts.take_over(now, is_last=False):
                 self._marks.interrupted(one)
         if self._discards:
+            self._count(1)
             return False
         self.completion_tokens += 1
         detokenizer = self._detokenizer
@@ -283,8 +284,10 @@ class ChoiceOutput:
                 self.output.fail(EngineFailed("The engine ended this request.", detail="aborted unasked"))
 
     def _count(self, tokens: int) -> None:
-        """Count generated tokens, which are charged."""
-        if not self._discards:
+        """Count generated tokens, which are charged but for the one behind a prompt that is only scored."""
+        if self._discards:
+            self.discarded_tokens += tokens
+        else:
             self.completion_tokens += tokens
 
     # -- to the writer ----------------------------------------------------------------------------

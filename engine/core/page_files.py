@@ -65,21 +65,27 @@ class DirectoryNotPrivate(DirectoryRefused):
     """The directory is another user's, or open to others."""
 
 
+def open_directory(path: Path) -> int:
+    """The descriptor of the directory, which is made when it is not there, and locked. Raises
+    DirectoryRefused, or OSError."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _check_private(directory, path)
+        _lock(directory, path)
+    except BaseException:
+        os.close(directory)
+        raise
+    return directory
+
+
 class PageFiles:
     """The page files of one engine."""
 
-    def __init__(self, path: Path, fingerprint: bytes, page_bytes: int, bytes_max: int) -> None:
-        """Open and lock the directory, which is made when it is not there. Raises DirectoryRefused, or
-        OSError. `scan` finds what it holds."""
+    def __init__(self, directory: int, fingerprint: bytes, page_bytes: int, bytes_max: int) -> None:
+        """`directory` is from `open_directory`, and closed by `close`. `scan` finds what it holds."""
         assert len(fingerprint) == 32
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            _check_private(self._directory, path)
-            _lock(self._directory, path)
-        except BaseException:
-            os.close(self._directory)
-            raise
+        self._directory: Final = directory
         self._fingerprint: Final = fingerprint
         self._page_bytes: Final = page_bytes
         self.file_len: Final = HEADER_LEN + page_bytes

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.messages import Plan, SamplingParams, SlotAssignment
@@ -39,6 +41,13 @@ def repetition_penalty_of(params: SamplingParams) -> float:
     return min(max(params.repetition_penalty, low), high)
 
 
+def bias_of(params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The tokens [n] of `logit_bias`, and the numbers [n] that are added to their logits."""
+    biases = params.logit_bias
+    ids, values = np.frombuffer(biases.ids, np.uint32), np.frombuffer(biases.values, np.float64)
+    return ids.astype(np.int64), values.astype(np.float32)
+
+
 @dataclass(slots=True)
 class Seat:
     """The sequence in a slot, as the host knows it."""
@@ -60,8 +69,8 @@ class Seat:
         params = self.sampling
         self.bias = None
         if params.logit_bias:
-            ids, values = zip(*params.logit_bias, strict=True)
-            self.bias = torch.tensor(ids), torch.tensor(values)
+            ids, values = bias_of(params)
+            self.bias = torch.from_numpy(ids), torch.from_numpy(values)
 
     @property
     def output_len(self) -> int:

@@ -11,6 +11,8 @@ from engine.__main__ import _scheduling
 from engine.config import CoreStart, EngineConfig, build_parser, from_args
 from engine.core.messages import ServiceClass
 from engine.runtime.config import RunnerConfig
+from shared.fair_share import FairShare
+from shared.openai import PROMPTS_MAX
 from tests.fake_runner import runner_info
 from tests.shared.test_environment import SERVICE_LINKS
 
@@ -248,6 +250,22 @@ def test_a_model_is_called_after_its_directory_however_that_is_written(
 def test_a_link_to_a_directory_keeps_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "current").symlink_to(tmp_path)
     assert from_args(["--model", str(tmp_path / "current")], {}).name == "current"
+
+
+@pytest.mark.parametrize("queue", [1, 8, 256])
+@pytest.mark.parametrize("slots", [1, 2, 63, 256])
+def test_the_core_has_room_for_all_that_the_api_process_lets_wait(queue: int, slots: int) -> None:
+    """Two tenants may pass the bound by a request each: one that was accepted is not cut off by another."""
+    config = from_args([*MINIMAL, "--max-queue-len", str(queue), "--max-num-seqs", str(slots)], {})
+    info = runner_info()
+    scheduling = _scheduling(config, info)
+    for share, amount, most in (
+        (FairShare(config.max_queue_len), PROMPTS_MAX, scheduling.queue_len_max),
+        (FairShare(config.max_queue_tokens), PROMPTS_MAX * info.max_model_len, scheduling.queue_tokens_max),
+    ):
+        assert share.acquire("a", amount, alone=True)
+        share.acquire("b", amount, alone=True)
+        assert share.held <= most
 
 
 def test_each_class_has_the_gap_target_of_its_setting_and_flex_may_have_none() -> None:

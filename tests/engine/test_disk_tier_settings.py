@@ -14,7 +14,7 @@ import pytest
 
 from engine import disk_tier
 from engine.config import EngineConfig
-from engine.core.page_files import DirectoryInUse, PageFiles
+from engine.core.page_files import DirectoryInUse, PageFiles, open_directory
 from engine.disk_tier import fingerprint_of, open_disk_tier
 from engine.runtime.host.runner import HostRunner
 from shared.config import ConfigError
@@ -117,9 +117,9 @@ def test_the_fingerprint_tells_releases_apart(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_page_files_lock_ends_with_its_owner(tmp_path: Path) -> None:
-    files = PageFiles(tmp_path, bytes(32), 8, 1000)
+    files = PageFiles(open_directory(tmp_path), bytes(32), 8, 1000)
     files.close()
-    PageFiles(tmp_path, bytes(32), 8, 1000).close()
+    PageFiles(open_directory(tmp_path), bytes(32), 8, 1000).close()
 
 
 def test_without_a_directory_no_compiler_is_imported() -> None:

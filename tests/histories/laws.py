@@ -11,8 +11,9 @@
    those behind a stop string; and each prompt of which a choice has begun. Behind the last token by
    `max_tokens`, none is sampled. Where a core died or hung, the line reports no more than that.
 4. What an engine sampled is what its metric says, and what of it no line reports is what its metric of
-   uncharged tokens names as late; what was computed again after a preemption is named as well, to the token;
-   and nothing else that was computed is neither charged nor named.
+   uncharged tokens names as late, or as sampled behind a prompt that was only scored; what was computed again
+   after a preemption is named as well, to the token; and nothing else that was computed is neither charged
+   nor named.
 5. The usage in an answer that was read to its end is the number of tokens charged.
 6. The ledger is the sum of the lines: nothing stays reserved, no lease is held, and no budget is overspent.
 7. No object that was made for a request is left when it has ended, without a garbage collection.
@@ -204,12 +205,11 @@ def _check_late(remains: Remains) -> None:
     if remains.troubled & UNHEARD:
         return
     accounts = [pair for computed in remains.computed for pair in computed.items()]
-    discarded = {history.request_id for history in remains.setting.histories if _is_discarded(history)}
     sampled = sum(account.sampled.total() for _, account in accounts)
     assert sampled == remains.generated, "the metric of sampled tokens is not what was sampled"
-    sampled -= sum(_owed(account) for request_id, account in accounts if request_id in discarded)
     told_of = sum(int(line.get("completion_tokens", 0)) for line in remains.engine_lines)
-    assert sampled - told_of == remains.uncharged["late"], "tokens are neither charged nor named as late"
+    named = remains.uncharged["late"] + remains.uncharged["scored"]
+    assert sampled == told_of + named, "sampled tokens are neither charged nor named"
     told_of += sum(int(line.get("prompt_tokens", 0)) for line in remains.engine_lines)
     computed = sum(account.rows_len.total() for _, account in accounts)
     assert computed <= told_of + remains.uncharged.total(), "tokens are neither charged nor named"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.fair_share import ALPHA, FairShare
+from shared.fair_share import ALPHA, FairShare, held_max
 
 
 def greedy(share: FairShare, tenant: str) -> int:
@@ -52,6 +52,12 @@ def test_one_large_amount_may_be_held_alone_and_leaves_the_others_their_part() -
     assert greedy(share, "b") == share.most
 
 
+def test_two_large_amounts_may_be_held_together_and_no_third() -> None:
+    share = FairShare(8)
+    assert [share.acquire(tenant, 256, alone=True) for tenant in "abc"] == [True, True, False]
+    assert 8 + 256 < share.held <= held_max(8, 256)
+
+
 def test_requests_without_a_tenant_have_the_whole_capacity() -> None:
     share = FairShare(100)
     assert greedy(share, "") == 100
@@ -70,7 +76,7 @@ def test_a_capacity_of_one_serves_one() -> None:
     capacity=st.integers(1, 200),
     moves=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-40, 80), st.booleans()), max_size=80),
 )
-def test_all_together_never_hold_more_than_the_capacity_but_for_one_large_amount(
+def test_all_together_never_hold_more_than_the_capacity_but_for_two_large_amounts(
     capacity: int, moves: list[tuple[str, int, bool]]
 ) -> None:
     share, model = FairShare(capacity), dict.fromkeys("abcd", 0)
@@ -83,6 +89,7 @@ def test_all_together_never_hold_more_than_the_capacity_but_for_one_large_amount
         elif share.acquire(tenant, amount, alone=alone):
             model[tenant] += amount
             largest = max(largest, amount) if alone else largest
+        assert share.held <= held_max(capacity, largest)
         assert {tenant: share.held_by(tenant) for tenant in "abcd"} == model
         assert share.held == sum(model.values())
     clipped = sum(min(held, share.most) for held in model.values())

@@ -78,10 +78,17 @@ def test_a_text_that_cannot_fit_is_refused_by_its_length_alone() -> None:
 @pytest.mark.parametrize("text", [WORDS * 10_000, WORDS * 5], ids=["by its length", "by its tokens"])
 def test_a_text_beyond_the_kv_cache_is_not_said_to_exceed_the_context(text: str) -> None:
     with pytest.raises(NeverFits, match="KV cache of this model's engine holds 20 tokens") as refused:
-        finish(prompt_slices(BYTE_LEVEL, completion(text), Room(10_000, 20)))
+        finish(prompt_slices(BYTE_LEVEL, completion(text), Room(1_000_000, 20)))
     assert refused.value.param == "prompt"
     with pytest.raises(ContextLengthExceeded, match="context holds 20 tokens"):
         finish(prompt_slices(BYTE_LEVEL, completion(text), Room(20, 10_000)))
+
+
+@pytest.mark.parametrize("prompt", [[7] * 101, [[1], [7] * 101], WORDS * 10_000, WORDS * 50])
+def test_a_prompt_that_is_known_to_exceed_the_context_is_said_to_exceed_it(prompt: Any) -> None:
+    """However small the KV cache is: another engine's would not hold it either."""
+    with pytest.raises(ContextLengthExceeded, match="context holds 100 tokens"):
+        finish(prompt_slices(BYTE_LEVEL, completion(prompt), Room(100, 20)))
 
 
 @pytest.mark.parametrize("prompt", [[10**9] * 101, [[1], [10**9] * 101]], ids=["ids", "lists of ids"])

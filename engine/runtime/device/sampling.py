@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from engine.core.messages import SamplingParams
@@ -29,7 +30,7 @@ from engine.runtime.kernels.sampling import (
     measure_kernel,
     weigh_kernel,
 )
-from engine.runtime.seats import repetition_penalty_of, temperature_of
+from engine.runtime.seats import bias_of, repetition_penalty_of, temperature_of
 from shared.openai import LOGIT_BIAS_MAX, STOP_TOKEN_IDS_MAX
 
 EDITS_MAX: Final = 1024
@@ -140,8 +141,9 @@ class DeviceSampling:
             (self.penalties, looks),
         ):
             column.index_copy_(0, at, values)
-        self._list(slots, self.bias_ids, [[token for token, _ in p.logit_bias] for p in asked], np.int32)
-        self._list(slots, self.bias_values, [[bias for _, bias in p.logit_bias] for p in asked], np.float32)
+        ids, values = zip(*map(bias_of, asked), strict=True)
+        self._list(slots, self.bias_ids, ids, np.int32)
+        self._list(slots, self.bias_values, values, np.float32)
         self._list(slots, self.stop_ids, stops, np.int32)
 
     def count(self, slot: int, prompt: Tensor, output: Tensor) -> None:
@@ -154,15 +156,15 @@ class DeviceSampling:
         self,
         slots: Sequence[int],
         table: Tensor,
-        rows: Sequence[Sequence[float]],
+        rows: Sequence[ArrayLike],
         kind: type[np.int32 | np.float32],
     ) -> None:
         """Write the first entries of some rows of a table; nothing is sent when all are empty."""
-        width = table.shape[1]
-        places = [slot * width + i for slot, row in zip(slots, rows, strict=True) for i in range(len(row))]
-        if places:
-            values = np.array([value for row in rows for value in row], kind)
-            at, there = upload([np.array(places, np.int64), values], table.device)
+        entries = [np.asarray(row, kind) for row in rows]
+        if any(map(len, entries)):
+            starts = np.array(slots, np.int64) * table.shape[1]
+            places = [start + np.arange(len(own)) for start, own in zip(starts, entries, strict=True)]
+            at, there = upload([np.concatenate(places), np.concatenate(entries)], table.device)
             table.view(-1).index_copy_(0, at, there)
 
 

@@ -77,6 +77,8 @@ class FakeCore:
         self.paused: set[int] = set()
         self.is_stopped = False
         self.is_closed = False
+        self.newest = 0
+        """The newest that it says to have seen."""
         self.waiting: dict[int, AddSequence] = {}
         self.running: dict[int, Running] = {}
         self._steps = 0
@@ -108,6 +110,7 @@ class FakeCore:
                     add = msgspec.structs.replace(add, prompt_ids=list(add.prompt_ids))
                     self.added.append(add)
                     self.waiting[add.handle] = add
+                    self.newest = add.handle
             case AbortSequences(handles):
                 self.aborted += handles
                 for handle in handles if self.heeds_aborts else []:
@@ -201,7 +204,8 @@ class FakeCore:
     def _stats(self) -> CoreStats:
         owned = len(self.running)
         free, stalled = self.info.pages - owned, len(self.paused)
-        return CoreStats(len(self.waiting), owned, free, 0, owned, 10, 4, 0, 0.004, owned, stalled)
+        counts = CoreStats(len(self.waiting), owned, free, 0, owned, 10, 4, 0, 0.004, owned, stalled)
+        return msgspec.structs.replace(counts, newest=self.newest)
 
     def _end(self, row: Running) -> FinishReason | None:
         sampling = row.add.sampling

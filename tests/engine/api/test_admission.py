@@ -18,6 +18,7 @@ from engine.api.admission import (
     SamplingDefaults,
     answer_len,
     cache_salt,
+    check_fields,
     derive_seed,
     max_tokens_of,
     plan_choices,
@@ -289,5 +290,5 @@ def test_a_prompt_is_scored_once_however_many_choices_it_has() -> None:
     assert asked == [2, None, None, 2, None, None]
     nothing = CompletionRequest(model="m", prompt="", n=3, max_tokens=0, echo=True)
     with pytest.raises(InvalidRequest) as refused:
-        planned(nothing, 4)
+        check_fields(nothing, 4)
     assert refused.value.param == "n"

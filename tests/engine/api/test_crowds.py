@@ -94,3 +94,19 @@ async def test_nothing_is_made_for_requests_that_find_the_queue_full(
         statuses = Counter([(await task).status_code for task in crowd])
         assert statuses == {200: 6, 503: CROWD - 6}
         served.assert_nothing_leaks()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {"340": 1}}, "logit_bias"),
+        ({"stop_token_ids": [340]}, "stop_token_ids"),
+        ({"max_tokens": 0, "echo": True, "n": 2}, "n"),
+    ],
+)
+async def test_what_is_wrong_whatever_the_prompt_is_refused_before_it_is_tokenized(
+    served: Served, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object], param: str
+) -> None:
+    monkeypatch.delattr(asking, "prompt_slices")
+    answer = await served.http.post("/v1/completions", json={"model": "tiny", "prompt": "Once", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

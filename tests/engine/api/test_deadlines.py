@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from engine.api import core_client
-from engine.core.messages import CoreInput, FinishReason, Ping, Pong
+from engine.core.messages import AddRequest, CoreInput, FinishReason, Ping, Pong
 from shared import sse
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 
@@ -213,6 +213,25 @@ async def test_a_core_that_hangs_is_not_ready_until_it_answers_again(
         assert (await served.http.get("/readyz")).status_code == 200
         served.says("fine")
         assert (await asyncio.wait_for(chat(served, {}), PATIENCE_S)).status_code == 200
+
+
+async def test_what_a_core_that_hangs_is_sent_keeps_its_place_in_the_queue_though_it_is_aborted(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in this process until the core takes it."""
+    async with serve(max_queue_len=4) as served:
+        sent, send = list[CoreInput](), served.core.send
+        monkeypatch.setattr(served.core, "send", sent.append)
+        for _ in range(4):
+            assert told(await chat(served, {"x-queue-timeout": SOON})) == (504, "queue_timeout")
+        assert told(await chat(served, {})) == (503, "queue_full")
+        assert sum(isinstance(message, AddRequest) for message in sent) == 4
+        monkeypatch.undo()
+        for message in sent:
+            send(message)
+        served.says("fine")
+        await until(lambda: not served.engine.state.core._queue.held)
+        assert (await chat(served, {})).status_code == 200
 
 
 async def test_the_gauges_of_a_core_that_died_are_gone(served: Served) -> None:

@@ -96,7 +96,7 @@ async def test_what_can_never_fit_the_kv_pool_is_refused(serve: Serve) -> None:
         assert error_of(response, 400)["param"] == "prompt"
         long = {**TEXT, "prompt": "the lazy dog " * 20_000}
         error = error_of(await served.http.post("/v1/completions", json=long), 400)
-        assert (error["code"], error["param"]) == ("kv_capacity_exceeded", "prompt")
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
         served.says("x")
         response = await served.http.post(
             "/v1/completions", json={**TEXT, "prompt": [5] * 60, "max_tokens": 5}

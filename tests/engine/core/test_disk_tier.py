@@ -13,7 +13,7 @@ import pytest
 from engine.core.cost import StepCost
 from engine.core.disk import WRITES_MAX, DiskThreads
 from engine.core.messages import DiskCounts
-from engine.core.page_files import HEADER_LEN, PageFiles
+from engine.core.page_files import HEADER_LEN, PageFiles, open_directory
 from engine.core.scheduler import FETCH_POLL_S, Scheduler
 from engine.core.tiers import DiskLink
 from tests.engine.core.harness import Harness, greedy
@@ -180,7 +180,7 @@ class Opened:
 
     def __init__(self, path: Path, pages: int = 8) -> None:
         self.pages = [bytearray(bytes([number]) * PAGE_BYTES) for number in range(pages)]
-        self.files = PageFiles(path, b"m" * 32, PAGE_BYTES, 8 * (HEADER_LEN + PAGE_BYTES))
+        self.files = PageFiles(open_directory(path), b"m" * 32, PAGE_BYTES, 8 * (HEADER_LEN + PAGE_BYTES))
         self.disk = DiskThreads(self.files, lambda page: memoryview(self.pages[page]))
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.core.block_manager import PageIdentity
-from engine.core.page_files import HEADER_LEN, DirectoryInUse, DirectoryNotPrivate, PageFiles
+from engine.core.page_files import HEADER_LEN, DirectoryInUse, DirectoryNotPrivate, PageFiles, open_directory
 
 PAGE_BYTES = 64
 MODEL, OTHER_MODEL = b"m" * 32, b"n" * 32
@@ -26,7 +26,7 @@ def page(number: int) -> memoryview:
 
 
 def opened(path: Path, files: int = 8, model: bytes = MODEL) -> PageFiles:
-    return PageFiles(path, model, PAGE_BYTES, files * (HEADER_LEN + PAGE_BYTES))
+    return PageFiles(open_directory(path), model, PAGE_BYTES, files * (HEADER_LEN + PAGE_BYTES))
 
 
 def read(files: PageFiles, number: int) -> bytes | None:
