@@ -10,6 +10,8 @@ Rules
 
 from __future__ import annotations
 
+from typing import Final
+
 from shared.errors import ApiError, InvalidRequest
 from shared.fair_threads import Slices
 from shared.holding import TOKENS_MAX
@@ -19,6 +21,8 @@ from shared.text_slices import SLICE_LEN, WHOLE_LEN_MAX
 from shared.tokenizer import Tokenizer
 from shared.validation import prompt_count
 
+SLICE_IDS: Final = 16384
+"""Token ids of one slice, where they are given."""
 CharSpan = tuple[int, int]
 """Characters of a text: the index of the first, and that behind the last."""
 
@@ -41,7 +45,12 @@ def prompt_slices(
         longest = len(prompt) if isinstance(prompt[0], int) else max(map(len, prompt))  # type: ignore[arg-type]
         if longest > _most(room):
             raise _too_long(room, "prompt", longest)
-        return tokenizer.prompt_ids(request)
+        lists: list[list[int]] = [prompt] if isinstance(prompt[0], int) else prompt  # type: ignore[list-item,assignment]
+        for ids in lists:
+            for at in range(0, len(ids), SLICE_IDS):
+                tokenizer.check_ids(ids[at : at + SLICE_IDS])
+                yield
+        return _checked(lists, "prompt")
     texts = [item for item in prompt if isinstance(item, str)]
     if not all(texts):
         raise _empty("prompt")

@@ -203,10 +203,14 @@ class Tokenizer:
         ids = [item for item in prompt if isinstance(item, int)]
         prompts = [ids] if ids else [item for item in prompt if isinstance(item, list)]
         for prompt_ids in prompts:
-            if prompt_ids and not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocab_size:
-                message = f"prompt holds token ids that are not between 0 and {self.vocab_size - 1}."
-                raise InvalidRequest(message, param="prompt")
+            self.check_ids(prompt_ids)
         return prompts
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise InvalidRequest where some of a prompt's ids can be no token's."""
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            message = f"prompt holds token ids that are not between 0 and {self.vocab_size - 1}."
+            raise InvalidRequest(message, param="prompt")
 
     # -- decoding ---------------------------------------------------------------------------------
 

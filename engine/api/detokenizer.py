@@ -21,9 +21,9 @@ Text made by the first `min_tokens` tokens takes no part in any match.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from typing import Protocol
+
+from engine.api.stop_strings import StopMatcher, StopStrings
 
 
 class TextDecoder(Protocol):
@@ -33,75 +33,6 @@ class TextDecoder(Protocol):
     """The number of characters so far that belong to earlier tokens than the one with which they came."""
 
     def step(self, token_id: int) -> str: ...
-
-
-class StopStrings:
-    """The stop strings of a request, with what every choice needs to find them, which is made once."""
-
-    __slots__ = ("failures", "first_chars", "stops")
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        assert stops
-        assert all(stops)
-        self.stops = tuple(stops)
-        self.first_chars = frozenset(stop[0] for stop in stops)
-        self.failures = tuple(_failure_table(stop) for stop in stops)
-
-
-class StopMatcher:
-    """Knuth-Morris-Pratt over several stop strings at once, one automaton each.
-
-    An automaton's state is the length of the longest prefix of its stop string that is a suffix of
-    the text so far: its maximum over the stop strings is exactly what must be held back. The cost is
-    linear in the text, whatever the stop strings are. (A search by `str.find` and `str.endswith` is not: what
-    is held would be looked for in every length.)
-    """
-
-    __slots__ = ("_states", "_strings", "held_len")
-
-    def __init__(self, strings: StopStrings) -> None:
-        self._strings = strings
-        self._states = [0] * len(strings.stops)
-        self.held_len = 0
-        """Length of the longest suffix of the text so far that is the beginning of a stop string."""
-
-    def feed(self, text: str) -> tuple[int, int] | None:
-        """Take the next piece of text. Returns None unless a stop string completes in it, else
-        (number of characters of `text` up to its end, length of the stop string); after that the
-        matcher must not be used."""
-        if not self.held_len and self._strings.first_chars.isdisjoint(text):
-            return None  # nearly always: no stop string has begun, and none begins here
-        for taken, char in enumerate(text, 1):
-            if matched_len := self._advance(char):
-                return taken, matched_len
-        self.held_len = max(self._states)
-        return None
-
-    def _advance(self, char: str) -> int:
-        """Length of the longest stop string that `char` completes; 0 when it completes none."""
-        states, failures, matched_len = self._states, self._strings.failures, 0
-        for i, stop in enumerate(self._strings.stops):
-            state = states[i]
-            while state and stop[state] != char:
-                state = failures[i][state - 1]
-            if stop[state] == char:
-                state += 1
-            states[i] = state
-            if state == len(stop):
-                matched_len = max(matched_len, state)
-        return matched_len
-
-
-def _failure_table(stop: str) -> array[int]:
-    """The Knuth-Morris-Pratt table of `stop`. Entry i is the length of the longest proper prefix of
-    `stop[:i + 1]` that is also its suffix."""
-    table = array("I", [0])
-    for char in stop[1:]:
-        state = table[-1]
-        while state and stop[state] != char:
-            state = table[state - 1]
-        table.append(state + 1 if stop[state] == char else 0)
-    return table
 
 
 class Detokenizer:

@@ -51,6 +51,10 @@ number."""
 PIECE_ENTRIES: Final = 2048
 """The most tokens and log-probabilities in one piece of an answer; encoding them takes about three
 milliseconds."""
+PIECE_TEXT_LEN: Final = 256 * 1024
+"""The most characters of text in one piece of an answer."""
+PIECE_IDS: Final = 16 * 1024
+"""The most token ids of a prompt in one piece of an answer."""
 
 _LINE_ENDS: Final = (
     (b"\xc2\x85", rb"\u0085"),
@@ -136,6 +140,12 @@ def _cut(data: bytes, before: bytes) -> tuple[bytes, bytes]:
     head, found, tail = data.partition(before)
     assert found
     return head + found, tail
+
+
+def _characters(text: str) -> Iterator[bytes]:
+    """The characters of a JSON string, without its quotes, in pieces."""
+    for at in range(0, len(text), PIECE_TEXT_LEN):
+        yield _encode(text[at : at + PIECE_TEXT_LEN])[1:-1]
 
 
 def _items(rows: Sliced[T], make: Callable[[T], object], piece_len: int) -> Iterator[bytes]:
@@ -307,35 +317,40 @@ class CompletionEncoder:
         reason = _known(delta.finish_reason)
         has_logprobs = self._heading.logprobs is not None
         columns = CompletionLogprobs([], [], [], []) if has_logprobs else None
-        part = self._part(delta.index, text, columns, delta.entries, is_first=delta.is_first, reason=reason)
+        part = self._part(delta.index, "", columns, delta.entries, is_first=delta.is_first, reason=reason)
+        parts = [(b'"text":"', _characters(text))]
+        if has_logprobs:
+            rows, piece_len = self._rows(delta, echo), self._heading.piece_len
+            made: tuple[tuple[bytes, Callable[[Row], object]], ...] = (
+                (b'"logprobs":{"text_offset":[', lambda row: row.start),
+                (b'],"token_logprobs":[', _value),
+                (b'],"tokens":[', lambda row: self._name(row.token_id)),
+                (b'],"top_logprobs":[', self._top),
+            )
+            parts += [(name, _items(rows, make, piece_len)) for name, make in made]
+        if prompt_ids := part.prompt_token_ids:
+            part = msgspec.structs.replace(part, prompt_token_ids=[])
+            parts.append((b'"prompt_token_ids":[', _items(prompt_ids, int, PIECE_IDS)))
         data = _encode(part)
-        if columns is None:
-            yield data
-            return
-        rows = self._rows(delta, echo)
-        made: tuple[tuple[bytes, Callable[[Row], object]], ...] = (
-            (b'"logprobs":{"text_offset":[', lambda row: row.start),
-            (b'],"token_logprobs":[', _value),
-            (b'],"tokens":[', lambda row: self._name(row.token_id)),
-            (b'],"top_logprobs":[', self._top),
-        )
-        for name, make in made:
+        for name, pieces in parts:
             head, data = _cut(data, name)
             yield head
-            yield from _items(rows, make, self._heading.piece_len)
+            yield from pieces
         yield data
 
     def _parts(self, delta: Delta) -> Iterator[CompletionChoice]:
-        """The chunks of a delta. A long prompt that is repeated with log-probabilities comes first,
-        in chunks of its own."""
+        """The chunks of a delta. A long prompt that is repeated comes first, in chunks of its own."""
         echo, is_first, piece_len = self._echo(delta), delta.is_first, self._heading.piece_len
         rows, text = self._rows(delta, echo), delta.text
         prompt_len = 0 if echo is None else len(echo.starts)
         at = 0
-        if echo is not None and prompt_len <= piece_len:
+        if echo is not None and prompt_len <= piece_len and len(echo.text) <= PIECE_TEXT_LEN:
             text = echo.text + text
         elif echo is not None:
-            ends = [*echo.starts[piece_len::piece_len], len(echo.text)]
+            starts = echo.starts[piece_len::piece_len] or range(
+                PIECE_TEXT_LEN, len(echo.text), PIECE_TEXT_LEN
+            )
+            ends = [*starts, len(echo.text)]
             for start, end in zip([0, *ends], ends, strict=False):
                 part = rows[at : min(at + piece_len, prompt_len)]
                 prompt = echo.text[start:end]

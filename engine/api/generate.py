@@ -27,12 +27,13 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from engine.api.asking import Asked, Deadlines, ask
-from engine.api.detokenizer import Detokenizer, StopStrings
+from engine.api.detokenizer import Detokenizer
 from engine.api.encoding import AnswerEncoder, ChatEncoder, CompletionEncoder, Heading
 from engine.api.exchange import WRITE_LEN, Exchange, Tally
 from engine.api.model import ServedModel
 from engine.api.outputs import ChoiceOutput, Delta, RequestOutput
 from engine.api.state import EngineState
+from engine.api.stop_strings import StopStrings
 from engine.api.vllm_metrics import EndedSequence
 from shared import sse
 from shared.errors import ApiError, RequestAborted

@@ -1,4 +1,4 @@
-"""Prompts as the core gets them, packed, which is also the check of their ids: each is looked at once.
+"""Prompts as the core gets them, packed, which is also the check of their ids against the model's vocabulary.
 
 A million ids take 40 ms, which the event loop has not: long prompts are packed on threads, in slices
 (`shared.fair_threads`).

@@ -189,7 +189,7 @@ class Scheduler:
             handle=message.handle,
             sampling=message.sampling,
             prompt_len=len(prompt),
-            tokens=prompt.tokens[:],
+            tokens=prompt.tokens,
             chain=prompt.chain(message.cache_salt, self._runner.page_size),
             arrived_at=now,
             tenant=message.tenant,

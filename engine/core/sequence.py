@@ -125,7 +125,8 @@ class Sequence:
     sampling: SamplingParams
     prompt_len: int
     tokens: array[int]
-    """All known tokens: the prompt, then the output."""
+    """All known tokens: the prompt, then the output. Until the first of the output they are the prompt's own,
+    which its other choices share: thousands may wait."""
     chain: PageChain
     arrived_at: float
     tenant: str = ""
@@ -316,6 +317,7 @@ class Sequence:
         assert self.computed_len == len(self.tokens)
         if self.computed_len == self.prompt_len:
             self._charge(now)
+            self.tokens = self.tokens[:]
         self.tokens.append(token)
 
     def name_head(self, pages: BlockManager, end: int) -> None:

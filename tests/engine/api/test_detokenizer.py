@@ -9,7 +9,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api.detokenizer import Detokenizer, StopMatcher, StopStrings
+from engine.api.detokenizer import Detokenizer
+from engine.api.stop_strings import StopMatcher, StopStrings
 from shared.tokenizer import Tokenizer, TokenizerBundle
 from tests.engine.api import tiny
 

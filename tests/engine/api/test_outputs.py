@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.detokenizer import Detokenizer, StopStrings
+from engine.api.detokenizer import Detokenizer
 from engine.api.encoding import ChatEncoder, CompletionEncoder, Heading
 from engine.api.outputs import (
     UNSENT_TEXT_LEN_MAX,
@@ -18,6 +18,7 @@ from engine.api.outputs import (
     Delta,
     RequestOutput,
 )
+from engine.api.stop_strings import StopStrings
 from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
 from shared.errors import EngineFailed, SlowClient
 from shared.openai import ChatChunk, Completion

@@ -58,7 +58,8 @@ def output(prompt_logprobs: list[TokenLogprobs]) -> ChoiceOutput:
 
 @pytest.fixture(params=[1, 7, 10_000])
 def piece_entries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(encoding, "PIECE_ENTRIES", request.param)
+    for name in ("PIECE_ENTRIES", "PIECE_TEXT_LEN", "PIECE_IDS"):
+        monkeypatch.setattr(encoding, name, request.param)
     return int(request.param)
 
 
@@ -81,14 +82,19 @@ def test_a_whole_chat_is_what_its_struct_encodes_to(piece_entries: int, top: int
 
 
 @pytest.mark.parametrize("top", [None, 0, 3])
+@pytest.mark.parametrize("ids", [False, True])
 @pytest.mark.parametrize("echoes", [False, True])
 def test_a_whole_completion_is_what_its_struct_encodes_to(
-    piece_entries: int, top: int | None, echoes: bool
+    piece_entries: int, top: int | None, ids: bool, echoes: bool
 ) -> None:
     echo = Echo("prompt", [1, 2, 3], [0, 2, 4])
     prompt_logprobs = [scored(i, top or 0) for i in (2, 3)]
     encoder = CompletionEncoder(
-        heading(top), Letters(), [output(prompt_logprobs)] * 2, [], [echo if echoes else None] * 2
+        heading(top, ids=ids),
+        Letters(),
+        [output(prompt_logprobs)] * 2,
+        [echo.prompt_ids] * 2,
+        [echo if echoes else None] * 2,
     )
     deltas = [delta(0, 9, top), delta(1, 4, top)]
     body = b"".join(encoder.whole(deltas, USAGE))
@@ -96,6 +102,7 @@ def test_a_whole_completion_is_what_its_struct_encodes_to(
     assert body == msgspec.json.encode(decoded)
     for choice, one in zip(decoded.choices, deltas, strict=True):
         assert choice.text == ("prompt" if echoes else "") + one.text
+        assert choice.prompt_token_ids == (echo.prompt_ids if ids else msgspec.UNSET)
         if top is not None:
             assert choice.logprobs is not None
             lengths = {
@@ -106,6 +113,20 @@ def test_a_whole_completion_is_what_its_struct_encodes_to(
             }
             assert lengths == {len(one.entries) + (3 if echoes else 0)}
             assert choice.logprobs.text_offset[-1] == one.entries[-1].start + (len("prompt") if echoes else 0)
+
+
+@pytest.mark.parametrize("top", [None, 0])
+def test_a_long_prompt_that_is_repeated_is_streamed_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, top: int | None
+) -> None:
+    monkeypatch.setattr(encoding, "PIECE_TEXT_LEN", 4)
+    echo = Echo("prompt", [1, 2, 3], [0, 2, 4] if top is not None else [])
+    encoder = CompletionEncoder(heading(top), Letters(), [output([scored(2, 0), scored(3, 0)])], [[]], [echo])
+    events = encoder.events(delta(0, 1, top))
+    chunks = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+    assert [chunk["text"] for chunk in chunks] == ["prom", "pt", 'x"\u2028\n', ""]
+    lists = [chunk["logprobs"]["text_offset"] if chunk.get("logprobs") else [] for chunk in chunks]
+    assert lists == ([[]] * 4 if top is None else [[0, 2, 4], [], [6], []])
 
 
 @pytest.mark.parametrize("chosen", [0, 26])
