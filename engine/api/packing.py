@@ -12,11 +12,10 @@ from typing import Final
 
 from engine.core.packing import TOKENS
 from shared.fair_threads import FairThreads, Slices
+from shared.prompts import SLICE_IDS
 
 INLINE_IDS_MAX: Final = 4096
 """The most ids that are packed on the event loop: 0.2 ms."""
-SLICE_IDS: Final = 16384
-"""Ids of one slice: 0.7 ms."""
 
 
 async def pack(

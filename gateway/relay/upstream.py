@@ -388,8 +388,9 @@ _OURS_ALONE: Final = (errors.Unauthenticated.status, errors.PermissionDenied.sta
 
 def _seconds(retry_after: str | None) -> float | None:
     """An engine's `Retry-After`, where it is a number of seconds of a day at most."""
-    is_number = retry_after is not None and retry_after.isdecimal() and len(retry_after) <= 5
-    return float(retry_after) if is_number and retry_after is not None else None
+    if retry_after is None or len(retry_after) > 5 or not retry_after.isdecimal():
+        return None
+    return float(retry_after)
 
 
 def read_back(status: int, body: bytes, retry_after: str | None = None) -> ApiError:

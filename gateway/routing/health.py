@@ -131,7 +131,7 @@ class Ticket(Struct, eq=False):
     epoch: int
     """The ejections before it was placed."""
     tenant: str = ""
-    """Whose it is."""
+    """The tenant that sent the request."""
     success: _Verdict | None = None
     """The note that is taken back if it fails after all."""
     on_late: Callable[[], None] | None = None

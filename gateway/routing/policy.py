@@ -108,7 +108,7 @@ class Affinity(Struct, frozen=True):
     prompt_len: int
     service_class: int = DEFAULT
     tenant: str = ""
-    """Whose it is."""
+    """The tenant that sent the request."""
 
     @property
     def stray_len(self) -> int:

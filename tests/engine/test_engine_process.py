@@ -65,6 +65,24 @@ def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path, loop
     assert list(short_tmp.iterdir()) == []
 
 
+def test_a_large_request_that_is_accepted_cuts_off_no_answer_of_another_tenant(short_tmp: Path) -> None:
+    body = {"model": "model", "prompt": ["7 "] * 4, "n": 64, "max_tokens": 2, "ignore_eos": True}
+    options = ("--max-num-seqs", "2", "--max-queue-len", "8", "--gap-target-ms", "inf")
+    with engine(short_tmp, *options) as process, client(process) as http:
+        victims = http.stream(
+            "POST", "/v1/completions", json={**body, "stream": True}, headers={"x-penstock-tenant": "victim"}
+        )
+        with victims as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            other = http.post("/v1/completions", json=body, headers={"x-penstock-tenant": "attacker"})
+            rest = "\n".join(lines)
+        assert rest.count('"finish_reason":"length"') == 256
+        assert rest.count("data: [DONE]") == 1
+        assert other.status_code == 200
+        assert len(other.json()["choices"]) == 256
+
+
 def sigterm(process: Service) -> None:
     process.signal(signal.SIGTERM)
 

@@ -153,12 +153,18 @@ async def house(short_tmp: Path, log: io.StringIO) -> AsyncIterator[House]:
         yield found
 
 
-async def test_a_request_is_ended_whichever_worker_has_it(house: House) -> None:
+async def streams(house: House, count: int) -> tuple[list[str], list[aiohttp.ClientResponse]]:
+    """The ids and answers of so many streams, which have begun and wait."""
     house.engine.script = stream(chunk("a"), asyncio.Event())
-    ids = [f"req-{i}" for i in range(8)]
+    ids = [f"req-{i}" for i in range(count)]
     answers = [await house.chat(**{"x-request-id": id_}) for id_ in ids]
     for answer in answers:
         await answer.content.readuntil(b"\n\n")
+    return ids, answers
+
+
+async def test_a_request_is_ended_whichever_worker_has_it(house: House) -> None:
+    ids, answers = await streams(house, 8)
     async with house.admin("/admin/v1/requests?state=live") as live:
         told = await live.json()
     assert {one["request_id"] for one in told["data"]} == set(ids)
@@ -173,11 +179,7 @@ async def test_a_caller_ends_its_request_whichever_worker_has_it(house: House) -
     """Also beside the socket of one that has died."""
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(house.file.parent / "dead.sock"))
-    house.engine.script = stream(chunk("a"), asyncio.Event())
-    ids = [f"req-{i}" for i in range(16)]
-    answers = [await house.chat(**{"x-request-id": id_}) for id_ in ids]
-    for answer in answers:
-        await answer.content.readuntil(b"\n\n")
+    ids, answers = await streams(house, 16)
     assert {len(worker.gateway.live) > 0 for worker in house.workers} == {True}
     urls = [f"http://127.0.0.1:{house.port}/v1/requests/{id_}" for id_ in ids]
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
@@ -191,11 +193,7 @@ async def test_a_caller_ends_its_request_whichever_worker_has_it(house: House) -
 
 async def test_long_ids_that_nothing_has_keep_no_caller_from_ending_its_request(house: House) -> None:
     """All that is asked of another worker at a time goes there together, and has an end."""
-    house.engine.script = stream(chunk("a"), asyncio.Event())
-    ids = [f"req-{i}" for i in range(4)]
-    answers = [await house.chat(**{"x-request-id": id_}) for id_ in ids]
-    for answer in answers:
-        await answer.content.readuntil(b"\n\n")
+    ids, answers = await streams(house, 4)
     asked = [f"{i}{'z' * 7_500}" for i in range(200)]
     urls = [f"http://127.0.0.1:{house.port}/v1/requests/{id_}" for id_ in (*asked, *ids)]
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
