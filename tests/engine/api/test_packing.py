@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import packing
-from engine.api.packing import INLINE_IDS_MAX, SLICE_IDS, pack, pack_slices
+from engine.api.packing import INLINE_IDS_MAX, pack, pack_slices
 from engine.core.packing import unpacked
 from shared.fair_threads import FairThreads, Slices
+from shared.prompts import SLICE_IDS
 
 VOCAB = 1000
 IDS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)
