@@ -304,7 +304,7 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
         "the engine's door": [
             [admission.ANSWER_LEN_MAX],
             [state.IN_ONE_TURN],
-            [packing.INLINE_IDS_MAX, packing.SLICE_IDS],
+            [packing.INLINE_IDS_MAX, prompts.SLICE_IDS],
             [],
             [1, admission.ANSWER_LEN_MAX],
         ],
