@@ -44,6 +44,7 @@ from shared import (
     listening,
     memory,
     openai,
+    prompts,
     text_slices,
     validation,
 )
