@@ -145,6 +145,7 @@ class RedisStore:
             return Decision(None, Windows(), most)
         tenant = subjects[0].tenant
         times_ms = self._times_ms(tenant)
+        before = self._held.get(reservation)
         held = self._held[reservation] = Held(tenant, tuple(subjects))  # it has them even if no answer comes
         row = _NO_ROW if payer is None else self._row_of(payer)
         command = self._calls_of(held.subjects).reserve(reservation, *times_ms, least, most, row)
@@ -155,6 +156,8 @@ class RedisStore:
             return Decision(None, quota.windows_of(holdings), granted)
         if (seated := -1 - granted) == 0:
             del self._held[reservation]
+            if before is not None and before.is_counted:  # its lease ran out: it is still to be settled
+                self._held[reservation] = before
         return _refused(holdings, seated=seated, tokens=least)
 
     def note(

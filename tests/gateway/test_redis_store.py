@@ -200,6 +200,22 @@ def test_memory_and_redis_answer_alike_step_by_step(redis: RedisServer) -> None:
     )
 
 
+def test_who_asks_again_after_its_lease_and_is_refused_still_settles_what_it_had(redis: RedisServer) -> None:
+    Twins.server = redis
+    twins = Twins()
+    try:
+        twins.begin(month_end=NEW_YEAR_MS, before_ms=0)
+        enough, too_little = QuotaLimits(tokens_per_min=100), QuotaLimits(tokens_per_min=10)
+        payer = Payer(ACME, KeyId("k é"), "m")
+        twins.reserve(back=0, limits=[enough] * 2, model=[], least=71, more=0, payer=payer)
+        twins.wait(ms=3_600_000)
+        twins.reserve(back=0, limits=[enough] * 2, model=[too_little], least=71, more=0, payer=payer)
+        twins.settle(back=0, used=Used(estimated=30))
+        twins.usage()
+    finally:
+        twins.teardown()
+
+
 # -- exact over several gateways ------------------------------------------------------------------
 
 
