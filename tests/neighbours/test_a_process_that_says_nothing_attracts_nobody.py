@@ -12,16 +12,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.bench.attackers import send
 from tests.neighbours.conftest import House, engines, gateway
 from tests.neighbours.test_a_failed_replica_attracts_nobody import (
-    flood,
+    flooding_both,
     name_of,
     replicas_of,
     served_by_the_other,
     until_both_serve,
 )
-from tests.services import Service, engine_url, gauges, until
+from tests.services import Service
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +45,7 @@ async def test_a_replica_whose_process_says_nothing_costs_the_streams_it_had_and
 ) -> None:
     house, fails = houses
     await until_both_serve(house, fails)
-    flooding = asyncio.create_task(send(flood(400), house.url, asyncio.Event(), tag=number.name))
-    await asyncio.to_thread(until, lambda: gauges(engine_url(fails))["running_sequences"] > 0)
+    flooding = await flooding_both(house, fails, number.name)
     fails.signal(number)
     try:
         await house.victim.alone(1)
