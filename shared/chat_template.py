@@ -1,8 +1,10 @@
 """A model's chat template, rendered in a sandbox, to the letter as transformers renders it.
 
 Templates come from the model directory alone, never from a client. Still they are code of another author, so
-they run in Jinja's immutable sandbox, they see nothing but plain data, and what they can build is bounded:
-the rendered chat, and any string or list made by multiplication.
+they run in Jinja's immutable sandbox, they see nothing but plain data, and the rendered chat is bounded, as
+is any string or list made by multiplication. Long chats are rendered by a process of their own
+(`shared.rendering`), where time and memory are bounded, too. A short one is rendered in place, and nothing
+stops a template that was written never to end: a model's author is trusted with that.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest
+from shared.fair_threads import Slices
 from shared.openai import BODY_LEN_MAX, ChatMessage
+from shared.rendering import APART_LEN, RENDERER, Chat, Renderer
 
 RENDERED_LEN_MAX: Final = 2 * BODY_LEN_MAX
 """Characters of a rendered chat: a body at its limit, and as much again for what the template adds."""
@@ -38,6 +42,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str], clock: Clock = SYSTEM_CLOCK) -> None:
         """`special_tokens` maps names as templates know them (`bos_token`) to their text."""
+        self._source, self._special_tokens, self._clock = source, special_tokens, clock
         try:
             self._template = _environment(clock).from_string(source)
         except jinja2.TemplateError as error:
@@ -57,10 +62,23 @@ class ChatTemplate:
     def render(self, messages: list[ChatMessage]) -> str:
         """The prompt, up to where the assistant's turn begins. Raises InvalidRequest where the template
         refuses."""
+        return self.render_plain(self._all_plain(messages))
+
+    def slices(self, messages: list[ChatMessage], renderer: Renderer = RENDERER) -> Slices[str]:
+        """The same, as a job: a long chat is rendered by another process. Raises Overloaded, too."""
+        plain = self._all_plain(messages)
+        if sum(len(text) for message in plain for text in message.values()) <= APART_LEN:
+            return self.render_plain(plain)
+        return (
+            yield from renderer.slices(Chat(self._source, self._special_tokens, plain, self._clock.wall()))
+        )
+
+    def render_plain(self, messages: list[dict[str, str]]) -> str:
+        """The prompt of messages as templates expect them. Raises as `render` does."""
         blocks: list[str] = []
         room = RENDERED_LEN_MAX
         try:
-            seen = {**self._given, "messages": [self._plain(message) for message in messages]}
+            seen = {**self._given, "messages": messages}
             context = Context(self._template.environment, seen, self._template.name, self._template.blocks)
             for block in self._template.root_render_func(context):
                 blocks.append(block)
@@ -77,6 +95,9 @@ class ChatTemplate:
                 detail=f"the chat template raised {type(error).__name__}",
             ) from None
         return "".join(blocks)
+
+    def _all_plain(self, messages: list[ChatMessage]) -> list[dict[str, str]]:
+        return [self._plain(message) for message in messages]
 
     def _plain(self, message: ChatMessage) -> dict[str, str]:
         """The message as templates expect it. For a template that does not know the role `developer`, it is

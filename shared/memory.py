@@ -1,7 +1,8 @@
 """The most memory that each process takes above what it holds at rest: the sum of its limits.
 
     gateway     bodies of requests + what each live request has in buffers + threads + clients' connections
-    engine API  bodies, prompts and answers of requests + each stream's buffers + threads
+                + the process that renders long chats
+    engine API  bodies, prompts and answers of requests + each stream's buffers + threads + that process
     core        what waits and runs; its KV cache and swap space are taken as they are used
 
 Memory that is given back to the allocator stays with the process while anything lives beside it, so the
@@ -48,6 +49,9 @@ STREAM: Final = 192 * KIB
 written, and its objects."""
 THREAD: Final = 16 * MIB
 """Bytes of a thread that tokenizes or parses: one slice's data, and its own heap of the allocator."""
+RENDERING: Final = 256 * MIB
+"""Bytes of the process that renders long chats: it may have no more addresses. A chat of 8 MiB with one emoji
+has four bytes for each character, and takes 187 MB in all."""
 SEQUENCE: Final = 64 * KIB
 """Bytes of a sequence in the core: its page table, its penalties and its biases."""
 TOKEN: Final = 64
@@ -66,14 +70,14 @@ def gateway_memory_max(
     held = int(FRAGMENTATION * request_memory) + connections_max * CONNECTION + HOLDING
     if has_tls:
         held += live_max * TLS_LARGE + (connections_max + HANDSHAKES_MAX) * TLS
-    return held + live_max * LIVE_REQUEST + tokenizer_threads * THREAD
+    return held + live_max * LIVE_REQUEST + tokenizer_threads * THREAD + RENDERING
 
 
 def engine_memory_max(request_memory: int, streams_max: int, tokenizer_threads: int) -> int:
     """Bytes above rest for an engine's API process. `streams_max` is the number of requests that its gateways
     send it at a time, each gateway at most its `live_max`."""
     held = int(FRAGMENTATION * request_memory)
-    return held + streams_max * STREAM + tokenizer_threads * THREAD
+    return held + streams_max * STREAM + tokenizer_threads * THREAD + RENDERING
 
 
 def core_memory_max(

@@ -35,7 +35,7 @@ def prompt_slices(
     Raises InvalidRequest; for a prompt that is too long ContextLengthExceeded, or NeverFits.
     """
     if isinstance(request, ChatRequest):
-        text = tokenizer.render_chat(request.messages)
+        text = yield from tokenizer.chat_template.slices(request.messages)
         yield
         ids = yield from text_slices(tokenizer, text, room, "messages", add_special_tokens=False)
         return _checked([ids], "messages")

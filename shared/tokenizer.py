@@ -170,10 +170,15 @@ class Tokenizer:
             (encoding,) = self.raw.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.offsets
 
-    def render_chat(self, messages: list[ChatMessage]) -> str:
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Raises InvalidRequest where the model has none."""
         if self._template is None:
             raise InvalidRequest("This model has no chat template. Use /v1/completions.", param="messages")
-        return self._template.render(messages)
+        return self._template
+
+    def render_chat(self, messages: list[ChatMessage]) -> str:
+        return self.chat_template.render(messages)
 
     def prompt_ids(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
         """The token ids of each of the request's prompts; a chat is one prompt."""

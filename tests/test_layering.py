@@ -280,6 +280,7 @@ REACHED_BY_NAME = {
         "package": "packages of a service's extra that may be missing",
     },
     "shared/cli/settings.py": {"CONFIGS[service].module": "a service declares its settings"},
+    "shared/rendering.py": {"'shared.rendering_child'": "long chats are the work of a process of its own"},
     "shared/cli/up.py": {
         "'engine.config'": "`up` takes the engine's options, and asks for its drain",
         "'engine.demo'": "the model that `up` serves unless it is told",

@@ -45,6 +45,7 @@ from shared import (
     memory,
     openai,
     prompts,
+    rendering,
     text_slices,
     validation,
 )
@@ -300,7 +301,13 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
             [],
             [],
         ],
-        "tokenize": [[holding.TOKENS_MAX], [tokens.INLINE_LEN_MAX], [text_slices.SLICE_LEN], [], []],
+        "tokenize": [
+            [holding.TOKENS_MAX, rendering.APART_LEN, memory.RENDERING],
+            [tokens.INLINE_LEN_MAX],
+            [text_slices.SLICE_LEN, int(rendering.RENDER_S)],
+            [],
+            [],
+        ],
         "quota": [[], [], [], [], []],
         "the engine's door": [
             [admission.ANSWER_LEN_MAX],
@@ -362,9 +369,10 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     stated = {process: numbers(terms) for process, terms in (gateway | engine).items()}
     limits = LimitsConfig()
     terms = limits.request_memory, memory.LIVE_REQUEST, memory.THREAD, memory.CONNECTION, memory.HOLDING
-    assert stated["gateway"][2:] == [*terms]
+    assert stated["gateway"][2:] == [*terms, memory.RENDERING]
     assert stated["gateway with TLS"] == [memory.TLS_LARGE, memory.HANDSHAKES_MAX, memory.TLS]
-    assert stated["the engine's API"][2:] == [options.request_memory, memory.STREAM, memory.THREAD]
+    terms_of_api = options.request_memory, memory.STREAM, memory.THREAD, memory.RENDERING
+    assert stated["the engine's API"][2:] == [*terms_of_api]
     assert stated["its core, on a CPU"] == [memory.SEQUENCE, memory.TOKEN, memory.LOGIT, memory.STEP]
     named = limits.request_memory, limits.live_max, limits.tokenizer_threads, limits.connections_max
     most, with_tls = (memory.gateway_memory_max(*named, has_tls=has_tls) for has_tls in (False, True))

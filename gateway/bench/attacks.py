@@ -29,7 +29,7 @@ from gateway.bench.attack import (
     padded,
     text,
 )
-from gateway.bench.bodies import SHAPES, TEXTS
+from gateway.bench.bodies import SHAPES, TAKEN_APART, TEXTS
 from gateway.bench.victim import LONG
 
 BIASES: Final = {str(i): 0.5 for i in range(1023)}
@@ -178,13 +178,15 @@ def _more_bytes() -> list[Attack]:
 
 def _loops() -> list[Attack]:
     """Requests that are small, or legal, and long to decode, to compute or to encode."""
-    law, refused = Law.LOOPS, frozenset({400})
+    law, refused, may = Law.LOOPS, frozenset({400}), frozenset({200, 503})
     scored = [[PLAIN_ID + i] * 1990 for i in range(4)]
     shapes = [
         Attack(name, law, body, path, count=3, statuses=refused) for name, (path, body) in SHAPES.items()
     ]
     return [
         *shapes,
+        Attack("a chat of 8 MiB that its template takes apart", law, TAKEN_APART, CHATS, 6, 3, statuses=may),
+        Attack("the same to tokenize", law, TAKEN_APART, "/tokenize", 6, 3, statuses=may),
         Attack(
             "four prompts scored 64 times",
             law,

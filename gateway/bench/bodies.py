@@ -31,12 +31,25 @@ SHAPES: Final[Mapping[str, tuple[str, Body]]] = {
     "4,000,000 brackets": (COMPLETIONS, padded(f'{COMPLETION_HEAD}, "zzz": ', "[", "", between="")),
     "an integer of 8 MB": (COMPLETIONS, padded(f'{COMPLETION_HEAD}, "seed": ', "9", "}", between="")),
     "1,300,000 lone surrogates": (COMPLETIONS, text(r"\ud800")),
+    "1,300,000 escapes that end too early": (
+        COMPLETIONS,
+        padded(f'{COMPLETION_HEAD}, "prompt": "', r"\u0041", '"', between=""),
+    ),
     "40,000 log-biases": (
         CHATS,
         with_fields(f'{CHAT_HEAD}, "logit_bias": {{', 40_000, "1", "}}"),
     ),
 }
 """Path and body, by name: JSON that costs more to decode than to send. All of it is refused."""
+
+TAKEN_APART: Final = padded(
+    f'{{"model": "{MODEL}", "max_tokens": 1, "messages": [{{"role": "user", "content": "Go on."}}, '
+    '{"role": "assistant", "content": "',
+    "ab</think>",
+    '"}, {"role": "user", "content": "Go on."}]}',
+    between="",
+)
+"""A chat of 8 MiB, which the model's template splits at each of 800,000 places. The prompt is short."""
 
 TEXTS: Final[Mapping[str, Body]] = {
     "digits": text("7"),

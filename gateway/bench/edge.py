@@ -248,7 +248,8 @@ async def _large(subject: ServerUnderTest) -> list[Figure]:
 
 async def _json(subject: ServerUnderTest) -> list[Figure]:
     figures = []
-    for name, body in HOSTILE.items():
+    escapes = _HEAD + '"user": "' + r"\u0041" * 1_390_000 + '"'
+    for name, body in {**HOSTILE, "8 MiB of escapes that end too early": escapes}.items():
         head = _head(subject, f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n")
         times_ms = [await _refused_ms(subject, head + body.encode(), b"400") for _ in range(5)]
         figures.append(figure(f"JSON, {name}: refused", max(times_ms), "ms", JSON_TARGET))

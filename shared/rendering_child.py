@@ -1,0 +1,88 @@
+"""The process that renders long chats: see `shared.rendering`.
+
+    python -m shared.rendering_child MEMORY_MAX
+
+It reads chats from stdin and writes their texts to stdout, each with its length before it, until stdin ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Final
+
+import msgspec
+
+from shared.chat_template import ChatTemplate
+from shared.clock import SYSTEM_CLOCK
+from shared.errors import InvalidRequest
+from shared.rendering import HEAD_LEN, RENDER_S, Chat, Rendered
+
+TEMPLATES_MAX: Final = 8
+"""Templates that are kept compiled."""
+_TOO_LARGE: Final = Rendered(
+    problem="This chat is too long for the model's chat template.", detail="memory ran out"
+)
+
+
+class _Told:
+    """A clock whose time of day comes with each chat."""
+
+    wall_s = 0.0
+    monotonic = staticmethod(SYSTEM_CLOCK.monotonic)
+    sleep = staticmethod(SYSTEM_CLOCK.sleep)
+
+    def wall(self) -> float:
+        return self.wall_s
+
+
+_NOW: Final = _Told()
+
+
+@lru_cache(TEMPLATES_MAX)
+def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens), _NOW)
+
+
+def rendered(chat: Chat) -> Rendered:
+    """The answer to one chat."""
+    _NOW.wall_s = chat.now_s
+    try:
+        template = _template(chat.source, tuple(chat.special_tokens.items()))
+        return Rendered(template.render_plain(chat.messages))
+    except InvalidRequest as error:
+        return Rendered(problem=error.message, detail=error.detail)
+    except MemoryError:
+        return _TOO_LARGE
+
+
+def _chats() -> Iterator[Chat]:
+    stdin = sys.stdin.buffer
+    while len(head := stdin.read(HEAD_LEN)) == HEAD_LEN:
+        yield msgspec.msgpack.decode(stdin.read(int.from_bytes(head, "big")), type=Chat)
+
+
+def main(memory_max: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the process that asks
+    resource.setrlimit(resource.RLIMIT_AS, (memory_max, memory_max))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    stdout = sys.stdout.buffer
+    for chat in _chats():
+        signal.alarm(int(2 * RENDER_S))  # should nobody be left to kill it
+        try:
+            answer = msgspec.msgpack.encode(rendered(chat))
+        except MemoryError:
+            answer = msgspec.msgpack.encode(_TOO_LARGE)
+        stdout.write(len(answer).to_bytes(HEAD_LEN, "big"))
+        stdout.write(answer)
+        stdout.flush()
+        signal.alarm(0)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError, MemoryError):
+        main(int(sys.argv[1]))
