@@ -300,6 +300,14 @@ class DirectoryUnavailable(NotReady):
     code = "directory_unavailable"
 
 
+class ChangeUnknown(DirectoryUnavailable):
+    """The store of keys and tenants does not say whether it has made a change. To try again without a look at
+    it could make another one."""
+
+    code = "change_unknown"
+    retryable = False
+
+
 class EngineFailed(ApiError):
     """The engine's core died or failed while it held this request."""
 

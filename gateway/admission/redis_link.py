@@ -255,9 +255,11 @@ class RedisLink:
         if not self._waiting:  # nobody asked
             self._down("a reply to no call")
             return
-        answer = self._waiting.popleft().answer
+        call = self._waiting.popleft()
+        answer = call.answer
         if isinstance(reply, hiredis.ReplyError):
             error = self._error(str(reply))
+            error.may_be_done = call.is_resent
             if not answer.done():
                 answer.set_exception(error)
             return
@@ -299,7 +301,7 @@ class RedisLink:
         waiting, self._waiting = self._waiting, deque()
         for call in waiting:
             if not call.answer.done():
-                call.answer.set_exception(StoreUnavailable(problem))
+                call.answer.set_exception(_lost(problem))
 
     # -- the connection ---------------------------------------------------------------------------
 
@@ -356,9 +358,16 @@ class RedisLink:
         waiting, self._waiting = self._waiting, deque()
         for call in waiting:
             if call.is_resent and not call.answer.done():
-                call.answer.set_exception(StoreUnavailable("the connection broke twice"))
+                call.answer.set_exception(_lost("the connection broke twice"))
             elif not call.answer.done():
                 call.is_resent = True
                 self._waiting.append(call)
         if self.is_up or self._waiting:
             self._connect_soon()
+
+
+def _lost(problem: str) -> StoreUnavailable:
+    """The error of a call that may have been sent, and has no answer."""
+    error = StoreUnavailable(problem)
+    error.may_be_done = True
+    return error

@@ -13,6 +13,7 @@
 -- A reply begins with the server's time in ms.
 
 local LOG_MAX = 10000
+local RECENT_MAX = 1000  -- changes among which a repeated one is looked for: the latest
 
 local STATE, LOG = KEYS[1], KEYS[2]
 local HASH = {keys = KEYS[3], tenants = KEYS[4]}
@@ -82,12 +83,19 @@ local function list(kind, tenant, after, limit)
   return reply
 end
 
--- put KIND ID EXPECTED JSON PLACE TENANT EPOCH NEW_EPOCH HEAD COUNT_MAX: replace an entry if it is EXPECTED.
--- An empty JSON is no entry. An empty EPOCH is whichever there is, an empty TENANT one that is elsewhere.
-local function put(kind, id, expected, json, place, tenant, epoch_known, new_epoch, head, count_max)
+-- put KIND ID EXPECTED JSON PLACE TENANT EPOCH NEW_EPOCH HEAD COUNT_MAX NOT_AFTER_MS: replace an entry if it
+-- is EXPECTED. An empty JSON is no entry. An empty EPOCH is whichever there is, an empty TENANT one that is
+-- elsewhere. One that comes again, since its answer was lost, is known by its HEAD, and changes nothing more:
+-- others may have changed the entry since.
+local function put(
+  kind, id, expected, json, place, tenant, epoch_known, new_epoch, head, count_max, not_after_ms
+)
   local epoch = redis.call('HGET', STATE, 'epoch')
   if epoch_known ~= '' and epoch_known ~= epoch then return {now_ms, 'lost'} end
   if not epoch and redis.call('HEXISTS', STATE, 'lost') == 1 then return {now_ms, 'lost'} end
+  local change = head .. ':' .. kind .. '/' .. id
+  if redis.call('LPOS', LOG, change, 'RANK', -1, 'MAXLEN', RECENT_MAX) then return {now_ms, 'ok'} end
+  if now_ms > tonumber(not_after_ms) then return {now_ms, 'late'} end
   local current = redis.call('HGET', HASH[kind], id) or ''
   if current ~= expected then return {now_ms, 'changed'} end
   if json == '' then
@@ -106,7 +114,7 @@ local function put(kind, id, expected, json, place, tenant, epoch_known, new_epo
   end
   if not epoch then redis.call('HSET', STATE, 'epoch', new_epoch, 'version', 0, 'floor', 0) end
   redis.call('HINCRBY', STATE, 'version', 1)
-  redis.call('RPUSH', LOG, head .. ':' .. kind .. '/' .. id)
+  redis.call('RPUSH', LOG, change)
   if redis.call('LLEN', LOG) > LOG_MAX then
     redis.call('LPOP', LOG)
     redis.call('HINCRBY', STATE, 'floor', 1)

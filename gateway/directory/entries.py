@@ -32,6 +32,9 @@ PATH_LEN_MAX: Final = 256
 """Characters of the end of a path that is told, such as `limits.concurrent`. The body's sender made it up."""
 PAGE_MAX: Final = 200
 """The most entries on one page of a list."""
+MADE_WITHIN_S: Final = 5.0
+"""After its entry was read, a change is made within this time or never, by the clock of what keeps the
+entries, in seconds."""
 NO_VARIABLES: Final = "_"
 """The prefix of no variables: an entry is not set by any."""
 ANY_VERSION: Final = "*"
@@ -50,6 +53,15 @@ class Change(Struct, frozen=True):
 
     before: Record | None
     after: Record | None
+
+
+class AnswerLost(Exception):
+    """A change that was made, or was not: what keeps the entries was asked for it, and does not say."""
+
+    def __init__(self, change: Change, problem: str) -> None:
+        super().__init__(problem)
+        self.change: Final = change
+        """The change that was asked for."""
 
 
 class Directory(Protocol):
@@ -74,6 +86,7 @@ class Directory(Protocol):
             Conflict: the tenant still has keys, there are too many entries, the entry cannot be changed, or
                 `edit` needs to know one that cannot be read.
             ConfigError: the entry contradicts others.
+            AnswerLost: nobody knows whether the change was made.
             what `edit` raises.
         """
         ...

@@ -4,7 +4,9 @@ Rules:
 
 1. An entry is replaced only if it is still the one that was read: two operators' changes never overwrite each
    other. An edit that does not depend on what the operator saw is made again on what is there now.
-2. A call is sent once: where its answer is lost, the operator is told so. What is found after a lost race is
+2. A change has a name, its head. So it is sent again where its answer is lost, and is made once. Where that
+   answer is lost as well, the operator is told that nobody knows. A change that comes `MADE_WITHIN_S` after
+   the reading of its entry, since a server stood still, is not made. What is found after a lost race is
    another's, also where it reads the same.
 3. A directory has a name, its epoch, for life. To find none, or another one, where there was one before means
    that the data was lost: nothing is read from that, and nothing written to it. The first gateway that finds
@@ -32,8 +34,10 @@ from gateway.config import KeyConfig
 from gateway.directory.entries import (
     ENTRY_LEN_MAX,
     KEYS_MAX,
+    MADE_WITHIN_S,
     TENANTS_MAX,
     TYPES,
+    AnswerLost,
     Change,
     Edit,
     R,
@@ -143,15 +147,16 @@ class RedisDirectory:
         if self._accounts.is_in_file(kind, id_):
             raise Conflict("It is declared in the gateway's file, and can be changed only there.")
         for _ in range(ATTEMPTS_MAX):
-            [_, raw] = await self._ask("get", kind, id_)
+            [read_ms, raw] = await self._ask("get", kind, id_)
             change = _changed(type_, id_, raw, edit, if_match)
-            new = b"" if change.after is None else encode(change.after)
-            if change.after == change.before or await self._put(kind, id_, raw, new, change):
+            not_after_ms = read_ms + round(MADE_WITHIN_S * 1000)
+            if change.after == change.before or await self._put(kind, id_, raw, change, not_after_ms):
                 return change
         raise Conflict("Others change it all the time. Try again.")
 
-    async def _put(self, kind: Kind, id_: str, raw: bytes, new: bytes, change: Change) -> bool:
-        """True if the entry was still `raw`, and is `new` now."""
+    async def _put(self, kind: Kind, id_: str, raw: bytes, change: Change, not_after_ms: int) -> bool:
+        """True if the entry was still `raw`, and the change is made now."""
+        new = b"" if change.after is None else encode(change.after)
         if len(new) > ENTRY_LEN_MAX:
             raise ConfigError([f"it is longer than {ENTRY_LEN_MAX} bytes"])
         record = change.after or change.before
@@ -160,8 +165,12 @@ class RedisDirectory:
         if isinstance(record, KeyConfig) and not self._accounts.is_in_file("tenants", record.tenant):
             tenant = record.tenant
         names = self.epoch, secrets.token_hex(8), secrets.token_hex(8)
-        reply = await self._ask("put", kind, id_, raw, new, place_of(record), tenant, *names, FULL[kind])
+        place, bounds = place_of(record), (FULL[kind], not_after_ms)
+        reply = await self._ask_again(change, "put", kind, id_, raw, new, place, tenant, *names, *bounds)
         match reply[1]:
+            case b"late":
+                message = "Redis was asked too late: nothing was changed."
+                raise DirectoryUnavailable(message, retry_after_s=1.0)
             case b"lost":
                 raise DirectoryUnavailable("Redis has lost the directory: it has to be restored.")
             case b"used":
@@ -199,8 +208,19 @@ class RedisDirectory:
         try:
             return await self._call(*words)
         except StoreUnavailable as error:
-            message = "Redis cannot be asked for keys and tenants at the moment."
-            raise DirectoryUnavailable(message, detail=str(error), retry_after_s=1.0) from None
+            raise _unavailable(error) from None
+
+    async def _ask_again(self, change: Change, *words: Word) -> list[Any]:
+        """As `_ask`, for a change, by rule 2. Raises AnswerLost."""
+        try:
+            return await self._call(*words)
+        except StoreUnavailable as error:
+            if not error.may_be_done:
+                raise _unavailable(error) from None
+        try:
+            return await self._call(*words)
+        except StoreUnavailable as error:
+            raise AnswerLost(change, str(error)) from None
 
     async def _call(self, *words: Word) -> list[Any]:
         """The reply to one operation. Raises StoreUnavailable."""
@@ -220,6 +240,11 @@ class RedisDirectory:
             self._knows_servers = False
             raise
         return reply
+
+
+def _unavailable(error: StoreUnavailable) -> DirectoryUnavailable:
+    message = "Redis cannot be asked for keys and tenants at the moment."
+    return DirectoryUnavailable(message, detail=str(error), retry_after_s=1.0)
 
 
 def _changed(type_: type[R], id_: str, raw: bytes, edit: Edit[R] | None, if_match: str | None) -> Change:

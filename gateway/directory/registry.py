@@ -4,7 +4,8 @@ Rules:
 
 1. A change is made whole or not at all, and a refusal names all that is wrong with it.
 2. Each change that was made leaves an audit line, `admin.change`: the operator, the action, and the values
-   before and after of each field that changed. Hashes of secrets are in no line and in no answer.
+   before and after of each field that changed. So does one of which nobody knows whether it was made, with an
+   `outcome` that says so. Hashes of secrets are in no line and in no answer.
 3. A secret is shown once, in the answer to the change that made it.
 4. A model that this gateway does not have cannot be newly named; one that the entry names already may stay.
 5. What would replace a whole tenant says which one it has seen; what changes some fields of an entry is made
@@ -26,7 +27,9 @@ from msgspec import Struct
 from gateway.accounts import AccountsReader, Kind
 from gateway.config import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
 from gateway.directory.entries import (
+    MADE_WITHIN_S,
     NO_VARIABLES,
+    AnswerLost,
     Change,
     Directory,
     Edit,
@@ -46,13 +49,17 @@ from gateway.identity.keys import mint_key
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError, load
-from shared.errors import Conflict, PreconditionFailed, PreconditionRequired
+from shared.errors import ChangeUnknown, Conflict, PreconditionFailed, PreconditionRequired
 
 PATCHABLE: Final = frozenset(
     {"models", "endpoints", "limits", "model_limits", "env", "labels", "expires", "disabled"}
 )
 """The fields of a key that can be changed after its creation."""
 CREATABLE: Final = (PATCHABLE | {"tenant"}) - {"disabled"}
+UNKNOWN: Final = (
+    "Nobody knows whether the change was made: the answer is lost. It is there by now, or within "
+    f"{MADE_WITHIN_S:g} s, or never will be. Read it again before you try again."
+)
 _RELATIVE: Final = (".", "..")
 """Ids that clients cannot ask for: they are taken out of a URL (RFC 3986 section 5.2.4)."""
 
@@ -218,13 +225,15 @@ class Registry:
         self, type_: type[R], id_: str, edit: Edit[R] | None, if_match: str | None, action: str, by: str
     ) -> Change:
         """Make a change, and write its audit line."""
-        change = await self._directory.change(type_, id_, edit, if_match)
-        if change.before == change.after:
-            return change
         kind = "tenant" if type_ is TenantConfig else "key"
-        before, after = _differences(change)
-        fields = {"operator": by, "action": f"{kind}.{action}", "target": id_, "from": before, "to": after}
-        logs.audit("admin.change", {"logger": __name__, **fields})
+        asked = {"operator": by, "action": f"{kind}.{action}", "target": id_}
+        try:
+            change = await self._directory.change(type_, id_, edit, if_match)
+        except AnswerLost as lost:
+            _audit(asked, lost.change, {"outcome": "unknown"})
+            raise ChangeUnknown(UNKNOWN, detail=str(lost)) from None
+        if change.before != change.after:
+            _audit(asked, change, {})
         return change
 
     async def _parsed_key(
@@ -318,6 +327,12 @@ def _shown(change: Change) -> Shown:
     record = change.after or change.before
     assert record is not None
     return Shown(view_of(record), etag_of(record))
+
+
+def _audit(asked: Mapping[str, str], change: Change, more: Mapping[str, str]) -> None:
+    """Rule 2."""
+    before, after = _differences(change)
+    logs.audit("admin.change", {"logger": __name__, **asked, "from": before, "to": after, **more})
 
 
 def _differences(change: Change) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

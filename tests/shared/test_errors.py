@@ -47,7 +47,8 @@ def test_an_error_of_the_services_own_is_never_called_a_refusal() -> None:
     """Except those that ask the caller to come again: full, not ready, and what derives from it."""
     refusals = {kind for kind in tree() if end_reason_of(kind("m")) is EndReason.REFUSED}
     own = {kind for kind in refusals if kind.status >= 500}
-    stores = {errors.QuotaUnavailable, errors.IdentityUnavailable, errors.DirectoryUnavailable}
+    directory = {errors.DirectoryUnavailable, errors.ChangeUnknown}
+    stores = {errors.QuotaUnavailable, errors.IdentityUnavailable} | directory
     assert own == {ApiError, errors.Overloaded, errors.FirstTokenDeadline, errors.NotReady} | stores
 
 
