@@ -25,7 +25,7 @@ from msgspec import Struct
 from gateway.accounts import Kind
 from gateway.client.responses import json_response
 from gateway.config import KeyConfig, TenantConfig
-from gateway.directory.entries import ENTRY_LEN_MAX, PAGE_MAX, KeyView, decode_object
+from gateway.directory.entries import ENTRY_LEN_MAX, PAGE_MAX, KeyView, NoObject, decode_object
 from gateway.directory.operator_keys import OperatorKeysView
 from gateway.directory.registry import CREATABLE, PATCHABLE, MintedView, Page, Registry, Shown
 from gateway.directory.rotation import Rotation
@@ -204,16 +204,20 @@ class DirectoryRoutes:
 
 def refusal(error: ConfigError) -> web.Response:
     """The answer to a change with mistakes."""
-    problems = []
-    for text in error.problems:
-        field, colon, problem = text.partition(": ")
-        problems.append(Problem(field, problem) if colon else Problem("", text))
+    is_of_fields = not isinstance(error, NoObject)
+    problems = [_problem(text) if is_of_fields else Problem("", text) for text in error.problems]
     told = InvalidRequest(
         f"Nothing was changed. {'; '.join(error.problems)}"[:ENTRY_LEN_MAX],
         param=problems[0].field or None if problems else None,
     )
     body = ErrorBody(message=told.message, type=told.type, param=told.param, code=told.code)
     return json_response(told.status, msgspec.json.encode(Refused(body, problems)), {})
+
+
+def _problem(text: str) -> Problem:
+    """The problem that a text names, behind its field where it has one."""
+    field, colon, problem = text.partition(": ")
+    return Problem(field, problem) if colon else Problem("", text)
 
 
 def _answer(shown: Shown) -> web.Response:

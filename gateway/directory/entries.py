@@ -178,17 +178,21 @@ def salvage(type_: type[R], raw: bytes) -> R | None:
             found = {name: value for name, value in found.items() if name not in bad}
 
 
+class NoObject(ConfigError):
+    """What was sent is no JSON object, or too long a one: its one problem is that of no field."""
+
+
 def decode_object(raw: bytes) -> Mapping[str, Any]:
-    """The fields of a JSON object, in which no object has a name twice. Raises ConfigError."""
+    """The fields of a JSON object, in which no object has a name twice. Raises ConfigError, and NoObject."""
     if len(raw) > ENTRY_LEN_MAX:
-        raise ConfigError([f"it is longer than {ENTRY_LEN_MAX} bytes"])
+        raise NoObject([f"it is longer than {ENTRY_LEN_MAX} bytes"])
     try:
         found: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         members = json.loads(raw, object_pairs_hook=_Members)
     except msgspec.DecodeError as error:  # it names a place and no value
-        raise ConfigError([f"it is no JSON object ({error})"]) from None
+        raise NoObject([f"it is no JSON object ({error})"]) from None
     except (ValueError, RecursionError):
-        raise ConfigError(["it is no JSON object"]) from None
+        raise NoObject(["it is no JSON object"]) from None
     _check_unique(members)
     return found
 

@@ -310,6 +310,7 @@ BAD = [
     ),
     ("PUT tenants/new", b'{"models": ["tiny"], "mod\\u0065ls": ["*"]}', {"models"}),
     ("POST keys", b"{", {""}),
+    ("POST keys", b'{"tenant": }', {""}),
     ("POST keys", b'{"tenant": "\xff"}', {""}),
     ("POST keys", b'{"labels":' + b"[" * 20_000, {""}),
     ("PATCH keys/k1", {"tenant": "other", "hash": "x", "modles": []}, {"tenant", "hash", "modles"}),
@@ -350,6 +351,7 @@ async def test_a_bad_change_is_refused_whole_with_all_that_is_wrong_named(
     assert (answer.status, set(answer.fields)) == (400, fields), answer
     told = [f"{problem['field']}: {problem['problem']}" for problem in answer.body["problems"]]
     assert len(set(told)) == len(told), "each is named once"
+    assert answer.body["error"]["param"] == (answer.fields[0] or None)
     assert not any("tenant: is required" in problem for problem in told) or "tenant" not in body
     assert [(await world.ask("GET", kind)).body for kind in ("keys", "tenants")] == before
     assert world.path.read_bytes() == file
