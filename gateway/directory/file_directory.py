@@ -28,7 +28,7 @@ from gateway.directory.toml_edit import CannotEdit, document, replace_table
 from gateway.edge_config import OperatorKeyConfig
 from shared.config import FILE_LEN_MAX
 from shared.errors import Conflict, DirectoryUnavailable
-from shared.files import file_version, read_text
+from shared.files import file_version, read_bytes
 
 LOCK_S: Final = 5.0
 """How long another process's change is waited for, in seconds."""
@@ -86,7 +86,7 @@ class FileDirectory:
         self._require_unset(section)
         try:
             with _locked(path.resolve().parent):
-                seen, text = file_version(path), read_text(path, FILE_LEN_MAX)
+                seen, text = file_version(path), read_bytes(path, FILE_LEN_MAX).decode()  # with its line ends
                 config = load(document(text), self._env)
                 entries: Sequence[E] = attrgetter(section)(config)
                 at = next((at for at, record in enumerate(entries) if record.id == id_), None)
@@ -138,7 +138,7 @@ def _replace(path: Path, text: str) -> None:
     old = path.stat()
     handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
             os.fchmod(file.fileno(), old.st_mode & 0o7777)
             if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
                 os.fchown(file.fileno(), old.st_uid, old.st_gid)

@@ -1,9 +1,10 @@
 """Edits of the tables of a list in a TOML file, such as `[[keys]]` or `[[admin.keys]]`, which leave all else
 as it is.
 
-Only the lines of one table are replaced; comments elsewhere stay, those within the table are lost. What comes
-of an edit is read again and compared with what was wanted: a file that is written in another way than in
-tables below headers, such as `keys = [{ ... }]`, is refused rather than damaged.
+Only the lines of one table are replaced; comments elsewhere stay, those within the table are lost. New lines
+end as the first one of the file does. What comes of an edit is read again and compared with what was wanted:
+a file that is written in another way than in tables below headers, such as `keys = [{ ... }]`, is refused
+rather than damaged.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ def replace_table(text: str, section: str, at: int | None, record: Any) -> str:
     of the dataclass of its settings. None for `at` adds a table at the end; None for `record` removes the
     one that is there. Raises CannotEdit."""
     lines = text.splitlines(keepends=True)
-    new = "" if record is None else f"[[{section}]]\n{to_toml(record, section)}"
+    end = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+    new = "" if record is None else f"[[{section}]]\n{to_toml(record, section)}".replace("\n", end)
     if at is None:
         first = last = len(lines)
-        new = ("" if text.endswith("\n\n") or not text else "\n" if text.endswith("\n") else "\n\n") + new
+        new = ("" if text.endswith(2 * end) or not text else end if text.endswith("\n") else 2 * end) + new
     else:
         first, last = _table(lines, section, at)
     edited = "".join([*lines[:first], new, *lines[last:]])

@@ -106,6 +106,15 @@ def test_a_table_is_replaced_with_its_inner_tables_and_comments_elsewhere_stay(
     assert [entry["id"] for entry in removed["keys"]] == [["two"], ["one"]][at]
 
 
+@pytest.mark.parametrize("at", [None, 0, 1])
+@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
+def test_new_lines_end_as_the_files_own_do(at: int | None, end: str) -> None:
+    text = FILE.rstrip("\n") + end
+    for record in (key("new"), None)[: 1 if at is None else 2]:
+        edited = replace_table(text.replace("\n", "\r\n"), "keys", at, record)
+        assert edited == replace_table(text, "keys", at, record).replace("\n", "\r\n")
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -137,7 +146,7 @@ def test_a_tenant_with_times_of_its_own_is_written_whole() -> None:
 
 
 def text_of(path: Path) -> str:
-    return path.read_text()
+    return path.read_bytes().decode()
 
 
 def write(path: Path, text: str | bytes) -> None:
@@ -160,6 +169,16 @@ async def test_the_file_keeps_its_mode_its_owner_and_its_name_behind_a_link(
     assert stat.S_IMODE(os.stat(file).st_mode) == 0o640
     assert len(load(file, {}).keys) == 3
     assert sorted(os.listdir(tmp_path)) == ["gateway.toml", "link.toml"], "no draft is left"
+
+
+async def test_the_file_keeps_the_ends_of_its_lines(file: Path) -> None:
+    write(file, FILE.replace("\n", "\r\n"))
+    mine = registry(file)
+    await mine.patch_key("two", {"labels": ["a"]}, "test", None)
+    await mine.create_key({"tenant": "acme"}, "test")
+    edited = text_of(file)
+    assert edited.startswith(FILE.partition("# The second")[0].replace("\n", "\r\n"))
+    assert edited.count("\r\n") == edited.count("\n") == edited.count("\r")
 
 
 async def test_a_change_that_contradicts_the_rest_of_the_file_is_refused(file: Path) -> None:
