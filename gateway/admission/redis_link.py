@@ -78,6 +78,9 @@ class Moved(StoreUnavailable):
 
 _MOVED: Final = re.compile(r"MOVED (?P<slot>\d{1,5}) (?P<host>[^\s]{1,253}):(?P<port>\d{1,5})")
 
+_POLICY: Final = re.compile(rb"^maxmemory_policy:([a-z-]{1,64})\r?$", re.MULTILINE)
+"""Where a server's figures of its memory say what it does when it is full."""
+
 
 class Answer(Protocol):
     """Where the answer to a call goes, as soon as it is read: a future, or what nobody waits for."""
@@ -341,6 +344,7 @@ class RedisLink:
         seconds, microseconds = map(int, reply)
         server_ms = seconds * 1000 + microseconds / 1000
         self._ahead_ms = self._ahead_before_ms = server_ms - self._loop.time() * 1000
+        await _warn_of_eviction(wire)
 
     def _take(self, wire: Wire) -> None:
         """Rule 3."""
@@ -364,6 +368,17 @@ class RedisLink:
                 self._waiting.append(call)
         if self.is_up or self._waiting:
             self._connect_soon()
+
+
+async def _warn_of_eviction(wire: Wire) -> None:
+    """Log that a server may take keys away to make room. Many a server's user may not ask for that: then
+    nothing is said."""
+    try:
+        found = _POLICY.search(await wire.ask(("INFO", "memory")))
+    except ConnectionError:  # where it is lost, whoever takes the wire sees it
+        return
+    if found is not None and found[1] != b"noeviction":
+        log.warning("redis.may_evict", policy=found[1].decode(errors="replace"))
 
 
 def _lost(problem: str) -> StoreUnavailable:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -11,6 +14,7 @@ import redis
 from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Used
+from shared import logs
 from tests.gateway.conftest import until
 from tests.gateway.redis_server import RedisServer, redis_store, until_well
 from tests.gateway.test_redis_store import ACME, admitted, rid, tenant
@@ -171,3 +175,31 @@ async def test_the_calls_of_one_turn_of_the_loop_leave_in_one_write(own: RedisSe
         assert read() == 1
         assert counts.connections == connections
         assert counts.calls == 3 * CALLERS
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl", "noeviction"])
+async def test_a_server_that_may_evict_is_named_in_the_log(
+    own: RedisServer, log: io.StringIO, policy: str
+) -> None:
+    own.admin.config_set("maxmemory-policy", policy)
+    async with redis_store(own):
+        pass
+    logs.close()
+    lines = map(json.loads, log.getvalue().splitlines())
+    told = [line["policy"] for line in lines if line["event"] == "redis.may_evict"]
+    assert told == ([] if policy == "noeviction" else [policy])
+
+
+async def test_a_user_who_may_not_ask_whether_a_server_evicts_is_served(
+    own: RedisServer, log: io.StringIO, tmp_path: Path
+) -> None:
+    (tmp_path / "password").write_text("correct-horse")
+    commands = ["+@all", "-info"]
+    own.admin.acl_setuser(
+        "penstock", enabled=True, passwords=["+correct-horse"], keys=["*"], commands=commands
+    )
+    own.admin.config_set("maxmemory-policy", "allkeys-lru")
+    async with redis_store(own, username="penstock", password_file=str(tmp_path / "password")) as store:
+        assert await admitted(store, 1, WHO)
+    logs.close()
+    assert "may_evict" not in log.getvalue()
