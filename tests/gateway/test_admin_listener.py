@@ -16,6 +16,7 @@ import pytest
 import trustme
 
 from gateway import admin, admin_listener
+from gateway.directory import admin_routes
 from shared import cli
 from shared.cli.admin import KEY_VARIABLE
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
@@ -162,6 +163,25 @@ async def test_an_answer_that_is_not_read_holds_its_connection_for_a_bounded_tim
                 assert await probe(house) == 200
                 break
     writer.close()
+
+
+async def test_a_body_that_drips_is_given_up_after_its_time(
+    open_house: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert admin_routes.BODY_S == 10, "as README says"
+    monkeypatch.setattr(admin_routes, "BODY_S", SOON_S)
+    house = await open_house(admin=operator_keys())
+    victim, (reader, writer) = await connect(house), await connect(house)
+    head = f"POST /admin/v1/keys HTTP/1.1\r\nhost: here\r\nauthorization: {OPERATOR['authorization']}\r\n"
+    writer.write(f"{head}content-length: 100\r\n\r\n{{".encode())
+    async with asyncio.timeout(PATIENCE_S):
+        head_line, _, rest = (await reader.read()).partition(b"\r\n")
+    assert head_line.split()[1] == b"408"
+    assert b"within 0.2 s" in rest
+    assert not events(house.log, "admin.change")
+    await scrape(victim)
+    for one in (victim[1], writer):
+        one.close()
 
 
 async def test_what_is_no_request_gets_the_error_that_clients_know(open_house: Open) -> None:

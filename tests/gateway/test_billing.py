@@ -305,11 +305,14 @@ class Receiver:
 
     def __init__(self) -> None:
         self.statuses: list[int] = []
+        self.location: str | None = None
+        """Where it sends whoever posts."""
         self.posts: list[tuple[dict[str, str], bytes]] = []
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         self.posts.append((dict(request.headers), await request.read()))
-        return web.Response(status=self.statuses.pop(0) if self.statuses else 204)
+        headers = {} if self.location is None else {"location": self.location}
+        return web.Response(status=self.statuses.pop(0) if self.statuses else 204, headers=headers)
 
     @property
     def ids(self) -> list[str]:
@@ -377,6 +380,32 @@ async def test_a_webhook_that_fails_gets_the_same_batch_until_it_takes_it(file: 
         ids = [headers["webhook-id"] for headers, _ in receiver.posts]
         assert len(set(ids[:4])) == 1
         assert receiver.ids == ["r1"] * 4 + ["r2", "r3", "r4"]
+        sending.cancel()
+        await asyncio.wait([sending])
+        await billing.aclose()
+
+
+async def test_a_redirect_is_not_followed(file: Path) -> None:
+    """Whoever answers for the webhook could have the lines sent to anybody, also within the network."""
+    clock, redirects = VirtualClock(), [301, 302, 303, 307, 308]
+    async with receiving() as (receiver, url), receiving() as (other, other_url):
+        receiver.statuses, receiver.location = [*redirects], other_url
+        billing = Billing(with_webhook(file, url), clock)
+        spooled = billing.spool
+        assert spooled is not None
+        note(billing, 1)
+        await billing._write(spooled)
+        sending = asyncio.create_task(Webhook(url, SECRET, spooled, clock).send())
+
+        def waits_after(posts: int) -> bool:
+            return len(receiver.posts) == posts and clock.sleeping == 1
+
+        for attempt in range(1, len(redirects) + 1):
+            await until(partial(waits_after, attempt))
+            clock.advance(webhook.RETRY_S_MAX)
+        await until(lambda: spooled.waiting == 0)
+        assert receiver.ids == ["r1"] * (len(redirects) + 1), "it is tried again where it was"
+        assert not other.posts
         sending.cancel()
         await asyncio.wait([sending])
         await billing.aclose()
