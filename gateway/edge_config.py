@@ -181,7 +181,8 @@ class IssuerConfig:
     """File with the secret that it shares with this gateway, at least as long as the signature. It is read
     again when it changes."""
     ca: Text | None = None
-    """File with the authorities that are trusted when keys are fetched, PEM. Unset: the system's."""
+    """File with the authorities that are trusted when keys are fetched, PEM. It is read again when it
+    changes. Unset: the system's."""
     skew_s: Annotated[float, Meta(ge=0.0, le=SKEW_S_MAX)] = 30.0
     """How far its clock may be off."""
     refresh_s: Annotated[float, Meta(ge=REFRESH_S_MIN, le=86_400.0)] = 300.0

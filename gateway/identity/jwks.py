@@ -25,6 +25,8 @@ Rules:
    the first tokens of a new key waiting for so long at most, and for the fetch. None of them is refused or
    put off.
 2. Keys that cannot be read change nothing. Those that were fetched `stale_s` ago are not trusted any more.
+   The authorities that are trusted when keys are fetched are looked at for each fetch: a key server's may be
+   renewed while its keys are in use.
 3. Keys come from the configured place alone. Whatever a token says of where its key is (jku, x5u, jwk, x5c)
    is not looked at.
 4. A token without a key id may be signed with any key that fits its algorithm, `TRIED_MAX` at most. Where
@@ -38,6 +40,7 @@ import math
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -52,6 +55,7 @@ from shared.clock import Clock
 from shared.config import ConfigError
 from shared.files import file_version, read_bytes
 from shared.metrics import Counter
+from shared.renewable_tls import RenewableTls
 from shared.tls import UnusableTls, client_context
 
 FETCH_S: Final = 5.0
@@ -209,7 +213,7 @@ class RemoteKeys(IssuerKeys):
     def __init__(self, config: IssuerConfig, clock: Clock) -> None:
         super().__init__(config)
         self._clock = clock
-        self._context: ssl.SSLContext | None = None
+        self._tls: RenewableTls | None = None
         """Made at the first fetch, on a thread: reading all authorities of a system takes 40 ms."""
         self._task: asyncio.Task[None] | None = None
         """The last fetch, in progress or done; None before the first."""
@@ -315,9 +319,7 @@ class RemoteKeys(IssuerKeys):
         begun_s, number = self._clock.monotonic(), self._begun
         try:
             async with asyncio.timeout(FETCH_S):
-                if self._context is None:
-                    self._context = await asyncio.to_thread(client_context, ca=self.config.ca)
-                data = await _download(self.config.jwks_url or "", self._context)
+                data = await _download(self.config.jwks_url or "", await self._context())
             if self._take(data):
                 self._look_from_s = min(self._look_from_s, begun_s + POLL_S)
         except (BadKeys, UnusableTls, httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError) as error:
@@ -328,6 +330,16 @@ class RemoteKeys(IssuerKeys):
         else:
             self._failing = False
             self._fetched, self._fetched_s = number, begun_s
+
+    async def _context(self) -> ssl.SSLContext:
+        """The authorities that are trusted now. Raises UnusableTls where they never could be read."""
+        if self._tls is None:
+            ca = self.config.ca
+            load = partial(client_context, ca=ca)
+            self._tls = await asyncio.to_thread(RenewableTls, (ca,), load, is_server=False)
+        else:
+            await self._tls.look()
+        return self._tls.context.current
 
 
 async def _download(url: str, context: ssl.SSLContext) -> bytes:

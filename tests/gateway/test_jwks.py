@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from aiohttp import web
 
 from gateway.identity import jwks, jwt
@@ -280,6 +281,24 @@ async def test_a_server_of_another_authority_is_not_believed(
         assert await idp.victim() == 200
         assert "CERTIFICATE_VERIFY_FAILED" in str(await idp.rejected())
         assert wrong.asked == 0
+
+
+async def test_the_authority_of_a_key_server_is_renewed_while_its_keys_are_in_use(
+    idp: Idp, tmp_path: Path
+) -> None:
+    await idp.server.__aexit__()
+    idp.server.authority, idp.server.keys = trustme.CA(), (OLD, NEW)
+    path = tmp_path / "idp.ca"
+    old = path.read_bytes()
+    async with idp.server:  # writes the new one
+        new = path.read_bytes()
+        path.write_bytes(old)
+        await idp.fetched(idp.source.config.refresh_s)
+        assert "CERTIFICATE_VERIFY_FAILED" in str(await idp.rejected())
+        assert await idp.status(idp.token(OLD)) == 200
+        path.write_bytes(new)
+        await idp.fetched(RETRY_S)
+        assert [await idp.status(idp.token(key)) for key in (OLD, NEW)] == [200, 200]
 
 
 async def test_a_server_that_is_gone_does_not_hold_up_the_start(open_house: Open, server: KeyServer) -> None:
