@@ -30,7 +30,7 @@ class AccountingConfig:
     webhook_secret_env: Text | None = None
     """Variable with the secret that signs what is posted: whsec_ and its base64."""
     webhook_secret_file: Text | None = None
-    """File with that secret."""
+    """File with that secret. It is read for each post."""
     spool_max: Annotated[int, Meta(ge=MIB, le=1024**4), Unit("bytes")] = 256 * MIB
     """How large file may become where there is a webhook. Lines that do not fit are dropped and counted."""
 

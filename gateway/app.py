@@ -30,7 +30,7 @@ from gateway.admission.validate import warm
 from gateway.background import Background, Work
 from gateway.billing.lines import Billing
 from gateway.billing.unsettled import Unsettled
-from gateway.billing.webhook import Webhook, read_webhook_secret
+from gateway.billing.webhook import Webhook, webhook_secret
 from gateway.config import GatewayConfig, ModelConfig, timeouts_of
 from gateway.console.chats import Chats
 from gateway.console.engines_api import EnginesApi
@@ -391,7 +391,7 @@ def _billing(
     config: AccountingConfig, env: Mapping[str, str], clock: Clock
 ) -> tuple[Billing, Webhook | None]:
     """The billing lines, and the webhook that takes them, where there is one. Raises ConfigError."""
-    secret = read_webhook_secret(config, env)
+    secret = webhook_secret(config, env)
     billing = Billing(config, clock)
     if config.webhook is None or billing.spool is None:
         return billing, None

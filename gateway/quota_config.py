@@ -95,13 +95,13 @@ class QuotasConfig:
     password_env: Text | None = None
     """Variable with the password."""
     password_file: Text | None = None
-    """File with the password."""
+    """File with the password. It is read for each connection."""
     sentinel_username: Text | None = None
     """ACL user at the Sentinels. Unset: the default one."""
     sentinel_password_env: Text | None = None
     """Variable with the password that the Sentinels ask for, which is not their primary's."""
     sentinel_password_file: Text | None = None
-    """File with the password that the Sentinels ask for."""
+    """File with the password that the Sentinels ask for. It is read whenever they are asked."""
     ca: Text | None = None
     """File with the authorities that are trusted with rediss://, PEM. Unset: the system's."""
     cert: Text | None = None

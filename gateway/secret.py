@@ -1,18 +1,28 @@
-"""Secrets that the gateway shows to others, read from a variable or a file: engines' keys, Redis' password.
+"""Secrets that the gateway shows to others, read from a variable or a file: engines' keys, Redis' passwords,
+what signs posts to a webhook.
 
 Rule: never in a log, an error or a `repr`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from shared import logs
+from shared.files import read_text
+
 TOKEN_LEN_MAX: Final = 8 * 1024
 """Characters; some tokens hold a whole certificate's worth of claims."""
+FILE_LEN_MAX: Final = 2 * TOKEN_LEN_MAX
+"""Bytes of a file with a secret, and the space around it."""
 _TOKEN: Final = re.compile(rf"[!-~]{{1,{TOKEN_LEN_MAX}}}")
+
+log = logs.get(__name__)
 
 
 def read_secret(variable: str | None, path: str | None, env: Mapping[str, str]) -> str | None:
@@ -23,7 +33,7 @@ def read_secret(variable: str | None, path: str | None, env: Mapping[str, str]) 
     elif path is not None:
         where = path
         try:
-            text = Path(where).read_text()
+            text = read_text(Path(where), FILE_LEN_MAX)
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{where} cannot be read: {type(error).__name__}") from None
     else:
@@ -32,3 +42,47 @@ def read_secret(variable: str | None, path: str | None, env: Mapping[str, str]) 
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"{where} holds no key")
     return token
+
+
+class RenewableSecret:
+    """A secret that may be renewed while it is in use: a file is read for each use. What a variable says
+    holds as long as the process."""
+
+    __slots__ = ("_path", "_problem", "_read", "_text")
+
+    def __init__(
+        self,
+        variable: str | None,
+        path: str | None,
+        env: Mapping[str, str],
+        check: Callable[[str], object] | None = None,
+    ) -> None:
+        """`check` raises ValueError for a text that is no such secret. Raises ValueError, as `read_secret`
+        does."""
+        self._path: Final = path
+        self._read: Final = partial(_read_checked, variable, path, env, check)
+        self._text = self._read()
+        self._problem: str | None = None
+        """Why the file could not be used the last time; None where it could be."""
+
+    async def now(self) -> str | None:
+        """The secret; None without a variable and a file. It is read on a thread, as its disk may be slow. A
+        file that cannot be used leaves it as it was, which is logged once."""
+        if self._path is None:
+            return self._text
+        try:
+            self._text, self._problem = await asyncio.to_thread(self._read), None
+        except ValueError as error:
+            if self._problem != str(error):
+                self._problem = str(error)
+                log.error("secret.rejected", path=self._path, problem=self._problem)
+        return self._text
+
+
+def _read_checked(
+    variable: str | None, path: str | None, env: Mapping[str, str], check: Callable[[str], object] | None
+) -> str | None:
+    text = read_secret(variable, path, env)
+    if text is not None and check is not None:
+        check(text)
+    return text

@@ -159,17 +159,17 @@ class RedisLink:
     def __init__(
         self,
         find: Callable[[], Awaitable[Address]],
-        greeting: Sequence[Command],
+        greeting: Callable[[], Awaitable[Sequence[Command]]],
         *,
         timeout_s: float,
         connect_s: float,
         tls: RenewableTls | None = None,
     ) -> None:
-        """`find` tells where the server is at the moment. `greeting` is sent first on each connection; an
-        error in reply to any of it means that the connection is of no use. The files of `tls` are looked at
-        for each, so that renewed ones are used once the old ones are refused."""
+        """`find` tells where the server is at the moment. `greeting` gives what is sent first on each
+        connection; an error in reply to any of it means that the connection is of no use. The files of `tls`
+        are looked at for each, so that renewed ones are used once the old ones are refused."""
         self._find: Final = find
-        self._greeting: Final = tuple(greeting)
+        self._greeting: Final = greeting
         self._timeout_s: Final = timeout_s
         self._connect_s: Final = connect_s
         self._tls: Final = tls
@@ -325,12 +325,13 @@ class RedisLink:
             async with asyncio.timeout(self._connect_s):
                 if self._tls is not None:
                     await self._tls.look()
+                greeting = await self._greeting()
                 host, port = await self._find()
                 name = host if self._tls is not None else None
                 await self._loop.create_connection(
                     lambda: wire, host, port, ssl=self._context, server_hostname=name
                 )
-                await self._greet(wire)
+                await self._greet(wire, greeting)
             self._take(wire)
         except Exception as error:
             self._down(f"{type(error).__name__}: {error}"[:200])
@@ -339,8 +340,8 @@ class RedisLink:
                 wire.abort()
             self._connecting = None
 
-    async def _greet(self, wire: Wire) -> None:
-        reply = await wire.ask(*self._greeting, ("TIME",))
+    async def _greet(self, wire: Wire, greeting: Sequence[Command]) -> None:
+        reply = await wire.ask(*greeting, ("TIME",))
         seconds, microseconds = map(int, reply)
         server_ms = seconds * 1000 + microseconds / 1000
         self._ahead_ms = self._ahead_before_ms = server_ms - self._loop.time() * 1000

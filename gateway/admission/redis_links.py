@@ -1,14 +1,15 @@
 """The server that keeps a tenant's quotas: a single one, the primary that Sentinels name, or a Cluster node.
 
 Sentinels are asked where the primary is whenever a connection is made. redis-py asks nodes which slots they
-have whenever the links are refreshed; its connections are closed after that.
+have whenever the links are refreshed; its connections are closed after that. Passwords and certificates that
+are in files are those of the moment, for each connection: a renewed one takes no restart.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 from urllib.parse import quote
@@ -23,7 +24,7 @@ from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_link import Address, Command, Moved, RedisLink
 from gateway.admission.sentinels import Sentinels
 from gateway.quota_config import QuotasConfig, redis_database, redis_hosts
-from gateway.secret import read_secret
+from gateway.secret import RenewableSecret
 from shared.config import ConfigError
 from shared.ids import TenantId
 from shared.renewable_tls import RenewableTls
@@ -79,8 +80,8 @@ def links_of(config: QuotasConfig, env: Mapping[str, str]) -> Links:
     """Raises ConfigError when a password or a certificate cannot be read."""
     assert config.url is not None
     try:
-        password = read_secret(config.password_env, config.password_file, env)
-        of_sentinels = read_secret(config.sentinel_password_env, config.sentinel_password_file, env)
+        password = RenewableSecret(config.password_env, config.password_file, env)
+        of_sentinels = RenewableSecret(config.sentinel_password_env, config.sentinel_password_file, env)
         tls = None
         if config.url.startswith("rediss:"):
             load = partial(client_context, ca=config.ca, cert=config.cert, key=config.key)
@@ -240,8 +241,8 @@ class _Servers:
     def __init__(
         self,
         config: QuotasConfig,
-        password: str | None,
-        sentinel_password: str | None,
+        password: RenewableSecret,
+        sentinel_password: RenewableSecret,
         tls: RenewableTls | None,
     ) -> None:
         assert config.url is not None
@@ -251,7 +252,7 @@ class _Servers:
             "connect_s": config.connect_s,
             "tls": tls,
         }
-        self.greeting: Final = _greeting(config, password)
+        self._password: Final = password
         self._hosts: Final = tuple(Address(*host) for host in redis_hosts(config.url))
         self._asking: Final[dict[str, Any]] = {
             "socket_timeout": config.connect_s,
@@ -260,13 +261,16 @@ class _Servers:
             **({} if tls is None else _tls_options(config)),
         }
         """Options of redis-py's clients."""
-        self._credentials: Final[dict[str, Any]] = {"username": config.username, "password": password}
         self.sentinels: Sentinels | None = None
         """None where the servers are asked by the addresses in the URL."""
         if config.sentinel is not None:
             user = config.sentinel_username, sentinel_password
             context = None if tls is None else tls.context
             self.sentinels = Sentinels(config.sentinel, self._hosts, *user, context)
+
+    async def greeting(self) -> Sequence[Command]:
+        """What is sent first on each connection."""
+        return _greeting(self.config, await self._password.now())
 
     def link_to(self, address: Address) -> RedisLink:
         """A connection to this very server."""
@@ -284,8 +288,9 @@ class _Servers:
         """The ranges of slots and the nodes that have them, as the first node says that tells. Raises
         StoreUnavailable when none does."""
         problem = ""
+        own: dict[str, Any] = {"username": self.config.username, "password": await self._password.now()}
         for host, port in dict.fromkeys((*known, *self._hosts)):
-            client = Redis(host=host, port=port, **self._credentials, **self._asking)
+            client = Redis(host=host, port=port, **own, **self._asking)
             client.set_response_callback("CLUSTER SLOTS", _as_it_came)
             try:
                 async with asyncio.timeout(self.config.connect_s):

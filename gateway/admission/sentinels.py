@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_link import Address, Command, Wire
+from gateway.secret import RenewableSecret
 
 _DOWN: Final = (b"s_down", b"o_down")
 """Flags of a primary that is down as one Sentinel sees it, or as they agree."""
@@ -27,19 +28,21 @@ class Sentinels:
         primary: str,
         addresses: Sequence[Address],
         username: str | None,
-        password: str | None,
+        password: RenewableSecret,
         tls: ssl.SSLContext | None,
     ) -> None:
         """`primary` is their name of it."""
         self._primary: Final = primary
         self._addresses: Final = addresses
-        self._questions: Final = *_greeting(username, password), ("SENTINEL", "MASTERS")
+        self._username: Final = username
+        self._password: Final = password
         self._tls: Final = tls
 
     async def find(self) -> Address:
         """The primary's address now; the caller bounds the time. Raises StoreUnavailable when all have
         answered, and none knows one that is well."""
-        asked = [asyncio.create_task(self._told_by(address)) for address in self._addresses]
+        questions = *_greeting(self._username, await self._password.now()), ("SENTINEL", "MASTERS")
+        asked = [asyncio.create_task(self._told_by(address, questions)) for address in self._addresses]
         problems = []
         try:
             for each in asyncio.as_completed(asked):
@@ -53,7 +56,7 @@ class Sentinels:
             await asyncio.wait(asked)  # each ends at once: it only closes its socket
         raise StoreUnavailable(f"No master found for {self._primary!r}: {', '.join(problems)}"[:200])
 
-    async def _told_by(self, sentinel: Address) -> Address | str:
+    async def _told_by(self, sentinel: Address, questions: Sequence[Command]) -> Address | str:
         """The primary's address, or why this Sentinel does not tell it."""
         host, port = sentinel
         wire = Wire()
@@ -62,7 +65,7 @@ class Sentinels:
             await asyncio.get_running_loop().create_connection(
                 lambda: wire, host, port, ssl=self._tls, server_hostname=name
             )
-            told = await wire.ask(*self._questions)
+            told = await wire.ask(*questions)
             return self._found(told) or f"{host}:{port} knows none that is well"
         except (OSError, ValueError, LookupError, TypeError) as error:  # the others may know better
             return f"{host}:{port}: {type(error).__name__} {error}"

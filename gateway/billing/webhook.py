@@ -8,7 +8,8 @@ Rules:
 
 1. Any 2xx means taken. Everything else, no answer included, is tried again, after `RETRY_S_MIN` and twice as
    long each time, up to `RETRY_S_MAX`, for ever: the file keeps the lines. The order holds.
-2. A batch that is tried again in the same process has the same bytes and the same `webhook-id`.
+2. A batch that is tried again in the same process has the same bytes and the same `webhook-id`. The secret
+   is that of the moment: a file is read for each post.
 3. A disk that is full, and so takes no note of what was taken, is asked again every `POLL_S`. Nothing is
    posted twice for it, unless the process ends before there is room.
 4. Nothing of a request waits for this: it is a task of its own, which holds one batch.
@@ -29,7 +30,7 @@ import httpx
 from gateway.accounting_config import AccountingConfig
 from gateway.billing.lines import LINES
 from gateway.billing.spool import Batch, Spool
-from gateway.secret import read_secret
+from gateway.secret import RenewableSecret
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
@@ -56,7 +57,8 @@ log = logs.get(__name__)
 class Webhook:
     """The receiver of billing lines: `send` as a background task."""
 
-    def __init__(self, url: str, secret: bytes, spool: Spool, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, url: str, secret: RenewableSecret, spool: Spool, clock: Clock = SYSTEM_CLOCK) -> None:
+        """`secret` is one of `webhook_secret`."""
         self._url: Final = url
         self._secret: Final = secret
         self._spool: Final = spool
@@ -91,7 +93,8 @@ class Webhook:
 
     async def _post(self, client: httpx.AsyncClient, body: bytes) -> str | None:
         """Post once. Returns why the lines were not taken; None when they were."""
-        headers = signed_headers(self._secret, int(self._clock.wall()), body)
+        secret = _decoded(await self._secret.now() or "")
+        headers = signed_headers(secret, int(self._clock.wall()), body)
         try:
             async with asyncio.timeout(POST_S):
                 async with client.stream("POST", self._url, content=body, headers=headers) as answer:
@@ -106,19 +109,23 @@ class Webhook:
         return f"status {status}"
 
 
-def read_webhook_secret(config: AccountingConfig, env: Mapping[str, str]) -> bytes:
-    """The secret that signs. Empty where there is no webhook. Raises ConfigError when it cannot be used."""
+def webhook_secret(config: AccountingConfig, env: Mapping[str, str]) -> RenewableSecret:
+    """The secret that signs posts to the webhook. Raises ConfigError when it cannot be used."""
     if config.webhook is None:
-        return b""
+        return RenewableSecret(None, None, env)
     try:
-        text = read_secret(config.webhook_secret_env, config.webhook_secret_file, env) or ""
-        if not text.startswith(_SECRET_PREFIX):
-            raise ValueError(f"it must begin with {_SECRET_PREFIX}")
-        secret = base64.b64decode(text.removeprefix(_SECRET_PREFIX), validate=True)
-        if len(secret) < SECRET_LEN_MIN:
-            raise ValueError(f"it must have at least {SECRET_LEN_MIN} bytes")
+        return RenewableSecret(config.webhook_secret_env, config.webhook_secret_file, env, _decoded)
     except ValueError as error:
         raise ConfigError([f"accounting.webhook_secret: {error}"]) from None
+
+
+def _decoded(text: str) -> bytes:
+    """The bytes of a secret as Standard Webhooks writes it. Raises ValueError."""
+    if not text.startswith(_SECRET_PREFIX):
+        raise ValueError(f"it must begin with {_SECRET_PREFIX}")
+    secret = base64.b64decode(text.removeprefix(_SECRET_PREFIX), validate=True)
+    if len(secret) < SECRET_LEN_MIN:
+        raise ValueError(f"it must have at least {SECRET_LEN_MIN} bytes")
     return secret
 
 

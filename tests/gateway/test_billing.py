@@ -8,7 +8,7 @@ import errno
 import hashlib
 import hmac
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from gateway.background import Background
 from gateway.billing import lines, spool, webhook
 from gateway.billing.lines import Billing, BillingLine
 from gateway.billing.spool import Spool
-from gateway.billing.webhook import Webhook, signed_headers
+from gateway.billing.webhook import Webhook, signed_headers, webhook_secret
 from gateway.config import load
 from shared.config import ConfigError
 from shared.ids import KeyId, RequestId, TenantId
@@ -36,6 +36,8 @@ from tests.gateway.fake_engine import Script, unary
 
 SECRET: Final = b"0123456789abcdef01234567"
 WHSEC: Final = f"whsec_{base64.b64encode(SECRET).decode()}"
+NEW_SECRET: Final = SECRET[::-1]
+NEW_WHSEC: Final = f"whsec_{base64.b64encode(NEW_SECRET).decode()}"
 PAYER: Final = Payer(TenantId("acme"), KeyId("k1"), "tiny")
 
 
@@ -336,6 +338,13 @@ def with_webhook(file: Path, url: str, **more: Any) -> AccountingConfig:
     return AccountingConfig(file=str(file), webhook=url, webhook_secret_env="HOOK", **more)
 
 
+def _is_signed(post: tuple[Mapping[str, str], bytes], secret: bytes) -> bool:
+    headers, posted = post
+    signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + posted
+    digest = base64.b64encode(hmac.digest(secret, signed, hashlib.sha256)).decode()
+    return headers["webhook-signature"] == f"v1,{digest}"
+
+
 async def test_lines_are_posted_signed_and_in_order(
     open_house: Open, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,10 +358,7 @@ async def test_lines_are_posted_signed_and_in_order(
             async with house.chat():
                 pass
         await until(lambda: len(receiver.ids) == 3)
-    headers, posted = receiver.posts[0]
-    signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + posted
-    digest = base64.b64encode(hmac.digest(SECRET, signed, hashlib.sha256)).decode()
-    assert headers["webhook-signature"] == f"v1,{digest}"
+    assert _is_signed(receiver.posts[0], SECRET)
     assert receiver.ids == [line.id for line in read(file)]
 
 
@@ -366,7 +372,8 @@ async def test_a_webhook_that_fails_gets_the_same_batch_until_it_takes_it(file: 
         assert spooled is not None
         note(billing, 1)
         await billing._write(spooled)
-        sending = asyncio.create_task(Webhook(url, SECRET, spooled, clock).send())
+        own = webhook_secret(config, {"HOOK": WHSEC})
+        sending = asyncio.create_task(Webhook(url, own, spooled, clock).send())
 
         def waits_after(posts: int) -> bool:
             return len(receiver.posts) == posts and clock.sleeping == 1
@@ -390,12 +397,14 @@ async def test_a_redirect_is_not_followed(file: Path) -> None:
     clock, redirects = VirtualClock(), [301, 302, 303, 307, 308]
     async with receiving() as (receiver, url), receiving() as (other, other_url):
         receiver.statuses, receiver.location = [*redirects], other_url
-        billing = Billing(with_webhook(file, url), clock)
+        config = with_webhook(file, url)
+        billing = Billing(config, clock)
         spooled = billing.spool
         assert spooled is not None
         note(billing, 1)
         await billing._write(spooled)
-        sending = asyncio.create_task(Webhook(url, SECRET, spooled, clock).send())
+        own = webhook_secret(config, {"HOOK": WHSEC})
+        sending = asyncio.create_task(Webhook(url, own, spooled, clock).send())
 
         def waits_after(posts: int) -> bool:
             return len(receiver.posts) == posts and clock.sleeping == 1
@@ -411,6 +420,33 @@ async def test_a_redirect_is_not_followed(file: Path) -> None:
         await billing.aclose()
 
 
+async def test_a_secret_that_is_renewed_signs_what_is_posted_next(file: Path, tmp_path: Path) -> None:
+    clock, path = VirtualClock(), tmp_path / "secret"
+    path.write_text(WHSEC)
+    async with receiving() as (receiver, url):
+        receiver.statuses = [500, 500]
+        config = AccountingConfig(file=str(file), webhook=url, webhook_secret_file=str(path))
+        billing = Billing(config, clock)
+        assert billing.spool is not None
+        note(billing, 1)
+        await billing._write(billing.spool)
+        sending = asyncio.create_task(Webhook(url, webhook_secret(config, {}), billing.spool, clock).send())
+
+        def waits_after(posts: int) -> bool:
+            return len(receiver.posts) == posts and clock.sleeping == 1
+
+        for attempt, text in enumerate(("whsec_short", NEW_WHSEC), 1):
+            await until(partial(waits_after, attempt))
+            path.write_text(text)
+            clock.advance(webhook.RETRY_S_MIN * 2**attempt)
+        await until(lambda: len(receiver.posts) == 3)
+        signers = [SECRET, SECRET, NEW_SECRET]
+        assert all(map(_is_signed, receiver.posts, signers)), "a file that is no secret changes nothing"
+        sending.cancel()
+        await asyncio.wait([sending])
+        await billing.aclose()
+
+
 async def test_a_disk_that_is_full_fails_no_webhook_and_has_nothing_posted_twice(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,11 +457,13 @@ async def test_a_disk_that_is_full_fails_no_webhook_and_has_nothing_posted_twice
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async with receiving() as (receiver, url):
-        billing = Billing(with_webhook(file, url), clock)
+        config = with_webhook(file, url)
+        billing = Billing(config, clock)
         spooled = billing.spool
         assert spooled is not None
         monkeypatch.setattr(Spool, "_write_sent", full)
-        async with Background({"webhook": Webhook(url, SECRET, spooled, clock).send}, clock) as background:
+        own = webhook_secret(config, {"HOOK": WHSEC})
+        async with Background({"webhook": Webhook(url, own, spooled, clock).send}, clock) as background:
             for number in range(3):
                 await until(lambda: clock.sleeping == 1)
                 assert background.down == []

@@ -288,9 +288,36 @@ async def test_a_sentinel_that_is_silent_holds_up_no_connection() -> None:
             assert await admitted(store, 2, tenant(concurrent=2))
 
 
+async def test_a_password_that_was_renewed_is_used_for_the_next_connection(tmp_path: Path) -> None:
+    """By the tenants' counts and by the directory. A file that cannot be used leaves the one before."""
+    path = tmp_path / "password"
+    path.write_text("before\n")
+    with redis_server("--requirepass", "before") as server:
+        config = QuotasConfig("redis", server.url, password_file=str(path))
+        tiny = load({"models": [{"name": "tiny", "replicas": ["http://a"]}]}, {})
+        directory = open_directory(config, AccountsReader(tiny, None), {})
+        admin = redis.Redis(port=server.port, password="before")
+        async with redis_store(server, password_file=str(path)) as store:
+            assert await directory.page("keys", None, "", 1) == []
+            path.unlink()
+            admin.client_kill_filter(_type="normal", skipme=True)
+            assert await admitted(store, 1, tenant(concurrent=9))
+            admin.config_set("requirepass", "after")
+            admin.client_kill_filter(_type="normal", skipme=True)
+            with pytest.raises(StoreUnavailable, match="WRONGPASS"):
+                await admitted(store, 2, tenant(concurrent=9))
+            with pytest.raises(DirectoryUnavailable):
+                await directory.page("keys", None, "", 1)
+            path.write_text("after\n")
+            await until_well(store)
+            assert await admitted(store, 2, tenant(concurrent=9))
+            assert await directory.page("keys", None, "", 1) == []
+        await directory.aclose()
+
+
 async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
     of_sentinels, of_primary = tmp_path / "sentinels", tmp_path / "primary"
-    of_sentinels.write_text("of-the-sentinels\n")
+    of_sentinels.write_text("before\n")
     of_primary.write_text("of-the-primary\n")
     with ExitStack() as stack:
         primary = stack.enter_context(redis_server("--requirepass", "of-the-primary"))
@@ -298,8 +325,14 @@ async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
         ports = stack.enter_context(sentinels(primary.port, *lines))
         url = "redis://" + ",".join(f"127.0.0.1:{port}" for port in ports)
         settings: dict[str, Any] = {"url": url, "sentinel": PRIMARY, "password_file": str(of_primary)}
-        async with redis_store(primary, sentinel_password_file=str(of_sentinels), **settings) as store:
-            assert await admitted(store, 1, tenant(concurrent=2))
+        config = QuotasConfig("redis", **settings, sentinel_password_file=str(of_sentinels), connect_s=3.0)
+        store = RedisStore(links_of(config, {}), "test")
+        with pytest.raises(StoreUnavailable, match="No master found"):
+            await store.renew([])
+        of_sentinels.write_text("of-the-sentinels\n")
+        await until_well(store)
+        assert await admitted(store, 1, tenant(concurrent=2))
+        await store.aclose()
         strangers = RedisStore(links_of(QuotasConfig("redis", **settings), {}), "test")
         with pytest.raises(StoreUnavailable, match="No master found"):
             await strangers.renew([])
@@ -363,7 +396,7 @@ async def test_certificates_that_were_renewed_are_used_for_the_next_connection(t
 
 
 async def test_a_cluster_with_certificates_and_an_acl_user(
-    certificates: dict[str, str], guarded: dict[str, str]
+    certificates: dict[str, str], guarded: dict[str, str], tmp_path: Path
 ) -> None:
     """The nodes name each other's TLS ports, also in their redirections."""
     with ExitStack() as stack:
@@ -385,6 +418,12 @@ async def test_a_cluster_with_certificates_and_an_acl_user(
             "cluster": True,
             **certificates,
         }
+        password = tmp_path / "password"
+        password.write_text("before\n")
+        links = links_of(QuotasConfig("redis", **settings), {})
+        password.write_text("of-the-gateway\n")
+        await links.refresh()
+        await links.aclose()
         async with redis_store(nodes[0], prefix="test", **settings) as store:
             for node, name in zip(nodes, formed.tenants, strict=True):
                 assert await admitted(store, name, tenant(name, concurrent=1))

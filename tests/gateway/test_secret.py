@@ -1,0 +1,68 @@
+"""Secrets in files, which are renewed while they are in use."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gateway.secret import RenewableSecret
+from shared import logs
+
+
+async def test_a_file_is_read_for_each_use(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("before\n")
+    secret = RenewableSecret(None, str(path), {})
+    assert await secret.now() == "before"
+    path.write_text("after\n")
+    assert await secret.now() == "after"
+    assert "after" not in repr(secret)
+
+
+async def test_a_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
+    tmp_path: Path, log: io.StringIO
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text("before")
+
+    def check(text: str) -> None:
+        if text == "refused":
+            raise ValueError("it is no such secret")
+
+    secret = RenewableSecret(None, str(path), {}, check)
+    path.unlink()
+    assert [await secret.now() for _ in range(3)] == ["before"] * 3
+    os.mkfifo(path)  # would be waited for, for ever
+    assert await secret.now() == "before"
+    path.unlink()
+    for text in ("", "refused", "two words"):
+        path.write_text(text)
+        assert await secret.now() == "before"
+    path.write_text("after")
+    assert await secret.now() == "after"
+    path.unlink()
+    assert await secret.now() == "after"
+    logs.close()
+    lines = [line for line in map(json.loads, log.getvalue().splitlines()) if line["level"] == "error"]
+    told = [(line["event"], line["path"], line["problem"].removeprefix(f"{path} ")) for line in lines]
+    problems = [
+        *("cannot be read: FileNotFoundError", "cannot be read: OSError", "holds no key"),
+        *("it is no such secret", "holds no key", "cannot be read: FileNotFoundError"),
+    ]
+    assert told == [("secret.rejected", str(path), problem) for problem in problems]
+
+
+async def test_a_secret_of_a_variable_holds_as_long_as_the_process() -> None:
+    env = {"SECRET": "before"}
+    secret, none = RenewableSecret("SECRET", None, env), RenewableSecret(None, None, env)
+    env["SECRET"] = "after"
+    assert (await secret.now(), await none.now()) == ("before", None)
+
+
+def test_a_secret_that_is_none_is_told_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read: FileNotFoundError"):
+        RenewableSecret(None, str(tmp_path / "missing"), {})
