@@ -2,7 +2,8 @@
 otherwise are refused.
 
 A proxy's path rules, its routing by host and its framing must see the request that is served here. So there
-is one spelling of a path, a host is a host, and a body has one of two framings.
+is one spelling of a path, a host is a host, and a body has one of two framings. A target in absolute form
+(`http://host/path`, RFC 9112 section 3.2.2) names the host of the header, and its path is spelled as any.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ HEAD_LEN_MAX: Final = 32 * 1024
 """Bytes of a request's line and headers together. The bounds of each add up to half a megabyte, which no
 client needs, and which any client could send without a key."""
 _HOST: Final = re.compile(r"[A-Za-z0-9._~-]*(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
+_ABSOLUTE: Final = re.compile(r"(?P<scheme>[^/?#]*)://(?P<authority>[^/?#]*)")
+"""What is before the path of a target in absolute form."""
 HOSTS_MAX: Final = 64
 """The number of values of `host` whose check is cached: there are few of them."""
 _SINGLE: Final = ("authorization", "host", "content-encoding")
@@ -35,7 +38,9 @@ def _is_host(host: str) -> bool:
 def path_of(request: web.BaseRequest) -> str:
     """The path as it was sent, without the query. An escaped letter makes it another path."""
     raw = request.raw_path
-    return raw.partition("?")[0] if raw.startswith("/") else request.path
+    if not raw.startswith("/") and (found := _ABSOLUTE.match(raw)) is not None:
+        raw = raw[found.end() :]
+    return raw.partition("?")[0]
 
 
 def check(request: web.BaseRequest) -> None:
@@ -53,5 +58,22 @@ def check(request: web.BaseRequest) -> None:
             raise InvalidRequest(f"The header {name} is given more than once.", param=name)
     if not _is_host(headers.get("host", "")):
         raise InvalidRequest("The header host names no host.", param="host")
+    if not request.raw_path.startswith("/"):
+        _check_absolute(request.raw_path, headers.get("host"))
     if (coding := headers.get("transfer-encoding")) is not None and coding.lower() != "chunked":
         raise InvalidRequest("The only transfer-encoding is chunked.", param="transfer-encoding")
+
+
+def _check_absolute(target: str, host: str | None) -> None:
+    """Check a target that is no path. `host` is the header. Raises InvalidRequest."""
+    if (found := _ABSOLUTE.match(target)) is None:
+        return  # the asterisk of OPTIONS, which names nothing
+    authority = found["authority"]
+    if found["scheme"].lower() not in ("http", "https"):
+        raise InvalidRequest("The request's target must be a path, or a URL with http or https.")
+    if "@" in authority:
+        raise InvalidRequest("The request's target must name no user.")
+    if not _is_host(authority):
+        raise InvalidRequest("The request's target names no host.")
+    if host is not None and authority.lower() != host.lower():
+        raise InvalidRequest("The request's target names another host than the header host.", param="host")

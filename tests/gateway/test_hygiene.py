@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Final
 
 import msgspec
 import pytest
 from aiohttp.web_protocol import RequestHandler
 
 from gateway import heads, hygiene, listener
-from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, until
+from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import unary
 
 BODY = msgspec.json.encode(CHAT)
@@ -21,6 +22,14 @@ LONG_BODY = BODY + b" " * (hygiene.HEAD_LEN_MAX + 1)
 LONG_REST = REST.replace(b"%d" % len(BODY), b"%d" % len(LONG_BODY))
 WIDE = b"".join(b"x-%d: %b\r\n" % (i, b"y" * 8000) for i in range(5))
 assert len(WIDE) > hygiene.HEAD_LEN_MAX
+ANOTHER_HOST: Final = "The request's target names another host than the header host."
+NO_PATHS: Final = (b"/v1%2Fmodels", b"/v1/m%6Fdels", b"/v1/models#x", b"//v1/models", b"/v1/../v1/models")
+"""What another server may take for /v1/models."""
+
+
+def targeted(target: bytes, host: bytes = HOST) -> bytes:
+    """The beginning of a head with this target."""
+    return b"POST %b HTTP/1.1\r\n" % target + host
 
 
 @pytest.fixture
@@ -29,9 +38,10 @@ def protocol() -> str:
     return "http2"
 
 
-async def answered(house: House, request: bytes) -> tuple[int, bytes]:
-    """The status and the body of the gateway's answer to these bytes, after any 100."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+async def answered(house: House, request: bytes, port: int = 0) -> tuple[int, bytes]:
+    """The status and the body of the gateway's answer to these bytes, after any 100. `port` is another one
+    than the public one."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port or house.gateway.port)
     try:
         async with asyncio.timeout(PATIENCE_S):
             writer.write(request)
@@ -55,8 +65,26 @@ async def answered(house: House, request: bytes) -> tuple[int, bytes]:
             "The header authorization is given more than once.",
         ),
         (LINE + b"host: a/x?y\r\n", "host", "The header host names no host."),
+        (
+            targeted(b"ftp://here/v1/chat/completions"),
+            None,
+            "The request's target must be a path, or a URL with http or https.",
+        ),
+        (
+            targeted(b"http://u:p@here/v1/chat/completions"),
+            None,
+            "The request's target must name no user.",
+        ),
+        (targeted(b"http://%68ere/v1/chat/completions"), None, "The request's target names no host."),
+        (targeted(b"http://there/v1/chat/completions"), "host", ANOTHER_HOST),
+        (targeted(b"http://here:80/v1/chat/completions"), "host", ANOTHER_HOST),
+        (targeted(b"http://here/v1/chat/completions", b"host:\r\n"), "host", ANOTHER_HOST),
     ],
-    ids=["headers too large", "version", "tunnel", "header twice", "host"],
+    ids=[
+        *("headers too large", "version", "tunnel", "header twice", "host"),
+        *("scheme of the target", "user of the target", "no host in the target", "another host"),
+        *("another port", "empty host"),
+    ],
 )
 async def test_a_head_that_a_proxy_may_read_otherwise_is_refused_by_name(
     house: House, request_head: bytes, param: str | None, message: str
@@ -65,6 +93,45 @@ async def test_a_head_that_a_proxy_may_read_otherwise_is_refused_by_name(
     error = msgspec.json.decode(body)["error"]
     assert (status, error["message"], error["param"]) == (400, message, param)
     assert not house.engine.seen
+
+
+PATHS: Final = [
+    (b"/v1/models", 200),
+    (b"/v1/models?a=b", 200),
+    (b"http://here/v1/models", 200),
+    (b"HTTPS://HERE/v1/models?a=b", 200),
+    *((before + path, 404) for before in (b"", b"http://here") for path in NO_PATHS),
+    (b"http://here", 404),
+]
+"""Targets, and the statuses of their answers."""
+
+
+@pytest.mark.parametrize(("target", "status"), PATHS)
+async def test_a_path_has_one_spelling_in_each_form_of_a_target(
+    house: House, target: bytes, status: int
+) -> None:
+    head = b"GET %b HTTP/1.1\r\n" % target + HOST + b"authorization: Bearer %b\r\n\r\n" % KEY.encode()
+    assert (await answered(house, head))[0] == status
+    assert (await house.line())["endpoint"] == ("/v1/models" if status == 200 else "unknown")
+
+
+async def test_without_the_header_host_a_target_may_name_any(house: House) -> None:
+    """Nothing is there that it could differ from."""
+    own = b"authorization: Bearer %b\r\n\r\n" % KEY.encode()
+    assert (await answered(house, b"GET http://here/v1/models HTTP/1.0\r\n" + own))[0] == 200
+    assert (await answered(house, b"GET http://u@here/v1/models HTTP/1.0\r\n" + own))[0] == 400
+
+
+async def test_operators_paths_have_one_spelling_in_each_form_of_a_target(open_house: Open) -> None:
+    house = await open_house(admin={"port": 0})
+    for target, status in (
+        (b"http://here/readyz", 200),
+        (b"http://here/%72eadyz", 404),
+        (b"http://there/readyz", 400),
+        (b"http://u@here/readyz", 400),
+    ):
+        head = b"GET %b HTTP/1.1\r\n" % target + HOST + b"\r\n"
+        assert (await answered(house, head, house.gateway.admin_port))[0] == status
 
 
 async def test_a_head_that_is_far_too_long_is_refused_before_it_is_parsed(
