@@ -4,6 +4,9 @@ A few are accepted in one turn of the loop. When none can be accepted, as the pr
 or has no memory left, that is counted and now and then logged; those who connect wait in the kernel, and are
 accepted once there is room. uvloop by itself would close them without a word, and asyncio log a traceback
 for each.
+
+A TLS handshake that fails is counted by its reason, and but for clients that do not go on a line says so now
+and then, for each reason by itself.
 """
 
 from __future__ import annotations
@@ -13,12 +16,11 @@ import math
 import socket
 import ssl
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Final
 
 from structlog.typing import FilteringBoundLogger
 
-from shared import logs
+from shared import handshakes, logs
 from shared.listening import CLOSE_GRACE_S
 from shared.memory import HANDSHAKES_MAX
 from shared.metrics import Counter
@@ -40,17 +42,18 @@ log = logs.get(__name__)
 
 
 class Warnings:
-    """Warnings that would be many: of each event one line in `WARN_EVERY_S`."""
+    """Warnings that would be many: of each event one line in `WARN_EVERY_S`, or one for each of its kinds."""
 
     def __init__(self, log: FilteringBoundLogger) -> None:
         self._log: Final = log
-        self._told_at_s: Final[dict[str, float]] = {}
-        """The time of each event's last line, in seconds on the loop's clock."""
+        self._told_at_s: Final[dict[tuple[str, str], float]] = {}
+        """The time of the last line of each event and kind, in seconds on the loop's clock."""
 
-    def warn(self, event: str, **values: object) -> None:
+    def warn(self, event: str, kind: str = "", /, **values: object) -> None:
+        """`kind` is one of a few constants: their times are kept for ever."""
         now_s = asyncio.get_running_loop().time()
-        if now_s - self._told_at_s.get(event, -math.inf) >= WARN_EVERY_S:
-            self._told_at_s[event] = now_s
+        if now_s - self._told_at_s.get((event, kind), -math.inf) >= WARN_EVERY_S:
+            self._told_at_s[event, kind] = now_s
             self._log.warning(event, **values)
 
 
@@ -70,6 +73,7 @@ class Accepting:
         `handshakes_max` the most of them at a time."""
         self._loop = asyncio.get_running_loop()
         self._sock: Final = sock
+        self._port: Final[int] = sock.getsockname()[1]
         self._protocol: Final = protocol
         self._tls: Final[dict[str, Any]] = {"ssl": tls, "ssl_handshake_timeout": handshake_s} if tls else {}
         self._handshakes_max: Final = handshakes_max
@@ -132,8 +136,7 @@ class Accepting:
 
     def _fail(self, error: OSError) -> None:
         ACCEPTS_FAILED.inc()
-        port = self._sock.getsockname()[1]
-        self._warnings.warn("listener.accept_failed", port=port, error=error.strerror)
+        self._warnings.warn("listener.accept_failed", port=self._port, error=error.strerror)
         self._pause()
         self._is_short = True
         self._loop.call_later(PAUSE_S, self._try_again)
@@ -157,5 +160,28 @@ class Accepting:
         self._beginning.pop(task, None)
 
     async def _set_up(self, sock: socket.socket) -> None:
-        with suppress(OSError, RuntimeError):  # its caller has left, the handshake failed, or it was closed
+        host = _host_of(sock) if self._tls else ""
+        try:
             await self._loop.connect_accepted_socket(self._protocol, sock, **self._tls)
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # its caller has left, it was closed, or TLS failed
+            if self._tls:
+                self._failed(error, host)
+
+    def _failed(self, error: OSError | RuntimeError, host: str) -> None:
+        reason = handshakes.reason_of(error)
+        handshakes.FAILED.inc(reason)
+        if reason not in (handshakes.LEFT, handshakes.LATE):
+            told = {"reason": reason, "problem": handshakes.told_by(error), "address": host}
+            self._warnings.warn("listener.handshake_failed", reason, port=self._port, **told)
+
+
+def _host_of(sock: socket.socket) -> str:
+    """The address of a connection's other end; empty where that has left."""
+    try:
+        host: str = sock.getpeername()[0]
+    except OSError:
+        return ""
+    return host

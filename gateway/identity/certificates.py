@@ -131,21 +131,26 @@ def _names_in(certificate: x509.Certificate) -> list[tuple[str, str]]:
 
 def revoked_in(crl: str, client_ca: str) -> Revoked:
     """The certificates that the lists in a file revoke. Raises UnusableTls where a list is none of the
-    authorities'."""
+    authorities'. An authority without a list is logged: none of its clients is let in."""
     try:
         authorities = x509.load_pem_x509_certificates(Path(client_ca).read_bytes())
         lists = list(_lists(crl))
     except (OSError, ValueError) as error:
         raise UnusableTls(f"cannot use {crl} with {client_ca}: {error}") from error
     found: set[tuple[bytes, int]] = set()
+    listed: set[x509.Certificate] = set()
     for revocations in lists:
         name = revocations.issuer.rfc4514_string()
-        if not any(_has_signed(authority, revocations) for authority in authorities):
+        signers = [authority for authority in authorities if _has_signed(authority, revocations)]
+        listed.update(signers)
+        if not signers:
             raise UnusableTls(f"cannot use {crl}: no authority in {client_ca} has signed the list of {name}")
         if (until := revocations.next_update_utc) is not None and until < datetime.now(UTC):
             log.warning("tls.revocations_expired", path=crl, issuer=name, until=until.isoformat())
         issuer = revocations.issuer.public_bytes()
         found |= {(issuer, revocation.serial_number) for revocation in revocations}
+    if without := [one.subject.rfc4514_string() for one in authorities if one not in listed]:
+        log.warning("tls.authorities_without_list", path=client_ca, authorities=without)
     return frozenset(found)
 
 

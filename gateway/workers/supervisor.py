@@ -35,9 +35,10 @@ ENDING_S: Final = 15.0
 """The time that workers have to end beside their drain, in seconds; then they are killed."""
 OWN: Final = (
     *("process", "python", "penstock_loop", "penstock_gateway_worker"),
-    *("penstock_accepts_failed", "penstock_gateway_connections_cut"),  # by the admin listener
+    *("penstock_accepts_failed", "penstock_handshakes_failed", "penstock_gateway_connections_cut"),
 )
-"""The beginnings of the names of metrics that the supervisor has itself."""
+"""The beginnings of the names of metrics that the supervisor has itself: the last ones are by its admin
+listener."""
 
 log = logs.get(__name__)
 

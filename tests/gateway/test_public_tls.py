@@ -231,7 +231,11 @@ def named(pki: Pki, *names: str, common_name: str | None = None) -> ssl.SSLConte
 
 
 def with_uri(authority: trustme.CA, uri: str) -> Callable[[ssl.SSLContext], None]:
-    """What gives a context a certificate with a URI, which trustme cannot issue."""
+    return with_extension(authority, x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]))
+
+
+def with_extension(authority: trustme.CA, extension: x509.ExtensionType) -> Callable[[ssl.SSLContext], None]:
+    """What gives a context a certificate with an extension that trustme cannot issue."""
     template = authority.issue_cert("uri.test")
     old, signer = read(template), authority.private_key_pem.bytes()
     key: Any = serialization.load_pem_private_key(signer, None)
@@ -243,7 +247,7 @@ def with_uri(authority: trustme.CA, uri: str) -> Callable[[ssl.SSLContext], None
         .serial_number(x509.random_serial_number())
         .not_valid_before(old.not_valid_before_utc)
         .not_valid_after(old.not_valid_after_utc)
-        .add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=True)
+        .add_extension(extension, critical=True)
     )
     signed = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
