@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from gateway.certificate_names import is_dns_name, is_uri, subject_of
 from gateway.edge_config import Id, Name
 from gateway.quota_config import NO_LIMITS, PerModel, QuotaLimits
 from shared.config import ConfigError
@@ -57,11 +58,13 @@ class CertificateConfig:
     tenant: Id
     """Id of the tenant that the holder belongs to."""
     dns: Name | None = None
-    """DNS name in the certificate's subjectAltName, in full; * stands for nothing else."""
+    """DNS name in the certificate's subjectAltName, in full, in capitals or not; * stands for nothing
+    else."""
     uri: Name | None = None
-    """URI in its subjectAltName, such as spiffe://prod/billing."""
+    """URI in its subjectAltName, such as spiffe://prod/billing, character for character."""
     subject: Name | None = None
-    """Its whole subject as RFC 4514 writes it, such as CN=billing,O=Acme."""
+    """Its whole subject as RFC 4514 writes it, such as CN=billing,O=Acme: as it is printed by openssl x509
+    -noout -subject -nameopt RFC2253."""
     models: tuple[Name, ...] = ALL_MODELS
     """Those of the tenant's models that the holder may use; * is all."""
     service_tier: Tier | None = None
@@ -74,3 +77,15 @@ class CertificateConfig:
     def __post_init__(self) -> None:
         if sum(name is not None for name in (self.dns, self.uri, self.subject)) != 1:
             raise ConfigError(["needs exactly one of dns, uri and subject"])
+        if self.dns is not None and not is_dns_name(self.dns):
+            raise ConfigError(
+                [f"dns {self.dns!r} is no DNS name, such as billing.example or xn--a-1ga.example"]
+            )
+        if self.uri is not None and not is_uri(self.uri):
+            raise ConfigError([f"uri {self.uri!r} is no URI with a scheme, such as spiffe://prod/billing"])
+        if self.subject is not None:
+            try:
+                subject_of(self.subject)
+            except ValueError as error:
+                form = "is not written as RFC 4514 says, such as CN=billing,O=Acme"
+                raise ConfigError([f"subject {self.subject!r} {form}: {error}"]) from None

@@ -105,7 +105,10 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 
 
 GATEWAY_LEVELS = (
-    {"accounting_config", "edge_config", "quota_config", "directory_config", "endpoints"},
+    {
+        *("accounting_config", "edge_config", "quota_config", "directory_config", "endpoints"),
+        "certificate_names",
+    },
     {"timeout_config", "discovery_config", "holder_config", "ticks"},
     {"config", "secret", "hygiene", "background", "shield", "client", "recorder", "openapi_parts"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPub
 from cryptography.x509.oid import ExtensionOID
 from msgspec import Struct
 
+from gateway.certificate_names import Subject, subject_of
 from gateway.holder_config import CertificateConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Principal, Revoked
@@ -31,6 +32,9 @@ KNOWN_MAX: Final = 4096
 CRL_LEN_MAX: Final = 4 * 1024 * 1024
 """The largest file of revocation lists, in bytes."""
 _CRL: Final = re.compile(rb"-----BEGIN X509 CRL-----.+?-----END X509 CRL-----", re.DOTALL)
+
+_Name = tuple[str, str | Subject]
+"""A name in a certificate: dns, uri or subject, and what it says."""
 
 log = logs.get(__name__)
 
@@ -55,7 +59,7 @@ class CertificateTable:
 
     def __init__(self, entries: Iterable[CertificateConfig], revoked: Callable[[], Revoked]) -> None:
         """`revoked` gives what is revoked now."""
-        self._by_name: Final[dict[tuple[str, str], tuple[int, Principal]]] = {}
+        self._by_name: Final[dict[_Name, tuple[int, Principal]]] = {}
         for at, entry in enumerate(entries):
             principal = Principal(
                 KeyId(entry.id),
@@ -101,19 +105,19 @@ class CertificateTable:
             ) from None
 
 
-def _name_of(entry: CertificateConfig) -> tuple[str, str]:
+def _name_of(entry: CertificateConfig) -> _Name:
     if entry.dns is not None:
         return "dns", entry.dns.lower()
     if entry.uri is not None:
         return "uri", entry.uri
     assert entry.subject is not None
-    return "subject", entry.subject
+    return "subject", subject_of(entry.subject)
 
 
-def _names_in(certificate: x509.Certificate) -> list[tuple[str, str]]:
+def _names_in(certificate: x509.Certificate) -> list[_Name]:
     """All names that it has, as `_name_of` gives them. None of a certificate whose other names are of forms
     that are not read here, or that has an extension twice: it is good, and names nobody."""
-    names = [("subject", certificate.subject.rfc4514_string())]
+    names: list[_Name] = [("subject", _said_by(certificate.subject))]
     try:
         extension = certificate.extensions.get_extension_for_oid(ExtensionOID.SUBJECT_ALTERNATIVE_NAME)
     except x509.ExtensionNotFound:
@@ -124,6 +128,13 @@ def _names_in(certificate: x509.Certificate) -> list[tuple[str, str]]:
     dns = extension.value.get_values_for_type(x509.DNSName)
     uris = extension.value.get_values_for_type(x509.UniformResourceIdentifier)
     return [*(("dns", name.lower()) for name in dns), *(("uri", uri) for uri in uris), *names]
+
+
+def _said_by(subject: x509.Name) -> Subject:
+    return tuple(
+        frozenset((attribute.oid.dotted_string, str(attribute.value)) for attribute in part)
+        for part in reversed(subject.rdns)
+    )
 
 
 # -- revocation lists -----------------------------------------------------------------------------
