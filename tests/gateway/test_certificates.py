@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +22,15 @@ from gateway.accounts import AccountsReader
 from gateway.certificate_names import subject_of
 from gateway.config import load
 from gateway.holder_config import CertificateConfig
+from gateway.identity.caller import Caller, Principal
+from gateway.identity.callers import callers_of
 from gateway.identity.certificates import CertificateTable
+from gateway.identity.jwks import KeySources
 from shared import logs
-from shared.config import ConfigError
+from shared.config import ConfigError, to_toml
+from shared.errors import Unauthenticated
+from shared.shield import Done
+from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings
 
 DAY = timedelta(days=1)
@@ -202,3 +210,62 @@ def test_a_star_is_literal_and_the_log_says_so(log: io.StringIO) -> None:
     logs.close()
     [line] = [line for line in map(json.loads, log.getvalue().splitlines()) if line["level"] == "warning"]
     assert (line["event"], line["ids"]) == ("certificates.star_is_literal", ["star"])
+
+
+class Shaken:
+    """A connection's TLS, whose client has shown a certificate."""
+
+    def __init__(self, certificate: bytes) -> None:
+        self._certificate = certificate
+
+    def getpeercert(self, *, binary_form: bool) -> bytes:
+        return self._certificate
+
+
+async def test_entries_are_read_again_and_bad_ones_are_refused_whole(
+    tmp_path: Path, log: io.StringIO
+) -> None:
+    path, shown = tmp_path / "gateway.toml", asyncio.BaseTransport({"ssl_object": Shaken(with_names())})
+
+    def write(**entry: Any) -> None:
+        entries = [{"id": "by", "tenant": "acme", **entry}]
+        path.write_text(to_toml(load(settings("http://a", listen=MTLS, certificates=entries), {})))
+
+    write(subject="CN=batch")
+    sources = KeySources(VirtualClock())
+    reader = AccountsReader(
+        load(path, {}),
+        path,
+        VirtualClock(),
+        lambda config, keys, tenants: callers_of(config, keys, tenants, sources, frozenset),
+    )
+
+    def named() -> tuple[str, str]:
+        found = reader.now.identity.identify(Caller(None, shown), 0)
+        assert isinstance(found, Done)
+        principal: Principal = found.result
+        return principal.key, principal.tenant
+
+    assert named() == ("by", "acme")
+    write(subject="CN=batch", id="other-id", tenant="other")
+    assert await reader.reload() == []
+    assert named() == ("other-id", "other")
+    path.write_text(path.read_text().replace("CN=batch", "/CN=batch"))
+    [problem] = await reader.reload()
+    assert problem.startswith("certificates[0]: subject '/CN=batch'")
+    assert named() == ("other-id", "other")
+    write(dns="batch.test")
+    assert await reader.reload() == []
+    with pytest.raises(Unauthenticated, match="names no caller"):
+        named()
+    logs.close()
+    assert "config.restart_needed" not in log.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore:Attribute's length")
+def test_a_subject_may_have_longer_values_than_the_standard_allows() -> None:
+    """Some authorities sign them."""
+    values = [(ORG, "Acme"), (CN, "x" * 100), (NameOID.COUNTRY_NAME, "USA")]
+    name = x509.Name([x509.NameAttribute(oid, value, _validate=False) for oid, value in values])
+    table = CertificateTable([CertificateConfig("by", "acme", subject=name.rfc4514_string())], frozenset)
+    assert table.check(with_names(subject=name), 0) is not None

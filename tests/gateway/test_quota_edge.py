@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
 
 from gateway.config import load
@@ -13,7 +14,7 @@ from gateway.identity.keys import hash_key
 from shared.config import ConfigError
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import KEY, OTHER_KEY, PROMPT, House, Open, error_of, settings
-from tests.gateway.fake_engine import chunk, stream, unary
+from tests.gateway.fake_engine import CUT, Script, chunk, stream, unary
 
 SOON = {"1s", *(f"{ms}ms" for ms in range(500, 1000))}
 """A second, and what was left of it when the answer was written."""
@@ -50,6 +51,43 @@ async def test_ratelimit_headers_are_on_every_answer(open_house: Open) -> None:
         async with refused as answer:
             assert answer.headers["x-ratelimit-limit-requests"] == "60"
             assert answer.headers["x-ratelimit-limit-tokens"] == "6000"
+
+
+async def test_ratelimit_headers_are_on_a_stream_a_failure_and_every_endpoint(open_house: Open) -> None:
+    limits = {"requests_per_min": 60}, {"tokens_per_min": 6000}
+    house = await limited(open_house, *limits, clock=VirtualClock())
+
+    def told(answer: aiohttp.ClientResponse) -> dict[str, str]:
+        names = {name.lower(): text for name, text in answer.headers.items()}
+        return {name: text for name, text in names.items() if name.startswith("x-ratelimit-")}
+
+    def left(requests: int, tokens: int) -> dict[str, str]:
+        """The headers while so many are left."""
+        return {
+            "x-ratelimit-limit-requests": "60",
+            "x-ratelimit-limit-tokens": "6000",
+            "x-ratelimit-remaining-requests": str(requests),
+            "x-ratelimit-remaining-tokens": str(tokens),
+            "x-ratelimit-reset-requests": duration(1000 * (60 - requests)),
+            "x-ratelimit-reset-tokens": duration(10 * (6000 - tokens)),
+        }
+
+    reserved, used = 82 + len(PROMPT), 13
+    house.engine.script = stream(chunk("a"))
+    async with house.chat(max_tokens=82, stream=True) as answer:
+        assert answer.content_type == "text/event-stream"
+        assert told(answer) == left(59, 6000 - reserved)
+        await answer.read()
+    await house.lines(1)
+    house.engine.script = Script([CUT])
+    async with house.chat(max_tokens=82) as answer:
+        assert answer.status == 502
+        assert told(answer) == left(58, 6000 - used - reserved)
+    spent = used + (await house.lines(2))[1]["settled_tokens"]
+    house.engine.script, asked = unary(), {"model": "tiny", "prompt": "hi"}
+    async with house.client.post(f"{house.url}/tokenize", json=asked, headers=house.headers) as answer:
+        assert answer.status == 200
+        assert told(answer) == left(57, 6000 - spent)
 
 
 async def test_without_quotas_there_are_no_ratelimit_headers(house: House) -> None:
