@@ -329,9 +329,7 @@ class AccountsReader:
         kept = [tenant for tenant in self._kept.values() if tenant.id not in own]
         tenants = TenantPolicy(config.models, [*config.tenants, *kept], config.tiers)
         if literal := [entry.id for entry in config.certificates if "*" in (entry.dns or "")]:
-            log.warning(
-                "certificates.star_is_literal", ids=literal
-            )  # it fits a certificate with that very name
+            log.warning("certificates.star_is_literal", ids=literal)  # a certificate may have that very name
         return Accounts.of(config, tenants, self._identity_of(config, self.keys, tenants.ids))
 
     def _change_keys(self, put: Sequence[KeyConfig], removed: Sequence[KeyId]) -> None:

@@ -163,10 +163,7 @@ class Accepting:
         host = _host_of(sock) if self._tls else ""
         try:
             await self._loop.connect_accepted_socket(self._protocol, sock, **self._tls)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # its caller has left, it was closed, or TLS failed
+        except (OSError, RuntimeError) as error:  # its caller has left, it was closed, or TLS failed
             if self._tls:
                 self._failed(error, host)
 
