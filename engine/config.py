@@ -119,8 +119,8 @@ class EngineConfig(RunnerConfig):
     startup_timeout_s: Seconds = 900.0
     """Loading and warming up may take this long."""
     core_timeout_s: Seconds = 30.0
-    """A core that has not answered for this time takes no requests until it answers again; more than the
-    longest step takes."""
+    """A core that has not answered for this time takes no requests until it answers again, and those that it
+    holds end; more than the longest step takes."""
     drain_timeout_s: Seconds = 30.0
     """After SIGTERM open answers may finish for this time."""
     exit_on_failure: bool = False

@@ -6,10 +6,11 @@ Rules:
    nothing until then. It goes to a replica that was not asked before, after the stream at the one before was
    reset, so that never two work on it at a time (hedging is the exception that operators turn on). What
    `relay.http1` sends on a new connection (its rule 5) has reached nobody before.
-2. After a replica that was sent nothing (no connection, not ready), every other may be asked. After one that
-   was (its stream broke, it answered 5xx, its queue was full), `REPEATS_MAX` others are asked, within the
-   budget (`routing.retries`): neither an overload nor a request that breaks engines is to be multiplied by
-   the number of replicas.
+2. After a replica that was sent nothing, or had begun nothing of it (no connection, not ready; what a core
+   held that hangs is not ready either, unless it had begun), every other may be asked. After one that may
+   have worked on it (its stream broke, it answered 5xx, its queue was full), `REPEATS_MAX` others are asked,
+   within the budget (`routing.retries`): neither an overload nor a request that breaks engines is to be
+   multiplied by the number of replicas.
 3. An error that reports tokens is final: to compute them again would cost more than was reserved.
 4. Only the replica that answers is charged for. Where none of the model's does, and one broke off after it
    was sent the request, nobody knows what it computed, and the reservation is charged, once.
@@ -61,7 +62,7 @@ REPEATS_MAX: Final = 1
 LOOK_S: Final = 0.25
 """The time between two looks for silent replicas, in seconds."""
 UNSENT: Final = (ConnectTimeout, UpstreamUnreachable, NotReady)
-"""The failures of a replica that was sent nothing, or that takes nothing."""
+"""The failures of a replica that was sent nothing, or had begun nothing of it."""
 REPEATED: Final = (*UNSENT, Overloaded, EngineFailed, UpstreamFailed)
 """The failures of one replica after which another may be asked."""
 OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {

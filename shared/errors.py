@@ -276,6 +276,10 @@ class NotReady(ApiError):
     retryable = True
 
 
+class CoreHangs(NotReady):
+    """The engine's core has stopped answering, and had begun nothing of this request."""
+
+
 class GatewayStopped(NotReady):
     """The gateway stopped before the request was done."""
 
@@ -309,7 +313,7 @@ class ChangeUnknown(DirectoryUnavailable):
 
 
 class EngineFailed(ApiError):
-    """The engine's core died or failed while it held this request."""
+    """The engine's core died, failed or hung while it held this request."""
 
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     code = "engine_failed"

@@ -4,18 +4,20 @@ lives.
 Rules.
 
 1. A handle is counted up and never reused, so an abort cannot end another sequence.
-2. The waiting queue's bounds, in sequences and in prompt tokens, are decided here, at once, from what this
-   process knows: a sequence waits from its submission until its Started or its end. One that is aborted waits
-   until the core has seen it, since a core that hangs leaves what it is sent in this process. A tenant's
-   part of the queue follows what is left of it (`shared.fair_share`), and one request of any size may wait
-   while its tenant has no other. The core's own bounds are never reached before these.
+2. Whether there is room in the core's queue is decided here, at once, from what this process knows
+   (`engine.api.core_queue`).
 3. A request that submits also releases, however it ended. One that ends before its sequences do aborts them,
    and hears of their last tokens until the core says that they have ended. Releasing aborts as well, and
    nothing more is heard.
 4. A sequence whose client is behind in reading is paused once, and resumed once the client has caught up.
-5. A core that leaves a Ping unanswered for `core_timeout_s` takes no more work until it answers.
+5. A core that leaves a Ping unanswered for `core_timeout_s` hangs: it takes no more work until it answers,
+   and what it holds ends at once. A request of which it has begun nothing is as good as never sent, since a
+   core says that a sequence begins before it computes anything of it; so it is `not_ready`, and another
+   replica may serve it. One that has begun has failed. Should the core go on, it finds their aborts behind
+   what it was sent, which keeps its place in the queue until then, and what it says of them is late.
 6. The core is dead as soon as its process has ended, has said CoreFailed, or has sent what cannot be read.
-   Then every open request fails at once, and no other is taken.
+   Then every open request fails at once, and no other is taken. What a dead core said last may be lost with
+   it, so even those that seem to wait have failed.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat, zip_longest
-from typing import Final, NamedTuple, Protocol
+from itertools import islice, repeat
+from typing import Final, Protocol
 
 import msgspec
 
+from engine.api.core_queue import RETRY_AFTER_S_MIN, CoreQueue
 from engine.api.metrics import EngineMetrics
 from engine.api.outputs import ChoiceOutput
 from engine.api.steps import StepRing
@@ -59,15 +62,16 @@ from engine.core.messages import (
 from engine.core.packing import TOKEN_LEN
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import ApiError, EngineFailed, InternalError, NotReady, Overloaded
-from shared.fair_share import FairShare
+from shared.errors import ApiError, CoreHangs, EngineFailed, InternalError, NotReady
 from shared.ids import RequestId
 
 LAST_WORDS_S: Final = 0.2
 """How long messages that are still under way are waited for after the core's process has ended."""
 PING_EVERY_S: Final = 1.0
-RETRY_AFTER_S_MIN: Final = 1.0
-RETRY_AFTER_S_MAX: Final = 30.0
+LOOKS: Final = 10
+"""The parts of the time in which a Ping must be answered. Where this process was stopped together with its
+core, as with their container, one of them is over when it goes on, and the core has the others to answer."""
+_NO_ANSWER: Final = "the core does not answer"
 
 log = logs.get(__name__)
 
@@ -80,15 +84,6 @@ class Share:
     tenant: str = ""
     service_class: ServiceClass = ServiceClass.DEFAULT
     cache_salt: bytes = b""
-
-
-class _Waiting(NamedTuple):
-    """A sequence that was submitted and has not begun."""
-
-    tenant: str
-    prompt_len: int
-    """In tokens."""
-    service_class: ServiceClass
 
 
 class CoreDied(Exception):
@@ -131,8 +126,7 @@ class CoreClient:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._link: CoreLink | None = None
-        self._queue = FairShare(queue_len_max)
-        self._queue_tokens = FairShare(queue_tokens_max)
+        self._queue = CoreQueue(queue_len_max, queue_tokens_max)
         self._core_timeout_s = core_timeout_s
         self._unsent: asyncio.Future[str] | None = None
         """Done when the core did not take a message; the result says why."""
@@ -140,14 +134,7 @@ class CoreClient:
         self._clock = clock
         self._handles = itertools.count(1)
         self._live: dict[int, ChoiceOutput] = {}
-        self._waiting: dict[int, _Waiting] = {}  # by handle, in their order
-        self._seen = 0
-        """The newest handle that `stats` count."""
-        self._unseen = [0] * len(ServiceClass)
-        """Prompt tokens of waiting sequences with newer handles, by class."""
         self._paused: set[int] = set()
-        self._queue_s = 0.0
-        """How long the sequence that started last had waited, in seconds."""
         self._is_stopping = False
         self._refusal: ApiError | None = None
         """The error for every new request; None while requests are taken."""
@@ -171,14 +158,12 @@ class CoreClient:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def waiting_tokens(self) -> tuple[int, ...]:
-        """Prompt tokens that are to be computed and are not, by class. Of the sequences that the core has
-        not counted yet, all."""
-        counted = () if self.stats is None else self.stats.class_tokens
-        return tuple(map(sum, zip_longest(counted, self._unseen, fillvalue=0)))
+        """Prompt tokens that are to be computed and are not, by class."""
+        return self._queue.tokens(() if self.stats is None else self.stats.class_tokens)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -200,18 +185,11 @@ class CoreClient:
         its part of it.
         """
         lens = [len(prompt.ids) // TOKEN_LEN for prompt in prompts for _ in prompt.seeds]
-        tokens = sum(lens)
-        self.check_room(share.tenant, len(lens), tokens)
-        self._queue.acquire(share.tenant, len(lens), alone=True)
-        self._queue_tokens.acquire(share.tenant, tokens, alone=True)
+        self.check_room(share.tenant, len(lens), sum(lens))
         self.stirred.set()
-        self._unseen[share.service_class] += tokens
-        handles = []
-        for prompt_len, output in zip(lens, outputs, strict=True):
-            handle = next(self._handles)
-            handles.append(handle)
-            self._live[handle] = output
-            self._waiting[handle] = _Waiting(share.tenant, prompt_len, share.service_class)
+        handles = list(islice(self._handles, len(lens)))
+        self._queue.enter(handles[0], lens, share.tenant, share.service_class)
+        self._live.update(zip(handles, outputs, strict=True))
         self._send(
             AddRequest(
                 handles[0],
@@ -231,25 +209,15 @@ class CoreClient:
         """Raise what `submit` raises for so much, before more is done for it."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
+        self.check_answers()
         if self.info is None:
             raise NotReady("The engine is still starting.", retry_after_s=RETRY_AFTER_S_MIN)
-        queue, queue_tokens = self._queue, self._queue_tokens
-        has_room = queue.may_acquire(tenant, sequences, alone=True)
-        if has_room and queue_tokens.may_acquire(tenant, tokens, alone=True):
-            return
-        raise Overloaded(
-            "The engine's queue is full. Please try again later.",
-            retry_after_s=min(max(RETRY_AFTER_S_MIN, math.ceil(self._queue_s)), RETRY_AFTER_S_MAX),
-            detail=f"sequences: {queue.describe(tenant, sequences)}; "
-            f"tokens: {queue_tokens.describe(tenant, tokens)}",
-        )
+        self._queue.check_room(tenant, sequences, tokens)
 
-    def _on_left_queue(self, handle: int) -> None:
-        if (entry := self._waiting.pop(handle, None)) is not None:
-            self._queue.release(entry.tenant, 1)
-            self._queue_tokens.release(entry.tenant, entry.prompt_len)
-            if handle > self._seen:
-                self._unseen[entry.service_class] -= entry.prompt_len
+    def check_answers(self) -> None:
+        """Raise NotReady while the core hangs."""
+        if not self.answers:
+            raise NotReady("The engine does not get on.", detail=_NO_ANSWER)
 
     def abort(self, handles: Iterable[int]) -> None:
         """Have the core end those of a request's sequences that have not ended. Their tokens are counted
@@ -257,8 +225,7 @@ class CoreClient:
         ending = [handle for handle in handles if handle in self._live and not self._live[handle].is_ending]
         for handle in ending:
             self._live[handle].is_ending = True
-            if handle <= self._seen:  # else its message may wait for the core, and takes room until then
-                self._on_left_queue(handle)
+            self._queue.leave_aborted(handle)
             self._paused.discard(handle)
         if self._is_stopping:  # nobody answers any more
             for handle in ending:
@@ -298,11 +265,15 @@ class CoreClient:
     def shut(self, error: ApiError) -> None:
         """End every open request with `error`, and refuse all that come. Each releases what it holds."""
         self._refusal = error
+        self._fail_open(error, error)
+
+    def _fail_open(self, begun: ApiError, unbegun: ApiError) -> None:
+        """End every open request: with `begun` where the core has begun any of it, else with `unbegun`."""
         for output in self._live.values():
-            output.output.fail(error)
+            output.output.fail(begun if output.output.has_begun else unbegun)
 
     def _forget(self, handle: int) -> None:
-        self._on_left_queue(handle)
+        self._queue.leave(handle)
         self._disconnect(handle)
 
     def _disconnect(self, handle: int) -> None:
@@ -352,23 +323,37 @@ class CoreClient:
             pinger.cancel()
 
     async def _ping_all(self) -> None:
-        """Set `answers` by whether the core answers pings in time. At most one Ping is unanswered at
-        any time."""
+        """Set `answers` by whether the core answers pings in time, and end what it holds when it does not.
+        At most one Ping is unanswered at any time."""
         await self._ponged.wait()  # set once the core is ready
         while True:
             await self._clock.sleep(PING_EVERY_S)
             self._ponged.clear()
             self._pinged += 1
             self._send(Ping(self._pinged))
+            if await self._is_ponged():
+                continue
+            self.answers = False
+            log.error("core.hangs", timeout_s=self._core_timeout_s, open_sequences=len(self._live))
+            self._fail_open(
+                EngineFailed("The engine hung while it worked on this request.", detail=_NO_ANSWER),
+                CoreHangs("The engine hung before it began this request.", detail=_NO_ANSWER),
+            )
+            self.release(list(self._live))
+            await self._ponged.wait()
+            self.answers = True
+            log.warning("core.answers_again")
+
+    async def _is_ponged(self) -> bool:
+        """Wait for the answer to the last Ping. Returns False when none came in time."""
+        for _ in range(LOOKS):
             try:
-                async with asyncio.timeout(self._core_timeout_s):
+                async with asyncio.timeout(self._core_timeout_s / LOOKS):
                     await self._ponged.wait()
+                return True
             except TimeoutError:
-                self.answers = False
-                log.error("core.hangs", timeout_s=self._core_timeout_s, open_sequences=len(self._live))
-                await self._ponged.wait()
-                self.answers = True
-                log.warning("core.answers_again")
+                continue
+        return False
 
     async def stop(self, grace_s: float) -> None:
         """Tell the core to end, and kill it after `grace_s` seconds."""
@@ -411,8 +396,9 @@ class CoreClient:
         self.failure = reason
         log.error("core.failed", reason=reason, open_sequences=len(self._live))
         self.shut(EngineFailed("The engine failed while it worked on this request.", detail=reason))
-        for handle in [*self._live, *self._waiting]:
-            self._forget(handle)
+        for handle in list(self._live):
+            self._disconnect(handle)
+        self._queue.clear()
         self.stats = None  # the last statistics no longer hold
         self.settled.set()
 
@@ -423,7 +409,8 @@ class CoreClient:
         now = self._clock.monotonic()
         live = self._live
         self.stirred.set()
-        self._count(step.stats)
+        self.stats = step.stats
+        self._queue.see(step.stats.newest)
         if step.record is not None:
             self.steps.push(step.record)
         self._take_news(step, now)
@@ -457,8 +444,8 @@ class CoreClient:
         """Deliver what happens a few times in a sequence's life."""
         live = self._live
         for started in step.started:
-            self._on_left_queue(started.handle)
-            self._queue_s = started.queue_s
+            self._queue.leave(started.handle)
+            self._queue.latest_s = started.queue_s
             if (output := live.get(started.handle)) is not None:
                 output.on_started(started)
         for moved in step.moved:
@@ -467,16 +454,6 @@ class CoreClient:
         for handle, prompt_logprobs in step.prompt_logprobs:
             if (output := live.get(handle)) is not None:
                 output.prompt_logprobs += prompt_logprobs
-
-    def _count(self, stats: CoreStats) -> None:
-        """Take over the core's counts. What they have, and what had been submitted by then, is not counted
-        here any more."""
-        self.stats, self._seen = stats, stats.newest
-        self._unseen = [0] * len(self._unseen)
-        for handle, entry in reversed(self._waiting.items()):
-            if handle <= self._seen:
-                return
-            self._unseen[entry.service_class] += entry.prompt_len
 
     def _deliver(self, output: ChoiceOutput, token: int, logprobs: TokenLogprobs | None, now: float) -> bool:
         """Deliver one token. Returns True when the sequence must end here. An exception ends this

@@ -253,7 +253,7 @@ class Exchange:
 
     def _ended_by(self, error: ApiError) -> None:
         self._error = error
-        is_drained = isinstance(error, NotReady) and self.tally is not None
+        is_drained = type(error) is NotReady and self.tally is not None
         self.end_reason = EndReason.DRAIN if is_drained else end_reason_of(error)
 
     def closing_comment(self) -> bytes:

@@ -151,7 +151,7 @@ class Generation:
             self._output.fail(error)
 
     def _is_waiting(self) -> bool:
-        return not any(output.has_begun for output in self._outputs)
+        return not self._output.has_begun
 
     def _on_end(self) -> None:
         """Hold a client that stops reading what is left of its answer to the stall deadline. The core

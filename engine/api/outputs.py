@@ -201,6 +201,7 @@ class ChoiceOutput:
         self.cached_len, self.host_len = started.cached_len, started.host_len
         self.disk_len = started.disk_len
         self._queue_s = started.queue_s
+        self.output.has_begun = True
         self._marks.admitted = self._steps.mark()
         self._marks.admitted_first = tuple(self._steps.admitted)
         self._steps.admitted[self._marks.service_class] += 1
@@ -343,6 +344,8 @@ class RequestOutput:
         self._in_core = choices
         """The number of sequences of which the core may still tell something."""
         self._left_core: asyncio.Future[None] | None = None
+        self.has_begun = False
+        """True if the core has begun any of the sequences."""
         self.is_whole = whole
         """True if the answer is not streamed, so that its handler waits until every choice has
         finished."""

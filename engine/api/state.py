@@ -89,8 +89,7 @@ class EngineState:
             case Phase.READY:
                 assert self.model is not None
                 assert self.core.info is not None
-                if not self.core.answers:
-                    raise NotReady("The engine does not get on.", detail="the core does not answer")
+                self.core.check_answers()
                 return self.model, Limits.of(self.core.info)
             case Phase.FAILED:  # nothing was computed, so another replica may be asked
                 raise NotReady("The engine has failed and takes no requests.", detail=self.lifecycle.reason)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import httpx
 import pytest
@@ -19,7 +19,7 @@ from gateway.bench.attack import Attack, Ends, Law, Who, chat
 from gateway.bench.attackers import RequestOutcome, send
 from gateway.bench.victim import CHATS
 from tests.neighbours.conftest import House, engines, gateway
-from tests.services import PATIENCE_S, Line, Service, engine_url, gauges, until
+from tests.services import PATIENCE_S, Line, Service, engine_at_rest, engine_url, gauges, until
 
 REQUESTS = 12
 ROUNDS = 6
@@ -35,7 +35,7 @@ def houses() -> Iterator[tuple[House, Service]]:
         yield house, fails
 
 
-def flood(max_tokens: int, **headers: str) -> Attack:
+def flood(max_tokens: int) -> Attack:
     """As many requests as reach both replicas; each says in its status or its end what became of it."""
     return Attack(
         "requests at both replicas",
@@ -45,7 +45,6 @@ def flood(max_tokens: int, **headers: str) -> Attack:
         count=REQUESTS,
         at_once=REQUESTS,
         ends=Ends.ANSWERED,
-        headers=headers,
     )
 
 
@@ -111,24 +110,68 @@ def replicas_of(house: House, outcomes: list[RequestOutcome]) -> dict[str, list[
     return found
 
 
-async def test_a_replica_whose_core_hangs_takes_no_requests_until_it_goes_on(
+def engine_lines(services: Sequence[Service], outcomes: list[RequestOutcome]) -> dict[str, list[Line]]:
+    """The completed lines of these requests at the replicas, by their ids: each replica that was asked has
+    one."""
+    found: dict[str, list[Line]] = {outcome.request_id: [] for outcome in outcomes}
+    for service in services:
+        for line in service.completed:
+            if line["request_id"] in found:
+                found[line["request_id"]].append(line)
+    return found
+
+
+async def charged_what_was_computed(
+    house: House, fails: Service, outcomes: list[RequestOutcome]
+) -> dict[str, list[Line]]:
+    """Each request is settled with what the replicas that were asked say they computed for it. Returns their
+    lines."""
+    settled = house.gateway_lines(outcomes)
+    attempts = {request_id: line["attempts"] for request_id, line in settled.items()}
+    services = (fails, house.engine)
+
+    def are_there() -> bool:
+        return {name: len(told) for name, told in engine_lines(services, outcomes).items()} == attempts
+
+    await asyncio.to_thread(until, are_there)
+    lines = engine_lines(services, outcomes)
+    computed = {name: sum(map(tokens_of, told)) for name, told in lines.items()}
+    assert {name: line["settled_tokens"] for name, line in settled.items()} == computed
+    return lines
+
+
+def tokens_of(line: Line) -> int:
+    return int(line["prompt_tokens"] + line["completion_tokens"])
+
+
+async def test_a_replica_whose_core_hangs_ends_what_it_holds_and_takes_no_requests_until_it_goes_on(
     houses: tuple[House, Service],
 ) -> None:
+    """What the core had begun has failed; what it was sent and had not begun is served by the other. None of
+    them has a deadline of its own."""
     house, fails = houses
+    flooding = await flooding_both(house, fails, "hangs")
     os.kill(core_pid(fails), signal.SIGSTOP)
     try:
-        outcomes = await send(
-            flood(40, **{"x-request-timeout": "3"}), house.url, asyncio.Event(), tag="hangs"
-        )
+        unbegun = await send(flood(40), house.url, asyncio.Event(), tag="behind")
         await asyncio.to_thread(until, lambda: status(fails, "readyz") == 503)
         assert status(fails, "livez") == 200
+        begun = await flooding
+        by_replica = replicas_of(house, begun)
+        assert {outcome.code for outcome in by_replica.pop(name_of(fails))} == {"engine_failed"}
+        assert all(outcome.is_done for ended in by_replica.values() for outcome in ended)
+        assert all(outcome.is_done for outcome in unbegun)
+        assert replicas_of(house, unbegun).keys() == {name_of(house.engine)}
+        lines = await charged_what_was_computed(house, fails, begun + unbegun)
+        refused = [told for outcome in unbegun for told in lines[outcome.request_id][:-1]]
+        assert refused, "the core that hangs had no part of it"
+        assert {(line["error_code"], tokens_of(line)) for line in refused} == {("not_ready", 0)}
         await served_by_the_other(house)
     finally:
         os.kill(core_pid(fails), signal.SIGCONT)
-    by_replica = replicas_of(house, outcomes)
-    assert {outcome.code for outcome in by_replica.pop(name_of(fails))} == {"request_timeout"}
-    assert all(outcome.is_done for ended in by_replica.values() for outcome in ended)
     await asyncio.to_thread(until, lambda: status(fails, "readyz") == 200)
+    await asyncio.to_thread(until, lambda: engine_at_rest(engine_url(fails)))
+    assert await charged_what_was_computed(house, fails, begun + unbegun) == lines, "nothing is told twice"
     await until_both_serve(house, fails)
 
 
@@ -137,9 +180,13 @@ async def test_a_replica_whose_core_was_killed_takes_no_requests(houses: tuple[H
     await until_both_serve(house, fails)
     flooding = await flooding_both(house, fails, "killed")
     os.kill(core_pid(fails), signal.SIGKILL)
-    by_replica = replicas_of(house, await flooding)
+    outcomes = await flooding
+    by_replica = replicas_of(house, outcomes)
     assert {outcome.code for outcome in by_replica.pop(name_of(fails))} == {"engine_failed"}
     assert all(outcome.is_done for ended in by_replica.values() for outcome in ended)
+    lines = await charged_what_was_computed(house, fails, outcomes)
+    lost = [line for told in lines.values() for line in told if line["end_reason"] == "engine_failed"]
+    assert any(map(tokens_of, lost)), "the core had begun some"
     await asyncio.to_thread(until, lambda: status(fails, "readyz") == 503)
     assert status(fails, "livez") == 500
     await served_by_the_other(house)

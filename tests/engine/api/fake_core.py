@@ -71,6 +71,8 @@ class FakeCore:
         self.added: list[AddSequence] = []
         self.aborted: list[int] = []
         self.pauses: list[PauseSequences | ResumeSequences] = []
+        self.unread: list[CoreInput] | None = None
+        """What a core that hangs was sent since. None for one that does not."""
         self.withheld: set[int] = set()
         """Those that find no slot."""
         self.lifted: list[int] = []
@@ -103,6 +105,12 @@ class FakeCore:
     def send(self, message: CoreInput) -> None:
         if self._death.done():
             raise CoreDied("the fake core is dead")
+        if self.unread is None:
+            self._take(message)
+        else:
+            self.unread.append(message)
+
+    def _take(self, message: CoreInput) -> None:
         match message:
             case AddRequest():
                 self.asked.append(message)
@@ -141,6 +149,17 @@ class FakeCore:
     def die(self, how: str = "the core process was ended by SIGKILL") -> None:
         if not self._death.done():
             self._death.set_result(how)
+
+    def hang(self) -> None:
+        """From now on read nothing and make no step."""
+        self.unread = []
+
+    def go_on(self) -> None:
+        """Take what was sent while it hung, in order."""
+        assert self.unread is not None
+        messages, self.unread = self.unread, None
+        for message in messages:
+            self._take(message)
 
     def say(self, message: CoreOutput) -> None:
         self._messages.put_nowait(message)
@@ -215,7 +234,9 @@ class FakeCore:
 
     @property
     def _has_work(self) -> bool:
-        return not self.is_held and (bool(self._willing) or (self.admits and bool(self._admissible)))
+        if self.is_held or self.unread is not None:
+            return False
+        return bool(self._willing) or (self.admits and bool(self._admissible))
 
     @property
     def _admissible(self) -> list[int]:

@@ -1,16 +1,20 @@
-"""The caller's own deadlines hold whether or not the core steps; a core that hangs takes no more work."""
+"""The caller's own deadlines hold whether or not the core steps. A core that hangs takes no more work, and
+what it holds ends."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from engine.api import core_client
-from engine.core.messages import AddRequest, CoreInput, FinishReason, Ping, Pong
+from engine.api.outputs import ChoiceOutput
+from engine.core.messages import AddRequest, FinishReason, Ping
 from shared import sse
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 
@@ -179,23 +183,18 @@ async def test_a_first_token_timeout_that_is_none_is_refused_by_name(served: Ser
 # -- a core that hangs ----------------------------------------------------------------------------
 
 
-async def test_a_core_that_hangs_is_not_ready_until_it_answers_again(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pings without pauses between them."""
     monkeypatch.setattr(core_client, "PING_EVERY_S", 0.0)
+
+
+async def test_a_core_that_hangs_is_not_ready_until_it_answers_again(serve: Serve, hurried: None) -> None:
     async with serve(core_timeout_s=0.02) as served:
-        state, numbers = served.engine.state, list[int]()
+        state = served.engine.state
         await until(lambda: state.core._pinged > 2)
         assert state.is_ready
-        send = served.core.send
-
-        def deaf(message: CoreInput) -> None:
-            if isinstance(message, Ping):
-                numbers.append(message.number)
-            else:
-                send(message)
-
-        monkeypatch.setattr(served.core, "send", deaf)
+        served.core.hang()
         await until(lambda: not state.core.answers)
         ready = await served.http.get("/readyz")
         assert (ready.status_code, ready.json()) == (
@@ -205,33 +204,148 @@ async def test_a_core_that_hangs_is_not_ready_until_it_answers_again(
         assert (await served.http.get("/livez")).status_code == 200
         assert told(await chat(served, {})) == (503, "not_ready")
         assert "penstock_engine_ready 0.0" in (await served.http.get("/metrics")).text
-        assert len(numbers) == 1, "one question at a time"
-        monkeypatch.undo()
-        monkeypatch.setattr(core_client, "PING_EVERY_S", 0.0)
-        served.core.say(Pong(numbers[0]))
+        assert [type(message) for message in served.core.unread or ()] == [Ping], "one question at a time"
+        served.core.go_on()
         await until(lambda: state.core.answers)
         assert (await served.http.get("/readyz")).status_code == 200
         served.says("fine")
         assert (await asyncio.wait_for(chat(served, {}), PATIENCE_S)).status_code == 200
 
 
+def cost(response: httpx.Response) -> tuple[int, int]:
+    """The tokens of prompt and answer that an answer reports."""
+    header = response.headers.get(sse.CLOSING_HEADER)
+    closing = sse.parse_closing(header or response.text.rpartition(": penstock ")[2])
+    assert closing is not None
+    return closing.prompt_tokens, closing.completion_tokens
+
+
+async def test_what_a_core_that_hangs_holds_ends_and_is_dropped_when_it_goes_on(
+    serve: Serve, hurried: None, lines: list[dict[str, Any]]
+) -> None:
+    async with serve(core_timeout_s=0.02) as served:
+        core, state = served.core, served.engine.state
+        served.says("the quick brown fox", ends=False)
+        core.is_held = True
+        asked = [asyncio.create_task(chat(served, {}, stream=streams)) for streams in (True, False)]
+        await until(lambda: len(core.added) == 2)
+        core.step()
+        await until(lambda: not core._messages.qsize() and all(one.first_token_at for one in live(served)))
+        core.admits = False
+        asked += [asyncio.create_task(chat(served, {}, stream=streams)) for streams in (True, False)]
+        await until(lambda: len(core.added) == 4)
+        core.hang()
+        begun_stream, begun, unbegun_stream, unbegun = await asyncio.gather(*asked)
+
+        prompt_len = len(core.added[0].prompt_ids)
+        assert begun_stream.status_code == 200
+        assert '"code":"engine_failed"' in begun_stream.text
+        assert "[DONE]" not in begun_stream.text
+        assert told(begun) == (500, "engine_failed")
+        assert cost(begun_stream) == cost(begun) == (prompt_len, 1)
+        assert '"code":"not_ready"' in unbegun_stream.text
+        assert told(unbegun) == (503, "not_ready")
+        assert unbegun.headers["x-should-retry"] == "true"
+        assert cost(unbegun_stream) == cost(unbegun) == (0, 0)
+        assert {line["end_reason"] for line in lines} == {"engine_failed"}
+        assert (state.core.live, len(lines), core.aborted) == (0, 4, [])
+
+        late = state.metrics.uncharged_tokens
+        core.unread, unread = None, core.unread
+        core.step()  # the one that hung
+        core.unread = unread
+        core.go_on()
+        await until(lambda: state.core.answers and late.value("late") == 2)
+        assert sorted(core.aborted) == [1, 2, 3, 4]
+        assert (core.running, core.waiting) == ({}, {}), "what they held is free"
+        assert (await served.http.get("/readyz")).status_code == 200
+        await until(lambda: state.core._queue.is_free)
+        assert len(lines) == 5, "of a probe and of each request one"
+        served.assert_nothing_leaks()
+
+
+def live(served: Served) -> list[ChoiceOutput]:
+    return list(served.engine.state.core._live.values())
+
+
+async def test_a_request_with_a_choice_that_has_ended_was_begun(serve: Serve, hurried: None) -> None:
+    async with serve(core_timeout_s=0.02) as served:
+        served.says("the")
+        served.core.withheld.add(2)
+        asked = asyncio.create_task(chat(served, {}, n=2))
+        await until(lambda: len(live(served)) == 1 and not served.core.running)
+        served.core.hang()
+        assert told(await asked) == (500, "engine_failed")
+        served.core.go_on()
+        await until(lambda: served.engine.state.core._queue.is_free)
+
+
+async def test_a_request_that_comes_to_a_core_that_hangs_meanwhile_is_not_sent(
+    serve: Serve, hurried: None
+) -> None:
+    async with serve(core_timeout_s=0.02) as served:
+        state, found = served.engine.state, asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            content = msgspec.json.encode(CHAT)
+            yield content[:5]
+            await found.wait()
+            yield content[5:]
+
+        asked = asyncio.create_task(served.http.post("/v1/chat/completions", content=body()))
+        await until(lambda: state._working == 1)
+        served.core.hang()
+        await until(lambda: not state.core.answers)
+        found.set()
+        assert told(await asked) == (503, "not_ready")
+        assert [type(message) for message in served.core.unread or ()] == [Ping]
+
+
+async def test_a_process_that_was_stopped_with_its_core_does_not_take_that_for_a_core_that_hangs(
+    serve: Serve, hurried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(core_timeout_s=30.0) as served:
+        core, loop = served.engine.state.core, asyncio.get_running_loop()
+        served.core.hang()
+        await until(lambda: bool(served.core.unread))
+        time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: time() + 3600.0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+            assert core.answers
+        served.core.go_on()
+        pinged = core._pinged
+        await until(lambda: core._pinged > pinged + 1)
+        assert core.answers
+
+
 async def test_what_a_core_that_hangs_is_sent_keeps_its_place_in_the_queue_though_it_is_aborted(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
+    serve: Serve,
 ) -> None:
     """It lies in this process until the core takes it."""
     async with serve(max_queue_len=4) as served:
-        sent, send = list[CoreInput](), served.core.send
-        monkeypatch.setattr(served.core, "send", sent.append)
+        served.core.hang()
         for _ in range(4):
             assert told(await chat(served, {"x-queue-timeout": SOON})) == (504, "queue_timeout")
         assert told(await chat(served, {})) == (503, "queue_full")
-        assert sum(isinstance(message, AddRequest) for message in sent) == 4
-        monkeypatch.undo()
-        for message in sent:
-            send(message)
+        assert sum(isinstance(message, AddRequest) for message in served.core.unread or ()) == 4
+        served.core.go_on()
         served.says("fine")
-        await until(lambda: not served.engine.state.core._queue.held)
+        await until(lambda: served.engine.state.core._queue.is_free)
         assert (await chat(served, {})).status_code == 200
+
+
+async def test_what_ends_since_its_core_hangs_keeps_its_place_until_the_core_has_seen_it(
+    serve: Serve, hurried: None
+) -> None:
+    async with serve(core_timeout_s=0.02, max_queue_len=4) as served:
+        core = served.engine.state.core
+        served.core.hang()
+        asked = [asyncio.create_task(chat(served, {})) for _ in range(3)]
+        assert {told(answer) for answer in await asyncio.gather(*asked)} == {(503, "not_ready")}
+        assert (core.live, core.waiting, len(served.core.unread or ())) == (0, 3, 1 + 3 + 1)
+        served.core.go_on()
+        await until(lambda: core._queue.is_free)
 
 
 async def test_the_gauges_of_a_core_that_died_are_gone(served: Served) -> None:

@@ -141,7 +141,7 @@ async def test_what_the_core_has_counted_is_not_counted_again(serve: Serve) -> N
         seen[first.service_class] += 1
         seen[second.service_class] += 1  # of each, the cache has all but one token
         counted(served.core, tuple(seen), second.handle)
-        await until(lambda: state.core._seen == second.handle)
+        await until(lambda: state.core._queue.seen == second.handle)
         last = [0 if seen[each] else length for each in range(3)]
         assert state.load().waiting == tuple(map(sum, zip(seen, last, strict=True)))
         tasks[0].cancel()
@@ -149,7 +149,7 @@ async def test_what_the_core_has_counted_is_not_counted_again(serve: Serve) -> N
         tasks[2].cancel()
         await until(lambda: state.core.live == 0)
         counted(served.core, (0, 0, 0), served.core.added[-1].handle)
-        await until(lambda: state.core._seen == served.core.added[-1].handle)
+        await until(lambda: state.core._queue.seen == served.core.added[-1].handle)
         assert state.load() == IDLE
 
 
