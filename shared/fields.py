@@ -27,19 +27,28 @@ _NONE: Final[Nothing] = ()
 _EMPTY: Final[Nothing] = ("", [], {})
 
 _EXTENSIONS: Final[Mapping[str, Nothing]] = {
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _EMPTY),
-    **dict.fromkeys(("structured_outputs", "regex", "ebnf", "json_schema", "grammar"), _EMPTY),
+    **dict.fromkeys(("guided_json", "json_schema"), ("",)),  # {} is a schema: any JSON
+    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar"), _EMPTY),
+    **dict.fromkeys(("structured_outputs", "regex", "ebnf", "grammar"), _EMPTY),
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs"), _EMPTY),
     **dict.fromkeys(("bad_words", "bad_words_ids", "allowed_token_ids", "logits_processors"), _EMPTY),
     **dict.fromkeys(("vllm_xargs", "custom_params", "custom_logit_processor", "lora_path"), _EMPTY),
     **dict.fromkeys(("lora", "adapter_id", "prompt_embeds", "repetition_detection"), _EMPTY),
+    **dict.fromkeys(("lora_request", "banned_tokens", "negative_prompt"), _EMPTY),
+    **dict.fromkeys(("input_ids", "prompt_token_ids"), _EMPTY),
     **dict.fromkeys(("stop_regex", "stop_sequences", "structural_tag", "logprob_token_ids"), _EMPTY),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "return_tokens_as_token_ids": _FALSE,
     **dict.fromkeys(("n_predict", "thinking_token_budget"), (-1,)),
     "top_n_sigma": (0, -1),
     "guidance_scale": (1,),
     **dict.fromkeys(("use_beam_search", "continue_final_message", "include_stop_str_in_output"), _FALSE),
-    **dict.fromkeys(("early_stopping", "no_stop_trim", "do_sample", "watermark"), _FALSE),
+    **dict.fromkeys(("early_stopping", "no_stop_trim", "watermark"), _FALSE),
+    "do_sample": (True,),
+    **dict.fromkeys(("max_new_tokens", "random_seed"), _NONE),
+    **dict.fromkeys(("min_new_tokens", "penalty_alpha"), (0,)),
+    "num_beams": (1,),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("truncate", "truncate_prompt_tokens", "prompt_logprobs", "web_search_options"), _NONE),
     **dict.fromkeys(("length_penalty", "repeat_penalty", "typical_p", "tfs_z", "top_a"), (1,)),
@@ -48,10 +57,6 @@ _EXTENSIONS: Final[Mapping[str, Nothing]] = {
 }
 _CHAT: Final[Mapping[str, Nothing]] = {
     **_EXTENSIONS,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": ([], ["text"]),
     "audio": _NONE,
@@ -79,6 +84,17 @@ _MESSAGE: Final[Mapping[str, Nothing]] = {
 }
 _MESSAGE_KNOWN: Final = frozenset({"role", "content", "name", "reasoning_content", "annotations"})
 _PART_KNOWN: Final = frozenset({"type", "text"})
+
+INSTEAD: Final[Mapping[str, str]] = {
+    "do_sample": "temperature 0",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "n_predict": "max_tokens",
+    "random_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+}
+"""What is asked for by another name here, for fields that are refused."""
 
 _TABLES: Final[Mapping[type[Struct], Mapping[str, Nothing]]] = {
     ChatRequest: _CHAT,

@@ -29,7 +29,7 @@ from msgspec import Raw, Struct
 from shared.census import SLICE_LEN, Census, census_of
 from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
 from shared.fair_threads import Slices
-from shared.fields import survey
+from shared.fields import INSTEAD, survey
 from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Prompt, PromptRequest
 from shared.repeated import PLAIN_NAME, Key
 
@@ -60,6 +60,8 @@ class Parsed(Struct, Generic[T], frozen=True):
     def require_supported(self) -> None:
         """Refuse an unsupported field. Raises UnsupportedParameter."""
         if (param := self.unsupported) is not None:
+            if (instead := INSTEAD.get(param)) is not None:
+                raise UnsupportedParameter(f"{param} is not supported; use {instead}.", param=param)
             raise UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)
 
     @property

@@ -422,10 +422,6 @@ def test_unknown_fields_inside_objects_are_named() -> None:
     )
 
 
-def test_a_field_of_another_engine_that_asks_for_nothing_is_not_named() -> None:
-    assert parse(completion(guided_json=None, length_penalty=1.0), CompletionRequest).ignored == ()
-
-
 def test_the_header_of_ignored_fields_is_bounded() -> None:
     parsed = parse(chat(**{f"zzz{number}": 1 for number in range(250)}), ChatRequest)
     assert len(parsed.ignored) == 250
