@@ -112,6 +112,10 @@ class _EndTokens(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
+class _Mode(msgspec.Struct):
+    do_sample: bool = True
+
+
 class _Vocabulary(msgspec.Struct):
     vocab_size: int | None = None
 
@@ -155,9 +159,9 @@ def _sampling(name: str, fields: Mapping[str, Any]) -> SamplingDefaults:
     for key, value in msgspec.structs.asdict(sampling).items():
         if not value < VALUE_MAX:  # false for NaN, too
             raise UnusableModel(f"{name}: {key} {shown(value)} is too large")
-    if fields.get("do_sample") is False:
-        return msgspec.structs.replace(sampling, temperature=0.0)
-    return sampling
+    if _read(name, fields, _Mode).do_sample:
+        return sampling
+    return msgspec.structs.replace(sampling, temperature=0.0)
 
 
 def _fields(path: Path) -> dict[str, Any] | None:

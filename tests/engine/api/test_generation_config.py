@@ -11,7 +11,7 @@ import pytest
 from engine.api.admission import SamplingDefaults
 from engine.api.model import GenerationDefaults, UnusableModel, read_generation_defaults
 from shared.generation_keys import GENERATION_KEYS
-from shared.model_files import Only
+from shared.model_files import Meaning, Only
 
 VOCAB_SIZE = 100
 
@@ -31,6 +31,7 @@ def read(directory: Path, generation: Any = None, config: Any = None) -> Generat
         ({"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2]}, SamplingDefaults(0.6, 0.9)),
         ({"temperature": None, "top_k": 50, "do_sample": True}, SamplingDefaults(top_k=50)),
         ({"temperature": 0.6, "do_sample": False}, SamplingDefaults(temperature=0.0)),
+        ({"temperature": 0.6, "do_sample": None}, SamplingDefaults(temperature=0.6)),
         ({}, SamplingDefaults()),
         (None, SamplingDefaults()),
     ],
@@ -57,6 +58,26 @@ def test_what_makes_no_sense_is_named(tmp_path: Path, generation: str, named: st
     with pytest.raises(UnusableModel, match=named) as caught:
         read(tmp_path, generation)
     assert "generation_config.json" in str(caught.value)
+
+
+WRONG: dict[str, tuple[object, ...]] = {
+    "do_sample": (0, 1, "false", [], {}),
+    "temperature": (True, "0.5", [0.5]),
+    "top_p": (True, "0.5", {}),
+    "min_p": (False, "0"),
+    "repetition_penalty": (True, "1"),
+    "top_k": (True, 50.5, "50"),
+    "eos_token_id": (True, 1.5, "1", [True], [[1]], {}),
+}
+"""Values of types that no key of the name has. Transformers takes some for others: 0 is false there."""
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in WRONG for value in WRONG[name]])
+def test_a_value_of_a_wrong_type_is_refused_by_name(tmp_path: Path, name: str, value: object) -> None:
+    used = {name for name, meaning in GENERATION_KEYS.items() if meaning is Meaning.USED}
+    assert WRONG.keys() == used
+    with pytest.raises(UnusableModel, match=rf"^generation_config\.json .*{name}"):
+        read(tmp_path, {name: value})
 
 
 def test_a_number_that_is_none_does_no_harm_where_nothing_reads_it(tmp_path: Path) -> None:
