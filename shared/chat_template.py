@@ -100,14 +100,17 @@ class ChatTemplate:
         return [self._plain(message) for message in messages]
 
     def _plain(self, message: ChatMessage) -> dict[str, str]:
-        """The message as templates expect it. For a template that does not know the role `developer`, it is
+        """The message as templates expect it, keys in the order that they have in transformers, which gives
+        reasoning a second name, `thinking`. For a template that does not know the role `developer`, it is
         `system`."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        plain = {"role": role, "content": message.text}
+        reasoning = message.reasoning_content
+        plain = {} if reasoning is None else {"thinking": reasoning}
+        plain |= {"role": role, "content": message.text}
         if message.name is not None:
             plain["name"] = message.name
-        if message.reasoning_content is not None:
-            plain["reasoning_content"] = message.reasoning_content
+        if reasoning is not None:
+            plain["reasoning_content"] = reasoning
         return plain
 
 
