@@ -16,8 +16,12 @@ from tests.engine.api.conftest import MODEL, PATIENCE_S, Served, until
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
 
+def uncharged(served: Served, reason: str) -> float:
+    return served.engine.state.metrics.uncharged_tokens.value(reason)
+
+
 def late_tokens(served: Served) -> float:
-    return served.engine.state.metrics.uncharged_tokens.value("late")
+    return uncharged(served, "late")
 
 
 @asynccontextmanager
@@ -105,6 +109,7 @@ async def test_a_request_without_an_answer_is_charged_for_none(
     core.finish(1, FinishReason.ABORTED, late_tokens=1)
     await until(lambda: bool(lines))
     assert (lines[0]["prompt_tokens"] > 0, lines[0]["completion_tokens"]) == (True, 0)
+    assert uncharged(served, "scored") == 1
 
 
 async def test_a_core_that_does_not_say_is_waited_for_no_longer_than_a_gateway_waits(
