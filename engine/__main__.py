@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final
 
 from engine.config import CoreStart, EngineConfig, from_args
 from shared import logs
+from shared.environment import unread_in
 from shared.loops import loop_factory
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ def serve(config: EngineConfig) -> int:
             raise server.StartFailed(str(error)) from error
 
     logs.configure("engine", level=config.log_level)
+    if unread := unread_in(os.environ):
+        logs.get(__name__).warning("environment.unread", names=unread)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(server.serve(config, resolve, CoreProcess))
 

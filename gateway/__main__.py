@@ -12,6 +12,7 @@ import asyncio
 import os
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 from gateway.config import HEADINGS, GatewayConfig, load
@@ -21,6 +22,7 @@ from gateway.workers.channel import read_start
 from shared import logs
 from shared.arguments import Parser, add_settings
 from shared.config import ConfigError
+from shared.environment import unread_in
 from shared.exit_codes import ExitCode
 from shared.lifecycle import die_with_parent
 from shared.loops import loop_factory
@@ -56,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
             service = serve(_log(load(tomllib.loads(start.config), {})), file, start)
         else:
             config = _log(load(file, os.environ, given))
+            if unread := unread_in(os.environ, _named(config)):
+                logs.get(__name__).warning("environment.unread", names=unread)
             service = serve(config, file) if config.workers == 1 else supervise(config, file)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(service)
@@ -65,6 +69,13 @@ def main(argv: list[str] | None = None) -> int:
     except (ListenFailed, UnusableTls) as error:
         sys.stderr.write(f"{error}\n")
         return ExitCode.FAILED
+
+
+def _named(config: GatewayConfig) -> Iterator[str | None]:
+    """The variables that settings name, as they hold secrets."""
+    yield from (model.api_key_env for model in config.models)
+    yield from (config.quotas.password_env, config.quotas.sentinel_password_env)
+    yield config.accounting.webhook_secret_env
 
 
 def _log(config: GatewayConfig) -> GatewayConfig:

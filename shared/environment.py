@@ -10,6 +10,8 @@ Rules:
    every Service in it: a Service called `penstock-engine` makes `PENSTOCK_ENGINE_SERVICE_HOST`,
    `PENSTOCK_ENGINE_PORT=tcp://10.0.0.1:8001`, `PENSTOCK_ENGINE_PORT_8001_TCP_ADDR` and more.
 3. Any other variable with the prefix is a setting, or a mistake that is reported by its name.
+4. Any other variable that begins with `PENSTOCK_`, and that nothing of Penstock reads, may have a misspelt
+   prefix: services and `penstock up` name it. It is no error: a variable of any name may be a user's own.
 """
 
 from __future__ import annotations
@@ -27,10 +29,23 @@ _LINK_PORT_NAME: Final = re.compile(r"(.+_)?PORT")
 _LINK_URL: Final = re.compile(r"(tcp|udp|sctp)://.*")
 
 
+PREFIX: Final = "PENSTOCK_"
+SERVICE_PREFIXES: Final = ("PENSTOCK_ENGINE_", "PENSTOCK_GATEWAY_")
+OTHERS: Final = frozenset({f"{PREFIX}{name}" for name in ("ADMIN_KEY", "ADMIN_URL", "API_KEY", "PROBE_URL")})
+"""The variables that other commands read."""
+
+
 def settings_in(env: Mapping[str, str], prefix: str) -> dict[str, str]:
     """The variables that are meant to set something, by their names without the prefix."""
     names = ((name, name.removeprefix(prefix)) for name in env if name.startswith(prefix))
     return {short: env[name] for name, short in names if env[name] and not _is_service_link(short, env[name])}
+
+
+def unread_in(env: Mapping[str, str], named: Iterable[str | None] = ()) -> list[str]:
+    """The variables that rule 4 is about. `named` are those that settings name, as they hold secrets."""
+    known = OTHERS.union(name for name in named if name)
+    names = (f"{PREFIX}{short}" for short in settings_in(env, PREFIX))
+    return sorted(name for name in names if not name.startswith(SERVICE_PREFIXES) and name not in known)
 
 
 def _is_service_link(name: str, value: str) -> bool:

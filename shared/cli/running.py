@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -44,6 +45,23 @@ def cache_dir() -> Path:
 def running_file() -> Path:
     """The file that says where `penstock up` runs."""
     return cache_dir() / "up.json"
+
+
+def make_run_dir(wanted: Path | None, gateway_port: int) -> Path:
+    """The directory of an `up` whose gateway has this port, made: `wanted`, from `--log-dir`, or the user's
+    own. Raises OSError, naming the option."""
+    if wanted is not None:
+        try:
+            wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"--log-dir {wanted}: cannot make this directory: {error.strerror}") from error
+        return wanted
+    try:
+        run_dir = cache_dir() / f"up-{gateway_port}"
+        run_dir.mkdir(mode=0o700, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or none that can be written
+        return Path(tempfile.mkdtemp(prefix="penstock-up-"))
+    return run_dir
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from shared.cli.service import command, missing_extra, reach
 from shared.cli.supervisor import Service, ServiceDied, ServiceSpec, parse_line, stop_all, unless
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError, to_toml
-from shared.environment import settings_in
+from shared.environment import settings_in, unread_in
 from shared.lifecycle import on_stop_signals
 from shared.settings import ModelName, Port, Text
 from shared.tls import UnusableTls, names_of
@@ -173,7 +172,8 @@ def check_listener(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def check_environment(parser: Parser, env: Mapping[str, str]) -> None:
-    """Exit with an error if a variable is set that is for a service that stands alone."""
+    """Exit with an error if a variable is set that is for a service that stands alone, and name those that
+    nothing reads."""
     for prefix, beginnings in _NOT_FROM_ENVIRONMENT.items():
         for name in settings_in(env, prefix):
             if name.startswith(beginnings):
@@ -181,6 +181,8 @@ def check_environment(parser: Parser, env: Mapping[str, str]) -> None:
                     f"{prefix}{name} is for a service that stands alone; unset it, and see --host, --port, "
                     "--tls-cert, --api-key and --alias"
                 )
+    for name in unread_in(env, env.values()):
+        sys.stderr.write(f"penstock up: {name}: nothing reads it; see penstock up --help\n")
 
 
 def check_engine_options(parser: Parser, more: Sequence[str], env: Mapping[str, str]) -> None:
@@ -244,7 +246,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     gateway_port = _check_port(options.host, options.port)
     development = reach("gateway.development")
     key = options.api_key or development.development_key()
-    run_dir = _make_run_dir(options.log_dir, gateway_port)
+    run_dir = running.make_run_dir(options.log_dir, gateway_port)
     config = run_dir / "gateway.toml"
     admin_port, *engine_ports = _free_ports(1 + options.replicas)
     engine_urls = [f"http://127.0.0.1:{port}" for port in engine_ports]
@@ -335,18 +337,6 @@ def _reachable(host: str, certificate_names: Sequence[str] = ()) -> str:
     if host not in certificate_names and "localhost" in certificate_names and host in ("127.0.0.1", "::1"):
         return "localhost"
     return f"[{host}]" if ":" in host else host
-
-
-def _make_run_dir(wanted: Path | None, gateway_port: int) -> Path:
-    if wanted is not None:
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return wanted
-    try:
-        run_dir = running.cache_dir() / f"up-{gateway_port}"
-        run_dir.mkdir(mode=0o700, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or none that can be written
-        return Path(tempfile.mkdtemp(prefix="penstock-up-"))
-    return run_dir
 
 
 # -- the run --------------------------------------------------------------------------------------

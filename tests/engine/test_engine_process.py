@@ -204,3 +204,12 @@ def test_what_cannot_be_served_is_said(
         assert reason in process.line("engine.start_failed")["reason"]
         assert process.wait() == 1
     assert list(short_tmp.iterdir()) == []
+
+
+def test_a_variable_that_nothing_reads_is_named(
+    short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_ENGNE_PORT", "9000")
+    monkeypatch.setenv("PENSTOCK_GATEWAY_LOG_LEVEL", "debug")
+    with engine(short_tmp, model=str(tmp_path / "none")) as process:
+        assert process.line("environment.unread")["names"] == ["PENSTOCK_ENGNE_PORT"]

@@ -114,6 +114,21 @@ async def test_sigterm_drains_open_streams_and_exits_with_0(tmp_path: Path) -> N
             assert await gateway.process.wait() == 0
 
 
+def test_variables_that_nothing_reads_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PENSTOCK_GATEWEY_LOG_LEVEL", "PENSTOCK_PORT", "PENSTOCK_ENGINE_PORT", "PENSTOCK_MY_SECRET"):
+        monkeypatch.setenv(name, "1")
+    config = tmp_path / "gateway.toml"
+    models = '[[models]]\napi_key_env = "PENSTOCK_MY_SECRET"'
+    tls = 'tls = { cert = "/no.pem", key = "/no.pem" }'  # for which it ends
+    config.write_text(toml("http://127.0.0.1:1").replace("[[models]]", models).replace("= 0", f"= 0\n{tls}"))
+    argv = [sys.executable, "-m", "gateway", "--config", str(config)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, timeout=60)
+    lines = [msgspec.json.decode(line) for line in done.stderr.splitlines() if line.startswith(b"{")]
+    assert [line["names"] for line in lines if line["event"] == "environment.unread"] == [
+        ["PENSTOCK_GATEWEY_LOG_LEVEL", "PENSTOCK_PORT"]
+    ]
+
+
 async def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
     config = tmp_path / "gateway.toml"
     config.write_text(toml("http://127.0.0.1:1"))

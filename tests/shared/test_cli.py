@@ -17,15 +17,19 @@ import pytest
 import trustme
 
 from engine.config import ENV_PREFIX as ENGINE_PREFIX
+from gateway.__main__ import _named
 from gateway.config import ENV_PREFIX as GATEWAY_PREFIX
+from gateway.config import GatewayConfig, ModelConfig
 from gateway.config import load as load_gateway_config
 from gateway.development import development_config, development_key
 from gateway.identity.keys import KeyTable, key_problem
-from shared import cli
+from shared import cli, probe
 from shared.arguments import closest
-from shared.cli import running, service, up
+from shared.cli import admin, running, service, up
 from shared.cli.running import Running
 from shared.config import to_toml
+from shared.environment import OTHERS, SERVICE_PREFIXES
+from shared.settings import walk
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +122,36 @@ def test_a_variable_that_up_does_not_allow_is_named(
     assert says in err
 
 
+def test_a_variable_that_nothing_reads_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_UP_PORT", "9000")
+    monkeypatch.setenv("PENSTOCK_MY_SECRET", "x")
+    monkeypatch.setenv("PENSTOCK_GATEWAY_QUOTAS__PASSWORD_ENV", "PENSTOCK_MY_SECRET")
+    _, _, err = exits(capsys, "up", "--log-dir", "/dev/null")
+    assert "penstock up: PENSTOCK_UP_PORT: nothing reads it" in err
+    assert "PENSTOCK_MY_SECRET" not in err
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/proc/none/logs"])
+def test_a_log_directory_that_cannot_be_made_is_named(capsys: pytest.CaptureFixture[str], path: str) -> None:
+    code, _, err = exits(capsys, "up", "--port", "0", "--log-dir", path)
+    assert code == 1
+    assert f"penstock up: --log-dir {path}: cannot make this directory: " in err
+
+
 def test_up_knows_the_prefixes_of_both_services() -> None:
-    assert set(up._NOT_FROM_ENVIRONMENT) == {ENGINE_PREFIX, GATEWAY_PREFIX}
+    assert set(up._NOT_FROM_ENVIRONMENT) == set(SERVICE_PREFIXES) == {ENGINE_PREFIX, GATEWAY_PREFIX}
+
+
+def test_what_commands_read_is_known() -> None:
+    assert {running.KEY_VARIABLE, admin.KEY_VARIABLE, admin.URL_VARIABLE, probe.VARIABLE} == OTHERS
+
+
+def test_the_variables_that_settings_name_are_read() -> None:
+    settings = [setting for setting in walk(GatewayConfig) if setting.name.endswith("_env")]
+    config = GatewayConfig(models=(ModelConfig("m", ("http://a",)),))
+    assert len(settings) == len(list(_named(config)))
 
 
 def every_option(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from shared.arguments import Parser, add_settings
 from shared.config import ConfigError, load
-from shared.environment import settings_in
+from shared.environment import OTHERS, settings_in, unread_in
 from shared.settings import Text
 
 PREFIX = "PENSTOCK_ENGINE_"
@@ -60,6 +60,15 @@ def test_what_only_resembles_a_service_link_is_a_setting() -> None:
 def test_an_empty_variable_is_unset() -> None:
     assert settings_in({PREFIX + "NAME": ""}, PREFIX) == {}
     assert parsed(["--name", "n"], PORT="", CACHE="").port == 1
+
+
+def test_a_variable_that_nothing_reads_is_named() -> None:
+    read = {"PENSTOCK_GATEWAY_X": "1", "PENSTOCK_ENGINE_X": "1", "PENSTOCK_MINE": "1", "PORT": "1"}
+    links = {name.replace("_ENGINE", ""): value for name, value in SERVICE_LINKS.items()}
+    unread = dict.fromkeys(("PENSTOCK_UP_PORT", "PENSTOCK_PORT", "PENSTOCK_ENGNE_X", "PENSTOCK_ENGINEX"), "1")
+    env = {**read, **links, **dict.fromkeys(OTHERS, "1"), "PENSTOCK_EMPTY": ""}
+    assert unread_in(env, ["PENSTOCK_MINE", None]) == []
+    assert unread_in({**env, **unread}, ["PENSTOCK_MINE"]) == sorted(unread)
 
 
 def test_variables_set_what_the_command_line_leaves_open() -> None:
