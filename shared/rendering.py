@@ -26,12 +26,13 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import IO, Final
 
 import msgspec
 from msgspec import Struct
 
+from shared.child_python import environment
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, Overloaded
 from shared.fair_threads import Slices
@@ -47,7 +48,7 @@ PIECE_LEN: Final = 1024 * 1024
 """Bytes that are read at once."""
 HEAD_LEN: Final = 8
 """Bytes of a message's length, before it."""
-_INHERITED: Final = ("PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "TZ", "LANG", "LC_ALL")
+_INHERITED: Final = ("PATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "TZ", "LANG", "LC_ALL")
 
 
 class Chat(Struct, frozen=True):
@@ -80,7 +81,7 @@ class Renderer:
     def __init__(
         self,
         *,
-        argv: tuple[str, ...] = (sys.executable, "-m", "shared.rendering_child"),
+        argv: tuple[str, ...] = (sys.executable, "-P", "-m", "shared.rendering_child"),
         render_s: float = RENDER_S,
         memory_max: int = RENDERING,
         clock: Clock = SYSTEM_CLOCK,
@@ -182,7 +183,7 @@ class Renderer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=_environment(os.environ),
+                env=environment({name: os.environ[name] for name in _INHERITED if name in os.environ}),
                 bufsize=0,
             )
             os.set_blocking(self._child.stdin.fileno(), False)  # type: ignore[union-attr]
@@ -200,12 +201,6 @@ class Renderer:
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
-
-
-def _environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Rule 4. Modules are found where this process found them."""
-    given = {name: ours[name] for name in _INHERITED if name in ours}
-    return given | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 RENDERER: Final = Renderer()

@@ -24,6 +24,7 @@ from engine.api.core_client import CoreDied
 from engine.config import CoreStart, EngineConfig
 from engine.core.messages import CoreInput, CoreOutput
 from shared import logs
+from shared.child_python import environment
 from shared.socket_directory import SocketDirectory
 
 SOCKETS_PREFIX: Final = "penstock-core-"
@@ -64,10 +65,12 @@ class CoreProcess:
         self._bind(start)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "engine",
             "core",
             stdin=asyncio.subprocess.PIPE,
+            env=environment(),
             preexec_fn=os.setpgrp,
         )
         assert self._process.stdin is not None

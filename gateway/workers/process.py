@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from gateway.workers.channel import WorkerClient, WorkerStart
+from shared.child_python import environment
 
 
 class Worker(Protocol):
@@ -52,6 +53,7 @@ class ChildWorker:
         """Start one. `file` is what it reads again when it is told to. Raises OSError."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "gateway",
             "--config",
@@ -60,6 +62,7 @@ class ChildWorker:
             str(os.getpid()),
             "--worker",
             stdin=asyncio.subprocess.PIPE,
+            env=environment(),
             preexec_fn=os.setpgrp,
         )
         stdin = process.stdin

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Final
 
 from shared import interrupts
+from shared.child_python import environment
 
 SERVICES: Final = {
     "engine": "serve one model in the foreground",
@@ -41,7 +42,7 @@ CONFIGS: Final = {
 
 def command(service: str, options: Sequence[str]) -> list[str]:
     """The command line that runs a service."""
-    return [sys.executable, "-m", *MODULES[service], *options]
+    return [sys.executable, "-P", "-m", *MODULES[service], *options]
 
 
 def reach(module: str) -> ModuleType:
@@ -66,6 +67,7 @@ def exec_service(service: str, options: Sequence[str]) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         interrupts.hold_back()
-        os.execv(sys.executable, command(service, options))  # noqa: S606  a list, and no shell
+        argv = command(service, options)
+        os.execve(sys.executable, argv, environment())  # noqa: S606  a list, and no shell
     sys.stderr.write(f"penstock {service}: {problem}\n")
     return 1

@@ -27,6 +27,7 @@ import httpx
 import msgspec
 
 from shared import tls
+from shared.child_python import environment
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.lifecycle import die_with_parent
 
@@ -81,6 +82,7 @@ class Service:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env=environment(),
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
         return cls(spec, process, spec.log.open("rb"), clock)

@@ -281,7 +281,7 @@ def plan_of(*argv: str) -> up.Plan:
 def test_a_plan_without_options_serves_the_demo_model() -> None:
     plan = plan_of("--port", "0")
     engine, gateway = plan.services
-    assert engine.argv[1:4] == ("-m", "engine", "serve")
+    assert engine.argv[1:5] == ("-P", "-m", "engine", "serve")
     assert engine.argv[engine.argv.index("--served-model-name") + 1] == up.DEMO_NAME
     assert Path(engine.argv[engine.argv.index("--model") + 1]).name == "model"
     config = Path(gateway.argv[gateway.argv.index("--config") + 1])

@@ -31,6 +31,7 @@ from engine.runtime.kernels.absent_card import compile_as_for, keep_compiled_in
 from engine.runtime.kernels.launching import compiling_in
 from engine.runtime.models.config import ModelConfig, parse_model_config
 from engine.runtime.parallel.shard import WHOLE
+from shared.child_python import environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keep_compiled_in(options.folder)
         return _said(cards[0], models, options.threads)
     for card in cards:
-        command = [sys.executable, "-m", "engine.runtime.device.shipping", str(options.folder)]
+        command = [sys.executable, "-P", "-m", "engine.runtime.device.shipping", str(options.folder)]
         command += ["--cards", card, "--models", options.models, "--threads", str(options.threads)]
-        if (status := subprocess.run(command).returncode) != 0:
+        if (status := subprocess.run(command, env=environment()).returncode) != 0:
             return status
     return 0
 

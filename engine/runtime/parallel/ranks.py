@@ -48,6 +48,7 @@ from engine.runtime.parallel.wire import (
     frame,
 )
 from shared import logs
+from shared.child_python import environment
 from shared.clock import SYSTEM_CLOCK, Clock
 
 MODULE: Final = "engine.runtime.parallel.rank"
@@ -156,7 +157,10 @@ class Ranks:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", MODULE], stdin=theirs.fileno(), pass_fds=[self._store]
+                [sys.executable, "-P", "-m", MODULE],
+                stdin=theirs.fileno(),
+                pass_fds=[self._store],
+                env=environment(),
             )
         rank = _Rank(number, process, ours, Reader(msgspec.msgpack.Decoder(FromRank)))
         ours.sendall(frame(Start(config, number, os.getpid(), self.store_file)))

@@ -1,0 +1,17 @@
+"""The environment of a process of our own modules, `python -P -m MODULE`.
+
+Without `-P` the current directory is looked in first. Services are started anywhere, also where a package is
+named `engine`, `gateway` or `shared`, which would be run in place of ours. With it, modules are found where
+this process finds them, so that parent and child are of one version.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+
+def environment(ours: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`ours`, with the places of modules."""
+    return {**ours, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, sys.path)))}
