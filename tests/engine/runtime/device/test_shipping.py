@@ -63,8 +63,9 @@ def test_each_card_is_the_work_of_a_process(monkeypatch: pytest.MonkeyPatch, tmp
     """The first that fails ends it."""
     asked: list[list[str]] = []
 
-    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-        asked.append(command[3:])
+    def run(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        assert "PYTHONPATH" in env
+        asked.append(command[4:])
         return subprocess.CompletedProcess(command, len(asked) - 1)
 
     monkeypatch.setattr(f"{shipping.__name__}.subprocess.run", run)
