@@ -22,7 +22,7 @@ async def test_refusals_are_measured_on_a_gateway_of_its_own(monkeypatch: pytest
     monkeypatch.setattr(edge, "LARGE", edge.AT_ONCE)
     options = argparse.Namespace(rows=["large", "json", "keys"], samples=500)
     figures = {figure.name: figure for figure in await edge.run(options)}
-    assert len(figures) == 1 + len(edge.HOSTILE) + 4 + 2
+    assert len(figures) == 1 + len(edge.HOSTILE) + 1 + 4 + 2
     assert all(figure.value is not None and figure.value >= 0 for figure in figures.values())
 
 

@@ -18,7 +18,8 @@ def test_a_directory_is_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["/no/such/place", "./nowhere", "word", "", "a/b/c", "../x"])
-def test_neither_directory_nor_hub_id(model: str) -> None:
+def test_neither_directory_nor_hub_id(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelUnavailable, match="neither a directory nor a hub id"):
         resolve_model(model)
 
