@@ -186,7 +186,15 @@ def _loops() -> list[Attack]:
     return [
         *shapes,
         Attack("a chat of 8 MiB that its template takes apart", law, TAKEN_APART, CHATS, 6, 3, statuses=may),
-        Attack("the same to tokenize", law, TAKEN_APART, "/tokenize", 6, 3, statuses=may),
+        Attack(
+            "a chat of 8 MiB that is taken apart, to tokenize",
+            law,
+            TAKEN_APART,
+            "/tokenize",
+            6,
+            3,
+            statuses=may,
+        ),
         Attack(
             "four prompts scored 64 times",
             law,
