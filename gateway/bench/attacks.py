@@ -29,7 +29,7 @@ from gateway.bench.attack import (
     padded,
     text,
 )
-from gateway.bench.bodies import SHAPES, TAKEN_APART, TEXTS
+from gateway.bench.bodies import SHAPES, TAKEN_APART, TAKES_APART, TEXTS
 from gateway.bench.victim import LONG
 
 BIASES: Final = {str(i): 0.5 for i in range(1023)}
@@ -185,15 +185,9 @@ def _loops() -> list[Attack]:
     ]
     return [
         *shapes,
-        Attack("a chat of 8 MiB that its template takes apart", law, TAKEN_APART, CHATS, 6, 3, statuses=may),
-        Attack(
-            "a chat of 8 MiB that is taken apart, to tokenize",
-            law,
-            TAKEN_APART,
-            "/tokenize",
-            6,
-            3,
-            statuses=may,
+        *(
+            Attack(f"a chat of 8 MiB that {name}", law, TAKEN_APART, path, 6, 3, statuses=may)
+            for name, path in TAKES_APART.items()
         ),
         Attack(
             "four prompts scored 64 times",

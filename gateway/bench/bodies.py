@@ -50,6 +50,8 @@ TAKEN_APART: Final = padded(
     between="",
 )
 """A chat of 8 MiB, which the model's template splits at each of 800,000 places. The prompt is short."""
+TAKES_APART: Final = {"its template takes apart": CHATS, "is taken apart, to tokenize": "/tokenize"}
+"""The paths of attacks with it, by the ends of their names: rendered by the gateway, and by the engine."""
 
 TEXTS: Final[Mapping[str, Body]] = {
     "digits": text("7"),
