@@ -15,7 +15,7 @@ import re
 from typing import Final
 
 Subject = tuple[frozenset[tuple[str, str]], ...]
-"""What a subject says, the last part first: of each part the attributes' types (OIDs) and values."""
+"""A subject by its meaning: its parts, the last one first, each a set of types (OIDs) and values."""
 
 _PAIR: Final = r'\\(?:[ "#+,;<=>\\]|[0-9A-Fa-f]{2})'
 _ATTRIBUTE: Final = re.compile(
@@ -76,8 +76,8 @@ _URI: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[!-~]+")
 
 
 def subject_of(text: str) -> Subject:
-    """What a subject says, given as RFC 4514 writes it, or as `openssl x509 -noout -subject -nameopt RFC2253`
-    prints it. Raises ValueError."""
+    """The meaning of a subject that is written as RFC 4514 says, or as `openssl x509 -noout -subject -nameopt
+    RFC2253` prints it. Raises ValueError."""
     text = text.removeprefix("subject=")
     parts, part, at = [], set(), 0
     while (found := _ATTRIBUTE.match(text, at)) is not None:

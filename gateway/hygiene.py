@@ -23,7 +23,7 @@ HEAD_LEN_MAX: Final = 32 * 1024
 client needs, and which any client could send without a key."""
 _HOST: Final = re.compile(r"[A-Za-z0-9._~-]*(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
 _ABSOLUTE: Final = re.compile(r"(?P<scheme>[^/?#]*)://(?P<authority>[^/?#]*)")
-"""What is before the path of a target in absolute form."""
+"""The beginning of a target in absolute form, up to its path."""
 HOSTS_MAX: Final = 64
 """The number of values of `host` whose check is cached: there are few of them."""
 _SINGLE: Final = ("authorization", "host", "content-encoding")

@@ -63,7 +63,7 @@ class RenewableSecret:
         self._read: Final = partial(_read_checked, variable, path, env, check)
         self._text = self._read()
         self._problem: str | None = None
-        """Why the file could not be used the last time; None where it could be."""
+        """The reason why the file could not be used the last time; None where it could be."""
 
     async def now(self) -> str | None:
         """The secret; None without a variable and a file. It is read on a thread, as its disk may be slow. A

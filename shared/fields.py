@@ -94,7 +94,7 @@ INSTEAD: Final[Mapping[str, str]] = {
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
 }
-"""What is asked for by another name here, for fields that are refused."""
+"""The fields to use in place of fields that are refused, by these."""
 
 _TABLES: Final[Mapping[type[Struct], Mapping[str, Nothing]]] = {
     ChatRequest: _CHAT,

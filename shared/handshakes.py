@@ -22,10 +22,10 @@ _OF_CERTIFICATES: Final = {
     26: "wrong_purpose",
     **dict.fromkeys((2, 7, 18, 19, 20, 21), "unknown_authority"),
 }
-"""What is wrong with a client's certificate, by OpenSSL's number for it (X509_V_ERR_...). 7 is a signature
-that is not its authority's: of another one with the same name."""
+"""The reasons for which a client's certificate is refused, by OpenSSL's number for each (X509_V_ERR_...). 7
+is a signature that is not its authority's: of another one with the same name."""
 _OF_TLS: Final = {"PEER_DID_NOT_RETURN_A_CERTIFICATE": "no_certificate", "HTTP_REQUEST": "plain_text"}
-"""By OpenSSL's name for it."""
+"""The reasons for which TLS itself fails, by OpenSSL's name for each."""
 FAILED: Final = Counter(
     "penstock_handshakes_failed",
     "TLS handshakes with clients that failed, by the reason: what is wrong with their certificates; left and "
@@ -44,7 +44,7 @@ def reason_of(error: OSError | RuntimeError) -> str:
 
 
 def told_by(error: OSError | RuntimeError) -> str:
-    """What OpenSSL says of it, for the operator."""
+    """The words of OpenSSL on a failure, for the operator."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
     return str(getattr(error, "reason", None) or type(error).__name__)

@@ -52,7 +52,7 @@ _INHERITED: Final = ("PATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "TZ", "LANG", 
 
 
 class Chat(Struct, frozen=True):
-    """What the child is sent."""
+    """A chat as it is sent to the child."""
 
     source: str
     """The template."""
@@ -63,7 +63,7 @@ class Chat(Struct, frozen=True):
 
 
 class Rendered(Struct, frozen=True, omit_defaults=True):
-    """What it answers: a text, or why there is none."""
+    """The child's answer: a text, or the reason why there is none."""
 
     text: str | None = None
     problem: str = ""

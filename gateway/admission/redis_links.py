@@ -269,7 +269,7 @@ class _Servers:
             self.sentinels = Sentinels(config.sentinel, self._hosts, *user, context)
 
     async def greeting(self) -> Sequence[Command]:
-        """What is sent first on each connection."""
+        """The commands that are sent first on each connection: with the password of the moment."""
         return _greeting(self.config, await self._password.now())
 
     def link_to(self, address: Address) -> RedisLink:

@@ -179,7 +179,7 @@ def salvage(type_: type[R], raw: bytes) -> R | None:
 
 
 class NoObject(ConfigError):
-    """What was sent is no JSON object, or too long a one: its one problem is that of no field."""
+    """The error of a body that is no JSON object, or too long a one. Its one problem is that of no field."""
 
 
 def decode_object(raw: bytes) -> Mapping[str, Any]:

@@ -107,18 +107,24 @@ async def test_lines_are_posted_signed_and_in_order(
     assert receiver.ids == [line.id for line in read(file)]
 
 
+async def one_line_is_sent(
+    file: Path, url: str, clock: VirtualClock
+) -> tuple[Billing, Spool, asyncio.Task[None]]:
+    """A file with one line, and the task that sends it."""
+    config = with_webhook(file, url)
+    billing = Billing(config, clock)
+    assert billing.spool is not None
+    note(billing, 1)
+    await billing._write(billing.spool)
+    own = webhook_secret(config, {"HOOK": WHSEC})
+    return billing, billing.spool, asyncio.create_task(Webhook(url, own, billing.spool, clock).send())
+
+
 async def test_a_webhook_that_fails_gets_the_same_batch_until_it_takes_it(file: Path) -> None:
     clock = VirtualClock()
     async with receiving() as (receiver, url):
         receiver.statuses = [500, 302, 429]
-        config = with_webhook(file, url)
-        billing = Billing(config, clock)
-        spooled = billing.spool
-        assert spooled is not None
-        note(billing, 1)
-        await billing._write(spooled)
-        own = webhook_secret(config, {"HOOK": WHSEC})
-        sending = asyncio.create_task(Webhook(url, own, spooled, clock).send())
+        billing, spooled, sending = await one_line_is_sent(file, url, clock)
 
         def waits_after(posts: int) -> bool:
             return len(receiver.posts) == posts and clock.sleeping == 1
@@ -142,14 +148,7 @@ async def test_a_redirect_is_not_followed(file: Path) -> None:
     clock, redirects = VirtualClock(), [301, 302, 303, 307, 308]
     async with receiving() as (receiver, url), receiving() as (other, other_url):
         receiver.statuses, receiver.location = [*redirects], other_url
-        config = with_webhook(file, url)
-        billing = Billing(config, clock)
-        spooled = billing.spool
-        assert spooled is not None
-        note(billing, 1)
-        await billing._write(spooled)
-        own = webhook_secret(config, {"HOOK": WHSEC})
-        sending = asyncio.create_task(Webhook(url, own, spooled, clock).send())
+        billing, spooled, sending = await one_line_is_sent(file, url, clock)
 
         def waits_after(posts: int) -> bool:
             return len(receiver.posts) == posts and clock.sleeping == 1
