@@ -54,7 +54,7 @@ def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path, loop
             os.kill(process.line("core.started")["pid"], signal.SIGKILL)
             rest = "\n".join(lines)
         assert '"code":"engine_failed"' in rest
-        assert "[DONE]" not in rest
+        assert "data: [DONE]" not in rest.splitlines()
         assert http.get("/livez").status_code == 500
         assert http.get("/readyz").status_code == 503
         late = http.post("/v1/chat/completions", json=CHAT)
@@ -163,7 +163,7 @@ def test_a_second_signal_ends_the_drain(short_tmp: Path) -> None:
             process.line("engine.draining")
             process.signal(signal.SIGINT)
             rest = "\n".join(lines)
-        assert "[DONE]" not in rest
+        assert "data: [DONE]" not in rest.splitlines()
         assert '"code":"not_ready"' in rest
         assert process.wait() == ExitCode.DRAIN_CUT
     assert list(short_tmp.iterdir()) == []

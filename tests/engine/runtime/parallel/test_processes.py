@@ -55,7 +55,7 @@ def test_it_serves_and_tells_when_a_rank_is_killed(short_tmp: Path) -> None:
             os.kill(rank_pid(process), signal.SIGKILL)
             rest = "\n".join(lines)
         assert '"code":"engine_failed"' in rest
-        assert "[DONE]" not in rest
+        assert "data: [DONE]" not in rest.splitlines()
         assert_failed(process, http, "rank 1 was ended by SIGKILL")
     assert list(short_tmp.iterdir()) == []
 
