@@ -25,6 +25,12 @@ Received = tuple[RawRequestMessage, StreamReader]
 """A request's head and its body, as aiohttp's parser gives them."""
 
 
+def is_one_request(data: bytes) -> bool:
+    """True if this is one request and nothing else, by the length that its head states: the usual packet."""
+    end = data.find(HEAD_END, 0, HEAD_LEN_MAX) + len(HEAD_END)
+    return end >= len(HEAD_END) and _behind(data, 0, end) == len(data)
+
+
 def cut_behind_heads(data: bytes) -> list[bytes]:
     """The pieces of what was received, each ending behind a head, and the last one of what is left: aiohttp's
     parser drops the requests that it has read of a piece in which something malformed follows. The usual

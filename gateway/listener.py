@@ -39,7 +39,7 @@ from aiohttp.web_protocol import RequestHandler
 from gateway.accepting import FairAccepting
 from gateway.client.unread import EndsUnread
 from gateway.edge_config import LimitsConfig
-from gateway.heads import AHEAD_MAX, HEAD_END, Received, cut_behind_heads, open_len
+from gateway.heads import AHEAD_MAX, HEAD_END, Received, cut_behind_heads, is_one_request, open_len
 from gateway.hygiene import HEAD_LEN_MAX
 from gateway.identity.known import KnownCallers
 from gateway.record import CONNECTIONS_CUT
@@ -325,23 +325,29 @@ class _Protocol(EndsUnread):
         loop. So does the beginning of a head that is too long, which takes as much.
 
         Requests that came whole before something malformed are answered before it is refused.
+
+        The usual packet, one whole request of a client that waits for its answer, is parsed without a look
+        for all this: nothing of it can be too long, malformed behind a request, or left over.
         """
         if len(data) > self._large_len:
             self._large_len = sys.maxsize
             self._server.grew(self)
         if self._is_refused:
             return
-        if self._begins_long_head(data) or self._has_small_chunks(data):
+        before = self._received
+        is_one = not (before or self._messages or self._held or self._head_len) and is_one_request(data)
+        if not is_one and (self._begins_long_head(data) or self._has_small_chunks(data)):
             self._is_refused = True
             data = _MALFORMED
-        before = self._received
         count, received_len = self._request_count, before[1].total_bytes if before is not None else 0
-        for piece in cut_behind_heads(data):
+        for piece in (data,) if is_one else cut_behind_heads(data):
             super().data_received(piece)
             if self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
                 self._is_refused = True
                 break
         else:
+            if is_one and self._messages and self._messages[-1][1].is_eof():
+                return
             self._follow(data, self._request_count - count, received_len)
         if self._head_len > HEAD_LEN_MAX:
             self._is_refused = True

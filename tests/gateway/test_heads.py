@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway import listener
+from gateway.heads import is_one_request
 from gateway.hygiene import HEAD_LEN_MAX
 from gateway.listener import BoundedServer, _Protocol
 from shared.fair_turns import FairTurns
@@ -69,14 +70,18 @@ def test_what_is_incomplete_is_known_to_the_byte_however_it_came(
     sent = b"".join(whole) + half
     cuts = sorted(data.draw(st.sets(st.integers(0, len(sent)), max_size=6)))
     pieces = [sent[begin:end] for begin, end in pairwise([0, *cuts, len(sent)])]
+    are_taken = data.draw(st.lists(st.booleans(), min_size=len(pieces), max_size=len(pieces)))
 
     async def receive() -> None:
-        protocol = connection()
-        for piece in pieces:
+        protocol, begun = connection(), 0
+        for piece, is_taken in zip(pieces, are_taken, strict=True):
             protocol.data_received(piece)
+            if is_taken:  # as by the handler, once it has answered what came before
+                begun += len(protocol._messages)
+                protocol._messages.clear()
         found, is_timed = protocol._head_len, protocol._head_timer is not None
         protocol._end_head()
-        assert len(protocol._messages) == len(whole)
+        assert begun + len(protocol._messages) == len(whole)
         assert is_timed == (found > 0)
         if any(b"chunked" in each for each in whole):
             assert found >= len(half) - 3
@@ -84,6 +89,26 @@ def test_what_is_incomplete_is_known_to_the_byte_however_it_came(
             assert found == len(half)
 
     asyncio.run(receive())
+
+
+@pytest.mark.parametrize(
+    ("sent", "is_one"),
+    [
+        (WHOLE, True),
+        (with_length(b"{}"), True),
+        (with_length(b"a\r\n\r\nb"), True),
+        (b"\r\n\r\n", True),  # a malformed one
+        (with_length(b"{}") + b"G", False),
+        (with_length(b"{}")[:-1], False),
+        (WHOLE + WHOLE, False),
+        (in_chunks([b"{}"]), False),
+        (HALF, False),
+        (b"abc", False),
+        (b"GET / HTTP/1.1\r\nx: %b\r\n\r\n" % (b"y" * HEAD_LEN_MAX), False),
+    ],
+)
+def test_a_packet_is_one_request_if_it_ends_where_its_head_says(sent: bytes, is_one: bool) -> None:
+    assert is_one_request(sent) is is_one
 
 
 BEFORE = pytest.mark.parametrize(
