@@ -22,7 +22,7 @@ import zmq
 
 from engine.api.core_client import CoreDied
 from engine.config import CoreStart, EngineConfig
-from engine.core.messages import CoreInput, CoreOutput
+from engine.core.messages import READ_EVERY, CoreInput, CoreOutput, Read
 from shared import logs
 from shared.child_python import environment
 from shared.socket_directory import SocketDirectory
@@ -49,6 +49,8 @@ class CoreProcess:
         waits."""
         self._is_watched = False
         self._sender: zmq.Socket[bytes] | None = None
+        self._read = 0
+        """The number of messages that were received."""
         self._process: Process | None = None
         self._directory: SocketDirectory | None = None
         self._decoder = msgspec.msgpack.Decoder(CoreOutput)
@@ -102,6 +104,9 @@ class CoreProcess:
             message: CoreOutput = self._decoder.decode(frame)
         except (msgspec.DecodeError, zmq.ZMQError) as error:
             raise CoreDied(f"a message from the core could not be read: {error}") from error
+        self._read += 1
+        if not self._read % READ_EVERY:
+            self._say_read()
         return message
 
     async def _wait(self) -> None:
@@ -136,6 +141,12 @@ class CoreProcess:
         if status < 0:
             return f"the core process was ended by {signal.Signals(-status).name}"
         return f"the core process exited with status {status}"
+
+    def _say_read(self) -> None:
+        """Say how much was read. The core may be gone, and have left more to read."""
+        assert self._sender is not None
+        with contextlib.suppress(zmq.ZMQError):
+            self._sender.send(self._encoder.encode(Read(self._read)), zmq.NOBLOCK)
 
     def send(self, message: CoreInput) -> None:
         assert self._sender is not None

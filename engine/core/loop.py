@@ -16,9 +16,9 @@ The host knows the tokens of a step only after it has planned the next one: why 
 and I (`engine.core.step`, `engine.core.allocator`). Overlap gains nothing with a runner that computes while
 it is launched, as on a CPU.
 
-One thread, one step after another, and nothing else decides. The loop waits in three places only: for input
-when it has no work, until the next stall deadline if there is one; for the device; and for space in the
-outbox when the API process has not read what was sent. The first and the last end when that process dies.
+One thread, one step after another, and nothing else decides. The loop waits in two places only: for the
+device; and for input when it has no work, until the next stall deadline if there is one, or while the API
+process has not read what was sent. The latter ends when that process dies.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Inbox(Protocol):
     def receive(self, wait_s: float) -> list[CoreInput]:
         """All messages that have arrived, in the order they were sent, up to a limit.
 
-        When none has, waits up to `wait_s` seconds for one: 0 is not at all, infinity until one comes.
+        When none has, waits up to `wait_s` seconds for one: 0 is not at all, infinity until one comes. Waits
+        for longer than that while the other side is too far behind with what it was sent.
         """
         ...
 
@@ -77,7 +78,7 @@ class Outbox(Protocol):
     """Messages to the API process."""
 
     def send(self, message: CoreOutput) -> None:
-        """Hand over one message. Waits while the other side is too far behind; drops nothing."""
+        """Hand over one message. Waits for nothing, and drops nothing."""
         ...
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -182,6 +182,16 @@ class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
 
 class StopCore(msgspec.Struct, array_like=True, frozen=True, tag="stop"):
     """End the core now. The API process drains first, and sends this when no sequence is left."""
+
+
+READ_EVERY: Final = 32
+"""The number of messages from the core after each of which the API process says that it has read them."""
+
+
+class Read(msgspec.Struct, array_like=True, frozen=True, tag="read"):
+    """The API process has read so many of the core's messages. The wire's own, which hands it to nobody."""
+
+    messages: int
 
 
 CoreInput = AddRequest | AbortSequences | PauseSequences | ResumeSequences | LiftDeadlines | Ping | StopCore

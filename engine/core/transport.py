@@ -5,17 +5,16 @@ keeps messages whole and in order, and moves bytes in a thread of its own. Never
 
 Bounds. Inward, the sockets hold at most a high-water mark of messages on either side, then the API
 process must wait; one step takes at most `RECEIVE_MAX` of them, and none after `RECEIVE_LEN_MAX` bytes.
-Outward, there is one message per step with at most one row per slot. When the API process is
-`HIGH_WATER_MARK` steps behind, `send` waits for it: nothing is dropped, nothing piles up, and no token is
-computed that nobody takes. That wait cannot be a deadlock as long as the API process keeps reading while it
-waits to write, which it must; and it ends when that process dies, as every wait here does, because each
-checks the parent's
-process id once a second. (ZeroMQ itself would wait for a peer's return for ever.)
+Outward, there is at most one message with tokens per step, and one row in it per slot. The API process says
+how many messages it has read (`Read`). While it is `UNREAD_MAX` behind, `receive` waits for it: nothing is
+dropped, nothing piles up, and no token is computed that nobody takes. ZeroMQ's own marks would not do, since
+the kernel's buffer between the two processes holds thousands of small messages. That wait ends with any other
+message, as whoever sends is about to read, and when the API process dies, as every wait here does, because
+each checks the parent's process id once a second. (ZeroMQ itself would wait for a peer's return for ever.)
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from types import TracebackType
@@ -25,11 +24,13 @@ import msgspec
 import zmq
 
 from engine.core.loop import Disconnected
-from engine.core.messages import CoreInput, CoreOutput
+from engine.core.messages import READ_EVERY, CoreInput, CoreOutput, Read
 from shared.clock import SYSTEM_CLOCK
 
-HIGH_WATER_MARK: Final = 128
-"""Messages that the socket outward queues."""
+UNREAD_MAX: Final = 4 * READ_EVERY
+"""The number of messages by which the API process may be behind."""
+NO_MARK: Final = 0
+"""The high-water mark of the socket outward: `UNREAD_MAX` bounds it."""
 RECEIVE_MAX: Final = 1024
 """Messages that the socket inward queues, and that one step takes in. A message behind more than the socket
 queues waits for a step more."""
@@ -51,12 +52,27 @@ class _Parent:
             raise Disconnected("the API process is gone")
 
 
+class _Unread:
+    """The messages that the API process has not read, as far as it has said."""
+
+    __slots__ = ("read", "sent")
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.read = 0
+
+    @property
+    def are_too_many(self) -> bool:
+        return self.sent - self.read >= UNREAD_MAX
+
+
 class ZmqInbox:
     """The PULL socket on which the API process's messages arrive."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, unread: _Unread) -> None:
         self._parent = _Parent()
-        self._decoder = msgspec.msgpack.Decoder(CoreInput)
+        self._unread = unread
+        self._decoder = msgspec.msgpack.Decoder(CoreInput | Read)
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(RECEIVE_MAX)
         self._socket.connect(endpoint)
@@ -64,16 +80,27 @@ class ZmqInbox:
     def receive(self, wait_s: float) -> list[CoreInput]:
         """Implements `loop.Inbox`. Raises `Disconnected` when the API process is gone."""
         self._parent.check()
-        until, left_s = SYSTEM_CLOCK.monotonic() + wait_s, wait_s
-        while left_s > 0 and not self._socket.poll(math.ceil(min(left_s * 1e3, PARENT_CHECK_MS))):
-            self._parent.check()
-            left_s = until - SYSTEM_CLOCK.monotonic()
+        until = SYSTEM_CLOCK.monotonic() + wait_s
+        while True:
+            messages = self._take()
+            left_s = math.inf if self._unread.are_too_many else until - SYSTEM_CLOCK.monotonic()
+            if messages or left_s <= 0:
+                return messages
+            if not self._socket.poll(math.ceil(min(left_s * 1e3, PARENT_CHECK_MS))):
+                self._parent.check()
+
+    def _take(self) -> list[CoreInput]:
+        """The messages that are there, up to the bounds."""
         messages: list[CoreInput] = []
         size = 0
         while len(messages) < RECEIVE_MAX and size < RECEIVE_LEN_MAX and self._socket.poll(0):
             frame = self._socket.recv()
             size += len(frame)
-            messages.append(self._decoder.decode(frame))
+            message = self._decoder.decode(frame)
+            if isinstance(message, Read):
+                self._unread.read = message.messages
+            else:
+                messages.append(message)
         return messages
 
     def close(self) -> None:
@@ -83,22 +110,17 @@ class ZmqInbox:
 class ZmqOutbox:
     """The PUSH socket on which messages to the API process leave."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        self._parent = _Parent()
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, unread: _Unread) -> None:
+        self._unread = unread
         self._encoder = msgspec.msgpack.Encoder()
         self._socket = context.socket(zmq.PUSH)
-        self._socket.set_hwm(HIGH_WATER_MARK)
+        self._socket.set_hwm(NO_MARK)
         self._socket.connect(endpoint)
 
     def send(self, message: CoreOutput) -> None:
-        """Implements `loop.Outbox`. Raises `Disconnected` when the API process is gone."""
-        frame = self._encoder.encode(message)
-        while True:
-            with contextlib.suppress(zmq.Again):  # nearly never: asking first costs as much as sending
-                self._socket.send(frame, zmq.NOBLOCK)
-                return
-            while not self._socket.poll(PARENT_CHECK_MS, zmq.POLLOUT):
-                self._parent.check()
+        """Implements `loop.Outbox`."""
+        self._socket.send(self._encoder.encode(message))
+        self._unread.sent += 1
 
     def close(self) -> None:
         self._socket.close(linger=LINGER_MS)
@@ -107,7 +129,7 @@ class ZmqOutbox:
 def say_once(endpoint: str, message: CoreOutput) -> None:
     """Send one message by a socket of its own, from any thread. Returns when it has left."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    outbox = ZmqOutbox(context, endpoint)
+    outbox = ZmqOutbox(context, endpoint, _Unread())
     try:
         outbox.send(message)
     finally:
@@ -120,8 +142,9 @@ class CoreTransport:
 
     def __init__(self, inbox_endpoint: str, outbox_endpoint: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.inbox = ZmqInbox(self._context, inbox_endpoint)
-        self.outbox = ZmqOutbox(self._context, outbox_endpoint)
+        unread = _Unread()
+        self.inbox = ZmqInbox(self._context, inbox_endpoint, unread)
+        self.outbox = ZmqOutbox(self._context, outbox_endpoint, unread)
 
     def __enter__(self) -> Self:
         return self

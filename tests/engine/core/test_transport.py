@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import subprocess
@@ -16,6 +15,7 @@ import zmq
 from engine.core import transport
 from engine.core.loop import Disconnected
 from engine.core.messages import (
+    READ_EVERY,
     AbortSequences,
     AddPrompt,
     AddRequest,
@@ -25,6 +25,7 @@ from engine.core.messages import (
     Finished,
     FinishReason,
     PauseSequences,
+    Read,
     ResumeSequences,
     SamplingParams,
     StepOutput,
@@ -32,7 +33,7 @@ from engine.core.messages import (
 )
 from engine.core.newcomers import AddSequence, alone
 from engine.core.packing import Biases, packed
-from engine.core.transport import HIGH_WATER_MARK, CoreTransport
+from engine.core.transport import UNREAD_MAX, CoreTransport
 from tests.engine.core.harness import Harness, greedy
 
 ADD = AddRequest(
@@ -144,22 +145,34 @@ def test_an_undecodable_message_is_an_error(api: ApiSide, core: CoreTransport) -
         core.inbox.receive(math.inf)
 
 
-def test_a_slow_api_process_is_waited_for_and_misses_nothing(
+def let_it_fall_behind(core: CoreTransport) -> None:
+    """Send as many messages as the API process may be behind. None of the steps between them waits."""
+    for number in range(UNREAD_MAX):
+        assert core.inbox.receive(0) == []
+        core.outbox.send(CoreProgress(str(number)))
+
+
+def test_an_api_process_that_is_too_far_behind_is_waited_for_and_misses_nothing(
     api: ApiSide, core: CoreTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a reader `send` takes a bounded number of messages and then waits, until the parent is gone."""
+    let_it_fall_behind(core)
     monkeypatch.setattr(transport, "PARENT_CHECK_MS", 20)
-    monkeypatch.setattr(os, "getppid", lambda: -1)
-    sent = 0
-    with contextlib.suppress(Disconnected):
-        while sent < 100_000:
-            core.outbox.send(CoreProgress(f"{sent} " + "x" * 2000))
-            sent += 1
-    assert HIGH_WATER_MARK <= sent < 3_000
-    for number in range(sent):
-        message = api.receive()
-        assert isinstance(message, CoreProgress)
-        assert message.stage.split()[0] == str(number)
+    parents = iter([os.getppid(), os.getppid(), os.getppid(), -1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getppid", lambda: next(parents))
+        with pytest.raises(Disconnected):
+            core.inbox.receive(0)
+    api.push.send(msgspec.msgpack.encode(Read(READ_EVERY)))
+    assert core.inbox.receive(0) == [], "it has read some"
+    for number in range(UNREAD_MAX):
+        assert api.receive() == CoreProgress(str(number))
+
+
+def test_an_api_process_that_is_too_far_behind_is_heard(api: ApiSide, core: CoreTransport) -> None:
+    """It says what it has read behind what it sent before."""
+    let_it_fall_behind(core)
+    api.send(AbortSequences([7]))
+    assert core.inbox.receive(0) == [AbortSequences([7])]
 
 
 def test_waiting_ends_when_the_parent_is_gone(core: CoreTransport, monkeypatch: pytest.MonkeyPatch) -> None:
