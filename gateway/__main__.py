@@ -26,7 +26,7 @@ from shared.config import ConfigError
 from shared.environment import unread_in
 from shared.exit_codes import ExitCode
 from shared.files import file_version
-from shared.lifecycle import die_with_parent
+from shared.lifecycle import ORPHANED, die_with_parent
 from shared.loops import loop_factory
 from shared.tls import UnusableTls
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     file: Path = given.pop("config")
     parent_pid: int | None = given.pop("parent_pid")
     if parent_pid is not None:
-        die_with_parent(parent_pid)
+        die_with_parent(parent_pid, ORPHANED)
     try:
         if given.pop("worker"):
             start = read_start(sys.stdin.buffer)

@@ -28,7 +28,7 @@ from gateway.workers.process import ChildWorker, Worker
 from shared import logs
 from shared.exit_codes import ExitCode
 from shared.files import FileVersion
-from shared.lifecycle import Phase, on_stop_signals
+from shared.lifecycle import ORPHANED, Phase, on_stop_signals
 from shared.loops import watch_lag
 from shared.socket_directory import SocketDirectory
 
@@ -83,9 +83,10 @@ async def _reload_at(hangup: asyncio.Event, reload: Callable[[], Awaitable[objec
 
 
 def _stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Events that the first stop signal and the second one set."""
+    """Events that the first stop signal and the second one set. The end of the parent is a first one."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
+    asyncio.get_running_loop().add_signal_handler(ORPHANED, stop.set)
     return stop, hurry
 
 
