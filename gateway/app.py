@@ -115,7 +115,7 @@ class Gateway:
         """`path` is the file that is read again, if there is one, and `seen` the version that `config` is of.
         `worker` says which of several this one is. `quotas` and `identity_of` replace what the configuration
         says of them. Raises ConfigError when a file or a key that it names is missing, or UnusableTls."""
-        credentials = Credentials(config.models, env)
+        self._credentials = credentials = Credentials(config.models, env)
         self.config, self.lifecycle = config, Lifecycle()
         self._redis = None if quotas is not None else _redis_store(config, env)
         self.quotas, self._guarded = _stores(config, quotas or self._redis, clock)
@@ -179,7 +179,8 @@ class Gateway:
         """Those that it can do without: without a tokenizer, prompts are estimated; what was not settled may
         have its billing line later."""
         models, every_s = self.config.models, self.config.hop.metrics_interval_s
-        loads = ForeignLoads(models, every_s, self.engines, self.replicas, self._upstream, self._clock)
+        known = self.engines, self.replicas, self._upstream, self._credentials
+        loads = ForeignLoads(models, every_s, *known, self._clock)
         works = {**self.engines.works(), "engines' metrics": loads.watch}
         if self._guarded is not None and self.billing.spool is not None:
             unsettled = Unsettled(self._guarded, self.billing, self._tenant_ids, self._clock)
