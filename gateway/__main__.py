@@ -6,6 +6,7 @@ from shared import interrupts
 
 if __name__ == "__main__":
     interrupts.end_quietly()
+    interrupts.ignore_hangups()
 
 import argparse
 import asyncio
@@ -24,7 +25,8 @@ from shared.arguments import Parser, add_settings
 from shared.config import ConfigError
 from shared.environment import unread_in
 from shared.exit_codes import ExitCode
-from shared.lifecycle import die_with_parent
+from shared.files import file_version
+from shared.lifecycle import ORPHANED, die_with_parent
 from shared.loops import loop_factory
 from shared.tls import UnusableTls
 
@@ -51,16 +53,18 @@ def main(argv: list[str] | None = None) -> int:
     file: Path = given.pop("config")
     parent_pid: int | None = given.pop("parent_pid")
     if parent_pid is not None:
-        die_with_parent(parent_pid)
+        die_with_parent(parent_pid, ORPHANED)
     try:
         if given.pop("worker"):
             start = read_start(sys.stdin.buffer)
             service = serve(_log(load(tomllib.loads(start.config), {})), file, start)
         else:
+            seen = file_version(file)  # before it is read: a change from then on is noticed
             config = _log(load(file, os.environ, given))
             if unread := unread_in(os.environ, _named(config)):
                 logs.get(__name__).warning("environment.unread", names=unread)
-            service = serve(config, file) if config.workers == 1 else supervise(config, file)
+            run = serve if config.workers == 1 else supervise
+            service = run(config, file, seen=seen)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(service)
     except ConfigError as error:

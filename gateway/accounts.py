@@ -237,7 +237,10 @@ class AccountsReader:
         path: Path | None,
         clock: Clock = SYSTEM_CLOCK,
         identity_of: IdentityOf = by_keys,
+        *,
+        seen: FileVersion | None = None,
     ) -> None:
+        """`seen` is the version of the file that was read; without it, the present one."""
         self.config = config
         """The file as it was read last, with what takes a restart as it was at the start."""
         self.keys: Final = KeyTable(config.keys)
@@ -251,7 +254,7 @@ class AccountsReader:
         self._identity_of = identity_of
         self._path = path
         self._clock = clock
-        self._seen = self._version()
+        self._seen = seen or self._version()
         self._in_file = _ids_of(config)
         self.keys.declared = self._in_file["keys"]
         self._reading: Final = asyncio.Lock()

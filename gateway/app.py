@@ -70,6 +70,7 @@ from shared.errors import GatewayStopped, KeyRevoked
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
 from shared.fair_turns import FairTurns
+from shared.files import FileVersion
 from shared.ids import KeyId, RequestId, TenantId
 from shared.lifecycle import Lifecycle, Phase
 from shared.loops import loop_name
@@ -104,16 +105,17 @@ class Gateway:
         config: GatewayConfig,
         *,
         path: Path | None = None,
+        seen: FileVersion | None = None,
         quotas: SharedStore | None = None,
         identity_of: IdentityOf | None = None,
         env: Mapping[str, str] = os.environ,
         clock: Clock = SYSTEM_CLOCK,
         worker: WorkerStart | None = None,
     ) -> None:
-        """`path` is the file that keys and tenants are read from again, if there is one. `worker` says which
-        of several this one is. `quotas` and `identity_of` replace what the configuration says of them. Raises
-        ConfigError when a key or a file of a model, an issuer or the store is missing, or UnusableTls."""
-        credentials = Credentials(config.models, env)
+        """`path` is the file that is read again, if there is one, and `seen` the version that `config` is of.
+        `worker` says which of several this one is. `quotas` and `identity_of` replace what the configuration
+        says of them. Raises ConfigError when a file or a key that it names is missing, or UnusableTls."""
+        self._credentials = credentials = Credentials(config.models, env)
         self.config, self.lifecycle = config, Lifecycle()
         self._redis = None if quotas is not None else _redis_store(config, env)
         self.quotas, self._guarded = _stores(config, quotas or self._redis, clock)
@@ -122,7 +124,7 @@ class Gateway:
         self.live = LiveRequests(config.limits.live_max)
         self._tls, self._admin_tls = _tls(config, worker, clock)
         self._key_sources, self._guests = KeySources(clock), Guests()
-        self.accounts = AccountsReader(config, path, clock, identity_of or self._identity_of)
+        self.accounts = AccountsReader(config, path, clock, identity_of or self._identity_of, seen=seen)
         self.accounts.on_revoked = self._end_revoked
         self._follower = _follower(config, self.accounts, env, clock)
         self._registry = _registry(self._follower, path, self.accounts, env, clock)
@@ -141,8 +143,7 @@ class Gateway:
         self._recorder = _recorder(config, worker)
         known = self.accounts, pipeline, self.live, self.engines, store, health
         self._edge = Edge(config, *known, clock, self._tracing, self._recorder)
-        self._clock, self._worker = clock, worker
-        self._chats = Chats(self.accounts, self._guests, clock)
+        self._clock, self._worker, self._chats = clock, worker, Chats(self.accounts, self._guests, clock)
         if worker is not None:
             self.replicas.take_drained(worker.drained)
         self._public: Listening | None = None
@@ -178,7 +179,8 @@ class Gateway:
         """Those that it can do without: without a tokenizer, prompts are estimated; what was not settled may
         have its billing line later."""
         models, every_s = self.config.models, self.config.hop.metrics_interval_s
-        loads = ForeignLoads(models, every_s, self.engines, self.replicas, self._upstream, self._clock)
+        known = self.engines, self.replicas, self._upstream, self._credentials
+        loads = ForeignLoads(models, every_s, *known, self._clock)
         works = {**self.engines.works(), "engines' metrics": loads.watch}
         if self._guarded is not None and self.billing.spool is not None:
             unsettled = Unsettled(self._guarded, self.billing, self._tenant_ids, self._clock)
@@ -201,7 +203,7 @@ class Gateway:
                 await self._guarded.renew([])  # the first probe; until one succeeds, the store is down
             if self._follower is not None:
                 stack.push_async_callback(self._follower.directory.aclose)
-            if self._worker is not None and self._worker.is_replacement:
+            if self._worker is not None:
                 await self.accounts.reload()  # the file may be newer than what it was started with
             await self._follow()
             stack.push_async_callback(self.billing.aclose)

@@ -59,7 +59,7 @@ from gateway.timeout_config import TimeoutOverrides, TimeoutsConfig
 from shared import config
 from shared.config import ConfigError
 from shared.ids import KeyId, TenantId
-from shared.settings import LogLevel, Rule, Unit
+from shared.settings import LogLevel, ModelName, Rule, Unit
 from shared.tracing import TracingConfig
 
 ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
@@ -87,7 +87,7 @@ MaximumField = Literal["asked", "max_tokens", "max_completion_tokens"]
 class ModelConfig:
     """A model, and the engines that serve it."""
 
-    name: Name
+    name: ModelName
     """The name that clients use."""
     replicas: Annotated[tuple[str, ...], Meta(max_length=REPLICAS_MAX)] = ()
     """Base URLs of its engines, such as http://engine-0:8001, unless discovery finds them."""

@@ -15,6 +15,7 @@ import msgspec
 
 from gateway.config import ModelConfig
 from gateway.engines import Engines
+from gateway.relay.credentials import Credentials
 from gateway.relay.upstream import Outbound, Upstream
 from gateway.routing.exposition import EXPOSITION_LEN_MAX, parse_exposition
 from gateway.routing.replicas import Replica, Replicas
@@ -42,14 +43,17 @@ class ForeignLoads:
         engines: Engines,
         replicas: Replicas,
         upstream: Upstream,
+        credentials: Credentials,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`interval_s` is the time between two reports of an engine; 0.0 asks none."""
+        """`interval_s` is the time between two reports of an engine; 0.0 asks none. `credentials` are shown
+        for them as well: llama.cpp's server has a key for its metrics, too."""
         self._models: Final = models
         self._interval_s: Final = interval_s
         self._engines: Final = engines
         self._replicas: Final = replicas
         self._upstream: Final = upstream
+        self._credentials: Final = credentials
         self._clock: Final = clock
         self._mute_until_s: dict[str, float] = {}
         """When an engine that told nothing is asked again, by its URL."""
@@ -64,21 +68,21 @@ class ForeignLoads:
         """Ask each engine once that is due."""
         now_s, limit = self._clock.monotonic(), asyncio.Semaphore(AT_ONCE_MAX)
         found = {
-            replica.url: replica
+            replica.url: (replica, model)
             for model in self._models
             if self._engines.of(model).is_foreign
             for replica in self._replicas.members(model.name)
         }
         self._mute_until_s = {url: at_s for url, at_s in self._mute_until_s.items() if url in found}
         due = [one for url, one in found.items() if self._mute_until_s.get(url, now_s) <= now_s]
-        await asyncio.gather(*(self._ask_one(replica, limit) for replica in due))
+        await asyncio.gather(*(self._ask_one(*one, limit) for one in due))
 
-    async def _ask_one(self, replica: Replica, limit: asyncio.Semaphore) -> None:
+    async def _ask_one(self, replica: Replica, model: ModelConfig, limit: asyncio.Semaphore) -> None:
         async with limit:
             report = None
             try:
                 async with asyncio.timeout(self._interval_s):
-                    report = await self._fetched(replica)
+                    report = await self._fetched(replica, model)
             except (ApiError, TimeoutError) as error:
                 log.debug("engine.metrics_failed", replica=replica.id, error=type(error).__name__)
         if report is None:
@@ -87,8 +91,8 @@ class ForeignLoads:
             interval_ms = int(1000 * self._interval_s)
             self._replicas.observe(replica, msgspec.structs.replace(report, interval_ms=interval_ms))
 
-    async def _fetched(self, replica: Replica) -> LoadReport | None:
-        request = Outbound("GET", METRICS_PATH, ())
+    async def _fetched(self, replica: Replica, model: ModelConfig) -> LoadReport | None:
+        request = Outbound("GET", METRICS_PATH, self._credentials.headers(model))
         answer = await self._upstream.send(replica.protocol, replica.url, request, self._interval_s)
         try:
             if answer.status != HTTPStatus.OK:

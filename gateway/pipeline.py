@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable
+from http import HTTPStatus
 from typing import Final
 
 from gateway.accounts import Terms
@@ -191,11 +192,10 @@ class Pipeline:
             while True:
                 try:
                     return await self._dispatcher.send(exchange, prepared)
-                except REPEATED as error:
+                except ApiError as error:
                     forget_frames(error)
                     first = first or error
-                    reason = "full" if isinstance(error, Overloaded) else "unavailable"
-                    if reason not in asked.fallback_on or not self._dispatcher.begins_anew(
+                    if not _falls_back(prepared, error) or not self._dispatcher.begins_anew(
                         exchange, prepared, error
                     ):
                         raise
@@ -428,6 +428,15 @@ def used_tokens(progress: Progress, reserved: int) -> Used:
     if (progress.refused or not progress.dispatched) and not progress.lost:
         return NOTHING
     return Used(estimated=reserved)
+
+
+def _falls_back(prepared: Prepared, failure: ApiError) -> bool:
+    """True if another model may be asked after this failure. A fallback that refuses the request is passed
+    over as well: its engines may take less than those of the model that was asked for."""
+    if prepared.is_fallback:
+        return isinstance(failure, REPEATED) or failure.status < HTTPStatus.INTERNAL_SERVER_ERROR
+    reason = "full" if isinstance(failure, Overloaded) else "unavailable"
+    return isinstance(failure, REPEATED) and reason in prepared.model.fallback_on
 
 
 def _refused(refusal: Refusal, tokens: int) -> ApiError:

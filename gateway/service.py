@@ -27,7 +27,8 @@ from gateway.workers.channel import WorkerStart
 from gateway.workers.process import ChildWorker, Worker
 from shared import logs
 from shared.exit_codes import ExitCode
-from shared.lifecycle import Phase, on_stop_signals
+from shared.files import FileVersion
+from shared.lifecycle import ORPHANED, Phase, on_stop_signals
 from shared.loops import watch_lag
 from shared.socket_directory import SocketDirectory
 
@@ -44,14 +45,17 @@ YOUNG_MAX: Final = 5_000
 log = logs.get(__name__)
 
 
-async def serve(config: GatewayConfig, path: Path, worker: WorkerStart | None = None) -> ExitCode:
+async def serve(
+    config: GatewayConfig, path: Path, worker: WorkerStart | None = None, *, seen: FileVersion | None = None
+) -> ExitCode:
     """Run a gateway until a stop signal; a second one ends the drain. `worker` says which of several workers
-    it is. Raises ConfigError, ListenFailed and UnusableTls."""
+    it is. `seen` is the version of the file that the configuration was read from. Raises ConfigError,
+    ListenFailed and UnusableTls."""
     stop, hurry = _stop_signals()
+    hangup = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
     watch_lag()
-    async with Gateway(config, path=path, worker=worker) as gateway:
-        hangup = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
+    async with Gateway(config, path=path, seen=seen, worker=worker) as gateway:
         reloading = asyncio.create_task(_reload_at(hangup, gateway.reload))
         collect_rarely()
         await stop.wait()
@@ -79,18 +83,19 @@ async def _reload_at(hangup: asyncio.Event, reload: Callable[[], Awaitable[objec
 
 
 def _stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Events that the first stop signal and the second one set."""
+    """Events that the first stop signal and the second one set. The end of the parent is a first one."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
+    asyncio.get_running_loop().add_signal_handler(ORPHANED, stop.set)
     return stop, hurry
 
 
 # -- several workers ------------------------------------------------------------------------------
 
 
-async def supervise(config: GatewayConfig, path: Path) -> ExitCode:
-    """Run several workers until a stop signal; a second one hurries their drain. Raises ConfigError,
-    ListenFailed and UnusableTls."""
+async def supervise(config: GatewayConfig, path: Path, *, seen: FileVersion | None = None) -> ExitCode:
+    """Run several workers until a stop signal; a second one hurries their drain. `seen` is as in `serve`.
+    Raises ConfigError, ListenFailed and UnusableTls."""
     from gateway.workers.accepted import Accepted
     from gateway.workers.place import GaveUp
     from gateway.workers.supervisor import Supervisor  # a single gateway has no use for it
@@ -98,7 +103,7 @@ async def supervise(config: GatewayConfig, path: Path) -> ExitCode:
     stop, hurry = _stop_signals()
     watch_lag()
     async with AsyncExitStack() as stack:
-        accepted, hangup = Accepted(config, path), asyncio.Event()
+        accepted, hangup = Accepted(config, path, seen=seen), asyncio.Event()
         launch, port = _launcher(stack, config, accepted, path)
         drain_s = config.timeouts.drain_delay_s + config.timeouts.drain_s
         supervisor = Supervisor(config.workers, launch, drain_s)
@@ -141,9 +146,9 @@ def _launcher(
     port: int = held.getsockname()[1]
     starts = itertools.count()
 
-    async def launch(index: int, is_replacement: bool, drained: Sequence[str]) -> Worker:
+    async def launch(index: int, drained: Sequence[str]) -> Worker:
         socket, text = str(directory.path / f"{index}-{next(starts)}"), await accepted.text()
-        return await ChildWorker.start(WorkerStart(text, index, port, socket, is_replacement, drained), path)
+        return await ChildWorker.start(WorkerStart(text, index, port, socket, drained), path)
 
     return launch, port
 
@@ -151,7 +156,7 @@ def _launcher(
 def _hang_up(supervisor: Supervisor, admin_tls: ListenerTls | None, hangup: asyncio.Event) -> None:
     """Have everything read again, as SIGHUP asks."""
     hangup.set()
-    supervisor.signal(signal.SIGHUP)
+    supervisor.hang_up()
     if admin_tls is not None:
         admin_tls.reload()
 

@@ -23,6 +23,12 @@ def end_quietly() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
+def ignore_hangups() -> None:
+    """Ignore SIGHUP, which would end the process, until it has a handler: whoever sends it wants files to be
+    read, and those that are read later are read anyway."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 def hold_back() -> None:
     """Keep a SIGINT for the program that this process becomes, which calls `end_quietly`: a starting
     interpreter would show a traceback."""

@@ -83,6 +83,9 @@ def on_stop_signals(callback: Callable[[str], None]) -> None:
 
 
 _PR_SET_PDEATHSIG: Final = 1
+ORPHANED: Final = signal.SIGUSR1
+"""The signal for a child that drains when its parent ends. The kernel may send it once for each thread of the
+parent, where a second SIGTERM would end the drain."""
 
 
 def die_with_parent(parent_pid: int, number: int = signal.SIGTERM) -> None:

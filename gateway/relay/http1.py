@@ -295,8 +295,10 @@ class _Connection(asyncio.Protocol):
             self._accept = self._accept_chunk = None
 
     def _delay_acks(self) -> None:
+        """Where the connection is closed already, uvloop's socket raises ValueError. What came before that is
+        to be read all the same."""
         if self._socket is not None and _QUICKACK is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 0)
 
     async def _wait(self) -> bool:

@@ -5,8 +5,8 @@ Rules:
 1. The supervisor follows the file as each worker does (`gateway.accounts`), by the same rules, and is told of
    it when they are. A file with mistakes changes nothing: whatever was accepted before it stays, such as the
    revocation of a key, and else the configuration of the supervisor's start.
-2. A worker that takes the place of one that died starts with that, and reads the file again before it listens
-   (`gateway.app`). So what it says is never older than what the workers beside it go by.
+2. A worker starts with that, and reads the file again before it listens (`gateway.app`). So what it says is
+   never older than what the workers beside it go by, nor than a change that was made while it started.
 """
 
 from __future__ import annotations
@@ -23,17 +23,25 @@ from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import to_toml
+from shared.files import FileVersion
 from shared.ids import TenantId
 
 
 class Accepted:
     """The newest configuration that was accepted."""
 
-    def __init__(self, config: GatewayConfig, path: Path, clock: Clock = SYSTEM_CLOCK) -> None:
-        """`config` is that of the supervisor's start. Raises ConfigError where an issuer's keys cannot be
-        read from their file."""
+    def __init__(
+        self,
+        config: GatewayConfig,
+        path: Path,
+        clock: Clock = SYSTEM_CLOCK,
+        *,
+        seen: FileVersion | None = None,
+    ) -> None:
+        """`config` is that of the supervisor's start, and `seen` the version of its file. Raises ConfigError
+        where an issuer's keys cannot be read from their file."""
         self._sources: Final = KeySources(clock)
-        self._reader: Final = AccountsReader(config, path, clock, self._checked)
+        self._reader: Final = AccountsReader(config, path, clock, self._checked, seen=seen)
 
     async def text(self) -> str:
         """The newest configuration as TOML."""

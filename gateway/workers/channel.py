@@ -62,8 +62,6 @@ class WorkerStart(Struct, frozen=True):
     """The public port."""
     socket: str
     """The path of its end of the channel."""
-    is_replacement: bool
-    """True if it takes the place of one that died: it reads the file again before it listens."""
     drained: Sequence[str] = ()
     """The ids of the replicas that operators have drained."""
 

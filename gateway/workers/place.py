@@ -14,7 +14,8 @@ Rules:
 2. A worker that ends without being told to is a death, whatever its exit status is. One that cannot even
    start, before any worker has served, ends the supervisor: the others could not start either.
 3. A new worker drains from the start what operators have drained, and once more when it has begun to serve,
-   since they may have changed it in the meantime. For the same reason it reads keys and tenants again then.
+   since they may have changed it in the meantime. For the same reason it reads keys and tenants again then,
+   and all its files where SIGHUP came: a process that has no handler for that yet would end.
 4. What it had counted is kept (`gateway.workers.metrics`). It is asked for its metrics every `COUNT_S`, so a
    death loses the counts of that time at most.
 """
@@ -66,9 +67,8 @@ _MOVES: Final = {
     PlacePhase.ENDED: set[PlacePhase](),
 }
 
-Launch = Callable[[int, bool, Sequence[str]], Awaitable[Worker]]
-"""Starts the worker of a place; True if it replaces one. The last are the replicas that operators have
-drained. Raises OSError."""
+Launch = Callable[[int, Sequence[str]], Awaitable[Worker]]
+"""Starts the worker of a place. The last are the replicas that operators have drained. Raises OSError."""
 
 
 FATAL: Final = (ExitCode.FAILED, ExitCode.UNUSABLE_CONFIG)
@@ -128,6 +128,8 @@ class Place:
         self._handed: Sequence[str] = ()
         """The drained replicas that its worker was told of."""
         self._hangs = False
+        self._is_to_hang_up = False
+        """True if its worker is to read its files again once it serves."""
         self._stopping = asyncio.Event()
 
     @property
@@ -160,6 +162,13 @@ class Place:
         """Send a signal to its worker, if there is one."""
         if self._worker is not None:
             self._worker.signal(number)
+
+    def hang_up(self) -> None:
+        """Have its worker read its files again, at once or by rule 3."""
+        if self.status is None:
+            self._is_to_hang_up = True
+        else:
+            self.signal(signal.SIGHUP)
 
     def stop(self) -> None:
         """Let its worker drain, and start no other. Once more: let it end its requests now."""
@@ -198,12 +207,12 @@ class Place:
         """Run one worker to its end. Returns the reason for its end, in one word."""
         try:
             self._handed = self._owner.drained()
-            worker = await self._launch(self.index, self.code is not None, self._handed)
+            worker = await self._launch(self.index, self._handed)
         except OSError as error:
             log.error("worker.start_failed", worker=self.index, reason=str(error))
             self.code = int(ExitCode.FAILED)
             return "start"
-        self._worker = worker
+        self._worker, self._is_to_hang_up = worker, False
         log.info("worker.started", worker=self.index, pid=worker.pid)
         if self._stopping.is_set():
             worker.signal(signal.SIGTERM)
@@ -256,6 +265,8 @@ class Place:
             await worker.client.drain(drained)
             self._handed = drained
         await worker.client.refresh()
+        if self._is_to_hang_up:
+            worker.signal(signal.SIGHUP)
 
     def _death(self, reason: str, lived_s: float) -> float:
         """Count and log a death. Returns the pause until the next start, in seconds. Raises GaveUp."""

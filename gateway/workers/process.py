@@ -1,7 +1,7 @@
 """A worker as a child process.
 
 It leads a process group of its own, so that a Ctrl-C in the terminal reaches the supervisor alone, which then
-drains all workers once. Should the supervisor die, the kernel sends it SIGTERM, and it drains
+drains all workers once. Should the supervisor die, the kernel tells it, and it drains
 (`shared.lifecycle.die_with_parent`).
 """
 

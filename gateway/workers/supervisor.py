@@ -10,7 +10,8 @@ Rules:
    (`gateway.workers.place`).
 3. A configuration that no worker can start with ends the supervisor with the worker's own exit status, as
    long as none has served yet.
-4. SIGTERM and SIGINT drain all workers, and a second one hurries them; SIGHUP is passed on.
+4. SIGTERM and SIGINT drain all workers, and a second one hurries them; SIGHUP is passed
+   on to those that serve, and to others once they do.
 """
 
 from __future__ import annotations
@@ -112,10 +113,10 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
 
-    def signal(self, number: int) -> None:
-        """Pass a signal on to all workers."""
+    def hang_up(self) -> None:
+        """Have all workers read their files again."""
         for place in self.places:
-            place.signal(number)
+            place.hang_up()
 
     def metrics(self) -> Snapshot:
         """The metrics of all workers as they were asked last, and of the supervisor."""

@@ -144,6 +144,14 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
     assert "tiers.flex.queue_timeout_s" in told
 
 
+@pytest.mark.parametrize("name", ["two\nlines", "a\rb", "tab\t", " ", "\x7f"])
+def test_a_models_name_fits_a_header(name: str) -> None:
+    """That of a fallback is in its answers."""
+    with pytest.raises(ConfigError) as caught:
+        load(settings("http://a:1", model={"name": name}), {})
+    assert [*caught.value.problems] == ["models[0].name: must be a name of 1 to 256 characters"]
+
+
 def test_contradictions_are_told_at_once() -> None:
     key = {"id": "k", "hash": hash_key("x"), "tenant": "nobody", "models": ["ghost"]}
     bad = settings(

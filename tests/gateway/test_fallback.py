@@ -182,6 +182,36 @@ async def test_fallbacks_are_asked_in_order_and_the_first_failure_is_told(open_p
         await pair.house.at_rest()
 
 
+FALLBACK_FAILS = {
+    "is full": refusal(503, "overloaded", "the third is full"),
+    "takes no more": refusal(429, "rate_limit_exceeded", "the third is full"),
+    "has a shorter context": refusal(400, "context_length_exceeded", "the third is too small"),
+    "knows another name": refusal(404, "model_not_found", "the third is another"),
+}
+
+
+@pytest.mark.parametrize("failure", FALLBACK_FAILS)
+async def test_a_fallback_that_cannot_take_it_is_passed_over_whatever_its_reason(
+    open_pair: Opener, failure: str
+) -> None:
+    """`fallback_on` is about the model that was asked for; a fallback either answers or does not."""
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine(bundle=byte_bundle()))
+        engine.script = FALLBACK_FAILS[failure]
+        third = {"name": "third", "replicas": [engine.url]}
+        pair = await stack.enter_async_context(open_pair(more=[third], fallback=["third", "spare"]))
+        pair.tiny.script = refusal(503, "not_ready", "tiny is away")
+        async with pair.house.chat() as answer:
+            assert (answer.status, answer.headers[HEADER]) == (200, "spare")
+        pair.spare.script = FALLBACK_FAILS[failure]
+        async with pair.house.chat() as answer:
+            assert (answer.status, HEADER in answer.headers) == (503, False)
+            assert "tiny is away" in (await answer.json())["error"]["message"]
+        assert len(engine.seen) == 2
+        assert [line["settled_tokens"] for line in await pair.house.lines(2)] == [13, 0]
+        await pair.house.at_rest()
+
+
 # -- what it costs, and who may -------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from gateway.config import ModelConfig
 from gateway.edge_config import HopConfig
 from gateway.engines import Engines
 from gateway.foreign_loads import RETRY_S, ForeignLoads
+from gateway.relay.credentials import Credentials
 from gateway.relay.upstream import Upstream
 from gateway.routing.exposition import EXPOSITION_LEN_MAX, REQUESTS_MAX, WAITING_LEN, parse_exposition
 from gateway.routing.policy import NEVER_MS
@@ -109,12 +110,13 @@ class World:
 
     def __init__(self, urls: list[str], interval_s: float) -> None:
         self.clock = VirtualClock()
-        model = ModelConfig(name="m", replicas=tuple(urls), protocol="http1")
+        model = ModelConfig(name="m", replicas=tuple(urls), protocol="http1", api_key_env="THEIR_KEY")
         self.replicas = Replicas([model], self.clock)
         self.upstream = Upstream(HopConfig(), [model])
         self.known = SimpleNamespace(is_foreign=True)
         engines = cast(Engines, SimpleNamespace(of=lambda _: self.known))
-        self.loads = ForeignLoads((model,), interval_s, engines, self.replicas, self.upstream, self.clock)
+        known = engines, self.replicas, self.upstream, Credentials([model], {"THEIR_KEY": "their-key"})
+        self.loads = ForeignLoads((model,), interval_s, *known, self.clock)
         self.views = [next(one for one in self.replicas.members() if one.url == url).view for url in urls]
 
     @property
@@ -133,7 +135,8 @@ async def world(*serves: Serve, interval_s: float = 0.5) -> AsyncIterator[tuple[
             assert task is not None
             tasks.add(task)
             with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                while b"/metrics " in await reader.readuntil(b"\r\n\r\n"):
+                while b"/metrics " in (head := await reader.readuntil(b"\r\n\r\n")):
+                    assert b"authorization: Bearer their-key\r\n" in head, "some have a key for these as well"
                     asked[i] += 1
                     await serves[i](writer)
             writer.close()

@@ -16,13 +16,13 @@ from tests.uncollected import uncollected
 class Socket:
     """A socket whose options are noted, or refused."""
 
-    def __init__(self, *, refuses: bool = False) -> None:
+    def __init__(self, *, refuses: Exception | None = None) -> None:
         self.options: list[tuple[int, int, int]] = []
         self._refuses = refuses
 
     def setsockopt(self, *option: int) -> None:
-        if self._refuses:
-            raise OSError
+        if self._refuses is not None:
+            raise self._refuses
         level, name, value = option
         self.options.append((level, name, value))
 
@@ -65,11 +65,35 @@ async def test_a_chunk_alone_is_offered_with_its_framing() -> None:
             (chunk(b"full"), "framed"),
         ]  # fmt: skip
         assert noted.options == [(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)]
-        answer._connection._socket = Socket(refuses=True)  # type: ignore[assignment]
+        answer._connection._socket = Socket(refuses=OSError())  # type: ignore[assignment]
         passing = asyncio.create_task(answer.pass_on(accept, accept_chunk))
         said.put_nowait(chunk(b"broken"))
         with pytest.raises(Broken):
             await passing
+        await answer.aclose()
+
+
+async def test_an_answer_whose_connection_was_closed_behind_it_is_read_to_its_end() -> None:
+    """As from an engine that keeps no connections, whose short answer and end come together."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunk(b"one") + b"0\r\n\r\n")
+        writer.close()
+
+    seen: list[bytes] = []
+
+    def accept(data: bytes) -> bool:
+        seen.append(data)
+        return True
+
+    async with serving(serve) as (transport, url), asyncio.timeout(PATIENCE_S):
+        answer = await get(transport, url)
+        connection = answer._connection
+        await until(lambda: connection._transport is None)
+        connection._socket = Socket(refuses=ValueError("negative file descriptor"))  # type: ignore[assignment]
+        assert await answer.pass_on(accept, lambda *_: None) is False
+        assert seen == [b"one"]
         await answer.aclose()
 
 

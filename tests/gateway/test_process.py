@@ -85,6 +85,30 @@ async def started(config: Path) -> AsyncIterator[Process]:
 STREAMS = 50
 
 
+@pytest.mark.parametrize("hangs_up", [True, False])
+async def test_a_change_and_a_hangup_while_it_starts_are_not_lost(tmp_path: Path, hangs_up: bool) -> None:
+    config, env = tmp_path / "gateway.toml", {**os.environ, "PENSTOCK_UNREAD": "1"}
+    config.write_text(text := toml("http://127.0.0.1:1"))
+    argv = (sys.executable, "-m", "gateway", "--config", str(config), "--parent-pid", str(os.getpid()))
+    process = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, env=env, stderr=subprocess.PIPE)
+    try:
+        gateway = Process(process)
+        await gateway.until_logged("environment.unread")  # it has read the file
+        if hangs_up:
+            process.send_signal(signal.SIGHUP)
+        (tmp_path / "new").write_text(text.replace('id = "k1"', 'id = "k1"\ndisabled = true'))
+        (tmp_path / "new").rename(config)
+        listening = await gateway.until_logged("gateway.listening")
+        assert (await gateway.until_logged("keys.revoked"))["keys"] == ["k1"]
+        url = f"http://127.0.0.1:{listening['port']}/v1/models"
+        async with aiohttp.ClientSession() as client, client.get(url, headers=HEADERS) as answer:
+            assert answer.status == 401
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
 async def test_sigterm_drains_open_streams_and_exits_with_0(tmp_path: Path) -> None:
     """It is not ready from the first moment on, and alive to the last."""
     config, go_on = tmp_path / "gateway.toml", asyncio.Event()

@@ -109,10 +109,9 @@ class House:
         self.supervisor = Supervisor(workers, self.launch, 0.01, self.clock)
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
 
-    async def launch(self, index: int, is_replacement: bool, drained: Sequence[str]) -> Worker:
+    async def launch(self, index: int, drained: Sequence[str]) -> Worker:
         if self.fails:
             raise OSError("no more processes")
-        assert is_replacement == any(worker.index == index for worker in self.started)
         worker = StubWorker(index, len(self.started))
         worker.stub.is_silent = self.is_born_silent
         worker.stub.drained = list(drained)
@@ -319,8 +318,23 @@ async def test_one_ready_worker_is_enough_and_problems_name_their_worker() -> No
         house.started[1].die(1)
         await until(lambda: house.phases[1] is PlacePhase.PAUSED)
         assert house.supervisor.health.problems() == ["worker 0: quota store", "worker 1: paused"]
-        house.supervisor.signal(signal.SIGHUP)
+        house.supervisor.hang_up()
         assert house.started[0].signals == [signal.SIGHUP]
+
+
+async def test_a_worker_that_starts_reads_its_files_again_once_it_can() -> None:
+    """A SIGHUP would end it before."""
+    async with serving() as house:
+        house.is_born_silent = True
+        house.started[0].die(1)
+        await house.pass_until(lambda: len(house.started) == 3)
+        house.supervisor.hang_up()
+        await house.pass_until(lambda: house.started[2].stub.beats > 1)
+        assert house.started[1].signals == [signal.SIGHUP]
+        assert house.started[2].signals == []
+        house.started[2].stub.is_silent = False
+        await house.pass_until(lambda: house.phases[0] is PlacePhase.SERVING)
+        assert house.started[2].signals == [signal.SIGHUP]
 
 
 async def test_the_exit_status_is_that_of_a_worker_that_cannot_start(
@@ -375,7 +389,6 @@ async def test_a_replacement_starts_with_the_newest_configuration_that_was_accep
         supervising.cancel()
         await asyncio.gather(supervising, return_exceptions=True)
     [key] = load(tomllib.loads(started[2].config), {}).keys
-    assert started[2].is_replacement
     assert key.disabled is is_revoked_before
 
 

@@ -99,10 +99,10 @@ class House:
         self.port = held.getsockname()[1]
         count = itertools.count()
 
-        async def launch(index: int, is_replacement: bool, drained: Sequence[str]) -> Worker:
+        async def launch(index: int, drained: Sequence[str]) -> Worker:
             socket = str(self.file.parent / f"{next(count)}.sock")
             text = await self.accepted.text()
-            start = WorkerStart(text, index, self.port, socket, is_replacement, drained)
+            start = WorkerStart(text, index, self.port, socket, drained)
             newest = load(tomllib.loads(text), {})
             gateway = await Gateway(newest, path=self.file, worker=start).__aenter__()
             self.workers.append(InProcess(gateway, Client(socket)))
@@ -264,14 +264,14 @@ async def test_a_revoked_key_stays_so_at_a_replaced_worker_whatever_became_of_th
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-async def test_a_replacement_reads_the_file_before_it_listens_and_keeps_what_it_has_if_that_is_bad(
+async def test_a_worker_reads_the_file_before_it_listens_and_keeps_what_it_has_if_that_is_bad(
     short_tmp: Path, is_good: bool
 ) -> None:
     file, text = short_tmp / "gateway.toml", toml("http://127.0.0.1:1")
     revoked = text.replace('id = "k1"', GONE)
     file.write_text(revoked if is_good else f"{text}\n[[keys]]\nid = 'without a hash'")
     with hold_port("127.0.0.1", 0) as held:
-        start = WorkerStart("", 0, held.getsockname()[1], str(short_tmp / "0.sock"), is_replacement=True)
+        start = WorkerStart("", 0, held.getsockname()[1], str(short_tmp / "0.sock"))
         given = tomllib.loads(text if is_good else revoked)
         async with Gateway(load(given, {}), path=file, worker=start) as gateway:
             with pytest.raises(Unauthenticated):

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.__main__ import main
 from shared.exit_codes import ExitCode
+from shared.lifecycle import ORPHANED
 from tests.gateway.conftest import CHAT, KEY
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream
 from tests.gateway.test_admin import OPERATOR, operator_keys
@@ -101,6 +102,26 @@ async def workers(directory: Path, text: str) -> AsyncIterator[Workers]:
             if process.returncode is None:
                 process.kill()  # the kernel tells the workers
             await found.end()
+
+
+async def test_workers_whose_supervisor_was_killed_drain(tmp_path: Path) -> None:
+    """The kernel may tell them once for each of its threads, which hurries nobody."""
+    go_on = asyncio.Event()
+    async with FakeEngine(bundle=byte_bundle()) as engine:
+        engine.script = stream(chunk("a"), go_on, chunk("b"))
+        async with workers(tmp_path, toml(engine.url)) as gateway, asyncio.timeout(PATIENCE_S):
+            answers = [await gateway.chat() for _ in range(STREAMS)]
+            for answer in answers:
+                assert await answer.content.readuntil(b"\n\n") == chunk("a")
+            gateway.process.kill()
+            await gateway.until_logged("gateway.draining", 2)
+            for line in gateway.logged("worker.started"):
+                os.kill(line["pid"], ORPHANED)
+            go_on.set()
+            ends = await asyncio.gather(*map(read_to_the_end, answers))
+            assert set(ends) == {chunk("b") + b"data: [DONE]\n\n"}
+            drained = await gateway.until_logged("gateway.drained", 2)
+            assert all(line["clean"] for line in drained)
 
 
 async def read_to_the_end(answer: aiohttp.ClientResponse) -> bytes | None:
