@@ -310,7 +310,8 @@ class ChoiceOutput:
             self._text = ["".join(self._text)]
         self._unsent_text_len += len(text)
         trail, released_len = self._trail, self._detokenizer.released_len
-        while trail and trail[0][0] <= released_len:
+        # one without text of its own may begin a character of a stop string that is not complete yet
+        while trail and trail[0][0] <= released_len and trail[0][1].start < released_len:
             self._entries.append(trail.popleft()[1])
         self._tell()
 

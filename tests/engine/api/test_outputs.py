@@ -22,7 +22,7 @@ from engine.api.stop_strings import StopStrings
 from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
 from shared.errors import EngineFailed, SlowClient
 from shared.openai import ChatChunk, Completion
-from tests.engine.api.test_detokenizer import Pieces
+from tests.engine.api.test_detokenizer import BYTE_FALLBACK, BYTES, Pieces
 
 PIECES = ["a", "b", "c", "<e", "nd>", "", "d"]
 
@@ -82,6 +82,20 @@ async def test_entries_leave_with_their_text() -> None:
     [delta] = await output.take()
     assert (delta.text, delta.entries, delta.finish_reason) == ("", [], "stop")
     assert only.completion_tokens == 3
+
+
+@pytest.mark.parametrize(("answer", "stops"), [("aé!", ("ax", "é!")), ("ax日本", ("ax日y", "日本"))])
+async def test_no_token_of_a_stop_string_is_listed(answer: str, stops: tuple[str, ...]) -> None:
+    """Not even the first byte of its first character, where text before it was held back for another one."""
+    output = RequestOutput(1)
+    decoder = BYTE_FALLBACK.decode_stream([])
+    only = ChoiceOutput(0, output, Detokenizer(decoder, StopStrings(stops)), keeps_entries=True)
+    ids = [BYTES[byte] for byte in answer.encode()]
+    assert [only.on_token(token_id, None, 0.0) for token_id in ids] == [False] * (len(ids) - 1) + [True]
+    [delta] = await output.take()
+    listed = b"".join(BYTE_FALLBACK.token_bytes(entry.token_id) for entry in delta.entries)
+    assert delta.text
+    assert listed == delta.text.encode()
 
 
 async def test_a_stop_token_counts_and_has_no_text() -> None:
