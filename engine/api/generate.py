@@ -38,7 +38,6 @@ from engine.api.vllm_metrics import EndedSequence
 from shared import sse
 from shared.errors import ApiError, RequestAborted
 from shared.holding import Holding
-from shared.ids import IGNORED_FIELDS_HEADER
 from shared.openai import ChatRequest, CompletionRequest, PromptTokensDetails, Usage
 from shared.shield import shielded
 
@@ -97,7 +96,6 @@ class Generation:
         self._deadlines = deadlines
         self._streams = asked.streams
         self._sends_usage = asked.sends_usage
-        self._ignored = asked.ignored_header
         self._n = asked.n
         self._share = asked.share
         self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
@@ -163,7 +161,7 @@ class Generation:
     async def _stream(self) -> None:
         exchange, output, responder = self._exchange, self._output, self._exchange.responder
         core, held = self._state.core, list[Delta]()
-        await exchange.start_stream(self._headers())
+        await exchange.start_stream()
         bearer: ChoiceOutput | None = self._outputs[self._bearer]
         while not output.is_done:
             deltas = await output.take()
@@ -219,7 +217,7 @@ class Generation:
         self._settle()
         self._exchange.answers()
         closing = sse.encode_closing(self._exchange.closing()).decode()
-        headers = {**self._headers(), sse.CLOSING_HEADER: closing}
+        headers = {sse.CLOSING_HEADER: closing}
         await self._write_whole(self._encoder.whole(deltas, self._usage()), headers)
 
     async def _write_whole(self, pieces: Iterator[bytes], headers: Mapping[str, str]) -> None:
@@ -245,9 +243,6 @@ class Generation:
         await exchange.write(b"".join(made))
         exchange.is_served = True
         await exchange.responder.finish()
-
-    def _headers(self) -> dict[str, str]:
-        return {IGNORED_FIELDS_HEADER: self._ignored} if self._ignored else {}
 
     # -- accounts ---------------------------------------------------------------------------------
 
