@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import SamplingParams, SlotAssignment
+from engine.runtime.history import History
 from engine.runtime.seats import Seat, Seats, temperature_of
 
 
@@ -65,23 +66,18 @@ class HostSlots(Seats):
         for row, seat in enumerate(seats):
             seat.known_len += 1
             if seat.history is not None:
-                seat.history[0].index_add_(0, kept[row : row + 1], _ONE)
+                seat.history.append(int(kept[row]))
 
     def _take(self, start: SlotAssignment, seat: Seat) -> None:
         ids = torch.tensor(start.token_ids, dtype=torch.int32)
         self.tokens[start.slot, : seat.known_len] = ids
         self.columns.seat(start.slot, start.sampling, self.vocab_size)
         if start.sampling.needs_history:
-            seat.history = torch.stack(
-                [
-                    torch.bincount(part, minlength=self.vocab_size).int()
-                    for part in (ids[start.prompt_len :], ids[: start.prompt_len])
-                ]
-            )
+            prompt, output = start.token_ids[: start.prompt_len], start.token_ids[start.prompt_len :]
+            seat.history = History(prompt, output, self.vocab_size, self.max_model_len)
 
     def _place(self, slot: int, index: int, pages: Sequence[int]) -> None:
         self.page_table[slot, index : index + len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
 
-_ONE: Final = torch.ones(1, dtype=torch.int32)
 _SIGN: Final = 1 << 63
