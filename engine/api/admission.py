@@ -178,6 +178,11 @@ def answer_len(request: GenerationRequest, choices: Sequence[Choice]) -> int:
     return held * _token_len(request) + _scores_len(request, prompts) + told
 
 
+def text_len(choices: Sequence[Choice]) -> int:
+    """The part of `answer_len` that is for the text of an answer that is not streamed."""
+    return TEXT_BYTES * sum(choice.sampling.max_tokens for choice in choices)
+
+
 def _token_len(request: GenerationRequest) -> int:
     logprobs = request.logprobs_asked
     if logprobs is not None:

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final, TypeVar
 
+from engine.api.admission import text_len
 from engine.api.asking import Asked, Deadlines, ask
 from engine.api.detokenizer import Detokenizer
 from engine.api.encoding import AnswerEncoder, ChatEncoder, CompletionEncoder, Heading
@@ -34,6 +35,7 @@ from engine.api.model import ServedModel
 from engine.api.outputs import ChoiceOutput, Delta, RequestOutput
 from engine.api.state import EngineState
 from engine.api.stop_strings import StopStrings
+from engine.api.text_room import TextRoom
 from engine.api.vllm_metrics import EndedSequence
 from shared import sse
 from shared.errors import ApiError, RequestAborted
@@ -70,7 +72,7 @@ async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> No
         exchange.stage = "queue"
         prompt_lens = [len(choice.prompt_ids) for choice in asked.choices]
         state.core.check_room(exchange.tenant, len(prompt_lens), sum(prompt_lens))
-        generation = Generation(state, exchange, asked, model, deadlines)
+        generation = Generation(state, exchange, asked, model, deadlines, holding)
         del asked  # frees the prompts, which the core has once they are submitted
         with state.listed(exchange.request_id, generation):
             await generation.run()
@@ -89,8 +91,15 @@ class Generation:
     """A request whose sequences are in the core."""
 
     def __init__(
-        self, state: EngineState, exchange: Exchange, asked: Asked, model: ServedModel, deadlines: Deadlines
+        self,
+        state: EngineState,
+        exchange: Exchange,
+        asked: Asked,
+        model: ServedModel,
+        deadlines: Deadlines,
+        holding: Holding,
     ) -> None:
+        """`holding` holds the memory of the answer."""
         self._state = state
         self._exchange = exchange
         self._deadlines = deadlines
@@ -105,7 +114,10 @@ class Generation:
         """The choice whose first token has a deadline, that of the request: of those with the shortest prompt
         the first one, which begins before the others, as things stand."""
         self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
-        self._output = RequestOutput(len(asked.choices), whole=not asked.streams, on_end=self._on_end)
+        room = None if asked.streams else TextRoom(holding, asked.answer_len, text_len(asked.choices))
+        self._output = RequestOutput(
+            len(asked.choices), whole=not asked.streams, on_end=self._on_end, room=room
+        )
         self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._encoder = self._make_encoder(asked, model)

@@ -33,6 +33,7 @@ from engine.api.causes import SequenceMarks, Spent, causes_of
 from engine.api.detokenizer import Detokenizer
 from engine.api.halts import Halts
 from engine.api.steps import StepRing
+from engine.api.text_room import TextRoom
 from engine.core.messages import Finished, FinishReason, Moved, ServiceClass, Started, TokenLogprobs
 from shared.causes import Cause
 from shared.errors import ApiError, EngineFailed, FirstTokenDeadline, Overloaded, SlowClient
@@ -309,6 +310,7 @@ class ChoiceOutput:
 
     def _release(self, text: str) -> None:
         if text:
+            self.output.keep(text)
             self._text.append(text)
             if len(self._text) >= TEXT_PIECES_MAX:
                 self._text = ["".join(self._text)]
@@ -344,7 +346,15 @@ def _nothing() -> None:
 class RequestOutput:
     """The outputs of all choices of one request, and the handler that waits for them."""
 
-    def __init__(self, choices: int, *, whole: bool = False, on_end: Callable[[], None] = _nothing) -> None:
+    def __init__(
+        self,
+        choices: int,
+        *,
+        whole: bool = False,
+        on_end: Callable[[], None] = _nothing,
+        room: TextRoom | None = None,
+    ) -> None:
+        """`room` is for the text of a whole answer."""
         self.open = choices
         """The number of choices that have not finished."""
         self._in_core = choices
@@ -355,6 +365,7 @@ class RequestOutput:
         self.is_whole = whole
         """True if the answer is not streamed, so that its handler waits until every choice has
         finished."""
+        self._room = room
         self._on_end = on_end
         """Called when nothing more will come. The handler may still be waiting for its client
         then."""
@@ -372,6 +383,15 @@ class RequestOutput:
     def tell(self, choice: ChoiceOutput) -> None:
         self._news.append(choice)
         self._wake()
+
+    def keep(self, text: str) -> None:
+        """Hold the memory of text that is kept until the answer's end, or end the request where there is
+        none."""
+        if self._room is not None and self.error is None:
+            try:
+                self._room.take(text)
+            except Overloaded as error:
+                self.fail(error)
 
     def finish_one(self) -> None:
         """Note that a choice, whose last output was announced by `tell`, has finished."""
