@@ -89,7 +89,7 @@ def sample(
     tokens = torch.empty(len(seats), dtype=torch.int64)
     if others:
         tokens[others] = drawn(logits, others, others)
-    edited = logits[editors]
+    edited = torch.index_select(logits, 0, torch.tensor(editors), out=columns.edited[: len(editors)])
     sound = _are_sound(edited)
     for row, i in zip(edited, editors, strict=True):
         _edit(row, seats[i])

@@ -25,15 +25,19 @@ class SamplingColumns:
     min_p: Tensor
     seed: Tensor
     """The seed's 64 bits, as int64."""
+    edited: Tensor
+    """Room for the logits that are edited in a step, [slots, vocab] float32. To map so much memory anew in
+    every step would take longer than the edits."""
 
     @staticmethod
-    def empty(slots: int) -> SamplingColumns:
+    def empty(slots: int, vocab_size: int) -> SamplingColumns:
         return SamplingColumns(
             temperature=torch.zeros(slots, dtype=torch.float32),
             top_k=torch.zeros(slots, dtype=torch.int64),
             top_p=torch.zeros(slots, dtype=torch.float64),
             min_p=torch.zeros(slots, dtype=torch.float32),
             seed=torch.zeros(slots, dtype=torch.int64),
+            edited=torch.empty(slots, vocab_size, dtype=torch.float32),
         )
 
     def seat(self, slot: int, params: SamplingParams, vocab_size: int) -> None:
@@ -54,7 +58,7 @@ class HostSlots(Seats):
         Seats.__post_init__(self)
         self.tokens = torch.zeros(self.slots, self.max_model_len, dtype=torch.int32)
         self.page_table = torch.zeros(self.slots, self.pages_per_sequence, dtype=torch.int32)
-        self.columns = SamplingColumns.empty(self.slots)
+        self.columns = SamplingColumns.empty(self.slots, self.vocab_size)
 
     def append(self, slots: Sequence[int], tokens: Tensor) -> None:
         """Store one sampled token per slot, int64 [S]. A failed row's -1 is stored as 0: its sequence ends

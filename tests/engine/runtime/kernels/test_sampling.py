@@ -47,7 +47,7 @@ def histories(rows: int, seed: int, vocab: int = VOCAB) -> list[tuple[Tensor, Te
 
 
 def on_cpu(logits: Tensor, asked: Sequence[SamplingParams], past: list[tuple[Tensor, Tensor]]) -> list[int]:
-    columns = SamplingColumns.empty(len(asked))
+    columns = SamplingColumns.empty(len(asked), logits.shape[1])
     seats = []
     for slot, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
         columns.seat(slot, own, logits.shape[1])
