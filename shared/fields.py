@@ -16,7 +16,13 @@ from typing import Final
 import msgspec
 from msgspec import Raw, Struct
 
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest
+from shared.openai import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from shared.repeated import refuse_repeated, stays
 
 Nothing = tuple[object, ...]
@@ -26,34 +32,40 @@ _FALSE: Final[Nothing] = (False,)
 _NONE: Final[Nothing] = ()
 _EMPTY: Final[Nothing] = ("", [], {})
 
+_PROMPT: Final[Mapping[str, Nothing]] = {
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs"), _EMPTY),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("truncate", "truncate_prompt_tokens"), _NONE),
+    **dict.fromkeys(("thinking", "enable_thinking", "reasoning", "include_reasoning"), _NONE),
+    "continue_final_message": _FALSE,
+}
+"""Fields that change what the prompt's tokens are."""
 _EXTENSIONS: Final[Mapping[str, Nothing]] = {
+    **_PROMPT,
     **dict.fromkeys(("guided_json", "json_schema"), ("",)),  # {} is a schema: any JSON
     **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar"), _EMPTY),
     **dict.fromkeys(("structured_outputs", "regex", "ebnf", "grammar"), _EMPTY),
-    **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs"), _EMPTY),
     **dict.fromkeys(("bad_words", "bad_words_ids", "allowed_token_ids", "logits_processors"), _EMPTY),
     **dict.fromkeys(("vllm_xargs", "custom_params", "custom_logit_processor", "lora_path"), _EMPTY),
     **dict.fromkeys(("lora", "adapter_id", "prompt_embeds", "repetition_detection"), _EMPTY),
     **dict.fromkeys(("lora_request", "banned_tokens", "negative_prompt"), _EMPTY),
     **dict.fromkeys(("input_ids", "prompt_token_ids"), _EMPTY),
     **dict.fromkeys(("stop_regex", "stop_sequences", "structural_tag", "logprob_token_ids"), _EMPTY),
-    **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "return_tokens_as_token_ids": _FALSE,
     **dict.fromkeys(("n_predict", "thinking_token_budget"), (-1,)),
     "top_n_sigma": (0, -1),
     "guidance_scale": (1,),
-    **dict.fromkeys(("use_beam_search", "continue_final_message", "include_stop_str_in_output"), _FALSE),
-    **dict.fromkeys(("early_stopping", "no_stop_trim", "watermark"), _FALSE),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "early_stopping"), _FALSE),
+    **dict.fromkeys(("no_stop_trim", "watermark"), _FALSE),
     "do_sample": (True,),
     **dict.fromkeys(("max_new_tokens", "random_seed"), _NONE),
     **dict.fromkeys(("min_new_tokens", "penalty_alpha"), (0,)),
     "num_beams": (1,),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    **dict.fromkeys(("truncate", "truncate_prompt_tokens", "prompt_logprobs", "web_search_options"), _NONE),
+    **dict.fromkeys(("prompt_logprobs", "web_search_options"), _NONE),
     **dict.fromkeys(("length_penalty", "repeat_penalty", "typical_p", "tfs_z", "top_a"), (1,)),
     **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "no_repeat_ngram_size"), (0,)),
-    **dict.fromkeys(("thinking", "enable_thinking", "reasoning", "include_reasoning"), _NONE),
 }
 _CHAT: Final[Mapping[str, Nothing]] = {
     **_EXTENSIONS,
@@ -72,6 +84,12 @@ _COMPLETION: Final[Mapping[str, Nothing]] = {
     "response_format": ({"type": "text"},),
     "add_special_tokens": (True,),
 }
+_TOKENIZE: Final[Mapping[str, Nothing]] = {
+    **_PROMPT,
+    "add_generation_prompt": (True,),
+    "return_token_strs": _FALSE,
+}
+_DETOKENIZE: Final[Mapping[str, Nothing]] = {"skip_special_tokens": _FALSE}
 _MESSAGE: Final[Mapping[str, Nothing]] = {
     "tool_calls": ([],),
     "tool_call_id": _NONE,
@@ -99,6 +117,8 @@ INSTEAD: Final[Mapping[str, str]] = {
 _TABLES: Final[Mapping[type[Struct], Mapping[str, Nothing]]] = {
     ChatRequest: _CHAT,
     CompletionRequest: _COMPLETION,
+    TokenizeRequest: _TOKENIZE,
+    DetokenizeRequest: _DETOKENIZE,
 }
 _ARRAY: Final = ord("[")
 

@@ -277,7 +277,7 @@ def write_line(line: msgspec.Struct, level: str) -> bytes | None:
             return encoded
     except (OverflowError, UnicodeEncodeError):
         pass  # a huge number, or a lone surrogate
-    fields = {name: value for name, value in msgspec.structs.asdict(line).items() if value is not None}
+    fields = msgspec.to_builtins(line)
     _writer.msg(render(_writer.service, level, str(fields.pop("event", "")), fields))
     return None
 

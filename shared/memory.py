@@ -58,7 +58,7 @@ TOKEN: Final = 64
 """Bytes of a prompt's token in the core: an integer, and its place in a list."""
 LOGIT: Final = 24
 """Bytes of a token of the vocabulary in the core, for each sequence that runs: its logit, one more where the
-request edits it, two counts where penalties need them, and what log-probabilities take."""
+request edits it, its count and its id where penalties need them, and what log-probabilities take."""
 STEP: Final = 64 * MIB
 """Bytes of the largest step, if none as large was taken while the core warmed up."""
 

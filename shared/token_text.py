@@ -83,6 +83,11 @@ class DecodeStream:
         """The number of characters so far that stand for bytes of earlier tokens than the one with which they
         came: no token finished them."""
 
+    @property
+    def is_unfinished(self) -> bool:
+        """True if the tokens so far end within a character."""
+        return bool(self._unfinished)
+
     def step(self, token_id: int) -> str:
         """The whole characters that this token completes."""
         if self._decoder.is_textless(token_id, self._skip_special_tokens):

@@ -166,13 +166,21 @@ def answer_room(request: GenerationRequest, prompts: Sequence[list[int]]) -> int
 def answer_len(request: GenerationRequest, choices: Sequence[Choice]) -> int:
     """The most bytes that an answer holds at any time, with the prompts that are repeated in it."""
     prompts = [choice.prompt_ids for choice in choices[:: request.n or 1]]
-    tokens = sum(choice.sampling.max_tokens for choice in choices)
-    held = min(tokens, WINDOW_TOKENS * len(choices)) if request.stream else tokens
+    held = sum(choice.sampling.max_tokens for choice in choices)
+    # the choices of a prompt that is scored may all be computed before the one that scores it
+    waits = request.echoes and request.logprobs_asked is not None and (request.n or 1) > 1
+    if request.stream and not waits:
+        held = min(held, WINDOW_TOKENS * len(choices))
     is_told = bool(request.return_token_ids) or request.echoes
     told = sum(map(len, prompts)) * TOKEN_BYTES if is_told else 0
     if not request.stream:
         told = max(told, _repeated_len(request, prompts))
     return held * _token_len(request) + _scores_len(request, prompts) + told
+
+
+def text_len(choices: Sequence[Choice]) -> int:
+    """The part of `answer_len` that is for the text of an answer that is not streamed."""
+    return TEXT_BYTES * sum(choice.sampling.max_tokens for choice in choices)
 
 
 def _token_len(request: GenerationRequest) -> int:

@@ -138,7 +138,6 @@ class Asked:
     stop_ids: frozenset[int]
     discards: bool
     """True to drop the one token that the core always samples, because `max_tokens` was 0."""
-    ignored_header: str
     share: Share
     choices: Sequence[Choice]
     prompts: list[AddPrompt]
@@ -165,6 +164,7 @@ async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: H
         if (name := parsed.request.model) is not None:
             state.check_name(name)
             exchange.model = name
+        exchange.ignored_fields = parsed.ignored_header
     return parsed
 
 
@@ -192,7 +192,6 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
         stop_strings=request.stop_strings,
         stop_ids=stop_ids(request, model.eos_ids),
         discards=request.output_tokens_max == 0,
-        ignored_header=parsed.ignored_header,
         share=_share(exchange, request),
         choices=choices,
         prompts=prompts_of(choices, packed, request.n or 1),

@@ -12,7 +12,8 @@ Two things hold text back, and nothing else does:
 Positions are counted in characters of the sequence's decoded text, so that tokens can be matched with
 the text they made: token i made the characters `[start, end)`, an unfinished character belongs to the
 token that finishes it. One that none finishes is a U+FFFD once that is known. It belongs to the tokens that
-began it, and stands before the `start` of the token with which it comes.
+began it, and stands before the `start` of the token with which it comes. A token that is no more than part
+of a character ends where that character will.
 
 Rules for stop strings, which make the result independent of how the text was cut into tokens: the
 stop string that completes first wins; among those that complete on the same character, the longest.
@@ -31,6 +32,11 @@ class TextDecoder(Protocol):
 
     lost_len: int
     """The number of characters so far that belong to earlier tokens than the one with which they came."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True if the tokens so far end within a character."""
+        ...
 
     def step(self, token_id: int) -> str: ...
 
@@ -67,11 +73,13 @@ class Detokenizer:
         self._tokens += 1
         return self._take(self._decoder.step(token_id))
 
-    def push_placed(self, token_id: int) -> tuple[str, int]:
-        """Take a token. Returns the text that may be sent now, and the position of the token's own text."""
+    def push_placed(self, token_id: int) -> tuple[str, int, int]:
+        """Take a token. Returns the text that may be sent now, and the start and end of the token's own
+        text."""
         start = self.decoded_len - self._decoder.lost_len
         text = self.push(token_id)
-        return text, start + self._decoder.lost_len
+        start += self._decoder.lost_len
+        return text, start, max(self.decoded_len, start + self._decoder.is_unfinished)
 
     def finish(self) -> str:
         """The text that is still held back, for a sequence that ended without a stop string."""

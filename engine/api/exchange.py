@@ -28,6 +28,7 @@ from shared.errors import (
 )
 from shared.http import Request, Responder
 from shared.ids import (
+    IGNORED_FIELDS_HEADER,
     REQUEST_ID_HEADER,
     TENANT_HEADER,
     TOKENIZER_HEADER,
@@ -107,6 +108,8 @@ class Exchange:
         """The model that was asked for. None until the body was read."""
         self.streams = False
         """True if a stream was asked for. False until the body was read."""
+        self.ignored_fields = ""
+        """The names of the request's unknown fields, for a header. Empty until the body was read."""
         self.is_quiet = False
         """True if the completed line is logged at level debug, as those of probes and scrapes are."""
         self.is_served = False
@@ -199,14 +202,14 @@ class Exchange:
                 self._cut.cancel()
                 self._cut = self._cut_later()
 
-    async def start_stream(self, headers: Mapping[str, str]) -> None:
+    async def start_stream(self) -> None:
         self._status, self._is_event_stream = 200, True
         streaming = {
             "content-type": sse.CONTENT_TYPE,
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
         }
-        await self.responder.start_stream(200, {**self._headers(), **streaming, **headers})
+        await self.responder.start_stream(200, {**self._headers(), **streaming})
 
     async def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self._status = status
@@ -219,6 +222,8 @@ class Exchange:
             headers["server-timing"] = timing
         if (own := self._house.tokenizer_hash) is not None:
             headers[TOKENIZER_HEADER] = own
+        if self.ignored_fields:
+            headers[IGNORED_FIELDS_HEADER] = self.ignored_fields
         return headers
 
     def tell_load(self) -> None:

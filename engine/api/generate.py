@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final, TypeVar
 
+from engine.api.admission import text_len
 from engine.api.asking import Asked, Deadlines, ask
 from engine.api.detokenizer import Detokenizer
 from engine.api.encoding import AnswerEncoder, ChatEncoder, CompletionEncoder, Heading
@@ -34,11 +35,11 @@ from engine.api.model import ServedModel
 from engine.api.outputs import ChoiceOutput, Delta, RequestOutput
 from engine.api.state import EngineState
 from engine.api.stop_strings import StopStrings
+from engine.api.text_room import TextRoom
 from engine.api.vllm_metrics import EndedSequence
 from shared import sse
 from shared.errors import ApiError, RequestAborted
 from shared.holding import Holding
-from shared.ids import IGNORED_FIELDS_HEADER
 from shared.openai import ChatRequest, CompletionRequest, PromptTokensDetails, Usage
 from shared.shield import shielded
 
@@ -71,7 +72,7 @@ async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> No
         exchange.stage = "queue"
         prompt_lens = [len(choice.prompt_ids) for choice in asked.choices]
         state.core.check_room(exchange.tenant, len(prompt_lens), sum(prompt_lens))
-        generation = Generation(state, exchange, asked, model, deadlines)
+        generation = Generation(state, exchange, asked, model, deadlines, holding)
         del asked  # frees the prompts, which the core has once they are submitted
         with state.listed(exchange.request_id, generation):
             await generation.run()
@@ -90,14 +91,20 @@ class Generation:
     """A request whose sequences are in the core."""
 
     def __init__(
-        self, state: EngineState, exchange: Exchange, asked: Asked, model: ServedModel, deadlines: Deadlines
+        self,
+        state: EngineState,
+        exchange: Exchange,
+        asked: Asked,
+        model: ServedModel,
+        deadlines: Deadlines,
+        holding: Holding,
     ) -> None:
+        """`holding` holds the memory of the answer."""
         self._state = state
         self._exchange = exchange
         self._deadlines = deadlines
         self._streams = asked.streams
         self._sends_usage = asked.sends_usage
-        self._ignored = asked.ignored_header
         self._n = asked.n
         self._share = asked.share
         self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
@@ -107,7 +114,10 @@ class Generation:
         """The choice whose first token has a deadline, that of the request: of those with the shortest prompt
         the first one, which begins before the others, as things stand."""
         self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
-        self._output = RequestOutput(len(asked.choices), whole=not asked.streams, on_end=self._on_end)
+        room = None if asked.streams else TextRoom(holding, asked.answer_len, text_len(asked.choices))
+        self._output = RequestOutput(
+            len(asked.choices), whole=not asked.streams, on_end=self._on_end, room=room
+        )
         self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._encoder = self._make_encoder(asked, model)
@@ -163,7 +173,7 @@ class Generation:
     async def _stream(self) -> None:
         exchange, output, responder = self._exchange, self._output, self._exchange.responder
         core, held = self._state.core, list[Delta]()
-        await exchange.start_stream(self._headers())
+        await exchange.start_stream()
         bearer: ChoiceOutput | None = self._outputs[self._bearer]
         while not output.is_done:
             deltas = await output.take()
@@ -219,7 +229,7 @@ class Generation:
         self._settle()
         self._exchange.answers()
         closing = sse.encode_closing(self._exchange.closing()).decode()
-        headers = {**self._headers(), sse.CLOSING_HEADER: closing}
+        headers = {sse.CLOSING_HEADER: closing}
         await self._write_whole(self._encoder.whole(deltas, self._usage()), headers)
 
     async def _write_whole(self, pieces: Iterator[bytes], headers: Mapping[str, str]) -> None:
@@ -245,9 +255,6 @@ class Generation:
         await exchange.write(b"".join(made))
         exchange.is_served = True
         await exchange.responder.finish()
-
-    def _headers(self) -> dict[str, str]:
-        return {IGNORED_FIELDS_HEADER: self._ignored} if self._ignored else {}
 
     # -- accounts ---------------------------------------------------------------------------------
 

@@ -77,9 +77,14 @@ async def get_tokenizer(state: EngineState, exchange: Exchange) -> None:
 async def tokenize(state: EngineState, exchange: Exchange) -> None:
     model, limits = state.ready_model()
     with Holding(state.memory, exchange.tenant) as holding:
-        request = (await read(state, exchange, TokenizeRequest, holding)).request
+        parsed = await read(state, exchange, TokenizeRequest, holding)
+        parsed.require_supported()
+        request = parsed.request
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("Give either prompt or messages.", param="prompt")
+        if request.messages is not None and request.add_special_tokens:
+            message = "A chat has the special tokens that its template writes."
+            raise InvalidRequest(message, param="add_special_tokens")
         with exchange.enter("tokenize"):
             answer = await state.threads.run(exchange.tenant, _tokenized(model, limits, request))
         await exchange.send(answer)
@@ -91,7 +96,7 @@ def _tokenized(model: ServedModel, limits: Limits, request: TokenizeRequest) -> 
         chat = ChatRequest(model=model.name, messages=request.messages)
         [ids] = yield from prompt_slices(tokenizer, chat, None)
     else:
-        special = request.add_special_tokens
+        special = request.add_special_tokens is not False
         ids = yield from text_slices(
             tokenizer, request.prompt or "", None, "prompt", add_special_tokens=special
         )
@@ -101,7 +106,9 @@ def _tokenized(model: ServedModel, limits: Limits, request: TokenizeRequest) -> 
 async def detokenize(state: EngineState, exchange: Exchange) -> None:
     model, limits = state.ready_model()
     with Holding(state.memory, exchange.tenant) as holding:
-        request = (await read(state, exchange, DetokenizeRequest, holding)).request
+        parsed = await read(state, exchange, DetokenizeRequest, holding)
+        parsed.require_supported()
+        request = parsed.request
 
         def detokenized() -> bytes:
             if max(request.tokens, default=0) >= limits.vocab_size:

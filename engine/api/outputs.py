@@ -13,7 +13,8 @@ when the mark was passed, and as much again with the writer. Answers that are no
 end: they are bounded by `max_tokens`, and never behind.
 
 Only what the writer could take counts as unsent. A sequence is not paused for tokens whose text is held back
-(part of a character, the beginning of a stop string), because only more tokens can release them.
+(part of a character, the beginning of a stop string), because only more tokens can release them. A token that
+has no text, such as a special one, can be taken where tokens are told.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 import msgspec
@@ -31,10 +33,11 @@ from engine.api.causes import SequenceMarks, Spent, causes_of
 from engine.api.detokenizer import Detokenizer
 from engine.api.halts import Halts
 from engine.api.steps import StepRing
+from engine.api.text_room import TextRoom
 from engine.core.messages import Finished, FinishReason, Moved, ServiceClass, Started, TokenLogprobs
 from shared.causes import Cause
 from shared.errors import ApiError, EngineFailed, FirstTokenDeadline, Overloaded, SlowClient
-from shared.openai import FinishReasonName
+from shared.openai import STOP_LEN_MAX, FinishReasonName
 
 UNSENT_TOKENS_MAX: Final = 64
 TOO_LATE_RETRY_S_MAX: Final = 30.0
@@ -43,6 +46,9 @@ UNSENT_TEXT_LEN_MAX: Final = 16 * 1024
 TEXT_PIECES_MAX: Final = 512
 """The most pieces of text that are kept apart before they are joined. Each is a string object of fifty bytes
 beside its characters, which an answer that is not streamed would hold for every token."""
+TRAIL_MAX: Final = 4 * STOP_LEN_MAX
+"""The most tokens that wait for their text. A stop string whose bytes are a token each holds back as many;
+beyond that they have none, as special tokens have, behind one that begins a character."""
 assert UNSENT_TEXT_LEN_MAX >= 64 * UNSENT_TOKENS_MAX, "ordinary text is bounded by its tokens"
 
 
@@ -242,8 +248,8 @@ class ChoiceOutput:
                 self._trail.append((end, Entry(token_id, end, None)))
             return False  # the core knows it, and its Finished comes in the same message
         if self._keeps_entries:
-            text, start = detokenizer.push_placed(token_id)
-            self._trail.append((detokenizer.decoded_len, Entry(token_id, start, logprobs)))
+            text, start, end = detokenizer.push_placed(token_id)
+            self._trail.append((end, Entry(token_id, start, logprobs)))
         else:
             text = detokenizer.push(token_id)
         self._release(text)
@@ -303,23 +309,25 @@ class ChoiceOutput:
         return delta
 
     def _release(self, text: str) -> None:
-        if not text:
-            return
-        self._text.append(text)
-        if len(self._text) >= TEXT_PIECES_MAX:
-            self._text = ["".join(self._text)]
-        self._unsent_text_len += len(text)
+        if text:
+            self.output.keep(text)
+            self._text.append(text)
+            if len(self._text) >= TEXT_PIECES_MAX:
+                self._text = ["".join(self._text)]
+            self._unsent_text_len += len(text)
         trail, released_len = self._trail, self._detokenizer.released_len
-        while trail and trail[0][0] <= released_len:
+        while trail and (trail[0][0] <= released_len or len(trail) > TRAIL_MAX):
             self._entries.append(trail.popleft()[1])
-        self._tell()
+        if text or self._entries:
+            self._tell()
 
     def _finish(self, reason: FinishReasonName) -> None:
-        """End the choice. The tokens that were held back are sent, too, except those whose text a
-        stop string has removed."""
+        """End the choice. The tokens that were held back are sent, too, except those from the first on
+        whose text a stop string has removed."""
         cut = self._detokenizer.released_len
         is_cut = self._detokenizer.stopped
-        self._entries += (entry for _, entry in self._trail if not is_cut or entry.start < cut)
+        kept = takewhile(lambda item: not is_cut or item[1].start < cut or item[0] <= cut, self._trail)
+        self._entries += [entry for _, entry in kept]
         self._trail.clear()
         self.finish_reason = reason
         self._tell()
@@ -338,7 +346,15 @@ def _nothing() -> None:
 class RequestOutput:
     """The outputs of all choices of one request, and the handler that waits for them."""
 
-    def __init__(self, choices: int, *, whole: bool = False, on_end: Callable[[], None] = _nothing) -> None:
+    def __init__(
+        self,
+        choices: int,
+        *,
+        whole: bool = False,
+        on_end: Callable[[], None] = _nothing,
+        room: TextRoom | None = None,
+    ) -> None:
+        """`room` is for the text of a whole answer."""
         self.open = choices
         """The number of choices that have not finished."""
         self._in_core = choices
@@ -349,6 +365,7 @@ class RequestOutput:
         self.is_whole = whole
         """True if the answer is not streamed, so that its handler waits until every choice has
         finished."""
+        self._room = room
         self._on_end = on_end
         """Called when nothing more will come. The handler may still be waiting for its client
         then."""
@@ -366,6 +383,15 @@ class RequestOutput:
     def tell(self, choice: ChoiceOutput) -> None:
         self._news.append(choice)
         self._wake()
+
+    def keep(self, text: str) -> None:
+        """Hold the memory of text that is kept until the answer's end, or end the request where there is
+        none."""
+        if self._room is not None and self.error is None:
+            try:
+                self._room.take(text)
+            except Overloaded as error:
+                self.fail(error)
 
     def finish_one(self) -> None:
         """Note that a choice, whose last output was announced by `tell`, has finished."""

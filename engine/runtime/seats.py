@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.messages import Plan, SamplingParams, SlotAssignment
+from engine.runtime.history import History
 
 TEMPERATURE_MIN: Final = 2.0**-126
 """The lowest temperature that logits are divided by, float32's smallest normal number. At a lower one the
@@ -58,9 +59,8 @@ class Seat:
     """The number of tokens in the buffer: the prompt and the output."""
     pages: int = 0
     """The number of pages in the slot's page table."""
-    history: Tensor | None = None
-    """[2, vocab] int32: how often each token is in the output, and in the prompt. None for sequences without
-    penalties, and on a GPU, which counts for itself."""
+    history: History | None = None
+    """None for sequences without penalties, and on a GPU, which counts for itself."""
     bias: tuple[Tensor, Tensor] | None = field(init=False)
     """The tokens [n] int64 of `logit_bias` and the numbers added to their logits [n] float32; None without
     it."""

@@ -35,6 +35,10 @@ KINDS: Final[Mapping[str, tuple[float, dict[str, Any]]]] = {
     "top_k 150,000": (PEAKED, {"top_k": 150_000}),
     "top_p 0.999 of flat logits": (FLAT, {"top_p": 0.999, "temperature": 2.0}),
     "top_p 0.9 with penalties": (PEAKED, {"top_p": 0.9, "presence_penalty": 0.5}),
+    "greedy with all penalties": (
+        PEAKED,
+        {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    ),
 }
 WORST_TARGET: Final = at_most(10)
 

@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import UnsupportedParameter
 from shared.fields import INSTEAD, values_for_nothing
-from shared.openai import ChatRequest, CompletionRequest
+from shared.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from shared.validation import parse
 from tests.shared.request_bodies import chat, completion
 
@@ -53,6 +53,16 @@ def test_a_field_of_another_engine_that_asks_for_nothing_is_not_named(fields: di
     for parsed in (parse(chat(**fields), ChatRequest), parse(completion(**fields), CompletionRequest)):
         assert parsed.ignored == ()
         parsed.require_supported()
+
+
+def test_what_asks_for_other_tokens_is_refused() -> None:
+    tools = b'{"prompt": "a", "tools": [{}]}'
+    assert parse(tools, TokenizeRequest).unsupported == "tools"
+    nothing = b'{"prompt": "a", "tools": [], "add_generation_prompt": true, "chat_template_kwargs": null}'
+    parsed = parse(nothing, TokenizeRequest)
+    assert (parsed.ignored, parsed.unsupported) == ((), None)
+    skips = b'{"tokens": [1], "skip_special_tokens": true}'
+    assert parse(skips, DetokenizeRequest).unsupported == "skip_special_tokens"
 
 
 def test_a_field_that_has_another_name_here_is_refused_with_that_name() -> None:

@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import logs
+from shared.causes import Cause, CauseCode
 from shared.openai import ChatMessage
 
 CANARY = "the-secret-of-the-prompt"
@@ -228,6 +229,10 @@ class _Line(msgspec.Struct, omit_defaults=True):
     detail: str = ""
     prompt: str = ""
     unset: str | None = None
+    causes: tuple[Cause, ...] = ()
+
+
+CAUSES = tuple(Cause(code=CauseCode.GAP_DECODES, ms=1.5, step=10**6 + i, shared=True) for i in range(40))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +240,9 @@ class _Line(msgspec.Struct, omit_defaults=True):
     [
         (_Line("e", detail="a\ud800b"), {"detail": "a\\ud800b"}),
         (_Line("e", detail="x" * 10_000, prompt=CANARY), {"prompt": logs.REDACTED}),
+        (_Line("e", detail="x", causes=CAUSES), {"causes": list(map(msgspec.to_builtins, CAUSES))}),
     ],
-    ids=["lone surrogate", "long text"],
+    ids=["lone surrogate", "long text", "many causes"],
 )
 def test_a_typed_line_that_json_or_the_bound_refuses_is_written_with_what_fits(
     stream: io.StringIO, line: _Line, expected: dict[str, object]

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE, SamplingParams
+from engine.runtime.history import History
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.slots import SamplingColumns
 from engine.runtime.logprobs import stable_topk
@@ -88,7 +89,7 @@ def sample(
     tokens = torch.empty(len(seats), dtype=torch.int64)
     if others:
         tokens[others] = drawn(logits, others, others)
-    edited = logits[editors]
+    edited = torch.index_select(logits, 0, torch.tensor(editors), out=columns.edited[: len(editors)])
     sound = _are_sound(edited)
     for row, i in zip(edited, editors, strict=True):
         _edit(row, seats[i])
@@ -218,12 +219,12 @@ def _edit(row: Tensor, seat: Seat) -> None:
     row.clamp_(-FLOAT_MAX, FLOAT_MAX)
 
 
-def _penalise(row: Tensor, history: Tensor, params: SamplingParams) -> None:
-    """Penalise the logits of one row [vocab], in place. history [2, vocab]: counts of output and prompt."""
-    output, prompt = history
-    penalty = repetition_penalty_of(params)
+def _penalise(row: Tensor, history: History, params: SamplingParams) -> None:
+    """Penalise the logits of one row [vocab], in place."""
+    ids, output = history.present
+    own, penalty = row[ids], repetition_penalty_of(params)
     if penalty != 1.0:
-        punished = torch.where(row > 0, row / penalty, row * penalty)
-        row.copy_(torch.where((output > 0) | (prompt > 0), punished, row))
-    row -= params.frequency_penalty * output
-    row -= params.presence_penalty * (output > 0)
+        own = torch.where(own > 0, own / penalty, own * penalty)
+    own -= params.frequency_penalty * output
+    own -= params.presence_penalty * (output > 0)
+    row[ids] = own

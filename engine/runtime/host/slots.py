@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import SamplingParams, SlotAssignment
+from engine.runtime.history import History
 from engine.runtime.seats import Seat, Seats, temperature_of
 
 
@@ -24,15 +25,19 @@ class SamplingColumns:
     min_p: Tensor
     seed: Tensor
     """The seed's 64 bits, as int64."""
+    edited: Tensor
+    """Room for the logits that are edited in a step, [slots, vocab] float32. To map so much memory anew in
+    every step would take longer than the edits."""
 
     @staticmethod
-    def empty(slots: int) -> SamplingColumns:
+    def empty(slots: int, vocab_size: int) -> SamplingColumns:
         return SamplingColumns(
             temperature=torch.zeros(slots, dtype=torch.float32),
             top_k=torch.zeros(slots, dtype=torch.int64),
             top_p=torch.zeros(slots, dtype=torch.float64),
             min_p=torch.zeros(slots, dtype=torch.float32),
             seed=torch.zeros(slots, dtype=torch.int64),
+            edited=torch.empty(slots, vocab_size, dtype=torch.float32),
         )
 
     def seat(self, slot: int, params: SamplingParams, vocab_size: int) -> None:
@@ -53,7 +58,7 @@ class HostSlots(Seats):
         Seats.__post_init__(self)
         self.tokens = torch.zeros(self.slots, self.max_model_len, dtype=torch.int32)
         self.page_table = torch.zeros(self.slots, self.pages_per_sequence, dtype=torch.int32)
-        self.columns = SamplingColumns.empty(self.slots)
+        self.columns = SamplingColumns.empty(self.slots, self.vocab_size)
 
     def append(self, slots: Sequence[int], tokens: Tensor) -> None:
         """Store one sampled token per slot, int64 [S]. A failed row's -1 is stored as 0: its sequence ends
@@ -65,23 +70,18 @@ class HostSlots(Seats):
         for row, seat in enumerate(seats):
             seat.known_len += 1
             if seat.history is not None:
-                seat.history[0].index_add_(0, kept[row : row + 1], _ONE)
+                seat.history.append(int(kept[row]))
 
     def _take(self, start: SlotAssignment, seat: Seat) -> None:
         ids = torch.tensor(start.token_ids, dtype=torch.int32)
         self.tokens[start.slot, : seat.known_len] = ids
         self.columns.seat(start.slot, start.sampling, self.vocab_size)
         if start.sampling.needs_history:
-            seat.history = torch.stack(
-                [
-                    torch.bincount(part, minlength=self.vocab_size).int()
-                    for part in (ids[start.prompt_len :], ids[: start.prompt_len])
-                ]
-            )
+            prompt, output = start.token_ids[: start.prompt_len], start.token_ids[start.prompt_len :]
+            seat.history = History(prompt, output, self.vocab_size, self.max_model_len)
 
     def _place(self, slot: int, index: int, pages: Sequence[int]) -> None:
         self.page_table[slot, index : index + len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
 
-_ONE: Final = torch.ones(1, dtype=torch.int32)
 _SIGN: Final = 1 << 63

@@ -284,6 +284,19 @@ def test_a_stream_holds_no_more_than_its_window() -> None:
     assert answer_len(request, planned(request, 10)) < answer_len(whole, planned(whole, 10)) / 40
 
 
+def test_a_stream_holds_the_choices_that_wait_for_their_prompt_to_be_scored() -> None:
+    """They may be computed from a cached prefix, to their ends, before the first choice has a token."""
+
+    def held(n: int, *, stream: bool) -> int:
+        request = CompletionRequest(
+            model="m", prompt="", n=n, max_tokens=2000, echo=True, logprobs=0, stream=stream
+        )
+        return answer_len(request, planned(request, 10))
+
+    assert held(4, stream=True) > 0.99 * held(4, stream=False)
+    assert held(1, stream=True) < held(1, stream=False) / 8
+
+
 def test_a_prompt_is_scored_once_however_many_choices_it_has() -> None:
     request = CompletionRequest(model="m", prompt="", n=3, max_tokens=2, echo=True, logprobs=2)
     asked = [choice.sampling.prompt_logprobs for choice in planned(request, 4, 4)]

@@ -37,6 +37,7 @@ class Pieces:
     """A decoder whose tokens are strings: token i is `pieces[i]`."""
 
     lost_len = 0
+    is_unfinished = False
 
     def __init__(self, pieces: list[str]) -> None:
         self._pieces = pieces
@@ -156,7 +157,7 @@ def test_a_token_that_is_whole_stands_where_it_is_placed(ids: list[int]) -> None
     """Whatever bytes stand before it, that are no character or none yet."""
     detokenizer = Detokenizer(BYTE_FALLBACK.decode_stream([]))
     placed = [detokenizer.push_placed(token_id) for token_id in ids]
-    text, starts = "".join(part for part, _ in placed), [start for _, start in placed]
+    text, starts = "".join(part for part, _, _ in placed), [start for _, start, _ in placed]
     assert starts == sorted(starts)
     for token_id, start in zip(ids, starts, strict=True):
         own = BYTE_FALLBACK.token_bytes(token_id)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.api.detokenizer import Detokenizer
 from engine.api.encoding import ChatEncoder, CompletionEncoder, Heading
 from engine.api.outputs import (
+    TRAIL_MAX,
     UNSENT_TEXT_LEN_MAX,
     UNSENT_TOKENS_MAX,
     ChoiceOutput,
@@ -22,18 +23,21 @@ from engine.api.stop_strings import StopStrings
 from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
 from shared.errors import EngineFailed, SlowClient
 from shared.openai import ChatChunk, Completion
-from tests.engine.api.test_detokenizer import Pieces
+from tests.engine.api import tiny
+from tests.engine.api.test_detokenizer import BYTE_FALLBACK, BYTES, Pieces, bundle
 
 PIECES = ["a", "b", "c", "<e", "nd>", "", "d"]
 
 
-def choice(output: RequestOutput, *, index: int = 0, stops: tuple[str, ...] = ()) -> ChoiceOutput:
+def choice(
+    output: RequestOutput, *, index: int = 0, stops: tuple[str, ...] = (), keeps_entries: bool = True
+) -> ChoiceOutput:
     return ChoiceOutput(
         index,
         output,
         Detokenizer(Pieces(PIECES), StopStrings(stops) if stops else None),
         stop_token_ids=frozenset({6}),
-        keeps_entries=True,
+        keeps_entries=keeps_entries,
         submitted_at=10.0,
     )
 
@@ -82,6 +86,20 @@ async def test_entries_leave_with_their_text() -> None:
     [delta] = await output.take()
     assert (delta.text, delta.entries, delta.finish_reason) == ("", [], "stop")
     assert only.completion_tokens == 3
+
+
+@pytest.mark.parametrize(("answer", "stops"), [("aé!", ("ax", "é!")), ("ax日本", ("ax日y", "日本"))])
+async def test_no_token_of_a_stop_string_is_listed(answer: str, stops: tuple[str, ...]) -> None:
+    """Not even the first byte of its first character, where text before it was held back for another one."""
+    output = RequestOutput(1)
+    decoder = BYTE_FALLBACK.decode_stream([])
+    only = ChoiceOutput(0, output, Detokenizer(decoder, StopStrings(stops)), keeps_entries=True)
+    ids = [BYTES[byte] for byte in answer.encode()]
+    assert [only.on_token(token_id, None, 0.0) for token_id in ids] == [False] * (len(ids) - 1) + [True]
+    [delta] = await output.take()
+    listed = b"".join(BYTE_FALLBACK.token_bytes(entry.token_id) for entry in delta.entries)
+    assert delta.text
+    assert listed == delta.text.encode()
 
 
 async def test_a_stop_token_counts_and_has_no_text() -> None:
@@ -185,7 +203,7 @@ def test_a_whole_answer_is_never_behind() -> None:
 async def test_tokens_without_text_are_no_reason_to_pause() -> None:
     """The writer would wait for text that a paused sequence cannot bring."""
     output = RequestOutput(1)
-    only = choice(output)
+    only = choice(output, keeps_entries=False)
     for _ in range(2 * UNSENT_TOKENS_MAX):
         only.on_token(5, None, 0.0)
         assert not only.is_behind
@@ -195,6 +213,50 @@ async def test_tokens_without_text_are_no_reason_to_pause() -> None:
     for _ in range(2 * UNSENT_TOKENS_MAX):
         only.on_token(5, None, 0.0)
         assert not only.is_behind
+
+
+async def test_tokens_without_text_are_sent_where_tokens_are_told() -> None:
+    """And are a reason to pause: a client that does not read would have all of them held for it."""
+    output = RequestOutput(1)
+    only = choice(output, stops=("abd",))
+    only.on_token(5, None, 0.0)
+    [delta] = await output.take()
+    assert (delta.text, [entry.token_id for entry in delta.entries]) == ("", [5])
+    for token in (0, 5, 1, 5):
+        only.on_token(token, None, 0.0)
+    assert not output._news, "they may be behind a stop string"
+    only.on_token(2, None, 0.0)
+    [delta] = await output.take()
+    assert (delta.text, [entry.token_id for entry in delta.entries]) == ("abc", [0, 5, 1, 5, 2])
+    for _ in range(UNSENT_TOKENS_MAX):
+        assert not only.is_behind
+        only.on_token(5, None, 0.0)
+    assert only.is_behind
+
+
+@pytest.mark.parametrize("textless_at", [0, 1, 2, 3])
+async def test_a_token_without_text_is_listed_up_to_the_stop_string(textless_at: int) -> None:
+    output = RequestOutput(1)
+    only = choice(output, stops=("bc",))
+    tokens = [0, 1, 2]
+    tokens.insert(textless_at, 5)
+    for token in tokens[: 4 if textless_at < 3 else 3]:
+        only.on_token(token, None, 0.0)
+    [delta] = await output.take()
+    assert (delta.text, delta.finish_reason) == ("a", "stop")
+    listed = [entry.token_id for entry in delta.entries]
+    assert listed == ([5, 0], [0, 5], [0], [0])[textless_at]
+
+
+def test_what_is_held_behind_part_of_a_character_is_bounded() -> None:
+    tokenizer = bundle(tiny.byte_level())
+    [special] = tokenizer.encode(tiny.EOS)
+    only = ChoiceOutput(0, RequestOutput(1), Detokenizer(tokenizer.decode_stream([])), keeps_entries=True)
+    only.on_token(tokenizer.encode("日")[0], None, 0.0)
+    for _ in range(2 * TRAIL_MAX):
+        only.on_token(special, None, 0.0)
+    assert len(only._trail) <= TRAIL_MAX
+    assert only.is_behind
 
 
 async def test_the_stall_deadline_comes_after_what_was_said() -> None:

@@ -44,6 +44,7 @@ def heading(logprobs: int | None, *, ids: bool = False) -> Heading:
 def output(prompt_logprobs: list[TokenLogprobs]) -> ChoiceOutput:
     class Nothing:
         lost_len = 0
+        is_unfinished = False
 
         def step(self, token_id: int) -> str:
             return ""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from shared.ids import IGNORED_FIELDS_HEADER
 from shared.tokenizer import Tokenizer, TokenizerBundle
 from tests.engine.api.conftest import MODEL, Serve, Served
 
@@ -86,6 +89,35 @@ async def test_tokenize_wants_one_of_two(served: Served) -> None:
         assert (await served.http.post("/tokenize", json=body)).status_code == 400
     assert (await served.http.post("/detokenize", json={"tokens": [340]})).status_code == 400
     assert (await served.http.post("/tokenize", json={"model": "other", "prompt": "a"})).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": [{"role": "assistant", "content": "", "prefix": True}]}, "messages[0].prefix"),
+    ],
+)
+async def test_tokenize_refuses_what_would_be_other_tokens(
+    served: Served, fields: dict[str, Any], param: str
+) -> None:
+    answer = await served.http.post("/tokenize", json={**CHAT, **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_tokenize_and_back_name_unknown_fields(served: Served) -> None:
+    special = {"add_special_tokens": False, "add_special_token": False}
+    answer = await served.http.post("/tokenize", json={"prompt": "a", **special})
+    assert answer.headers[IGNORED_FIELDS_HEADER] == "add_special_token"
+    back = await served.http.post("/detokenize", json={"tokens": answer.json()["tokens"], "spaces": 1})
+    assert (back.json()["prompt"], back.headers[IGNORED_FIELDS_HEADER]) == ("a", "spaces")
+    skipping = await served.http.post("/detokenize", json={"tokens": [5], "skip_special_tokens": True})
+    assert skipping.json()["error"]["param"] == "skip_special_tokens"
 
 
 async def test_the_tokenizer_travels(served: Served) -> None:

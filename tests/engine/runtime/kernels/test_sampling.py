@@ -13,6 +13,7 @@ from engine.core.messages import NUMERIC_FAILURE, SamplingParams
 from engine.core.packing import Biases
 from engine.runtime.device import sampling as device_sampling
 from engine.runtime.device.sampling import DeviceSampling
+from engine.runtime.history import History
 from engine.runtime.host import sampler
 from engine.runtime.host.slots import SamplingColumns
 from engine.runtime.seats import Seat
@@ -46,15 +47,13 @@ def histories(rows: int, seed: int, vocab: int = VOCAB) -> list[tuple[Tensor, Te
 
 
 def on_cpu(logits: Tensor, asked: Sequence[SamplingParams], past: list[tuple[Tensor, Tensor]]) -> list[int]:
-    columns = SamplingColumns.empty(len(asked))
+    columns = SamplingColumns.empty(len(asked), logits.shape[1])
     seats = []
     for slot, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
         columns.seat(slot, own, logits.shape[1])
         seat = Seat(own, len(prompt), len(prompt) + len(output))
         if own.needs_history:
-            seat.history = torch.stack(
-                [torch.bincount(t, minlength=logits.shape[1]).int() for t in (output, prompt)]
-            )
+            seat.history = History(prompt.tolist(), output.tolist(), logits.shape[1], logits.shape[1])
         seats.append(seat)
     return sampler.sample(logits, list(range(len(asked))), seats, columns).tolist()
 
