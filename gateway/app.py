@@ -30,7 +30,7 @@ from gateway.admission.validate import warm
 from gateway.background import Background, Work
 from gateway.billing.lines import Billing
 from gateway.billing.unsettled import Unsettled
-from gateway.billing.webhook import Webhook, webhook_secret
+from gateway.billing.webhook import Webhook, webhook_secret, webhook_tls
 from gateway.config import GatewayConfig, ModelConfig, timeouts_of
 from gateway.console.chats import Chats
 from gateway.console.engines_api import EnginesApi
@@ -395,7 +395,7 @@ def _billing(
     billing = Billing(config, clock)
     if config.webhook is None or billing.spool is None:
         return billing, None
-    return billing, Webhook(config.webhook, secret, billing.spool, clock)
+    return billing, Webhook(config.webhook, secret, webhook_tls(config), billing.spool, clock)
 
 
 def _accounting(config: GatewayConfig, worker: WorkerStart | None) -> AccountingConfig:
