@@ -113,7 +113,7 @@ class Gateway:
         """`path` is the file that keys and tenants are read from again, if there is one. `worker` says which
         of several this one is. `quotas` and `identity_of` replace what the configuration says of them. Raises
         ConfigError when a key or a file of a model, an issuer or the store is missing, or UnusableTls."""
-        credentials = Credentials(config.models, env)
+        self._credentials = credentials = Credentials(config.models, env, clock)
         self.config, self.lifecycle = config, Lifecycle()
         self._redis = None if quotas is not None else _redis_store(config, env)
         self.quotas, self._guarded = _stores(config, quotas or self._redis, clock)
@@ -160,6 +160,7 @@ class Gateway:
             "members' ends": self.replicas.sweep,
             "replicas' health": partial(watch_replicas, self.replicas, self._upstream, self._clock),
             "hop's certificates": self._upstream.watch_tls,
+            "engines' keys": self._credentials.watch,
             **self._discovery.works(),
         }
         if self._follower is not None:
