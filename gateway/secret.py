@@ -29,18 +29,25 @@ def read_secret(variable: str | None, path: str | None, env: Mapping[str, str]) 
     """The secret in a variable or a file; None without either. Raises ValueError; its message is for the
     operator, and does not show the secret."""
     if variable is not None:
-        where, text = f"the environment variable {variable}", env.get(variable, "")
+        where = f"the environment variable {variable}"
+        if variable not in env:
+            raise ValueError(f"{where} is not set")
+        text = env[variable]
     elif path is not None:
         where = path
         try:
             text = read_text(Path(where), FILE_LEN_MAX)
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{where} cannot be read: {type(error).__name__}") from None
+            why = getattr(error, "strerror", "it is not UTF-8")
+            raise ValueError(f"{where} cannot be read: {why}") from None
     else:
         return None
     token = text.strip()
+    if not token:
+        raise ValueError(f"{where} is empty")
     if not _TOKEN.fullmatch(token):
-        raise ValueError(f"{where} holds no key")
+        told = f"one word of printable ASCII characters, {TOKEN_LEN_MAX} at most"
+        raise ValueError(f"{where} must hold {told}")
     return token
 
 

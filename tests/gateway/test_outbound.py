@@ -251,9 +251,10 @@ def test_invalid_engine_keys_are_reported_together_and_not_shown(tmp_path: Path,
     with pytest.raises(ConfigError) as caught:
         Credentials(models, {"KEY": value})
     bad, gone, file = caught.value.problems
-    assert bad == "models.m: the environment variable KEY holds no key"
-    assert gone == "models.m: the environment variable GONE holds no key"
-    assert file.endswith("cannot be read: FileNotFoundError")
+    told = "must hold one word of printable ASCII characters, 8192 at most" if value.strip() else "is empty"
+    assert bad == f"models.m: the environment variable KEY {told}"
+    assert gone == "models.m: the environment variable GONE is not set"
+    assert file.endswith("cannot be read: No such file or directory")
 
 
 def test_a_key_has_one_source() -> None:
