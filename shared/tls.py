@@ -12,8 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from shared.files import read_bytes
+
 HTTP1: Final = "http/1.1"
 HTTP2: Final = "h2"
+FILE_LEN_MAX: Final = 1024 * 1024
+"""Bytes of a file with a certificate chain or a key."""
 _FIRST_CERTIFICATE: Final = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _HANDSHAKE_TURNS: Final = 4
 
@@ -118,10 +122,30 @@ def _normal(name: str) -> str:
 
 
 def _load_own(context: ssl.SSLContext, cert: str, key: str | None) -> None:
+    own = key or cert
+
+    def passphrase() -> str:
+        """OpenSSL would ask for one on the terminal, also while it reads the files again."""
+        raise UnusableTls(f"cannot use {own}: it is encrypted, and there is no setting for a passphrase")
+
     try:
-        context.load_cert_chain(cert, key)
+        context.load_cert_chain(cert, key, passphrase)
     except OSError as error:  # ssl's own errors are OSErrors
-        raise UnusableTls(f"cannot use {cert} with {key or cert}: {error}") from error
+        raise UnusableTls(f"cannot use {cert} with {own}: {_why_not(cert, own, error)}") from error
+
+
+def _why_not(cert: str, key: str, error: OSError) -> str:
+    """The reason for which a certificate and its key are not loaded. OpenSSL names neither of the files."""
+    for file, kind in ((cert, "certificate"), (key, "private key")):
+        try:
+            text = read_bytes(Path(file), FILE_LEN_MAX)
+        except OSError as problem:
+            return f"{file}: {problem.strerror}"
+        if f"{kind.upper()}-----".encode() not in text:
+            return f"{file} holds no {kind} in PEM"
+    if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
+        return "the key is not that of the certificate"
+    return str(error)
 
 
 def _load_trusted(context: ssl.SSLContext, ca: str) -> None:
