@@ -6,6 +6,7 @@ from shared import interrupts
 
 if __name__ == "__main__":
     interrupts.end_quietly()
+    interrupts.pass_over_hangups()
 
 import argparse
 import asyncio

@@ -151,7 +151,7 @@ def _launcher(
 def _hang_up(supervisor: Supervisor, admin_tls: ListenerTls | None, hangup: asyncio.Event) -> None:
     """Have everything read again, as SIGHUP asks."""
     hangup.set()
-    supervisor.signal(signal.SIGHUP)
+    supervisor.hang_up()
     if admin_tls is not None:
         admin_tls.reload()
 

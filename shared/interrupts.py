@@ -23,6 +23,12 @@ def end_quietly() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
+def pass_over_hangups() -> None:
+    """Ignore SIGHUP until another handler is set: a service that starts reads anyway what it would read
+    again, and must not end by it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 def hold_back() -> None:
     """Keep a SIGINT for the program that this process becomes, which calls `end_quietly`: a starting
     interpreter would show a traceback."""

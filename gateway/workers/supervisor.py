@@ -16,6 +16,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import Sequence
 from typing import Final
@@ -112,10 +113,12 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
 
-    def signal(self, number: int) -> None:
-        """Pass a signal on to all workers."""
+    def hang_up(self) -> None:
+        """Pass SIGHUP on to the workers that serve. One that starts reads everything anyway, and a process
+        that has just begun would end by it."""
         for place in self.places:
-            place.signal(number)
+            if place.phase is PlacePhase.SERVING:
+                place.signal(signal.SIGHUP)
 
     def metrics(self) -> Snapshot:
         """The metrics of all workers as they were asked last, and of the supervisor."""

@@ -143,6 +143,26 @@ async def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
             assert answer.status == 401
 
 
+HANGS_UP = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "gateway.app":
+            os.kill(os.getpid(), signal.SIGHUP)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_hangup_while_it_starts_does_not_end_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANGS_UP)
+    argv = [sys.executable, "-m", "gateway", "--config", "none"]
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, timeout=60, env=env)
+    assert done.returncode == 2, "it came to read its configuration"
+
+
 async def test_sighup_renews_the_certificate_and_keeps_open_connections(tmp_path: Path) -> None:
     authority, trust = trustme.CA(), ssl.create_default_context()
     authority.configure_trust(trust)

@@ -319,8 +319,21 @@ async def test_one_ready_worker_is_enough_and_problems_name_their_worker() -> No
         house.started[1].die(1)
         await until(lambda: house.phases[1] is PlacePhase.PAUSED)
         assert house.supervisor.health.problems() == ["worker 0: quota store", "worker 1: paused"]
-        house.supervisor.signal(signal.SIGHUP)
+        house.supervisor.hang_up()
         assert house.started[0].signals == [signal.SIGHUP]
+
+
+async def test_a_worker_that_starts_is_sent_no_hangup() -> None:
+    """Its process may have no handler yet, and would end."""
+    house = House(1)
+    house.is_born_silent = True
+    starting = asyncio.create_task(house.supervisor.start(house.stop))
+    await until(lambda: len(house.started) == 1)
+    house.supervisor.hang_up()
+    assert house.started[0].signals == []
+    await house.supervisor.kill()
+    starting.cancel()
+    await asyncio.wait([starting])
 
 
 async def test_the_exit_status_is_that_of_a_worker_that_cannot_start(
