@@ -339,6 +339,8 @@ class RedisLink:
                 )
                 await self._greet(wire, greeting)
             self._take(wire)
+        except TimeoutError:
+            self._down(f"no connection within {self._connect_s:g} s")
         except Exception as error:
             self._down(f"{type(error).__name__}: {error}"[:200])
         finally:
