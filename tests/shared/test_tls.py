@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import structlog
 import trustme
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -54,3 +56,21 @@ def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(
         f"cannot use {key}: it is encrypted, and there is no setting for a passphrase"
     )
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("from_day", "to_day", "problem"),
+    [(-9, -1, "certificate has expired"), (1, 9, "certificate is not yet valid"), (-1, 1, None)],
+)
+def test_a_certificate_that_no_client_takes_is_used_and_warned_of(
+    tmp_path: Path, from_day: int, to_day: int, problem: str | None
+) -> None:
+    days = [datetime.now(UTC) + timedelta(days=day) for day in (from_day, to_day)]
+    own = trustme.CA().issue_cert("localhost", not_before=days[0], not_after=days[1])
+    cert = tmp_path / "own.pem"
+    own.private_key_and_cert_chain_pem.write_to_path(cert)
+    with structlog.testing.capture_logs() as said:
+        server_context(str(cert), str(cert), protocols=[HTTP1])
+    told = [(line["event"], line["problem"]) for line in said]
+    event = "tls.certificate_not_valid"
+    assert told == ([] if problem is None else [(event, f"cannot use {cert}: {problem}")])
