@@ -169,6 +169,7 @@ OF_OTHERS = {
     "penstock_gateway_directory_entries_refused",
     "penstock_gateway_directory_up",
     "penstock_gateway_worker_deaths",
+    "penstock_gateway_workers",
 }
 """Metrics that these two processes have not: of a directory in Redis, and of a supervisor of workers."""
 

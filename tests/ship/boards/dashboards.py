@@ -240,6 +240,12 @@ GATEWAYS: Final = Dashboard(
                     ),
                 ),
                 panel(
+                    "Workers",
+                    "short",
+                    "Where a gateway has several, by their phase: paused ones have died again and again.",
+                    (f"sum by (phase) ({GATEWAY}workers{{{INSTANCE}}})", "{{phase}}"),
+                ),
+                panel(
                     "Workers that ended",
                     "cps",
                     "Without being told to, by the reason. Their connections broke.",
