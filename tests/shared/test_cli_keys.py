@@ -8,12 +8,13 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import structlog
 
 from gateway.app import Gateway
 from gateway.config import KeyConfig, load
@@ -41,6 +42,14 @@ def redis() -> Any:
 @pytest.fixture
 def log() -> io.StringIO:
     return io.StringIO()
+
+
+@pytest.fixture(autouse=True)
+def configured() -> Iterator[None]:
+    """The command sets up the log of its process, with a level that hides what other tests look for."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(params=["file", "redis", "admin"])
