@@ -13,10 +13,10 @@ import asyncio
 import os
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from gateway.config import HEADINGS, GatewayConfig, load
+from gateway.config import ENV_PREFIX, HEADINGS, GatewayConfig, load
 from gateway.listener import ListenFailed
 from gateway.service import serve, supervise
 from gateway.workers.channel import read_start
@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             seen = file_version(file)  # before it is read: a change from then on is noticed
             config = _log(load(file, os.environ, given))
+            _keep(given)
             if unread := unread_in(os.environ, _named(config)):
                 logs.get(__name__).warning("environment.unread", names=unread)
             run = serve if config.workers == 1 else supervise
@@ -73,6 +74,11 @@ def main(argv: list[str] | None = None) -> int:
     except (ListenFailed, UnusableTls) as error:
         sys.stderr.write(f"{error}\n")
         return ExitCode.FAILED
+
+
+def _keep(options: Mapping[str, object]) -> None:
+    """Let options hold like variables from now on: also when the file is read again, and in workers."""
+    os.environ.update({f"{ENV_PREFIX}{name.upper()}": str(given) for name, given in options.items()})
 
 
 def _named(config: GatewayConfig) -> Iterator[str | None]:

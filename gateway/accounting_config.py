@@ -31,6 +31,9 @@ class AccountingConfig:
     """Variable with the secret that signs what is posted: whsec_ and its base64."""
     webhook_secret_file: Text | None = None
     """File with that secret. It is read for each post."""
+    webhook_ca: Text | None = None
+    """File with the authorities that are trusted when lines are posted, PEM. It is read again when it
+    changes. Unset: the system's."""
     spool_max: Annotated[int, Meta(ge=MIB, le=1024**4), Unit("bytes")] = 256 * MIB
     """How large file may become where there is a webhook. Lines that do not fit are dropped and counted."""
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from msgspec import Struct
 
@@ -50,6 +50,8 @@ TERMS_MAX: Final = 16 * 1024
 """The number of callers and models whose terms are kept; the oldest make room."""
 RELOADED: Final = ("keys", "tenants", "tiers", "issuers", "grants", "certificates")
 """The parts of the configuration that are read again, besides the replicas of models."""
+LEFT_SHOWN_MAX: Final = 20
+"""The number of settings that the log line about a restart names."""
 
 log = logs.get(__name__)
 
@@ -197,8 +199,8 @@ class _Read(Struct, frozen=True):
 
     taken: GatewayConfig
     """The configuration with what is read again; all else as it was."""
-    is_whole: bool
-    """True if that is all that the file says."""
+    left: Sequence[str]
+    """The settings of which the file says something else, which takes a restart."""
     changed: Sequence[KeyConfig]
     """The keys that are new or other than before."""
     gone: Sequence[KeyId]
@@ -213,7 +215,23 @@ def _read(path: Path, before: GatewayConfig) -> _Read:
     taken = replace(before, admin=admin, models=models, **{name: getattr(config, name) for name in RELOADED})
     gone = {key.id: key for key in before.keys}
     changed = [key for key in taken.keys if gone.pop(key.id, None) != key]
-    return _Read(taken, taken == config, changed, [key.key_id for key in gone.values()], _ids_of(taken))
+    left = list(_differing(taken, config)) if taken != config else []
+    return _Read(taken, left, changed, [key.key_id for key in gone.values()], _ids_of(taken))
+
+
+def _differing(before: Any, after: Any, prefix: str = "") -> Iterator[str]:
+    """The names of the settings in which two configurations, or two of their sections, differ."""
+    for name in (one.name for one in fields(before)):
+        old, new = getattr(before, name), getattr(after, name)
+        if old == new:
+            continue
+        if is_dataclass(old) and is_dataclass(new):
+            yield from _differing(old, new, f"{prefix}{name}.")
+        elif name == "models":
+            olds, news = ({model.name: model for model in models} for models in (old, new))
+            yield from (f"models.{one}" for one in olds | news if olds.get(one) != news.get(one))
+        else:
+            yield f"{prefix}{name}"
 
 
 def _with_replicas(before: Sequence[ModelConfig], after: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
@@ -275,9 +293,8 @@ class AccountsReader:
             except ConfigError as error:
                 log.error("config.rejected", path=self._path, problems=list(error.problems))
                 return list(error.problems)
-            if not read.is_whole:
-                parts = f"{', '.join(RELOADED)} and models' replicas"
-                log.warning("config.restart_needed", path=self._path, read=f"{parts} alone")
+            if read.left:
+                log.warning("config.restart_needed", path=self._path, settings=read.left[:LEFT_SHOWN_MAX])
             self.config, self._in_file, self.keys.declared = read.taken, read.ids, read.ids["keys"]
             counts = {"keys": len(read.taken.keys), "tenants": len(read.taken.tenants)}
             log.info("config.reloaded", path=self._path, **counts)

@@ -30,7 +30,7 @@ from gateway.admission.validate import warm
 from gateway.background import Background, Work
 from gateway.billing.lines import Billing
 from gateway.billing.unsettled import Unsettled
-from gateway.billing.webhook import Webhook, webhook_secret
+from gateway.billing.webhook import Webhook, webhook_secret, webhook_tls
 from gateway.config import GatewayConfig, ModelConfig, timeouts_of
 from gateway.console.chats import Chats
 from gateway.console.engines_api import EnginesApi
@@ -115,7 +115,7 @@ class Gateway:
         """`path` is the file that is read again, if there is one, and `seen` the version that `config` is of.
         `worker` says which of several this one is. `quotas` and `identity_of` replace what the configuration
         says of them. Raises ConfigError when a file or a key that it names is missing, or UnusableTls."""
-        self._credentials = credentials = Credentials(config.models, env)
+        self._credentials = credentials = Credentials(config.models, env, clock)
         self.config, self.lifecycle = config, Lifecycle()
         self._redis = None if quotas is not None else _redis_store(config, env)
         self.quotas, self._guarded = _stores(config, quotas or self._redis, clock)
@@ -161,6 +161,7 @@ class Gateway:
             "members' ends": self.replicas.sweep,
             "replicas' health": partial(watch_replicas, self.replicas, self._upstream, self._clock),
             "hop's certificates": self._upstream.watch_tls,
+            "engines' keys": self._credentials.watch,
             **self._discovery.works(),
         }
         if self._follower is not None:
@@ -397,7 +398,7 @@ def _billing(
     billing = Billing(config, clock)
     if config.webhook is None or billing.spool is None:
         return billing, None
-    return billing, Webhook(config.webhook, secret, billing.spool, clock)
+    return billing, Webhook(config.webhook, secret, webhook_tls(config), billing.spool, clock)
 
 
 def _accounting(config: GatewayConfig, worker: WorkerStart | None) -> AccountingConfig:

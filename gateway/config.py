@@ -59,7 +59,7 @@ from gateway.timeout_config import TimeoutOverrides, TimeoutsConfig
 from shared import config
 from shared.config import ConfigError
 from shared.ids import KeyId, TenantId
-from shared.settings import LogLevel, ModelName, Rule, Unit
+from shared.settings import LogLevel, ModelName, Rule, Text, Unit
 from shared.tracing import TracingConfig
 
 ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
@@ -125,8 +125,8 @@ class ModelConfig:
     """The same for the whole answer, as the engine counts it."""
     api_key_env: Name | None = None
     """Variable with the key that the engines ask for."""
-    api_key_file: Name | None = None
-    """File with that key."""
+    api_key_file: Text | None = None
+    """File with that key. It is read again every second."""
 
     @property
     def names(self) -> tuple[Name, ...]:

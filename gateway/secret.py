@@ -29,26 +29,33 @@ def read_secret(variable: str | None, path: str | None, env: Mapping[str, str]) 
     """The secret in a variable or a file; None without either. Raises ValueError; its message is for the
     operator, and does not show the secret."""
     if variable is not None:
-        where, text = f"the environment variable {variable}", env.get(variable, "")
+        where = f"the environment variable {variable}"
+        if variable not in env:
+            raise ValueError(f"{where} is not set")
+        text = env[variable]
     elif path is not None:
         where = path
         try:
             text = read_text(Path(where), FILE_LEN_MAX)
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{where} cannot be read: {type(error).__name__}") from None
+            why = getattr(error, "strerror", "it is not UTF-8")
+            raise ValueError(f"{where} cannot be read: {why}") from None
     else:
         return None
     token = text.strip()
+    if not token:
+        raise ValueError(f"{where} is empty")
     if not _TOKEN.fullmatch(token):
-        raise ValueError(f"{where} holds no key")
+        told = f"one word of printable ASCII characters, {TOKEN_LEN_MAX} at most"
+        raise ValueError(f"{where} must hold {told}")
     return token
 
 
 class RenewableSecret:
-    """A secret that may be renewed while it is in use: a file is read for each use. What a variable says
-    holds as long as the process."""
+    """A secret that may be renewed while it is in use: a file is read again whenever `now` is asked. What a
+    variable says holds as long as the process."""
 
-    __slots__ = ("_path", "_problem", "_read", "_text")
+    __slots__ = ("_path", "_problem", "_read", "text")
 
     def __init__(
         self,
@@ -61,22 +68,23 @@ class RenewableSecret:
         does."""
         self._path: Final = path
         self._read: Final = partial(_read_checked, variable, path, env, check)
-        self._text = self._read()
+        self.text = self._read()
+        """The secret as it was read last; None without a variable and a file."""
         self._problem: str | None = None
         """The reason why the file could not be used the last time; None where it could be."""
 
     async def now(self) -> str | None:
-        """The secret; None without a variable and a file. It is read on a thread, as its disk may be slow. A
-        file that cannot be used leaves it as it was, which is logged once."""
+        """The secret, read anew on a thread, as its disk may be slow. A file that cannot be used leaves it as
+        it was, which is logged once."""
         if self._path is None:
-            return self._text
+            return self.text
         try:
-            self._text, self._problem = await asyncio.to_thread(self._read), None
+            self.text, self._problem = await asyncio.to_thread(self._read), None
         except ValueError as error:
             if self._problem != str(error):
                 self._problem = str(error)
                 log.error("secret.rejected", path=self._path, problem=self._problem)
-        return self._text
+        return self.text
 
 
 def _read_checked(

@@ -136,13 +136,16 @@ def _launcher(
     address = config.listen
     try:
         held = hold_port(address.host, address.port)
-        stack.callback(held.close)
-        directory = SocketDirectory.make(SOCKETS_PREFIX)
-        stack.callback(directory.remove)
     except OSError as error:
         raise ListenFailed(
             f"cannot listen on {address.host}:{address.port}: {error.strerror or error}"
         ) from error
+    stack.callback(held.close)
+    try:
+        directory = SocketDirectory.make(SOCKETS_PREFIX)
+    except OSError as error:
+        raise ListenFailed(f"cannot make sockets for workers: {error}") from error
+    stack.callback(directory.remove)
     port: int = held.getsockname()[1]
     starts = itertools.count()
 

@@ -407,7 +407,7 @@ def _without_surrogates(value: object) -> object:
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    if issubclass(kind, KeyboardInterrupt):
+    if _writer is None or issubclass(kind, KeyboardInterrupt):  # a command may have closed its log
         sys.__excepthook__(kind, error, traceback)
     else:
         get(__name__).error("process.uncaught", exc_info=(kind, error, traceback))

@@ -14,6 +14,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -25,6 +26,10 @@ from typing import Final
 from shared import logs
 
 _ATTEMPTS_MAX: Final = 16
+ADDRESS_LEN_MAX: Final = 107
+"""Bytes of a Unix socket's path (sockaddr_un)."""
+NAME_LEN_MAX: Final = 8
+"""Bytes that are kept for the names of the sockets."""
 
 log = logs.get(__name__)
 
@@ -43,6 +48,7 @@ class SocketDirectory:
         remove_abandoned(Path(tempfile.gettempdir()), prefix)
         for _ in range(_ATTEMPTS_MAX):
             path = Path(tempfile.mkdtemp(prefix=prefix))
+            _check_length(path)
             with contextlib.suppress(
                 FileNotFoundError
             ):  # another service's start removed it before it was locked
@@ -60,6 +66,14 @@ class SocketDirectory:
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._descriptor)
+
+
+def _check_length(path: Path) -> None:
+    """Remove a new directory again and raise OSError where sockets in it would have too long a path."""
+    if len(os.fsencode(path)) + 1 + NAME_LEN_MAX > ADDRESS_LEN_MAX:
+        path.rmdir()
+        text = "the path is too long for sockets: set TMPDIR to a shorter directory"
+        raise OSError(errno.ENAMETOOLONG, text, str(path.parent))
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:

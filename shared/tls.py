@@ -12,10 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from shared import logs
+from shared.files import read_bytes
+
 HTTP1: Final = "http/1.1"
 HTTP2: Final = "h2"
+FILE_LEN_MAX: Final = 1024 * 1024
+"""Bytes of a file with a certificate chain or a key."""
 _FIRST_CERTIFICATE: Final = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _HANDSHAKE_TURNS: Final = 4
+
+log = logs.get(__name__)
 
 
 class UnusableTls(Exception):
@@ -35,7 +42,8 @@ def server_context(
     in. With `crl`, a file with the revocation lists of the authorities that sign clients' certificates, only
     those of which that list says nothing. The lists are asked about clients' own certificates alone: to ask
     about the whole chain takes one of every authority in it, and refuses all clients while one is missing.
-    Raises UnusableTls, with a line for each problem."""
+    Raises UnusableTls, with a line for each problem. A certificate that clients will not take, as it has
+    expired, is used, and the log warns of it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # the default context is stricter from Python 3.13 on
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(list(protocols))
@@ -49,6 +57,10 @@ def server_context(
             problems.append(str(error))
     if problems:
         raise UnusableTls("\n".join(problems))
+    try:
+        names_of(cert, key)
+    except UnusableTls as error:
+        log.warning("tls.certificate_not_valid", problem=str(error))
     if client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED if is_client_required else ssl.CERT_OPTIONAL
     if crl is not None:
@@ -96,7 +108,9 @@ def names_of(cert: str, key: str) -> tuple[str, ...]:
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = pinned_context(cert).wrap_bio(to_client, to_server)
-    server = server_context(cert, key, protocols=[HTTP1]).wrap_bio(to_server, to_client, server_side=True)
+    own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_own(own, cert, key)
+    server = own.wrap_bio(to_server, to_client, server_side=True)
     try:
         for _ in range(_HANDSHAKE_TURNS):
             for end in (client, server):
@@ -118,10 +132,30 @@ def _normal(name: str) -> str:
 
 
 def _load_own(context: ssl.SSLContext, cert: str, key: str | None) -> None:
+    own = key or cert
+
+    def passphrase() -> str:
+        """OpenSSL would ask for one on the terminal, also while it reads the files again."""
+        raise UnusableTls(f"cannot use {own}: it is encrypted, and there is no setting for a passphrase")
+
     try:
-        context.load_cert_chain(cert, key)
+        context.load_cert_chain(cert, key, passphrase)
     except OSError as error:  # ssl's own errors are OSErrors
-        raise UnusableTls(f"cannot use {cert} with {key or cert}: {error}") from error
+        raise UnusableTls(f"cannot use {cert} with {own}: {_why_not(cert, own, error)}") from error
+
+
+def _why_not(cert: str, key: str, error: OSError) -> str:
+    """The reason for which a certificate and its key are not loaded. OpenSSL names neither of the files."""
+    for file, kind in ((cert, "certificate"), (key, "private key")):
+        try:
+            text = read_bytes(Path(file), FILE_LEN_MAX)
+        except OSError as problem:
+            return f"{file}: {problem.strerror}"
+        if f"{kind.upper()}-----".encode() not in text:
+            return f"{file} holds no {kind} in PEM"
+    if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
+        return "the key is not that of the certificate"
+    return str(error)
 
 
 def _load_trusted(context: ssl.SSLContext, ca: str) -> None:

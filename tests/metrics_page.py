@@ -19,6 +19,7 @@ import gateway.workers.place  # noqa: F401
 from engine.api.metrics import CoreReading, EngineMetrics
 from engine.api.vllm_metrics import LABELS, PREFIX, VllmNames
 from engine.core.messages import CoreStats, RunnerInfo, ServiceClass
+from gateway.workers.supervisor import PLACES, PLACES_HELP
 from shared.metrics import REGISTRY
 
 PAGE: Final = Path(__file__).parent.parent / "shared" / "METRICS.md"
@@ -82,7 +83,7 @@ def rows() -> list[Row]:
     values = [{**of_classes, "disk": ()}.get(name, 0) for name in CoreStats.__struct_fields__]
     stats = msgspec.convert(values, CoreStats)
     metrics.watch_core(lambda: CoreReading(stats, 0, 0, True))
-    found: dict[str, Row] = {}
+    found = {PLACES: Row(PLACES, "gauge", ("phase",), PLACES_HELP)}
     for registry in (REGISTRY, metrics.registry):  # the second has the first's, without their labels
         for row in _rows_of(registry):
             found.setdefault(row.name, row)

@@ -33,6 +33,8 @@ from shared.renewable_tls import RenewableTls
 
 WAITING_MAX: Final = 16_384
 """Calls without an answer; further ones fail at once."""
+TOLD_MAX: Final = 4
+"""Different reasons of one outage that the log has: a password that is wrong hides behind an end."""
 REFUSALS: Final = frozenset(
     {
         *("READONLY", "OOM", "MISCONF", "NOREPLICAS", "LOADING", "MASTERDOWN", "CLUSTERDOWN"),
@@ -189,6 +191,8 @@ class RedisLink:
         self.is_up = False
         self.problem = "not asked yet"
         """Why it went down the last time."""
+        self._told: Final[set[str]] = set()
+        """The reasons that the log has since it was up last. One that was never up is told of, too."""
 
     def call(self, command: bytes) -> asyncio.Future[Any]:
         """The reply, a list that begins with the server's time in ms. Raises StoreUnavailable, here or in the
@@ -213,6 +217,7 @@ class RedisLink:
         if not self.is_up:
             log.info("redis.up")
         self.is_up = True
+        self._told.clear()
 
     def require_up(self) -> None:
         """Raises StoreUnavailable when it is down."""
@@ -294,7 +299,8 @@ class RedisLink:
 
     def _down(self, problem: str, *, is_expected: bool = False) -> None:
         """Rule 2. An attempt to connect goes on: it has a time of its own, which may be longer."""
-        if self.is_up and not is_expected:
+        if not is_expected and problem not in self._told and len(self._told) < TOLD_MAX:
+            self._told.add(problem)
             log.error("redis.down", problem=problem)
         self.is_up, self.problem = False, problem
         if self._wire is not None:
@@ -333,6 +339,8 @@ class RedisLink:
                 )
                 await self._greet(wire, greeting)
             self._take(wire)
+        except TimeoutError:
+            self._down(f"no connection within {self._connect_s:g} s")
         except Exception as error:
             self._down(f"{type(error).__name__}: {error}"[:200])
         finally:

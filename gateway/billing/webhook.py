@@ -9,7 +9,7 @@ Rules:
 1. Any 2xx means taken. Everything else, no answer included, is tried again, after `RETRY_S_MIN` and twice as
    long each time, up to `RETRY_S_MAX`, for ever: the file keeps the lines. The order holds.
 2. A batch that is tried again in the same process has the same bytes and the same `webhook-id`. The secret
-   is that of the moment: a file is read for each post.
+   and the authorities that are trusted are those of the moment: files are looked at for each post.
 3. A disk that is full, and so takes no note of what was taken, is asked again every `POLL_S`. Nothing is
    posted twice for it, unless the process ends before there is room.
 4. Nothing of a request waits for this: it is a task of its own, which holds one batch.
@@ -23,6 +23,7 @@ import hashlib
 import hmac
 import random
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 import httpx
@@ -35,6 +36,8 @@ from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
 from shared.metrics import Counter
+from shared.renewable_tls import RenewableTls
+from shared.tls import UnusableTls, client_context
 
 POLL_S: Final = 1.0
 """The time between two looks at the file, in seconds: as long do lines wait for others to go with them."""
@@ -57,16 +60,25 @@ log = logs.get(__name__)
 class Webhook:
     """The receiver of billing lines: `send` as a background task."""
 
-    def __init__(self, url: str, secret: RenewableSecret, spool: Spool, clock: Clock = SYSTEM_CLOCK) -> None:
-        """`secret` is one of `webhook_secret`."""
+    def __init__(
+        self,
+        url: str,
+        secret: RenewableSecret,
+        tls: RenewableTls,
+        spool: Spool,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """`secret` is one of `webhook_secret`, and `tls` of `webhook_tls`."""
         self._url: Final = url
         self._secret: Final = secret
+        self._tls: Final = tls
         self._spool: Final = spool
         self._clock: Final = clock
 
     async def send(self) -> None:
         """Post the lines as they come, until cancelled."""
-        client = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=POST_S)
+        context = self._tls.context
+        client = httpx.AsyncClient(verify=context, follow_redirects=False, trust_env=False, timeout=POST_S)
         async with client:
             while True:
                 try:
@@ -93,6 +105,7 @@ class Webhook:
 
     async def _post(self, client: httpx.AsyncClient, body: bytes) -> str | None:
         """Post once. Returns why the lines were not taken; None when they were."""
+        await self._tls.look()
         secret = _decoded(await self._secret.now() or "")
         headers = signed_headers(secret, int(self._clock.wall()), body)
         try:
@@ -117,6 +130,15 @@ def webhook_secret(config: AccountingConfig, env: Mapping[str, str]) -> Renewabl
         return RenewableSecret(config.webhook_secret_env, config.webhook_secret_file, env, _decoded)
     except ValueError as error:
         raise ConfigError([f"accounting.webhook_secret: {error}"]) from None
+
+
+def webhook_tls(config: AccountingConfig) -> RenewableTls:
+    """The authorities that are trusted when lines are posted. Raises ConfigError when they cannot be used."""
+    load = partial(client_context, ca=config.webhook_ca)
+    try:
+        return RenewableTls((config.webhook_ca,), load, is_server=False)
+    except UnusableTls as error:
+        raise ConfigError([f"accounting.webhook_ca: {error}"]) from None
 
 
 def _decoded(text: str) -> bytes:

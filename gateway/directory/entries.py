@@ -35,6 +35,13 @@ PAGE_MAX: Final = 200
 MADE_WITHIN_S: Final = 5.0
 """After its entry was read, a change is made within this time or never, by the clock of what keeps the
 entries, in seconds."""
+UNKNOWN: Final = (
+    "Nobody knows whether the change was made: what keeps it does not say. It is there by now, or within "
+    f"{MADE_WITHIN_S:g} s, or never will be. Read it again before you try again."
+)
+"""The answer to such a change."""
+OUTCOME_UNKNOWN: Final[Mapping[str, str]] = {"outcome": "unknown"}
+"""The further field of its audit line."""
 NO_VARIABLES: Final = "_"
 """The prefix of no variables: an entry is not set by any."""
 ANY_VERSION: Final = "*"

@@ -6,24 +6,39 @@ Rules:
    then. An editor takes no lock: what it writes meanwhile is not overwritten.
 2. The new file is read as a gateway would read it before it takes the old one's place, whole and in one step:
    a change that contradicts anything else in the file is refused.
+3. A change counts from the moment in which the new file is in place. Where the disk does not say that it
+   outlives a failure of the machine, it is told as one of which nobody knows whether it was made.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 from gateway.accounts import AccountsReader, Kind
 from gateway.config import ENV_PREFIX, GatewayConfig, KeyConfig, TenantConfig, load
-from gateway.directory.entries import Change, Edit, R, Record, check_match, kind_of, not_found, place_of
+from gateway.directory.entries import (
+    AnswerLost,
+    Change,
+    Edit,
+    R,
+    Record,
+    check_match,
+    kind_of,
+    not_found,
+    place_of,
+)
 from gateway.directory.toml_edit import CannotEdit, document, replace_table
 from gateway.edge_config import OperatorKeyConfig
 from shared.config import FILE_LEN_MAX
@@ -34,6 +49,16 @@ LOCK_S: Final = 5.0
 """How long another process's change is waited for, in seconds."""
 LOCK_AGAIN_S: Final = 0.02
 E = TypeVar("E", bound=Record | OperatorKeyConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Edited(Generic[E]):
+    """An entry of the file before and after an edit. None is no entry."""
+
+    before: E | None
+    after: E | None
+    doubt: str | None
+    """The reason for which the edit, by rule 3, may not stay. None where it stays."""
 
 
 class FileDirectory:
@@ -65,25 +90,28 @@ class FileDirectory:
                 raise Conflict("The tenant still has keys. Delete them first.")
             return after
 
-        before, after = await self.edit(kind_of(type_), id_, checked)
-        return Change(before, after)
+        edited = await self.edit(kind_of(type_), id_, checked)
+        change = Change(edited.before, edited.after)
+        if edited.doubt is not None:
+            raise AnswerLost(change, edited.doubt)
+        return change
 
     async def edit(
         self, section: str, id_: str, edit: Callable[[E | None, GatewayConfig], E | None]
-    ) -> tuple[E | None, E | None]:
+    ) -> Edited[E]:
         """Change one entry of a list of the file, such as `admin.keys`, or nothing. `edit` is given the entry
-        and all else as the file has it. Returns the entry before and after. Raises what `edit` raises, and as
-        `change` does."""
+        and all else as the file has it. Raises what `edit` raises, and as `change` does, but AnswerLost."""
         if self._path is None:
             raise Conflict("The gateway has no file that could be edited.")
-        found = await asyncio.to_thread(self._edit, self._path, section, id_, edit)
+        edited: Edited[E] = await asyncio.to_thread(partial(self._edit, self._path, section, id_, edit))
         await self._accounts.reload()
-        return found
+        return edited
 
     def _edit(
         self, path: Path, section: str, id_: str, edit: Callable[[E | None, GatewayConfig], E | None]
-    ) -> tuple[E | None, E | None]:
+    ) -> Edited[E]:
         self._require_unset(section)
+        doubt = None
         try:
             with _locked(path.resolve().parent):
                 seen, text = file_version(path), read_bytes(path, FILE_LEN_MAX).decode()  # with its line ends
@@ -97,13 +125,13 @@ class FileDirectory:
                     load(document(edited), self._env)
                     if file_version(path) != seen:
                         raise Conflict("The gateway's file has just been changed by hand. Try again.")
-                    _replace(path.resolve(), edited)
+                    doubt = _replace(path.resolve(), edited)
         except CannotEdit as error:
             raise Conflict(f"The gateway's file cannot be edited: {error}.") from None
         except (OSError, UnicodeDecodeError) as error:
             problem = f"The gateway's file cannot be edited: {getattr(error, 'strerror', 'it is not UTF-8')}."
             raise DirectoryUnavailable(problem, detail=str(error)) from None
-        return before, after
+        return Edited(before, after, doubt)
 
     def _require_unset(self, section: str) -> None:
         """Raises Conflict where a variable says what the file would."""
@@ -133,8 +161,9 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _replace(path: Path, text: str) -> None:
-    """Replace a file in one step by one with the same owner and mode. Raises OSError."""
+def _replace(path: Path, text: str) -> str | None:
+    """Replace a file in one step by one with the same owner and mode. Returns the reason for which a failure
+    of the machine may undo that. Raises OSError where the file is as it was."""
     old = path.stat()
     handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -150,8 +179,21 @@ def _replace(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(folder)
+        _sync_folder(path.parent)
+    except OSError as error:
+        return f"{path.parent} could not be synced: {error.strerror}"
+    return None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have a folder's names outlive a failure of the machine. Raises OSError, but not where its file system
+    syncs no folders: nothing more can be done there."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
-        os.close(folder)
+        os.close(handle)

@@ -4,7 +4,8 @@ itself, or on the Redis that it names. Operators' keys are in the file alone."""
 from __future__ import annotations
 
 import asyncio
-import getpass
+import os
+import pwd
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,7 +79,7 @@ async def _call_operators(
 ) -> bytes:
     accounts = AccountsReader(load(file, env), file)
     keys = OperatorKeys(FileDirectory(file, accounts, env), accounts)
-    by = f"os:{getpass.getuser()}"
+    by = _user()
     found: Struct
     match operation:
         case "create":
@@ -95,7 +96,7 @@ async def _call_operators(
 
 
 async def _ask(registry: Registry, operation: Operation, id_: str, fields: Mapping[str, Any]) -> bytes:
-    by = f"os:{getpass.getuser()}"
+    by = _user()
     match operation:
         case "create":
             return msgspec.json.encode(await registry.create_key(fields, by))
@@ -108,3 +109,14 @@ async def _ask(registry: Registry, operation: Operation, id_: str, fields: Mappi
         case "delete":
             shown = await registry.delete_key(id_, by, None)
     return msgspec.json.encode(shown.view)
+
+
+def _user() -> str:
+    """The user who runs this command, for audit lines. One without a name, as containers have, is told by its
+    number."""
+    uid = os.getuid()
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        name = str(uid)
+    return f"os:{name}"

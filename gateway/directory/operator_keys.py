@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from gateway.accounts import AccountsReader
 from gateway.config import GatewayConfig, operator_problems
-from gateway.directory.entries import NO_VARIABLES
+from gateway.directory.entries import NO_VARIABLES, OUTCOME_UNKNOWN, UNKNOWN
 from gateway.directory.file_directory import FileDirectory
 from gateway.directory.rotation import Rotation, rotated
 from gateway.edge_config import OperatorKeyConfig
@@ -32,7 +32,7 @@ from gateway.identity.keys import mint_key
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError, load
-from shared.errors import Conflict, NotFound
+from shared.errors import ChangeUnknown, Conflict, NotFound
 
 SECTION: Final = "admin.keys"
 ENV: Final = "admin"
@@ -140,12 +140,15 @@ class OperatorKeys:
         return _view(found)
 
     async def _change(self, id_: str, edit: _Edit, action: str, by: str) -> OperatorKeyConfig | None:
-        before, after = await self._file.edit(SECTION, id_, edit)
-        if before != after:
+        edited = await self._file.edit(SECTION, id_, edit)
+        if edited.before != edited.after:
             fields = {"operator": by, "action": f"operator.{action}", "target": id_}
-            told = {"from": _told(before), "to": _told(after)}
-            logs.audit("admin.change", {"logger": __name__, **fields, **told})
-        return after
+            told = {"from": _told(edited.before), "to": _told(edited.after)}
+            outcome = {} if edited.doubt is None else OUTCOME_UNKNOWN
+            logs.audit("admin.change", {"logger": __name__, **fields, **told, **outcome})
+        if edited.doubt is not None:
+            raise ChangeUnknown(UNKNOWN, detail=edited.doubt)
+        return edited.after
 
 
 def _there(key: OperatorKeyConfig | None, id_: str) -> OperatorKeyConfig:

@@ -27,8 +27,9 @@ from msgspec import Struct
 from gateway.accounts import AccountsReader, Kind
 from gateway.config import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
 from gateway.directory.entries import (
-    MADE_WITHIN_S,
     NO_VARIABLES,
+    OUTCOME_UNKNOWN,
+    UNKNOWN,
     AnswerLost,
     Change,
     Directory,
@@ -56,10 +57,6 @@ PATCHABLE: Final = frozenset(
 )
 """The fields of a key that can be changed after its creation."""
 CREATABLE: Final = (PATCHABLE | {"tenant"}) - {"disabled"}
-UNKNOWN: Final = (
-    "Nobody knows whether the change was made: the answer is lost. It is there by now, or within "
-    f"{MADE_WITHIN_S:g} s, or never will be. Read it again before you try again."
-)
 _RELATIVE: Final = (".", "..")
 """Ids that clients cannot ask for: they are taken out of a URL (RFC 3986 section 5.2.4)."""
 
@@ -230,7 +227,7 @@ class Registry:
         try:
             change = await self._directory.change(type_, id_, edit, if_match)
         except AnswerLost as lost:
-            _audit(asked, lost.change, {"outcome": "unknown"})
+            _audit(asked, lost.change, OUTCOME_UNKNOWN)
             raise ChangeUnknown(UNKNOWN, detail=str(lost)) from None
         if change.before != change.after:
             _audit(asked, change, {})

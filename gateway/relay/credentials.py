@@ -10,29 +10,49 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from gateway.config import ModelConfig
-from gateway.secret import read_secret
+from gateway.secret import RenewableSecret
+from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
+
+POLL_S: Final = 1.0
+"""The time between two looks at the files, in seconds. No request waits for a disk."""
 
 
 class Credentials:
-    """The tokens by model, read once: a new one takes a restart. Raises ConfigError, which lists all
-    problems."""
+    """The tokens by model."""
 
-    __slots__ = ("_by_model",)
+    __slots__ = ("_by_model", "_clock", "_files")
 
-    def __init__(self, models: Iterable[ModelConfig], env: Mapping[str, str]) -> None:
-        self._by_model: Final[dict[str, str]] = {}
+    def __init__(
+        self, models: Iterable[ModelConfig], env: Mapping[str, str], clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        """Raises ConfigError, which lists all problems."""
+        self._clock: Final = clock
+        self._by_model: Final[dict[str, RenewableSecret]] = {}
+        self._files: Final[dict[str, RenewableSecret]] = {}
+        """Those that may be renewed, by their file, which models may share."""
         problems: list[str] = []
         for model in models:
+            variable, file = model.api_key_env, model.api_key_file
             try:
-                if (token := read_secret(model.api_key_env, model.api_key_file, env)) is not None:
-                    self._by_model[model.name] = token
+                secret = RenewableSecret(variable, file, env)
             except ValueError as error:
                 problems.append(f"models.{model.name}: {error}")
+                continue
+            self._by_model[model.name] = secret if file is None else self._files.setdefault(file, secret)
         if problems:
             raise ConfigError(problems)
 
+    async def watch(self) -> None:
+        """Read the files again and again, until cancelled. Returns where there are none."""
+        while self._files:
+            await self._clock.sleep(POLL_S)
+            for secret in self._files.values():
+                await secret.now()
+
     def headers(self, model: ModelConfig) -> tuple[tuple[bytes, bytes], ...]:
         """The headers for requests to this model's replicas; empty without a token."""
-        token = self._by_model.get(model.name)
-        return () if token is None else ((b"authorization", f"Bearer {token}".encode()),)
+        secret = self._by_model.get(model.name)
+        if secret is None or secret.text is None:
+            return ()
+        return ((b"authorization", f"Bearer {secret.text}".encode()),)

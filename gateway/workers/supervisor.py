@@ -32,6 +32,8 @@ from shared.lifecycle import Lifecycle, Phase
 from shared.listening import bound_socket
 from shared.probes import Health
 
+PLACES: Final = "penstock_gateway_workers"
+PLACES_HELP: Final = "Places of workers, by their phase."
 ENDING_S: Final = 15.0
 """The time that workers have to end beside their drain, in seconds; then they are killed."""
 OWN: Final = (
@@ -126,11 +128,8 @@ class Supervisor:
 
     def _phases(self) -> Family:
         phases = [place.phase for place in self.places]
-        samples = [
-            Sample("penstock_gateway_workers", {"phase": phase.value}, phases.count(phase))
-            for phase in PlacePhase
-        ]
-        return Family("penstock_gateway_workers", "Places of workers, by their phase.", "gauge", samples)
+        samples = [Sample(PLACES, {"phase": phase.value}, phases.count(phase)) for phase in PlacePhase]
+        return Family(PLACES, PLACES_HELP, "gauge", samples)
 
     def _problems(self) -> list[str]:
         """For `/readyz`: none as long as one worker is ready."""

@@ -27,7 +27,6 @@ from shared.cli.running import read_running
 from shared.cli.service import missing_extra, reach
 from shared.ids import is_id
 
-"""The variable with the operator's key, for --admin-url."""
 ANSWER_S: Final = 30.0
 PAGE: Final = "200"
 ENV_HELP: Final = "the part of the key before its id (default: live)"

@@ -287,6 +287,21 @@ async def test_keys_tenants_and_their_classes_alone_are_read_again(tmp_path: Pat
     lines = [msgspec.json.decode(line) for line in log.getvalue().splitlines()]
     events = [line["event"] for line in lines if line["event"].startswith("config.")]
     assert events == ["config.reloaded", "config.reloaded", "config.restart_needed", "config.reloaded"]
+    [line] = [line for line in lines if line["event"] == "config.restart_needed"]
+    assert line["settings"] == ["timeouts.first_token_s"]
+
+
+async def test_what_takes_a_restart_is_named(tmp_path: Path, log: io.StringIO) -> None:
+    path = write(tmp_path / "gateway.toml", FULL)
+    reader = AccountsReader(load(path, {}), path, VirtualClock())
+    text = FULL.replace('upstream_model = "demo"', "").replace("port = 8080", "port = 9")
+    write(
+        path, text.replace('"key.pem"', '"other.pem"') + '[[models]]\nname = "new"\nreplicas = ["http://a:1"]'
+    )
+    await reader.reload()
+    logs.close()
+    [line] = [line for line in map(msgspec.json.decode, log.getvalue().splitlines()) if "settings" in line]
+    assert line["settings"] == ["models.tiny", "models.new", "listen.port", "listen.tls.key"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import io
 import os
@@ -25,6 +26,7 @@ from gateway.identity.keys import hash_key
 from gateway.quota_config import QuotaLimits
 from shared.config import ConfigError
 from shared.errors import Conflict, DirectoryUnavailable
+from tests.gateway.conftest import until
 from tests.gateway.directory_world import World, directory_world
 
 FILE = f"""\
@@ -209,6 +211,41 @@ async def test_a_write_that_fails_leaves_the_file_as_it_was(
         await registry(file).create_key({"tenant": "acme"}, "test")
     assert text_of(file) == FILE
     assert os.listdir(tmp_path) == ["gateway.toml"]
+
+
+def folders_fail(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    """Let no folder be synced from now on."""
+    sync = os.fsync
+
+    def fsync(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise error
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+async def test_a_change_that_the_disk_may_forget_counts_and_is_told_as_unknown(
+    tmp_path: Path, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with directory_world(tmp_path, log, None) as world:
+        await world.open()
+        folders_fail(monkeypatch, OSError(errno.EIO, "Input/output error"))
+        answer = await world.ask("POST", "keys", {"tenant": "acme"})
+        assert (answer.status, answer.code) == (503, "change_unknown")
+        await until(lambda: bool(world.logged("admin.change")))
+        [line] = world.logged("admin.change")
+        assert (line["action"], line["outcome"], line["to"]["tenant"]) == ("key.create", "unknown", "acme")
+        assert (await world.ask("GET", f"keys/{line['target']}")).status == 200
+        assert line["target"] in [key.id for key in load(world.path, {}).keys]
+
+
+async def test_a_file_system_that_syncs_no_folders_takes_changes(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders_fail(monkeypatch, OSError(errno.EINVAL, "Invalid argument"))
+    await registry(file).create_key({"tenant": "acme"}, "test")
+    assert len(load(file, {}).keys) == 3
 
 
 async def test_a_change_waits_for_that_of_another_process_and_not_for_ever(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import re
 import tomllib
@@ -20,10 +21,11 @@ from gateway.directory.file_directory import FileDirectory
 from gateway.directory.operator_keys import OperatorKeys
 from gateway.identity.keys import hash_key
 from shared.config import ConfigError
-from shared.errors import Conflict, NotFound
+from shared.errors import ChangeUnknown, Conflict, NotFound
 from tests.fakes import VirtualClock
-from tests.gateway.conftest import KEY, PATIENCE_S, settings
+from tests.gateway.conftest import KEY, PATIENCE_S, settings, until
 from tests.gateway.directory_world import OPERATOR, OPERATORS, World, directory_world
+from tests.gateway.test_directory_file import folders_fail
 
 VICTIM = "another operator's"
 BY = "os:test"
@@ -250,3 +252,16 @@ def test_entries_that_would_outlive_anothers_revocation_are_refused(
     with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
         load(settings("http://a", admin={"port": 0, "keys": [OPERATORS[0], second]}), {})
     assert hash_key(OPERATOR) not in str(caught.value)
+
+
+async def test_a_change_that_the_disk_may_forget_is_told_as_unknown(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders_fail(monkeypatch, OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(ChangeUnknown, match="Read it again"):
+        await desk.keys.revoke("ops-2", BY)
+    await until(lambda: bool(desk.world.logged("admin.change")))
+    [line] = desk.world.logged("admin.change")
+    assert (line["action"], line["target"], line["outcome"]) == ("operator.revoke", "ops-2", "unknown")
+    await desk.followed()
+    assert await desk.statuses(VICTIM, OPERATOR) == [401, 200]

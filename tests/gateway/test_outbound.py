@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from gateway.config import ModelConfig, load
 from gateway.outbound import bound_s
+from gateway.relay import credentials
 from gateway.relay.credentials import Credentials
 from shared.census import VALUES_MAX
 from shared.config import ConfigError
@@ -26,7 +29,7 @@ from shared.ids import (
 )
 from shared.openai import CompletionRequest
 from shared.validation import parse
-from tests.gateway.conftest import KEY, House, Open, settings
+from tests.gateway.conftest import KEY, PATIENCE_S, House, Open, settings, until
 from tests.gateway.fake_engine import chunk, refusal, unary
 from tests.gateway.fake_engine import stream as script_of
 
@@ -191,6 +194,38 @@ async def test_an_engine_is_shown_the_gateways_key_and_not_the_callers(
     assert SECRET not in repr(house.gateway.config)
 
 
+async def test_a_key_in_a_file_is_renewed_while_the_gateway_runs(
+    open_house: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(credentials, "POLL_S", 0.01)
+    path = tmp_path / "key"
+    path.write_text(SECRET)
+    house = await open_house(model={"api_key_file": str(path)})
+    house.engine.script = unary()
+
+    async def shown() -> str:
+        async with house.chat() as answer:
+            assert answer.status == 200
+        return str(house.engine.seen[-1].headers["authorization"])
+
+    assert await shown() == f"Bearer {SECRET}"
+    path.write_text("two words")
+    await until(lambda: "secret.rejected" in house.log.getvalue())
+    assert await shown() == f"Bearer {SECRET}", "a file that holds no key changes nothing"
+    path.write_text("renewed")
+    async with asyncio.timeout(PATIENCE_S):
+        while (now := await shown()) != "Bearer renewed":
+            assert now == f"Bearer {SECRET}"
+
+
+def test_models_may_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(SECRET)
+    both = [replace(model(api_key_file=str(path)), name=name) for name in ("a", "b")]
+    mine = Credentials(both, {})
+    assert [mine.headers(one) for one in both] == [((b"authorization", f"Bearer {SECRET}".encode()),)] * 2
+
+
 async def test_without_credentials_no_authorization_header_is_sent(house: House) -> None:
     house.engine.script = unary()
     async with house.chat() as answer:
@@ -205,9 +240,9 @@ def model(**fields: Any) -> ModelConfig:
 
 
 def test_a_key_from_the_environment() -> None:
-    credentials = Credentials([model(api_key_env="KEY")], {"KEY": SECRET})
-    assert credentials.headers(model()) == ((b"authorization", f"Bearer {SECRET}".encode()),)
-    assert SECRET not in repr(credentials)
+    mine = Credentials([model(api_key_env="KEY")], {"KEY": SECRET})
+    assert mine.headers(model()) == ((b"authorization", f"Bearer {SECRET}".encode()),)
+    assert SECRET not in repr(mine)
 
 
 @pytest.mark.parametrize("value", ["", " ", "two words", "new\nline", "\u00e4", "x" * 9000])
@@ -216,9 +251,10 @@ def test_invalid_engine_keys_are_reported_together_and_not_shown(tmp_path: Path,
     with pytest.raises(ConfigError) as caught:
         Credentials(models, {"KEY": value})
     bad, gone, file = caught.value.problems
-    assert bad == "models.m: the environment variable KEY holds no key"
-    assert gone == "models.m: the environment variable GONE holds no key"
-    assert file.endswith("cannot be read: FileNotFoundError")
+    told = "must hold one word of printable ASCII characters, 8192 at most" if value.strip() else "is empty"
+    assert bad == f"models.m: the environment variable KEY {told}"
+    assert gone == "models.m: the environment variable GONE is not set"
+    assert file.endswith("cannot be read: No such file or directory")
 
 
 def test_a_key_has_one_source() -> None:

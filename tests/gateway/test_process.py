@@ -68,8 +68,9 @@ class Process:
 
 
 @asynccontextmanager
-async def started(config: Path) -> AsyncIterator[Process]:
-    argv = (sys.executable, "-m", "gateway", "--config", str(config), "--parent-pid", str(os.getpid()))
+async def started(config: Path, *options: str) -> AsyncIterator[Process]:
+    parent = "--parent-pid", str(os.getpid())
+    argv = (sys.executable, "-m", "gateway", "--config", str(config), *parent, *options)
     process = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stderr=subprocess.PIPE)
     try:
         gateway = Process(process)
@@ -165,6 +166,42 @@ async def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
         await gateway.until_logged("config.reloaded")
         async with client.get(url, headers=headers) as answer:
             assert answer.status == 401
+
+
+@pytest.mark.parametrize(("options", "processes"), [(("--log-level", "debug"), 1), (("--workers", "2"), 3)])
+async def test_what_the_command_line_says_holds_when_the_file_is_read_again(
+    tmp_path: Path, options: tuple[str, ...], processes: int
+) -> None:
+    config = tmp_path / "gateway.toml"
+    config.write_text(toml("http://127.0.0.1:1"))
+    async with started(config, *options) as gateway:
+        gateway.process.send_signal(signal.SIGHUP)
+        assert gateway.process.stderr is not None
+        seen: list[str] = []
+        async with asyncio.timeout(START_S):
+            while seen.count("config.reloaded") < processes:
+                seen.append(msgspec.json.decode(await gateway.process.stderr.readline())["event"])
+        assert "config.restart_needed" not in seen
+
+
+HANGS_UP = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "gateway.app":
+            os.kill(os.getpid(), signal.SIGHUP)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_hangup_while_it_starts_does_not_end_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANGS_UP)
+    argv = [sys.executable, "-m", "gateway", "--config", "none"]
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, timeout=60, env=env)
+    assert done.returncode == 2, "it came to read its configuration"
 
 
 async def test_sighup_renews_the_certificate_and_keeps_open_connections(tmp_path: Path) -> None:

@@ -235,5 +235,5 @@ def test_no_request_waits_longer_than_50_ms_by_default() -> None:
 
 def test_a_password_that_cannot_be_read_is_named_at_the_start() -> None:
     quotas = {"store": "redis", "url": "redis://host", "password_env": "REDIS_PASSWORD"}
-    with pytest.raises(ConfigError, match="quotas: the environment variable REDIS_PASSWORD holds no key"):
+    with pytest.raises(ConfigError, match="quotas: the environment variable REDIS_PASSWORD is not set"):
         Gateway(load(settings("http://engine", quotas=quotas), {}), env={})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import redis
 
 from gateway.admission.quota import StoreUnavailable
+from gateway.admission.redis_links import links_of, prefix_of
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Used
+from gateway.quota_config import QuotasConfig
 from shared import logs
 from tests.gateway.conftest import until
 from tests.gateway.redis_server import RedisServer, redis_store, until_well
@@ -203,3 +206,26 @@ async def test_a_user_who_may_not_ask_whether_a_server_evicts_is_served(
         assert await admitted(store, 1, WHO)
     logs.close()
     assert "may_evict" not in log.getvalue()
+
+
+async def test_a_server_that_was_never_up_is_told_of_with_each_reason_once(
+    own: RedisServer, log: io.StringIO
+) -> None:
+    own.admin.config_set("requirepass", "correct-horse")
+    config = QuotasConfig(store="redis", url=own.url)
+    store = RedisStore(links_of(config, {}), prefix_of(config))
+
+    async def asked() -> None:
+        for _ in range(3):
+            with contextlib.suppress(StoreUnavailable):
+                await store.renew([])
+
+    await asked()
+    own.kill()
+    await asked()
+    await store.aclose()
+    logs.close()
+    lines = map(json.loads, log.getvalue().splitlines())
+    told = [line["problem"] for line in lines if line["event"] == "redis.down"]
+    assert [problem.partition(":")[0] for problem in told] == ["ConnectionError", "ConnectionRefusedError"]
+    assert "NOAUTH" in told[0]

@@ -50,8 +50,9 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
     lines = [line for line in map(json.loads, log.getvalue().splitlines()) if line["level"] == "error"]
     told = [(line["event"], line["path"], line["problem"].removeprefix(f"{path} ")) for line in lines]
     problems = [
-        *("cannot be read: FileNotFoundError", "cannot be read: OSError", "holds no key"),
-        *("it is no such secret", "holds no key", "cannot be read: FileNotFoundError"),
+        *("cannot be read: No such file or directory", "cannot be read: not a regular file", "is empty"),
+        *("it is no such secret", "must hold one word of printable ASCII characters, 8192 at most"),
+        "cannot be read: No such file or directory",
     ]
     assert told == [("secret.rejected", str(path), problem) for problem in problems]
 
@@ -64,5 +65,5 @@ async def test_a_secret_of_a_variable_holds_as_long_as_the_process() -> None:
 
 
 def test_a_secret_that_is_none_is_told_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read: FileNotFoundError"):
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
         RenewableSecret(None, str(tmp_path / "missing"), {})

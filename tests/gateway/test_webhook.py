@@ -7,6 +7,7 @@ import base64
 import errno
 import hashlib
 import hmac
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 import pytest
+import trustme
 from aiohttp import web
 
 from gateway.accounting_config import AccountingConfig
@@ -23,7 +25,7 @@ from gateway.background import Background
 from gateway.billing import lines, webhook
 from gateway.billing.lines import Billing, BillingLine
 from gateway.billing.spool import Spool
-from gateway.billing.webhook import Webhook, signed_headers, webhook_secret
+from gateway.billing.webhook import Webhook, signed_headers, webhook_secret, webhook_tls
 from gateway.config import load
 from shared.config import ConfigError
 from tests.fakes import VirtualClock
@@ -72,15 +74,22 @@ def _line(data: bytes) -> BillingLine:
 
 
 @asynccontextmanager
-async def receiving() -> AsyncIterator[tuple[Receiver, str]]:
-    receiver = Receiver()
-    server = await asyncio.get_running_loop().create_server(web.Server(receiver.handle), "127.0.0.1", 0)
+async def receiving(tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[Receiver, str]]:
+    receiver, loop = Receiver(), asyncio.get_running_loop()
+    server = await loop.create_server(web.Server(receiver.handle), "127.0.0.1", 0, ssl=tls)
     async with server:
-        yield receiver, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/hook"
+        scheme, port = "http" if tls is None else "https", server.sockets[0].getsockname()[1]
+        yield receiver, f"{scheme}://127.0.0.1:{port}/hook"
 
 
 def with_webhook(file: Path, url: str, **more: Any) -> AccountingConfig:
     return AccountingConfig(file=str(file), webhook=url, webhook_secret_env="HOOK", **more)
+
+
+def sender(config: AccountingConfig, spool: Spool, clock: VirtualClock) -> Webhook:
+    assert config.webhook is not None
+    secret, tls = webhook_secret(config, {"HOOK": WHSEC}), webhook_tls(config)
+    return Webhook(config.webhook, secret, tls, spool, clock)
 
 
 def _is_signed(post: tuple[Mapping[str, str], bytes], secret: bytes) -> bool:
@@ -108,23 +117,21 @@ async def test_lines_are_posted_signed_and_in_order(
 
 
 async def one_line_is_sent(
-    file: Path, url: str, clock: VirtualClock
+    config: AccountingConfig, clock: VirtualClock
 ) -> tuple[Billing, Spool, asyncio.Task[None]]:
     """A file with one line, and the task that sends it."""
-    config = with_webhook(file, url)
     billing = Billing(config, clock)
     assert billing.spool is not None
     note(billing, 1)
     await billing._write(billing.spool)
-    own = webhook_secret(config, {"HOOK": WHSEC})
-    return billing, billing.spool, asyncio.create_task(Webhook(url, own, billing.spool, clock).send())
+    return billing, billing.spool, asyncio.create_task(sender(config, billing.spool, clock).send())
 
 
 async def test_a_webhook_that_fails_gets_the_same_batch_until_it_takes_it(file: Path) -> None:
     clock = VirtualClock()
     async with receiving() as (receiver, url):
         receiver.statuses = [500, 302, 429]
-        billing, spooled, sending = await one_line_is_sent(file, url, clock)
+        billing, spooled, sending = await one_line_is_sent(with_webhook(file, url), clock)
 
         def waits_after(posts: int) -> bool:
             return len(receiver.posts) == posts and clock.sleeping == 1
@@ -148,7 +155,7 @@ async def test_a_redirect_is_not_followed(file: Path) -> None:
     clock, redirects = VirtualClock(), [301, 302, 303, 307, 308]
     async with receiving() as (receiver, url), receiving() as (other, other_url):
         receiver.statuses, receiver.location = [*redirects], other_url
-        billing, spooled, sending = await one_line_is_sent(file, url, clock)
+        billing, spooled, sending = await one_line_is_sent(with_webhook(file, url), clock)
 
         def waits_after(posts: int) -> bool:
             return len(receiver.posts) == posts and clock.sleeping == 1
@@ -170,11 +177,7 @@ async def test_a_secret_that_is_renewed_signs_what_is_posted_next(file: Path, tm
     async with receiving() as (receiver, url):
         receiver.statuses = [500, 500]
         config = AccountingConfig(file=str(file), webhook=url, webhook_secret_file=str(path))
-        billing = Billing(config, clock)
-        assert billing.spool is not None
-        note(billing, 1)
-        await billing._write(billing.spool)
-        sending = asyncio.create_task(Webhook(url, webhook_secret(config, {}), billing.spool, clock).send())
+        billing, _, sending = await one_line_is_sent(config, clock)
 
         def waits_after(posts: int) -> bool:
             return len(receiver.posts) == posts and clock.sleeping == 1
@@ -186,6 +189,27 @@ async def test_a_secret_that_is_renewed_signs_what_is_posted_next(file: Path, tm
         await until(lambda: len(receiver.posts) == 3)
         signers = [SECRET, SECRET, NEW_SECRET]
         assert all(map(_is_signed, receiver.posts, signers)), "a file that is no secret changes nothing"
+        sending.cancel()
+        await asyncio.wait([sending])
+        await billing.aclose()
+
+
+async def test_an_authority_that_is_renewed_is_trusted_from_the_next_post_on(
+    file: Path, tmp_path: Path
+) -> None:
+    clock, path, own, other = VirtualClock(), tmp_path / "ca.pem", trustme.CA(), trustme.CA()
+    other.cert_pem.write_to_path(path)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    own.issue_cert("127.0.0.1").configure_cert(tls)
+    async with receiving(tls) as (receiver, url):
+        config = with_webhook(file, url, webhook_ca=str(path))
+        billing, spooled, sending = await one_line_is_sent(config, clock)
+        await until(lambda: clock.sleeping == 1)
+        assert not receiver.posts, "it is another authority's"
+        own.cert_pem.write_to_path(path)
+        clock.advance(webhook.RETRY_S_MIN)
+        await until(lambda: spooled.waiting == 0)
+        assert receiver.ids == ["r1"]
         sending.cancel()
         await asyncio.wait([sending])
         await billing.aclose()
@@ -206,8 +230,7 @@ async def test_a_disk_that_is_full_fails_no_webhook_and_has_nothing_posted_twice
         spooled = billing.spool
         assert spooled is not None
         monkeypatch.setattr(Spool, "_write_sent", full)
-        own = webhook_secret(config, {"HOOK": WHSEC})
-        async with Background({"webhook": Webhook(url, own, spooled, clock).send}, clock) as background:
+        async with Background({"webhook": sender(config, spooled, clock).send}, clock) as background:
             for number in range(3):
                 await until(lambda: clock.sleeping == 1)
                 assert background.down == []
@@ -270,3 +293,10 @@ def test_a_secret_that_is_none_is_named_at_the_start_and_not_shown(file: Path, s
     with pytest.raises(ConfigError, match="accounting") as caught:
         Gateway(load(settings("http://engine", accounting=section), {}), env={"HOOK": secret})
     assert "c2VjcmV0" not in str(caught.value)
+
+
+def test_authorities_that_cannot_be_read_are_named_at_the_start(file: Path, tmp_path: Path) -> None:
+    ca = tmp_path / "none.pem"
+    section = {"file": str(file), "webhook": "https://x", "webhook_secret_env": "HOOK", "webhook_ca": str(ca)}
+    with pytest.raises(ConfigError, match=f"accounting.webhook_ca: cannot use {ca}: "):
+        Gateway(load(settings("http://engine", accounting=section), {}), env={"HOOK": WHSEC})

@@ -8,12 +8,13 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import structlog
 
 from gateway.app import Gateway
 from gateway.config import KeyConfig, load
@@ -24,7 +25,7 @@ from shared.cli import running
 from shared.cli.admin import KEY_VARIABLE
 from shared.cli.running import Running, write_running
 from shared.config import to_toml
-from tests.gateway.conftest import KEY
+from tests.gateway.conftest import KEY, settings
 from tests.gateway.directory_world import OPERATOR, World, directory_world
 from tests.gateway.fake_engine import FakeEngine, byte_bundle
 from tests.gateway.redis_server import RedisServer, redis_server
@@ -41,6 +42,14 @@ def redis() -> Any:
 @pytest.fixture
 def log() -> io.StringIO:
     return io.StringIO()
+
+
+@pytest.fixture(autouse=True)
+def configured() -> Iterator[None]:
+    """The command sets up the log of its process, with a level that hides what other tests look for."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(params=["file", "redis", "admin"])
@@ -152,6 +161,19 @@ async def test_a_change_of_the_file_leaves_an_audit_line_with_the_users_name(
         [line] = [json.loads(line) for line in capsys.readouterr().err.splitlines() if "admin.change" in line]
         assert (line["action"], line["service"]) == ("key.create", "keys")
         assert line["operator"].startswith("os:")
+
+
+def test_a_user_without_a_name_has_its_number_in_the_audit_line(
+    tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers may run as any number. What the environment says of a name is anybody's to set."""
+    monkeypatch.setattr(os, "getuid", lambda: 2_000_000_011)
+    monkeypatch.setenv("LOGNAME", "another")
+    path = tmp_path / "gateway.toml"
+    path.write_text(to_toml(load(settings("http://engine:1"), {})))
+    assert cli.main(["keys", "create", "--config", str(path), "--tenant", "acme"]) == 0
+    [line] = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert line["operator"] == "os:2000000011"
 
 
 async def test_an_operators_key_is_made_listed_rotated_and_revoked_in_the_file_alone(

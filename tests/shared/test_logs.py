@@ -134,6 +134,14 @@ def test_an_uncaught_exception_is_a_line(stream: io.StringIO) -> None:
     assert line["event"] == "process.uncaught"
 
 
+def test_an_exception_behind_the_end_of_the_log_is_not_lost(
+    stream: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.close()
+    sys.excepthook(ValueError, ValueError("lost"), None)
+    assert capsys.readouterr().err == "ValueError: lost\n"
+
+
 class StuckStream(io.StringIO):
     """A reader that takes nothing until it is let go."""
 

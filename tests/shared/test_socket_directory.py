@@ -89,3 +89,14 @@ def test_one_that_another_start_removes_before_it_is_locked_is_made_again(
     assert directory.path.exists()
     assert directory.path != taken[0]
     directory.remove()
+
+
+def test_a_temporary_directory_that_is_too_deep_for_sockets_is_named(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = temporary / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(OSError, match=f"set TMPDIR to a shorter directory: '{deep}'"):
+        SocketDirectory.make(PREFIX)
+    assert list(deep.iterdir()) == []

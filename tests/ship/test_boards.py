@@ -14,6 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from shared.cli.settings import text_of
 from shared.metrics import REGISTRY, Counter, GaugeFamily, Histogram
 from tests import metrics_page
 from tests.services import KEY, MODEL, PATIENCE_S, admin_url, engine, engine_url, gateway, gateway_url
@@ -81,6 +82,24 @@ def test_every_alert_has_its_line_in_the_runbook() -> None:
         assert rule["annotations"]["runbook"] == f"RUNBOOK.md#{rule['alert'].lower()}"
 
 
+def test_the_runbook_names_what_there_is() -> None:
+    """Options of the engine, settings of the gateway, panels, and events of the log."""
+    text = (HELM / "RUNBOOK.md").read_text()
+    settings = text_of("engine", "table") + text_of("gateway", "table")
+    for option in set(re.findall(r"--([a-z][a-z-]+)", text)) - {"logs"}:
+        assert f"`PENSTOCK_ENGINE_{option.replace('-', '_').upper()}`" in settings, option
+    for section, name in re.findall(r"(?<!`)\b(accounting|directory|limits)\.(\w+)", text):
+        assert f"`PENSTOCK_GATEWAY_{section.upper()}__{name.upper()}`" in settings, name
+    titles = [panel.title for one in DASHBOARDS.values() for _, row in one.rows for panel in row]
+    for title in re.findall(r"`([A-Z][a-z][a-z, ]+)`", text):
+        assert any(known.startswith(title) for known in titles), title
+    code = "".join(
+        path.read_text() for name in ("gateway", "shared") for path in (HELM.parent / name).rglob("*.py")
+    )
+    for event in re.findall(r"`([a-z]+\.[a-z_]+)`", text):
+        assert f'"{event}"' in code, event
+
+
 # -- Prometheus' own tool -------------------------------------------------------------------------
 
 
@@ -146,23 +165,44 @@ def declared(name: str) -> set[str]:
     return set(collector._labels)
 
 
-def test_every_metric_that_is_queried_exists_with_its_labels(scraped: Labels) -> None:
-    for expr in EXPRESSIONS:
-        read = read_by(expr)
-        assert read, expr
-        for name, labels in read.items():
-            assert name in scraped, f"{name} in {expr}"
-            assert labels <= scraped[name], f"{name} has {sorted(scraped[name])}, not {sorted(labels)}"
-        of_all = set().union(*(scraped[name] for name in read))
-        assert grouped_by(expr) <= of_all, expr
-
-
 OF_OTHERS = {
     "penstock_gateway_directory_entries_refused",
     "penstock_gateway_directory_up",
     "penstock_gateway_worker_deaths",
+    "penstock_gateway_workers",
 }
 """Metrics that these two processes have not: of a directory in Redis, and of a supervisor of workers."""
+
+
+def test_every_metric_that_is_queried_exists_with_its_labels(scraped: Labels) -> None:
+    others = [row for row in metrics_page.rows() if row.name in OF_OTHERS]
+    known = scraped | {series: set(row.labels) for row in others for series in row.series}
+    for expr in EXPRESSIONS:
+        read = read_by(expr)
+        assert read, expr
+        for name, labels in read.items():
+            assert name in known, f"{name} in {expr}"
+            assert labels <= known[name], f"{name} has {sorted(known[name])}, not {sorted(labels)}"
+        of_all = set().union(*(known[name] for name in read))
+        assert grouped_by(expr) <= of_all, expr
+
+
+NOT_SHOWN = {
+    "penstock_engine_class_waiting_tokens": "penstock_engine_waiting_tokens is their sum",
+    "penstock_engine_core_waiting_sequences": "penstock_engine_queue_depth has those of the API process, too",
+    "penstock_engine_http2_streams": "the gateways show them",
+    "penstock_engine_open_sequences": "they wait or run",
+    "penstock_engine_request_seconds": "the gateways show them, with their own time",
+    "penstock_gateway_quota_tokens": "an account, which tests balance",
+}
+"""Metrics that no panel and no alert reads, with the reason."""
+
+
+def test_every_metric_is_shown_or_there_is_a_reason() -> None:
+    read = {name for expr in EXPRESSIONS for name in read_by(expr)}
+    ours = [row for row in metrics_page.rows() if row.name.startswith("penstock_")]
+    unread = {row.name for row in ours if not any(name.startswith(row.name) for name in read)}
+    assert unread == NOT_SHOWN.keys()
 
 
 def test_the_page_of_metrics_has_those_that_both_services_answer(scraped: Labels) -> None:

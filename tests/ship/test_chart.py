@@ -91,6 +91,7 @@ def test_a_preset_renders_as_it_is_kept(preset: str) -> None:
         "engine.kvDisk.volume=hostPath",
         "engine.kvDisk.sizeGiB=0",
         "engine.settings.kv_disk_dir=/tmp/x",
+        "redis.url=redis:6379",
     ],
 )
 def test_a_misspelt_or_wrong_value_is_refused(misspelt: str) -> None:

@@ -365,7 +365,10 @@ def redis() -> Schema:
     """Redis."""
     return table(
         "Redis, for quotas and keys of all gateways together.",
-        url=text("redis://host:6379 or rediss://host:6379. Empty: each gateway counts for itself."),
+        url=text(
+            "redis://host:6379 or rediss://host:6379. Empty: each gateway counts for itself.",
+            pattern="^(rediss?://.+)?$",
+        ),
         passwordSecret=secret("Existing Secret with its password."),
         dev=table("One without persistence.", enabled=truth("Have it."), image=text("Its image.")),
     )

@@ -177,7 +177,7 @@ def _hindrance(config: RunnerConfig, model: ModelConfig, shard: Shard) -> str | 
     ask for them."""
     hindrance: str | None
     if config.kernels == "torch":
-        hindrance = "asked for"
+        hindrance = "kernels=torch"
     elif shard != WHOLE:
         hindrance = f"on {shard.size} ranks: native kernels take no shards"
     elif not built_isas():

@@ -320,6 +320,11 @@ def test_without_libraries_torch_computes_and_int8_is_refused(
         load(tiny_model("llama"), weights="int8")
 
 
+def test_int8_beside_torchs_kernels_is_refused_by_their_setting(tiny_model: MakeModel) -> None:
+    with pytest.raises(BadRunnerConfig, match="int8 weights need the native kernels: kernels=torch"):
+        load(tiny_model("llama"), weights="int8", kernels="torch")
+
+
 def test_the_log_says_what_computes(tiny_model: MakeModel) -> None:
     said: list[str] = []
     config = RunnerConfig(str(tiny_model("llama")), max_num_seqs=2, threads=1, weights="int8")

@@ -56,6 +56,10 @@ _PREEMPTED: Final = f'{ENGINE}preemptions_total{{kind="swap",instance="e"}}'
 _YIELDED: Final = f'{ENGINE}preemptions_total{{kind="yield",instance="e"}}'
 _UP: Final = f'{GATEWAY}quota_store_up{{instance="g"}}'
 _FAILURES: Final = f'{GATEWAY}quota_store_failures_total{{call="reserve",instance="g"}}'
+_FOLLOWED: Final = f'{GATEWAY}directory_up{{instance="g"}}'
+_FETCHED: Final = f'{GATEWAY}key_fetches_total{{issuer="i",outcome="%s",instance="g"}}'
+_REFUSED: Final = 'penstock_handshakes_failed_total{reason="%s",instance="g"}'
+_DISCOVERED: Final = f'{GATEWAY}discovery_%s{{model="m",instance="g"}}'
 _BUILD: Final = 'penstock_build_info{version="%s",instance="%s"}'
 _RETRY: Final = f'{GATEWAY}retries_total{{kind="%s",instance="g"}}'
 
@@ -68,7 +72,8 @@ ALERTS: Final = (
         "page",
         "More than 1 % of the requests for {{ $labels.model }} fail on our side.",
         "`Ends` on the experience dashboard says how they end. `engine_failed` and `upstream_*`: look at the "
-        "fleet dashboard for members that are ejected or gone. `overloaded`: add replicas, or lower quotas. "
+        "fleet dashboard for members that are ejected or gone. `refused`: queues are full (`Waiting "
+        "sequences` there): add replicas, or lower quotas. "
         "One request: `penstock trace ID --logs` with both services' logs.",
         {_OK: grows(100), _FAILED: grows(2)},
         {_OK: grows(300), _FAILED: grows(2)},
@@ -93,7 +98,7 @@ ALERTS: Final = (
         "ticket",
         "Streams of {{ $labels.instance }} get a token every 0.25 s or less often (p95).",
         "`Time of a step` and `Running`: many sequences make long steps. Lower --max-num-seqs or "
-        "--step-time-target-ms, or add replicas. `Event loop`: the host is short of processors.",
+        "--gap-target-ms, or add replicas. `Event loop`: the host is short of processors.",
         {_GAP % "0.25": grows(90), _GAP % "0.5": grows(100), _GAP % "+Inf": grows(100)},
         {_GAP % "0.25": grows(100), _GAP % "0.5": grows(100), _GAP % "+Inf": grows(100)},
     ),
@@ -105,7 +110,8 @@ ALERTS: Final = (
         "page",
         "No replica of {{ $labels.model }} is ready.",
         "Pods that are not ready say why at `/readyz` of the probe port. None there: look at the autoscaler "
-        "and at the nodes. Ready pods: the gateway's discovery; its log lines `member.*` say what it knows.",
+        "and at the nodes. Ready pods: `Discovery that failed` on the fleet dashboard, and the gateway's log "
+        "lines `discovery.down`; `GET /admin/v1/replicas` says what it knows.",
         {_MEMBERS % ("joining", "g"): stays(2), _MEMBERS % ("ready", "g"): stays(0)},
         {_MEMBERS % ("joining", "g"): stays(2), _MEMBERS % ("ready", "g"): stays(1)},
     ),
@@ -175,6 +181,65 @@ ALERTS: Final = (
         "memory (maxmemory with noeviction refuses writes), failover, network policy, password.",
         {_UP: f"1x10 0x{MINUTES}"},
         {_UP: stays(0), _FAILURES: stays(3)},
+    ),
+    Alert(
+        "PenstockDirectoryDown",
+        f"{GATEWAY}directory_up == 0",
+        "5m",
+        "page",
+        "{{ $labels.instance }} cannot follow the keys and tenants in Redis.",
+        "What was read last holds for directory.stale_s, then callers whose keys are in Redis get 503; a "
+        "gateway that starts now is not ready. `directory.down` in the log says why. Look at Redis, and "
+        "whether it has lost the directory: restore it.",
+        {_FOLLOWED: stays(0)},
+        {_FOLLOWED: stays(1)},
+    ),
+    Alert(
+        "PenstockIssuerKeysNotRead",
+        f'sum by (instance, issuer) (increase({GATEWAY}key_fetches_total{{outcome="failed"}}[15m])) > 2 '
+        f'unless sum by (instance, issuer) (increase({GATEWAY}key_fetches_total{{outcome="ok"}}[15m])) > 0',
+        "5m",
+        "page",
+        "{{ $labels.instance }} cannot read the keys of the issuer {{ $labels.issuer }}.",
+        "Tokens are checked by the keys that were read last for the issuer's stale_s, then get 503. "
+        "`keys.rejected` in the log says why: the issuer's key server, its certificate (ca), egress.",
+        {_FETCHED % "failed": grows(12)},
+        {_FETCHED % "failed": grows(12), _FETCHED % "ok": grows(1)},
+    ),
+    Alert(
+        "PenstockRevocationListMissing",
+        "sum by (instance) (increase(penstock_handshakes_failed_total"
+        '{reason=~"no_revocation_list|revocation_list_expired"}[10m])) > 2',
+        "0m",
+        "page",
+        "{{ $labels.instance }} refuses clients since an authority's revocation list is missing or old.",
+        "All clients of that authority are refused. Renew the list in the file that crl names, which is read "
+        "again when it changes. `listener.handshake_failed` in the log has a client's address.",
+        {_REFUSED % "revocation_list_expired": grows(1)},
+        {_REFUSED % "expired": grows(9), _REFUSED % "left": grows(99)},
+    ),
+    Alert(
+        "PenstockDiscoveryOld",
+        f"max by (instance, model) ({GATEWAY}discovery_age_seconds) > 900 "
+        f"and sum by (instance, model) (increase({GATEWAY}discovery_failures_total[15m])) > 2",
+        "0m",
+        "ticket",
+        "{{ $labels.instance }} has not learned the replicas of {{ $labels.model }} for 15 minutes.",
+        "The members stay as they were: a new replica gets nothing, one that is gone is found out by its "
+        "failures. `discovery.down` in the log says why: DNS, or the API server and the pod's account.",
+        {_DISCOVERED % "age_seconds": stays(1200), _DISCOVERED % "failures_total": grows(6)},
+        {_DISCOVERED % "age_seconds": stays(1200), _DISCOVERED % "failures_total": stays(9)},
+    ),
+    Alert(
+        "PenstockWorkersEnd",
+        f"sum by (instance) (increase({GATEWAY}worker_deaths_total[15m])) > 2",
+        "0m",
+        "ticket",
+        "Workers of {{ $labels.instance }} end again and again.",
+        "Each takes its connections with it. `Workers that ended` on the gateway dashboard has the reason; a "
+        "worker that was killed has most often met the limit of memory.",
+        {f'{GATEWAY}worker_deaths_total{{reason="r",instance="g"}}': grows(1)},
+        {f'{GATEWAY}worker_deaths_total{{reason="r",instance="g"}}': stays(5)},
     ),
     Alert(
         "PenstockGatewayStalls",
