@@ -21,12 +21,16 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final, Protocol
 
 from shared.words import byte_level_alphabet
 
 PROMPT_TAIL_LEN: Final = 8
-"""The number of the prompt's last tokens that the first tokens of an answer are decoded after."""
+"""The number of the prompt's last tokens with text that the first tokens of an answer are decoded after."""
+PROMPT_TAIL_SEARCHED: Final = 256
+"""The number of the prompt's last tokens among which those are looked for. There are many where a prompt ends
+with special tokens."""
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _BYTE_OF: Final = byte_level_alphabet()
@@ -60,14 +64,15 @@ class DecodeStream:
     )
 
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
-        """The last `PROMPT_TAIL_LEN` of `prompt_ids` are enough."""
+        """The last `PROMPT_TAIL_SEARCHED` of `prompt_ids` are enough."""
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
-        tail = [
+        last = (
             token_id
-            for token_id in prompt_ids[-PROMPT_TAIL_LEN:]
+            for token_id in reversed(prompt_ids[-PROMPT_TAIL_SEARCHED:])
             if not decoder.is_textless(token_id, skip_special_tokens)
-        ]
+        )
+        tail = [*islice(last, PROMPT_TAIL_LEN)][::-1]
         pieces = [decoder.piece_bytes(token_id) for token_id in tail]
         last_whole = max((at for at, piece in enumerate(pieces) if piece is None), default=-1)
         self._context = tail[: last_whole + 1]

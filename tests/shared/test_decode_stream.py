@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from shared.token_text import PROMPT_TAIL_LEN
 from shared.tokenizer import Tokenizer, TokenizerBundle
 from tests.shared.toy_tokenizers import (
     BOTH,
@@ -262,6 +263,16 @@ def test_a_stream_begins_without_a_prompt_as_decode_does() -> None:
     bytes_ = pieces_of(SENTENCEPIECE, "é".encode())
     for sequence in (ids, [*bytes_, *ids], [*ids, *bytes_, *ids]):
         assert "".join(streamed(SENTENCEPIECE, [], sequence)) == SENTENCEPIECE.decode(sequence)
+
+
+@pytest.mark.parametrize("specials", [1, PROMPT_TAIL_LEN, 3 * PROMPT_TAIL_LEN])
+def test_special_tokens_at_the_prompts_end_do_not_hide_its_text(specials: int) -> None:
+    """The answer's first token keeps its space, and finishes the character that the prompt has begun."""
+    end = SENTENCEPIECE.encode("</s>", add_special_tokens=False)
+    prompt, answer = (SENTENCEPIECE.encode(text, add_special_tokens=False) for text in ("the", "water"))
+    assert "".join(streamed(SENTENCEPIECE, prompt + specials * end, answer)) == " water"
+    ids = SENTENCEPIECE.encode("the 🌊", add_special_tokens=False)
+    assert "".join(streamed(SENTENCEPIECE, ids[:-2] + specials * end, ids[-2:])) == "🌊"
 
 
 def test_a_special_token_in_an_answer_takes_no_part() -> None:
