@@ -71,7 +71,7 @@ ModelName = Annotated[
     str,
     Meta(min_length=1, max_length=NAME_LEN_MAX),
     Rule(
-        f"be a name of 1 to {NAME_LEN_MAX} characters",
+        f"be a name of 1 to {NAME_LEN_MAX} printable characters",
         lambda text: bool(text.strip()) and text.isprintable(),
     ),
 ]

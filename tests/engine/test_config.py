@@ -118,7 +118,10 @@ def test_sizes(text: str, size: int) -> None:
         (["--model", ""], "--model: must not be empty"),
         ([*MINIMAL, "--host", ""], "--host: must not be empty"),
         ([*MINIMAL, "--tls-cert", "", "--tls-key", ""], "--tls-cert: must not be empty"),
-        ([*MINIMAL, "--served-model-name", ""], "--served-model-name: must be a name of 1 to 256 characters"),
+        (
+            [*MINIMAL, "--served-model-name", ""],
+            "--served-model-name: must be a name of 1 to 256 printable characters",
+        ),
         ([*MINIMAL, "--max-num-seqs", "512", "--max-step-tokens", "256"], "at least --max-num-seqs (512)"),
         (
             [*MINIMAL, "--swap-memory", "4"],

@@ -149,7 +149,7 @@ def test_a_models_name_fits_a_header(name: str) -> None:
     """That of a fallback is in its answers."""
     with pytest.raises(ConfigError) as caught:
         load(settings("http://a:1", model={"name": name}), {})
-    assert [*caught.value.problems] == ["models[0].name: must be a name of 1 to 256 characters"]
+    assert [*caught.value.problems] == ["models[0].name: must be a name of 1 to 256 printable characters"]
 
 
 def test_contradictions_are_told_at_once() -> None:
