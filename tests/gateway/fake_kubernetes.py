@@ -59,9 +59,7 @@ class FakeKubernetes:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=self.tls)
         await site.start()
-        server = site._server
-        assert isinstance(server, asyncio.Server)
-        self.port = server.sockets[0].getsockname()[1]
+        self.port = self._runner.addresses[0][1]
         self.url = f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self.port}"
         return self
 

@@ -59,7 +59,8 @@ class InProcess:
 
     pid = 0
 
-    def __init__(self, gateway: Gateway, client: Client) -> None:
+    def __init__(self, index: int, gateway: Gateway, client: Client) -> None:
+        self.index = index
         self.gateway = gateway
         self.client = client
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -105,7 +106,7 @@ class House:
             start = WorkerStart(text, index, self.port, socket, drained)
             newest = load(tomllib.loads(text), {})
             gateway = await Gateway(newest, path=self.file, worker=start).__aenter__()
-            self.workers.append(InProcess(gateway, Client(socket)))
+            self.workers.append(InProcess(index, gateway, Client(socket)))
             return self.workers[-1]
 
         self.supervisor = Supervisor(2, launch, 10.0)
@@ -117,6 +118,7 @@ class House:
         assert port is not None
         self.admin_port = port
         await self.supervisor.start(asyncio.Event())
+        self.workers.sort(key=lambda worker: worker.index)  # they start side by side
         for worker in self.workers:
             engines = worker.gateway.engines
             await until(lambda: engines.of(config.models[0]).profile is not None)  # noqa: B023
