@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+from shared import logs
 from shared.bench import figures
 from shared.bench.services import ServiceFailed
 
@@ -56,11 +57,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Run the chosen bench. Returns the process's exit code."""
     module = _module(options.bench)
+    logs.configure("bench", level="warning")  # to stderr: what is printed is figures alone
     try:
         measured = asyncio.run(module.run(options))
     except (ServiceFailed, module.BenchFailed, OSError) as error:
         print(f"penstock bench {options.bench}: {error}", file=sys.stderr)
         return 2
+    finally:
+        logs.close()
     figures.write(measured, as_json=True if options.json else None)
     if options.out is not None:
         with options.out.open("w") as out:
