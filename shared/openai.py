@@ -271,7 +271,7 @@ class TokenizeRequest(Unshown, kw_only=True):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)] | None = None
     add_special_tokens: bool | None = None
-    """Whether a prompt gets the special tokens that the tokenizer adds, as a completion's does, which is the
+    """True to give a prompt the special tokens that the tokenizer adds, as a completion's has them; the
     default. A chat has those that its template writes."""
 
 

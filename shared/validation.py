@@ -194,8 +194,8 @@ _LONE_WINDOW_LEN: Final = 16 * 1024
 """Bytes behind a half pair in which others are looked for at once. The search takes up to 30 ns for each."""
 _LONE_ROUNDS_MAX: Final = 3
 _PADDING: Final = b" " * 16
-"""What is put behind a body so that msgspec says where a half pair is that stands at its end, and not that it
-ends too early."""
+"""The bytes put behind a body so that msgspec says where a half pair is that stands at its end, and not that
+the body ends too early."""
 _UP_TO_LONE: Final = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F]))*+"
 )

@@ -285,7 +285,7 @@ def test_a_stream_holds_no_more_than_its_window() -> None:
 
 
 def test_a_stream_holds_the_choices_that_wait_for_their_prompt_to_be_scored() -> None:
-    """They may be computed from a cached prefix, to their ends, before the first choice has a token."""
+    """Further choices may be computed from a cached prefix, to their ends, before the first has a token."""
 
     def held(n: int, *, stream: bool) -> int:
         request = CompletionRequest(

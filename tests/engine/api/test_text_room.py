@@ -44,6 +44,18 @@ def test_a_request_ends_where_its_tenant_may_hold_no_more() -> None:
     assert isinstance(output.error, Overloaded)
 
 
+def test_another_tenants_answer_has_room_beside_one_that_takes_all_it_may() -> None:
+    share = FairShare(16 * STEP_LEN)
+    greedy = room_of(share)
+    output = RequestOutput(1, whole=True, room=greedy)
+    for _ in range(16):
+        output.keep("x" * STEP_LEN)
+    assert isinstance(output.error, Overloaded)
+    victim = Holding(share, "victim")
+    victim.hold(TEXT_LEN)
+    TextRoom(victim, TEXT_LEN, TEXT_LEN).take("x" * STEP_LEN)
+
+
 async def test_answers_that_are_not_streamed_hold_their_text(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

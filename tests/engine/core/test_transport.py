@@ -169,7 +169,7 @@ def test_an_api_process_that_is_too_far_behind_is_waited_for_and_misses_nothing(
 
 
 def test_an_api_process_that_is_too_far_behind_is_heard(api: ApiSide, core: CoreTransport) -> None:
-    """It says what it has read behind what it sent before."""
+    """The API process says what it has read behind what it sent before."""
     let_it_fall_behind(core)
     api.send(AbortSequences([7]))
     assert core.inbox.receive(0) == [AbortSequences([7])]

@@ -1,4 +1,4 @@
-"""What penalties look at: the tokens of a sequence alone, and how often it has put each out."""
+"""Penalties look at the tokens of a sequence alone, and at how often each is in its output."""
 
 from __future__ import annotations
 

@@ -392,7 +392,7 @@ def test_inverse_cdf_is_exact_where_sums_are(weights: list[int], numerator: int)
 
 
 def test_edits_take_no_new_memory_of_the_vocabularys_size() -> None:
-    """What is mapped anew in every step takes longer to come by than the edits: a copy of all rows did."""
+    """To map a copy of all rows anew in every step would take longer than the edits."""
     seats = Seats(slots=3)
     for seed in range(3):
         seats.add(
