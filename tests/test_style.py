@@ -1,4 +1,5 @@
-"""The house rules that a machine can hold: ruff, mypy strict, and nothing too long to read."""
+"""The house rules that a machine can hold: ruff, mypy strict, and no function too long to read. Where a module
+is cut is a question of meaning, for review."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FUNCTION_LINES_MAX = 50
 KERNEL_LINES_MAX = 80
-MODULE_LINES_MAX = 500
 
 SOURCES = sorted(path for top in ("shared", "gateway", "engine") for path in (ROOT / top).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -55,9 +55,8 @@ def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 @pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_functions_and_modules_can_be_read(path: Path) -> None:
+def test_functions_can_be_read(path: Path) -> None:
     source = path.read_text()
-    assert source.count("\n") <= MODULE_LINES_MAX
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
