@@ -87,7 +87,8 @@ async def _stream(subject: ServerUnderTest, events: int) -> None:
     connection.close()
 
 
-def _load(options: argparse.Namespace) -> Load:
+def load_of(options: argparse.Namespace) -> Load:
+    """The load that the command line asks for."""
     if options.events:
         return Load("event", _stream, STREAMS, 80, options.requests)
     ask = partial(_unary, connects=options.connect)
@@ -106,16 +107,20 @@ async def bench(before: Path | None, load: Load) -> list[Figure]:
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout of another version")
     parser.add_argument("--requests", type=int, default=400, help="or events of each stream")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--connect", action="store_true", help="a connection for each request")
     what.add_argument("--events", action="store_true", help="streams, and what an event costs")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_arguments(parser)
     options = parser.parse_args()
     before = None if options.before is None else options.before.resolve()
-    write(asyncio.run(bench(before, _load(options))))
+    write(asyncio.run(bench(before, load_of(options))))
 
 
 if __name__ == "__main__":
