@@ -12,13 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.messages import Plan, SamplingParams, SlotAssignment
-from engine.runtime.history import History
+from engine.runtime.edits import NO_EDITS, Edits
 
 TEMPERATURE_MIN: Final = 2.0**-126
 """The lowest temperature that logits are divided by, float32's smallest normal number. At a lower one the
@@ -26,27 +23,11 @@ largest logit is taken, as at 0."""
 TEMPERATURE_MAX: Final = 1e30
 """The highest temperature that logits are divided by. There all tokens are equally likely, except those
 to which edits have given float32's smallest logit."""
-PENALTY_BOUNDS: Final = (2.0**-126, 2.0**126)
-"""The least and the largest repetition penalty, so that it and its reciprocal are normal numbers of
-float32."""
 
 
 def temperature_of(params: SamplingParams) -> float:
     """The divisor of the logits; 0 when the largest logit is taken."""
     return min(params.temperature, TEMPERATURE_MAX) if params.temperature >= TEMPERATURE_MIN else 0.0
-
-
-def repetition_penalty_of(params: SamplingParams) -> float:
-    """The repetition penalty, clamped to `PENALTY_BOUNDS`."""
-    low, high = PENALTY_BOUNDS
-    return min(max(params.repetition_penalty, low), high)
-
-
-def bias_of(params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The tokens [n] of `logit_bias`, and the numbers [n] that are added to their logits."""
-    biases = params.logit_bias
-    ids, values = np.frombuffer(biases.ids, np.uint32), np.frombuffer(biases.values, np.float64)
-    return ids.astype(np.int64), values.astype(np.float32)
 
 
 @dataclass(slots=True)
@@ -59,18 +40,8 @@ class Seat:
     """The number of tokens in the buffer: the prompt and the output."""
     pages: int = 0
     """The number of pages in the slot's page table."""
-    history: History | None = None
-    """None for sequences without penalties, and on a GPU, which counts for itself."""
-    bias: tuple[Tensor, Tensor] | None = field(init=False)
-    """The tokens [n] int64 of `logit_bias` and the numbers added to their logits [n] float32; None without
-    it."""
-
-    def __post_init__(self) -> None:
-        params = self.sampling
-        self.bias = None
-        if params.logit_bias:
-            ids, values = bias_of(params)
-            self.bias = torch.from_numpy(ids), torch.from_numpy(values)
+    edits: Edits = NO_EDITS
+    """The edits of its logits. A device makes them from tables of its own, and has none here."""
 
     @property
     def output_len(self) -> int:

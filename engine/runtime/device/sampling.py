@@ -1,5 +1,5 @@
 """Sampling on the device: every slot's parameters and token counts, and the launches of the sampling kernels
-(`engine.runtime.kernels.sampling`).
+(`engine.runtime.kernels.sampling`), which make the edits of `engine.runtime.edits`.
 
 A plan may seat many sequences: their parameters are sent in one copy, and each column is written once. Biases
 and held stop tokens, which few requests have, are sent separately.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.core.messages import SamplingParams
 from engine.runtime.device.transfer import upload
+from engine.runtime.edits import bias_of, held_stops_of, penalties_of
 from engine.runtime.kernels.dependent_launch import dependent
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.masses import MASS_BITS, RUNGS
@@ -30,7 +31,7 @@ from engine.runtime.kernels.sampling import (
     measure_kernel,
     weigh_kernel,
 )
-from engine.runtime.seats import bias_of, repetition_penalty_of, temperature_of
+from engine.runtime.seats import temperature_of
 from shared.openai import LOGIT_BIAS_MAX, STOP_TOKEN_IDS_MAX
 
 EDITS_MAX: Final = 1024
@@ -106,8 +107,7 @@ class DeviceSampling:
         """Write the parameters of the sequences that take `slots`. For sequences with penalties, call
         `count`, too."""
         vocab_size = self.counts.shape[2]
-        # stop tokens matter only where min_tokens holds them back
-        stops = [[t for t in p.stop_token_ids if t < vocab_size] if p.min_tokens else [] for p in asked]
+        stops = [held_stops_of(p, vocab_size) for p in asked]
         assert all(len(own) <= STOPS_MAX for own in stops)
         assert all(len(p.logit_bias) <= EDITS_MAX for p in asked)
         integers = [
@@ -117,7 +117,6 @@ class DeviceSampling:
             [length + p.min_tokens for p, length in zip(asked, prompt_lens, strict=True)],
         ]
         floats = [[temperature_of(p) for p in asked], [p.min_p for p in asked]]
-        penalties = [[repetition_penalty_of(p), p.frequency_penalty, p.presence_penalty] for p in asked]
         at, top_p, seed, (top_k, biases, held, held_until), (temperature, min_p), looks = upload(
             [
                 np.array(slots, np.int64),
@@ -125,7 +124,7 @@ class DeviceSampling:
                 np.array([p.seed for p in asked], np.uint64).view(np.int64),
                 np.array(integers, np.int32),
                 np.array(floats, np.float32),
-                np.array(penalties, np.float32),
+                np.array([penalties_of(p) for p in asked], np.float32),
             ],
             self.counts.device,
         )

@@ -2,11 +2,7 @@
 
 The reference distribution, in this order:
 
-  1. repetition penalty over prompt and output (positive logits divided, negative multiplied), then
-     frequency and presence penalties over the output
-  2. `logit_bias` added
-  3. until `min_tokens` are out, stop tokens are excluded: their logits become float32's smallest number, and
-     logits that edits have moved beyond float32 are clamped to its range
+  1.-3. the edits (`engine.runtime.edits`)
   4. temperature 0, or one too small for float32: the largest logit, lowest id among equals, and done; else
      logits / temperature
   5. top-k: the k likeliest stay, lower ids first among equals
@@ -21,8 +17,8 @@ Every row is computed from that row alone, with sums in float64 and a fixed orde
 depends on the rest of the batch. Top-k and top-p take the tokens in order, likeliest first; a row without
 either, a top-k of the whole vocabulary being none, draws in the order of ids.
 
-Steps 1 to 3 are torch's, on copies of the rows that ask for them. The others are a `Draw`'s: the network's
-own, or `draw_by_torch`, which sorts what top-k and top-p may keep. Of a large vocabulary that takes so long
+Edits are made on copies of the rows that ask for them. The other steps are a `Draw`'s: the network's own, or
+`draw_by_torch`, which sorts what top-k and top-p may keep. Of a large vocabulary that takes so long
 that only the likeliest few are put in order (`CANDIDATES`); rows that need more are sorted one by one.
 """
 
@@ -35,17 +31,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.core.messages import NUMERIC_FAILURE, SamplingParams
-from engine.runtime.history import History
+from engine.core.messages import NUMERIC_FAILURE
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.slots import SamplingColumns
 from engine.runtime.logprobs import stable_topk
-from engine.runtime.seats import Seat, repetition_penalty_of
+from engine.runtime.seats import Seat
 
 CANDIDATES: Final = 256
 """The number of likeliest tokens that are put in order at first: sorting a vocabulary of 152k takes 15 times
 as long."""
-FLOAT_MAX: Final = torch.finfo(torch.float32).max
 _SEED_BITS: Final = 2**64 - 1
 CDF_BLOCK: Final = 128
 """Tokens per block of a cumulative sum. It divides the vocabulary of most models, so that these need no
@@ -76,7 +70,7 @@ def sample(
 ) -> Tensor:
     """logits [S, vocab] float32, left unchanged -> tokens [S] int64, NUMERIC_FAILURE where not finite."""
     draw = draw or draw_by_torch
-    editors = [i for i, seat in enumerate(seats) if _edits(seat)]
+    editors = [i for i, seat in enumerate(seats) if seat.edits.are_due(seat.output_len)]
 
     def drawn(logits: Tensor, rows: Sequence[int], which: Sequence[int]) -> Tensor:
         positions = [seats[i].known_len for i in which]
@@ -92,7 +86,7 @@ def sample(
     edited = torch.index_select(logits, 0, torch.tensor(editors), out=columns.edited[: len(editors)])
     sound = _are_sound(edited)
     for row, i in zip(edited, editors, strict=True):
-        _edit(row, seats[i])
+        seats[i].edits.edit(row, seats[i].output_len)
     tokens[editors] = drawn(edited, range(len(editors)), editors).where(sound, NUMERIC_FAILURE)
     return tokens
 
@@ -199,32 +193,3 @@ def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
     """
     reachable = torch.minimum(target, torch.nextafter(cdf[:, -1], torch.zeros_like(target)))
     return torch.searchsorted(cdf, reachable[:, None], right=True)[:, 0].clamp_max(cdf.shape[1] - 1)
-
-
-def _edits(seat: Seat) -> bool:
-    params = seat.sampling
-    return params.needs_history or seat.bias is not None or seat.output_len < params.min_tokens
-
-
-def _edit(row: Tensor, seat: Seat) -> None:
-    """Edit the logits of one row [vocab], in place."""
-    params = seat.sampling
-    if seat.history is not None:
-        _penalise(row, seat.history, params)
-    if seat.bias is not None:
-        ids, values = seat.bias
-        row[ids] += values
-    if seat.output_len < params.min_tokens:
-        row[[token for token in params.stop_token_ids if token < len(row)]] = -FLOAT_MAX
-    row.clamp_(-FLOAT_MAX, FLOAT_MAX)
-
-
-def _penalise(row: Tensor, history: History, params: SamplingParams) -> None:
-    """Penalise the logits of one row [vocab], in place."""
-    ids, output = history.present
-    own, penalty = row[ids], repetition_penalty_of(params)
-    if penalty != 1.0:
-        own = torch.where(own > 0, own / penalty, own * penalty)
-    own -= params.frequency_penalty * output
-    own -= params.presence_penalty * (output > 0)
-    row[ids] = own

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import SamplingParams, SlotAssignment
-from engine.runtime.history import History
+from engine.runtime.edits import Edits
 from engine.runtime.seats import Seat, Seats, temperature_of
 
 
@@ -69,16 +69,14 @@ class HostSlots(Seats):
         self.tokens.numpy()[slots, [seat.known_len for seat in seats]] = kept.numpy()
         for row, seat in enumerate(seats):
             seat.known_len += 1
-            if seat.history is not None:
-                seat.history.append(int(kept[row]))
+            if seat.edits.each:
+                seat.edits.append(int(kept[row]))
 
     def _take(self, start: SlotAssignment, seat: Seat) -> None:
         ids = torch.tensor(start.token_ids, dtype=torch.int32)
         self.tokens[start.slot, : seat.known_len] = ids
         self.columns.seat(start.slot, start.sampling, self.vocab_size)
-        if start.sampling.needs_history:
-            prompt, output = start.token_ids[: start.prompt_len], start.token_ids[start.prompt_len :]
-            seat.history = History(prompt, output, self.vocab_size, self.max_model_len)
+        seat.edits = Edits.of(start, self.vocab_size, self.max_model_len)
 
     def _place(self, slot: int, index: int, pages: Sequence[int]) -> None:
         self.page_table[slot, index : index + len(pages)] = torch.tensor(pages, dtype=torch.int32)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import NUMERIC_FAILURE, SamplingParams
+from engine.core.messages import NUMERIC_FAILURE, SamplingParams, SlotAssignment
 from engine.core.packing import Biases
 from engine.runtime.device import sampling as device_sampling
 from engine.runtime.device.sampling import DeviceSampling
-from engine.runtime.history import History
+from engine.runtime.edits import Edits
 from engine.runtime.host import sampler
 from engine.runtime.host.slots import SamplingColumns
 from engine.runtime.seats import Seat
@@ -51,10 +51,10 @@ def on_cpu(logits: Tensor, asked: Sequence[SamplingParams], past: list[tuple[Ten
     seats = []
     for slot, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
         columns.seat(slot, own, logits.shape[1])
-        seat = Seat(own, len(prompt), len(prompt) + len(output))
-        if own.needs_history:
-            seat.history = History(prompt.tolist(), output.tolist(), logits.shape[1], logits.shape[1])
-        seats.append(seat)
+        ids = [*prompt.tolist(), *output.tolist()]
+        start = SlotAssignment(slot, ids, len(prompt), own)
+        edits = Edits.of(start, logits.shape[1], logits.shape[1])
+        seats.append(Seat(own, len(prompt), len(ids), edits=edits))
     return sampler.sample(logits, list(range(len(asked))), seats, columns).tolist()
 
 
