@@ -13,6 +13,7 @@ from typing import Final
 from shared import logs
 from shared.bench import figures
 from shared.bench.services import ServiceFailed
+from shared.cli import serving_load
 
 BENCHES: Final = {
     "edge": ("gateway.bench.edge", "callers of the gateway that are slow, too large, malformed or guessing"),
@@ -43,6 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `bench` to the command line."""
     bench = commands.add_parser("bench", help="measure what README claims")
     names = bench.add_subparsers(dest="bench", required=True, metavar="NAME")
+    serving_load.add_parser(names)
     for name, (_, summary) in BENCHES.items():
         parser = names.add_parser(name, help=summary, description=_module(name).__doc__)
         _module(name).add_arguments(parser)

@@ -61,7 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "--url",
-        type=checked(_url_problem),
+        type=checked(url_problem),
         help=f"base URL of an OpenAI-compatible server (default: of penstock up, or {DEFAULT_URL})",
     )
     parser.add_argument(
@@ -72,7 +72,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "--key",
-        type=checked(_key_problem, is_secret=True),
+        type=checked(key_problem, is_secret=True),
         default=os.environ.get(KEY_VARIABLE) or None,
         help=f"API key (default: ${KEY_VARIABLE}, or that of penstock up)",
     )
@@ -86,7 +86,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=run)
 
 
-def _url_problem(url: str) -> str | None:
+def url_problem(url: str) -> str | None:
+    """Why this is no base URL; None when it is one."""
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, ValueError):
@@ -95,7 +96,7 @@ def _url_problem(url: str) -> str | None:
     return None if fits else "must be a URL like http://host:8000/v1"
 
 
-def _key_problem(key: str) -> str | None:
+def key_problem(key: str) -> str | None:
     """Why a key cannot be sent; None when it can. Looser than for a key of ours: another server's may be
     longer."""
     return None if key.isascii() and key.isprintable() else "must be printable ASCII"
@@ -116,26 +117,41 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+class Server(msgspec.Struct, frozen=True):
+    """A server to talk to."""
+
+    url: str
+    """Its base URL."""
+    key: str | None
+    model: str | None
+    """The model of the `penstock up` that runs there; None for any other server."""
+    verify: ssl.SSLContext | bool = True
+
+
+def server_of(asked: str | None, key: str | None) -> Server:
+    """The server at the URL that was asked for, or the `penstock up` that runs on this machine. The key of
+    `penstock up` goes to no other server. Raises ChatFailed."""
+    url = DEFAULT_URL if asked is None else asked.rstrip("/")
+    running = read_running()
+    if running is None or (asked is not None and url not in (running.url, running.url.removesuffix("/v1"))):
+        return Server(url, key, None)
+    verify = True if running.cert is None else _pinned(running.cert)
+    return Server(running.url, key or running.key, running.model, verify)
+
+
 @contextlib.contextmanager
 def _connect(asked: str | None, key: str | None) -> Iterator[tuple[httpx.Client, str | None]]:
-    """An HTTP client, and the model of the `penstock up` that it talks to (None for any other server). The
-    key of `penstock up` goes to no other server."""
-    url = DEFAULT_URL if asked is None else asked.rstrip("/")
-    model: str | None = None
-    verify: ssl.SSLContext | bool = True
-    running = read_running()
-    if running is not None and (asked is None or url in (running.url, running.url.removesuffix("/v1"))):
-        url, key, model = running.url, key or running.key, running.model
-        verify = _pinned(running.cert) if running.cert is not None else True
+    """An HTTP client, and the model of the `penstock up` that it talks to (None for any other server)."""
+    server = server_of(asked, key)
     client = httpx.Client(
-        base_url=url,
-        headers={"authorization": f"Bearer {key}"} if key else {},
+        base_url=server.url,
+        headers={"authorization": f"Bearer {server.key}"} if server.key else {},
         timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
         trust_env=asked is not None,  # no proxy stands before this machine's own services
-        verify=verify,
+        verify=server.verify,
     )
     with client:
-        yield client, model
+        yield client, server.model
 
 
 def _pinned(cert: str) -> ssl.SSLContext:
