@@ -1,5 +1,6 @@
-"""The house rules that a machine can hold: ruff, mypy strict, and no function too long to read. Where a module
-is cut is a question of meaning, for review."""
+"""The house rules that a machine can hold: ruff, mypy strict, and no function too long to read.
+
+Where a module is cut is a question of meaning, for review."""
 
 from __future__ import annotations
 
