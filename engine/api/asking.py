@@ -25,6 +25,7 @@ from engine.api.admission import (
     stop_ids,
     trusted_ids,
 )
+from engine.api.answer.table import ANSWERS, AnswerApi
 from engine.api.core_client import Share
 from engine.api.echo import echoed
 from engine.api.exchange import Exchange
@@ -127,7 +128,7 @@ def _late(*, queued: bool) -> ApiError:
 class Asked:
     """A request that may be submitted. It holds nothing of the body."""
 
-    is_chat: bool
+    api: AnswerApi
     model: str
     streams: bool
     n: int
@@ -182,7 +183,7 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
         choices = plan_choices(request, prompts, limits, model.eos_ids, model.sampling)
         echoes = await _echoes(state, tenant, model, request, prompts)
     return Asked(
-        is_chat=isinstance(request, ChatRequest),
+        api=ANSWERS[type(request)],
         model=request.model,
         streams=bool(request.stream),
         n=request.n or 1,

@@ -27,9 +27,9 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from engine.api.admission import text_len
+from engine.api.answer.encoder import Answered, AnswerEncoder, Heading
 from engine.api.asking import Asked, Deadlines, ask
 from engine.api.detokenizer import Detokenizer
-from engine.api.encoding import AnswerEncoder, ChatEncoder, CompletionEncoder, Heading
 from engine.api.exchange import WRITE_LEN, Exchange, Tally
 from engine.api.model import ServedModel
 from engine.api.outputs import ChoiceOutput, Delta, RequestOutput
@@ -399,7 +399,7 @@ class Generation:
 
     def _make_encoder(self, asked: Asked, model: ServedModel) -> AnswerEncoder:
         heading = Heading(
-            id=("chatcmpl-" if asked.is_chat else "cmpl-") + secrets.token_hex(12),
+            id=asked.api.id_prefix + secrets.token_hex(12),
             created=int(self._state.clock.wall()),
             model=asked.model,
             system_fingerprint=self._state.fingerprint(),
@@ -408,11 +408,9 @@ class Generation:
             logprobs=asked.logprobs,
         )
         prompts = [choice.prompt_ids for choice in asked.choices] if asked.sends_token_ids else []
-        if asked.is_chat:
-            return ChatEncoder(heading, model.tokenizer, prompts[0] if prompts else [])
         scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
         echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
-        return CompletionEncoder(heading, model.tokenizer, scored, prompts, echoes)
+        return asked.api.encoder(heading, model.tokenizer, Answered(scored, prompts, echoes))
 
 
 _STAGES = ("queue", "prefill", "preempted", "decode", "stalled")

@@ -24,6 +24,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from itertools import takewhile
 from typing import Final, NamedTuple
 
@@ -63,16 +64,36 @@ class Entry(NamedTuple):
     not part of the text."""
 
 
+class PartKind(Enum):
+    """The kind of a part of an answer."""
+
+    TEXT = "text"
+    """The answer itself."""
+
+
+class Part(NamedTuple):
+    """A piece of an answer that is of one kind."""
+
+    text: str
+    kind: PartKind = PartKind.TEXT
+
+
 class Delta(msgspec.Struct, frozen=True):
     """The output of one choice since its last delta. It is a Struct because one is made for every
     event."""
 
     index: int
-    text: str
+    parts: list[Part]
+    """The parts that came, in their order; empty where only tokens without text did."""
     entries: list[Entry]
-    """The tokens of `text`. Empty unless token ids or log-probabilities were asked for."""
+    """The tokens of the parts. Empty unless token ids or log-probabilities were asked for."""
     finish_reason: FinishReasonName | None
     is_first: bool
+
+    @property
+    def text(self) -> str:
+        """The text of the answer itself."""
+        return "".join([part.text for part in self.parts if part.kind is PartKind.TEXT])
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +322,8 @@ class ChoiceOutput:
 
     def take(self) -> Delta:
         """Everything that can be sent since the last call."""
-        delta = Delta(self.index, "".join(self._text), self._entries, self.finish_reason, self._is_first)
+        parts = [Part("".join(self._text))] if self._text else []
+        delta = Delta(self.index, parts, self._entries, self.finish_reason, self._is_first)
         self._text.clear()
         self._entries = []
         self._is_first = self._has_news = False

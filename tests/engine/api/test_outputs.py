@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.api.answer.chat import ChatEncoder
+from engine.api.answer.completions import CompletionEncoder
+from engine.api.answer.encoder import Answered, Heading
 from engine.api.detokenizer import Detokenizer
-from engine.api.encoding import ChatEncoder, CompletionEncoder, Heading
 from engine.api.outputs import (
     TRAIL_MAX,
     UNSENT_TEXT_LEN_MAX,
     UNSENT_TOKENS_MAX,
     ChoiceOutput,
     Delta,
+    Part,
     RequestOutput,
 )
 from engine.api.stop_strings import StopStrings
@@ -304,14 +307,16 @@ LINE_ENDS = st.text(st.sampled_from("a\x85\u2028\u2029\n\r\x0b\x0c\x1c"), min_si
 )
 def test_a_template_makes_what_the_structs_make(text: str, model: str, index: int, usage: bool) -> None:
     heading = Heading("id-1", 1, model, "fp", usage, False, None)
-    delta = Delta(index, text, [], None, False)
-    [chat] = ChatEncoder(heading, NoVocabulary(), [1]).events(delta)
+    delta = Delta(index, [Part(text)], [], None, False)
+    [chat] = ChatEncoder(heading, NoVocabulary(), Answered([], [[1]], [])).events(delta)
     assert len(chat.decode().splitlines()) == 2, "whatever a client takes for a line's end"
     chunk = msgspec.json.decode(chat.removeprefix(b"data: "), type=ChatChunk)
     assert (chunk.model, chunk.choices[0].index, chunk.choices[0].delta.content) == (model, index, text)
     assert chat == b"data: " + on_one_line(msgspec.json.encode(chunk)) + b"\n\n"
     outputs = [choice(RequestOutput(1))] * 64
-    [event] = CompletionEncoder(heading, NoVocabulary(), outputs, [[1]] * 64, [None] * 64).events(delta)
+    [event] = CompletionEncoder(heading, NoVocabulary(), Answered(outputs, [[1]] * 64, [None] * 64)).events(
+        delta
+    )
     completion = msgspec.json.decode(event.removeprefix(b"data: "), type=Completion)
     assert (completion.choices[0].index, completion.choices[0].text) == (index, text)
     assert event == b"data: " + on_one_line(msgspec.json.encode(completion)) + b"\n\n"

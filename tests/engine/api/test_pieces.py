@@ -9,10 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api import encoding, rows
+from engine.api import rows
+from engine.api.answer import completions
+from engine.api.answer import encoder as encoding
+from engine.api.answer.chat import ChatEncoder
+from engine.api.answer.completions import CompletionEncoder
+from engine.api.answer.encoder import Answered, Heading
 from engine.api.detokenizer import Detokenizer
-from engine.api.encoding import ChatEncoder, CompletionEncoder, Heading
-from engine.api.outputs import ChoiceOutput, Delta, Entry, RequestOutput
+from engine.api.outputs import ChoiceOutput, Delta, Entry, Part, RequestOutput
 from engine.api.rows import Echo
 from engine.core.messages import TokenLogprobs
 from shared.openai import ChatCompletion, Completion, PromptTokensDetails, Usage
@@ -34,7 +38,7 @@ def scored(token_id: int, top: int) -> TokenLogprobs:
 
 def delta(index: int, tokens: int, top: int | None, *, is_first: bool = True) -> Delta:
     entries = [Entry(i, i, None if top is None else scored(i, top)) for i in range(tokens)]
-    return Delta(index, 'x"\u2028\n' * tokens, entries, "stop", is_first)
+    return Delta(index, [Part('x"\u2028\n' * tokens)], entries, "stop", is_first)
 
 
 def heading(logprobs: int | None, *, ids: bool = False) -> Heading:
@@ -59,15 +63,17 @@ def output(prompt_logprobs: list[TokenLogprobs]) -> ChoiceOutput:
 
 @pytest.fixture(params=[1, 7, 10_000])
 def piece_entries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    for name in ("PIECE_ENTRIES", "PIECE_TEXT_LEN", "PIECE_IDS"):
+    for name in ("PIECE_ENTRIES", "PIECE_TEXT_LEN"):
         monkeypatch.setattr(encoding, name, request.param)
+    for name in ("PIECE_TEXT_LEN", "PIECE_IDS"):
+        monkeypatch.setattr(completions, name, request.param)
     return int(request.param)
 
 
 @pytest.mark.parametrize("top", [None, 0, 3])
 @pytest.mark.parametrize("ids", [False, True])
 def test_a_whole_chat_is_what_its_struct_encodes_to(piece_entries: int, top: int | None, ids: bool) -> None:
-    encoder = ChatEncoder(heading(top, ids=ids), Letters(), [1, 2])
+    encoder = ChatEncoder(heading(top, ids=ids), Letters(), Answered([], [[1, 2]], []))
     deltas = [delta(0, 9, top), delta(1, 0, top)]
     pieces = list(encoder.whole(deltas, USAGE))
     body = b"".join(pieces)
@@ -93,9 +99,7 @@ def test_a_whole_completion_is_what_its_struct_encodes_to(
     encoder = CompletionEncoder(
         heading(top, ids=ids),
         Letters(),
-        [output(prompt_logprobs)] * 2,
-        [echo.prompt_ids] * 2,
-        [echo if echoes else None] * 2,
+        Answered([output(prompt_logprobs)] * 2, [echo.prompt_ids] * 2, [echo if echoes else None] * 2),
     )
     deltas = [delta(0, 9, top), delta(1, 4, top)]
     body = b"".join(encoder.whole(deltas, USAGE))
@@ -120,9 +124,11 @@ def test_a_whole_completion_is_what_its_struct_encodes_to(
 def test_a_long_prompt_that_is_repeated_is_streamed_in_chunks(
     monkeypatch: pytest.MonkeyPatch, top: int | None
 ) -> None:
-    monkeypatch.setattr(encoding, "PIECE_TEXT_LEN", 4)
+    monkeypatch.setattr(completions, "PIECE_TEXT_LEN", 4)
     echo = Echo("prompt", [1, 2, 3], [0, 2, 4] if top is not None else [])
-    encoder = CompletionEncoder(heading(top), Letters(), [output([scored(2, 0), scored(3, 0)])], [[]], [echo])
+    encoder = CompletionEncoder(
+        heading(top), Letters(), Answered([output([scored(2, 0), scored(3, 0)])], [[]], [echo])
+    )
     events = encoder.events(delta(0, 1, top))
     chunks = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
     assert [chunk["text"] for chunk in chunks] == ["prom", "pt", 'x"\u2028\n', ""]
@@ -135,9 +141,9 @@ def test_of_two_tokens_with_one_text_the_likelier_is_listed(chosen: int) -> None
     """As "A" and the byte <0x41> of a vocabulary that has both."""
     values = {0: -0.1, 1: -3.0, 26: -9.0}
     told = TokenLogprobs(values[chosen], list(values), list(values.values()))
-    encoder = CompletionEncoder(heading(3), Letters(), [output([])], [], [None])
+    encoder = CompletionEncoder(heading(3), Letters(), Answered([output([])], [], [None]))
     [choice] = json.loads(
-        b"".join(encoder.whole([Delta(0, "a", [Entry(chosen, 0, told)], "stop", True)], USAGE))
+        b"".join(encoder.whole([Delta(0, [Part("a")], [Entry(chosen, 0, told)], "stop", True)], USAGE))
     )["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "b": -3.0}]
     assert choice["logprobs"]["token_logprobs"] == [values[chosen]]
@@ -148,7 +154,9 @@ def test_a_long_scored_prompt_is_streamed_in_chunks(monkeypatch: pytest.MonkeyPa
     text = "abcdefghij" * 10
     echo = Echo(text, list(range(100)), list(range(100)))
     prompt_logprobs = [scored(i, 2) for i in range(1, 100)]
-    encoder = CompletionEncoder(heading(2, ids=True), Letters(), [output(prompt_logprobs)], [[7, 7]], [echo])
+    encoder = CompletionEncoder(
+        heading(2, ids=True), Letters(), Answered([output(prompt_logprobs)], [[7, 7]], [echo])
+    )
     first = delta(0, 3, 2)
     events = [json.loads(event.removeprefix(b"data: ")) for event in encoder.events(first)]
     chunks = [event["choices"][0] for event in events]
@@ -178,7 +186,7 @@ def test_the_rows_of_a_long_scored_prompt_are_made_piece_by_piece(
     monkeypatch.setattr(rows, "Row", counted)
     echo = Echo("a" * 500, list(range(500)), list(range(500)))
     prompt_logprobs = [scored(i, 0) for i in range(1, 500)]
-    encoder = CompletionEncoder(heading(0), Letters(), [output(prompt_logprobs)], [], [echo])
+    encoder = CompletionEncoder(heading(0), Letters(), Answered([output(prompt_logprobs)], [], [echo]))
     pieces = encoder.events(delta(0, 5, 0)) if streams else encoder.whole([delta(0, 5, 0)], USAGE)
     before, most = 0, 0
     for _ in pieces:

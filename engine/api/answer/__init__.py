@@ -1,0 +1,1 @@
+"""Answers as bytes: an encoder for each API, and what all of them share."""

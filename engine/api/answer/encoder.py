@@ -1,0 +1,219 @@
+"""Answers as bytes, whole and as events: what the encoders of all APIs share.
+
+Nearly every event of a stream differs from the one before it only in its text. So the bytes around the text
+are made once per choice: a Struct of the API is encoded with a marker in the place of the text, and cut
+there. An event is then one small JSON string between two constants. Whatever else a chunk can hold
+(log-probabilities, token ids, the finish reason) is encoded from its Struct each time.
+
+Rules
+
+1. Answers come in pieces, and making one takes a few milliseconds at most: the caller lets other requests run
+   in between. The pieces of a whole answer, joined, are what encoding its Struct would give.
+2. An event is one line for every client, whatever characters it takes for line ends: U+0085, U+2028 and
+   U+2029 are escaped.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, Protocol, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from engine.api.outputs import ChoiceOutput, Delta, Entry
+from engine.api.rows import Echo, Sliced
+from shared import sse
+from shared.openai import FinishReasonName, Usage
+
+T = TypeVar("T")
+C = TypeVar("C", bound=msgspec.Struct)
+"""A choice of a chunk."""
+
+LOGPROB_MIN: Final = -9999.0
+"""The log-probability that stands for minus infinity, which JSON does not have; OpenAI uses the same
+number."""
+PIECE_ENTRIES: Final = 2048
+"""The most tokens and log-probabilities in one piece of an answer; encoding them takes about three
+milliseconds."""
+PIECE_TEXT_LEN: Final = 256 * 1024
+"""The most characters of text in one piece of an answer."""
+PIECE_IDS: Final = 16 * 1024
+"""The most token ids of a prompt in one piece of an answer."""
+
+_LINE_ENDS: Final = (
+    (b"\xc2\x85", rb"\u0085"),
+    (b"\xe2\x80\xa8", rb"\u2028"),
+    (b"\xe2\x80\xa9", rb"\u2029"),
+)
+encode: Final = msgspec.json.Encoder().encode
+
+
+class Vocabulary(Protocol):
+    """The bytes of single tokens."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """The fields that all chunks of an answer share."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    sends_usage: bool
+    """True if `stream_options.include_usage` was set. Usage is then null on every chunk but the last."""
+    sends_token_ids: bool
+    logprobs: int | None
+
+    @property
+    def usage(self) -> UnsetType | None:
+        return None if self.sends_usage else UNSET
+
+    @property
+    def piece_len(self) -> int:
+        """The number of tokens in one piece of an answer, at least 1."""
+        return max(1, PIECE_ENTRIES // (1 + (self.logprobs or 0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What an answer may say of its request's choices, beside what was generated. One entry per choice."""
+
+    scored: Sequence[ChoiceOutput]
+    """The output that has the log-probabilities of the choice's prompt."""
+    prompts: Sequence[list[int]]
+    """The ids of its prompt; empty where they are not told."""
+    echoes: Sequence[Echo | None]
+    """Its prompt as it is repeated; None where it is not."""
+
+
+class AnswerEncoder(Protocol):
+    """The encoder of one request's answer, whole or event by event."""
+
+    def events(self, delta: Delta) -> Iterator[bytes]:
+        """The events that a delta makes, in order."""
+        ...
+
+    def usage_event(self, usage: Usage) -> bytes: ...
+
+    def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
+        """The body of an answer that is not streamed, in pieces."""
+        ...
+
+
+class Template:
+    """An encoded event with a gap where a JSON string goes."""
+
+    __slots__ = ("_head", "_tail")
+
+    def __init__(self, make: Callable[[str], msgspec.Struct]) -> None:
+        marker = secrets.token_hex(16)
+        self._head, self._tail = encoded_event(make(marker)).split(encode(marker))
+
+    def fill(self, text: str) -> bytes:
+        data = encode(text)
+        return self._head + (data if text.isascii() else _on_one_line(data)) + self._tail
+
+
+def encoded_event(chunk: msgspec.Struct) -> bytes:
+    """An event with `chunk`."""
+    data = encode(chunk)
+    return sse.event(data if data.isascii() else _on_one_line(data))
+
+
+def _on_one_line(data: bytes) -> bytes:
+    """`data`, JSON, with the characters escaped that some clients take for line ends. They occur only
+    within strings."""
+    for raw, escaped in _LINE_ENDS:
+        data = data.replace(raw, escaped)
+    return data
+
+
+def cut(data: bytes, before: bytes) -> tuple[bytes, bytes]:
+    """`data` in two parts, the first of which ends with the first `before`. `before` is JSON that cannot
+    occur within a string, because its quotes would be escaped there."""
+    head, found, tail = data.partition(before)
+    assert found
+    return head + found, tail
+
+
+def characters(text: str) -> Iterator[bytes]:
+    """The characters of a JSON string, without its quotes, in pieces."""
+    for at in range(0, len(text), PIECE_TEXT_LEN):
+        yield encode(text[at : at + PIECE_TEXT_LEN])[1:-1]
+
+
+def items(rows: Sliced[T], make: Callable[[T], object], piece_len: int) -> Iterator[bytes]:
+    """The items of a JSON array, without its brackets, in pieces."""
+    for at in range(0, len(rows), piece_len):
+        if at:
+            yield b","
+        yield encode([make(row) for row in rows[at : at + piece_len]])[1:-1]
+
+
+class ChoicesEncoder(ABC, Generic[C]):
+    """The common part of OpenAI's two APIs whose answers are lists of choices."""
+
+    def __init__(self, heading: Heading, vocabulary: Vocabulary) -> None:
+        self._heading = heading
+        self._vocabulary = vocabulary
+        self._templates: dict[int, Template] = {}
+
+    @abstractmethod
+    def _chunk(self, choices: list[C], usage: Usage | UnsetType | None) -> msgspec.Struct:
+        """A chunk of a stream."""
+
+    @abstractmethod
+    def _with_text(self, index: int, text: str) -> C:
+        """A choice of a chunk that has text alone."""
+
+    @abstractmethod
+    def _empty(self, usage: Usage) -> msgspec.Struct:
+        """An answer that is not streamed, without its choices."""
+
+    @abstractmethod
+    def _choice(self, delta: Delta) -> Iterator[bytes]:
+        """A choice of an answer that is not streamed, in pieces."""
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return encoded_event(self._chunk([], usage))
+
+    def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
+        head, tail = cut(encode(self._empty(usage)), b'"choices":[')
+        yield head
+        for number, delta in enumerate(deltas):
+            if number:
+                yield b","
+            yield from self._choice(delta)
+        yield tail
+
+    def _event(self, choice: C) -> bytes:
+        return encoded_event(self._chunk([choice], self._heading.usage))
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        template = self._templates.get(index)
+        if template is None:
+            usage = self._heading.usage
+            template = self._templates[index] = Template(
+                lambda marker: self._chunk([self._with_text(index, marker)], usage)
+            )
+        return template.fill(text)
+
+    def _token_ids(self, entries: Sequence[Entry]) -> list[int] | UnsetType:
+        return [entry.token_id for entry in entries] if self._heading.sends_token_ids else UNSET
+
+
+def told(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries that have log-probabilities. A stop token has none."""
+    return [entry for entry in entries if entry.logprobs is not None]
+
+
+def known(reason: FinishReasonName | None) -> FinishReasonName:
+    assert reason is not None
+    return reason

@@ -1,0 +1,28 @@
+"""The encoder of each API, by the type of its requests. A further API is a module beside this one, and a
+line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from engine.api.answer.chat import ChatEncoder
+from engine.api.answer.completions import CompletionEncoder
+from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Vocabulary
+from shared.openai import ChatRequest, CompletionRequest, GenerationRequest
+
+
+class AnswerApi(Struct, frozen=True):
+    """The way in which an API writes its answers."""
+
+    id_prefix: str
+    """The beginning of the id of each answer."""
+    encoder: Callable[[Heading, Vocabulary, Answered], AnswerEncoder]
+
+
+ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
+    ChatRequest: AnswerApi("chatcmpl-", ChatEncoder),
+    CompletionRequest: AnswerApi("cmpl-", CompletionEncoder),
+}
