@@ -132,6 +132,15 @@ def test_nothing_is_read_that_is_cheaper_to_compute() -> None:
     assert link._read_s < 10.0, "it is tried again later"
 
 
+def test_newcomers_without_pages_on_disk_do_not_make_a_slow_disk_look_fast() -> None:
+    h, _ = on_disk()
+    link = h.scheduler._allocator.disk
+    link._read_s = 10.0
+    assert link.fetch([], 0, 4, StepCost()) == 0
+    assert link.fetch([identity(1)], 0, 4, StepCost()) == 0
+    assert link._read_s == 10.0
+
+
 def test_what_a_numeric_failure_touched_is_forgotten_on_disk_even_while_it_is_written() -> None:
     h, disk = on_disk()
     disk.hangs = True
@@ -151,9 +160,12 @@ def test_a_damaged_page_is_a_miss_and_the_prefix_is_computed() -> None:
     h, disk = on_disk()
     evicted(h)
     disk._damage = 1.0
+    link = h.scheduler._allocator.disk
+    link._read_s = known_s = 1e-9
     h.add(3, HISTORY, greedy(2))
     waited(h)
     assert h.started[3].cached_len == 0
+    assert link._read_s == known_s, "a quick miss says nothing about the time that reading takes"
     h.assert_all_as_solo()
 
 
