@@ -14,10 +14,12 @@ from engine.core.cost import StepCost
 from engine.core.disk import WRITES_MAX, DiskThreads
 from engine.core.messages import DiskCounts
 from engine.core.page_files import HEADER_LEN, PageFiles, open_directory
+from engine.core.records import Lack
 from engine.core.scheduler import FETCH_POLL_S, Scheduler
 from engine.core.tiers import DiskLink
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.test_host_tier import HISTORY, always, evict, identity, tiered, told
+from tests.engine.core.test_steps import recorded
 from tests.fake_disk import FakeDisk
 
 PAGE_BYTES = 64
@@ -107,6 +109,17 @@ def test_a_disk_that_hangs_harms_nobody() -> None:
     disk.hangs = False
     h.scheduler._allocator.disk.take_done()
     assert h.scheduler.stats().host_pages_used == 0
+
+
+def test_one_that_waits_for_the_disk_is_not_said_to_lack_a_turn() -> None:
+    h, disk = on_disk()
+    evicted(h)
+    disk.hangs = True
+    h.add(3, [45] * 4, greedy(8))
+    h.add(4, HISTORY, greedy(2))
+    assert recorded(h).lack is Lack.NOTHING
+    h.pause(4)
+    assert recorded(h).lack is Lack.NOTHING
 
 
 def test_one_that_waits_for_the_disk_can_be_paused_and_aborted() -> None:
