@@ -138,6 +138,12 @@ class Choice:
     def reads_whole_pages(self) -> bool:
         return not READS_WHOLE_PAGES.isdisjoint({self.prefill.backend, self.decode.backend})
 
+    @property
+    def arithmetic(self) -> str:
+        """Both back ends and their versions, whatever the setting was and whatever was passed over."""
+        chosen = (self.prefill, self.decode)
+        return ", ".join(f"{each.backend.value} {each.version}".rstrip() for each in chosen)
+
     def __str__(self) -> str:
         """Both back ends and those passed over, for the log."""
         text = f"attention: prefill by {self.prefill}, decode by {self.decode}"
