@@ -1,7 +1,11 @@
 """The disk tier of an engine, opened once its runner is warm: what makes a page another's, and what may fail.
 
 Keys and values depend on the weights, on the code, types and kernels that compute them, and on a page's
-layout. All of that is in the fingerprint of the files: what was written under another one is never read.
+layout. All of that is in the fingerprint of the files: what was written under another one is never read. What
+leaves them alone is not in it, so that a prefix outlives a change of it: the context's length, the sizes of
+pools and steps, the tokenizer and the template, and the number of threads, except where it changes the bits
+(`RunnerInfo.arithmetic`). What a setting has become is in it, not what it said.
+
 Weights are told apart by all of their bytes. Less would not do: images have files with equal times, and a
 model that was tuned further in a few layers has its parent's sizes, first and last bytes.
 """
@@ -57,7 +61,7 @@ def open_disk_tier(config: RunnerConfig, runner: Runner) -> DiskThreads | None:
     try:
         directory = open_directory(Path(os.path.expanduser(config.kv_disk_dir)))
         try:
-            fingerprint = fingerprint_of(config, runner)
+            fingerprint = fingerprint_of(Path(config.model), runner.info)
         except BaseException:
             os.close(directory)
             raise
@@ -70,26 +74,20 @@ def open_disk_tier(config: RunnerConfig, runner: Runner) -> DiskThreads | None:
     return disk
 
 
-def fingerprint_of(config: RunnerConfig, runner: Runner) -> bytes:
-    """The fingerprint of all that decides what a page holds. Raises OSError."""
-    info = runner.info
-    names = ("device", "dtype", "weights", "kernels", "attention_backend", "kv_cache_dtype")
-    settings = [getattr(config, name) for name in names]
-    # the native kernels order a page by the processor's instructions, which their name has
-    model = getattr(runner, "model", None)
-    layout = getattr(model, "name", type(model).__name__)
-    kind = [type(runner).__name__, layout, info.dtype, info.page_size, info.page_bytes, info.max_model_len]
+def fingerprint_of(model: Path, info: RunnerInfo) -> bytes:
+    """The fingerprint of all that decides what a page holds, and of no more. Raises OSError."""
     # another release may compute or lay out a page otherwise
-    digest = hashlib.sha256(msgspec.msgpack.encode([version(), kind, settings]))
-    for part in _weights(Path(config.model)):
+    kind = [version(), info.arithmetic, info.dtype, info.page_size, info.page_bytes]
+    digest = hashlib.sha256(msgspec.msgpack.encode(kind))
+    for part in _weights(model):
         digest.update(part)
     return digest.digest()
 
 
 def _weights(directory: Path) -> Iterator[bytes]:
-    """The digests of all files that make the model, in parts."""
+    """The digests of all files that the network is made of, in parts."""
     parts: list[tuple[Path, int]] = []
-    for path in sorted([*directory.glob("*.json"), *directory.glob("*.safetensors")]):
+    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors*"))]:
         size = path.stat().st_size
         yield hashlib.sha256(f"{path.name} {size}".encode()).digest()
         parts += [(path, at) for at in range(0, size, PART_LEN)]

@@ -15,7 +15,8 @@ from shared.settings import Kind, Setting, option_of, settings_of
 
 class Parser(argparse.ArgumentParser):
     """A parser whose options are never abbreviated. For a misspelt one it suggests the option that is most
-    like it."""
+    like it. It refuses to start in a Python that leaves assertions out: the laws of the services are
+    assertions, such as that no page of the KV cache has two owners, and a fault would go on unseen."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
@@ -29,6 +30,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
+        if not __debug__:
+            self.error("needs its assertions: start Python without -O, and unset PYTHONOPTIMIZE")
         self._given = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 

@@ -4,7 +4,7 @@
 |--------|----------------------------------------------------------------------------|
 | 0      | it was stopped, and every open request came to its end                      |
 | 1      | it could not listen, or could not be started for another reason            |
-| 2      | its configuration or its command line is unusable                          |
+| 2      | its configuration or command line is unusable, or Python has no assertions |
 | 3      | it was stopped, and requests that outlasted the drain ended with an error  |
 | 4      | its workers died again and again                                           |
 | 5      | the engine's core died                                                     |

@@ -287,7 +287,7 @@ class _Simulation:
         """Assert rule J as far as it is visible from outside."""
         ran = [*self._ran, *self._running()]
         seated = [self._scheduler.running(start.slot) for start in plan.seated]
-        for sequence in [*self._scheduler.unpaused, *seated]:
+        for sequence in [*self._scheduler.due, *seated]:
             if sequence.yields == self._yields[sequence.handle]:
                 continue
             self._yields[sequence.handle] = sequence.yields

@@ -33,18 +33,6 @@ IN_ONE_TURN: Final = 1
 processes share the cores, as a hundred choices may begin or end with it."""
 
 
-_ARITHMETIC: Final = (
-    "device",
-    "dtype",
-    "weights",
-    "kernels",
-    "attention_backend",
-    "kv_cache_dtype",
-    "tensor_parallel_size",
-)
-"""The settings that decide how numbers are rounded."""
-
-
 class Abortable(Protocol):
     def abort(self) -> None: ...
 
@@ -141,11 +129,9 @@ class EngineState:
         assert self.model is not None
         info = self.core.info
         assert info is not None
-        settings = [getattr(self.config, name) for name in _ARITHMETIC]
-        # what "auto" has become shows in the core's own figures, as far as they tell it
-        measured = [info.dtype, info.page_bytes / info.page_size, info.is_async]
-        seen = [version(), self.config.model, self.config.revision, self.model.tokenizer.hash]
-        return "fp_" + hashlib.sha256(msgspec.json.encode([seen, settings, measured])).hexdigest()[:12]
+        model = [self.config.model, self.config.revision, self.model.tokenizer.hash]
+        computed = [version(), info.dtype, info.arithmetic]
+        return "fp_" + hashlib.sha256(msgspec.json.encode([model, computed])).hexdigest()[:12]
 
     # -- requests in progress ----------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ class TurnWatch:
         self.worst: float = 0.0
 
     def before_plan(self) -> None:
-        self._queue = {s.handle: (s.arrived_at, s.status, s.tenant) for s in self._scheduler.unpaused}
+        self._queue = {s.handle: (s.arrived_at, s.status, s.tenant) for s in self._scheduler.due}
         self._tenants = set(self._scheduler.holdings.slots)
         self._forget_others()
 
@@ -143,7 +143,7 @@ class TurnWatch:
     def after_plan(self, plan: Plan) -> None:
         seated = [self._scheduler.running(start.slot) for start in plan.seated]
         self._tenants |= self._scheduler.holdings.slots.keys()
-        waiting = [s for s in self._scheduler.unpaused if not self._scheduler.is_following(s)]
+        waiting = [s for s in self._scheduler.due if not self._scheduler.is_following(s)]
         here = {s.handle for s in (*waiting, *seated)}
         self._queue = {handle: entry for handle, entry in self._queue.items() if handle in here}
         self._forget_others()

@@ -206,7 +206,7 @@ class Allocator:
     def may_preempt(self, now: float) -> bool:
         """True if any waiting sequence could preempt a running one, as far as classes, slots and shares tell
         without looking at each pair."""
-        waiting = self._waiting.unpaused
+        waiting = self._waiting.due
         highest = max((s.service_class for s in waiting), default=min(ServiceClass))
         if any(s.service_class < highest for s in self.running.values()):
             return True  # rule G
@@ -330,7 +330,7 @@ class Allocator:
     def _needing_page(self) -> list[Sequence]:
         """The running sequences whose next token needs a new page."""
         size = self._runner.page_size
-        return [s for s in self.running.values() if s.planned_len == len(s.pages) * size and s.is_due]
+        return [s for s in self.running.values() if s.planned_len == len(s.pages) * size and s.hold is None]
 
     def grow(self, builder: PlanBuilder, now: float) -> None:
         """Give a page to every sequence whose next token needs one, preempting others where none is

@@ -93,7 +93,7 @@ class DiskThreads:
 
     def _scan(self) -> bool:
         self._files.scan()
-        log.info("core.disk_tier_found", pages=len(self._files))
+        log.info("core.disk_tier_found", pages=len(self._files), others=self._files.others)
         return True
 
     def write_next(self) -> None:

@@ -231,6 +231,9 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     """True if it computes beside the host: `launch` returns before the plan is executed."""
     timed_steps: tuple[TimedStep, ...] = ()
     """Steps of different shapes, from which the learned cost of a step begins. Empty: not measured."""
+    arithmetic: str = ""
+    """The kernels and all else, beside the weights and `dtype`, that decides the bits of keys and values and
+    how a page is laid out. No setting that leaves these alone is in it."""
 
 
 class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):

@@ -127,7 +127,7 @@ class Planner:
     def _plan_decodes(self, builder: PlanBuilder) -> None:
         decodes: dict[int, Sequence] = {}
         for slot, sequence in self.allocator.running.items():
-            if not sequence.is_due:
+            if sequence.hold is not None:
                 continue
             pending_len = sequence.pending_len
             if pending_len == 1:
@@ -139,10 +139,11 @@ class Planner:
 
     def _plan_prompts(self, builder: PlanBuilder, news: News, now: float) -> None:
         """Spend what the decodes left, by rank: on admissions and on chunks of running sequences."""
-        if not (builder.prefills or self.waiting.unpaused):
+        waiting = self.waiting.due
+        if not (builder.prefills or waiting):
             self.credit = Credit()
             return  # the usual step
-        circumstances = self._circumstances(now, self.waiting.unpaused)
+        circumstances = self._circumstances(now, waiting)
         budget = self._budget(builder.rows, decodes_s := circumstances.cost.seconds(builder.work))
         builder.open_to_prompts(budget, self.credit, circumstances.cost)
         self._hurry(builder, Rate(decodes_s, budget.seconds, len(builder.rows), builder.tokens_left), now)
@@ -210,7 +211,7 @@ class Planner:
         prefills: list[Sequence] = []
         streams: list[Sequence] = []
         for other in self.allocator.running.values():
-            if other.is_due:
+            if other.hold is None:
                 (streams if other.pending_len == 1 else prefills).append(other)
         work = Work.of([each.planned_len for each in streams], [1] * len(streams))
         budget = self._budget(streams, decodes_s := self.learner.cost.seconds(work))

@@ -37,13 +37,15 @@ The rules, each in full at the head of the module that keeps it:
 
 Why it never stops. A sequence whose longest form would not fit into the whole pool is rejected when it is
 added. When no sequence runs, every page is available or held by stalled ones alone, no watermark applies, and
-so the first in rank of the unpaused is admitted (rule D holds none back, as none computes). When one runs,
+so the first in rank of those that are due is admitted (rule D passes over none, as none computes). What keeps
+a sequence from being due, `Sequence.hold` says, and nothing else may keep it from every plan. When one runs,
 the budget is at least one token per slot, and a decode that finds no page gets one from a stalled sequence,
 from another running one or is preempted itself; the last one left has the whole pool to itself, so one keeps
-running. Hence as long as any unpaused sequence is here, every plan has rows, and by rules C and E what they
-compute is thrown away a bounded number of times; by rule J more often, but only while others of its tenant
-run that came before it, and the oldest of a tenant stays. So every unpaused sequence finishes, and one that
-stays paused ends at the stall deadline: when all are paused there is no plan, and `idle_s` says until when.
+running. Hence as long as any sequence is due, every plan has rows, and by rules C and E what they compute is
+thrown away a bounded number of times; by rule J more often, but only while others of its tenant run that came
+before it, and the oldest of a tenant stays. So every sequence finishes that becomes due again and again, as
+each does that is not paused; and one that stays paused ends at the stall deadline: when none is due there is
+no plan, and `idle_s` says until when.
 With steps in flight a plan may have no rows, or wait by rule I; but then nothing new is launched, what is in
 flight is committed, and the argument above holds for the plan after that.
 
@@ -140,17 +142,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if any sequence is neither paused nor waits for the disk: then the next plan has rows, unless
-        they wait for a step in flight."""
-        idle = len(self._paused)
-        if self._fetching:
-            idle += sum(not sequence.is_paused for sequence, _ in self._fetching.values())
-        return len(self._sequences) > idle
+        """True if any sequence is due: then the next plan has rows, unless they wait for a step in flight."""
+        return any(sequence.hold is None for sequence in self._sequences.values())
 
     @property
-    def unpaused(self) -> list[Sequence]:
-        """The waiting sequences that are not paused."""
-        return self._waiting.unpaused
+    def due(self) -> list[Sequence]:
+        """The waiting sequences that nothing holds back."""
+        return self._waiting.due
 
     def is_following(self, sequence: Sequence) -> bool:
         """True if a waiting sequence lacks the prompt that another computes."""
@@ -356,7 +354,8 @@ class Scheduler:
         )
         for sequence, length, samples in zip(builder.rows, builder.lengths, builder.samples, strict=True):
             sequence.launch(self._step, length, samples)
-        waits = len(self._sequences) - len(self._allocator.running) > len(self._paused)
+        is_queue_empty = len(self._sequences) == len(self._allocator.running)
+        waits = not is_queue_empty and any(sequence.hold is None for sequence in self._waiting)
         lack = lack_of(self._allocator, waits=waits)
         self._in_flight[self._step] = InFlight(plan, builder.rows, builder.prefills, builder.work, now, lack)
         return plan

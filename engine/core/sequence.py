@@ -94,6 +94,17 @@ class IllegalMove(RuntimeError):
     """A sequence was told to make a move that its table does not have. Always a bug."""
 
 
+class Hold(Enum):
+    """A reason that keeps a sequence out of every plan, whatever room there is: see `Sequence.hold`."""
+
+    PAUSED = "paused"
+    """Its client does not read. Ends with a message, or at the stall deadline."""
+    FETCHING = "fetching"
+    """Pages of its prefix are being read from disk. Ends when they are, or when computing them is faster."""
+    LAST_COMING = "last coming"
+    """A step in flight samples its last token. Ends with that step's commit."""
+
+
 class LifePhase(Enum):
     """A part of a sequence's life. It is in exactly one at every moment, so the five times add up to its
     life."""
@@ -185,11 +196,15 @@ class Sequence:
         return len(self.tokens) + self.coming - self.computed_len - self.in_flight_len
 
     @property
-    def is_due(self) -> bool:
-        """True if the next plan may compute for it: it is not paused, and its last token is not coming
-        yet."""
-        coming_len = len(self.tokens) + self.coming - self.prompt_len
-        return self.paused_at is None and coming_len < self.sampling.max_tokens
+    def hold(self) -> Hold | None:
+        """The reason why no plan may compute for it now; None: it is *due*, and the next plan may, if there
+        is room. All that plan go by this, and so does the proof at the head of `engine.core.scheduler`."""
+        if self.paused_at is not None:
+            return Hold.PAUSED
+        if self.awaits is not None:
+            return Hold.FETCHING
+        is_last = len(self.tokens) + self.coming - self.prompt_len >= self.sampling.max_tokens
+        return Hold.LAST_COMING if is_last else None
 
     @property
     def lacking_len(self) -> int:
@@ -259,7 +274,7 @@ class Sequence:
         """Take a slot, and pages for all known tokens, of which the first `computed_len` are computed
         already."""
         assert 0 <= computed_len <= self.reusable_len
-        assert not self.is_paused
+        assert self.hold is None
         self._move(Status.RUNNING, now)
         self.slot, self.pages, self.computed_len, self.swapped = slot, pages, computed_len, None
 

@@ -135,6 +135,8 @@ class DiskLink:
                     break
                 room -= 1
             count += 1
+        if not count:  # nothing is refused, so nothing is to be tried again
+            return 0
         if count * (self._read_s + cost.page_s) >= cost.chunk_s(position, count * page_size):
             self._read_s *= RETRY
             return 0
@@ -170,7 +172,8 @@ class DiskLink:
             is_trusted = done.identity not in self._forgotten
             if done.is_read:
                 self._is_stuck = False
-                self._read_s += NEW_WEIGHT * (done.seconds - self._read_s)
+                if done.is_good or done.seconds > self._read_s:  # a file that is gone is missed at once
+                    self._read_s += NEW_WEIGHT * (done.seconds - self._read_s)
                 tenant = self._reading.pop(done.identity)
                 identity = done.identity if done.is_good and is_trusted else None
                 self._host.give_back(done.page, identity, tenant)

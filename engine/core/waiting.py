@@ -66,14 +66,9 @@ class WaitingQueue:
         return chain.from_iterable(queue.values() for queue in self.queues.values())
 
     @property
-    def unpaused(self) -> list[Sequence]:
-        """The waiting sequences that are not paused, and do not wait for the disk."""
-        return [
-            sequence
-            for queue in self.queues.values()
-            for sequence in queue.values()
-            if sequence.paused_at is None and sequence.awaits is None
-        ]
+    def due(self) -> list[Sequence]:
+        """The waiting sequences that nothing holds back."""
+        return [s for queue in self.queues.values() for s in queue.values() if s.hold is None]
 
     def enter(self, sequence: Sequence) -> None:
         self.queues[sequence.status][sequence.handle] = sequence
@@ -131,7 +126,7 @@ class WaitingQueue:
         running = set(prefilling)
         self._held = {s.tenant: s for s in self._held.values() if not (s.is_paused or self.is_following(s))}
         turns, had_turn, admissions = list[Sequence](), set[int](), -1
-        for sequence in self.rank([*self.unpaused, *running], circumstances):
+        for sequence in self.rank([*self.due, *running], circumstances):
             while sequence.status is not Status.STALLED:
                 if admissions != self._admissions:
                     turns = [s for s in self._turns() if s.handle not in had_turn]
@@ -170,15 +165,15 @@ class WaitingQueue:
                 yield from filter(self._takes_turns, queue.values())
 
     def _takes_turns(self, sequence: Sequence) -> bool:
-        """True if a waiting sequence is neither paused nor waits for the disk, and follows no other."""
-        return sequence.paused_at is None and sequence.awaits is None and not self.is_following(sequence)
+        """True if a waiting sequence is due, and follows no other."""
+        return sequence.hold is None and not self.is_following(sequence)
 
     def by_class(self, now: float) -> tuple[tuple[int, ...], tuple[float, ...], list[int]]:
-        """For each class the number of unpaused waiting sequences, the age of the oldest in seconds (0.0
+        """For each class the number of waiting sequences that are due, the age of the oldest in seconds (0.0
         where there is none), and the tokens that they lack."""
         arrivals: dict[ServiceClass, list[float]] = {each: [] for each in ServiceClass}
         tokens = [0] * len(arrivals)
-        for sequence in self.unpaused:
+        for sequence in self.due:
             arrivals[sequence.service_class].append(sequence.arrived_at)
             tokens[sequence.service_class] += sequence.lacking_len
         counts = tuple(len(those) for those in arrivals.values())

@@ -1,6 +1,7 @@
 """The choice of attention back ends: one for prefill and one for decode, made before anything is loaded.
 
-    auto                          the first of a phase's order that is installed and takes the model
+    auto                          the first of a phase's order that takes the model; libraries that were never
+                                  run on a card are not among them
     NAME                          that one, for both phases
     prefill=NAME,decode=NAME      each phase its own; one that is left out is `auto`
 
@@ -57,22 +58,16 @@ NAMES: Final[Mapping[str, tuple[Backend, ...]]] = {
 """The back ends that each name of the setting stands for: the first that fits is taken."""
 
 ORDER: Final[Mapping[Phase, tuple[Backend, ...]]] = {
-    # flash-attn 2 comes after cuDNN, which is about twice as fast on Hopper: it is taken where it is named.
-    Phase.PREFILL: (
-        Backend.FLASH_ATTN_3,
-        Backend.FLASHINFER,
-        Backend.CUDNN,
-        Backend.TRITON,
-        Backend.TORCH,
-    ),
-    Phase.DECODE: (
-        Backend.FLASHINFER_TRTLLM,
-        Backend.FLASHINFER,
-        Backend.FLASH_ATTN_3,
-        Backend.TRITON,
-        Backend.TORCH,
-    ),
+    Phase.PREFILL: (Backend.CUDNN, Backend.TRITON, Backend.TORCH),
+    Phase.DECODE: (Backend.TRITON, Backend.TORCH),
 }
+"""What `auto` may take, the fastest first. Only what this project has measured on a card is here."""
+
+UNTRIED: Final = frozenset(
+    {Backend.FLASH_ATTN_2, Backend.FLASH_ATTN_3, Backend.FLASHINFER, Backend.FLASHINFER_TRTLLM}
+)
+"""The back ends that have run on no card yet, against stand-ins for their libraries alone. They are taken by
+name, and the log says so."""
 
 READS_WHOLE_PAGES: Final = frozenset({Backend.FLASH_ATTN_3, Backend.FLASHINFER_TRTLLM})
 """These may multiply what lies behind a row's last token by a weight of zero, so it must not be NaN:
@@ -126,7 +121,10 @@ class Chosen:
     version: str = ""
 
     def __str__(self) -> str:
-        return f"{self.backend.value} ({self.version})" if self.version else self.backend.value
+        notes = [self.version] if self.version else []
+        if self.backend in UNTRIED:
+            notes.append("untried on a card")
+        return f"{self.backend.value} ({', '.join(notes)})" if notes else self.backend.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +137,12 @@ class Choice:
     @property
     def reads_whole_pages(self) -> bool:
         return not READS_WHOLE_PAGES.isdisjoint({self.prefill.backend, self.decode.backend})
+
+    @property
+    def arithmetic(self) -> str:
+        """Both back ends and their versions, whatever the setting was and whatever was passed over."""
+        chosen = (self.prefill, self.decode)
+        return ", ".join(f"{each.backend.value} {each.version}".rstrip() for each in chosen)
 
     def __str__(self) -> str:
         """Both back ends and those passed over, for the log."""

@@ -57,7 +57,8 @@ class RunnerConfig:
     implement the model, else torch."""
     attention_backend: Text = "auto"
     """The library for attention on a GPU: triton, cudnn, flash-attn, flashinfer, flashinfer-trtllm or torch,
-    or one for each phase, as prefill=cudnn,decode=triton. auto: a library that is installed, else ours."""
+    or one for each phase, as prefill=cudnn,decode=triton. auto: cudnn and triton, which have been measured on
+    a card; flash-attn and flashinfer have not."""
     enforce_eager: bool = False
     """On a GPU, launch steps kernel by kernel instead of as CUDA graphs: it starts sooner, takes less
     memory, and is slower."""

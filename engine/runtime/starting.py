@@ -191,6 +191,7 @@ def untimed_info(
     dtype: torch.dtype,
     max_model_len: int,
     pages: int,
+    arithmetic: str,
 ) -> RunnerInfo:
     """A runner's sizes and type, with times and host memory left at 0."""
     return RunnerInfo(
@@ -203,6 +204,7 @@ def untimed_info(
         load_s=0.0,
         warmup_s=0.0,
         page_bytes=geometry.page_bytes,
+        arithmetic=arithmetic,
     )
 
 

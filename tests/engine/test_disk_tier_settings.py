@@ -7,17 +7,23 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
+import torch
 
 from engine import disk_tier
 from engine.config import EngineConfig
+from engine.core.messages import RunnerInfo
 from engine.core.page_files import DirectoryInUse, PageFiles, open_directory
 from engine.disk_tier import fingerprint_of, open_disk_tier
+from engine.runtime.config import RunnerConfig
+from engine.runtime.host.load import load_shard
 from engine.runtime.host.runner import HostRunner
+from engine.runtime.native.library import built_isas
 from shared.config import ConfigError
+from tests.engine.models import make_tiny_model
 from tests.fake_runner import runner_info
 
 
@@ -77,15 +83,42 @@ def test_a_directory_that_cannot_be_used_is_no_tier_and_no_failure(tmp_path: Pat
     assert open_disk_tier(config, runner()) is None
 
 
-def test_the_fingerprint_tells_models_and_types_apart(tmp_path: Path) -> None:
+def info(**changed: Any) -> RunnerInfo:
+    return msgspec.structs.replace(runner_info(host_pages=4), **changed)
+
+
+def test_the_fingerprint_has_what_decides_a_pages_bits_and_no_more(tmp_path: Path) -> None:
     model = model_in(tmp_path / "m")
-    config, one = EngineConfig(str(model)), runner()
-    first = fingerprint_of(config, one)
-    assert first == fingerprint_of(EngineConfig(str(model), port=1), one)
-    assert first != fingerprint_of(EngineConfig(str(model), weights="int8"), one)
-    other = runner()
-    other.info = msgspec.structs.replace(other.info, dtype="bfloat16")
-    assert first != fingerprint_of(config, other)
+    first = fingerprint_of(model, info())
+    for same in (info(max_model_len=7), info(pages=5, slots=1), info(host_pages=9, page_copy_s=0.1)):
+        assert fingerprint_of(model, same) == first
+    (model / "tokenizer.json").write_text("{}")
+    assert fingerprint_of(model, info()) == first
+    for other in (info(arithmetic="another"), info(dtype="bfloat16"), info(page_size=8), info(page_bytes=3)):
+        assert fingerprint_of(model, other) != first
+    (model / "config.json").write_text("[]")
+    assert fingerprint_of(model, info()) != first
+
+
+@pytest.mark.parametrize(("kernels", "is_same"), [("native", True), ("torch", False)])
+def test_threads_are_in_the_fingerprint_where_they_change_bits(
+    tmp_path: Path, kernels: Literal["native", "torch"], is_same: bool
+) -> None:
+    """Native kernels have the same bits with any number of threads (`test_native`), and torch has not."""
+    if kernels == "native" and not built_isas():
+        pytest.skip("native kernels are not built")
+    model, threads = make_tiny_model("llama", tmp_path / "m"), torch.get_num_threads()
+    seen = set()
+    try:
+        for given, context in ((1, 64), (2, 128)):
+            config = RunnerConfig(
+                str(model), "cpu", kernels=kernels, threads=given, max_model_len=context, max_num_seqs=1
+            )
+            shard = load_shard(config, lambda _: None)
+            seen.add(fingerprint_of(model, shard.info(4)))
+    finally:
+        torch.set_num_threads(threads)
+    assert (len(seen) == 1) == is_same
 
 
 def test_the_fingerprint_sees_every_byte_of_the_weights_and_no_time(
@@ -95,7 +128,7 @@ def test_the_fingerprint_sees_every_byte_of_the_weights_and_no_time(
     monkeypatch.setattr(disk_tier, "PART_LEN", 2 << 20)  # a file of several parts
     monkeypatch.setattr(disk_tier, "READ_LEN", 1 << 19)
     model = model_in(tmp_path / "m")
-    config, one, weights = EngineConfig(str(model)), runner(), model / "model.safetensors"
+    weights = model / "model.safetensors"
     seen = set()
     for changed in (None, 0, (2 << 20) + 17, 3 << 20, (5 << 20) - 1):
         data = bytearray(5 << 20)
@@ -103,17 +136,17 @@ def test_the_fingerprint_sees_every_byte_of_the_weights_and_no_time(
             data[changed] = 1
         weights.write_bytes(data)
         os.utime(weights, ns=(0, 0))
-        seen.add(fingerprint_of(config, one))
+        seen.add(fingerprint_of(model, info()))
     assert len(seen) == 5
     os.utime(weights, ns=(1, 1))  # the same file, downloaded again
-    assert fingerprint_of(config, one) in seen
+    assert fingerprint_of(model, info()) in seen
 
 
 def test_the_fingerprint_tells_releases_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, one = EngineConfig(str(model_in(tmp_path / "m"))), runner()
-    first = fingerprint_of(config, one)
+    model = model_in(tmp_path / "m")
+    first = fingerprint_of(model, info())
     monkeypatch.setattr(disk_tier, "version", lambda: "next")
-    assert first != fingerprint_of(config, one)
+    assert first != fingerprint_of(model, info())
 
 
 def test_a_page_files_lock_ends_with_its_owner(tmp_path: Path) -> None:

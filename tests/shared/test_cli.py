@@ -54,6 +54,21 @@ def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str
 # -- the command line -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("argv", [["engine", "serve", "--model", "m"], ["gateway", "--config", "g.toml"]])
+def test_a_service_does_not_start_without_its_assertions(argv: list[str]) -> None:
+    environment = {**os.environ, "PYTHONOPTIMIZE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *argv],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "PYTHONOPTIMIZE" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

@@ -24,6 +24,7 @@ from typing import Final
 
 import msgspec
 import torch
+import triton
 from torch import Tensor
 
 from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotAssignment
@@ -152,9 +153,12 @@ class DeviceShard:
 
     def info(self, pages: int) -> RunnerInfo:
         """The runner's sizes and type, with times and host memory left at 0."""
-        info = untimed_info(
-            self.design.config, self.model, self.geometry, self.decoder.dtype, self.max_model_len, pages
-        )
+        design, major, minor = self.design, *self.card.capability
+        shards = self.decoder.ranks.shard.size
+        kernels = f"triton {triton.__version__}, torch {torch.__version__}, capability {major}.{minor}"
+        arithmetic = f"{kernels}, {design.attention.arithmetic}, {design.precision}, {shards} shards"
+        sizes = self.geometry, self.decoder.dtype, self.max_model_len, pages
+        info = untimed_info(design.config, self.model, *sizes, arithmetic)
         return msgspec.structs.replace(info, is_async=True)
 
     def page_count(self) -> int:

@@ -97,7 +97,7 @@ class DeviceDecoder:
         in fp8."""
         assert self.implements(config) is None
         self.config: Final = ranks.shard.of(config)
-        self._ranks: Final = ranks
+        self.ranks: Final = ranks
         self.device: Final = device
         self.table = MatmulTable({})
         """The table of kernels; replaced by one that was measured on the device."""
@@ -121,7 +121,7 @@ class DeviceDecoder:
     @property
     def is_whole(self) -> bool:
         """True if no other rank has a part of the model."""
-        return self._ranks.shard == WHOLE
+        return self.ranks.shard == WHOLE
 
     @property
     def linears(self) -> list[DeviceLinear]:
@@ -186,7 +186,7 @@ class DeviceDecoder:
             folded = self.table.added(stream, x, linear, following)
             if folded is not None:
                 return folded
-        return stream.plus(self._ranks.all_reduce_(self.table.linear(x, linear.weight, linear.bias)))
+        return stream.plus(self.ranks.all_reduce_(self.table.linear(x, linear.weight, linear.bias)))
 
     def normed(self, stream: Stream) -> Tensor:
         """The final hidden states [T, hidden], as the head multiplies them. Overwrites the stream."""
@@ -199,7 +199,7 @@ class DeviceDecoder:
         own = self._own_logits(hidden, out if self.is_whole else None)
         if self.is_whole:
             return own
-        logits = self._ranks.all_gather(own)[:, : self.config.vocab_size]
+        logits = self.ranks.all_gather(own)[:, : self.config.vocab_size]
         return logits if out is None else out.copy_(logits)
 
     def _own_logits(self, hidden: Tensor | Stream, out: Tensor | None) -> Tensor:

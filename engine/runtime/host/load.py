@@ -56,6 +56,11 @@ class HostNetwork(Protocol):
         ...
 
     @property
+    def arithmetic(self) -> str:
+        """Its part of `RunnerInfo.arithmetic`."""
+        ...
+
+    @property
     def draw(self) -> Draw | None:
         """The network's own way to draw tokens. None: torch draws them."""
         ...
@@ -78,6 +83,14 @@ class TorchNetwork:
     @property
     def name(self) -> str:
         return f"torch kernels ({self.reason})"
+
+    @property
+    def arithmetic(self) -> str:
+        """torch's version and instructions, and its threads: oneDNN splits sums between some numbers of them,
+        so float32 has other last bits with 7 than with 1."""
+        threads, shards = torch.get_num_threads(), self.decoder.ranks.shard.size
+        kernels = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+        return f"{kernels}, {threads} threads, {shards} shards"
 
     @property
     def draw(self) -> None:
@@ -112,7 +125,10 @@ class HostShard:
         return page_count(config, self.model, self.geometry, self.max_model_len, available_bytes)
 
     def info(self, pages: int) -> RunnerInfo:
-        return untimed_info(self.config, self.model, self.geometry, self.dtype, self.max_model_len, pages)
+        arithmetic = self.network.arithmetic
+        return untimed_info(
+            self.config, self.model, self.geometry, self.dtype, self.max_model_len, pages, arithmetic
+        )
 
     def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:
         cache = KVCache(self.geometry, info.pages)

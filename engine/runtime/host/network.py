@@ -63,7 +63,7 @@ class TorchDecoder:
     def __init__(self, config: ModelConfig, source: WeightSource, ranks: Collective = ALONE) -> None:
         """`config` describes the whole model; the rank's part of it is read."""
         assert self.implements(config) is None
-        self._ranks = ranks
+        self.ranks: Final = ranks
         self._config = ranks.shard.of(config)
         self._rotary = Rotary(config.rope, config.head_dim)
         vocab, hidden = config.vocab_size, config.hidden_size
@@ -85,14 +85,14 @@ class TorchDecoder:
         angles = self._rotary.angles(positions, x.dtype)
         for index, layer in enumerate(self._layers):
             q, k, v = self._qkv(layer, rms_norm(x, layer.input_norm, eps), angles)
-            x = x + self._ranks.all_reduce_(layer.output(attention(index, q, k, v).flatten(1)))
+            x = x + self.ranks.all_reduce_(layer.output(attention(index, q, k, v).flatten(1)))
             gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, dim=-1)
-            x = x + self._ranks.all_reduce_(layer.down(F.silu(gate) * up))
+            x = x + self.ranks.all_reduce_(layer.down(F.silu(gate) * up))
         return rms_norm(x, self._norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab], float32."""
-        return self._ranks.all_gather(self._lm_head(hidden))[:, : self._config.vocab_size].float()
+        return self.ranks.all_gather(self._lm_head(hidden))[:, : self._config.vocab_size].float()
 
     def _qkv(self, layer: _Layer, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden] -> q [T, H, D], k and v [T, Hkv, D]; q and k rotated."""

@@ -65,7 +65,10 @@ class NativeDecoder:
     ) -> None:
         """`int8`: matrices as int8 with a scale per output; embeddings and norms stay as they are."""
         assert misfit(config, page_size) is None
-        self.name: Final = f"native kernels ({isa}{', int8 weights' if int8 else ''}, {threads} threads)"
+        kernels = f"{isa}, int8 weights" if int8 else isa
+        self.name: Final = f"native kernels ({kernels}, {threads} threads)"
+        # Threads share out whole sums, so any number of them has the same bits. A page's order is the ISA's.
+        self.arithmetic: Final = f"native kernels ({kernels})"
         self._library = library(isa)
         self._config = config
         self._dtype = dtype

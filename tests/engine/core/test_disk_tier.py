@@ -14,10 +14,12 @@ from engine.core.cost import StepCost
 from engine.core.disk import WRITES_MAX, DiskThreads
 from engine.core.messages import DiskCounts
 from engine.core.page_files import HEADER_LEN, PageFiles, open_directory
+from engine.core.records import Lack
 from engine.core.scheduler import FETCH_POLL_S, Scheduler
 from engine.core.tiers import DiskLink
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.test_host_tier import HISTORY, always, evict, identity, tiered, told
+from tests.engine.core.test_steps import recorded
 from tests.fake_disk import FakeDisk
 
 PAGE_BYTES = 64
@@ -109,6 +111,17 @@ def test_a_disk_that_hangs_harms_nobody() -> None:
     assert h.scheduler.stats().host_pages_used == 0
 
 
+def test_one_that_waits_for_the_disk_is_not_said_to_lack_a_turn() -> None:
+    h, disk = on_disk()
+    evicted(h)
+    disk.hangs = True
+    h.add(3, [45] * 4, greedy(8))
+    h.add(4, HISTORY, greedy(2))
+    assert recorded(h).lack is Lack.NOTHING
+    h.pause(4)
+    assert recorded(h).lack is Lack.NOTHING
+
+
 def test_one_that_waits_for_the_disk_can_be_paused_and_aborted() -> None:
     h, disk = on_disk()
     evicted(h)
@@ -132,6 +145,15 @@ def test_nothing_is_read_that_is_cheaper_to_compute() -> None:
     assert link._read_s < 10.0, "it is tried again later"
 
 
+def test_newcomers_without_pages_on_disk_do_not_make_a_slow_disk_look_fast() -> None:
+    h, _ = on_disk()
+    link = h.scheduler._allocator.disk
+    link._read_s = 10.0
+    assert link.fetch([], 0, 4, StepCost()) == 0
+    assert link.fetch([identity(1)], 0, 4, StepCost()) == 0
+    assert link._read_s == 10.0
+
+
 def test_what_a_numeric_failure_touched_is_forgotten_on_disk_even_while_it_is_written() -> None:
     h, disk = on_disk()
     disk.hangs = True
@@ -151,9 +173,12 @@ def test_a_damaged_page_is_a_miss_and_the_prefix_is_computed() -> None:
     h, disk = on_disk()
     evicted(h)
     disk._damage = 1.0
+    link = h.scheduler._allocator.disk
+    link._read_s = known_s = 1e-9
     h.add(3, HISTORY, greedy(2))
     waited(h)
     assert h.started[3].cached_len == 0
+    assert link._read_s == known_s, "a quick miss says nothing about the time that reading takes"
     h.assert_all_as_solo()
 
 

@@ -43,7 +43,7 @@ def statuses(h: Harness) -> dict[int, Status]:
 
 def yields(h: Harness) -> list[int]:
     """The handles of waiting sequences that yielded their slots."""
-    return sorted(s.handle for s in h.scheduler.unpaused if s.yields)
+    return sorted(s.handle for s in h.scheduler.due if s.yields)
 
 
 @pytest.mark.parametrize("flood", [8, 64])
@@ -135,7 +135,7 @@ def test_a_decode_preempts_a_sequence_of_the_tenant_that_holds_most() -> None:
     h.add(9, [9] * 8, greedy(12), tenant="victim")
     while not h.scheduler.stats().preemptions:
         h.step()
-    assert {s.tenant for s in h.scheduler.unpaused} == {"flood"}
+    assert {s.tenant for s in h.scheduler.due} == {"flood"}
     h.run()
     h.assert_all_as_solo()
     assert h.finished[9].preemptions == 0

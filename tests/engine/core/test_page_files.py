@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,8 +35,8 @@ def read(files: PageFiles, number: int) -> bytes | None:
     return bytes(buffer) if files.read_into(identity(number), memoryview(buffer)) else None
 
 
-def name(path: Path, number: int) -> Path:
-    return path / f"{identity(number).hex()}.kv"
+def name(path: Path, number: int, model: bytes = MODEL) -> Path:
+    return path / f"{hashlib.sha256(model + identity(number)).hexdigest()}.kv"
 
 
 @pytest.fixture
@@ -143,14 +144,57 @@ def test_the_files_that_were_used_longest_ago_make_room(path: Path) -> None:
     none.close()
 
 
-def test_another_models_files_are_removed(path: Path) -> None:
+def test_pages_of_the_same_tokens_by_two_models_lie_side_by_side(path: Path) -> None:
+    """An engine that merely differs takes nothing from one that comes back."""
     files = opened(path)
     files.write(identity(1), page(1))
     files.close()
     other = opened(path, model=OTHER_MODEL)
-    assert read(other, 1) is None
     other.scan()
-    assert not list(path.iterdir())
+    assert not other.has(identity(1))
+    assert read(other, 1) is None
+    assert other.write(identity(1), page(2))
+    assert (len(other), other.others) == (1, 1)
+    other.close()
+    again = opened(path)
+    again.scan()
+    assert (len(again), again.others) == (1, 1)
+    assert read(again, 1) == bytes(page(1))
+    again.close()
+
+
+def test_files_of_other_models_make_room_first_and_the_oldest_of_them_first(path: Path) -> None:
+    files = opened(path)
+    for number in (1, 2, 3):
+        files.write(identity(number), page(number))
+        os.utime(name(path, number), ns=(10 - number, 10 - number))
+    files.close()
+    longer = 2 * PAGE_BYTES
+    room = 3 * (HEADER_LEN + PAGE_BYTES) + HEADER_LEN + longer
+    other = PageFiles(open_directory(path), OTHER_MODEL, longer, room)
+    other.scan()
+    left = []
+    for number in (4, 5, 6, 7):
+        assert other.write(identity(number), memoryview(bytes(longer)))
+        assert sum(each.stat().st_size for each in path.iterdir()) <= room
+        left.append([n for n in (1, 2, 3) if name(path, n).exists()])
+    assert left == [[1, 2, 3], [1], [], []]
+    assert (len(other), other.others) == (3, 0)
+    assert not other.has(identity(4)), "then its own make room"
+    other.close()
+
+
+def test_what_no_model_could_read_is_removed_whatever_its_fingerprint(path: Path) -> None:
+    files = opened(path)
+    for number in (1, 2, 3, 4):
+        files.write(identity(number), page(number))
+    files.close()
+    os.truncate(name(path, 1), HEADER_LEN + PAGE_BYTES - 1)
+    of_another_version(path, 2)
+    name(path, 3).rename(name(path, 5))
+    other = opened(path, model=OTHER_MODEL)
+    other.scan()
+    assert list(path.iterdir()) == [name(path, 4)]
     other.close()
 
 
@@ -162,10 +206,10 @@ def swap(path: Path) -> None:
     name(path, 1).write_bytes(name(path, 2).read_bytes())
 
 
-def of_another_version(path: Path) -> None:
-    data = bytearray(name(path, 1).read_bytes())
+def of_another_version(path: Path, number: int = 1) -> None:
+    data = bytearray(name(path, number).read_bytes())
     data[8] += 1
-    name(path, 1).write_bytes(data)
+    name(path, number).write_bytes(data)
 
 
 def replaced_by_a_link(path: Path) -> None:
@@ -239,7 +283,9 @@ def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         opened(tmp_path / "file" / "kv")
 
 
-def test_a_file_that_may_not_be_read_is_an_error(files: PageFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_read_is_an_error(
+    files: PageFiles, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denied(*_: object, **__: object) -> int:
         raise PermissionError(13, "Permission denied")
 
@@ -247,4 +293,4 @@ def test_a_file_that_may_not_be_read_is_an_error(files: PageFiles, monkeypatch: 
     monkeypatch.setattr(os, "open", denied)
     with pytest.raises(PermissionError):
         read(files, 1)
-    assert files._written_at("x", identity(1)) is None
+    assert files._header(name(path, 1).name) is None

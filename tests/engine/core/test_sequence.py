@@ -5,16 +5,16 @@ from itertools import product
 
 import pytest
 
-from engine.core.block_manager import PageChain
+from engine.core.block_manager import PageChain, PageIdentity
 from engine.core.messages import FinishReason
-from engine.core.sequence import MOVES, IllegalMove, Sequence, Status, Swapped
+from engine.core.sequence import MOVES, Hold, IllegalMove, Sequence, Status, Swapped
 from tests.engine.core.harness import greedy
 
 
-def sequence(prompt_len: int = 5, **sampling: object) -> Sequence:
+def sequence(prompt_len: int = 5, max_tokens: int = 8, **sampling: object) -> Sequence:
     return Sequence(
         handle=1,
-        sampling=greedy(8, **sampling),
+        sampling=greedy(max_tokens, **sampling),
         prompt_len=prompt_len,
         tokens=array("I", range(prompt_len)),
         chain=PageChain(b"", 4),
@@ -96,6 +96,26 @@ def test_lengths_are_derived() -> None:
     seq.computed_len = 5
     seq.append(7, 12.0)
     assert (seq.output_len, seq.pending_len, seq.reusable_len) == (1, 1, 5)
+
+
+def test_what_holds_a_sequence_back_has_a_name() -> None:
+    seq = sequence(prompt_len=5, max_tokens=2)
+    assert seq.hold is None
+    seq.awaits = PageIdentity(b"page")
+    assert seq.hold is Hold.FETCHING
+    seq.pause(11.0)
+    assert seq.hold is Hold.PAUSED
+    seq.resume(12.0)
+    with pytest.raises(AssertionError):
+        seq.admit(0, [1, 2], 0, 12.0)
+    seq.awaits = None
+    seq.admit(0, [1, 2], 0, 12.0)
+    seq.launch(1, 5, samples=True)
+    assert seq.hold is None, "the second token may be computed beside the first"
+    seq.launch(2, 1, samples=True)
+    assert seq.hold is Hold.LAST_COMING
+    seq.pause(13.0)
+    assert seq.hold is Hold.PAUSED
 
 
 def test_a_prefix_hit_never_covers_the_last_token() -> None:
