@@ -26,6 +26,7 @@ from engine.core.messages import (
     SamplingParams,
     SlotAssignment,
     TokenLogprobs,
+    Want,
 )
 
 START = 17
@@ -167,8 +168,8 @@ class FakeRunner:
         self._check(plan)
         result = RunResult([], [], [])
         wants_logprobs = False
-        for slot, position, length, samples in zip(
-            plan.slots, plan.positions, plan.lengths, plan.samples, strict=True
+        for slot, position, length, want in zip(
+            plan.slots, plan.positions, plan.lengths, plan.wants, strict=True
         ):
             state = self.slots[slot]
             sampling = state.start.sampling
@@ -177,7 +178,7 @@ class FakeRunner:
                 entries = self._prompt_logprobs(state, position, length)
                 if entries:
                     result.prompt_logprobs.append((slot, entries))
-            if samples:
+            if want is Want.SAMPLE:
                 token, logprobs = self._sample(state)
                 wants_logprobs |= logprobs is not None
                 result.tokens.append(token)
@@ -258,22 +259,24 @@ class FakeRunner:
         fresh = {start.slot for start in plan.seated}
         assert fresh <= set(plan.slots), "admitted without a row"
         decodes = {
-            s for s, state in self.slots.items() if s not in fresh and len(state.tokens) == _next(state)
+            s
+            for s, state in self.slots.items()
+            if s not in fresh and len(state.tokens) == _next(state) and state.start.sampling.max_tokens
         }
         decodes -= self._idle(plan)
         assert decodes == set(plan.slots[: len(decodes)]), "every decode runs in every step, and first"
         tables = Counter(page for state in self.slots.values() for page in state.table)
-        for slot, position, length, samples in zip(
-            plan.slots, plan.positions, plan.lengths, plan.samples, strict=True
+        for slot, position, length, want in zip(
+            plan.slots, plan.positions, plan.lengths, plan.wants, strict=True
         ):
-            self._check_row(self.slots[slot], position, length, samples, tables)
+            self._check_row(self.slots[slot], position, length, want, tables)
 
     def _idle(self, plan: Plan) -> set[int]:
         """Slots that could decode, and need not be in this plan."""
         return set()
 
     def _check_row(
-        self, state: SlotState, position: int, length: int, samples: bool, tables: Counter[int]
+        self, state: SlotState, position: int, length: int, want: Want, tables: Counter[int]
     ) -> None:
         size, end = self.info.page_size, position + length
         if state.computed_len is not None:
@@ -286,7 +289,8 @@ class FakeRunner:
             )
         assert length >= 1
         assert end <= len(state.tokens), "only known tokens can be computed"
-        assert samples == (end == len(state.tokens))
+        samples = end == len(state.tokens) and bool(state.start.sampling.max_tokens)
+        assert want is (Want.SAMPLE if samples else Want.NOTHING)
         assert len(state.tokens) <= self.info.max_model_len
         assert len(set(state.table)) == len(state.table)
         assert end <= len(state.table) * size, "a row needs pages for all it computes"

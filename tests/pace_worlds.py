@@ -170,7 +170,7 @@ class _Running:
             by_share_s = self._world.prompt_share * step_s
             given_s = step_s - decodes_s
             self._seen.owed_s += min(by_share_s, given_s) if checked.is_full else by_share_s
-        self._scheduler.commit(plan, RunResult([0] * sum(plan.samples), [], []), self._now)
+        self._scheduler.commit(plan, RunResult([0] * plan.sampled, [], []), self._now)
 
     def _decodes(self, plan: Plan) -> Work:
         rows = [i for i, sequence in enumerate(self._rows(plan)) if sequence is not None]

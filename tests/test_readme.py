@@ -20,8 +20,9 @@ from typing import Final
 
 import pytest
 
-from engine.api import admission, encoding, outputs, packing, state
+from engine.api import admission, outputs, packing, state
 from engine.api import exchange as engine_exchange
+from engine.api.answer import encoder
 from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
@@ -319,7 +320,7 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
         "queue": [[memory.SEQUENCE, memory.TOKEN], [], [], [], []],
         "answer": [
             [admission.WINDOW_TOKENS],
-            [engine_exchange.WRITE_LEN, encoding.PIECE_ENTRIES],
+            [engine_exchange.WRITE_LEN, encoder.PIECE_ENTRIES],
             [],
             [outputs.UNSENT_TOKENS_MAX],
             [],

@@ -219,7 +219,7 @@ def _bytes_max(text: str) -> int:
 
 
 def max_tokens_of(request: GenerationRequest, prompt_len: int, limits: Limits) -> int:
-    """The most tokens to sample after a prompt of `prompt_len` tokens, at least 1.
+    """The most tokens to sample after a prompt of `prompt_len` tokens; 0 where the prompt is only scored.
 
     Where the caller set no maximum, OpenAI's default (chat: the rest of the context; completions: 16) is
     lowered to what there is room for. Raises ContextLengthExceeded and NeverFits where prompt and answer
@@ -241,7 +241,7 @@ def max_tokens_of(request: GenerationRequest, prompt_len: int, limits: Limits) -
             param=request.max_tokens_param if prompt_len <= limits.kv_tokens else prompt_param,
         )
     room = limits.room.most - prompt_len
-    return room if asked is None else max(1, min(asked, room))
+    return room if asked is None else min(asked, room)
 
 
 def derive_seed(seed: int, prompt: int, choice: int) -> int:

@@ -137,8 +137,6 @@ class Asked:
     logprobs: int | None
     stop_strings: Sequence[str]
     stop_ids: frozenset[int]
-    discards: bool
-    """True to drop the one token that the core always samples, because `max_tokens` was 0."""
     share: Share
     choices: Sequence[Choice]
     prompts: list[AddPrompt]
@@ -192,7 +190,6 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
         logprobs=request.logprobs_asked,
         stop_strings=request.stop_strings,
         stop_ids=stop_ids(request, model.eos_ids),
-        discards=request.output_tokens_max == 0,
         share=_share(exchange, request),
         choices=choices,
         prompts=prompts_of(choices, packed, request.n or 1),

@@ -294,10 +294,7 @@ class Generation:
         last = max(self._outputs, key=lambda output: output.timing(now).life_s)
         exchange.causes += last.causes(now, shared=len(self._outputs) > 1)
         metrics.prompt_tokens.inc(by=tally.prompt_tokens)
-        metrics.count_uncharged(
-            choice=self._prompt_tokens_again(),
-            scored=sum(output.discarded_tokens for output in self._outputs),
-        )
+        metrics.count_uncharged(choice=self._prompt_tokens_again())
         request_s = now - exchange.started_at
         exemplar = exchange.exemplar(request_s)
         first_token_at = [
@@ -390,7 +387,6 @@ class Generation:
             Detokenizer(decoder, self._stops, choice.sampling.min_tokens),
             stop_token_ids=asked.stop_ids,
             keeps_entries=asked.sends_token_ids or asked.logprobs is not None,
-            discards=asked.discards,
             submitted_at=self._state.clock.monotonic(),
             steps=core.steps,
             prompt_len=len(choice.prompt_ids),

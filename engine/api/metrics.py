@@ -52,7 +52,7 @@ class EngineMetrics:
         self.uncharged_tokens = self._counter(
             "uncharged_tokens", "Tokens that were computed and are charged to nobody.", "reason"
         )
-        for reason in ("late", "preempted", "choice", "scored"):  # a rate needs a series from the start
+        for reason in ("late", "preempted", "choice"):  # a rate needs a series from the start
             self.uncharged_tokens.inc(reason, by=0)
         self.step_s = self._histogram("step_seconds", "How long the runner took for one step.", _STEP_S)
         self.budget_use = self._histogram(
@@ -97,9 +97,8 @@ class EngineMetrics:
 
     def count_uncharged(self, **tokens: int) -> None:
         """Count tokens that were computed and are charged to nobody, by reason: `late` were sampled after
-        their sequence's end, `preempted` were computed again after a preemption, `choice` are those of a
-        prompt that a further choice did not find in the prefix cache, and `scored` were sampled behind a
-        prompt of which only the log-probabilities were asked for."""
+        their sequence's end, `preempted` were computed again after a preemption, and `choice` are those of a
+        prompt that a further choice did not find in the prefix cache."""
         for reason, number in tokens.items():
             if number:
                 self.uncharged_tokens.inc(reason, by=number)

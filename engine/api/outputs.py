@@ -125,7 +125,6 @@ class ChoiceOutput:
         *,
         stop_token_ids: frozenset[int] = frozenset(),
         keeps_entries: bool = False,
-        discards: bool = False,
         submitted_at: float = 0.0,
         steps: StepRing | None = None,
         prompt_len: int = 0,
@@ -136,8 +135,6 @@ class ChoiceOutput:
         self._detokenizer = detokenizer
         self._stop_token_ids = stop_token_ids
         self._keeps_entries = keeps_entries
-        self._discards = discards
-        """True to drop the one token that the core always samples, because `max_tokens` was 0."""
 
         self._text: list[str] = []
         self._entries: list[Entry] = []
@@ -159,7 +156,7 @@ class ChoiceOutput:
         """True once the core was told to end it: what comes then is counted, and not sent."""
         self.finish_reason: FinishReasonName | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.completion_tokens = self.discarded_tokens = 0
+        self.completion_tokens = 0
         self.cached_len = self.host_len = self.disk_len = 0
         self.first_token_at: float | None = None
         self.submitted_at = submitted_at
@@ -249,7 +246,7 @@ class ChoiceOutput:
         to end the sequence."""
         assert self.finish_reason is None
         if self.is_ending:
-            self._count(1)
+            self.completion_tokens += 1
             return False
         if self.first_token_at is None:
             self.first_token_at = now
@@ -258,9 +255,6 @@ class ChoiceOutput:
         if self._halts:
             for one in self._halts.take_over(now, is_last=False):
                 self._marks.interrupted(one)
-        if self._discards:
-            self._count(1)
-            return False
         self.completion_tokens += 1
         detokenizer = self._detokenizer
         if token_id in self._stop_token_ids:
@@ -292,14 +286,14 @@ class ChoiceOutput:
             self._halts.swaps,
         )
         if finished.reason.is_callers:
-            self._count(finished.late_tokens)
+            self.completion_tokens += finished.late_tokens
         if self.is_ending:
             return
         match finished.reason:
             case FinishReason.STOP | FinishReason.LENGTH:
                 self._release(self._detokenizer.finish())
                 is_stop = finished.reason is FinishReason.STOP or self._detokenizer.stopped
-                self._finish("stop" if is_stop and not self._discards else "length")
+                self._finish("stop" if is_stop else "length")
             case FinishReason.REJECTED:
                 self.output.fail(Overloaded("The engine's queue is full.", retry_after_s=1.0))
             case FinishReason.TOO_LATE:
@@ -310,13 +304,6 @@ class ChoiceOutput:
                 self.output.fail(SlowClient("The client stopped reading its answer."))
             case FinishReason.ABORTED:
                 self.output.fail(EngineFailed("The engine ended this request.", detail="aborted unasked"))
-
-    def _count(self, tokens: int) -> None:
-        """Count generated tokens, which are charged but for the one behind a prompt that is only scored."""
-        if self._discards:
-            self.discarded_tokens += tokens
-        else:
-            self.completion_tokens += tokens
 
     # -- to the writer ----------------------------------------------------------------------------
 

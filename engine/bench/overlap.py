@@ -72,7 +72,7 @@ class Device:
             self.idle_s += max(0.0, now - self.busy_until)
         self.steps += 1
         self.busy_until = max(now, self.busy_until) + DEVICE_STEP_S
-        return Step(self, self.busy_until, RunResult([0] * sum(plan.samples), [], []))
+        return Step(self, self.busy_until, RunResult([0] * plan.sampled, [], []))
 
     @property
     def idle_share(self) -> float:

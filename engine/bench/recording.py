@@ -89,7 +89,7 @@ def _steps(scheduler: Scheduler, ring: StepRing, now: float, count: int) -> None
         plan = scheduler.plan(now)
         assert plan is not None
         now += 0.01
-        scheduler.commit(plan, RunResult([5] * sum(plan.samples), [], []), now)
+        scheduler.commit(plan, RunResult([5] * plan.sampled, [], []), now)
         output = scheduler.report()
         told = _decode(msgspec.msgpack.encode(output))
         assert isinstance(told, StepOutput)

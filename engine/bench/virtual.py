@@ -221,7 +221,7 @@ class _Virtual:
             work = Work.of(plan.positions, plan.lengths, copied_pages, seats=len(plan.seated))
             self._now += self._cost.seconds(work) * (1.0 + self._noise * self._rng.uniform(-1.0, 1.0))
             self._steps += 1
-            self._scheduler.commit(plan, RunResult([0] * sum(plan.samples), [], []), self._now)
+            self._scheduler.commit(plan, RunResult([0] * plan.sampled, [], []), self._now)
         output = self._scheduler.report()
         if output is not None:
             self._record(output)

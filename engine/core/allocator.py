@@ -492,7 +492,7 @@ class Allocator:
             assert sequence.swapped is None
         for sequence in living:
             planned_len = sequence.computed_len + sequence.in_flight_len
-            assert len(sequence.tokens) + sequence.coming > planned_len, "it has nothing more to do"
+            assert sequence.pending_len > 0 or sequence.is_only_read, "it has nothing more to do"
             assert planned_len <= len(sequence.pages) * page_size
             assert sequence.preemptions - sequence.yields <= preemptions_max
         self.holdings.check((sequence.tenant, len(sequence.pages)) for sequence in self.running.values())

@@ -71,7 +71,8 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     seed: int
     """An unsigned integer of 64 bits."""
     max_tokens: int
-    """Output tokens at most: at least 1, and with the prompt no more than the context length."""
+    """Output tokens at most; with the prompt no more than the context length. 0: the prompt is computed, and
+    nothing is sampled."""
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -424,12 +425,20 @@ class SlotAssignment(msgspec.Struct, array_like=True, frozen=True):
     sampling: SamplingParams
 
 
+class Want(IntEnum):
+    """What a row of a plan is to bring beside its keys and values."""
+
+    NOTHING = 0
+    SAMPLE = 1
+    """The token behind its last one."""
+
+
 class Plan(msgspec.Struct, array_like=True, frozen=True):
     """The plan of one step. The runner executes it in this order: leave, seat, grow, replace, swap out,
     fork, swap in, compute, sample.
 
     Row i computes tokens `[positions[i], positions[i] + lengths[i])` of `slots[i]`, writes their
-    keys and values to that slot's pages, and samples the next token when `samples[i]`. The runner
+    keys and values to that slot's pages, and brings `wants[i]`. The runner
     appends a sampled token to its own copy of the slot's tokens, so that the next plan need not
     carry it. Decode rows (one token, sampled) come before prefill chunks.
     """
@@ -445,7 +454,7 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     slots: list[int]
     positions: list[int]
     lengths: list[int]
-    samples: list[bool]
+    wants: list[Want]
     swapped_out: list[tuple[int, int]] = []
     """Pairs (page, host page): copy the page to the host page before this plan writes to the page."""
     swapped_in: list[tuple[int, int]] = []
@@ -457,6 +466,11 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     forked: list[tuple[int, int, int]] = []
     """Triples (source, page, length): copy the first `length` tokens of a page to another, in this order and
     after all copies out. The source may be the page itself."""
+
+    @property
+    def sampled(self) -> int:
+        """The number of rows that sample."""
+        return self.wants.count(Want.SAMPLE)
 
 
 class RunResult(msgspec.Struct, array_like=True, frozen=True):

@@ -14,7 +14,7 @@ from typing import Final
 
 from engine.core import pace
 from engine.core.cost import StepCost, Work
-from engine.core.messages import SlotAssignment
+from engine.core.messages import SlotAssignment, Want
 from engine.core.pace import Budget, Credit
 from engine.core.sequence import Sequence
 
@@ -64,7 +64,7 @@ class PlanBuilder:
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+    wants: list[Want] = field(default_factory=list)
     scored_tokens: int = 0
     """Tokens of chunks whose log-probabilities are asked for."""
     copied_pages: int = 0
@@ -114,7 +114,7 @@ class PlanBuilder:
         self.slots += sequences
         self.positions += [sequence.planned_len for sequence in sequences.values()]
         self.lengths += [1] * rows
-        self.samples += [True] * rows
+        self.wants += [Want.SAMPLE] * rows
 
     @property
     def unplanned_prefills(self) -> list[Sequence]:
@@ -190,7 +190,7 @@ class PlanBuilder:
             self.slots.append(sequence.slot)
             self.positions.append(position)
             self.lengths.append(length)
-            self.samples.append(length == sequence.pending_len)
+            self.wants.append(sequence.want(length))
         if is_hurried:
             self._take_back(extra_s)
 
@@ -265,5 +265,5 @@ class PlanBuilder:
         self.time_left_s += chunk_s
         self.taken_s = max(0.0, self.taken_s - chunk_s)
         self.scored_tokens -= _scored(sequence, self.lengths[row])
-        for column in (self.rows, self.slots, self.positions, self.lengths, self.samples):
+        for column in (self.rows, self.slots, self.positions, self.lengths, self.wants):
             del column[row]

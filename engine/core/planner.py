@@ -130,7 +130,7 @@ class Planner:
             if sequence.hold is not None:
                 continue
             pending_len = sequence.pending_len
-            if pending_len == 1:
+            if pending_len == 1 and not sequence.is_only_read:
                 decodes[slot] = sequence
             else:
                 sequence.expected_len = pending_len
@@ -212,7 +212,8 @@ class Planner:
         streams: list[Sequence] = []
         for other in self.allocator.running.values():
             if other.hold is None:
-                (streams if other.pending_len == 1 else prefills).append(other)
+                is_stream = other.pending_len == 1 and not other.is_only_read
+                (streams if is_stream else prefills).append(other)
         work = Work.of([each.planned_len for each in streams], [1] * len(streams))
         budget = self._budget(streams, decodes_s := self.learner.cost.seconds(work))
         waiting = [other for other in islice(self.waiting, deadlines.LOOKED_AT_MAX) if not other.is_paused]

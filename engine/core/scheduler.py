@@ -229,10 +229,11 @@ class Scheduler:
         return has_too_many or (newcomers > 0 and tokens + prompt_len > self._config.queue_tokens_max)
 
     def _can_ever_run(self, prompt: Prompt, sampling: SamplingParams) -> bool:
-        if not prompt or sampling.max_tokens < 1 or prompt.highest >= self._runner.vocab_size:
+        if not prompt or sampling.max_tokens < 0 or prompt.highest >= self._runner.vocab_size:
             return False
         total_len = len(prompt) + sampling.max_tokens
-        fits_pool = pages_for(total_len - 1, self._runner.page_size) <= self._allocator.pages.total
+        computed_len = max(len(prompt), total_len - 1)
+        fits_pool = pages_for(computed_len, self._runner.page_size) <= self._allocator.pages.total
         return fits_pool and total_len <= self._runner.max_model_len
 
     def abort(self, handles: Iterable[int], now: float) -> None:
@@ -346,14 +347,14 @@ class Scheduler:
             slots=builder.slots,
             positions=builder.positions,
             lengths=builder.lengths,
-            samples=builder.samples,
+            wants=builder.wants,
             swapped_out=swapped_out,
             swapped_in=swapped_in,
             replaced=self._allocator.take_replaced(),
             forked=self._allocator.take_forked(),
         )
-        for sequence, length, samples in zip(builder.rows, builder.lengths, builder.samples, strict=True):
-            sequence.launch(self._step, length, samples)
+        for sequence, length, want in zip(builder.rows, builder.lengths, builder.wants, strict=True):
+            sequence.launch(self._step, length, want)
         is_queue_empty = len(self._sequences) == len(self._allocator.running)
         waits = not is_queue_empty and any(sequence.hold is None for sequence in self._waiting)
         lack = lack_of(self._allocator, waits=waits)
@@ -480,11 +481,11 @@ class Scheduler:
         flying: dict[int, tuple[int, int, int]] = {}
         for step, flight in self._in_flight.items():
             plan = flight.plan
-            for sequence, length, samples in zip(flight.rows, plan.lengths, plan.samples, strict=True):
+            for sequence, length, want in zip(flight.rows, plan.lengths, plan.wants, strict=True):
                 if sequence.status is Status.FINISHED:
                     continue
                 before = flying.get(sequence.handle, (0, 0, 0))
-                flying[sequence.handle] = (before[0] + length, before[1] + samples, step)
+                flying[sequence.handle] = (before[0] + length, before[1] + want, step)
         for handle, sequence in self._sequences.items():
             length, coming, step = flying.pop(handle, (0, 0, 0))
             assert (sequence.in_flight_len, sequence.coming) == (length, coming)

@@ -52,7 +52,7 @@ from enum import Enum
 from typing import Final
 
 from engine.core.block_manager import BlockManager, PageChain, PageIdentity
-from engine.core.messages import Finished, FinishReason, SamplingParams, ServiceClass
+from engine.core.messages import Finished, FinishReason, SamplingParams, ServiceClass, Want
 
 
 class Status(Enum):
@@ -157,6 +157,8 @@ class Sequence:
     again_tokens: int = 0
     """Tokens among these that steps computed again, or compute again."""
     swapped: Swapped | None = None
+    is_only_read: bool = field(init=False)
+    """True if its prompt is computed and nothing sampled. It is never a decode."""
     expected_len: int = field(init=False)
     """Known tokens that are still to be computed: while it waits, those that the prefix cache lacked at the
     last look-up; while it computes its prompt, those pending at the last plan."""
@@ -176,7 +178,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         assert 1 <= self.prompt_len == len(self.tokens)
-        assert self.sampling.max_tokens >= 1
+        assert self.sampling.max_tokens >= 0
+        self.is_only_read = not self.sampling.max_tokens
         self._phase_since = self.arrived_at
         self.expected_len = self.prompt_len
 
@@ -192,7 +195,7 @@ class Sequence:
     @property
     def pending_len(self) -> int:
         """The number of its tokens that no plan computes yet, those coming included; at least one until it
-        ends."""
+        ends, or its last step is in flight."""
         return len(self.tokens) + self.coming - self.computed_len - self.in_flight_len
 
     @property
@@ -203,8 +206,7 @@ class Sequence:
             return Hold.PAUSED
         if self.awaits is not None:
             return Hold.FETCHING
-        is_last = len(self.tokens) + self.coming - self.prompt_len >= self.sampling.max_tokens
-        return Hold.LAST_COMING if is_last else None
+        return Hold.LAST_COMING if self.planned_len >= self.kv_len_max else None
 
     @property
     def lacking_len(self) -> int:
@@ -219,7 +221,7 @@ class Sequence:
     @property
     def kv_len_max(self) -> int:
         """The most tokens whose keys and values it may hold: the last token that it samples needs none."""
-        return self.prompt_len + self.sampling.max_tokens - 1
+        return self.prompt_len + max(0, self.sampling.max_tokens - 1)
 
     @property
     def reusable_len(self) -> int:
@@ -308,23 +310,27 @@ class Sequence:
         self._move(Status.FINISHED, now)
         self._vacate()
 
-    def launch(self, step: int, length: int, samples: bool) -> None:
-        """Count a step that computes its next `length` tokens, and samples one if `samples`."""
+    def want(self, length: int) -> Want:
+        """What a row of its next `length` tokens is to bring."""
+        return Want.SAMPLE if length == self.pending_len and not self.is_only_read else Want.NOTHING
+
+    def launch(self, step: int, length: int, want: Want) -> None:
+        """Count a step that computes its next `length` tokens, and what it brings."""
         assert self.status is Status.RUNNING
         assert step > self.last_step
         self.last_step = step
         if self.given_up_len:
             self.again_tokens += max(0, min(self.given_up_len - self.planned_len, length))
         self.in_flight_len += length
-        self.coming += samples
+        self.coming += want is Want.SAMPLE
 
-    def land(self, length: int, samples: bool) -> None:
+    def land(self, length: int, want: Want) -> None:
         """Count the row of its oldest step in flight as computed. A sampled token is given to `append`
         next."""
         assert self.status is Status.RUNNING
         self.computed_len += length
         self.in_flight_len -= length
-        self.coming -= samples
+        self.coming -= want is Want.SAMPLE
 
     def append(self, token: int, now: float) -> None:
         """Append a sampled token to the known ones."""

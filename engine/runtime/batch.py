@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan
+from engine.core.messages import Plan, Want
 from engine.runtime.kv_cache import TokenPlaces
 from engine.runtime.seats import Seats
 
@@ -116,13 +116,13 @@ def rows_of(plan: Plan, seats: Seats) -> tuple[tuple[Row, ...], tuple[Row, ...]]
     """The plan's rows, and those of them that sample. Asserts that they follow from the seats' state."""
     offsets = accumulate(plan.lengths, initial=0)
     rows = tuple(map(Row, plan.slots, plan.positions, plan.lengths, offsets))
-    for row, samples in zip(rows, plan.samples, strict=True):
-        _check(row, samples, seats)
-    return rows, rows if all(plan.samples) else tuple(compress(rows, plan.samples))
+    for row, want in zip(rows, plan.wants, strict=True):
+        _check(row, want, seats)
+    return rows, rows if all(plan.wants) else tuple(compress(rows, plan.wants))
 
 
-def _check(row: Row, samples: bool, seats: Seats) -> None:
+def _check(row: Row, want: Want, seats: Seats) -> None:
     seat, end = seats.seat(row.slot), row.end
     assert 0 <= row.start < end <= seat.known_len, f"slot {row.slot} knows {seat.known_len} tokens: {row}"
     assert end <= seat.pages * seats.page_size, f"slot {row.slot} has {seat.pages} pages: {row}"
-    assert not samples or end == seat.known_len, f"slot {row.slot} samples before its end: {row}"
+    assert want is Want.NOTHING or end == seat.known_len, f"slot {row.slot} samples before its end: {row}"

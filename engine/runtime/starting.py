@@ -23,7 +23,7 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 import torch
 
-from engine.core.messages import Pending, Plan, RunnerInfo, RunResult, SamplingParams, SlotAssignment
+from engine.core.messages import Pending, Plan, RunnerInfo, RunResult, SamplingParams, SlotAssignment, Want
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.hardware import available_memory_bytes, multiplies_bf16, usable_cores
@@ -218,9 +218,9 @@ def warm_up(runner: Warmable) -> None:
     pages = list(range(-(-(room + 2) // info.page_size)))
     sampling = SamplingParams(seed=0, max_tokens=2, top_p=0.9, logprobs=1)
     seated = SlotAssignment(0, [0] * room, room, sampling)
-    runner.run(Plan(0, [], [seated], [(0, pages)], [0], [0], [half], [False]))
-    runner.run(Plan(1, [], [], [], [0], [half], [room - half], [True]))
-    runner.run(Plan(2, [], [], [], [0], [room], [1], [True]))
+    runner.run(Plan(0, [], [seated], [(0, pages)], [0], [0], [half], [Want.NOTHING]))
+    runner.run(Plan(1, [], [], [], [0], [half], [room - half], [Want.SAMPLE]))
+    runner.run(Plan(2, [], [], [], [0], [room], [1], [Want.SAMPLE]))
     runner.run(Plan(3, [0], [], [], [], [], [], []))
 
 

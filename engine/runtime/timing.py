@@ -15,7 +15,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from engine.core.messages import Plan, RunnerInfo, RunResult, SamplingParams, SlotAssignment, TimedStep
+from engine.core.messages import (
+    Plan,
+    RunnerInfo,
+    RunResult,
+    SamplingParams,
+    SlotAssignment,
+    TimedStep,
+    Want,
+)
 
 CHUNK_LEN: Final = 256
 SHORT_LEN: Final = 64
@@ -71,9 +79,9 @@ class _Timing:
         while (length := min(lengths[bool(end)], self.context_len - end)) > 1:
             if end and time.monotonic() - began_s > TIMING_S:
                 break
-            self._time([end], [length], samples=False)
+            self._time([end], [length], Want.NOTHING)
             end += length
-        self._time([end], [min(TAIL_LEN, self.step_tokens_max)], samples=False)
+        self._time([end], [min(TAIL_LEN, self.step_tokens_max)], Want.NOTHING)
         self._leave(1)
         return end
 
@@ -82,7 +90,7 @@ class _Timing:
         self._seat([position + 1 for position in positions])
         timed = []
         for step in range(ROUNDS):
-            self._time([position + step for position in positions], [1] * len(positions), samples=True)
+            self._time([position + step for position in positions], [1] * len(positions), Want.SAMPLE)
             timed.append(self.steps.pop())
         self._leave(len(positions))
         self.steps.append(min(timed, key=lambda step: step.seconds))
@@ -101,10 +109,10 @@ class _Timing:
         self._plans += 1
         self.runner.run(Plan(self._plans, list(range(slots)), [], [], [], [], [], []))
 
-    def _time(self, positions: list[int], lengths: list[int], *, samples: bool) -> None:
+    def _time(self, positions: list[int], lengths: list[int], want: Want) -> None:
         self._plans += 1
         rows = len(positions)
-        plan = Plan(self._plans, [], [], [], list(range(rows)), positions, lengths, [samples] * rows)
+        plan = Plan(self._plans, [], [], [], list(range(rows)), positions, lengths, [want] * rows)
         began_s = time.perf_counter()
         self.runner.run(plan)
         self.steps.append(TimedStep(positions, lengths, time.perf_counter() - began_s))

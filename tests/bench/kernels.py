@@ -26,7 +26,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment
+from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.config import RunnerConfig
 from engine.runtime.hardware import usable_cores
 from engine.runtime.host.runner import HostRunner
@@ -159,14 +159,16 @@ def _seat(runner: HostRunner, streams: int, steps: int) -> list[float]:
         ids = [(7 * slot + 3 * i) % runner.info.vocab_size for i in range(PROMPT_LEN)]
         own = list(range(slot * pages, (slot + 1) * pages))
         seat = SlotAssignment(slot, ids, PROMPT_LEN, sampling)
-        plan = Plan(0, [], [seat], [(slot, own)], [slot], [0], [PROMPT_LEN], [True])
+        plan = Plan(0, [], [seat], [(slot, own)], [slot], [0], [PROMPT_LEN], [Want.SAMPLE])
         taken_s.append(_timed(runner, plan))
     return taken_s
 
 
 def _step(runner: HostRunner, streams: int, step: int) -> float:
     slots = list(range(streams))
-    plan = Plan(step, [], [], [], slots, [PROMPT_LEN + step] * streams, [1] * streams, [True] * streams)
+    plan = Plan(
+        step, [], [], [], slots, [PROMPT_LEN + step] * streams, [1] * streams, [Want.SAMPLE] * streams
+    )
     return _timed(runner, plan)
 
 

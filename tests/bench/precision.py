@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment
+from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.demo import MODEL_DIR
 from engine.runtime.batch import assemble
 from engine.runtime.config import RunnerConfig
@@ -124,7 +124,7 @@ def _logits(runner: HostRunner, text: Tokens) -> Tensor:
     """[len(text), vocab] float32"""
     pages = list(range(-(-len(text) // runner.info.page_size)))
     seat = SlotAssignment(0, text, len(text), GREEDY)
-    plan = Plan(0, [], [seat], [(0, pages)], [0], [0], [len(text)], [False])
+    plan = Plan(0, [], [seat], [(0, pages)], [0], [0], [len(text)], [Want.NOTHING])
     runner.slots.apply(plan)
     logits = runner.model.logits(runner.model.forward(assemble(plan, runner.slots)))
     runner.slots.apply(Plan(0, [0], [], [], [], [], [], []))

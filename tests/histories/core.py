@@ -121,13 +121,13 @@ class InProcessCore:
 
     def _count_rows(self, plan: Plan) -> None:
         rows = self.scheduler._in_flight[plan.step].rows
-        columns = zip(rows, plan.positions, plan.lengths, plan.samples, strict=True)
-        for sequence, position, length, samples in columns:
+        columns = zip(rows, plan.positions, plan.lengths, plan.wants, strict=True)
+        for sequence, position, length, want in columns:
             handle = sequence.handle
             computed = self.computed[self._requests[handle]]
             computed.rows_len[handle] += length
             computed.positions[handle].update(range(position, position + length))
-            computed.sampled[handle] += samples
+            computed.sampled[handle] += want
 
     def _unread(self) -> list[int]:
         """The slots of paused sequences."""

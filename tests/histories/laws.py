@@ -163,7 +163,7 @@ def _check_account(remains: Remains, told: Told) -> None:
     fields = msgspec.json.decode(told.history.body)
     prompts = sum(_begun_len(account, fields.get("n", 1)) for account in accounts)
     assert prompts == sum(int(line.get("prompt_tokens", 0)) for line in told.engine), "a prompt is untold"
-    owed = 0 if _is_discarded(told.history) else sum(_owed(account) for account in accounts)
+    owed = sum(_owed(account) for account in accounts)
     if "stop" not in fields:  # else what comes behind the string is not told
         assert told_of == owed, "what is told is not what was computed"
 
@@ -186,12 +186,6 @@ def _owed(account: Computed) -> int:
     return account.tokens.total() + sum(end.late_tokens for end in ends if end.reason.is_callers)
 
 
-def _is_discarded(history: History) -> bool:
-    """True if no answer is asked for. The token that the core samples in any case costs nothing: it is not
-    computed further."""
-    return bool(msgspec.json.decode(history.body).get("max_tokens", 1) == 0)
-
-
 def _begun_len(account: Computed, n: int) -> int:
     """The tokens of the prompts of which a choice has begun."""
     handles = sorted(account.prompt_lens)
@@ -208,7 +202,7 @@ def _check_late(remains: Remains) -> None:
     sampled = sum(account.sampled.total() for _, account in accounts)
     assert sampled == remains.generated, "the metric of sampled tokens is not what was sampled"
     told_of = sum(int(line.get("completion_tokens", 0)) for line in remains.engine_lines)
-    named = remains.uncharged["late"] + remains.uncharged["scored"]
+    named = remains.uncharged["late"]
     assert sampled == told_of + named, "sampled tokens are neither charged nor named"
     told_of += sum(int(line.get("prompt_tokens", 0)) for line in remains.engine_lines)
     computed = sum(account.rows_len.total() for _, account in accounts)

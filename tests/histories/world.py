@@ -387,7 +387,7 @@ class _World:
             remains.computed.append(replica.core.computed)
             metrics = replica.engine.state.metrics
             remains.generated += round(metrics.generated_tokens.value())
-            for reason in ("late", "preempted", "choice", "scored"):
+            for reason in ("late", "preempted", "choice"):
                 remains.uncharged[reason] += round(metrics.uncharged_tokens.value(reason))
             stats = replica.core.scheduler.stats()
             remains.preemptions += stats.preemptions

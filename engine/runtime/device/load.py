@@ -27,7 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotAssignment
+from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotAssignment, Want
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
@@ -340,7 +340,7 @@ def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
         slots = list(range(len(lengths)))
         seated = [SlotAssignment(slot, [0] * n, n, asked) for slot, n in zip(slots, lengths, strict=True)]
         grown = [(slot, [0] * -(-n // info.page_size)) for slot, n in zip(slots, lengths, strict=True)]
-        yield Plan(0, left, seated, grown, slots, [0] * len(slots), lengths, [True] * len(slots))
+        yield Plan(0, left, seated, grown, slots, [0] * len(slots), lengths, [Want.SAMPLE] * len(slots))
         left = slots
 
 

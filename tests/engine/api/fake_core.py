@@ -179,14 +179,16 @@ class FakeCore:
             for handle in self._admissible:
                 add = self.waiting.pop(handle)
                 started.append(Started(handle, 0, 0.001))
-                self.running[handle] = Running(add, self.script(add))
+                script = self.script(add)
+                self.running[handle] = Running(add, script if add.sampling.max_tokens else script[:1])
         rows = self._willing
-        wants = any(row.add.sampling.logprobs is not None for row in rows)
+        sampling = [row for row in rows if row.add.sampling.max_tokens]
+        wants = any(row.add.sampling.logprobs is not None for row in sampling)
         output = StepOutput(
             step=self._steps,
-            handles=[row.add.handle for row in rows],
-            tokens=[row.script[row.sent] for row in rows],
-            logprobs=[_logprobs(row.script[row.sent], row.add.sampling.logprobs) for row in rows]
+            handles=[row.add.handle for row in sampling],
+            tokens=[row.script[row.sent] for row in sampling],
+            logprobs=[_logprobs(row.script[row.sent], row.add.sampling.logprobs) for row in sampling]
             if wants
             else [],
             prompt_logprobs=[
@@ -228,9 +230,9 @@ class FakeCore:
 
     def _end(self, row: Running) -> FinishReason | None:
         sampling = row.add.sampling
-        if row.script[row.sent - 1] in sampling.stop_token_ids:
+        if sampling.max_tokens and row.script[row.sent - 1] in sampling.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if row.sent == sampling.max_tokens else None
+        return FinishReason.LENGTH if row.sent >= sampling.max_tokens else None
 
     @property
     def _has_work(self) -> bool:

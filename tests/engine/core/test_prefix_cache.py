@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.messages import Want
 from engine.core.planner import PASSED_MAX, Planner
 from engine.core.waiting import WaitingQueue
 from tests.engine.core.harness import Harness, greedy
@@ -28,7 +29,7 @@ def test_a_prefix_hit_of_all_but_one_token_is_a_single_row() -> None:
         h.run()
     h.assert_all_as_solo()
     assert h.started[2].cached_len == 8
-    assert (h.plans[3].positions, h.plans[3].lengths, h.plans[3].samples) == ([8], [1], [True])
+    assert (h.plans[3].positions, h.plans[3].lengths, h.plans[3].wants) == ([8], [1], [Want.SAMPLE])
     stats = h.scheduler.stats()
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (18, 8)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from engine.core import plan_builder, planner
-from engine.core.messages import FinishReason, RunResult, ServiceClass
+from engine.core.messages import FinishReason, RunResult, ServiceClass, TokenLogprobs, Want
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.fake_runner import NUMERIC_SEEDS, solo
 
@@ -62,7 +64,7 @@ def test_a_long_prompt_is_chunked_by_the_budget() -> None:
     h.run()
     h.assert_all_as_solo()
     assert [plan.lengths for plan in h.plans] == [[8], [8], [4], [1]]
-    assert [plan.samples for plan in h.plans] == [[False], [False], [True], [True]]
+    assert [plan.wants for plan in h.plans] == [[Want.NOTHING]] * 2 + [[Want.SAMPLE]] * 2
 
 
 def test_numeric_failure_ends_one_sequence_and_spoils_no_cache() -> None:
@@ -125,6 +127,34 @@ def test_a_budget_of_one_token_per_slot_finishes_all_sequences() -> None:
     h.assert_all_as_solo()
 
 
+# -- prompts that are scored, and nothing more -----------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 2, 10])
+@pytest.mark.parametrize("tops", [None, 1])
+def test_a_prompt_is_read_and_nothing_sampled(length: int, tops: int | None) -> None:
+    h = Harness(slots=4, step_tokens_max=4)
+    h.add(1, PROMPT, greedy(12))
+    h.add(2, [*range(20, 20 + length)], greedy(0, prompt_logprobs=tops))
+    h.run()
+    assert (h.tokens[2], h.reason(2), h.finished[2].late_tokens) == ([], FinishReason.LENGTH, 0)
+    assert len(h.prompt_logprobs[2]) == (0 if tops is None else length - 1)
+    assert sum(plan.sampled for plan in h.plans) == 12
+    h.assert_all_as_solo()
+
+
+def test_a_scored_prompt_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness()
+    h.add(1, PROMPT, greedy(6))
+    h.add(2, PROMPT[::-1], greedy(0, prompt_logprobs=0))
+    monkeypatch.setattr(
+        h.runner, "_prompt_logprobs", lambda *_: [TokenLogprobs(math.nan, [], [])], raising=True
+    )
+    h.run()
+    assert h.reason(2) is FinishReason.NUMERIC
+    assert h.tokens[1] == h.solo(1).tokens
+
+
 # -- rejection ------------------------------------------------------------------------------------
 
 
@@ -134,7 +164,7 @@ def test_a_budget_of_one_token_per_slot_finishes_all_sequences() -> None:
         ([], 1),
         ([1] * 10, 24),  # 33 tokens whose keys are kept, in pages for 32
         ([1] * 33, 1),
-        ([1] * 10, 0),
+        ([1] * 10, -1),
         ([50], 1),  # outside of the vocabulary
         ([-1], 1),
     ],

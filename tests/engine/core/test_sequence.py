@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from engine.core.block_manager import PageChain, PageIdentity
-from engine.core.messages import FinishReason
+from engine.core.messages import FinishReason, Want
 from engine.core.sequence import MOVES, Hold, IllegalMove, Sequence, Status, Swapped
 from tests.engine.core.harness import greedy
 
@@ -110,9 +110,9 @@ def test_what_holds_a_sequence_back_has_a_name() -> None:
         seq.admit(0, [1, 2], 0, 12.0)
     seq.awaits = None
     seq.admit(0, [1, 2], 0, 12.0)
-    seq.launch(1, 5, samples=True)
+    seq.launch(1, 5, Want.SAMPLE)
     assert seq.hold is None, "the second token may be computed beside the first"
-    seq.launch(2, 1, samples=True)
+    seq.launch(2, 1, Want.SAMPLE)
     assert seq.hold is Hold.LAST_COMING
     seq.pause(13.0)
     assert seq.hold is Hold.PAUSED

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment
+from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime import starting
 from engine.runtime.batch import assemble
 from engine.runtime.config import Kernels, RunnerConfig
@@ -253,6 +253,6 @@ def our_logprobs(path: Path, kernels: Kernels, heard: list[str]) -> Tensor:
     start = SlotAssignment(0, tokens(config.vocab_size), TOKENS, SamplingParams(seed=0, max_tokens=1))
     slots.apply(Plan(0, [], [start], [(0, list(range(pages)))], [], [], [], []))
     rows = [(0, PROMPT_LEN), *((at, 1) for at in range(PROMPT_LEN, TOKENS))]
-    steps = [Plan(0, [], [], [], [0], [at], [length], [False]) for at, length in rows]
+    steps = [Plan(0, [], [], [], [0], [at], [length], [Want.NOTHING]) for at, length in rows]
     hidden = torch.cat([model.forward(assemble(step, slots)).clone() for step in steps])
     return model.logits(hidden).log_softmax(-1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.core.messages import Plan, RunResult, SamplingParams, SlotAssignment, TokenLogprobs
+from engine.core.messages import Plan, RunResult, SamplingParams, SlotAssignment, TokenLogprobs, Want
 from engine.runtime.host.runner import HostRunner
 
 if TYPE_CHECKING:  # it imports Triton, which a CPU's tests do without
@@ -112,7 +112,7 @@ class Driver:
     def step(self, rows: Sequence[tuple[int, int]]) -> RunResult:
         """Compute so many further tokens of each slot; a row that reaches what is known samples."""
         size = self.runner.info.page_size
-        grown, positions, samples = self._moved, [], []
+        grown, positions, wants = self._moved, [], []
         for slot, length in rows:
             life = self.lives[slot]
             end = life.computed + length
@@ -122,12 +122,12 @@ class Driver:
                 life.pages += pages
                 grown.append((slot, pages))
             positions.append(life.computed)
-            samples.append(end == len(life.tokens))
+            wants.append(Want.SAMPLE if end == len(life.tokens) else Want.NOTHING)
             life.computed = end
         slots, lengths = [slot for slot, _ in rows], [length for _, length in rows]
         copies = self._swapped_out, self._swapped_in
         changes = self._left, self._seated, grown
-        plan = Plan(0, *changes, slots, positions, lengths, samples, *copies, forked=self._forked)
+        plan = Plan(0, *changes, slots, positions, lengths, wants, *copies, forked=self._forked)
         self._left, self._seated, self._moved = [], [], []
         self._swapped_out, self._swapped_in, self._forked = [], [], []
         result = self.runner.run(plan)
@@ -135,7 +135,7 @@ class Driver:
             self._spoil(set(self._free).intersection(page for page, _ in copies[0]))
             self._spoil_host([page for page, _ in copies[1]])
         self._host_free += [page for page, _ in copies[1]]
-        self._commit([slot for slot, sampled in zip(slots, samples, strict=True) if sampled], result)
+        self._commit([slot for slot, want in zip(slots, wants, strict=True) if want], result)
         return result
 
     def finish(self, slots: Sequence[int], outputs: int, chunk: int = 1 << 20) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment
+from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.batch import assemble
 from engine.runtime.config import RunnerConfig
@@ -133,7 +133,7 @@ class Stage:
     def step(self, rows: Sequence[tuple[int, int, int]]) -> list[Tensor]:
         """(slot, start, length) -> hidden states [length, hidden] of each row."""
         slots, starts, lengths = (list(column) for column in zip(*rows, strict=True))
-        batch = assemble(Plan(0, [], [], [], slots, starts, lengths, [False] * len(rows)), self.slots)
+        batch = assemble(Plan(0, [], [], [], slots, starts, lengths, [Want.NOTHING] * len(rows)), self.slots)
         hidden = self.model.forward(batch)
         return list(hidden.split([length for _, _, length in rows]))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, SlotAssignment
+from engine.core.messages import Plan, SlotAssignment, Want
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.batch import Row
 from engine.runtime.device import load as loading
@@ -138,8 +138,8 @@ def test_launching_waits_for_nothing(tiny_model: MakeModel) -> None:
     prompt = list(range(2, 14))
     seated = [SlotAssignment(0, prompt, len(prompt), GREEDY)]
     plans = [
-        Plan(0, [], seated, [(0, [3])], [0], [0], [5], [False]),
-        Plan(1, [], [], [], [0], [5], [7], [True]),
+        Plan(0, [], seated, [(0, [3])], [0], [0], [5], [Want.NOTHING]),
+        Plan(1, [], [], [], [0], [5], [7], [Want.SAMPLE]),
     ]
     with no_waits():
         flights = [runner.launch(plan) for plan in plans]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment
+from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment, Want
 from engine.core.packing import Biases
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.host.runner import HostRunner
@@ -93,14 +93,14 @@ def test_launching_waits_for_nothing(path: Path) -> None:
     seated = [SlotAssignment(slot, ids, len(ids), params) for slot, (ids, params) in enumerate(asked)]
     grown = [(slot, [3 * slot, 3 * slot + 1, 3 * slot + 2]) for slot in range(len(asked))]
     slots, known = list(range(len(asked))), [len(ids) for ids, _ in asked]
-    plans = [Plan(0, [], seated, grown, slots, [0] * len(slots), known, [True] * len(slots))]
+    plans = [Plan(0, [], seated, grown, slots, [0] * len(slots), known, [Want.SAMPLE] * len(slots))]
     for step in range(1, 4):
         ones = [1] * len(slots)
         positions = [n + step - 1 for n in known]
         moves = [(15, 0)] if step == 2 else [], [(0, 16)] if step == 3 else []
         forks = [(0, 16, 3), (16, 17, 2)] if step == 1 else []
-        samples = [True] * len(slots)
-        plans.append(Plan(step, [], [], [], slots, positions, ones, samples, *moves, forked=forks))
+        wants = [Want.SAMPLE] * len(slots)
+        plans.append(Plan(step, [], [], [], slots, positions, ones, wants, *moves, forked=forks))
     with no_waits():
         flights = [runner.launch(plan) for plan in plans]
     tokens = [list(column) for column in zip(*(flight.collect().tokens for flight in flights), strict=True)]

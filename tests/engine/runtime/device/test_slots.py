@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment
+from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.core.packing import Biases
 from engine.runtime.device import sampling
 from engine.runtime.device import slots as module
@@ -98,7 +98,7 @@ def test_a_batch_is_gathered_from_one_copy(uploads: list[int]) -> None:
     ids = list(range(30, 50))
     own.apply(plan(seated=[start(0, ids, 20), start(3, [9, 8], 2)], grown=[(0, [6, 2]), (3, [4])]))
     uploads.clear()
-    rows = {"slots": [3, 0], "positions": [1, 14], "lengths": [1, 6], "samples": [True, True]}
+    rows = {"slots": [3, 0], "positions": [1, 14], "lengths": [1, 6], "wants": [Want.SAMPLE] * 2}
     batch = DeviceBatch.of(plan(**rows), own)
     assert batch.token_ids.tolist() == [8, *ids[14:20]]
     assert batch.positions.tolist() == [1, *range(14, 20)]

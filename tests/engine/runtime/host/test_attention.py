@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment
+from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.batch import assemble
 from engine.runtime.host import torch_paged
@@ -76,11 +76,11 @@ class Stage:
         self.slots.apply(Plan(0, [], seated, list(enumerate(self.owned)), [], [], [], []))
         for i, (k, v) in enumerate(self.past):
             if len(k):
-                batch = assemble(Plan(0, [], [], [], [i], [0], [len(k)], [False]), self.slots)
+                batch = assemble(Plan(0, [], [], [], [i], [0], [len(k)], [Want.NOTHING]), self.slots)
                 self.cache.write(0, k, v, batch.places)
         starts, lengths = [s for s, _ in self.rows], [n for _, n in self.rows]
         n = len(self.rows)
-        batch = assemble(Plan(0, [], [], [], list(range(n)), starts, lengths, [False] * n), self.slots)
+        batch = assemble(Plan(0, [], [], [], list(range(n)), starts, lengths, [Want.NOTHING] * n), self.slots)
         decode, prefill = TorchDecode(self.cache, self.spec), TorchPrefill(self.cache, self.spec)
         return BatchAttention(self.cache, batch, decode, prefill)(0, self.q, self.k, self.v)
 

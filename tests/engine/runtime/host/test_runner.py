@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment
+from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment, Want
 from engine.core.packing import Biases
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig, ModelUnavailable
@@ -140,7 +140,7 @@ def test_warm_up_leaves_nothing_behind(runner: HostRunner, twin: HostRunner) -> 
 def test_a_plan_without_rows_still_moves_people(runner: HostRunner) -> None:
     seat = Plan(0, [], [SlotAssignment(2, [1, 2], 2, GREEDY)], [], [], [], [], [])
     assert runner.run(seat).tokens == []
-    assert runner.run(Plan(1, [2], seat.seated, [(2, [0])], [2], [0], [2], [True])).tokens[0] >= 0
+    assert runner.run(Plan(1, [2], seat.seated, [(2, [0])], [2], [0], [2], [Want.SAMPLE])).tokens[0] >= 0
 
 
 def test_the_head_is_for_last_tokens_alone(runner: HostRunner) -> None:
@@ -156,9 +156,11 @@ def test_the_head_is_for_last_tokens_alone(runner: HostRunner) -> None:
 
     runner.model = Watched()
     seated = [SlotAssignment(0, list(range(20)), 20, GREEDY), SlotAssignment(1, [1, 2, 3], 3, GREEDY)]
-    runner.run(Plan(0, [], seated, [(0, [4, 5]), (1, [2])], [0, 1], [0, 0], [12, 3], [False, True]))
-    runner.run(Plan(1, [], [], [], [0], [12], [4], [False]))
-    runner.run(Plan(2, [], [], [], [1, 0], [3, 16], [1, 4], [True, True]))
+    runner.run(
+        Plan(0, [], seated, [(0, [4, 5]), (1, [2])], [0, 1], [0, 0], [12, 3], [Want.NOTHING, Want.SAMPLE])
+    )
+    runner.run(Plan(1, [], [], [], [0], [12], [4], [Want.NOTHING]))
+    runner.run(Plan(2, [], [], [], [1, 0], [3, 16], [1, 4], [Want.SAMPLE, Want.SAMPLE]))
     assert rows == [1, 2]
 
 
@@ -167,13 +169,13 @@ def test_the_head_is_for_last_tokens_alone(runner: HostRunner) -> None:
     [
         (Plan(1, [], [SlotAssignment(0, [1], 1, GREEDY)], [], [], [], [], []), "taken"),
         (Plan(1, [1], [], [], [], [], [], []), "left twice"),
-        (Plan(1, [], [], [], [1], [0], [1], [True]), "empty"),
+        (Plan(1, [], [], [], [1], [0], [1], [Want.SAMPLE]), "empty"),
         (Plan(1, [], [], [(1, [3])], [], [], [], []), "empty"),
         (Plan(1, [], [], [(0, list(range(33)))], [], [], [], []), "outgrows"),
-        (Plan(1, [], [], [], [0], [0], [18], [False]), "pages"),
-        (Plan(1, [], [], [], [0], [0], [21], [False]), "knows 20 tokens"),
-        (Plan(1, [], [], [], [0], [0], [4], [True]), "before its end"),
-        (Plan(1, [], [], [], [0], [4], [0], [False]), "knows"),
+        (Plan(1, [], [], [], [0], [0], [18], [Want.NOTHING]), "pages"),
+        (Plan(1, [], [], [], [0], [0], [21], [Want.NOTHING]), "knows 20 tokens"),
+        (Plan(1, [], [], [], [0], [0], [4], [Want.SAMPLE]), "before its end"),
+        (Plan(1, [], [], [], [0], [4], [0], [Want.NOTHING]), "knows"),
     ],
 )
 def test_a_plan_that_does_not_follow_is_a_bug_and_says_so(runner: HostRunner, plan: Plan, law: str) -> None:

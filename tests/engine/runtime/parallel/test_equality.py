@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from engine.core.config import SchedulerConfig
-from engine.core.messages import CoreStats, FinishReason, Plan, Runner, SamplingParams, SlotAssignment
+from engine.core.messages import CoreStats, FinishReason, Plan, Runner, SamplingParams, SlotAssignment, Want
 from engine.core.newcomers import AddSequence
 from engine.core.packing import Biases
 from engine.core.scheduler import Scheduler
@@ -142,7 +142,7 @@ def test_two_ranks_say_what_one_says(tiny_model: MakeModel, family: str, overrid
 
 def plan(step: int) -> Plan:
     start = SlotAssignment(0, [5, 6, 7], 3, SamplingParams(seed=1, max_tokens=9, temperature=0.0))
-    return Plan(step, [], [start], [(0, [0])], [0], [0], [3], [True])
+    return Plan(step, [], [start], [(0, [0])], [0], [0], [3], [Want.SAMPLE])
 
 
 def test_a_rank_that_finds_other_tokens_ends_it_all(tiny_model: MakeModel) -> None:

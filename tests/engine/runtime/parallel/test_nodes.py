@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.core.messages import Plan
+from engine.core.messages import Plan, Want
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig, RankLost
 from engine.runtime.parallel import nodes
@@ -25,7 +25,7 @@ from shared.build import version
 from tests.services import MODEL_DIR, PATIENCE_S, until
 
 LOOPBACK = "127.0.0.1"
-PLAN = Plan(7, [], [], [], [0], [0], [1], [True])
+PLAN = Plan(7, [], [], [], [0], [0], [1], [Want.SAMPLE])
 Gather = Callable[[], "Future[Gathered]"]
 
 

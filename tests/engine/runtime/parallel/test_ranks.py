@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment
+from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import CollectiveFailed, RankLost
 from engine.runtime.parallel import ranks as parallel_ranks
@@ -34,7 +34,7 @@ from engine.runtime.parallel.wire import (
 from tests.fakes import VirtualClock
 from tests.services import PATIENCE_S, ROOT, until
 
-PLAN = Plan(7, [], [], [], [0], [0], [1], [True])
+PLAN = Plan(7, [], [], [], [0], [0], [1], [Want.SAMPLE])
 
 
 class Stage:
