@@ -124,7 +124,8 @@ class Gateway:
         self.live = LiveRequests(config.limits.live_max)
         self._tls, self._admin_tls = _tls(config, worker, clock)
         self._key_sources, self._guests = KeySources(clock), Guests()
-        self.accounts = AccountsReader(config, path, clock, identity_of or self._identity_of, seen=seen)
+        identity_of = identity_of or self._identity_of
+        self.accounts = AccountsReader(config, path, clock, identity_of, seen=seen, env=env)
         self.accounts.on_revoked = self._end_revoked
         self._follower = _follower(config, self.accounts, env, clock)
         self._registry = _registry(self._follower, path, self.accounts, env, clock)
