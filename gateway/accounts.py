@@ -52,7 +52,8 @@ TERMS_MAX: Final = 16 * 1024
 RELOADED: Final = ("keys", "tenants", "tiers", "issuers", "grants", "certificates")
 """The parts of the configuration that are read again, besides the replicas of models."""
 LEFT_SHOWN_MAX: Final = 20
-"""The number of settings that the log line about a restart names, and of keys that the one about secrets does."""
+"""The number of settings that the log line about a restart names, and of keys that the one about secrets
+does."""
 
 log = logs.get(__name__)
 
@@ -260,8 +261,8 @@ class AccountsReader:
         seen: FileVersion | None = None,
         env: Mapping[str, str] = os.environ,
     ) -> None:
-        """`seen` is the version of the file that was read; without it, the present one. `env` has the variables
-        that win over it."""
+        """`seen` is the version of the file that was read; without it, the present one. `env` has the
+        variables that win over it."""
         self.config = config
         """The file as it was read last, with what takes a restart as it was at the start."""
         self.keys: Final = KeyTable(config.keys)

@@ -119,8 +119,8 @@ def parse_slices(body: bytes, type_: type[T]) -> Slices[Parsed[T]]:
 
 
 def _behind_mark(body: bytes) -> bytes | None:
-    """The body behind a byte order mark, which RFC 8259 lets a reader ignore: PowerShell writes one. None where
-    it has none, or more than one. No decoder takes one, so it is looked for when one has failed."""
+    """The body behind a byte order mark, which RFC 8259 lets a reader ignore: PowerShell writes one. None
+    where it has none, or more than one. No decoder takes one, so it is looked for when one has failed."""
     return body[len(BOM_UTF8) :] if body.startswith(BOM_UTF8) and not body.startswith(2 * BOM_UTF8) else None
 
 

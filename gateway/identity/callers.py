@@ -1,8 +1,8 @@
 """All ways to name a caller, in one order:
 
 1. What the `Authorization` header holds decides, where there is one. It is a token (JWT) where issuers are
-   configured and it has the form of one, at least two dots, unless it is a key, of which only development keys
-   have dots; else it is a key.
+   configured and it has the form of one, at least two dots, and is no key: a development key may have dots.
+   Else it is a key.
 2. Without that header it is the client's certificate.
 
 The first that is shown decides alone. A key that is revoked does not fall back on the certificate that came

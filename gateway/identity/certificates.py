@@ -103,8 +103,8 @@ class CertificateTable:
 
 
 def _names_in(certificate: x509.Certificate) -> list[CertificateName]:
-    """All names that it has, as `CertificateConfig.name` gives them. None of a certificate whose other names are of forms
-    that are not read here, or that has an extension twice: it is good, and names nobody."""
+    """All names that it has, as `CertificateConfig.name` gives them. None of a certificate whose other names
+    are of forms that are not read here, or that has an extension twice: it is good, and names nobody."""
     names: list[CertificateName] = [("subject", _said_by(certificate.subject))]
     try:
         extension = certificate.extensions.get_extension_for_oid(ExtensionOID.SUBJECT_ALTERNATIVE_NAME)
