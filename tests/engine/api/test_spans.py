@@ -48,7 +48,9 @@ async def test_no_library_logs_what_is_in_a_head(serve: Serve, monkeypatch: pyte
     with collecting() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", collector.url)
         async with serve() as served:
-            told = [await heads.answered(served.engine.port, head) for head in heads.heads_with("canary", "k")]
+            told = [
+                await heads.answered(served.engine.port, head) for head in heads.heads_with("canary", "k")
+            ]
             assert sum(answer.startswith(b"HTTP/1.1 200") for answer in told) > 30, told
         assert len(collector.spans) > 30
     logs.close()
