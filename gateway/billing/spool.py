@@ -175,8 +175,8 @@ class Spool:
         self._begin_at(size + left, is_next=size == 0)
 
     def _begin_at(self, size: int, *, is_next: bool) -> None:
-        """Go on with a file of which nothing was sent. `is_next` is true if it begins with what comes next; if
-        not, a batch that is under way is none of its."""
+        """Go on with a file of which nothing was sent. `is_next` is true if it begins with what comes next;
+        if not, a batch that is under way is none of its."""
         self._base += self._sent if is_next else self._size + 1
         self._size, self._sent, self._is_noted = size, 0, False
 
