@@ -34,7 +34,7 @@ REFUSED: Final[tuple[tuple[str, str], ...]] = (
     ("fd20:ce::/96", "the metadata of Google Cloud"),
     ("fe00::/7", "the link, the site, many at once, and reserved"),
 )
-"""The networks whose addresses are no member's, and what they are; this machine's own are decided on first."""
+"""The networks whose addresses are no member's, and what they are. Before them, loopback is decided on."""
 _NETWORKS: Final = [ip_network(text) for text, _ in REFUSED]
 
 

@@ -162,7 +162,7 @@ async def test_a_hostile_answer_is_cut_and_cleaned() -> None:
             "8000::1",
             "e000::1",
         ),
-        *("127.255.0.1", "233.1.1.1", "fe00::1", "f000::1", "c000::1"),
+        *("e000::1", "127.255.0.1", "233.1.1.1", "fe00::1", "f000::1", "c000::1"),
     ],
 )
 def test_an_address_that_is_not_for_everybody_is_no_member(address: str) -> None:
