@@ -2,8 +2,8 @@
 exported.
 
 What the environment says counts, as for every user of the SDK: `OTEL_EXPORTER_OTLP_HEADERS`, `_CERTIFICATE`,
-`_COMPRESSION`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_SERVICE_NAME`. Platforms set such variables for all that they
-run, so nothing there keeps a service from its start.
+`_COMPRESSION`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_SERVICE_NAME`. Platforms set such variables for all that
+they run, so nothing there keeps a service from its start.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceSt
 from opentelemetry.trace.status import Status, StatusCode
 
 from shared import logs
+from shared.build import DISTRIBUTION
 from shared.config import ConfigError
 from shared.span_queue import Send, SpanQueue
 from shared.tracing import NO_TRACING, Span, TracePolicy, Tracing, TracingConfig
@@ -29,8 +30,8 @@ log = logs.get(__name__)
 
 
 def tracing_of(config: TracingConfig, service: str, env: Mapping[str, str]) -> Tracing:
-    """The export that the configuration or the environment asks for. Raises ConfigError where the configuration
-    does, and the extra is not installed."""
+    """The export that the configuration or the environment asks for. Raises ConfigError where the
+    configuration does, and the extra is not installed."""
     if _is_off(env) or (config.endpoint is None and not _first(ENDPOINT_VARIABLES, env)):
         return NO_TRACING
     try:
@@ -38,8 +39,8 @@ def tracing_of(config: TracingConfig, service: str, env: Mapping[str, str]) -> T
             raise ConfigError(
                 [
                     "spans are sent over HTTP, and the environment names a collector's port for gRPC: set "
-                    f"{PROTOCOL_VARIABLES[0]}=http/protobuf, and {ENDPOINT_VARIABLES[0]} to its URL for HTTP, "
-                    "such as http://collector:4318/v1/traces"
+                    f"{PROTOCOL_VARIABLES[0]}=http/protobuf, and {ENDPOINT_VARIABLES[0]} to its URL for "
+                    "HTTP, such as http://collector:4318/v1/traces"
                 ]
             )
         send = _exporter(config.endpoint, service)
@@ -71,7 +72,7 @@ def _exporter(endpoint: str | None, service: str) -> Send:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     except ImportError as error:
         raise ConfigError(
-            [f"spans are exported with the extra otel: pip install 'penstock-llm[otel]' ({error})"]
+            [f"spans are exported with the extra otel: pip install '{DISTRIBUTION}[otel]' ({error})"]
         ) from None
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S)
     resource = Resource({SERVICE_NAME: service}).merge(Resource.create())

@@ -135,7 +135,7 @@ def parse_traceparent(value: str | None) -> TraceContext | None:
 def carried_state(value: str | None) -> str:
     """The `tracestate` header as it is carried on; empty where it is none, or longer than must be carried.
 
-    It is read strictly (W3C Trace Context, level 1), since libraries put what they do not take into their logs.
+    It is read strictly (W3C Trace Context, level 1): libraries put what they do not take into their logs.
     """
     if value is None or len(value) > STATE_LEN_MAX:
         return ""

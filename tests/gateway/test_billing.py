@@ -298,9 +298,10 @@ def test_a_rotation_that_the_disk_has_no_room_for_is_made_later(
     writer = Spool(file, 10**6)
     writer.append([b"one\n"])
     renamed(file)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+    with monkeypatch.context() as patch:
         patch.setattr(spool, "write_all", no_room)
-        writer.append([b"two\n"])
+        with pytest.raises(OSError, match="No space"):
+            writer.append([b"two\n"])
     assert file.read_bytes() == b""
     writer.append([b"two\n"])
     assert taken(writer) == b"one\ntwo\n"
