@@ -30,6 +30,7 @@ from engine.runtime.fp8 import Fp8Weight, quantise
 from engine.runtime.models.quantization import Fp8Scheme
 from engine.runtime.parallel.shard import Span
 from shared.files import open_regular
+from shared.undecodable import UNDECODABLE
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
@@ -121,7 +122,7 @@ def checkpoint_files(model_dir: Path, progress: Callable[[str], None] = lambda _
                 return dict.fromkeys(handle.keys(), single)
         named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
         files = {name: model_dir / file for name, file in named.items()}
-    except (OSError, msgspec.DecodeError, SafetensorError) as error:
+    except (OSError, *UNDECODABLE, SafetensorError) as error:
         raise ModelUnavailable(
             f"{model_dir} has no readable {SINGLE_FILE} or {INDEX_FILE}, and nothing else is loaded ({error})"
         ) from error
