@@ -128,7 +128,8 @@ class EngineConfig(RunnerConfig):
     Restart=on-failure. Off: stay and answer 500 to /livez, for a liveness probe."""
     otlp_endpoint: CollectorUrl | None = None
     """URL that takes requests' spans by OTLP over HTTP, such as http://collector:4318/v1/traces; it needs the
-    extra otel. Unset: what OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say."""
+    extra otel. Unset: what OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say.
+    OTEL_SDK_DISABLED=true and OTEL_TRACES_EXPORTER=none end any export."""
     trace_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """Part of the traces that are exported, where no traceparent decides; a gateway always sends one."""
     trace_errors: bool = True

@@ -6,7 +6,8 @@ once on SIGHUP) by every gateway that has the file.
 
 Rules:
 
-1. What the file says wins over a tenant or key of the same id in the directory.
+1. What the file says wins over a tenant or key of the same id in the directory, and over a key of the same
+   secret.
 2. A request has the tenants that there were when it came. Keys change in place: each is looked up once.
 3. Requests that were let in before their key was revoked run on, unless their tenant says otherwise.
 4. A file that takes the place of another, by a rename, is whole, and read at the next poll. One that is
@@ -51,7 +52,8 @@ TERMS_MAX: Final = 16 * 1024
 RELOADED: Final = ("keys", "tenants", "tiers", "issuers", "grants", "certificates")
 """The parts of the configuration that are read again, besides the replicas of models."""
 LEFT_SHOWN_MAX: Final = 20
-"""The number of settings that the log line about a restart names."""
+"""The number of settings that the log line about a restart names, and of keys that the one about secrets
+does."""
 
 log = logs.get(__name__)
 
@@ -207,9 +209,9 @@ class _Read(Struct, frozen=True):
     ids: Mapping[Kind, Set[str]]
 
 
-def _read(path: Path, before: GatewayConfig) -> _Read:
+def _read(path: Path, env: Mapping[str, str], before: GatewayConfig) -> _Read:
     """Read a file. Raises ConfigError."""
-    config = load(path, os.environ)
+    config = load(path, env)
     admin = replace(before.admin, keys=config.admin.keys)
     models = _with_replicas(before.models, config.models)
     taken = replace(before, admin=admin, models=models, **{name: getattr(config, name) for name in RELOADED})
@@ -257,8 +259,10 @@ class AccountsReader:
         identity_of: IdentityOf = by_keys,
         *,
         seen: FileVersion | None = None,
+        env: Mapping[str, str] = os.environ,
     ) -> None:
-        """`seen` is the version of the file that was read; without it, the present one."""
+        """`seen` is the version of the file that was read; without it, the present one. `env` has the
+        variables that win over it."""
         self.config = config
         """The file as it was read last, with what takes a restart as it was at the start."""
         self.keys: Final = KeyTable(config.keys)
@@ -271,6 +275,7 @@ class AccountsReader:
         """The directory's tenants, those of the file's ids too."""
         self._identity_of = identity_of
         self._path = path
+        self._env: Final = env
         self._clock = clock
         self._seen = seen or self._version()
         self._in_file = _ids_of(config)
@@ -288,7 +293,7 @@ class AccountsReader:
         async with self._reading:
             self._seen = self._version()
             try:
-                read = await asyncio.to_thread(_read, self._path, self.config)
+                read = await asyncio.to_thread(_read, self._path, self._env, self.config)
                 self.now = self._accounts_of(read.taken)
             except ConfigError as error:
                 log.error("config.rejected", path=self._path, problems=list(error.problems))
@@ -341,6 +346,8 @@ class AccountsReader:
         own = self._in_file["keys"]
         put = [key for key in keys if key.id not in own]
         self._change_keys(put, [id_ for id_ in removed if id_ not in own])
+        if contested := [key.id for key in put if self.keys.is_contested(key.key_id)]:
+            log.error("directory.same_secret", ids=contested[:LEFT_SHOWN_MAX], count=len(contested))
 
     # -- inside -----------------------------------------------------------------------------------
 

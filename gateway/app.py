@@ -99,6 +99,7 @@ class Gateway:
     """The public listener's port; 0 until it listens."""
     admin_port: int | None = None
     """The admin listener's port. None until it listens, and where there is none."""
+    _public: Listening | None = None
 
     def __init__(
         self,
@@ -124,7 +125,8 @@ class Gateway:
         self.live = LiveRequests(config.limits.live_max)
         self._tls, self._admin_tls = _tls(config, worker, clock)
         self._key_sources, self._guests = KeySources(clock), Guests()
-        self.accounts = AccountsReader(config, path, clock, identity_of or self._identity_of, seen=seen)
+        identity_of = identity_of or self._identity_of
+        self.accounts = AccountsReader(config, path, clock, identity_of, seen=seen, env=env)
         self.accounts.on_revoked = self._end_revoked
         self._follower = _follower(config, self.accounts, env, clock)
         self._registry = _registry(self._follower, path, self.accounts, env, clock)
@@ -146,7 +148,6 @@ class Gateway:
         self._clock, self._worker, self._chats = clock, worker, Chats(self.accounts, self._guests, clock)
         if worker is not None:
             self.replicas.take_drained(worker.drained)
-        self._public: Listening | None = None
         self._background = Background(self._works(), clock)
         self._tokenizers = Background(self._helpers(), clock)
         self._stack = AsyncExitStack()

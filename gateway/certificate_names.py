@@ -16,6 +16,8 @@ from typing import Final
 
 Subject = tuple[frozenset[tuple[str, str]], ...]
 """A subject by its meaning: its parts, the last one first, each a set of types (OIDs) and values."""
+CertificateName = tuple[str, str | Subject]
+"""A name in a certificate: dns, uri or subject, and what it says."""
 
 _PAIR: Final = r'\\(?:[ "#+,;<=>\\]|[0-9A-Fa-f]{2})'
 _ATTRIBUTE: Final = re.compile(

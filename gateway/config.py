@@ -13,7 +13,7 @@ changes; everything else takes a restart.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
@@ -351,7 +351,9 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     yield from _repeated("issuers", (issuer.issuer for issuer in config.issuers))
     key_ids = [*(key.id for key in config.keys), *(entry.id for entry in config.certificates)]
     yield from _repeated("keys", key_ids)
-    yield from _repeated("keys", (key.hash for key in config.keys))
+    yield from _same("keys", "secret", ((key.id, hash_) for key in config.keys for hash_ in _hashes(key)))
+    names = ((entry.id, entry.name) for entry in config.certificates)
+    yield from _same("certificates", "name", names)
     yield from operator_problems(config.admin.keys)
     protocols: dict[str, HopProtocol] = {}
     for model in config.models:
@@ -431,12 +433,21 @@ def operator_problems(keys: Sequence[OperatorKeyConfig]) -> Iterator[str]:
     """The problems of operators' keys that no single setting shows. A second entry with the id or a secret of
     another would go on to open what the other does not any more."""
     yield from _repeated("admin.keys", (key.id for key in keys))
-    holders: dict[str, str] = {}
+    yield from _same("admin.keys", "secret", ((key.id, hash_) for key in keys for hash_ in _hashes(key)))
     for key in keys:
         yield from (f"admin.keys.{key.id}.{problem}" for problem in moment_problems(key))
-        for hash_ in {key.hash, key.previous_hash} - {None}:
-            if holders.setdefault(str(hash_), key.id) != key.id:
-                yield f"admin.keys: {holders[str(hash_)]!r} and {key.id!r} have the same secret"
+
+
+def _hashes(key: KeyConfig | OperatorKeyConfig) -> set[str]:
+    return {key.hash} if key.previous_hash is None else {key.hash, key.previous_hash}
+
+
+def _same(section: str, what: str, values: Iterable[tuple[str, Hashable]]) -> Iterator[str]:
+    """The entries that have the same value as one before, of which only ids are told."""
+    holders: dict[Hashable, str] = {}
+    for id_, value in values:
+        if (holder := holders.setdefault(value, id_)) != id_:
+            yield f"{section}: {holder!r} and {id_!r} have the same {what}"
 
 
 def moment_problems(key: KeyConfig | OperatorKeyConfig) -> Iterator[str]:

@@ -31,6 +31,7 @@ from shared.ids import TOKENIZER_HEADER
 from shared.openai import ChatMessage, ChatRequest
 from shared.room import Room
 from shared.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
+from shared.undecodable import UNDECODABLE
 
 FETCH_S: Final = 30.0
 """The time to fetch the profile from one replica, in seconds."""
@@ -252,7 +253,7 @@ async def _listed(
         raise
     try:
         models = msgspec.json.decode(body, type=_Models)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise UpstreamFailed("The engine's list of models cannot be read.", detail=str(error)) from error
     served = next((entry for entry in models.data if entry.id == name), None)
     if served is None:
@@ -275,7 +276,7 @@ async def _fetch_bundle(
         raise
     try:
         bundle = await asyncio.to_thread(msgspec.json.decode, body, type=TokenizerBundle)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         detail = f'{error}; if it is of another make, set engine = "openai" for its models'
         raise UpstreamFailed("The engine's tokenizer cannot be read.", detail=detail) from error
     if bundle.hash != headers_received.get(TOKENIZER_HEADER, bundle.hash):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from gateway.certificate_names import is_dns_name, is_uri, subject_of
+from gateway.certificate_names import CertificateName, is_dns_name, is_uri, subject_of
 from gateway.edge_config import Id, Name
 from gateway.quota_config import NO_LIMITS, PerModel, QuotaLimits
 from shared.config import ConfigError
@@ -89,3 +89,13 @@ class CertificateConfig:
             except ValueError as error:
                 form = "is not written as RFC 4514 says, such as CN=billing,O=Acme"
                 raise ConfigError([f"subject {self.subject!r} {form}: {error}"]) from None
+
+    @property
+    def name(self) -> CertificateName:
+        """The name that certificates are looked up by."""
+        if self.dns is not None:
+            return "dns", self.dns.lower()
+        if self.uri is not None:
+            return "uri", self.uri
+        assert self.subject is not None
+        return "subject", subject_of(self.subject)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from shared.build import DISTRIBUTION
 from shared.docstrings import field_docstrings
 from shared.errors import ApiError, InvalidRequest
 from shared.fields import values_for_nothing
@@ -29,7 +30,7 @@ def info(title: str, description: str) -> Json:
 
 def _version() -> str:
     try:
-        return importlib.metadata.version("penstock")
+        return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:  # run from its source
         return "0"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from shared import logs
-from shared.files import read_text
+from shared.files import MARK, read_text
 
 TOKEN_LEN_MAX: Final = 8 * 1024
 """Characters; some tokens hold a whole certificate's worth of claims."""
@@ -42,7 +42,7 @@ def read_secret(variable: str | None, path: str | None, env: Mapping[str, str]) 
             raise ValueError(f"{where} cannot be read: {why}") from None
     else:
         return None
-    token = text.strip()
+    token = text.removeprefix(MARK).strip()
     if not token:
         raise ValueError(f"{where} is empty")
     if not _TOKEN.fullmatch(token):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from shared.environment import no_such_setting, settings_in
-from shared.files import read_text
+from shared.files import MARK, read_text
 from shared.settings import Kind, Setting, option_of, settings_of, walk
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def _variables(type_: type, given: Mapping[str, str], prefix: str) -> tuple[dict
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_text(path, FILE_LEN_MAX))
+        return tomllib.loads(read_text(path, FILE_LEN_MAX).removeprefix(MARK))
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror or error}"]) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -4,8 +4,8 @@ A field that changes the answer elsewhere must not be dropped in silence: the ca
 than the one asked for, with a 200. So OpenAI's own fields that are not implemented, and the extensions of
 other engines that are in use (vLLM, SGLang, llama.cpp, TGI), are listed with the values that ask for nothing;
 any other value is unsupported. A field that is in no list is unknown: it is accepted, and named to the
-caller. Fields inside messages and their parts obey the same policy as those outside, and none of them may
-be given twice.
+caller unless it is null, which asks for nothing. Fields inside messages and their parts obey the same policy
+as those outside, and none of them may be given twice.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) ->
     """Look through the fields of a well-formed request. `known` are the names that its type has. Raises
     InvalidJson where an object that is looked into has a field twice."""
     table = _TABLES.get(type(request), {})
-    unknown = [] if fields.keys() <= known else [name for name in fields if name not in known | table.keys()]
+    unknown = [] if fields.keys() <= known else _unknown(fields, known | table.keys())
     unsupported = None if table.keys().isdisjoint(fields) else next(_unsupported(fields, table), None)
     if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
         unsupported = unsupported or "best_of"
@@ -165,6 +165,11 @@ def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) ->
 
 
 _NOTHING_TO_SAY: Final = Survey()
+_NULL: Final = Raw(b"null")
+
+
+def _unknown(fields: Mapping[str, Raw], known: frozenset[str]) -> list[str]:
+    return [name for name, value in fields.items() if name not in known and value != _NULL]
 
 
 class _PlainMessage(Struct, forbid_unknown_fields=True, omit_defaults=True):

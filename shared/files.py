@@ -7,7 +7,10 @@ import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
+
+MARK: Final = "\ufeff"
+"""A byte order mark, which some editors and PowerShell put before a text."""
 
 
 def write_all(file: int, data: bytes | memoryview) -> None:

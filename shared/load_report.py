@@ -12,6 +12,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from shared.undecodable import UNDECODABLE
+
 LOAD_HEADER: Final = "x-penstock-load"
 INTERVAL_MS: Final = 100
 """The longest time between two reports on a connection of an engine that has something to do."""
@@ -59,5 +61,5 @@ def parse_load(text: str | bytes | None) -> LoadReport | None:
         return None
     try:
         return _decode(text)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return None

@@ -2,7 +2,8 @@
 exported.
 
 What the environment says counts, as for every user of the SDK: `OTEL_EXPORTER_OTLP_HEADERS`, `_CERTIFICATE`,
-`_COMPRESSION`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_SERVICE_NAME`.
+`_COMPRESSION`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_SERVICE_NAME`. Platforms set such variables for all that
+they run, so nothing there keeps a service from its start.
 """
 
 from __future__ import annotations
@@ -13,23 +14,53 @@ from typing import Final
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
+from shared import logs
+from shared.build import DISTRIBUTION
 from shared.config import ConfigError
 from shared.span_queue import Send, SpanQueue
 from shared.tracing import NO_TRACING, Span, TracePolicy, Tracing, TracingConfig
 
 ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+PROTOCOL_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 SEND_S: Final = 10.0
 """The longest time that a batch takes, with the exporter's own repetitions."""
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 
+log = logs.get(__name__)
+
 
 def tracing_of(config: TracingConfig, service: str, env: Mapping[str, str]) -> Tracing:
-    """The export that the configuration or the environment asks for. Raises ConfigError where the extra is
-    not installed."""
-    if config.endpoint is None and not any(env.get(name) for name in ENDPOINT_VARIABLES):
+    """The export that the configuration or the environment asks for. Raises ConfigError where the
+    configuration does, and the extra is not installed."""
+    if _is_off(env) or (config.endpoint is None and not _first(ENDPOINT_VARIABLES, env)):
         return NO_TRACING
-    policy = TracePolicy(config.ratio, config.errors, config.slow_s)
-    return Tracing(policy, SpanQueue(_exporter(config.endpoint, service)))
+    try:
+        if config.endpoint is None and _first(PROTOCOL_VARIABLES, env).lower() == "grpc":
+            raise ConfigError(
+                [
+                    "spans are sent over HTTP, and the environment names a collector's port for gRPC: set "
+                    f"{PROTOCOL_VARIABLES[0]}=http/protobuf, and {ENDPOINT_VARIABLES[0]} to its URL for "
+                    "HTTP, such as http://collector:4318/v1/traces"
+                ]
+            )
+        send = _exporter(config.endpoint, service)
+    except ConfigError as error:
+        if config.endpoint is not None:
+            raise
+        log.warning("spans.not_exported", problems=list(error.problems))
+        return NO_TRACING
+    return Tracing(TracePolicy(config.ratio, config.errors, config.slow_s), SpanQueue(send))
+
+
+def _is_off(env: Mapping[str, str]) -> bool:
+    """True where the environment wants no export, as OpenTelemetry's specification has it."""
+    is_disabled = env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    return is_disabled or env.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none"
+
+
+def _first(names: Sequence[str], env: Mapping[str, str]) -> str:
+    """The value of the first of some variables that has one. Empty without any."""
+    return next(filter(None, (env.get(name, "").strip() for name in names)), "")
 
 
 def _exporter(endpoint: str | None, service: str) -> Send:
@@ -41,7 +72,7 @@ def _exporter(endpoint: str | None, service: str) -> Send:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     except ImportError as error:
         raise ConfigError(
-            [f"spans are exported with the extra otel: pip install 'penstock[otel]' ({error})"]
+            [f"spans are exported with the extra otel: pip install '{DISTRIBUTION}[otel]' ({error})"]
         ) from None
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S)
     resource = Resource({SERVICE_NAME: service}).merge(Resource.create())

@@ -15,6 +15,8 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from shared.build import DISTRIBUTION
+
 
 class License(Struct, frozen=True, omit_defaults=True):
     name: str
@@ -66,7 +68,7 @@ def bom(packages: Iterable[importlib.metadata.Distribution]) -> Bom:
     """The document about these packages, one of which is Penstock."""
     by_purl = {one.purl: one for one in map(component, packages)}
     components = [by_purl[purl] for purl in sorted(by_purl)]
-    own = next(one for one in components if one.name == "penstock")
+    own = next(one for one in components if one.name == DISTRIBUTION)
     rest = [one for one in components if one is not own]
     return Bom("CycloneDX", "1.5", 1, Metadata(msgspec.structs.replace(own, type="application")), rest)
 

@@ -80,7 +80,7 @@ class SpanQueue:
 
     def _send_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_MAX))]
-        problem = ""
+        problem = "they were refused, or nobody answered: the exporter's own line says which"
         try:
             is_taken = self._send(batch)
         except Exception as error:  # a library's: the requests that the spans tell of are over
@@ -88,5 +88,7 @@ class SpanQueue:
         SPANS.inc("sent" if is_taken else "failed", by=len(batch))
         if self._is_failing is is_taken:  # said once, each time that it changes
             self._is_failing = not is_taken
-            say = log.info if is_taken else log.warning
-            say("spans.sent_again" if is_taken else "spans.not_taken", problem=problem)
+            if is_taken:
+                log.info("spans.sent_again")
+            else:
+                log.warning("spans.not_taken", problem=problem)

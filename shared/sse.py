@@ -29,6 +29,7 @@ from shared.causes import CAUSES_MAX, Cause, Count
 from shared.errors import ApiError
 from shared.load_report import LoadReport
 from shared.openai import USED_TOKENS_MAX, error_envelope
+from shared.undecodable import UNDECODABLE
 
 DONE: Final = b"data: [DONE]\n\n"
 CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
@@ -112,7 +113,7 @@ def parse_closing(data: bytes | str) -> Closing | None:
     numbers are out of all bounds."""
     try:
         return _decode_closing(data)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return None
 
 

@@ -100,7 +100,12 @@ _QUALITY: Final = re.compile(r"[01](?:\.[0-9]{0,3})?")
 
 STATE_LEN_MAX: Final = 512
 """The longest `tracestate` that is carried on, which every party must carry (W3C Trace Context)."""
-_TRACESTATE: Final = re.compile(r"[a-z0-9][\x21-\x7e \t]*")
+STATE_MEMBERS_MAX: Final = 32
+_MEMBER: Final = re.compile(
+    r"(?:[a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
+"""A member of a `tracestate`: `vendor=opaque`, or `tenant@vendor=opaque`."""
 _TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 
 
@@ -128,10 +133,16 @@ def parse_traceparent(value: str | None) -> TraceContext | None:
 
 
 def carried_state(value: str | None) -> str:
-    """The `tracestate` header as it is carried on; empty where it is none, or longer than must be carried."""
-    if value is None or len(value) > STATE_LEN_MAX or _TRACESTATE.fullmatch(value) is None:
+    """The `tracestate` header as it is carried on; empty where it is none, or longer than must be carried.
+
+    It is read strictly (W3C Trace Context, level 1): libraries put what they do not take into their logs.
+    """
+    if value is None or len(value) > STATE_LEN_MAX:
         return ""
-    return value
+    members = [member for part in value.split(",") if (member := part.strip(" \t"))]
+    names = {member.partition("=")[0] for member in members}
+    is_state = len(names) == len(members) <= STATE_MEMBERS_MAX and all(map(_MEMBER.fullmatch, members))
+    return value if is_state and members else ""
 
 
 # -- stages ---------------------------------------------------------------------------------------

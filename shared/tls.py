@@ -21,6 +21,8 @@ FILE_LEN_MAX: Final = 1024 * 1024
 """Bytes of a file with a certificate chain or a key."""
 _FIRST_CERTIFICATE: Final = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _HANDSHAKE_TURNS: Final = 4
+_MISFITS: Final = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
+"""OpenSSL's words for a key that is another certificate's; the last is for one of another type."""
 
 log = logs.get(__name__)
 
@@ -153,7 +155,7 @@ def _why_not(cert: str, key: str, error: OSError) -> str:
             return f"{file}: {problem.strerror}"
         if f"{kind.upper()}-----".encode() not in text:
             return f"{file} holds no {kind} in PEM"
-    if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
+    if isinstance(error, ssl.SSLError) and error.reason in _MISFITS:
         return "the key is not that of the certificate"
     return str(error)
 

@@ -60,7 +60,8 @@ class TracingConfig:
 
     endpoint: CollectorUrl | None = None
     """URL that takes OTLP over HTTP, such as http://collector:4318/v1/traces. Unset: what
-    OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say, and no export without them."""
+    OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say, and no export without them.
+    OTEL_SDK_DISABLED=true and OTEL_TRACES_EXPORTER=none end any export."""
     ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """Part of the traces that are exported, where the caller's traceparent does not decide."""
     errors: bool = True

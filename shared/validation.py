@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from codecs import getincrementaldecoder
+from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, Final, Generic, TypeVar
@@ -32,6 +32,7 @@ from shared.fair_threads import Slices
 from shared.fields import INSTEAD, survey
 from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Prompt, PromptRequest
 from shared.repeated import PLAIN_NAME, Key
+from shared.undecodable import UNDECODABLE
 
 T = TypeVar("T", bound=Struct)
 
@@ -42,8 +43,6 @@ ENCODED_AGAIN_LEN_MAX: Final = 16 * 1024
 """Bytes of the longest body that is encoded again to see whether a field is given twice."""
 FIELDS_MAX: Final = 256
 """The most fields at the body's top level."""
-_REFUSED: Final = (UnicodeDecodeError, RecursionError, msgspec.DecodeError)
-"""The errors of decoding that are the caller's."""
 IGNORED_NAMED_MAX: Final = 32
 """The most names of ignored fields that the answer's header lists."""
 
@@ -94,7 +93,9 @@ def parse(body: bytes, type_: type[T], census: Census | None = None) -> Parsed[T
         body.decode()  # msgspec leaves strings that it skips unchecked
         fields = _top_level(body)
         request = _decoder(type_).decode(body)
-    except _REFUSED as error:
+    except UNDECODABLE as error:
+        if (rest := _behind_mark(body)) is not None:
+            return parse(rest, type_, census)
         raise _refusal(error, body, type_) from None
     return _parsed(request, fields, type_)
 
@@ -110,16 +111,39 @@ def parse_slices(body: bytes, type_: type[T]) -> Slices[Parsed[T]]:
         yield
         request = _decoder(type_).decode(body)
         yield
-    except _REFUSED as error:
+    except UNDECODABLE as error:
+        if (rest := _behind_mark(body)) is not None:
+            return (yield from parse_slices(rest, type_))
         raise _refusal(error, body, type_) from None
     return _parsed(request, fields, type_)
+
+
+def _behind_mark(body: bytes) -> bytes | None:
+    """The body behind a byte order mark, which RFC 8259 lets a reader ignore: PowerShell writes one. None
+    where it has none, or more than one. No decoder takes one, so it is looked for when one has failed."""
+    return body[len(BOM_UTF8) :] if body.startswith(BOM_UTF8) and not body.startswith(2 * BOM_UTF8) else None
 
 
 def _parsed(request: T, fields: dict[str, Raw], type_: type[T]) -> Parsed[T]:
     if isinstance(request, PromptRequest):
         check(request, fields)
-    found = survey(request, fields, _names(type_))
+    try:
+        found = survey(request, fields, _names(type_))
+    except msgspec.ValidationError:
+        raise _out_of_range(fields) from None
     return Parsed(request, fields, found.unknown, found.unsupported)
+
+
+def _out_of_range(fields: dict[str, Raw]) -> InvalidJson:
+    """The error of a number that no type has looked at, and that is out of all range: nothing else is left to
+    be found in a value that was skipped without an error."""
+    for name, value in fields.items():
+        try:
+            msgspec.json.decode(value)
+        except msgspec.ValidationError:
+            param = _param(name)
+            return InvalidJson(f"{param or 'A field'} has a number out of range.", param=param)
+    return InvalidJson("The body has a number out of range.")
 
 
 def _refusal(error: Exception, body: bytes, type_: type[Struct]) -> InvalidRequest:

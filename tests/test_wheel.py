@@ -6,13 +6,24 @@ packages are the list of its files.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
+from shared.build import DISTRIBUTION
 from tests.test_layering import SOURCES, imports
 
 ROOT = Path(__file__).parent.parent
-WHEEL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+WHEEL = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+STRANGERS = re.compile(
+    r"\b(?:pip3?|pipx|uv|uvx)\b[^&|;\n]*[ '\"]penstock(?!-llm\b)(?=[\s'\"\[=<>~]|$)"
+    r"|\bpenstock\["
+    r"|(?:version|distribution|metadata|files|requires)\([\"']penstock[\"']\)",
+    re.MULTILINE,
+)
+"""What installs, or looks up, the distribution of another project."""
+TOLD = {".py", ".md", ".toml", ".yaml", ".tpl", ".sh", ".txt", ".js", ".html", ""}
 DEMO_FILES = {
     "engine/demo/__init__.py",
     "engine/demo/model/config.json",
@@ -36,3 +47,18 @@ def test_the_wheel_ships_the_demo_model_and_not_its_corpus() -> None:
 def test_nothing_in_the_wheel_imports_tests() -> None:
     for path in SOURCES:
         assert not [name for name in imports(path) if name.split(".")[0] == "tests"], path
+
+
+def test_its_name_is_ours_wherever_people_are_told_to_install_it() -> None:
+    assert PYPROJECT["project"]["name"] == DISTRIBUTION
+    wrong = "pip install penstock", "pip install -U 'penstock>=0.1'", '"penstock[all]"', 'version("penstock")'
+    for told in wrong:
+        assert STRANGERS.search(told)
+    files = [path for path in ROOT.iterdir() if path.is_file()]
+    for name in ("gateway", "engine", "shared", "helm", "tests"):
+        files += [path for path in (ROOT / name).rglob("*") if path.suffix in TOLD and path.is_file()]
+    assert len(files) > 500
+    for path in files:
+        lines = path.read_bytes().splitlines() if path != Path(__file__) else ()
+        found = [line for line in lines if b"penstock" in line and STRANGERS.search(line.decode())]
+        assert not found, path

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from engine.bench.virtual import Run
 from engine.bench.workloads import CHAT, TRACE
 from shared.bench.streams import BenchFailed
+from shared.build import DISTRIBUTION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +24,7 @@ _WORKLOADS: Final = {workload.name: workload for workload in (CHAT, TRACE)}
 def check() -> None:
     """Raise BenchFailed when matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise BenchFailed("--plot needs matplotlib: pip install 'penstock[bench]'")
+        raise BenchFailed(f"--plot needs matplotlib: pip install '{DISTRIBUTION}[bench]'")
 
 
 def draw(runs_of: Mapping[str, Mapping[str, Sequence[Run]]], path: Path) -> None:

@@ -245,7 +245,7 @@ def checked_checkpoint(
     The files' headers are checked first: no tensor is read from a checkpoint that does not match. A head of
     its own beside `tie_word_embeddings` is used unless it equals the embedding, as in transformers 5.
     """
-    files = checkpoint_files(Path(config.model))
+    files = checkpoint_files(Path(config.model), progress)
     has_head = model.tied_embeddings and LM_HEAD in files
     untied = replace(model, tied_embeddings=False) if has_head else model
     inspection = Inspection(files, dtype, model.fp8)

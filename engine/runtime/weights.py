@@ -15,7 +15,7 @@ lie on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -30,6 +30,7 @@ from engine.runtime.fp8 import Fp8Weight, quantise
 from engine.runtime.models.quantization import Fp8Scheme
 from engine.runtime.parallel.shard import Span
 from shared.files import open_regular
+from shared.undecodable import UNDECODABLE
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
@@ -104,19 +105,24 @@ class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
 
-def checkpoint_files(model_dir: Path) -> Mapping[str, Path]:
+def checkpoint_files(model_dir: Path, progress: Callable[[str], None] = lambda _: None) -> Mapping[str, Path]:
     """The file that holds each tensor. Raises ModelUnavailable, WeightsMismatch.
 
-    A file with all weights wins over an index, which may be left over from shards that were deleted.
+    A file with all weights wins over an index, which may be left over from shards that were deleted;
+    `progress` hears of it.
     """
     single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
     try:
         if single.is_file() or not index.is_file():
+            if index.is_file():
+                progress(
+                    f"loading {SINGLE_FILE}: {INDEX_FILE} beside it, and the files it names, are not read"
+                )
             with _open(single) as handle:
                 return dict.fromkeys(handle.keys(), single)
         named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
         files = {name: model_dir / file for name, file in named.items()}
-    except (OSError, msgspec.DecodeError, SafetensorError) as error:
+    except (OSError, *UNDECODABLE, SafetensorError) as error:
         raise ModelUnavailable(
             f"{model_dir} has no readable {SINGLE_FILE} or {INDEX_FILE}, and nothing else is loaded ({error})"
         ) from error

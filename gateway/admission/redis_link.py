@@ -11,7 +11,8 @@ Rules:
    says that it does not do what it is for (`REFUSALS`). While it is down calls fail at once: nobody waits for
    a server that is known not to answer. A probe that succeeds brings it up again.
 3. What was sent on a connection that broke is sent once more on the next one, within its time: calls are
-   idempotent. Nothing else is ever repeated.
+   idempotent. A server that has become a replica (`READONLY`) breaks a connection too: the next one is to the
+   primary, if there is one by then. Nothing else is ever repeated.
 4. A caller that is cancelled leaves its answer in the line, so that the order holds.
 """
 
@@ -266,6 +267,11 @@ class RedisLink:
         call = self._waiting.popleft()
         answer = call.answer
         if isinstance(reply, hiredis.ReplyError):
+            if str(reply).startswith("READONLY") and not call.is_resent and self._wire is not None:
+                self._waiting.appendleft(call)
+                self._wire.abort()
+                self._lost()
+                return
             error = self._error(str(reply))
             error.may_be_done = call.is_resent
             if not answer.done():

@@ -24,6 +24,7 @@ from shared.bench.client import ApiServer
 from shared.bench.figures import Figure, at_most, figure, quantile
 from shared.bench.services import free_port
 from shared.bench.streams import BenchFailed
+from shared.build import DISTRIBUTION
 from shared.tracing import TracingConfig
 
 RATIO: Final = 0.1
@@ -50,7 +51,7 @@ _TRACES: Final = _Keeps(f"spans of {RATIO:.0%}", traced=RATIO)
 async def recording(load: Load, seconds: float) -> list[Figure]:
     """CPU time per request and per event with each, and its ratio to that with nothing."""
     if importlib.util.find_spec("opentelemetry.sdk") is None:
-        raise BenchFailed("the row recording needs the extra otel: pip install 'penstock[otel]'")
+        raise BenchFailed(f"the row recording needs the extra otel: pip install '{DISTRIBUTION}[otel]'")
     async with contextlib.AsyncExitStack() as stack:
         receiver = await stack.enter_async_context(_receiver())
         engine = await stack.enter_async_context(paced_engine(load.interval_ms))

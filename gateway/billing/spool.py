@@ -4,8 +4,9 @@ Rules:
 
 1. The file holds whole lines. A write that fails leaves it as it was; the start of a line that a crash cut
    off is taken away when the file is opened again.
-2. One process writes it, which a lock on it ensures. A file that was renamed is left alone, and a new one is
-   begun: that is how it is rotated.
+2. One process writes it, which a lock on it ensures. A file that was renamed or removed is left alone, and a
+   new one is begun: that is how it is rotated. With a webhook, what was not taken yet is copied into the new
+   one first. One that somebody else has cut short goes on from where it ends now.
 3. With a webhook, `FILE.sent` says how many bytes were taken: the file's inode and the number. It is replaced
    by renaming, after the webhook has answered. So what was taken may be sent twice after a crash, and is
    never passed over. While the disk takes no note, as a full one, the process itself knows what was taken.
@@ -22,6 +23,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Sequence
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Final
 
@@ -39,7 +41,7 @@ assert LINE_LEN_MAX < BATCH_LEN, "a batch has a whole line"
 
 
 class Batch(Struct, frozen=True):
-    """Whole lines, and where they stand in the file."""
+    """Whole lines, and their place among all that the webhook gets from this file and those after it."""
 
     start: int
     data: bytes
@@ -69,6 +71,8 @@ class Spool:
             raise ConfigError([f"accounting.file: {error}"]) from None
         self._compact_len: Final = COMPACT_LEN if len_max is None else min(COMPACT_LEN, len_max // 2)
         self._sent = 0 if len_max is None else self._read_sent()
+        self._base = 0
+        """The place of the file's first byte, as `Batch.start` counts."""
         self._is_noted = False
         self._size = os.fstat(self._fd).st_size
 
@@ -81,20 +85,19 @@ class Spool:
         """Write lines, and return how many: fewer where the file is full. Raises OSError when none was
         written."""
         with self._lock:
-            self._follow_rename()
-            written = list(lines)
+            self._follow()
+            count = len(lines)
             if self._len_max is not None:
-                room = self._len_max - self._size
-                while written and sum(map(len, written)) > room:
-                    written.pop()
-            data = b"".join(written)
+                ends = accumulate(map(len, lines), initial=self._size)
+                count = sum(end <= self._len_max for end in islice(ends, 1, None))
+            data = b"".join(lines[:count])
             try:
                 write_all(self._fd, data)
             except OSError:
                 os.ftruncate(self._fd, self._size)
                 raise
             self._size += len(data)
-            return len(written)
+            return count
 
     def sync(self) -> None:
         """Wait until what was written is on the disk. Raises OSError."""
@@ -106,18 +109,19 @@ class Spool:
             os.close(fd)
 
     def next_batch(self) -> Batch | None:
-        """The first lines that were not sent. None when all were."""
+        """The first lines that were not sent. None when all were. Raises OSError."""
         with self._lock:
+            self._follow()
             data = os.pread(self._fd, BATCH_LEN, self._sent)
             end = data.rfind(b"\n") + 1
-            return Batch(self._sent, data[:end]) if end else None
+            return Batch(self._base + self._sent, data[:end]) if end else None
 
     def sent(self, batch: Batch) -> None:
         """Note that a batch was taken. Raises OSError when the disk does not take the note: the batch is
         passed over nevertheless, and `note` is to be called until it succeeds."""
         with self._lock:
-            assert batch.start == self._sent
-            self._sent += len(batch.data)
+            if batch.start == self._base + self._sent:  # else the file was cut short meanwhile
+                self._sent += len(batch.data)
             self._is_noted = False
             self._note()
 
@@ -149,19 +153,35 @@ class Spool:
             raise
         return fd
 
-    def _follow_rename(self) -> None:
-        """Rule 2."""
-        try:
-            if os.stat(self._path).st_ino == os.fstat(self._fd).st_ino:
+    def _follow(self) -> None:
+        """Rule 2. Raises OSError where nothing was changed."""
+        own = os.fstat(self._fd)
+        if own.st_size < self._size:
+            self._begin_at(own.st_size, is_next=False)
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self._path).st_ino == own.st_ino:
                 return
-        except FileNotFoundError:
-            pass
-        renamed, self._fd = self._fd, self._open()
-        os.fsync(renamed)
-        os.close(renamed)
-        self._size, self._sent = os.fstat(self._fd).st_size, 0
+        new = self._open()
+        size = os.fstat(new).st_size
+        try:
+            left = 0 if self._len_max is None else self._copy_left(new)
+        except OSError:
+            os.ftruncate(new, size)
+            os.close(new)
+            raise
+        old, self._fd = self._fd, new
+        os.fsync(old)
+        os.close(old)
+        self._begin_at(size + left, is_next=size == 0)
+
+    def _begin_at(self, size: int, *, is_next: bool) -> None:
+        """Go on with a file of which nothing was sent. `is_next` is true if it begins with what comes next;
+        if not, a batch that is under way is none of its."""
+        self._base += self._sent if is_next else self._size + 1
+        self._size, self._sent, self._is_noted = size, 0, False
 
     def _note(self) -> None:
+        self._follow()
         try:
             if self._sent >= self._compact_len and 2 * self._sent >= self._size:
                 self._compact()  # first: the note may need the room that this frees
@@ -175,18 +195,24 @@ class Spool:
         new_path.unlink(missing_ok=True)
         new = self._open(new_path)
         try:
-            at = self._sent
-            while data := os.pread(self._fd, COMPACT_LEN, at):
-                write_all(new, data)
-                at += len(data)
-            os.fsync(new)
+            left = self._copy_left(new)
             os.rename(new_path, self._path)
         except OSError:
             os.close(new)
             new_path.unlink(missing_ok=True)
             raise
         os.close(self._fd)
-        self._fd, self._size, self._sent = new, self._size - self._sent, 0
+        self._fd = new
+        self._begin_at(left, is_next=True)
+
+    def _copy_left(self, new: int) -> int:
+        """Copy what was not sent to the end of another file, and return how many bytes."""
+        at = self._sent
+        while data := os.pread(self._fd, COMPACT_LEN, at):
+            write_all(new, data)
+            at += len(data)
+        os.fsync(new)
+        return at - self._sent
 
     def _read_sent(self) -> int:
         """0 where it says nothing of this file."""

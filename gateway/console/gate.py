@@ -43,6 +43,7 @@ from shared.errors import (
     RouteNotFound,
     Unauthenticated,
 )
+from shared.undecodable import UNDECODABLE
 
 SESSION: Final = "/admin/v1/console/session"
 COOKIE: Final = "penstock_console"
@@ -141,7 +142,7 @@ async def _key_of(request: web.BaseRequest) -> str:
     body = await read_operator_body(request)
     try:
         key = msgspec.json.decode(body, type=Login).key
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # its text may show the key
+    except UNDECODABLE:  # its text may show the key
         raise InvalidRequest('A log-in reads {"key": "..."}.', param="key") from None
     if len(key) > KEY_LEN_MAX or key_problem(key) is not None:
         raise Unauthenticated("This is no operator's key.")

@@ -7,6 +7,8 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from shared.undecodable import UNDECODABLE
+
 TEXT_LEN_MAX: Final = 256 * 1024
 """Characters of an answer that are kept."""
 TICKS_MAX: Final = 8192
@@ -59,7 +61,7 @@ class Reading:
             return
         try:
             event = _decode(data)
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             return
         if event.error is not None:
             self.problem = event.error.message
@@ -81,6 +83,6 @@ def error_text(body: bytes) -> str:
     """The message in a refusal."""
     try:
         error = _decode(body).error
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         error = None
     return "It was refused." if error is None else error.message

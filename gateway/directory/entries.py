@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -22,6 +23,7 @@ from gateway.config import KeyConfig, TenantConfig
 from gateway.quota_config import ModelLimits, QuotaLimits
 from shared.config import ConfigError, load
 from shared.errors import Conflict, NotFound, PreconditionFailed
+from shared.undecodable import UNDECODABLE
 
 KEYS_MAX: Final = 100_000
 """The most keys in Redis. A file has `gateway.edge_config.ENTRIES_MAX` at most."""
@@ -162,7 +164,7 @@ def decode(type_: type[R], raw: bytes) -> R:
         found = msgspec.json.decode(raw, type=type_)
         if encode(found) == raw:
             return found
-    except (msgspec.DecodeError, UnicodeDecodeError, ConfigError):
+    except (*UNDECODABLE, ConfigError):
         pass  # what is wrong with it is said below
     return parse(type_, decode_object(raw))
 
@@ -193,6 +195,7 @@ def decode_object(raw: bytes) -> Mapping[str, Any]:
     """The fields of a JSON object, in which no object has a name twice. Raises ConfigError, and NoObject."""
     if len(raw) > ENTRY_LEN_MAX:
         raise NoObject([f"it is longer than {ENTRY_LEN_MAX} bytes"])
+    raw = raw.removeprefix(BOM_UTF8)
     try:
         found: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         members = json.loads(raw, object_pairs_hook=_Members)

@@ -114,7 +114,10 @@ class FileDirectory:
         doubt = None
         try:
             with _locked(path.resolve().parent):
-                seen, text = file_version(path), read_bytes(path, FILE_LEN_MAX).decode()  # with its line ends
+                seen, text = (
+                    file_version(path),
+                    read_bytes(path, FILE_LEN_MAX).decode("utf-8-sig"),
+                )  # with its line ends
                 config = load(document(text), self._env)
                 entries: Sequence[E] = attrgetter(section)(config)
                 at = next((at for at, record in enumerate(entries) if record.id == id_), None)

@@ -61,7 +61,7 @@ async def _call(
     file: Path, operation: Operation, id_: str, fields: Mapping[str, Any], env: Mapping[str, str]
 ) -> bytes:
     config = load(file, env)
-    accounts = AccountsReader(config, file)
+    accounts = AccountsReader(config, file, env=env)
     if config.directory.store == "file":
         registry = Registry(FileDirectory(file, accounts, env), accounts)
         return await _ask(registry, operation, id_, fields)
@@ -77,7 +77,7 @@ async def _call(
 async def _call_operators(
     file: Path, operation: Operation, id_: str, fields: Mapping[str, Any], env: Mapping[str, str]
 ) -> bytes:
-    accounts = AccountsReader(load(file, env), file)
+    accounts = AccountsReader(load(file, env), file, env=env)
     keys = OperatorKeys(FileDirectory(file, accounts, env), accounts)
     by = _user()
     found: Struct

@@ -25,7 +25,6 @@ from random import Random
 from typing import Final
 
 import aiohttp
-import msgspec
 
 from gateway.discovery.endpoint_slices import (
     Event,
@@ -41,6 +40,7 @@ from gateway.discovery_config import DiscoveryConfig, KubernetesConfig
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
 from shared.tls import UnusableTls, client_context
+from shared.undecodable import UNDECODABLE
 
 API: Final = "/apis/discovery.k8s.io/v1"
 WATCH_S: Final = 60
@@ -79,7 +79,7 @@ _FAILURES: Final = (
     TooManySlices,
     UnusableTls,
     aiohttp.ClientError,
-    msgspec.DecodeError,
+    *UNDECODABLE,
     OSError,
     TimeoutError,
     ValueError,

@@ -1,7 +1,8 @@
 """All ways to name a caller, in one order:
 
 1. What the `Authorization` header holds decides, where there is one. It is a token (JWT) where issuers are
-   configured and it has the form of one, at least two dots; else it is a key. Minted keys have no dots.
+   configured and it has the form of one, at least two dots, and is no key: a development key may have dots.
+   Else it is a key.
 2. Without that header it is the client's certificate.
 
 The first that is shown decides alone. A key that is revoked does not fall back on the certificate that came
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from gateway.config import GatewayConfig
 from gateway.identity.caller import Caller, Identity, Principal, Revoked
 from gateway.identity.jwks import KeySources
-from gateway.identity.keys import KeyTable
+from gateway.identity.keys import KEY_LEN_MAX, KeyTable
 from shared.errors import Unauthenticated
 from shared.ids import TenantId
 from shared.shield import Done
@@ -48,9 +49,18 @@ class Callers:
             certified = self._certificates.check(certificate, now_s)
             if caller.authorization is None:
                 return Done(_named(certified))
-        if self._tokens is not None and (token := _token(caller.authorization)) is not None:
+        if self._tokens is not None and (token := self._token(caller.authorization)) is not None:
             return self._tokens.identify(token, now_s, caller.whose)
         return self._keys.identify(caller, now_s)
+
+    def _token(self, authorization: str | None) -> str | None:
+        """The text of an `Authorization: Bearer` header that has the form of a token and is no key; None for
+        any other. Few tokens are so short that it has to be looked whether they are a key."""
+        scheme, _, text = (authorization or "").partition(" ")
+        text = text.strip(" ")
+        if scheme.lower() != "bearer" or text.count(".") < _DOTS:
+            return None
+        return None if len(text) <= KEY_LEN_MAX and self._keys.has(authorization) else text
 
 
 def callers_of(
@@ -76,12 +86,6 @@ def callers_of(
 
         certificates = CertificateTable(config.certificates, revoked)
     return Callers(keys, tokens, certificates) if tokens or certificates else keys
-
-
-def _token(authorization: str | None) -> str | None:
-    """The text of an `Authorization: Bearer` header that has the form of a token; None for any other."""
-    scheme, _, text = (authorization or "").partition(" ")
-    return text.strip(" ") if scheme.lower() == "bearer" and text.count(".") >= _DOTS else None
 
 
 def _named(principal: Principal | None) -> Principal:

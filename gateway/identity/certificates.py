@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPub
 from cryptography.x509.oid import ExtensionOID
 from msgspec import Struct
 
-from gateway.certificate_names import Subject, subject_of
+from gateway.certificate_names import CertificateName, Subject
 from gateway.holder_config import CertificateConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Principal, Revoked
@@ -32,9 +32,6 @@ KNOWN_MAX: Final = 4096
 CRL_LEN_MAX: Final = 4 * 1024 * 1024
 """The largest file of revocation lists, in bytes."""
 _CRL: Final = re.compile(rb"-----BEGIN X509 CRL-----.+?-----END X509 CRL-----", re.DOTALL)
-
-_Name = tuple[str, str | Subject]
-"""A name in a certificate: dns, uri or subject, and what it says."""
 
 log = logs.get(__name__)
 
@@ -59,7 +56,7 @@ class CertificateTable:
 
     def __init__(self, entries: Iterable[CertificateConfig], revoked: Callable[[], Revoked]) -> None:
         """`revoked` gives what is revoked now."""
-        self._by_name: Final[dict[_Name, tuple[int, Principal]]] = {}
+        self._by_name: Final[dict[CertificateName, tuple[int, Principal]]] = {}
         for at, entry in enumerate(entries):
             principal = Principal(
                 KeyId(entry.id),
@@ -69,7 +66,7 @@ class CertificateTable:
                 entry.service_tier,
                 model_limits=entry.model_limits,
             )
-            self._by_name.setdefault(_name_of(entry), (at, principal))
+            self._by_name.setdefault(entry.name, (at, principal))
         self._known: Final = BoundedDict[bytes, _Known](KNOWN_MAX)
         self._revoked: Final = revoked
 
@@ -105,19 +102,10 @@ class CertificateTable:
             ) from None
 
 
-def _name_of(entry: CertificateConfig) -> _Name:
-    if entry.dns is not None:
-        return "dns", entry.dns.lower()
-    if entry.uri is not None:
-        return "uri", entry.uri
-    assert entry.subject is not None
-    return "subject", subject_of(entry.subject)
-
-
-def _names_in(certificate: x509.Certificate) -> list[_Name]:
-    """All names that it has, as `_name_of` gives them. None of a certificate whose other names are of forms
-    that are not read here, or that has an extension twice: it is good, and names nobody."""
-    names: list[_Name] = [("subject", _said_by(certificate.subject))]
+def _names_in(certificate: x509.Certificate) -> list[CertificateName]:
+    """All names that it has, as `CertificateConfig.name` gives them. None of a certificate whose other names
+    are of forms that are not read here, or that has an extension twice: it is good, and names nobody."""
+    names: list[CertificateName] = [("subject", _said_by(certificate.subject))]
     try:
         extension = certificate.extensions.get_extension_for_oid(ExtensionOID.SUBJECT_ALTERNATIVE_NAME)
     except x509.ExtensionNotFound:

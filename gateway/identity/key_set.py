@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from shared.undecodable import UNDECODABLE
+
 if TYPE_CHECKING:
     from jwt.algorithms import Algorithm
 
@@ -96,7 +98,7 @@ def keys_of(data: bytes) -> tuple[tuple[VerificationKey, ...], list[str]]:
     they are too many."""
     try:
         found = msgspec.json.decode(data, type=_JwkSet).keys
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except UNDECODABLE:
         raise BadKeys("is no JWK set") from None
     if len(found) > KEYS_MAX:
         raise BadKeys(f"has {len(found)} keys, more than {KEYS_MAX}")
@@ -119,7 +121,7 @@ def keys_of(data: bytes) -> tuple[tuple[VerificationKey, ...], list[str]]:
 def _key_of(raw: msgspec.Raw) -> VerificationKey:
     try:
         jwk = msgspec.json.decode(raw, type=Jwk)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except UNDECODABLE:
         raise BadKeys("is no JSON Web Key") from None
     if jwk.kid is not None and not KID.fullmatch(jwk.kid):
         raise BadKeys("has an id that is not 1 to 128 plain characters")

@@ -7,11 +7,14 @@ Rules:
 2. At rest there is only the SHA-256 of the whole key. A minted secret has 190 random bits, so there
    is nothing that a slow hash or a pepper would protect: a stolen file of hashes opens no door. A
    pepper would be one more secret to hand to every gateway and to rotate.
-3. A minted key is found by its `keyid` and compared in constant time; on a miss the same comparison
-   is made against a dummy, so that the time tells nothing about which ids exist.
+3. A key is found by its full hash, whose bits no caller can steer, and compared in constant time; on a miss
+   the same comparison is made with the key of the shown `keyid`, or with a dummy, so that the time tells
+   nothing about which ids exist.
 4. A key whose secret was replaced may be shown with the one before for a while: both are compared.
-5. Any other string can be registered as a development key. It is found by its full hash, whose bits
-   no caller can steer. A guessable string is as weak as it looks: development only.
+5. Any string can be registered as a development key. A guessable one is as weak as it looks: development
+   only.
+6. Where two entries have one hash, the one that the configuration file declares is meant. Of others a minted
+   key is the one of its own `keyid`, and a development key is none of them: it is not known whose it is.
 """
 
 from __future__ import annotations
@@ -125,21 +128,33 @@ class KeyTable:
     """The keys that open. It is changed in place: a request looks its key up once, and goes on with the
     principal that it found."""
 
-    __slots__ = ("_by_digest", "_by_id", "declared", "is_complete")
+    __slots__ = ("_by_digest", "_by_id", "_claims", "_declared", "is_complete")
 
     def __init__(self, keys: Iterable[KeyConfig] = ()) -> None:
         self._by_id: Final[dict[KeyId, _Record]] = {}
         self._by_digest: Final[dict[bytes, _Record]] = {}
+        self._claims: Final[dict[bytes, dict[KeyId, _Record]]] = {}
+        """The keys of each digest that several have. Which of them is in `_by_digest` says rule 6."""
         self.is_complete = True
         """True if what is here is all there is. If not, only the `declared` keys are known to work, and a
         key that is not here may be one that could not be read."""
-        self.declared: Set[str] = frozenset()
-        """The ids of the keys that the configuration file has."""
+        self._declared: Set[str] = frozenset()
         for key in keys:
             self.put(key)
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    @property
+    def declared(self) -> Set[str]:
+        """The ids of the keys that the configuration file has."""
+        return self._declared
+
+    @declared.setter
+    def declared(self, ids: Set[str]) -> None:
+        self._declared = ids
+        for digest in [*self._claims]:
+            self._settle(digest)
 
     def put(self, key: KeyConfig) -> bool:
         """Add a key, or replace the one of the same id. Returns whether this revokes it: one that worked no
@@ -148,7 +163,13 @@ class KeyTable:
         old = self._take_out(record.principal.key)
         self._by_id[record.principal.key] = record
         for digest in _digests(record):
-            self._by_digest[digest] = record
+            holder = self._by_digest.get(digest)
+            if holder is None and digest not in self._claims:
+                self._by_digest[digest] = record
+                continue
+            claims = self._claims.setdefault(digest, {} if holder is None else {holder.principal.key: holder})
+            claims[record.principal.key] = record
+            self._settle(digest)
         return record.is_disabled and old is not None and not old.is_disabled
 
     def remove(self, key: KeyId) -> bool:
@@ -159,9 +180,28 @@ class KeyTable:
     def _take_out(self, key: KeyId) -> _Record | None:
         old = self._by_id.pop(key, None)
         for digest in () if old is None else _digests(old):
-            if self._by_digest.get(digest) is old:
-                del self._by_digest[digest]
+            if (claims := self._claims.get(digest)) is None:
+                self._by_digest.pop(digest, None)
+            else:
+                claims.pop(key, None)
+                self._settle(digest)
         return old
+
+    def is_contested(self, key: KeyId) -> bool:
+        """True if a secret of this key's does not open it, as another key has it too."""
+        record = self._by_id.get(key)
+        digests = () if record is None else _digests(record)
+        return any(digest in self._claims and self._by_digest.get(digest) is not record for digest in digests)
+
+    def _settle(self, digest: bytes) -> None:
+        """Rule 6, for a digest that several keys have, or had."""
+        claims = self._claims[digest]
+        declared = [record for id_, record in claims.items() if id_ in self._declared]
+        self._by_digest.pop(digest, None)
+        if len(holders := declared or [*claims.values()]) == 1:
+            self._by_digest[digest] = holders[0]
+        if len(claims) <= 1:
+            del self._claims[digest]
 
     def identify(self, caller: Caller, now_s: float) -> Done[Principal]:
         """As `Identity` has it: by the `Authorization` header alone."""
@@ -184,7 +224,7 @@ class KeyTable:
         minted = _MINTED.fullmatch(text)
         by_id = self._by_id.get(KeyId(minted[1] if minted else ""))
         by_digest = self._by_digest.get(digest)  # looked up in any case: a hit takes as long as a miss
-        record = by_id or by_digest
+        record = by_digest or by_id
         is_current = hmac.compare_digest(digest, _DUMMY if record is None else record.digest)
         is_previous = hmac.compare_digest(digest, _DUMMY if record is None else record.previous)
         if not self.is_complete and (record is None or record.principal.key not in self.declared):
@@ -223,7 +263,8 @@ def _working(record: _Record, now_s: float, *, is_current: bool) -> Principal:
 
 
 def _digests(record: _Record) -> tuple[bytes, ...]:
-    return (record.digest,) if record.previous is _DUMMY else (record.digest, record.previous)
+    is_one = record.previous is _DUMMY or record.previous == record.digest
+    return (record.digest,) if is_one else (record.digest, record.previous)
 
 
 def _bearer(authorization: str | None) -> str:

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from shared.sse import DONE, Closing, TailScanner, UsedTokens
+from shared.undecodable import UNDECODABLE
 
 TAIL_LEN: Final = 4096
 """The number of bytes at a stream's end in which its usage is looked for. An event with it takes a few
@@ -72,7 +73,7 @@ def usage_of(body: bytes) -> Closing | None:
     request can have used."""
     try:
         usage = _decode_body(body).usage
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return None
     return None if usage is None else _closing(usage)
 
@@ -212,5 +213,5 @@ def _tells_usage_alone(event: bytes) -> bool:
         return False
     try:
         return _decode_told(data).usage is not None
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return False

@@ -54,6 +54,7 @@ from shared.renewable_tls import RenewableTls
 from shared.shield import shielded
 from shared.sse import CLOSING_HEADER, Closing, parse_closing
 from shared.tls import client_context
+from shared.undecodable import UNDECODABLE
 
 BOUNDS_MAX: Final = 1024
 DRAIN_RETRY_S: Final = 1.0
@@ -404,7 +405,7 @@ def read_back(status: int, body: bytes, retry_after: str | None = None) -> ApiEr
     retry_after_s = _seconds(retry_after)
     try:
         error = _decode_error(body)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         if status == HTTPStatus.TOO_MANY_REQUESTS:
             return Overloaded(_TAKES_NO_MORE, detail=detail, retry_after_s=retry_after_s)
         if status == HTTPStatus.SERVICE_UNAVAILABLE:  # sent by a proxy, or a bare server

@@ -18,6 +18,7 @@ import msgspec
 from shared.cli.running import read_running
 from shared.openai import ErrorEnvelope
 from shared.tls import client_context
+from shared.undecodable import UNDECODABLE
 
 DEFAULT_URL: Final = "http://127.0.0.1:9090"
 KEY_VARIABLE: Final = "PENSTOCK_ADMIN_KEY"
@@ -69,7 +70,7 @@ def ask(admin_url: str | None, path: str, kind: type[T], parameters: dict[str, s
         if answer.status_code == httpx.codes.OK:
             return msgspec.json.decode(answer.content, type=kind)
         problem = msgspec.json.decode(answer.content, type=ErrorEnvelope).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         raise AdminFailed(f"{url} is no admin listener of a gateway ({answer.status_code})") from None
     hint = (
         f"; put an operator's key into ${KEY_VARIABLE}"

@@ -22,6 +22,7 @@ from shared.cli import terminal
 from shared.cli.running import KEY_VARIABLE, read_running
 from shared.cli.terminal import UnusableInput, harmless
 from shared.openai import ErrorEnvelope, ModelList
+from shared.undecodable import UNDECODABLE
 
 COMMANDS: Final = "/new begins a new conversation; /quit, /exit or Ctrl-D leaves; /help says this."
 DEFAULT_URL: Final = "http://127.0.0.1:8000/v1"
@@ -247,7 +248,7 @@ def first_model(client: httpx.Client) -> str:
             raise _refusal(answer)
         try:
             models = msgspec.json.decode(answer.read(), type=ModelList).data
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODABLE:
             models = []
     if not models:
         raise ChatFailed(f"{client.base_url} names no model; choose one with --model{_url_advice(answer)}")
@@ -272,14 +273,14 @@ def _parts(answer: httpx.Response) -> Iterator[str]:
 
 
 def _raise_error_event(data: bytes) -> None:
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(*UNDECODABLE):
         raise ChatFailed(msgspec.json.decode(data, type=ErrorEnvelope).error.message)
 
 
 def _refusal(answer: httpx.Response) -> ChatFailed:
     try:
         message = msgspec.json.decode(answer.read(), type=ErrorEnvelope).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         message = f"the server answered {answer.status_code}"
     request_id = answer.headers.get("x-request-id")
     text = f"{message} ({answer.status_code}, request {request_id})" if request_id else message

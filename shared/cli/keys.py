@@ -26,6 +26,7 @@ from shared.cli.admin import KEY_VARIABLE
 from shared.cli.running import read_running
 from shared.cli.service import missing_extra, reach
 from shared.ids import is_id
+from shared.undecodable import UNDECODABLE
 
 ANSWER_S: Final = 30.0
 PAGE: Final = "200"
@@ -349,7 +350,7 @@ class _Refused(Struct):
 def _told(answer: httpx.Response) -> str:
     try:
         return msgspec.json.decode(answer.content, type=_Refused).error.message
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return f"{answer.url} answered {answer.status_code}: is it a gateway's admin listener?"
 
 
@@ -376,7 +377,7 @@ def _all(gateway: Gateway, tenant: str | None) -> Iterator[bytes]:
 def _decoded(raw: bytes, type_: Any) -> Any:
     try:
         return msgspec.json.decode(raw, type=type_)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         raise KeysFailed("the answer is none of a gateway of this version") from None
 
 

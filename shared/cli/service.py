@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Final
 
 from shared import interrupts
+from shared.build import DISTRIBUTION
 from shared.child_python import environment
 
 SERVICES: Final = {
@@ -57,7 +58,8 @@ def missing_extra(service: str) -> str | None:
     if not missing:
         return None
     needs = ", ".join(missing)
-    return f"the {service} needs packages that are not installed ({needs}): pip install 'penstock[{service}]'"
+    advice = f"pip install '{DISTRIBUTION}[{service}]'"
+    return f"the {service} needs packages that are not installed ({needs}): {advice}"
 
 
 def exec_service(service: str, options: Sequence[str]) -> int:

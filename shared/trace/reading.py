@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.completed_line import EVENT, EngineLine, GatewayLine, Line
+from shared.undecodable import UNDECODABLE
 
 LINE_LEN_MAX: Final = 64 * 1024
 """Bytes of the longest line that is read. A completed line has a few thousand at most."""
@@ -153,5 +154,5 @@ def parse(text: bytes) -> Line | None:
             return None
         decode = _DECODE.get(head.service)
         return decode(json) if decode is not None else None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise DamagedLine(str(error)) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -235,6 +236,91 @@ def test_a_copy_that_the_disk_has_no_room_for_replaces_nothing(
         sent += taken(writer)
     assert sent == b"".join(expected)
     assert file.stat().st_size < len(before)
+
+
+def renamed(path: Path) -> None:
+    path.rename(f"{path}.1")
+
+
+def renamed_and_created(path: Path) -> None:
+    """As logrotate does it by default, with `create`."""
+    renamed(path)
+    path.touch()
+
+
+def renamed_and_another_there(path: Path) -> None:
+    renamed(path)
+    path.write_bytes(b"another's\n")
+
+
+@pytest.mark.parametrize("rotate", [renamed, renamed_and_created, renamed_and_another_there, Path.unlink])
+@pytest.mark.parametrize("when", ["before a batch", "while it is posted", "after it was taken"])
+def test_a_file_that_is_rotated_under_a_webhook_loses_no_line(
+    file: Path, rotate: Callable[[Path], None], when: str
+) -> None:
+    writer, sent = Spool(file, 10**6), b""
+    old, new = ([b"%d\n" % number for number in range(*ends)] for ends in ((0, 5), (5, 14)))
+    writer.append(old)
+    if when == "before a batch":
+        rotate(file)
+    batch = writer.next_batch()
+    assert batch is not None
+    sent += batch.data
+    if when == "while it is posted":
+        rotate(file)
+    assert writer.append(new) == len(new)
+    writer.sent(batch)
+    if when == "after it was taken":
+        rotate(file)
+    sent += taken(writer)
+    expected = b"".join([*old, *new])
+    assert sent.replace(b"another's\n", b"") in (expected, b"".join(old) + expected)
+    assert rotate is renamed_and_another_there or sent == expected, "and none comes twice"
+    assert writer.waiting == 0
+    writer.close()
+    assert Spool(file, 10**6).next_batch() is None
+
+
+def test_a_file_that_is_cut_short_under_a_webhook_goes_on_where_it_ends(file: Path) -> None:
+    writer = Spool(file, 10**6)
+    writer.append([b"one\n", b"two\n"])
+    batch = writer.next_batch()
+    assert batch is not None
+    os.truncate(file, 0)
+    writer.append([b"three\n"])
+    writer.sent(batch)
+    assert taken(writer) == file.read_bytes() == b"three\n"
+
+
+def test_a_rotation_that_the_disk_has_no_room_for_is_made_later(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Spool(file, 10**6)
+    writer.append([b"one\n"])
+    renamed(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(spool, "write_all", no_room)
+        with pytest.raises(OSError, match="No space"):
+            writer.append([b"two\n"])
+    assert file.read_bytes() == b""
+    writer.append([b"two\n"])
+    assert taken(writer) == b"one\ntwo\n"
+
+
+def no_room(_: int, __: bytes) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_many_lines_that_have_no_room_are_looked_at_once(file: Path) -> None:
+    class Line(bytes):
+        looks = 0
+
+        def __len__(self) -> int:
+            Line.looks += 1
+            return super().__len__()
+
+    assert Spool(file, 10).append([Line(b"ninebytes")] * 10_000) == 1
+    assert Line.looks < 50_000, "some look-ups of each, whatever their number"
 
 
 def test_a_full_spool_takes_whole_lines_and_says_how_many(file: Path) -> None:

@@ -13,7 +13,7 @@ from gateway.config import (
 )
 from gateway.identity.caller import Caller
 from gateway.identity.callers import Callers
-from gateway.identity.keys import KeyTable
+from gateway.identity.keys import KeyTable, hash_key
 from shared.config import ConfigError
 from shared.errors import Unauthenticated
 from shared.shield import Done
@@ -31,7 +31,10 @@ from tests.gateway.issuers import (
 
 
 def test_a_token_is_told_from_a_key_by_its_form(tmp_path: Path) -> None:
-    config = load(settings("http://a"), {})
+    dotted = {"id": "dotted", "hash": hash_key("a.dotted.key"), "tenant": "acme"}
+    config = load(
+        settings("http://a", keys=[{"id": "k1", "hash": hash_key("dev-key"), "tenant": "acme"}, dotted]), {}
+    )
     both = Callers(KeyTable(config.keys), table(issuer(tmp_path / "k", EC)), None)
 
     def key_of(authorization: str) -> str:
@@ -40,6 +43,7 @@ def test_a_token_is_told_from_a_key_by_its_form(tmp_path: Path) -> None:
         return str(found.result.key)
 
     assert key_of("Bearer dev-key") == "k1"
+    assert key_of("Bearer a.dotted.key") == "dotted"
     assert key_of(f"bearer  {EC.token()} ").startswith("idp:")
     for wrong in ("", "Basic a.b.c", "Bearer a.b", "Bearer a.b.c", f"Bearer {EC.token()}x"):
         with pytest.raises(Unauthenticated):

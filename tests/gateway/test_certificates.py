@@ -195,6 +195,21 @@ def test_names_that_certificates_have_are_taken(fields: dict[str, str]) -> None:
     assert load(settings("http://a", listen=MTLS, certificates=[entry]), {}).certificates[0].id == "by"
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"dns": "b.test"}, {"dns": "B.TEST"}),
+        ({"uri": "spiffe://x/b"}, {"uri": "spiffe://x/b"}),
+        ({"subject": "CN=b,O=A"}, {"subject": "2.5.4.3=b,o=\\41"}),
+    ],
+)
+def test_two_entries_with_one_name_are_refused(one: dict[str, str], other: dict[str, str]) -> None:
+    """The second would never count, whatever tenant it names."""
+    entries = [{"id": id_, "tenant": "acme", **name} for id_, name in (("one", one), ("other", other))]
+    with pytest.raises(ConfigError, match="certificates: 'one' and 'other' have the same name"):
+        load(settings("http://a", listen=MTLS, certificates=entries), {})
+
+
 def test_a_star_is_literal_and_the_log_says_so(log: io.StringIO) -> None:
     """Some clients show the certificate of a server, for all names below one."""
     entries = [

@@ -15,7 +15,7 @@ from gateway.accounts import Kind
 from gateway.config import KeyConfig, TenantConfig
 from gateway.directory.entries import encode
 from gateway.identity.keys import hash_key
-from tests.gateway.conftest import House
+from tests.gateway.conftest import KEY, House
 from tests.gateway.directory_world import World, at, directory_world, follower, problems, raw
 from tests.gateway.redis_server import RedisServer
 
@@ -279,6 +279,28 @@ async def test_a_key_of_the_file_stands_before_that_of_the_directory_as_long_as_
     assert await world.gateways[0].reload() == []
     await follower(world).refresh()
     assert [await world.status(key) for key in (made["key"], "the file's")] == [200, 401]
+
+
+@pytest.mark.parametrize("id_", ["a" * 12, "zz"])
+async def test_a_key_of_the_file_is_not_taken_over_by_an_entry_with_its_hash(
+    world: World, own: RedisServer, id_: str
+) -> None:
+    """The victim is the holder of the file's key: "dev-key" is nothing that the gateway minted."""
+    await world.open()
+    await world.key()
+    stranger = replace(GOOD, id=id_, hash=hash_key(KEY), tenant="other", disabled=True)
+    for entry in (encode(stranger), encode(replace(stranger, hash=hash_key("new"))), encode(stranger)):
+        raw(own).hset(at(world, "keys"), id_, entry)
+        touch(world, own, id_)
+        await follower(world).refresh()
+        assert await world.status(KEY) == 200
+        await world.open()
+        assert await world.status(KEY, at=-1) == 200
+    assert (await world.line("directory.same_secret"))["ids"] == [id_]
+    raw(own).hdel(at(world, "keys"), id_)
+    touch(world, own, id_)
+    await follower(world).refresh()
+    assert await world.status(KEY) == 200
 
 
 async def test_a_key_in_redis_of_a_tenant_that_the_file_has_no_longer_is_refused(

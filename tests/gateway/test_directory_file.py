@@ -18,14 +18,16 @@ import pytest
 from gateway.accounts import AccountsReader
 from gateway.config import KeyConfig, TenantConfig, load
 from gateway.directory import file_directory
-from gateway.directory.entries import check_match
+from gateway.directory.entries import check_match, decode_object
 from gateway.directory.file_directory import FileDirectory
 from gateway.directory.registry import Registry
 from gateway.directory.toml_edit import CannotEdit, replace_table
 from gateway.identity.keys import hash_key
 from gateway.quota_config import QuotaLimits
+from gateway.secret import read_secret
 from shared.config import ConfigError
 from shared.errors import Conflict, DirectoryUnavailable
+from shared.files import MARK
 from tests.gateway.conftest import until
 from tests.gateway.directory_world import World, directory_world
 
@@ -181,6 +183,18 @@ async def test_the_file_keeps_the_ends_of_its_lines(file: Path) -> None:
     edited = text_of(file)
     assert edited.startswith(FILE.partition("# The second")[0].replace("\n", "\r\n"))
     assert edited.count("\r\n") == edited.count("\n") == edited.count("\r")
+
+
+async def test_a_byte_order_mark_is_ignored(file: Path) -> None:
+    """PowerShell and some editors write one before a file, and before a body."""
+    mark = b"\xef\xbb\xbf"
+    write(file, MARK + FILE.partition("[[tenants]]")[0] + '[[tenants]]\nid = "acme"\n')
+    assert decode_object(mark + b'{"tenant":"acme"}') == {"tenant": "acme"}
+    mine = registry(file)
+    await mine.create_key({"tenant": "acme"}, "test")
+    assert [key.tenant for key in load(file, {}).keys] == ["acme"]
+    file.with_name("secret").write_bytes(mark + b"secret\r\n")
+    assert read_secret(None, str(file.with_name("secret")), {}) == "secret"
 
 
 async def test_a_change_that_contradicts_the_rest_of_the_file_is_refused(file: Path) -> None:

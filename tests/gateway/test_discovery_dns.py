@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, cast
 
 import dns.flags
@@ -149,17 +150,41 @@ async def test_a_hostile_answer_is_cut_and_cleaned() -> None:
         *("169.254.169.254", "0.0.0.0", "0.1.2.3", "224.0.0.1", "255.255.255.255", "240.0.0.1"),
         *("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fe80::1", "fe80::1%eth0", "::", "ff02::1"),
         *("::ffff:169.254.169.254", "::ffff:127.0.0.1", "2002:7f00:1::", "127.0.0.1", "::1", "engine", ""),
-        *("10.0.0.1/8", "010.0.0.1", "1"),
+        *("10.0.0.1/8", "010.0.0.1", "1", "169.254.170.2", "169.254.170.23", "192.0.0.192", "192.88.99.1"),
+        *("fd00:ec2::23", "fd00:ec2::253", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42", "198.18.0.1"),
+        *("2001:0:4136:e378:8000:63bf:3fff:fdd2", "2001:20::1", "fec0::1", "feff::1", "100::1", "4000::1"),
+        *("64:ff9b::a9fe:a9fe", "64:ff9b:1::a9fe:a9fe", "64:ff9b::a00:1", "::127.0.0.1", "::10.0.0.1"),
+        *(
+            "2002:a9fe:a9fe::1",
+            "2002:a00:1::1",
+            "::ffff:10.0.0.1",
+            "::ffff:0:127.0.0.1",
+            "8000::1",
+            "e000::1",
+        ),
+        *("e000::1", "127.255.0.1", "233.1.1.1", "fe00::1", "f000::1", "c000::1"),
     ],
 )
 def test_an_address_that_is_not_for_everybody_is_no_member(address: str) -> None:
     assert usable(address, loopback=False) is None
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("10.0.0.5", "192.168.1.4", "172.17.0.1", "100.64.0.1", "198.19.0.1", "8.8.8.8", "192.0.1.1"),
+        *("fd12::1", "fc00::1", "fd00::1", "fd20:ce:1::254", "2001:db8::1", "2600::1", "3fff::1"),
+    ],
+)
+def test_an_address_of_a_pod_or_of_the_internet_is_one(address: str) -> None:
+    assert usable(address, loopback=False) == usable(address, loopback=True) == ip_address(address)
+
+
 def test_this_machine_is_a_member_where_that_is_wanted() -> None:
     assert str(usable("127.0.0.1", loopback=True)) == "127.0.0.1"
     assert url_of("http", str(usable("::1", loopback=True)), 80) == "http://[::1]:80"
-    assert usable("169.254.1.1", loopback=True) is None
+    for other in ("169.254.1.1", "::ffff:127.0.0.1", "::127.0.0.1", "0.0.0.0", "::"):
+        assert usable(other, loopback=True) is None
 
 
 async def test_it_is_asked_again_after_about_the_interval(log: io.StringIO) -> None:

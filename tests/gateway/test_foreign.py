@@ -20,8 +20,11 @@ from hypothesis import strategies as st
 from gateway.app import Gateway
 from gateway.config import load
 from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, usage_in, usage_of
+from gateway.relay.upstream import read_back
 from shared.bench.services import free_port
+from shared.errors import UpstreamFailed
 from shared.openai import USED_TOKENS_MAX
+from shared.sse import parse_closing
 from tests.gateway import foreign_app
 from tests.gateway.conftest import KEY, PATIENCE_S, settings, until
 from tests.gateway.foreign_app import MODEL, USAGE, WORDS
@@ -388,6 +391,21 @@ def test_an_event_is_taken_as_it_came_unless_it_may_have_to_be_hidden(
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": -1}, {"prompt_tokens": "many"}])
 def test_malformed_usage_is_ignored(usage: Any) -> None:
     assert usage_of(json.dumps({"usage": usage}).encode()) is None
+
+
+TOO_DEEP = b"[" * 100_000
+BROKEN = [
+    b'{"error":{"message":"\xff"},"usage":{"prompt_tokens":"\xff"}}',
+    b'{"error":' + TOO_DEEP,
+    b'{"a":' + TOO_DEEP,
+]
+
+
+@pytest.mark.parametrize("body", BROKEN, ids=["no UTF-8", "a deep error", "a deep unknown field"])
+def test_an_answer_that_is_no_json_is_the_engines_failure(body: bytes) -> None:
+    assert isinstance(read_back(400, body), UpstreamFailed)
+    assert usage_of(body) is None
+    assert parse_closing(body) is None
 
 
 @pytest.mark.parametrize("tokens", [-1, USED_TOKENS_MAX + 1, 2**64, 10**30])

@@ -197,10 +197,10 @@ HOSTILE: dict[str, tuple[str, Callable[[], str]]] = {
     "sub is an object": ("$.sub", lambda: EC.token(sub={"sub": "user-1"})),
     "sub is empty": ("$.sub", lambda: EC.token(sub="")),
     "a claim's name is half a character": (
-        "a name that is no text",
+        "no JSON",
         lambda: EC.token(**cast(Any, {"\ud800": 1})),
     ),
-    "sub is half a character": ("sub is no text", lambda: EC.token(sub="\ud800x")),
+    "sub is half a character": ("no JSON", lambda: EC.token(sub="\ud800x")),
     "sub is long": ("$.sub", lambda: EC.token(sub="x" * 256)),
     "exp is a text": ("$.exp", lambda: EC.token(exp=str(NOW_S + 300))),
     "exp is true": ("$.exp", lambda: EC.token(exp=True)),
@@ -210,8 +210,19 @@ HOSTILE: dict[str, tuple[str, Callable[[], str]]] = {
         "no JSON",
         lambda: EC.sign({"alg": "ES256"}, json.dumps(claims_at(NOW_S) | {"exp": 1e999})),
     ),
+    "a claim that nobody reads is half a character": ("no JSON", lambda: EC.token(zzz={"a": ["\ud800"]})),
+    "a claim that nobody reads is 1e400": (
+        "no JSON",
+        lambda: EC.sign(
+            {"alg": "ES256"}, json.dumps(claims_at(NOW_S) | {"zzz": [7]}).replace("[7]", "[1e400]")
+        ),
+    ),
+    "so it is in the header": (
+        "no JSON",
+        lambda: EC.sign('{"alg": "ES256", "zzz": -1e400}', claims_at(NOW_S)),
+    ),
     "exp is 1e999": (
-        "$.exp",
+        "no JSON",
         lambda: EC.sign({"alg": "ES256"}, json.dumps(claims_at(NOW_S)).replace(f"{NOW_S + 300}", "1e999")),
     ),
     "exp is NaN": ("no JSON", lambda: EC.token(exp=float("nan"))),

@@ -16,7 +16,7 @@ import pytest
 from gateway.app import Gateway
 from gateway.config import KeyConfig, load
 from gateway.endpoints import ENDPOINTS
-from gateway.identity.keys import KeyTable, hash_key
+from gateway.identity.keys import KeyTable, hash_key, mint_key
 from shared.config import to_toml
 from shared.errors import IdentityUnavailable, Unauthenticated
 from shared.ids import KeyId
@@ -77,6 +77,43 @@ def test_a_key_that_takes_over_anothers_hash_keeps_it_when_that_one_goes() -> No
     table.put(key("same", "k"))
     table.remove(KeyId("a"))
     assert opens(table, "same")
+
+
+def test_of_two_entries_with_one_hash_the_declared_one_is_meant_and_else_none() -> None:
+    table = KeyTable([key("same", "k")])
+    table.declared = {"k"}
+    stranger = replace(key("same", "a"), previous_hash=hash_key("same"), previous_expires=NOW)
+    for _ in range(2):
+        table.put(stranger)
+        table.put(key("same", "b"))
+        assert opens(table, "same")
+        assert [table.is_contested(KeyId(id_)) for id_ in "kab"] == [False, True, True]
+        table.remove(KeyId("a"))
+        assert opens(table, "same"), "it goes on"
+        table.put(replace(stranger, hash=hash_key("other"), previous_hash=None, previous_expires=None))
+        assert opens(table, "same")
+    table.declared = set()
+    assert not opens(table, "same"), "nobody knows whose it is"
+    table.remove(KeyId("b"))
+    assert opens(table, "same")
+    for id_ in "ka":
+        table.remove(KeyId(id_))
+    assert len(table._by_digest) == len(table._claims) == len(table) == 0
+
+
+def test_a_declared_key_is_not_taken_over_by_an_entry_that_has_the_id_in_it() -> None:
+    minted = mint_key("live")
+    for hash_ in (minted.hash, hash_key("x")):
+        table = KeyTable([KeyConfig("k", minted.hash, "acme")])
+        table.declared = {"k"}
+        table.put(KeyConfig(minted.id, hash_, "other"))
+        assert opens(table, minted.text)
+
+
+def test_a_minted_key_is_that_of_its_own_id() -> None:
+    minted = mint_key("live")
+    table = KeyTable([KeyConfig("twin", minted.hash, "other"), KeyConfig(minted.id, minted.hash, "acme")])
+    assert table.authenticate(f"Bearer {minted.text}", NOW_S).key == minted.id
 
 
 def test_an_unknown_key_is_no_mistake_of_its_caller_while_the_keys_are_not_known() -> None:

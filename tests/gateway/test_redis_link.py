@@ -9,10 +9,12 @@ import json
 from pathlib import Path
 from typing import Final
 
+import hiredis
 import pytest
 import redis
 
 from gateway.admission.quota import StoreUnavailable
+from gateway.admission.redis_link import Address, RedisLink, packed
 from gateway.admission.redis_links import links_of, prefix_of
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Used
@@ -229,3 +231,57 @@ async def test_a_server_that_was_never_up_is_told_of_with_each_reason_once(
     told = [line["problem"] for line in lines if line["event"] == "redis.down"]
     assert [problem.partition(":")[0] for problem in told] == ["ConnectionError", "ConnectionRefusedError"]
     assert "NOAUTH" in told[0]
+
+
+class Demoted:
+    """A server whose first `replicas` connections are to one that has become a replica, as behind an address
+    that a failover moves; those after them are to the primary."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas: Final = replicas
+        self.connections = 0
+        self.written: list[int] = []
+        """The connection of each write, refused or not."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        mine, commands = self.connections, hiredis.Reader()
+        with contextlib.closing(writer):
+            while data := await reader.read(65_536):
+                commands.feed(data)
+                while (command := commands.gets()) is not False:
+                    writer.write(self._reply(mine, command[0]))
+
+    def _reply(self, mine: int, name: bytes) -> bytes:
+        if name == b"WRITE":
+            self.written.append(mine)
+            if mine <= self.replicas:
+                return b"-READONLY You can't write against a read only replica.\r\n"
+        return {b"TIME": b"*2\r\n$1\r\n1\r\n$1\r\n0\r\n", b"INFO": b"$0\r\n\r\n"}.get(
+            name, b"*1\r\n:1000\r\n"
+        )
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_calls_that_a_replica_refuses_are_sent_once_more_on_the_next_connection(replicas: int) -> None:
+    """It has done nothing. A failover takes time: what is refused twice has failed."""
+    fake = Demoted(replicas)
+    async with await asyncio.start_server(fake.serve, "127.0.0.1", 0) as server:
+        address = Address(*server.sockets[0].getsockname())
+
+        async def find() -> Address:
+            return address
+
+        async def greeting() -> list[tuple[str]]:
+            return [("HELLO",)]
+
+        link = RedisLink(find, greeting, timeout_s=20.0, connect_s=20.0)
+        await link.probe("PING")
+        calls = [link.call(packed(("WRITE",))) for _ in range(2)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        is_served = replicas == 1
+        assert [isinstance(outcome, list) for outcome in outcomes] == [is_served] * 2
+        assert link.is_up is is_served
+        assert is_served or "READONLY" in link.problem
+        assert fake.written == [1, 1, 2, 2]
+        await link.aclose()

@@ -16,14 +16,15 @@ import pytest
 
 from gateway.config import KeyConfig
 from gateway.identity.keys import KeyTable, mint_key
-from shared import tracing
+from shared import logs, tracing
 from shared.openai import AssistantMessage, ChatChoice, ChatDelta, ChatRequest, CompletionRequest
 from shared.tracing import TracePolicy, Tracing
 from shared.validation import parse
+from tests import canary_heads as heads
 from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, Script, Seen, chunk, refusal, stream, unary
 from tests.gateway.issuers import EC
-from tests.span_sink import KeptSpans
+from tests.span_sink import KeptSpans, collecting
 
 PROMPT: Final = "canary-of-a-prompt"
 ANSWER: Final = "canary-of-an-answer"
@@ -210,6 +211,20 @@ async def test_no_canary_is_shown_anywhere(
         for name, text in (("log", lines), ("metrics", metrics), ("spans", spans), ("errors", str(told))):
             at = text.find(canary)
             assert at < 0, f"{canary} in the {name}: {text[max(0, at - 400) : at + 100]}"
+
+
+async def test_no_library_logs_what_is_in_a_head(
+    open_house: Open,
+) -> None:
+    """Libraries have logs of their own, and spans pass through OpenTelemetry's."""
+    with collecting() as collector:
+        house = await open_house(tracing={"endpoint": collector.url, "ratio": 1.0})
+        told = [await heads.answered(house.gateway.port, head) for head in heads.heads_with("canary", KEY)]
+        assert sum(answer.startswith(b"HTTP/1.1 200") for answer in told) > 30, told
+        await until(lambda: len({span.trace_id + span.span_id for span in collector.spans}) > 30)
+    logs.close()
+    assert "request.completed" in house.log.getvalue()
+    assert "canary" not in house.log.getvalue()
 
 
 def test_a_request_and_an_answer_show_nothing_of_their_text() -> None:

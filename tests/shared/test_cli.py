@@ -226,7 +226,7 @@ def test_a_missing_extra_is_named(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in absent else found(name))
     code, _, err = exits(capsys, "engine")
     assert code == 1
-    assert "(torch, zmq): pip install 'penstock[engine]'" in err
+    assert "(torch, zmq): pip install 'penstock-llm[engine]'" in err
     assert exits(capsys, "up")[0] == 1
 
 

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from shared import sbom
+from shared.build import DISTRIBUTION
 
 
 def test_every_package_is_listed_once_with_its_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,10 +16,10 @@ def test_every_package_is_listed_once_with_its_version(capsys: pytest.CaptureFix
     document = json.loads(capsys.readouterr().out)
     assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.5")
     own = document["metadata"]["component"]
-    assert (own["type"], own["name"]) == ("application", "penstock")
+    assert (own["type"], own["name"]) == ("application", DISTRIBUTION)
     found = {one["name"]: one for one in document["components"]}
     assert len(found) == len(document["components"])
     version = importlib.metadata.version("prometheus_client")
     assert found["prometheus-client"]["purl"] == f"pkg:pypi/prometheus-client@{version}"
     assert found["msgspec"]["licenses"]
-    assert "penstock" not in found
+    assert DISTRIBUTION not in found

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import builtins
-import gzip
+import io
 import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from shared import logs
 from shared.config import ConfigError
 from shared.metrics import REGISTRY
 from shared.otlp import tracing_of
@@ -20,6 +19,7 @@ from shared.telemetry import TraceContext
 from shared.tracing import NO_TRACING, Span, TracingConfig, spans_of
 from tests.fakes import VirtualClock
 from tests.shared.test_tracing import LINE, SPAN_ID, TRACE_ID, walked
+from tests.span_sink import Collector, collecting
 
 PATIENCE_S = 60.0
 
@@ -83,8 +83,12 @@ def test_a_receiver_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch) -> 
     said: list[str] = []
     from shared import span_queue
 
-    monkeypatch.setattr(span_queue.log, "warning", lambda event, **_: said.append(event), raising=False)
-    monkeypatch.setattr(span_queue.log, "info", lambda event, **_: said.append(event), raising=False)
+    def warned(event: str, problem: str) -> None:
+        assert problem, "it says what is wrong, also where the library does not raise"
+        said.append(event)
+
+    monkeypatch.setattr(span_queue.log, "warning", warned, raising=False)
+    monkeypatch.setattr(span_queue.log, "info", said.append, raising=False)
     before, queue = counted("failed"), SpanQueue(send, interval_s=0.001)
     for i in range(3):
         queue.put([span(i)])
@@ -97,51 +101,18 @@ def test_a_receiver_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch) -> 
 # -- as a collector sees it -----------------------------------------------------------------------
 
 
-class Collector(ThreadingHTTPServer):
-    """Takes OTLP over HTTP."""
-
-    def __init__(self) -> None:
-        self.requests: list[ExportTraceServiceRequest] = []
-        super().__init__(("127.0.0.1", 0), Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1/traces"
-
-    @property
-    def spans(self) -> list[Any]:
-        return [
-            found
-            for request in self.requests
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for found in scope.spans
-        ]
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        if self.headers.get("content-encoding") == "gzip":
-            body = gzip.decompress(body)
-        assert isinstance(self.server, Collector)
-        self.server.requests.append(ExportTraceServiceRequest.FromString(body))
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_request(self, *_: Any) -> None:
-        pass
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
-    with Collector() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+def log() -> Iterator[io.StringIO]:
+    stream = io.StringIO()
+    logs.configure("tests", stream=stream)
+    yield stream
+    logs.close()
 
 
 def test_a_collector_gets_the_tree_with_its_links_and_errors(collector: Collector) -> None:
@@ -174,8 +145,35 @@ def test_the_environment_turns_the_export_on(collector: Collector, monkeypatch: 
     assert attributes["service.name"] == "ours"
 
 
+@pytest.mark.parametrize(
+    "off", [{"OTEL_SDK_DISABLED": "True"}, {"OTEL_TRACES_EXPORTER": "none"}], ids=["disabled", "none"]
+)
+def test_the_environment_turns_any_export_off(off: dict[str, str], collector: Collector) -> None:
+    for config in (TracingConfig(), TracingConfig(endpoint=collector.url)):
+        on = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        assert tracing_of(config, "svc", on | off) is NO_TRACING
+
+
+def test_an_address_for_grpc_is_named_and_not_posted_to(log: io.StringIO, collector: Collector) -> None:
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+    assert tracing_of(TracingConfig(), "svc", env) is NO_TRACING
+    assert "gRPC" in said(log)
+    for more in (env | {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}, env):
+        endpoint = collector.url if more is env else None  # what the file says is a URL for HTTP
+        tracing = tracing_of(TracingConfig(endpoint=endpoint), "svc", more)
+        assert tracing is not NO_TRACING
+        tracing.close()
+
+
+def said(log: io.StringIO) -> str:
+    """The line about an export that the environment asks for, and that is none."""
+    logs.close()
+    [line] = [line for line in log.getvalue().splitlines() if "spans.not_exported" in line]
+    return line
+
+
 def test_without_an_address_there_is_none_and_without_the_extra_it_is_said(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, log: io.StringIO
 ) -> None:
     assert tracing_of(TracingConfig(ratio=1.0), "svc", {}) is NO_TRACING
     known = builtins.__import__
@@ -186,5 +184,7 @@ def test_without_an_address_there_is_none_and_without_the_extra_it_is_said(
         return known(name, *args, **named)
 
     monkeypatch.setattr(builtins, "__import__", blocked)
-    with pytest.raises(ConfigError, match=r"penstock\[otel\]"):
+    with pytest.raises(ConfigError, match=r"penstock-llm\[otel\]"):
         tracing_of(TracingConfig(endpoint="http://127.0.0.1:1/v1/traces"), "svc", {})
+    assert tracing_of(TracingConfig(), "svc", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1"}) is NO_TRACING
+    assert "penstock-llm[otel]" in said(log), "a platform sets it for all that it runs"

@@ -104,13 +104,29 @@ def test_later_versions_of_the_header_are_read() -> None:
     assert parse_traceparent("01" + GOOD[2:] + "-more") == TraceContext(TRACE_ID, SPAN_ID, True)
 
 
-@pytest.mark.parametrize("value", ["vendor=opaque", "a=1, b@c=2", "ot=th:8"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "vendor=opaque",
+        "a=1, b@c=2",
+        "ot=th:8",
+        "a=1,,b= 2 3\t",
+        "0a@b=~!",
+        ",".join(f"a{i}=1" for i in range(32)),
+    ],
+)
 def test_a_tracestate_goes_with_its_traceparent(value: str) -> None:
     assert Stages("svc", traceparent=GOOD, tracestate=value).state == value
     assert not Stages("svc", tracestate=value).state, "a new trace has none"
 
 
-@pytest.mark.parametrize("value", ["", "=x", "a=\r\nx: y", "a=" + "x" * 511, "Ä=1"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("", "=x", "a=\r\nx: y", "a=" + "x" * 511, "Ä=1", ",", "a", "a=", "a=b=c", "a=1,a=2", "A=1", "0a=1"),
+        *("a=" + "x" * 257, "a b=1", "a@b@c=1", "a=\x7f", ",".join(f"a{i}=1" for i in range(33))),
+    ],
+)
 def test_a_tracestate_that_is_none_is_left_out(value: str) -> None:
     assert not Stages("svc", traceparent=GOOD, tracestate=value).state
 

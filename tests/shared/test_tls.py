@@ -43,6 +43,8 @@ def test_the_file_that_is_wrong_is_named(files: tuple[Path, Path], tmp_path: Pat
     assert problem(tmp_path, key).endswith(f": {tmp_path}: not a regular file")
     trustme.CA().issue_cert("localhost").private_key_pem.write_to_path(key)
     assert problem(cert, key).endswith(": the key is not that of the certificate")
+    trustme.CA().issue_cert("localhost", key_type=trustme.KeyType.RSA).private_key_pem.write_to_path(key)
+    assert problem(cert, key).endswith(": the key is not that of the certificate"), "it is of another type"
 
 
 def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(

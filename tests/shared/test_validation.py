@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import tracemalloc
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,10 @@ HOSTILE: dict[str, tuple[bytes, str | None]] = {
     "string": (b'"x"', None),
     "null": (b"null", None),
     "trailing": (b"{} {}", None),
-    "byte order mark": (b"\xef\xbb\xbf{}", None),
+    "two byte order marks": (2 * BOM_UTF8 + chat(), None),
+    "byte order mark alone": (BOM_UTF8, None),
+    "byte order mark of UTF-16": (chat().decode().encode("utf-16"), None),
+    "byte order mark, then a mistake": (BOM_UTF8 + chat(n="x"), "n"),
     "control character": (b'{"model":"\x00"}', None),
     "deep array": (b"[" * DEEP, None),
     "deep object": (b'{"a":' * DEEP, None),
@@ -56,6 +60,15 @@ HOSTILE: dict[str, tuple[bytes, str | None]] = {
     "10k digits": (chat(n=7).replace(b"7", b"9" * 10_000), "n"),
     "10k digits of a float": (chat(temperature=7).replace(b"7", b"9" * 10_000), "temperature"),
     "huge exponent": (chat(temperature=7).replace(b"7", b"1e999999999"), "temperature"),
+    "huge exponent in a field that is looked into": (chat(tools=7).replace(b"7", b"1e400"), "tools"),
+    "huge exponent in it, nested": (chat(do_sample=7).replace(b"7", b'{"a":[-1e999]}'), "do_sample"),
+    "10k digits in it": (chat(lora=7).replace(b"7", b"9" * 10_000), "lora"),
+    "huge exponent within a message": (
+        chat(messages=[{**MESSAGE, "tool_calls": 7}]).replace(b"7", b"1e400"),
+        "messages",
+    ),
+    "NaN in it": (chat(tools=[math.nan]), None),
+    "lone surrogate in it": (chat(tools=["\ud800"]), "tools"),
     "NaN": (chat(temperature=math.nan), None),
     "Infinity": (chat(temperature=math.inf), None),
     "leading zero": (chat(n=7).replace(b"7", b"007"), None),
@@ -109,6 +122,14 @@ def test_a_body_that_is_parsed_pass_by_pass_is_what_it_is_at_once(
     bodies = [body for body, _ in HOSTILE.values() if len(body) < 10_000]
     for body in [*bodies, chat(), wide, wide[:-3], wide.replace(b"\xf0", b"\xe2"), chat(n="x"), b"", b"{}"]:
         assert outcome(passes, body) == outcome(parse, body)
+
+
+@pytest.mark.parametrize("how", [parse, passes])
+@pytest.mark.parametrize("body", [chat(), chat(zzz=1), completion()])
+def test_a_byte_order_mark_is_ignored(how: Callable[..., Parsed[Any]], body: bytes) -> None:
+    """PowerShell writes one."""
+    type_ = ChatRequest if b"messages" in body else CompletionRequest
+    assert how(BOM_UTF8 + body, type_).fields == how(body, type_).fields
 
 
 def test_pairs_of_surrogates_are_characters() -> None:
@@ -407,6 +428,10 @@ def test_unknown_fields_are_named_and_kept() -> None:
     assert parsed.ignored == ("temprature", "bad name\r\n", "x" * 65)
     assert parsed.ignored_header == "temprature"
     assert bytes(parsed.fields["temprature"]) == b"0.5"
+
+
+def test_an_unknown_field_that_is_null_asks_for_nothing() -> None:
+    assert parse(chat(prediction=None, zzz="null", top_k=None), ChatRequest).ignored == ("zzz",)
 
 
 def test_unknown_fields_inside_objects_are_named() -> None:

@@ -25,7 +25,7 @@ from typing import Any, Final
 import httpx
 
 from shared.bench.services import free_port
-from tests.shared.test_span_queue import Collector
+from tests.span_sink import Collector
 
 PATIENCE_S: Final = 120.0
 KEY: Final = "sk-rotel"

@@ -38,6 +38,7 @@ from engine.runtime.parallel.rendezvous import Rendezvous
 from shared import logs
 from shared.build import version
 from shared.files import open_regular
+from shared.undecodable import UNDECODABLE
 
 HELLO_LEN_MAX: Final = 1024
 """Bytes of an introduction."""
@@ -213,7 +214,7 @@ def _heard(wire: socket.socket) -> Hello | None:
     """The introduction of who has connected; None when it is none."""
     deadline_s = time.monotonic() + HELLO_DEADLINE_S
     data = b""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
+    with contextlib.suppress(OSError, *UNDECODABLE):
         while not data.endswith(b"\n") and len(data) <= HELLO_LEN_MAX:
             wire.settimeout(max(deadline_s - time.monotonic(), 0.001))
             if not (more := wire.recv(HELLO_LEN_MAX)):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
+from shared import logs
 from shared.completed_line import ENGINE_STAGES
 from shared.tracing import TracePolicy, Tracing
+from tests import canary_heads as heads
 from tests.engine.api.conftest import MODEL, Serve, until
-from tests.span_sink import KeptSpans
+from tests.span_sink import KeptSpans, collecting
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
@@ -35,6 +39,23 @@ async def test_a_sampled_request_is_a_tree_under_the_gateways_span(
             assert span.parent_span_id == request.context.span_id
             assert request.start_ns - 1000 <= span.start_ns <= span.end_ns <= request.end_ns + 1000
     assert sink.is_closed
+
+
+async def test_no_library_logs_what_is_in_a_head(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans pass through OpenTelemetry's, which logs what it does not take."""
+    stream = io.StringIO()
+    logs.configure("engine", level="debug", stream=stream)
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", collector.url)
+        async with serve() as served:
+            told = [
+                await heads.answered(served.engine.port, head) for head in heads.heads_with("canary", "k")
+            ]
+            assert sum(answer.startswith(b"HTTP/1.1 200") for answer in told) > 30, told
+        assert len(collector.spans) > 30
+    logs.close()
+    assert stream.getvalue()
+    assert "canary" not in stream.getvalue()
 
 
 async def test_a_sampled_request_is_the_exemplar_of_its_buckets(serve: Serve) -> None:

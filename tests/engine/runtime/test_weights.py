@@ -108,8 +108,13 @@ def test_an_index_that_was_left_beside_a_whole_file_is_passed_over(tmp_path: Pat
     """As transformers does: the shards that it names are gone."""
     stale = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(stale))
-    files = checkpoint_files(single(tmp_path, a=A, b=B))
+    said = list[str]()
+    files = checkpoint_files(single(tmp_path, a=A, b=B), said.append)
     assert files == dict.fromkeys("ab", tmp_path / "model.safetensors")
+    assert "model.safetensors.index.json" in said.pop()
+    (tmp_path / "model.safetensors.index.json").unlink()
+    checkpoint_files(tmp_path, said.append)
+    assert not said
 
 
 def test_a_name_that_the_index_puts_in_the_wrong_shard(tmp_path: Path) -> None:

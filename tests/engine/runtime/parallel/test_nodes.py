@@ -86,7 +86,9 @@ def test_all_are_gathered_in_order_and_strangers_are_not(place: Rendezvous, gath
     mute.shutdown(socket.SHUT_WR)
     loud = socket.create_connection(stranger.getpeername(), PATIENCE_S)
     loud.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 2 * nodes.HELLO_LEN_MAX)
-    for wire in (stranger, mute, loud):
+    garbled = socket.create_connection(stranger.getpeername(), PATIENCE_S)
+    garbled.sendall(b'["hello","\xff",1,3,"",""]\n')
+    for wire in (stranger, mute, loud, garbled):
         with wire, contextlib.suppress(ConnectionResetError):
             assert wire.recv(1) == b""
     first, second = joining(place, 2), joining(place, 1)
