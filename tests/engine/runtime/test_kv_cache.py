@@ -105,7 +105,8 @@ def test_staged_copies_are_as_those_page_by_page(
     for _ in range(20):
         out = list(zip(rng.sample(range(12), 6), rng.sample(range(9), 6), strict=True))
         back = list(zip(rng.sample(range(9), 5), rng.sample(range(12), 5), strict=True))
-        forks = [(*rng.sample(range(12), 2), 2)]
+        source, target = rng.sample(range(12), 2)
+        forks = [(source, target, 2)]
         made.clear()
         for host in (plain, staged):
             cache = host._cache
