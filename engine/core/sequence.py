@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -203,6 +203,8 @@ class Sequence:
             return Hold.PAUSED
         if self.awaits is not None:
             return Hold.FETCHING
+        if not self.coming:
+            return None  # as nearly always: one whose last token has come has ended
         is_last = len(self.tokens) + self.coming - self.prompt_len >= self.sampling.max_tokens
         return Hold.LAST_COMING if is_last else None
 
@@ -371,3 +373,9 @@ class Sequence:
         """Add the time since the last change of phase to the present phase."""
         self.spent_s[self.phase] += now - self._phase_since
         self._phase_since = now
+
+
+def due_of(waiting: Iterable[Sequence]) -> list[Sequence]:
+    """Those of sequences without a slot whose `hold` is None. That is spelt out, since thousands may wait
+    and a call takes three times as long; `Scheduler.check` compares the two."""
+    return [s for s in waiting if s.paused_at is None and s.awaits is None]
