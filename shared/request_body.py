@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
+from typing import Final, Protocol
 
 from shared.errors import ApiError, BodyTimeout, BodyTooLarge, InvalidRequest
 
@@ -21,6 +21,21 @@ LENGTH_DIGITS_MAX: Final = 18
 """Digits of a `Content-Length`. Longer ones are larger than any body, or padded with zeros."""
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 """The interim answer of HTTP/1.1 to a client that waits for it."""
+
+
+class Continuable(Protocol):
+    """aiohttp's writer of a request's answer, as far as an interim answer needs it."""
+
+    output_size: int
+    """The bytes of the answer so far: aiohttp takes one with any for begun, and answers no error any more."""
+
+    async def write(self, chunk: bytes) -> None: ...
+
+
+async def send_continue(writer: Continuable) -> None:
+    """Tell a client to send its body. The answer proper has not begun by that."""
+    await writer.write(CONTINUE)
+    writer.output_size = 0
 
 
 def check_head(headers: Mapping[str, str], len_max: int) -> None:

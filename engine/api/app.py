@@ -35,7 +35,7 @@ from shared.http2.sniff import SniffingProtocol
 from shared.ids import REQUEST_ID_HEADER
 from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, SERVER, bound_socket, http1_options
 from shared.openai import error_envelope
-from shared.request_body import CONTINUE, misframed, read_body
+from shared.request_body import misframed, read_body, send_continue
 
 Handle = Callable[[Request, Responder], Awaitable[None]]
 
@@ -64,8 +64,7 @@ class AioRequest:
             raise misframed(error) from None
 
     async def _go_on(self) -> None:
-        await self._request.writer.write(CONTINUE)
-        self._request.writer.output_size = 0  # no answer has begun
+        await send_continue(self._request.writer)
 
 
 class AioResponder:
@@ -93,8 +92,8 @@ class AioResponder:
     async def write(self, data: bytes) -> None:
         assert self._writer is not None
         try:
-            await self._writer.write(data, drain=False)
-            await self._writer.drain()  # `write` alone would wait for a slow client only every 64 KiB
+            await self._writer.write(data)
+            await self._writer.drain()  # `write` alone waits for a slow client only every 64 KiB
         except (ConnectionError, ClientConnectionError) as error:
             raise ClientGone from error
 

@@ -470,6 +470,7 @@ class Scheduler:
         assert len(living) == len(self._sequences), "a sequence is in two places"
         waiting_for_disk = {s.handle for s in living if s.awaits is not None}
         assert waiting_for_disk == self._fetching.keys()
+        assert self.due == [s for s in self._waiting if s.hold is None]
         assert self._paused == {s.handle: s for s in living if s.is_paused}
         pauses = [self._deadline(sequence) for sequence in self._paused.values()]
         assert pauses == sorted(pauses), "the first that was paused is not the first to end"

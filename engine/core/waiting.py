@@ -18,7 +18,7 @@ from engine.core import policy
 from engine.core.block_manager import PageIdentity
 from engine.core.messages import ServiceClass
 from engine.core.policy import Circumstances, Discipline
-from engine.core.sequence import Sequence, Status
+from engine.core.sequence import Sequence, Status, due_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class WaitingQueue:
     @property
     def due(self) -> list[Sequence]:
         """The waiting sequences that nothing holds back."""
-        return [s for queue in self.queues.values() for s in queue.values() if s.hold is None]
+        return due_of(self)
 
     def enter(self, sequence: Sequence) -> None:
         self.queues[sequence.status][sequence.handle] = sequence

@@ -17,15 +17,16 @@ weight of zero, and zero times NaN is NaN. Two rules keep garbage out:
 Host memory (`HostPages`) keeps a page's layers side by side. Whole pages are copied there when their owner
 has to give way, or when the prefix cache evicts them, and back before anything reads them again, so the
 second rule holds for copies, too.
-On a GPU the memory is pinned and the copies are queued like any other work of the step, in the order
-that the plan gives them; on a CPU both pools are RAM, and a copy is a `memcpy`: still far cheaper than
+On a GPU the memory is pinned and the copies are queued like any other work of the step. Pages are *staged*:
+one kernel gathers the layers of many pages in a buffer on the device, and each run of neighbouring host pages
+is one transfer. On a CPU both pools are RAM, and a copy is a `memcpy`, page by page: still far cheaper than
 computing a page again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,6 +51,8 @@ KV_SHARE_DEFAULT: Final = 0.5
 SWAP_SHARE_DEFAULT: Final = 0.25
 """Share of the memory that is free before the cache is allocated. The default is the lesser of this share and
 `SWAP_BYTES_DEFAULT`."""
+STAGING_BYTES: Final = 32 << 20
+"""The device memory, in bytes, in which pages are staged. One page that is larger is staged alone."""
 MEASURED_PAGES: Final = 8
 MEASURED_ROUNDS: Final = 3
 
@@ -126,26 +129,62 @@ class KVCache:
 class HostPages:
     """A pool of pages in host memory, beside a cache's own."""
 
-    def __init__(self, cache: KVCache, pages: int) -> None:
+    def __init__(self, cache: KVCache, pages: int, *, stages: bool | None = None) -> None:
+        """`stages`: whether copies are staged; None: on a GPU."""
         self.pages: Final = pages
         self._cache: Final = cache
+        self._stages: Final = cache.pool.is_cuda if stages is None else stages
+        self._staged_max: Final = max(1, STAGING_BYTES // cache.geometry.page_bytes)
         both, layers, _, *page = cache.pool.shape
         is_pinned = cache.pool.is_cuda and pages > 0
         # All layers of a page side by side: one copy moves it.
         self._pool: Final = torch.empty(
             pages, both, layers, *page, dtype=cache.pool.dtype, pin_memory=is_pinned, device="cpu"
         )
+        self._words: Final = _in_words(cache.pool).movedim(2, 0)
+        """The cache as [pages, 2, layers, words of a page in a layer], for staged copies."""
+        self._host_words: Final = _in_words(self._pool)
+        """Host memory in the same shape."""
         self.keys: Final = list(self._pool[:, 0].unbind(1))
         self.values: Final = list(self._pool[:, 1].unbind(1))
 
     def copy(self, out: Sequence[Move], back: Sequence[Move], forked: Sequence[Fork] = ()) -> None:
-        """Copy (page, host page) pairs out, then fork pages, then copy (host page, page) pairs back."""
+        """Copy (page, host page) pairs out, then fork pages, then copy (host page, page) pairs back. No page
+        is the target of two copies out, or of two back."""
         cache, host = self._cache.pool, self._pool
+        if self._stages:
+            self._copy_staged(out, back, forked)
+            return
         for page, host_page in out:
-            host[host_page].copy_(cache[:, :, page], non_blocking=True)
+            host[host_page].copy_(cache[:, :, page])
         self._cache.fork(forked)
         for host_page, page in back:
-            cache[:, :, page].copy_(host[host_page], non_blocking=True)
+            cache[:, :, page].copy_(host[host_page])
+
+    def _copy_staged(self, out: Sequence[Move], back: Sequence[Move], forked: Sequence[Fork]) -> None:
+        cache, host = self._words, self._host_words
+        for moves in self._batches((host_page, page) for page, host_page in out):
+            staged = cache.index_select(0, self._places(moves))
+            for at, first, count in _runs(moves):
+                host[first : first + count].copy_(staged[at : at + count], non_blocking=True)
+        self._cache.fork(forked)
+        for moves in self._batches(back):
+            staged = cache.new_empty(len(moves), *cache.shape[1:])
+            for at, first, count in _runs(moves):
+                staged[at : at + count].copy_(host[first : first + count], non_blocking=True)
+            cache.index_copy_(0, self._places(moves), staged)
+
+    def _batches(self, moves: Iterable[Move]) -> Iterator[list[Move]]:
+        """(host page, page) pairs in the order of host pages, as many at a time as are staged."""
+        ordered = sorted(moves)
+        for at in range(0, len(ordered), self._staged_max):
+            yield ordered[at : at + self._staged_max]
+
+    def _places(self, moves: Sequence[Move]) -> Tensor:
+        """The pages of (host page, page) pairs, [n], sent to the device without waiting for it."""
+        pool = self._cache.pool
+        places = torch.tensor([page for _, page in moves], pin_memory=pool.is_cuda, device="cpu")
+        return places.to(pool.device, non_blocking=True)
 
     def view(self, host_page: int) -> memoryview:
         """The bytes of a host page, for other threads (`engine.core.host_pool` says which may)."""
@@ -165,6 +204,23 @@ class HostPages:
                 torch.cuda.synchronize()
             rounds.append(time.perf_counter() - started_s)
         return min(rounds) / (2 * len(everything))
+
+
+def _in_words(pool: Tensor) -> Tensor:
+    """A pool with all that a layer has of a page, [..., words], in the largest words that its bytes fill:
+    what moves pages takes such words whatever the type of keys and values, fp8 included."""
+    flat = pool.flatten(3).view(torch.uint8)
+    return flat.view(torch.int64) if flat.shape[-1] % 8 == 0 else flat
+
+
+def _runs(moves: Sequence[Move]) -> Iterator[tuple[int, int, int]]:
+    """The runs of neighbouring host pages among ordered (host page, page) pairs: the place of the first among
+    the pairs, its host page, and their number."""
+    at = 0
+    for end in range(1, len(moves) + 1):
+        if end == len(moves) or moves[end][0] != moves[end - 1][0] + 1:
+            yield at, moves[at][0], end - at
+            at = end
 
 
 def page_count(

@@ -10,10 +10,10 @@ from shared.errors import BodyTimeout
 from shared.holding import Holding
 from shared.http import ClientGone
 from shared.request_body import (
-    CONTINUE,
     awaits_continue,
     check_head,
     misframed,
+    send_continue,
     too_large,
     too_late_message,
 )
@@ -41,8 +41,7 @@ async def read_body(
     room = len_max
     try:
         if awaits_continue(request.headers):
-            await request.writer.write(CONTINUE)
-            request.writer.output_size = 0
+            await send_continue(request.writer)
         while chunk := await content.readany():
             chunks.append(chunk)
             room -= len(chunk)

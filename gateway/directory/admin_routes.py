@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -40,7 +41,7 @@ from shared.errors import (
     PreconditionRequired,
 )
 from shared.openai import ErrorBody
-from shared.request_body import CONTINUE, read_body
+from shared.request_body import read_body, send_continue
 
 KEYS: Final = "/admin/v1/keys"
 TENANTS: Final = "/admin/v1/tenants"
@@ -251,15 +252,11 @@ async def _body(asked: Asked) -> Mapping[str, Any]:
 async def read_operator_body(request: web.BaseRequest) -> bytes:
     """The body of a request on the admin listener. Raises ApiError."""
 
-    async def go_on() -> None:
-        await request.writer.write(CONTINUE)
-        request.writer.output_size = 0
-
     try:
         return await read_body(
             request.headers,
             request.content.readany,
-            go_on,
+            partial(send_continue, request.writer),
             len_max=ENTRY_LEN_MAX,
             deadline_s=BODY_S,
             hold=lambda _: None,

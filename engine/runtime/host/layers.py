@@ -5,9 +5,16 @@ Shapes: T tokens, H query heads, Hkv key-value heads, D head size.
 
 from __future__ import annotations
 
+import functools
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from shared import logs
+
+log: Final = logs.get(__name__)
 
 
 class PackedLinear:
@@ -23,23 +30,47 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight [out, in], bias [out]. The caller's weight is not needed any more."""
         self._bias = bias
-        self._packed = _can_pack(weight)
-        # The hint is the row count to optimise for; the layout is the same for all row counts of decode.
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self._packed else weight
+        self._packed = weight.device.type == "cpu" and packs(weight.dtype)
+        self._weight = _packed(weight) if self._packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         if not self._packed:
             return F.linear(x, self._weight, self._bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return out
+        return _product(x, self._weight, self._bias)
 
 
-def _can_pack(weight: Tensor) -> bool:
-    """True if oneDNN takes the weight: bfloat16 only where the processor has at least AVX-512."""
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+@functools.cache
+def packs(dtype: torch.dtype) -> bool:
+    """True if oneDNN takes weights of this type: bfloat16 only where the processor has at least AVX-512.
+
+    torch offers its packed products to its own compiler alone, so the operations are private, and any release
+    may change them: a product is tried, and where it fails, weights stay as they are.
+    """
+    if not torch.backends.mkldnn.is_available():
         return False
-    return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    x, weight = torch.ones(3, 16, dtype=dtype), torch.ones(16, 16, dtype=dtype)
+    try:
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        product = _product(x, _packed(weight), None)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        log.warning(
+            "runtime.no_packed_weights", torch=torch.__version__, reason=str(error).partition("\n")[0]
+        )
+        return False
+    return bool((product == 16).all())
+
+
+def _packed(weight: Tensor) -> Tensor:
+    # The hint is the row count to optimise for; the layout is the same for all row counts of decode.
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return packed
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

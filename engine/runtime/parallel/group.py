@@ -27,7 +27,9 @@ RENDEZVOUS_DEADLINE: Final = timedelta(seconds=60)
 """The time in which ranks, all of which have started, find each other."""
 NEVER: Final = timedelta(days=1)
 LOOPBACK: Final = "lo"
-_c10d: Final[Any] = torch._C._distributed_c10d  # its stubs lack most of what is used here
+_c10d: Final[Any] = torch._C._distributed_c10d
+"""What torch.distributed builds its process-global group from. It is private: a release of torch that lacks
+any of it fails the group, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +117,5 @@ def _translated() -> Iterator[None]:
         yield
     except RuntimeError as error:  # torch's DistError and its kin among them
         raise CollectiveFailed(" ".join(str(error).split())) from error
+    except (AttributeError, TypeError) as error:
+        raise CollectiveFailed(f"torch {torch.__version__} is not as expected: {error}") from error

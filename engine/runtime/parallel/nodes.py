@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import torch
 import torch.distributed
 
 from engine.runtime.errors import BadRunnerConfig, RankLost
@@ -54,7 +53,7 @@ SILENCE_S: Final = 30
 DIGESTED_LEN: Final = 1 << 20
 """Bytes at the beginning of each file of weights that are compared."""
 _CONTROL: Final = "control"
-_c10d: Final[Any] = torch._C._distributed_c10d  # its stubs lack most of what is used here
+_stores: Final[Any] = torch.distributed  # its stubs do not export what its documentation does
 
 log = logs.get(__name__)
 
@@ -157,7 +156,7 @@ def _store(place: Rendezvous, own: str) -> Any:
         store = _client(place) if place.is_hosted else serve_store(own, place.port)
     except RuntimeError as error:
         raise BadRunnerConfig(f"MASTER_ADDR, MASTER_PORT: {_first_line(error)}") from error
-    return _c10d.PrefixStore(f"penstock-{place.attempt}", store)
+    return _stores.PrefixStore(f"penstock-{place.attempt}", store)
 
 
 def serve_store(address: str, port: int) -> Any:
@@ -165,11 +164,11 @@ def serve_store(address: str, port: int) -> Any:
     with _listen(address, port) as listener:
         port = listener.getsockname()[1]
         fd = listener.detach()
-    return _c10d.TCPStore(address, port, None, True, STORE_TIMEOUT, False, False, fd)
+    return _stores.TCPStore(address, port, None, True, STORE_TIMEOUT, False, False, fd)
 
 
 def _client(place: Rendezvous) -> Any:
-    return _c10d.TCPStore(place.address, place.port, None, False, STORE_TIMEOUT, False)
+    return _stores.TCPStore(place.address, place.port, None, False, STORE_TIMEOUT, False)
 
 
 def _first_line(error: Exception) -> str:
@@ -265,7 +264,7 @@ def _joined(place: Rendezvous, own: Hello) -> Joined:
     """One attempt."""
     # torch's client waits long and tells at length why; this finds out quietly whether anybody is there
     socket.create_connection((place.address, place.port), HELLO_DEADLINE_S).close()
-    store = _c10d.PrefixStore(f"penstock-{place.attempt}", _client(place))
+    store = _stores.PrefixStore(f"penstock-{place.attempt}", _client(place))
     if not store.check([_CONTROL]):
         raise ValueError("rank 0 has not said yet where it listens")
     control = msgspec.json.decode(store.get(_CONTROL), type=Control)

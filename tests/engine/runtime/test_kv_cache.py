@@ -4,16 +4,19 @@ copied to host memory and back."""
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
+from engine.runtime import kv_cache
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import DoesNotFit
 from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, host_page_count, page_count, step_bytes
 from engine.runtime.models.config import parse_model_config
 from shared.config import ConfigError
+from tests.engine.runtime.device.waits import no_waits
 from tests.engine.runtime.test_model_config import BASE
 
 MODEL = parse_model_config(json.dumps({"model_type": "llama"} | BASE).encode())
@@ -86,6 +89,44 @@ def test_copies_move_whole_pages_of_every_layer_and_touch_no_others() -> None:
     host.copy([], [(0, 3)])
     for layer, device in zip((*cache.keys, *cache.values), before[:layers], strict=True):
         assert torch.equal(layer, torch.stack([device[0], device[1], device[2], device[2]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("head_dim", [16, 3])  # with 3, a page of fp8 fills no words
+@pytest.mark.parametrize("staged_pages", [0, 1, 4, 100])
+def test_staged_copies_are_as_those_page_by_page(
+    dtype: torch.dtype, head_dim: int, staged_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = KVGeometry(2, 1, 5, head_dim, dtype)
+    monkeypatch.setattr(kv_cache, "STAGING_BYTES", staged_pages * geometry.page_bytes)
+    rng = random.Random(staged_pages)
+    made: list[list[torch.Tensor]] = []
+    plain, staged = (HostPages(KVCache(geometry, 12), 9, stages=stages) for stages in (False, True))
+    for _ in range(20):
+        out = list(zip(rng.sample(range(12), 6), rng.sample(range(9), 6), strict=True))
+        back = list(zip(rng.sample(range(9), 5), rng.sample(range(12), 5), strict=True))
+        source, target = rng.sample(range(12), 2)
+        forks = [(source, target, 2)]
+        made.clear()
+        for host in (plain, staged):
+            cache = host._cache
+            for number, pool in enumerate((cache.pool, host._pool)):
+                raw = pool.view(torch.uint8)
+                raw.copy_((torch.arange(raw.numel()) * (7 + number) % 251).view_as(raw))
+            with no_waits():
+                host.copy(out, back, forks)
+            made.append([pool.view(torch.uint8) for pool in (cache.pool, host._pool)])
+        for ours, theirs in zip(*made, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_neighbours_in_host_memory_are_moved_together() -> None:
+    assert list(kv_cache._runs([(2, 9), (3, 1), (4, 5), (7, 0), (9, 2), (10, 3)])) == [
+        (0, 2, 3),
+        (3, 7, 1),
+        (4, 9, 2),
+    ]
+    assert not list(kv_cache._runs([]))
 
 
 def test_what_goes_out_goes_before_what_comes_back() -> None:

@@ -19,7 +19,7 @@ def test_linear_packed_or_not(
     monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.dtype, bias: bool, packed: bool
 ) -> None:
     if not packed:
-        monkeypatch.setattr(layers, "_can_pack", lambda weight: False)
+        monkeypatch.setattr(layers, "packs", lambda dtype: False)
     torch.manual_seed(0)
     weight, x = torch.randn(24, 40, dtype=dtype), torch.randn(rows, 40, dtype=dtype)
     b = torch.randn(24, dtype=dtype) if bias else None
@@ -32,7 +32,21 @@ def test_linear_packed_or_not(
 
 
 def test_a_weight_that_is_only_inspected_is_not_packed() -> None:
-    assert not layers._can_pack(torch.empty(2, 2, device="meta"))
+    weight = torch.empty(2, 2, device="meta")
+    assert PackedLinear(weight)._weight is weight
+
+
+@pytest.mark.parametrize("broken", ["_packed", "_product"])
+def test_without_torchs_private_products_weights_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def gone(*_: object) -> None:
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
+
+    monkeypatch.setattr(layers, broken, gone)
+    monkeypatch.setattr(layers, "packs", layers.packs.__wrapped__)  # which forgets its answer
+    weight, x = torch.randn(24, 40), torch.randn(3, 40)
+    torch.testing.assert_close(PackedLinear(weight)(x), x @ weight.T)
 
 
 def test_rotation_keeps_lengths_and_sees_only_distances() -> None:

@@ -70,7 +70,7 @@ def introduce(place: Rendezvous, hello: Hello) -> socket.socket:
 
 
 def control_of(place: Rendezvous) -> nodes.Control:
-    store = nodes._c10d.PrefixStore(f"penstock-{place.attempt}", nodes._client(place))
+    store = nodes._stores.PrefixStore(f"penstock-{place.attempt}", nodes._client(place))
     until(lambda: bool(store.check(["control"])))
     return msgspec.json.decode(store.get("control"), type=nodes.Control)
 

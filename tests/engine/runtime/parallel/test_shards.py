@@ -285,6 +285,17 @@ def test_alone_costs_nothing() -> None:
     assert ALONE.all_gather(x) is x
 
 
+def test_a_torch_that_lacks_what_a_group_is_made_of_fails_it_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other:
+        FileStore = staticmethod(torch.distributed.FileStore)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr("engine.runtime.parallel.group._c10d", Other)
+    with pytest.raises(CollectiveFailed, match="no attribute 'ProcessGroupGloo'"):
+        Group(Shard(), str(tmp_path / "store"), CPU)
+
+
 def test_a_rank_that_leaves_is_noticed_by_who_waits(tmp_path: Path) -> None:
     met = threading.Barrier(2)
 
