@@ -179,7 +179,8 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
         request = parsed.request
         check_fields(request, limits.vocab_size)
         prompts, packed = await _prompt_ids(state, tenant, model, request, limits)
-        choices = plan_choices(request, prompts, limits, model.eos_ids, model.sampling)
+        stops = stop_ids(request, model.eos_ids, model.special_ids)
+        choices = plan_choices(request, prompts, limits, stops, model.sampling)
         echoes = await _echoes(state, tenant, model, request, prompts)
     return Asked(
         is_chat=isinstance(request, ChatRequest),
@@ -190,7 +191,7 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
         sends_token_ids=bool(request.return_token_ids),
         logprobs=request.logprobs_asked,
         stop_strings=request.stop_strings,
-        stop_ids=stop_ids(request, model.eos_ids),
+        stop_ids=stops,
         discards=request.output_tokens_max == 0,
         share=_share(exchange, request),
         choices=choices,
