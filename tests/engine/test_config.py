@@ -250,6 +250,19 @@ def test_a_model_is_called_after_its_directory_however_that_is_written(
     assert from_args(["--model", model], {}).name == name
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("hub/models--Qwen--Qwen3-0.6B/snapshots/" + 20 * "0f", "Qwen/Qwen3-0.6B"),
+        ("hub/models--gpt2/snapshots/" + 20 * "0f" + "/", "gpt2"),
+        ("hub/models--gpt2/snapshots/main", "main"),
+        ("hub/models--gpt2/" + 20 * "0f", 20 * "0f"),
+    ],
+)
+def test_a_snapshot_in_the_hubs_cache_has_its_repositorys_name(path: str, name: str) -> None:
+    assert from_args(["--model", path], {}).name == name
+
+
 def test_a_link_to_a_directory_keeps_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "current").symlink_to(tmp_path)
     assert from_args(["--model", str(tmp_path / "current")], {}).name == "current"
