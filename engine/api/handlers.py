@@ -125,7 +125,7 @@ async def detokenize(state: EngineState, exchange: Exchange) -> None:
 
 
 async def abort_request(state: EngineState, exchange: Exchange, name: str) -> None:
-    aborted = state.abort(RequestId(name))
+    aborted = state.abort(RequestId(name), exchange.tenant)
     await exchange.send(_encode(AbortResponse(name, aborted)))
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -61,16 +60,9 @@ class Seat:
     """The number of pages in the slot's page table."""
     history: History | None = None
     """None for sequences without penalties, and on a GPU, which counts for itself."""
-    bias: tuple[Tensor, Tensor] | None = field(init=False)
-    """The tokens [n] int64 of `logit_bias` and the numbers added to their logits [n] float32; None without
-    it."""
-
-    def __post_init__(self) -> None:
-        params = self.sampling
-        self.bias = None
-        if params.logit_bias:
-            ids, values = bias_of(params)
-            self.bias = torch.from_numpy(ids), torch.from_numpy(values)
+    bias: tuple[Tensor, Tensor] | None = None
+    """The tokens [n] int64 of `logit_bias` and the numbers added to their logits [n] float32. None without
+    it, and on a GPU, which has them in a table."""
 
     @property
     def output_len(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.core.messages import SamplingParams, SlotAssignment
 from engine.runtime.history import History
-from engine.runtime.seats import Seat, Seats, temperature_of
+from engine.runtime.seats import Seat, Seats, bias_of, temperature_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,14 @@ class SamplingColumns:
         self.seed[slot] = (params.seed ^ _SIGN) - _SIGN
 
 
+def bias_tensors(params: SamplingParams) -> tuple[Tensor, Tensor] | None:
+    """What `Seat.bias` holds."""
+    if not params.logit_bias:
+        return None
+    ids, values = bias_of(params)
+    return torch.from_numpy(ids), torch.from_numpy(values)
+
+
 @dataclass(slots=True)
 class HostSlots(Seats):
     """The slots' state, with its tables in host memory."""
@@ -79,6 +87,7 @@ class HostSlots(Seats):
         if start.sampling.needs_history:
             prompt, output = start.token_ids[: start.prompt_len], start.token_ids[start.prompt_len :]
             seat.history = History(prompt, output, self.vocab_size, self.max_model_len)
+        seat.bias = bias_tensors(start.sampling)
 
     def _place(self, slot: int, index: int, pages: Sequence[int]) -> None:
         self.page_table[slot, index : index + len(pages)] = torch.tensor(pages, dtype=torch.int32)

@@ -15,7 +15,7 @@ from engine.runtime.device import sampling as device_sampling
 from engine.runtime.device.sampling import DeviceSampling
 from engine.runtime.history import History
 from engine.runtime.host import sampler
-from engine.runtime.host.slots import SamplingColumns
+from engine.runtime.host.slots import SamplingColumns, bias_tensors
 from engine.runtime.seats import Seat
 from tests.engine.runtime.host.test_sampler import CUTS, EXTREMES, extreme_logits, extreme_params
 
@@ -51,7 +51,7 @@ def on_cpu(logits: Tensor, asked: Sequence[SamplingParams], past: list[tuple[Ten
     seats = []
     for slot, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
         columns.seat(slot, own, logits.shape[1])
-        seat = Seat(own, len(prompt), len(prompt) + len(output))
+        seat = Seat(own, len(prompt), len(prompt) + len(output), bias=bias_tensors(own))
         if own.needs_history:
             seat.history = History(prompt.tolist(), output.tolist(), logits.shape[1], logits.shape[1])
         seats.append(seat)
