@@ -7,6 +7,7 @@ of the TOML file that `--config` names (`max_model_len = 4096`), of which the fi
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -40,6 +41,8 @@ MemoryOr0 = Annotated[
     Rule("be 0, or a size from 1MiB to 1024TiB", lambda size: size == 0 or MEMORY_MIN <= size <= MEMORY_MAX),
 ]
 Count = Annotated[int, Meta(ge=1, le=COUNT_MAX)]
+
+_SNAPSHOT: Final = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
 
 HEADINGS: Final[Mapping[str, str]] = {
     "model": "model",
@@ -96,7 +99,8 @@ class EngineConfig(RunnerConfig):
     """Port for probes and /metrics alone, always in plain text: for a kubelet and for Prometheus, which have
     no certificate. Unset: only the other port has them."""
     served_model_name: ModelName | None = None
-    """Name that clients use. Unset: the last part of the model's directory or id."""
+    """Name that clients use. Unset: the last part of the model's directory or id, and of a snapshot in the
+    hub's cache OWNER/NAME."""
     tls_cert: Text | None = None
     """File with the certificate chain, PEM: serve TLS, HTTP/2 by ALPN. Unset: plain text."""
     tls_key: Text | None = None
@@ -224,5 +228,8 @@ def from_args(argv: Sequence[str], env: Mapping[str, str], parser: Parser | None
 
 def served_name(model: str) -> str:
     """The name of a model that is given none: the last part of its hub id, or of its directory's whole path,
-    so that `.` has one too."""
-    return Path(os.path.abspath(os.path.expanduser(model))).name or "model"
+    so that `.` has one too. A snapshot in the hub's cache has the name of its repository."""
+    path = os.path.abspath(os.path.expanduser(model))
+    if snapshot := _SNAPSHOT.fullmatch(path):
+        return snapshot[1].replace("--", "/")
+    return Path(path).name or "model"

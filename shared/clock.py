@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Final, Protocol
+
+
+class Timer(Protocol):
+    """A call that is to come."""
+
+    def cancel(self) -> object:
+        """Let it not come. Without effect on one that has come."""
+        ...
 
 
 class Clock(Protocol):
@@ -23,6 +32,10 @@ class Clock(Protocol):
 
     async def sleep(self, seconds: float) -> None: ...
 
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+        """Call `callback` on the running loop once `monotonic` has come to `when`, unless it is cancelled."""
+        ...
+
 
 class _SystemClock:
     __slots__ = ()
@@ -32,6 +45,10 @@ class _SystemClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+        # a loop's own clock need not begin where this one does
+        return asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), callback)
 
 
 SYSTEM_CLOCK: Final[Clock] = _SystemClock()

@@ -2,7 +2,7 @@
 
 | status | it ended because                                                           |
 |--------|----------------------------------------------------------------------------|
-| 0      | it was stopped, and every open request came to its end                      |
+| 0      | it was stopped, and every open request came to its end; or it was loading   |
 | 1      | it could not listen, or could not be started for another reason            |
 | 2      | its configuration or command line is unusable, or Python has no assertions |
 | 3      | it was stopped, and requests that outlasted the drain ended with an error  |

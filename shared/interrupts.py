@@ -1,8 +1,9 @@
-"""Ctrl-C while a process still imports its modules: it ends at once, with 130, and without a traceback.
+"""Ctrl-C and SIGTERM while a process still imports its modules: it ends at once, without a traceback.
 
-Python turns the signal into a KeyboardInterrupt wherever it happens to be, and imports take longer than it
-takes to press the keys. So a service calls `end_quietly` before its imports. Nothing has been started or
-opened by then; from its first step on, its loop decides what the signal does (`shared.lifecycle`).
+Python turns Ctrl-C into a KeyboardInterrupt wherever it happens to be, and imports take longer than it takes
+to press the keys. SIGTERM is lost where a process without a handler is the first of its container: the kernel
+drops what would end it. So a service calls `end_quietly` before its imports. Nothing has been started or
+opened by then; from its first step on, its loop decides what the signals do (`shared.lifecycle`).
 
 This module is imported first of all, so it imports next to nothing itself.
 """
@@ -17,10 +18,21 @@ INTERRUPTED: Final = 130
 """The exit status of an interrupted process, as shells have it: 128 and the signal's number."""
 
 
+STOPPED: Final = 0
+"""The exit status of a process that is stopped: as later, when its loop runs and nothing is open."""
+_HELD: Final = (signal.SIGINT, signal.SIGTERM)
+
+
 def end_quietly() -> None:
-    """Exit on SIGINT, also on one that was held back, until another handler is set."""
+    """Exit on SIGINT and SIGTERM, also on those that were held back, until other handlers are set."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    end_when_stopped()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
+
+
+def end_when_stopped() -> None:
+    """Exit on SIGTERM, until another handler is set."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(STOPPED))
 
 
 def ignore_hangups() -> None:
@@ -30,9 +42,9 @@ def ignore_hangups() -> None:
 
 
 def hold_back() -> None:
-    """Keep a SIGINT for the program that this process becomes, which calls `end_quietly`: a starting
-    interpreter would show a traceback."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Keep SIGINT and SIGTERM for the program that this process becomes, which calls `end_quietly`: a
+    starting interpreter would show a traceback, or lose them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
 
 
 def leave_to_parent() -> None:

@@ -35,6 +35,8 @@ STOP_LEN_MAX: Final = 256
 STOP_TOKEN_IDS_MAX: Final = 64
 LOGPROBS_MAX: Final = 20
 LOGIT_BIAS_MAX: Final = 1024
+TOKEN_ID_MAX: Final = 2**31 - 1
+"""Bound on token ids, above those of any model. The engine knows how many its model has."""
 TOKENS_MAX: Final = 2**24
 """Bound on any count of tokens, far above any context length."""
 USED_TOKENS_MAX: Final = PROMPTS_MAX * TOKENS_MAX
@@ -49,7 +51,7 @@ _PRIORITY_MAX: Final = 2**31 - 1
 
 _Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=STOP_LEN_MAX)]
-_TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_TokenId = Annotated[int, Meta(ge=0, le=TOKEN_ID_MAX)]
 
 
 class Unshown(Struct):

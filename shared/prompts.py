@@ -18,7 +18,7 @@ from shared.holding import TOKENS_MAX
 from shared.openai import ChatRequest, CompletionRequest
 from shared.room import Room
 from shared.text_slices import SLICE_LEN, WHOLE_LEN_MAX
-from shared.tokenizer import Tokenizer
+from shared.tokenizer import Tokenizer, check_ids
 from shared.validation import prompt_count
 
 SLICE_IDS: Final = 16384
@@ -50,7 +50,7 @@ def prompt_slices(
         for ids in lists:
             for at in range(0, len(ids), SLICE_IDS):
                 part = ids[at : at + SLICE_IDS]
-                tokenizer.check_ids(part)
+                check_ids(part)
                 seen_len += len(part)
                 if seen_len >= SLICE_IDS:
                     seen_len = 0

@@ -35,6 +35,7 @@ class _Told:
     wall_s = 0.0
     monotonic = staticmethod(SYSTEM_CLOCK.monotonic)
     sleep = staticmethod(SYSTEM_CLOCK.sleep)
+    call_at = staticmethod(SYSTEM_CLOCK.call_at)
 
     def wall(self) -> float:
         return self.wall_s

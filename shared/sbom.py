@@ -75,7 +75,7 @@ def bom(packages: Iterable[importlib.metadata.Distribution]) -> Bom:
 
 def main() -> int:
     document = bom(importlib.metadata.distributions())
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document)).decode() + "\n")
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
     return 0
 
 

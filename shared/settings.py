@@ -62,6 +62,19 @@ class Rule:
     holds: Callable[[Any], bool]
 
 
+NOT_UNICODE: Final = "must be UTF-8, as this process's locale has it"
+"""The problem of a text that is none in a message between processes, in an answer, or in a file."""
+
+
+def is_unicode(text: str) -> bool:
+    """False where the text stands for bytes that are no characters, as those of a path may."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 Port = Annotated[int, Meta(ge=0, le=65_535, title="port")]
 """A TCP port; 0 takes any that is free."""
 Text = Annotated[str, Meta(min_length=1), Rule("not be empty", lambda text: bool(text.strip()))]
@@ -145,6 +158,8 @@ class Kind:
             raise ValueError(f"must {self.requirement}") from None
         if self.rule is not None and converted is not None and not self.rule.holds(converted):
             raise ValueError(f"must {self.requirement}")
+        if isinstance(converted, str) and not is_unicode(converted):
+            raise ValueError(NOT_UNICODE)
         return converted
 
     def parse(self, text: str) -> object:

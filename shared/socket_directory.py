@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from shared import logs
+from shared.settings import is_unicode
 
 _ATTEMPTS_MAX: Final = 16
 ADDRESS_LEN_MAX: Final = 107
@@ -48,7 +49,7 @@ class SocketDirectory:
         remove_abandoned(Path(tempfile.gettempdir()), prefix)
         for _ in range(_ATTEMPTS_MAX):
             path = Path(tempfile.mkdtemp(prefix=prefix))
-            _check_length(path)
+            _check(path)
             with contextlib.suppress(
                 FileNotFoundError
             ):  # another service's start removed it before it was locked
@@ -68,8 +69,13 @@ class SocketDirectory:
         os.close(self._descriptor)
 
 
-def _check_length(path: Path) -> None:
-    """Remove a new directory again and raise OSError where sockets in it would have too long a path."""
+def _check(path: Path) -> None:
+    """Remove a new directory again and raise OSError where sockets in it would have too long a path, or one
+    that other processes cannot be told."""
+    if not is_unicode(str(path)):
+        path.rmdir()
+        text = "the path is not UTF-8, as this process's locale has it: set TMPDIR to another directory"
+        raise OSError(errno.EILSEQ, text, str(path.parent))
     if len(os.fsencode(path)) + 1 + NAME_LEN_MAX > ADDRESS_LEN_MAX:
         path.rmdir()
         text = "the path is too long for sockets: set TMPDIR to a shorter directory"

@@ -28,7 +28,7 @@ from shared.chat_template import ChatTemplate
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, TokenizerFailed
 from shared.model_files import BadModelFile, shown
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest
+from shared.openai import TOKEN_ID_MAX, ChatMessage, ChatRequest, CompletionRequest
 from shared.text_slices import Slicer
 from shared.token_text import DecodeStream, piece_spelling, whole_spelling
 from shared.tokenizer_files import AddedToken, TokenizerFiles, read_tokenizer_files
@@ -130,7 +130,11 @@ class Tokenizer:
             _add(self.raw, bundle.added_tokens)
             added_tokens = self.raw.get_added_tokens_decoder()
             self._added = {token_id: added.content for token_id, added in added_tokens.items()}
-            self._special_ids = frozenset(filter(self._is_special, self._added))
+            self.special_ids: dict[str, int] = {
+                content: token_id for token_id, content in self._added.items() if self._is_special(token_id)
+            }
+            """The id of each token that decoding leaves out, by its text."""
+            self._special_ids = frozenset(self.special_ids.values())
             around = _around(self)
         except TokenizerFailed as error:
             raise UnusableTokenizer(f"the tokenizer cannot be loaded: {error.detail}") from error
@@ -208,14 +212,14 @@ class Tokenizer:
         ids = [item for item in prompt if isinstance(item, int)]
         prompts = [ids] if ids else [item for item in prompt if isinstance(item, list)]
         for prompt_ids in prompts:
-            self.check_ids(prompt_ids)
+            check_ids(prompt_ids)
         return prompts
 
-    def check_ids(self, ids: Sequence[int]) -> None:
-        """Raise InvalidRequest where some of a prompt's ids can be no token's."""
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            message = f"prompt holds token ids that are not between 0 and {self.vocab_size - 1}."
-            raise InvalidRequest(message, param="prompt")
+    @property
+    def end_id(self) -> int | None:
+        """The id of the end token that the tokenizer's files name. None without one."""
+        named = self.bundle.eos_token
+        return None if named is None else self.raw.token_to_id(named)
 
     # -- decoding ---------------------------------------------------------------------------------
 
@@ -262,6 +266,14 @@ class Tokenizer:
     def is_textless(self, token_id: int, skip_special_tokens: bool) -> bool:
         """True if decoding passes over this token: a special one, or an id without a token."""
         return token_id >= self.vocab_size or (skip_special_tokens and token_id in self._special_ids)
+
+
+def check_ids(ids: Sequence[int]) -> None:
+    """Raise InvalidRequest where some of a prompt's ids can be no token's of any model. How many tokens the
+    model has is for the engine to say: a model may have more of them than its tokenizer."""
+    if ids and not 0 <= min(ids) <= max(ids) <= TOKEN_ID_MAX:
+        message = f"prompt holds token ids that are not between 0 and {TOKEN_ID_MAX}."
+        raise InvalidRequest(message, param="prompt")
 
 
 def _add(raw: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:

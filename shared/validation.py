@@ -30,7 +30,14 @@ from shared.census import SLICE_LEN, Census, census_of
 from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
 from shared.fair_threads import Slices
 from shared.fields import INSTEAD, survey
-from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Prompt, PromptRequest
+from shared.openai import (
+    PROMPTS_MAX,
+    TOKEN_ID_MAX,
+    ChatRequest,
+    CompletionRequest,
+    Prompt,
+    PromptRequest,
+)
 from shared.repeated import PLAIN_NAME, Key
 from shared.undecodable import UNDECODABLE
 
@@ -391,7 +398,7 @@ def check(request: PromptRequest, fields: dict[str, Raw]) -> None:
 
 def _check_logit_bias(bias: dict[str, float], raw: Raw) -> None:
     for key in bias:
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**31):
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= TOKEN_ID_MAX):
             raise InvalidRequest("The keys of logit_bias must be token ids.", param="logit_bias")
     names = bytes(raw).count(b":")  # there is none in token ids and numbers
     if len({int(key) for key in bias}) < names:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections.abc import Callable
+
+from shared.clock import Timer
 
 
 class VirtualClock:
@@ -38,6 +41,12 @@ class VirtualClock:
         future = asyncio.get_running_loop().create_future()
         heapq.heappush(self._sleepers, (self._monotonic + seconds, next(self._order), future))
         await future
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+        future = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda done: None if done.cancelled() else callback())
+        heapq.heappush(self._sleepers, (when, next(self._order), future))
+        return future
 
     def advance(self, seconds: float) -> None:
         assert seconds >= 0

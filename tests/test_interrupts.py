@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a start: nothing is shown that is no log line, and no process is left.
+"""Ctrl-C or SIGTERM at any moment of a start: nothing is shown that is no log line, and no process is left.
 
 The moment is not waited for: one of the processes presses the keys itself, as it boots or as it comes to
 import a certain module. The signal goes where a terminal would send it, to the group of the process that was
@@ -8,11 +8,14 @@ started.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.services import MODEL_DIR, ROOT, service, until
+from tests.services import MODEL_DIR, PATIENCE_S, ROOT, service, until
 
 PRESSES = """
 import os, signal, sys
@@ -23,7 +26,10 @@ whose, _, module = os.environ["MOMENT"].partition(" ")
 
 def press():
     open(os.environ["PRESSED"], "x").close()
-    os.killpg(job, signal.SIGINT)
+    if "STOPS" in os.environ:
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        os.killpg(job, signal.SIGINT)
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
@@ -85,3 +91,40 @@ def test_an_interrupted_start_ends_quietly_and_whole(
     assert not [line for line in lines if line["level"] not in ("debug", "info")]
     assert not [line for line in lines if line["event"] == "engine.ready"]
     assert list(short_tmp.iterdir()) == []
+
+
+SCRIPT = ["-c", "from shared.entry import main; main()"]
+"""The console script `penstock`."""
+ALONE = ["unshare", "--pid", "--fork", "--mount-proc"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "moment"),
+    [
+        (["engine", "serve", *ENGINE], "serve engine.config"),
+        (["shared.cli", "engine", *ENGINE], "serve boot"),
+        (["gateway", "--config", "none"], "gateway gateway.config"),
+        (["shared.cli", "gateway", "--config", "none"], "gateway boot"),
+        ([*SCRIPT, "gateway", "--config", "none"], "gateway shared.cli"),
+        (UP, "shared.cli shared.cli.up"),
+    ],
+)
+@pytest.mark.parametrize("is_first", [False, True], ids=["with a parent", "first of its container"])
+def test_a_start_that_is_stopped_ends(tmp_path: Path, argv: list[str], moment: str, is_first: bool) -> None:
+    """The kernel drops a SIGTERM for the first process of a container, where it has no handler."""
+    if is_first and subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespace of processes can be made here")
+    (tmp_path / "sitecustomize.py").write_text(PRESSES)
+    pressed = tmp_path / "pressed"
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "MOMENT": moment, "PRESSED": str(pressed), "STOPS": ""}
+    argv = [str(tmp_path / "logs") if word == "LOGS" else word for word in argv]
+    started = subprocess.run(
+        [*(ALONE if is_first else []), sys.executable, *([] if argv[0] == "-c" else ["-m"]), *argv],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert pressed.exists(), "the moment never came"
+    assert (started.returncode, started.stderr) == (0, b"")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
 
@@ -96,18 +96,18 @@ def plan_choices(
     request: GenerationRequest,
     prompts: Sequence[list[int]],
     limits: Limits,
-    eos_ids: frozenset[int],
+    stops: frozenset[int],
     defaults: SamplingDefaults,
 ) -> list[Choice]:
     """The choices of a request in OpenAI's order: all `n` of the first prompt's, then those of the
-    second. `check_fields` has passed it. The prompts' ids are not looked at: `engine.api.packing` has done
-    that. Raises InvalidRequest, ContextLengthExceeded and NeverFits."""
+    second. `check_fields` has passed it, and `stops` are its `stop_ids`. The prompts' ids are not looked at:
+    `engine.api.packing` has done that. Raises InvalidRequest, ContextLengthExceeded and NeverFits."""
     if not all(prompts):
         raise InvalidRequest(f"{request.prompt_param} must not be empty.", param=request.prompt_param)
     n = request.n or 1
     room = answer_room(request, prompts)
     seed = secrets.randbits(64) if request.seed is None else request.seed & SEED_MASK
-    shared = _sampling(request, eos_ids, defaults)
+    shared = _sampling(request, stops, defaults)
     choices = []
     for prompt_index, prompt_ids in enumerate(prompts):
         max_tokens = min(max_tokens_of(request, len(prompt_ids), limits), room)
@@ -288,7 +288,7 @@ def trusted_ids(request: GenerationRequest, tokenizer_hash: str, prompts: int) -
 
 
 def _sampling(
-    request: GenerationRequest, eos_ids: frozenset[int], defaults: SamplingDefaults
+    request: GenerationRequest, stops: frozenset[int], defaults: SamplingDefaults
 ) -> SamplingParams:
     """The sampling parameters that all choices of a request share, made once: its biases may be many."""
     logprobs = request.logprobs_asked
@@ -304,7 +304,7 @@ def _sampling(
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=_or_default(request.repetition_penalty, defaults.repetition_penalty),
         logit_bias=Biases.of((int(key), value) for key, value in bias.items() if value),
-        stop_token_ids=tuple(sorted(stop_ids(request, eos_ids))),
+        stop_token_ids=tuple(sorted(stops)),
         min_tokens=request.min_tokens or 0,
         logprobs=logprobs,
         prompt_logprobs=logprobs if request.echoes else None,
@@ -315,8 +315,13 @@ def _or_default(asked: N | None, default: N) -> N:
     return default if asked is None else asked
 
 
-def stop_ids(request: GenerationRequest, eos_ids: frozenset[int]) -> frozenset[int]:
-    return frozenset(request.stop_token_ids or ()) | (frozenset() if request.ignore_eos else eos_ids)
+def stop_ids(
+    request: GenerationRequest, eos_ids: frozenset[int], special_ids: Mapping[str, int]
+) -> frozenset[int]:
+    """The tokens that end a choice. A stop string that is one of the model's special tokens is that token,
+    which has no text to be found in."""
+    named = (special_ids[stop] for stop in request.stop_strings if stop in special_ids)
+    return frozenset((*named, *(request.stop_token_ids or ()), *(() if request.ignore_eos else eos_ids)))
 
 
 def check_fields(request: GenerationRequest, vocab_size: int) -> None:

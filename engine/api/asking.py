@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from engine.api.admission import (
     Choice,
@@ -34,6 +35,7 @@ from engine.api.packing import pack
 from engine.api.rows import Echo
 from engine.api.state import EngineState
 from engine.core.messages import AddPrompt
+from shared.clock import Clock
 from shared.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.fair_threads import Slices
 from shared.holding import Holding, weigh, weigh_long
@@ -54,6 +56,8 @@ from shared.prompts import prompt_slices
 from shared.timeouts import stated_timeout_ms, stated_timeout_s
 from shared.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices, prompt_count
 
+_AT_ONCE: Final = 0.0
+"""A time of any loop's that has passed."""
 T = TypeVar("T")
 R = TypeVar("R", ChatRequest, CompletionRequest)
 S = TypeVar("S", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
@@ -68,10 +72,11 @@ class Deadlines:
     in_all_s: float | None
     first_token_s: float | None
     started_at_s: float
-    """The request's arrival, in seconds on the event loop's clock."""
+    """The request's arrival, in seconds on `clock`."""
+    clock: Clock
 
     @classmethod
-    def of(cls, exchange: Exchange) -> Deadlines:
+    def of(cls, exchange: Exchange, clock: Clock) -> Deadlines:
         """The deadlines that the request's headers state. Raises InvalidRequest where one is not a
         number in range."""
         headers = exchange.request.headers
@@ -79,7 +84,8 @@ class Deadlines:
             stated_timeout_s(QUEUE_TIMEOUT_HEADER, headers.get(QUEUE_TIMEOUT_HEADER)),
             stated_timeout_s(REQUEST_TIMEOUT_HEADER, headers.get(REQUEST_TIMEOUT_HEADER)),
             stated_timeout_ms(FIRST_TOKEN_TIMEOUT_HEADER, headers.get(FIRST_TOKEN_TIMEOUT_HEADER)),
-            asyncio.get_running_loop().time(),
+            exchange.started_at,
+            clock,
         )
 
     @property
@@ -87,7 +93,7 @@ class Deadlines:
         """The time for which a first token is still of use, in seconds; infinite where none is stated."""
         if self.first_token_s is None:
             return math.inf
-        return max(0.0, self.started_at_s + self.first_token_s - asyncio.get_running_loop().time())
+        return max(0.0, self.started_at_s + self.first_token_s - self.clock.monotonic())
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the work that comes before the queue, within both limits. Raises RequestTimeout and
@@ -96,25 +102,31 @@ class Deadlines:
         if not bounds:
             return await work
         try:
-            async with asyncio.timeout_at(self.started_at_s + min(bounds)):
-                return await work
+            async with asyncio.timeout(None) as scope:
+                timer = self.clock.call_at(
+                    self.started_at_s + min(bounds), partial(scope.reschedule, _AT_ONCE)
+                )
+                try:
+                    return await work
+                finally:
+                    timer.cancel()
         except TimeoutError:
             raise _late(queued=self.queue_s == min(bounds)) from None
 
     def watch(self, expire: Callable[[ApiError], None], is_waiting: Callable[[], bool]) -> ExitStack:
         """Call `expire` with the error when a deadline has passed, until the returned stack is
         closed. `is_waiting` says whether the request still waits for its first admission."""
-        loop, timers = asyncio.get_running_loop(), ExitStack()
+        timers = ExitStack()
 
         def queue_is_over() -> None:
             if is_waiting():
                 expire(_late(queued=True))
 
         if self.queue_s is not None:
-            timers.callback(loop.call_at(self.started_at_s + self.queue_s, queue_is_over).cancel)
+            timers.callback(self.clock.call_at(self.started_at_s + self.queue_s, queue_is_over).cancel)
         if self.in_all_s is not None:
             end_s = self.started_at_s + self.in_all_s
-            timers.callback(loop.call_at(end_s, lambda: expire(_late(queued=False))).cancel)
+            timers.callback(self.clock.call_at(end_s, lambda: expire(_late(queued=False))).cancel)
         return timers
 
 
@@ -178,7 +190,8 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
         request = parsed.request
         check_fields(request, limits.vocab_size)
         prompts, packed = await _prompt_ids(state, tenant, model, request, limits)
-        choices = plan_choices(request, prompts, limits, model.eos_ids, model.sampling)
+        stops = stop_ids(request, model.eos_ids, model.special_ids)
+        choices = plan_choices(request, prompts, limits, stops, model.sampling)
         echoes = await _echoes(state, tenant, model, request, prompts)
     return Asked(
         api=ANSWERS[type(request)],
@@ -189,7 +202,7 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
         sends_token_ids=bool(request.return_token_ids),
         logprobs=request.logprobs_asked,
         stop_strings=request.stop_strings,
-        stop_ids=stop_ids(request, model.eos_ids),
+        stop_ids=stops,
         share=_share(exchange, request),
         choices=choices,
         prompts=prompts_of(choices, packed, request.n or 1),

@@ -5,6 +5,10 @@ process group of its own from its first moment, so that a Ctrl-C in the terminal
 alone, which drains before it ends the core; nor does the child heed a SIGTERM that is meant for all of a
 service's processes. Should this process die, the kernel ends the child. It stays in our session: Linux
 shares cores out between sessions first, and lets priorities count only within one.
+
+A core that is faster than this process always has a message ready. So after `TURN_S` of messages everybody
+else on the loop has a turn. Until then they are taken in one go: tokens that came together are written
+together.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from engine.config import CoreStart, EngineConfig
 from engine.core.messages import READ_EVERY, CoreInput, CoreOutput, Read
 from shared import logs
 from shared.child_python import environment
+from shared.clock import SYSTEM_CLOCK, Clock
 from shared.socket_directory import SocketDirectory
 
 SOCKETS_PREFIX: Final = "penstock-core-"
@@ -34,14 +39,19 @@ SEND_QUEUE_LEN_MAX: Final = 65536
 """The most messages that may wait for the core. It is far more than the queue's bounds allow, so reaching it
 means that the core no longer reads."""
 
+TURN_S: Final = 0.002
+"""The time for which messages are taken before others have a turn."""
+
 log = logs.get(__name__)
 
 
 class CoreProcess:
     """The `CoreLink` to a real core process."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> None:
         self._config = config
+        self._clock = clock
+        self._turn_ends_at = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._receiver: zmq.Socket[bytes] | None = None
         self._arrival: asyncio.Future[None] | None = None
@@ -95,12 +105,16 @@ class CoreProcess:
         """The next message. `zmq.asyncio` is not used: its three callbacks and two futures for a
         message cost more than everything else that is done with it."""
         assert self._receiver is not None
+        if self._clock.monotonic() >= self._turn_ends_at:
+            await asyncio.sleep(0)
+            self._turn_ends_at = self._clock.monotonic() + TURN_S
         try:
             while True:
                 with contextlib.suppress(zmq.Again):
                     frame = self._receiver.recv(zmq.NOBLOCK)
                     break
                 await self._wait()
+                self._turn_ends_at = self._clock.monotonic() + TURN_S
             message: CoreOutput = self._decoder.decode(frame)
         except (msgspec.DecodeError, zmq.ZMQError) as error:
             raise CoreDied(f"a message from the core could not be read: {error}") from error

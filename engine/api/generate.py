@@ -62,9 +62,9 @@ async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> No
     exchange.is_generation = True
     model, _ = state.ready_model()
     with state.working(), Holding(state.memory, exchange.tenant) as holding:
-        deadlines = Deadlines.of(exchange)
+        deadlines = Deadlines.of(exchange, state.clock)
         arrival = Arrival()
-        with state.listed(exchange.request_id, arrival):
+        with state.listed(exchange.request_id, exchange.tenant, arrival):
             asked = await deadlines.bounded(ask(state, exchange, kind, holding))
         if arrival.is_aborted:
             raise RequestAborted("The request was aborted.")
@@ -74,7 +74,7 @@ async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> No
         state.core.check_room(exchange.tenant, len(prompt_lens), sum(prompt_lens))
         generation = Generation(state, exchange, asked, model, deadlines, holding)
         del asked  # frees the prompts, which the core has once they are submitted
-        with state.listed(exchange.request_id, generation):
+        with state.listed(exchange.request_id, exchange.tenant, generation):
             await generation.run()
 
 

@@ -9,7 +9,7 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from engine.api.admission import Limits
+from engine.api.admission import Limits, out_of_vocab
 from engine.api.asking import read
 from engine.api.exchange import Exchange
 from engine.api.generate import chat_completions, completions
@@ -112,7 +112,7 @@ async def detokenize(state: EngineState, exchange: Exchange) -> None:
 
         def detokenized() -> bytes:
             if max(request.tokens, default=0) >= limits.vocab_size:
-                raise InvalidRequest(f"tokens has an id of {limits.vocab_size} or more.", param="tokens")
+                raise out_of_vocab("tokens", limits.vocab_size)
             text = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
             return _encode(DetokenizeResponse(text))
 
@@ -125,7 +125,7 @@ async def detokenize(state: EngineState, exchange: Exchange) -> None:
 
 
 async def abort_request(state: EngineState, exchange: Exchange, name: str) -> None:
-    aborted = state.abort(RequestId(name))
+    aborted = state.abort(RequestId(name), exchange.tenant)
     await exchange.send(_encode(AbortResponse(name, aborted)))
 
 

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.api.admission import SamplingDefaults
+from engine.core.messages import END_TOKENS_MAX
 from shared import logs
 from shared.errors import InvalidRequest, TokenizerFailed
 from shared.generation_keys import GENERATION_KEYS
 from shared.model_files import BadModelFile, parse_object, read_text, refusals, shown, unexplained
-from shared.openai import ChatRequest, CompletionRequest
+from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 from shared.tokenizer import Tokenizer, TokenizerBundle, read_files
 from shared.tokenizer_files import CONFIG as TOKENIZER_CONFIG
 from shared.validation import parse
@@ -22,6 +23,7 @@ from shared.validation import parse
 S = TypeVar("S", bound=msgspec.Struct)
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "config.json"
+_ANSWER = "Good morning"
 VALUE_MAX = 2**31
 """Every default of sampling must be below this number."""
 
@@ -42,6 +44,8 @@ class ServedModel:
     bundle_json: bytes
     """The body of the answer to `GET /penstock/tokenizer`."""
     eos_ids: frozenset[int]
+    special_ids: Mapping[str, int]
+    """The id of each special token that the model has, by its text."""
     sampling: SamplingDefaults
 
 
@@ -50,8 +54,10 @@ class GenerationDefaults:
     """The end tokens and the default sampling, from the model's own files."""
 
     eos_ids: frozenset[int]
-    """Tokens that end an answer. Empty for a model that names none."""
+    """Tokens that end an answer. Empty where neither file names one."""
     sampling: SamplingDefaults
+    vocab_size: int
+    """The number of token ids that the model has."""
     unread: tuple[str, ...] = ()
     """Keys of generation_config.json that have no meaning here; they are logged."""
 
@@ -74,14 +80,20 @@ def load_model(directory: Path, *, name: str, created: int) -> ServedModel:
     for file, unread in ((TOKENIZER_CONFIG, files.unread), (GENERATION_CONFIG, defaults.unread)):
         if unread:
             log.warning("engine.keys_ignored", file=file, names=unread)
-    if not defaults.eos_ids:
+    eos_ids = _all_ends(defaults, tokenizer)
+    if not eos_ids:
         log.warning("engine.no_end_token", reason="no file of the model names one: answers end by max_tokens")
     return ServedModel(
         name=name,
         created=created,
         tokenizer=tokenizer,
         bundle_json=msgspec.json.encode(bundle),
-        eos_ids=defaults.eos_ids,
+        eos_ids=eos_ids,
+        special_ids={
+            text: token_id
+            for text, token_id in tokenizer.special_ids.items()
+            if token_id < defaults.vocab_size
+        },
         sampling=defaults.sampling,
     )
 
@@ -106,6 +118,35 @@ def _warm_up(tokenizer: Tokenizer) -> None:
         except InvalidRequest as error:  # a template may well refuse this message
             if request is chat and tokenizer.bundle.chat_template is not None:
                 log.warning("engine.chat_template_fails", problem=error.message, detail=error.detail)
+
+
+def _all_ends(defaults: GenerationDefaults, tokenizer: Tokenizer) -> frozenset[int]:
+    """The end tokens of the model's files and the tokenizer's own. They differ where a model was trained
+    further with other ends than its base's, whose files it kept. Raises UnusableModel."""
+    eos_ids, own = defaults.eos_ids, tokenizer.end_id
+    if own is not None and own < defaults.vocab_size and own not in eos_ids:
+        if eos_ids:
+            log.warning("engine.end_tokens_differ", model=sorted(eos_ids), tokenizer=own)
+        eos_ids |= {own}
+    if len(eos_ids) > END_TOKENS_MAX:
+        raise UnusableModel(
+            f"eos_token_id: the model has {len(eos_ids)} end tokens, more than {END_TOKENS_MAX}"
+        )
+    turns_end = _turns_end(tokenizer)
+    if turns_end is not None and tokenizer.special_ids[turns_end] not in eos_ids:
+        reason = "the chat template ends an answer with it, and no file says that it does"
+        log.warning("engine.turn_end_is_no_end", named=turns_end, reason=reason)
+    return eos_ids
+
+
+def _turns_end(tokenizer: Tokenizer) -> str | None:
+    """The special token that the chat template writes behind an assistant's message. None without one."""
+    turns = [ChatMessage("user", "Hello"), ChatMessage("assistant", _ANSWER)]
+    try:
+        behind = tokenizer.render_chat(turns).rpartition(_ANSWER)[2].lstrip()
+    except InvalidRequest:  # there is no template, or `_warm_up` has told of it
+        return None
+    return max(filter(behind.startswith, tokenizer.special_ids), key=len, default=None)
 
 
 class _EndTokens(msgspec.Struct):
@@ -138,7 +179,7 @@ def read_generation_defaults(directory: Path, vocab_size: int) -> GenerationDefa
     for name, stated in files.items():
         eos_ids = eos_ids or _end_tokens(name, stated or {}, vocab_size)
     unread = () if own is None else unexplained(own, GENERATION_KEYS)
-    return GenerationDefaults(eos_ids, _sampling(where, fields), unread)
+    return GenerationDefaults(eos_ids, _sampling(where, fields), vocab_size, unread)
 
 
 def _end_tokens(name: str, fields: Mapping[str, Any], vocab_size: int) -> frozenset[int]:

@@ -66,7 +66,8 @@ class EngineState:
         self._working = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._generations: dict[RequestId, set[Abortable]] = {}
+        self._generations: dict[RequestId, dict[Abortable, str]] = {}
+        """Those in progress, each with its tenant."""
         metrics.watch_core(self._reading)
 
     # -- what is served ---------------------------------------------------------------------------
@@ -151,20 +152,22 @@ class EngineState:
         await self._idle.wait()
 
     @contextmanager
-    def listed(self, request_id: RequestId, generation: Abortable) -> Iterator[None]:
+    def listed(self, request_id: RequestId, tenant: str, generation: Abortable) -> Iterator[None]:
         """A context in which the generation can be aborted by its request's id."""
-        self._generations.setdefault(request_id, set()).add(generation)
+        self._generations.setdefault(request_id, {})[generation] = tenant
         try:
             yield
         finally:
             listed = self._generations[request_id]
-            listed.discard(generation)
+            del listed[generation]
             if not listed:
                 del self._generations[request_id]
 
-    def abort(self, request_id: RequestId) -> int:
-        """Abort every generation of exactly this request id. Returns their number."""
-        generations = list(self._generations.get(request_id, ()))
+    def abort(self, request_id: RequestId, tenant: str = "") -> int:
+        """Abort every generation of exactly this request id, where a tenant is named only that tenant's.
+        Returns their number."""
+        listed = self._generations.get(request_id, {})
+        generations = [one for one, whose in listed.items() if tenant in ("", whose)]
         for generation in generations:
             generation.abort()
         return len(generations)

@@ -112,6 +112,11 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
 # -- API process -> core --------------------------------------------------------------------------
 
 
+END_TOKENS_MAX: Final = 48
+"""The most tokens of a model that end its answers. With those of a request they are a sequence's
+`stop_token_ids`."""
+
+
 class AddPrompt(msgspec.Struct, array_like=True, frozen=True):
     """The sequences of one prompt."""
 

@@ -15,18 +15,19 @@ from typing import Final
 
 PROC: Final = Path("/proc")
 CGROUP: Final = Path("/sys/fs/cgroup")
+CPUS: Final = Path("/sys/devices/system/cpu")
 _NATIVE_BF16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """The kernel's names for bfloat16 dot products: two on x86, one on arm64."""
 
 
-def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP, cpus: Path = CPUS) -> int:
     """Physical cores that this process may run on: affinity, less hyper-threads, less the control groups'
     quota. Half a core of a quota counts as one: its thread gains more while it runs than all lose by waiting
     for the next period when the quota is used up.
 
     Threads are not tied to cores: that brought nothing when it was tried, and the kernel moves a computing
     thread out of the way of others (`engine.__main__.NICENESS`)."""
-    cores = _physical_cores(_read(proc / "cpuinfo"), os.sched_getaffinity(0))
+    cores = _physical_cores(cpus, os.sched_getaffinity(0))
     return max(1, min([cores, *(int(quota + 0.5) for quota in _cpu_quotas(proc, cgroup))]))
 
 
@@ -56,16 +57,12 @@ def processor_flags(proc: Path = PROC) -> frozenset[str]:
     return frozenset()
 
 
-def _physical_cores(cpuinfo: str, allowed: set[int]) -> int:
-    """The number of distinct (package, core) pairs among the allowed processors; where the kernel tells no
-    topology, the number of allowed processors."""
-    cores: set[tuple[str, str]] = set()
-    for block in cpuinfo.split("\n\n"):
-        fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in block.splitlines())}
-        processor = fields.get("processor", "")
-        if "core id" in fields and processor.isdigit() and int(processor) in allowed:
-            cores.add((fields.get("physical id", "0"), fields["core id"]))
-    return len(cores) or max(1, len(allowed))
+def _physical_cores(cpus: Path, allowed: set[int]) -> int:
+    """The number of cores among the allowed processors, which share one where the kernel lists them as
+    siblings. One without a list is a core. Numbers of packages and cores would not do: under some hypervisors
+    all processors have the same, and in packages of several dies they are given out again in each."""
+    siblings = (_read(cpus / f"cpu{number}" / "topology" / "thread_siblings_list") for number in allowed)
+    return len({shared.strip() or number for number, shared in zip(allowed, siblings, strict=True)})
 
 
 def _cpu_quotas(proc: Path, cgroup: Path) -> Iterator[float]:

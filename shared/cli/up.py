@@ -102,7 +102,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_addresses(parser)
     parser.add_argument(
         "--log-dir",
-        type=Path,
+        type=_directory,
         metavar="DIR",
         help="where the services' logs go (default: a directory that is named at the start)",
     )
@@ -128,6 +128,10 @@ def _add_addresses(parser: Parser) -> None:
         "--redis", metavar="URL", type=checked(_redis_problem, is_secret=True),
         help="where quotas and keys are kept, such as redis://127.0.0.1:6379 (default: memory, and a file)",
     )  # fmt: skip
+
+
+def _directory(text: str) -> Path:
+    return Path(spelt(Text)(text))
 
 
 def _key_problem(key: str) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -248,6 +250,32 @@ def test_a_model_is_called_after_its_directory_however_that_is_written(
     directory.mkdir(parents=True)
     monkeypatch.chdir(directory)
     assert from_args(["--model", model], {}).name == name
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("hub/models--Qwen--Qwen3-0.6B/snapshots/" + 20 * "0f", "Qwen/Qwen3-0.6B"),
+        ("hub/models--gpt2/snapshots/" + 20 * "0f" + "/", "gpt2"),
+        ("hub/models--gpt2/snapshots/main", "main"),
+        ("hub/models--gpt2/" + 20 * "0f", 20 * "0f"),
+    ],
+)
+def test_a_snapshot_in_the_hubs_cache_has_its_repositorys_name(path: str, name: str) -> None:
+    assert from_args(["--model", path], {}).name == name
+
+
+@pytest.mark.parametrize("option", ["--model", "--kv-disk-dir", "--served-model-name", "--tls-cert"])
+def test_a_path_that_is_no_text_is_refused_by_name(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It comes into messages to the core, and into answers. Without UTF-8 mode any accent is such a path."""
+    with pytest.raises(SystemExit) as ended:
+        from_args([*MINIMAL, option, os.fsdecode(b"m\xe9")], {})
+    assert ended.value.code == 2
+    assert re.search(f"{option}: must be (UTF-8|a name)", capsys.readouterr().err)
+    name = "PENSTOCK_ENGINE_" + option[2:].replace("-", "_").upper()
+    with pytest.raises(SystemExit):
+        from_args([] if option == "--model" else MINIMAL, {name: os.fsdecode(b"m\xe9")})
+    assert name in capsys.readouterr().err
 
 
 def test_a_link_to_a_directory_keeps_its_own_name(tmp_path: Path) -> None:

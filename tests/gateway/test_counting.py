@@ -9,7 +9,7 @@ import pytest
 
 from gateway.admission.tokens import INLINE_LEN_MAX, Count, count_tokens, estimate
 from shared.fair_threads import FairThreads
-from shared.openai import ChatMessage, ChatRequest, TextPart
+from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from shared.tokenizer import Tokenizer
 from tests.gateway.fake_engine import byte_bundle
 
@@ -58,3 +58,11 @@ async def test_whatever_is_long_is_counted_on_threads(message: ChatMessage) -> N
     assert count.prompt_tokens > len(LONG)
     guess = estimate(ChatRequest(model="tiny", messages=[message])).prompt_tokens
     assert guess >= len(LONG) // 3, "an estimate counts it, too"
+
+
+async def test_ids_that_only_the_model_has_are_left_to_the_engine() -> None:
+    """A model may have more tokens than its tokenizer, which is all that a gateway knows of it."""
+    tokenizer = Tokenizer(byte_bundle())
+    request = CompletionRequest(model="tiny", prompt=[0, tokenizer.vocab_size])
+    count = await count_tokens(request, tokenizer, None, FairThreads(1), "acme")
+    assert count.prompt_tokens == 2

@@ -85,6 +85,7 @@ class LoopClock:
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.monotonic = loop.time
+        self.call_at = loop.call_at
 
     def wall(self) -> float:
         return 1_700_000_000.0 + self.monotonic()

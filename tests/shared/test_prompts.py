@@ -91,7 +91,7 @@ def test_a_prompt_that_is_known_to_exceed_the_context_is_said_to_exceed_it(promp
         finish(prompt_slices(BYTE_LEVEL, completion(prompt), Room(100, 20)))
 
 
-@pytest.mark.parametrize("prompt", [[10**9] * 101, [[1], [10**9] * 101]], ids=["ids", "lists of ids"])
+@pytest.mark.parametrize("prompt", [[10**10] * 101, [[1], [10**10] * 101]], ids=["ids", "lists of ids"])
 def test_ids_that_cannot_fit_are_refused_before_any_is_looked_at(prompt: Any) -> None:
     """There may be a million, and none of these has a token."""
     with pytest.raises(ContextLengthExceeded, match="100 tokens"):

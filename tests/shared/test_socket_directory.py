@@ -100,3 +100,14 @@ def test_a_temporary_directory_that_is_too_deep_for_sockets_is_named(
     with pytest.raises(OSError, match=f"set TMPDIR to a shorter directory: '{deep}'"):
         SocketDirectory.make(PREFIX)
     assert list(deep.iterdir()) == []
+
+
+def test_a_directory_that_other_processes_cannot_be_told_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / os.fsdecode(b"m\xe9")
+    odd.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(odd))
+    with pytest.raises(OSError, match=r"not UTF-8, .*set TMPDIR to another directory"):
+        SocketDirectory.make(PREFIX)
+    assert list(odd.iterdir()) == []

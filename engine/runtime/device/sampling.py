@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from engine.core.messages import SamplingParams
+from engine.core.messages import END_TOKENS_MAX, SamplingParams
 from engine.runtime.device.transfer import upload
 from engine.runtime.edits import bias_of, held_stops_of, penalties_of
 from engine.runtime.kernels.dependent_launch import dependent
@@ -32,14 +32,15 @@ from engine.runtime.kernels.sampling import (
     weigh_kernel,
 )
 from engine.runtime.seats import temperature_of
-from shared.openai import LOGIT_BIAS_MAX, STOP_TOKEN_IDS_MAX
+from shared.openai import LOGIT_BIAS_MAX, STOP_MAX, STOP_TOKEN_IDS_MAX
 
 EDITS_MAX: Final = 1024
 """The most entries of `logit_bias` per sequence."""
 STOPS_MAX: Final = 128
-"""The most stop tokens per sequence that `min_tokens` holds back: a request's own, and the model's."""
+"""The most stop tokens per sequence that `min_tokens` holds back: a request's own, those that its stop
+strings are, and the model's."""
 assert EDITS_MAX >= LOGIT_BIAS_MAX
-assert STOPS_MAX > STOP_TOKEN_IDS_MAX
+assert STOPS_MAX >= STOP_TOKEN_IDS_MAX + STOP_MAX + END_TOKENS_MAX
 
 
 @dataclass(frozen=True, slots=True)

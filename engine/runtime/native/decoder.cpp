@@ -9,11 +9,14 @@
 // The residual x is float32; what is multiplied is rounded to the element type just before. All loops
 // share their items among the pool's threads; no item reads what another of the same loop writes.
 //
-// The interface is C, with plain pointers, and no exception crosses it: the caller has checked all shapes.
-// Every call on one model comes from one thread at a time.
+// The interface is C, with plain pointers. The caller has checked all shapes. No exception crosses it: where memory
+// or a thread is not to be had, a function returns NO_MEMORY, or no model. Every call on one model comes from one
+// thread at a time.
 
 #include <algorithm>
+#include <atomic>
 #include <cassert>
+#include <new>
 
 #include "attention.h"
 #include "int8.h"
@@ -155,25 +158,31 @@ class Decoder final : public Model {
   }
 
   void draw(const PenstockDraw& all, int64_t* out) override {
+    std::atomic<bool> lacks_memory{false};
     pool_.each(all.count, [&](int worker, int64_t i) {
-      const LogitsRow logits(all.logits + all.rows[i] * all.vocab, all.vocab);
-      const int64_t slot = all.slots[i], top_k = all.top_k[slot];
-      const float temperature = all.temperature[slot], min_p = all.min_p[slot];
-      const double top_p = all.top_p[slot];
-      if (!logits.sound()) {
-        out[i] = NUMERIC_FAILURE;
-      } else if (temperature == 0.0f) {
-        out[i] = logits.argmax();
-      } else {
-        const double u = uniform(all.seed[slot], uint64_t(all.positions[i]));
-        const bool whole = top_k >= all.vocab && top_p >= 1.0;
-        out[i] = whole ? logits.draw(temperature, min_p, u)
-                       : likeliest_[worker].draw(logits, temperature, top_k, top_p, min_p, u);
+      try {
+        out[i] = drawn(all, worker, i);
+      } catch (const std::bad_alloc&) {
+        lacks_memory.store(true);
       }
     });
+    if (lacks_memory) throw std::bad_alloc();
   }
 
  private:
+  int64_t drawn(const PenstockDraw& all, int worker, int64_t i) {
+    const LogitsRow logits(all.logits + all.rows[i] * all.vocab, all.vocab);
+    const int64_t slot = all.slots[i], top_k = all.top_k[slot];
+    const float temperature = all.temperature[slot], min_p = all.min_p[slot];
+    const double top_p = all.top_p[slot];
+    if (!logits.sound()) return NUMERIC_FAILURE;
+    if (temperature == 0.0f) return logits.argmax();
+    const double u = uniform(all.seed[slot], uint64_t(all.positions[i]));
+    const bool whole = top_k >= all.vocab && top_p >= 1.0;
+    return whole ? logits.draw(temperature, min_p, u)
+                 : likeliest_[worker].draw(logits, temperature, top_k, top_p, min_p, u);
+  }
+
   int64_t qkv_width() const { return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim; }
   static int used(const Linear& w, int64_t place) { return int(std::min<int64_t>(PANEL, w.outputs - place)); }
 
@@ -366,6 +375,18 @@ class Decoder final : public Model {
   std::vector<Buffer<uint32_t>> panels_;
 };
 
+constexpr int32_t DONE = 0, NO_MEMORY = -1;
+
+template <class Work>
+int32_t guarded(Work&& work) noexcept {
+  try {
+    work();
+    return DONE;
+  } catch (...) {  // std::bad_alloc, or the standard library's words for a size that none could have
+    return NO_MEMORY;
+  }
+}
+
 // What Python calls, and all that the linker sees (build.py).
 #pragma GCC visibility push(default)
 extern "C" {
@@ -373,22 +394,30 @@ extern "C" {
 const char* penstock_isa() { return PENSTOCK_ISA; }
 
 Model* penstock_new(const PenstockShape* shape, int32_t threads) {
-  if (shape->bf16) return new Decoder<Bf16>(*shape, threads);
-  return new Decoder<Fp32>(*shape, threads);
+  Model* model = nullptr;
+  guarded([&] {
+    if (shape->bf16)
+      model = new Decoder<Bf16>(*shape, threads);
+    else
+      model = new Decoder<Fp32>(*shape, threads);
+  });
+  return model;
 }
 
 void penstock_delete(Model* model) { delete model; }
 
 // weight [outputs][inputs] of the element type, copied; bias float32 or null, copied.
-void penstock_set_linear(Model* model, int64_t layer, int32_t which, const void* weight, const float* bias) {
-  model->set_linear(layer, which, weight, bias);
+int32_t penstock_set_linear(Model* model, int64_t layer, int32_t which, const void* weight, const float* bias) {
+  return guarded([&] { model->set_linear(layer, which, weight, bias); });
 }
 
 // float32, copied. QK_NORM: [2][head_dim], the queries' and the keys'.
-void penstock_set_norm(Model* model, int64_t layer, int32_t which, const float* weight, int64_t count) {
-  Buffer<float>& norm = (which == FINAL_NORM ? model->top : model->layers[layer]).norm[which];
-  norm.reserve(count);
-  std::copy(weight, weight + count, norm.get());
+int32_t penstock_set_norm(Model* model, int64_t layer, int32_t which, const float* weight, int64_t count) {
+  return guarded([&] {
+    Buffer<float>& norm = (which == FINAL_NORM ? model->top : model->layers[layer]).norm[which];
+    norm.reserve(count);
+    std::copy(weight, weight + count, norm.get());
+  });
 }
 
 // One layer's pages, and how many of the latest tokens a token sees there (0: all). Borrowed.
@@ -406,13 +435,19 @@ void penstock_set_tables(Model* model, const void* embedding, const float* cosin
 }
 
 // hidden [T][hidden], of the element type, after the last norm.
-void penstock_forward(Model* model, const PenstockStep* step, void* hidden) { model->forward(*step, hidden); }
+int32_t penstock_forward(Model* model, const PenstockStep* step, void* hidden) {
+  return guarded([&] { model->forward(*step, hidden); });
+}
 
 // hidden [rows][hidden] -> out [rows][vocab].
-void penstock_logits(Model* model, const void* hidden, int64_t rows, float* out) { model->logits(hidden, rows, out); }
+int32_t penstock_logits(Model* model, const void* hidden, int64_t rows, float* out) {
+  return guarded([&] { model->logits(hidden, rows, out); });
+}
 
 // A token for each row of `draw`, or NUMERIC_FAILURE.
-void penstock_draw(Model* model, const PenstockDraw* draw, int64_t* out) { model->draw(*draw, out); }
+int32_t penstock_draw(Model* model, const PenstockDraw* draw, int64_t* out) {
+  return guarded([&] { model->draw(*draw, out); });
+}
 }
 #pragma GCC visibility pop
 

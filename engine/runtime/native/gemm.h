@@ -12,6 +12,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <new>
 #include <utility>
 #include <sys/mman.h>
 
@@ -124,11 +125,12 @@ class Buffer {
 
   void reserve(size_t count) {  // what it held is lost when it grows
     if (count <= count_) return;
-    std::free(data_);
+    std::free(std::exchange(data_, nullptr));
+    count_ = 0;
     const size_t align = count * sizeof(T) >= HUGE ? HUGE : 64;
     const size_t bytes = (count * sizeof(T) + align - 1) / align * align;
     data_ = static_cast<T*>(std::aligned_alloc(align, bytes));
-    if (!data_) std::abort();  // as the system would, a moment later
+    if (!data_) throw std::bad_alloc();
     if (align == HUGE) madvise(data_, bytes, MADV_HUGEPAGE);
     count_ = count;
   }

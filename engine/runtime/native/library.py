@@ -80,17 +80,18 @@ class Draw(ctypes.Structure):
     )
 
 
+_NO_MEMORY: Final = -1
 _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     "penstock_isa": (c_char_p, ()),
     "penstock_new": (c_void_p, (POINTER(Shape), c_int32)),
     "penstock_delete": (None, (c_void_p,)),
-    "penstock_set_linear": (None, (c_void_p, c_int64, c_int32, c_void_p, c_void_p)),
-    "penstock_set_norm": (None, (c_void_p, c_int64, c_int32, c_void_p, c_int64)),
+    "penstock_set_linear": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, c_void_p)),
+    "penstock_set_norm": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, c_int64)),
     "penstock_set_cache": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "penstock_set_tables": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
-    "penstock_forward": (None, (c_void_p, POINTER(Step), c_void_p)),
-    "penstock_logits": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
-    "penstock_draw": (None, (c_void_p, POINTER(Draw), c_void_p)),
+    "penstock_forward": (c_int32, (c_void_p, POINTER(Step), c_void_p)),
+    "penstock_logits": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "penstock_draw": (c_int32, (c_void_p, POINTER(Draw), c_void_p)),
 }
 
 
@@ -114,6 +115,13 @@ def may_use_tiles() -> bool:
     return bool(libc.syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0)
 
 
+def _checked(result: int | None, function: Any, _: object) -> int | None:
+    """The result of a function that returns a model, or whether it had the memory. Raises MemoryError."""
+    if result == (None if function.restype is c_void_p else _NO_MEMORY):
+        raise MemoryError("the native kernels can have no more memory, or no more threads")
+    return result
+
+
 @cache
 def library(isa: str) -> ctypes.CDLL:
     """The library for one of `built_isas()`."""
@@ -121,5 +129,7 @@ def library(isa: str) -> ctypes.CDLL:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
+        if result in (c_int32, c_void_p):
+            function.errcheck = _checked
     assert loaded.penstock_isa() == isa.encode()
     return loaded

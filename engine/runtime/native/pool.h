@@ -24,22 +24,22 @@ namespace penstock {
 class Pool {
  public:
   explicit Pool(int threads) {
-    for (int worker = 1; worker < threads; ++worker) threads_.emplace_back([this, worker] { serve(worker); });
+    try {
+      for (int worker = 1; worker < threads; ++worker) threads_.emplace_back([this, worker] { serve(worker); });
+    } catch (...) {  // the system has no more threads
+      end();
+      throw;
+    }
   }
 
-  ~Pool() {
-    leaving_.store(true);
-    epoch_.fetch_add(1);
-    wake(epoch_);
-    for (auto& thread : threads_) thread.join();
-  }
+  ~Pool() { end(); }
 
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return int(threads_.size()) + 1; }
 
-  // body(worker, item) for every item below `count`, in no order, `worker` below threads().
+  // body(worker, item) for every item below `count`, in no order, `worker` below threads(). It must not throw.
   template <class Body>
   void each(int64_t count, Body&& body) {
     if (count <= 0) return;
@@ -62,6 +62,13 @@ class Pool {
  private:
   using Call = void (*)(void*, int, int64_t);
   static constexpr int SPINS = 2000;  // 20 to 40 microseconds
+
+  void end() {
+    leaving_.store(true);
+    epoch_.fetch_add(1);
+    wake(epoch_);
+    for (auto& thread : threads_) thread.join();
+  }
 
   void serve(int worker) {
     for (uint32_t seen = 0; !leaving_.load(std::memory_order_relaxed);) {

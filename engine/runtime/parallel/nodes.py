@@ -16,17 +16,17 @@ because ranks with different weights would agree with each other on wrong tokens
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import secrets
+import selectors
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 import torch.distributed
@@ -43,6 +43,8 @@ HELLO_LEN_MAX: Final = 1024
 """Bytes of an introduction."""
 HELLO_DEADLINE_S: Final = 5.0
 """The time in which who connects has to introduce itself."""
+GUESTS_MAX: Final = 64
+"""The most connections that are heard at once."""
 RETRY_S: Final = 0.5
 """The rest between two attempts to reach another machine."""
 TOLD_EVERY_S: Final = 15.0
@@ -180,12 +182,12 @@ def _accept_all(
 ) -> dict[int, socket.socket]:
     """A connection to each rank, by its number."""
     wires: dict[int, socket.socket] = {}
-    listener.settimeout(TOLD_EVERY_S)
     try:
-        while missing := sorted(set(range(1, expected.world_size)) - wires.keys()):
-            progress(f"waiting for rank {', '.join(map(str, missing))}")
-            with contextlib.suppress(TimeoutError):
-                _accept(listener, expected, wires)
+        with _Lobby(listener) as lobby:
+            while missing := sorted(set(range(1, expected.world_size)) - wires.keys()):
+                progress(f"waiting for rank {', '.join(map(str, missing))}")
+                if (guest := lobby.introduced(TOLD_EVERY_S)) is not None:
+                    _admit(guest, expected, wires)
     except BadRunnerConfig:
         for wire in wires.values():
             wire.close()
@@ -193,34 +195,103 @@ def _accept_all(
     return wires
 
 
-def _accept(listener: socket.socket, expected: Hello, wires: dict[int, socket.socket]) -> None:
-    """Add the next rank that connects. Raises TimeoutError, BadRunnerConfig."""
-    wire, peer = listener.accept()
+def _admit(guest: _Guest, expected: Hello, wires: dict[int, socket.socket]) -> None:
+    """Add a rank that has introduced itself. Raises BadRunnerConfig."""
     try:
-        hello = _heard(wire)
+        hello = guest.hello
         if hello is None or not hmac.compare_digest(hello.word.encode(), expected.word.encode()):
-            log.warning("rank.stranger", address=peer[0])
+            log.warning("rank.stranger", address=guest.address)
             return
         _refuse(hello, expected)
         if hello.rank in wires:
             wires.pop(hello.rank).close()
-        wires[hello.rank] = _watched(wire.dup())
+        wires[hello.rank] = _watched(guest.wire.dup())
     finally:
-        wire.close()
+        guest.wire.close()
 
 
-def _heard(wire: socket.socket) -> Hello | None:
-    """The introduction of who has connected; None when it is none."""
-    deadline_s = time.monotonic() + HELLO_DEADLINE_S
-    data = b""
-    with contextlib.suppress(OSError, *UNDECODABLE):
-        while not data.endswith(b"\n") and len(data) <= HELLO_LEN_MAX:
-            wire.settimeout(max(deadline_s - time.monotonic(), 0.001))
-            if not (more := wire.recv(HELLO_LEN_MAX)):
-                return None
-            data += more
-        return msgspec.json.decode(data, type=Hello)
-    return None
+@dataclass(slots=True)
+class _Guest:
+    """One that has connected."""
+
+    wire: socket.socket
+    address: str
+    deadline_s: float
+    said: bytes = b""
+
+    def listen(self) -> bool:
+        """Take what has come. Returns True once no more is awaited."""
+        try:
+            more = self.wire.recv(HELLO_LEN_MAX)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        self.said += more
+        return not more or self.said.endswith(b"\n") or len(self.said) > HELLO_LEN_MAX
+
+    @property
+    def hello(self) -> Hello | None:
+        """Its introduction; None when it is none."""
+        try:
+            return msgspec.json.decode(self.said, type=Hello)
+        except UNDECODABLE:
+            return None
+
+
+class _Lobby:
+    """Those that have connected and not introduced themselves yet: all are heard at once, so that nobody who
+    is silent holds a rank up. There are at most `GUESTS_MAX`, and the one that has been silent for longest
+    leaves for one more: a rank says who it is as it connects."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listener: Final = listener
+        self._selector: Final = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._guests: Final[dict[socket.socket, _Guest]] = {}
+        """In the order in which they came, which is that of their deadlines."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for guest in self._guests.values():
+            guest.wire.close()
+        self._selector.close()
+
+    def introduced(self, wait_s: float) -> _Guest | None:
+        """The next that has said who it is, or has not done so in time. None after `wait_s` without one."""
+        until_s = time.monotonic() + wait_s
+        while (now_s := time.monotonic()) < until_s:
+            oldest = next(iter(self._guests.values()), None)
+            if oldest is not None and oldest.deadline_s <= now_s:
+                return self._leaves(oldest)
+            wake_s = until_s if oldest is None else min(until_s, oldest.deadline_s)
+            ready = {key.fileobj for key, _ in self._selector.select(wake_s - now_s)}
+            for guest in [guest for wire, guest in self._guests.items() if wire in ready]:
+                if guest.listen():
+                    return self._leaves(guest)
+            if self._listener in ready and (longest := self._let_in()) is not None:
+                return longest
+        return None
+
+    def _let_in(self) -> _Guest | None:
+        """Let in who has connected. Returns the guest that must leave for it, if any."""
+        try:
+            wire, peer = self._listener.accept()
+        except OSError:  # it has gone again
+            return None
+        wire.setblocking(False)
+        self._selector.register(wire, selectors.EVENT_READ)
+        self._guests[wire] = _Guest(wire, peer[0], time.monotonic() + HELLO_DEADLINE_S)
+        if len(self._guests) <= GUESTS_MAX:
+            return None
+        return self._leaves(next(iter(self._guests.values())))
+
+    def _leaves(self, guest: _Guest) -> _Guest:
+        self._selector.unregister(guest.wire)
+        return self._guests.pop(guest.wire)
 
 
 def _refuse(hello: Hello, expected: Hello) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from engine.api import generate
 from engine.api.stop_strings import StopStrings
-from tests.engine.api.conftest import MODEL, Served
+from tests.engine.api.conftest import MODEL, Serve, Served
 from tests.engine.api.tiny import EOS
 
 
@@ -102,6 +102,57 @@ async def test_what_finds_stop_strings_is_made_once_for_all_choices(
     answer = await complete(served, prompt=["fox", "dog"], n=8, stop=["jump", "zz"])
     assert [choice["text"] for choice in answer["choices"]] == ["the fox "] * 16
     assert made == [["jump", "zz"]]
+
+
+@pytest.mark.parametrize("stop", ["<|user|>", ["zz", "<|user|>"]])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_stop_string_that_is_a_special_token_ends_the_answer_there(
+    served: Served, stop: str | list[str], streams: bool
+) -> None:
+    """Its text is in no answer, so it would never be found there."""
+    script = [*served.ids("the fox"), *served.ids("<|user|>"), *served.ids(" jumps")]
+    served.core.script = lambda _: list(script)
+    body = {"prompt": "x", "max_tokens": len(script), "stop": stop, "return_token_ids": True}
+    if streams:
+        choices = [chunk["choices"][0] for chunk in await stream(served, **body)]
+    else:
+        answer = await complete(served, **body)
+        choices = answer["choices"]
+        assert answer["usage"]["completion_tokens"] == len(served.ids("the fox")) + 1
+    assert "".join(choice["text"] for choice in choices) == "the fox"
+    assert choices[-1]["finish_reason"] == "stop"
+    sampling = served.core.added[0].sampling
+    assert set(sampling.stop_token_ids) == {*served.ids("<|user|>"), *served.ids(EOS)}
+
+
+async def test_ids_that_the_model_has_and_the_tokenizer_has_not(serve: Serve) -> None:
+    """One that was generated can be sent back: everywhere the limit is the model's."""
+    async with serve(core={"vocab_size": 400}) as served:
+        served.core.script = lambda _: [399, *served.ids(" fox"), 399, *served.ids(EOS)]
+        fields: dict[str, Any] = {"logit_bias": {"399": 1}, "stop_token_ids": [398], "return_token_ids": True}
+        answer = await complete(served, prompt="x", **fields)
+        (choice,) = answer["choices"]
+        assert choice["text"] == " fox"
+        told = choice["token_ids"]
+        assert told.count(399) == 2
+        for more in ({}, {"echo": True, "logprobs": 1}, {"stream": True}):
+            body = {"model": MODEL, "prompt": [served.ids("x"), told], **more}
+            assert (await served.http.post("/v1/completions", json=body)).status_code == 200
+        assert served.core.added[-1].prompt_ids == told
+        text = await served.http.post("/detokenize", json={"model": MODEL, "tokens": told})
+        assert text.json() == {"prompt": " fox" + EOS}
+        beyond: list[dict[str, Any]] = [
+            {"prompt": [400]},
+            {"prompt": "x", "stop_token_ids": [400]},
+            {"prompt": "x", "logit_bias": {"400": 1}},
+        ]
+        for body in beyond:
+            refused = await served.http.post("/v1/completions", json={"model": MODEL, **body})
+            assert refused.status_code == 400
+            assert "which has 400 ids" in refused.text
+        refused = await served.http.post("/detokenize", json={"model": MODEL, "tokens": [400]})
+        assert (refused.status_code, "which has 400 ids" in refused.text) == (400, True)
+        served.assert_nothing_leaks()
 
 
 async def test_sixteen_tokens_by_default(served: Served) -> None:

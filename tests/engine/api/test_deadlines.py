@@ -17,6 +17,7 @@ from engine.api.outputs import ChoiceOutput
 from engine.core.messages import AddRequest, FinishReason, Ping
 from shared import sse
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
+from tests.fakes import VirtualClock
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 SOON = "0.05"
@@ -39,6 +40,34 @@ async def test_a_core_that_does_not_step_ends_no_deadline(served: Served, header
     closing = sse.parse_closing(response.headers[sse.CLOSING_HEADER])
     assert closing is not None
     assert (closing.prompt_tokens, closing.completion_tokens) == (0, 0), "it never began"
+
+
+@pytest.mark.parametrize("header", ["x-queue-timeout", "x-request-timeout"])
+@pytest.mark.parametrize("is_read", [False, True])
+async def test_deadlines_are_on_the_clock_that_times_all_else(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, header: str, is_read: bool
+) -> None:
+    clock = VirtualClock()
+    async with serve(clock=clock) as served:
+        served.core.admits = False
+        reached = asyncio.Event()
+
+        async def never(*_: object) -> Any:
+            reached.set()
+            await asyncio.Event().wait()
+
+        if not is_read:
+            monkeypatch.setattr(served.engine.state.threads, "run", never)
+        asked = asyncio.create_task(chat(served, {header: "5", FIRST_TOKEN: "60000"}))
+        await until(lambda: bool(served.core.added) if is_read else reached.is_set())
+        if is_read:
+            assert served.core.added[0].first_token_s == 60.0, "no time has passed"
+        clock.advance(4.9)
+        await served.http.get("/livez")
+        assert not asked.done()
+        clock.advance(0.2)
+        assert told(await asked) == (504, header[2:].replace("-", "_"))
+        served.assert_nothing_leaks()
 
 
 async def queue_times(served: Served) -> int:

@@ -48,6 +48,8 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
             "max_tokens",
         ),
         ("completions", {**TEXT, "prompt": [5, 340]}, 400, "invalid_value", "prompt"),
+        ("completions", {**TEXT, "prompt": [5, 2**64]}, 400, "invalid_value", "prompt"),
+        ("completions", {**TEXT, "prompt": [[5], [-1]]}, 400, "invalid_value", "prompt"),
         ("completions", {**TEXT, "prompt": ""}, 400, "invalid_value", "prompt"),
         ("completions", {**TEXT, "prompt": []}, 400, "invalid_value", "prompt"),
         ("completions", {**TEXT, "prompt": [[1], []]}, 400, "invalid_value", "prompt"),

@@ -222,6 +222,28 @@ async def test_abort_by_exact_id(served: Served, lines: list[dict[str, Any]], st
     await until(lambda: "aborted" in [line["end_reason"] for line in lines])
 
 
+async def test_a_tenants_abort_ends_no_other_tenants_request(served: Served) -> None:
+    """Both may have chosen the same id. Without a tenant it is everybody's."""
+    served.says("the dog", ends=False)
+
+    async def ask(tenant: str) -> httpx.Response:
+        headers = {"x-request-id": "same", "x-penstock-tenant": tenant}
+        return await served.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+
+    async def abort(**headers: str) -> int:
+        response = await served.http.delete("/v1/requests/same", headers=headers)
+        return int(response.json()["aborted"])
+
+    asked = {tenant: asyncio.create_task(ask(tenant)) for tenant in ("a", "victim", "c")}
+    await until(lambda: len(served.core.running) == 3)
+    assert await abort(**{"x-penstock-tenant": "nobody"}) == 0
+    assert await abort(**{"x-penstock-tenant": "a"}) == 1
+    assert (await asked["a"]).status_code == 499
+    assert not asked["victim"].done()
+    assert await abort() == 2
+    await asyncio.gather(*asked.values())
+
+
 async def test_what_is_aborted_while_we_tokenize_does_not_reach_the_core(
     served: Served, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,7 +161,8 @@ def test_an_end_that_no_answer_can_come_to_is_refused(tmp_path: Path, name: str,
 
 def test_without_the_file_config_json_is_read_as_transformers_does(tmp_path: Path) -> None:
     old = {"do_sample": True, "temperature": 0.3, "eos_token_id": 4}
-    assert read(tmp_path, None, old) == GenerationDefaults(frozenset({4}), SamplingDefaults(temperature=0.3))
+    expected = GenerationDefaults(frozenset({4}), SamplingDefaults(temperature=0.3), VOCAB_SIZE)
+    assert read(tmp_path, None, old) == expected
     with pytest.raises(UnusableModel, match=r"^config\.json of .*num_beams 3"):
         read(tmp_path, None, old | {"num_beams": 3})
     assert read(tmp_path, {}, old | {"num_beams": 3}).sampling == SamplingDefaults()

@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine.api.model import ServedModel, UnusableModel, load_model
+from engine.core.messages import END_TOKENS_MAX
 from shared.tokenizer import UnusableTokenizer
 from tests.engine.api.tiny import EOS, write_model_dir
 
@@ -50,9 +51,53 @@ def test_keys_that_mean_nothing_are_named_in_a_line_for_each_file(tmp_path: Path
 
 def test_a_model_whose_answers_do_not_end_is_warned_of(tmp_path: Path) -> None:
     (write_model_dir(tmp_path) / "generation_config.json").write_text("{}")
+    change(tmp_path / "tokenizer_config.json", eos_token=None, chat_template=None)
     with capture_logs() as lines:
         assert load(tmp_path).eos_ids == frozenset()
     assert [line["event"] for line in lines] == ["engine.no_end_token"]
+
+
+@pytest.mark.parametrize("stated", [1, [1, 2], None])
+def test_an_answer_ends_at_the_tokenizers_end_token_too(
+    tmp_path: Path, stated: int | list[int] | None
+) -> None:
+    """As with a model that was trained to chat and kept its base's generation_config.json."""
+    change(write_model_dir(tmp_path) / "generation_config.json", eos_token_id=stated)
+    with capture_logs() as lines:
+        model = load(tmp_path)
+    own = model.special_ids[EOS]
+    assert model.eos_ids == {own, *([stated] if isinstance(stated, int) else stated or [])}
+    told = [
+        (line["model"], line["tokenizer"]) for line in lines if line["event"] == "engine.end_tokens_differ"
+    ]
+    assert told == ([(sorted(model.eos_ids - {own}), own)] if stated else [])
+
+
+def test_a_tokenizers_end_token_that_the_model_has_not_is_none(tmp_path: Path) -> None:
+    own = load(write_model_dir(tmp_path)).special_ids[EOS]
+    change(tmp_path / "tokenizer_config.json", eos_token="<|beyond|>", chat_template=None)
+    change(tmp_path / "config.json", vocab_size=340)
+    model = load(tmp_path)
+    assert "<|beyond|>" not in model.special_ids
+    assert model.eos_ids == {own}
+
+
+def test_a_turn_that_ends_with_another_token_is_warned_of(tmp_path: Path) -> None:
+    change(write_model_dir(tmp_path) / "generation_config.json", eos_token_id=1)
+    change(tmp_path / "tokenizer_config.json", eos_token="<|user|>")
+    with capture_logs() as lines:
+        load(tmp_path)
+    assert [line["named"] for line in lines if line["event"] == "engine.turn_end_is_no_end"] == [EOS]
+
+
+@pytest.mark.parametrize("ends", [END_TOKENS_MAX, END_TOKENS_MAX + 1])
+def test_end_tokens_are_limited(tmp_path: Path, ends: int) -> None:
+    change(write_model_dir(tmp_path) / "generation_config.json", eos_token_id=[*range(ends)])
+    if ends == END_TOKENS_MAX:
+        assert load(tmp_path).eos_ids == set(range(ends))
+        return
+    with pytest.raises(UnusableModel, match=f"eos_token_id: the model has {ends} end tokens, more than"):
+        load(tmp_path)
 
 
 def test_a_template_that_renders_nothing_is_warned_of(tmp_path: Path) -> None:

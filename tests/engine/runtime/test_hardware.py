@@ -10,16 +10,14 @@ import pytest
 from engine.runtime import hardware
 from engine.runtime.hardware import available_memory_bytes, multiplies_bf16, usable_cores
 
-FOUR_THREADS_ON_TWO_CORES = "\n\n".join(
-    f"processor\t: {n}\nphysical id\t: 0\ncore id\t\t: {n // 2}\nflags\t\t: fpu avx512f{flag}"
-    for n, flag in enumerate(("", "", "", ""))
-)
+TWO_CORES = ["0-1", "0-1", "2-3", "2-3"]
+"""The siblings of four processors."""
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    write(tmp_path, "cpuinfo", FOUR_THREADS_ON_TWO_CORES)
+    siblings_are(tmp_path, TWO_CORES)
     write(tmp_path, "meminfo", "MemTotal: 8000 kB\nMemFree: 10 kB\nMemAvailable:    4000 kB\n")
     write(tmp_path, "self/cgroup", "0::/\n")
     return tmp_path
@@ -30,13 +28,34 @@ def write(root: Path, name: str, text: str) -> None:
     (root / name).write_text(text)
 
 
-def test_hyper_threads_are_no_cores(machine: Path) -> None:
-    assert usable_cores(machine, machine) == 2
+def siblings_are(root: Path, siblings: list[str]) -> None:
+    for number, shared in enumerate(siblings):
+        write(root, f"cpu{number}/topology/thread_siblings_list", f"{shared}\n")
+
+
+@pytest.mark.parametrize(
+    ("siblings", "cores"),
+    [
+        (TWO_CORES, 2),
+        (["0,2", "1,3", "0,2", "1,3"], 2),
+        # under Xen all have the core 0 of package 0; two dies of an Opteron number their cores anew
+        (["0", "1", "2", "3"], 4),
+        (["0-3"] * 4, 1),
+        ([], 4),  # the kernel tells none
+        (["0-1", "0-1"], 3),
+    ],
+)
+def test_processors_that_are_siblings_are_one_core(machine: Path, siblings: list[str], cores: int) -> None:
+    siblings_are(machine, ["", "", "", ""])
+    siblings_are(machine, siblings)
+    same = "".join(f"processor: {n}\nphysical id: 0\ncore id: 0\n\n" for n in range(4))
+    write(machine, "cpuinfo", same)
+    assert usable_cores(machine, machine, machine) == cores
 
 
 def test_affinity_counts(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert usable_cores(machine, machine) == 1
+    assert usable_cores(machine, machine, machine) == 1
 
 
 @pytest.mark.parametrize(
@@ -45,7 +64,7 @@ def test_affinity_counts(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_a_quota_counts_in_cores(machine: Path, cpu_max: str, cores: int) -> None:
     write(machine, "cpu.max", cpu_max)
-    assert usable_cores(machine, machine) == cores
+    assert usable_cores(machine, machine, machine) == cores
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("-1", 2), ("100000", 1), ("200000", 2)])
@@ -53,7 +72,7 @@ def test_a_quota_of_an_old_cgroup(machine: Path, quota: str, cores: int) -> None
     write(machine, "self/cgroup", "4:memory:/\n2:cpu,cpuacct:/docker/1f\n1:name=systemd:/\n0::/\n")
     write(machine, "cpu/cpu.cfs_quota_us", f"{quota}\n")  # a container sees its own group as the root
     write(machine, "cpu/cpu.cfs_period_us", "100000\n")
-    assert usable_cores(machine, machine) == cores
+    assert usable_cores(machine, machine, machine) == cores
 
 
 @pytest.mark.parametrize("group", ["system.slice/penstock.service", "system.slice", "."])
@@ -63,7 +82,7 @@ def test_the_tightest_of_the_groups_around_counts(machine: Path, group: str) -> 
     write(machine, f"{group}/cpu.max", "100000 100000")
     write(machine, f"{group}/memory.max", "3000000")
     write(machine, f"{group}/memory.current", "1000000")
-    assert usable_cores(machine, machine) == 1
+    assert usable_cores(machine, machine, machine) == 1
     assert available_memory_bytes(machine, machine) == 2000000
 
 
@@ -71,13 +90,12 @@ def test_a_group_outside_of_what_is_mounted_is_left_alone(machine: Path) -> None
     write(machine, "self/cgroup", "0::/../1f\n")
     write(machine, "cgroup/cpu.max", "100000 100000")
     write(machine, "1f/cpu.max", "100000 100000")
-    assert usable_cores(machine, machine / "mounted") == 2
-    assert usable_cores(machine, machine / "cgroup") == 1
+    assert usable_cores(machine, machine / "mounted", machine) == 2
+    assert usable_cores(machine, machine / "cgroup", machine) == 1
 
 
 def test_without_a_topology_every_processor_counts(machine: Path) -> None:
-    write(machine, "cpuinfo", "processor : 0\n\nprocessor : 1\n")
-    assert usable_cores(machine, machine) == 4
+    assert usable_cores(machine, machine, machine / "none") == 4
 
 
 def test_memory_of_the_machine_and_of_its_cgroup(machine: Path) -> None:

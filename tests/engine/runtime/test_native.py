@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.rope import RopeConfig
 from engine.runtime.native import build
 from engine.runtime.native.decoder import NativeDecoder, misfit
-from engine.runtime.native.library import built_isas
+from engine.runtime.native.library import Shape, Step, built_isas
 from engine.runtime.weights import ALL, Part
 from tests.engine.runtime.conftest import MakeModel, load
 
@@ -254,6 +255,22 @@ def test_libraries_share_nothing_in_one_process(isa: str) -> None:
     symbols = [line.split()[-2:] for line in listed.stdout.splitlines()]
     assert ["T", "penstock_forward"] in symbols
     assert not [name for kind, name in symbols if kind == "u" and "penstock" in name]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_memory_that_is_not_to_be_had_is_an_error_and_not_the_end(isa: str) -> None:
+    """No more than the address space could hold is asked for, which no system grants."""
+    model = Stage.of(PLAIN, isa=isa).model
+    assert isinstance(model, NativeDecoder)
+    column, native = ctypes.c_int64 * 1, model._library
+    nothing = torch.zeros(1, dtype=torch.int32)
+    step = Step(1, column(0), column(0), column(1 << 59), 0, 0, nothing.data_ptr(), nothing.data_ptr())
+    with pytest.raises(MemoryError, match="no more memory"):
+        native.penstock_forward(model._model, ctypes.byref(step), None)
+    with pytest.raises(MemoryError, match="no more memory"):
+        native.penstock_set_norm(model._model, 0, 0, None, 1 << 60)
+    with pytest.raises(MemoryError, match="no more memory"):
+        native.penstock_new(ctypes.byref(Shape(layers=1 << 50)), 2)
 
 
 def test_the_best_library_for_a_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -79,6 +79,23 @@ def own(rank: int, size: int = 3) -> Hello:
     return Hello("", rank, size, version(), nodes.model_digest(MODEL_DIR))
 
 
+@pytest.mark.parametrize("strangers", [3, nodes.GUESTS_MAX + 3])
+def test_strangers_that_say_nothing_hold_nobody_up(
+    place: Rendezvous, gathering: Gather, monkeypatch: pytest.MonkeyPatch, strangers: int
+) -> None:
+    """Each once was heard out alone, for as long as a rank has to introduce itself."""
+    monkeypatch.setattr(nodes, "HELLO_DEADLINE_S", 3600.0)
+    gathered = gathering()
+    control = control_of(place)
+    silent = [socket.create_connection((control.address, control.port), PATIENCE_S) for _ in range(strangers)]
+    silent[-1].sendall(b"{")
+    wires = [joining(place, rank) for rank in (1, 2)]
+    met = gathered.result(PATIENCE_S)
+    assert [wire.getpeername() for wire in met.wires] == [wire.getsockname() for wire in wires]
+    for wire in (*silent, *wires, *met.wires):
+        wire.close()
+
+
 def test_all_are_gathered_in_order_and_strangers_are_not(place: Rendezvous, gathering: Gather) -> None:
     gathered = gathering()
     stranger = introduce(place, msgspec.structs.replace(own(1), word="a guess"))
