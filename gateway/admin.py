@@ -56,7 +56,7 @@ from shared.errors import (
 from shared.ids import REQUEST_ID_HEADER, RequestId, accept_request_id, mint_request_id
 from shared.listening import SERVER
 from shared.openai import AbortResponse
-from shared.probes import PROBES, Health, answer_probe
+from shared.probes import METHODS, PROBES, Health, answer_probe
 from shared.telemetry import exposition
 
 RELOAD: Final = "/admin/v1/reload"
@@ -158,7 +158,7 @@ class Admin:
         """Raises RouteNotFound, MethodNotAllowed, and what the handler raises."""
         path = path_of(request)
         if (handler := self._open.get(path)) is not None:
-            if _method(request) != "GET":
+            if path not in PROBES and _method(request) != "GET":
                 raise MethodNotAllowed(f"{path} takes GET.", allow="GET, HEAD")
             return handler(request)
         if self._gate is not None and (own := await self._gate.answer(request)) is not None:
@@ -277,8 +277,8 @@ def _metrics(request: web.BaseRequest) -> web.Response:
 def probe_response(health: Health, request: web.BaseRequest, *, tells_problems: bool = False) -> web.Response:
     """The answer to a request for one of `PROBES`. What is wrong is told to operators alone."""
     headers = {REQUEST_ID_HEADER: _id_of(request)}
-    if request.method not in ("GET", "HEAD"):
-        error = MethodNotAllowed(f"{path_of(request)} takes GET.", allow="GET, HEAD")
+    if request.method not in METHODS:
+        error = MethodNotAllowed(f"{path_of(request)} takes GET.", allow=", ".join(METHODS))
         return error_response(error, headers)
     status, body = answer_probe(path_of(request), health, tells_problems=tells_problems)
     return json_response(status, body, headers)

@@ -353,6 +353,7 @@ async def test_a_silent_worker_is_named_and_holds_up_nobody(house: House) -> Non
         ("/readyz", "POST", 405),
         ("/readyz", "GET", 200),
         ("/livez", "HEAD", 200),
+        ("/livez", "OPTIONS", 200),
         ("/admin/v1/keys", "HEAD", 200),
         ("/admin/v1/nothing", "GET", 404),
         ("/admin/v1/usage?by=nobody", "GET", 400),
