@@ -32,6 +32,7 @@ from gateway.console.files import HEADERS, PAGE, file_response, is_console
 from gateway.console.sessions import Attempts, Sessions
 from gateway.directory.admin_routes import read_operator_body
 from gateway.hygiene import path_of
+from gateway.identity.caller import network_of
 from gateway.identity.keys import KEY_LEN_MAX, digest_of, hash_key, key_problem
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -111,18 +112,18 @@ class Gate:
 
     async def _log_in(self, request: web.BaseRequest) -> web.Response:
         _check_origin(request)
-        address, now_s = request.remote or "", self._clock.monotonic()
-        if (wait_s := self._attempts.wait_s(address, now_s)) > 0:
+        network, now_s = network_of(request.remote or ""), self._clock.monotonic()
+        if (wait_s := self._attempts.wait_s(network, now_s)) > 0:
             message = "Too many log-ins have failed. Wait a minute, or ask with the key itself."
             raise RateLimited(message, retry_after_s=wait_s)
-        self._attempts.failed(address, now_s)  # until it has not: others may come while this one is read
+        self._attempts.failed(network, now_s)  # until it has not: others may come while this one is read
         key = await _key_of(request)
         try:
             operator = await self._operator(key)
         except Unauthenticated:
             _audit("console.login_refused", None)
             raise Unauthenticated("This is no operator's key, or it does not work any more.") from None
-        self._attempts.succeeded(address)
+        self._attempts.succeeded(network)
         self.forget(request)
         text = self._sessions.begin(digest_of(hash_key(key)), self._clock.monotonic())
         _audit("console.login", operator)

@@ -3,8 +3,8 @@
 Rules:
 
 1. A model's text is shown without its control characters, whose sequences could retitle the window, clear
-   the screen or make a terminal type, and without those that turn the direction of what follows or end a line.
-   Newlines and tabs stay; others appear as a symbol.
+   the screen or make a terminal type, and without those that turn the direction of what follows, or end a
+   line. Newlines and tabs stay; others appear as a symbol.
 2. Input is text in the terminal's encoding, or an error in words.
 """
 
@@ -25,8 +25,8 @@ _SYMBOLS: Final = {
     0x7F: "\u2421",
     **dict.fromkeys((*range(0x80, 0xA0), *_LAYOUT), "\ufffd"),
 }
-"""The replacement of each control character but newline and tab, and of `_LAYOUT`: Unicode's picture of it, or
-U+FFFD."""
+"""The replacement of each control character but newline and tab, and of `_LAYOUT`: Unicode's picture of it,
+or U+FFFD."""
 
 
 class UnusableInput(Exception):
