@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -30,6 +30,7 @@ from msgspec import Struct
 from gateway.accounts import AccountsReader
 from gateway.admin_openapi import PATH as DOCUMENT
 from gateway.admin_openapi import document
+from gateway.client.reading import serves
 from gateway.client.responses import error_response, json_response
 from gateway.console.files import HEADERS
 from gateway.console.gate import Gate
@@ -62,6 +63,8 @@ from shared.telemetry import exposition
 RELOAD: Final = "/admin/v1/reload"
 REQUEST: Final = "/admin/v1/requests/{id}"
 OPERATOR: Final = "/admin/v1/console/operator"
+OPERATORS: Final = "operators"
+"""The name, in place of a tenant's, of those who have a key, for the bounds of the listener."""
 DIGEST_HEADER: Final = "x-penstock-operator-digest"
 """Names the operator's key in what a supervisor passes on: the browser has shown it a session's cookie."""
 PROBLEMS_LEN_MAX: Final = 8 * 1024
@@ -102,12 +105,14 @@ class Admin:
         tables: Iterable[Table],
         clock: Clock = SYSTEM_CLOCK,
         *,
+        names: Collection[str] = (),
         is_worker: bool = False,
     ) -> None:
         """`reload` reads the configuration again, and returns what is wrong with it. `tables` have the
-        operators' requests that others answer. `is_worker` is true if a supervisor alone can ask: it keeps
-        the console's sessions then, and names the operator (`DIGEST_HEADER`)."""
-        self._gate = None if is_worker else Gate(self._operator_of, clock)
+        operators' requests that others answer. `names` are the listener's (`Gate`). `is_worker` is true if a
+        supervisor alone can ask: it keeps the console's sessions then, and names the operator
+        (`DIGEST_HEADER`)."""
+        self._gate = None if is_worker else Gate(self._operator_of, names, clock)
         self._read_again = reload
         self._health = health
         self._accounts = accounts
@@ -137,6 +142,8 @@ class Admin:
         """Answer one request, whatever happens."""
         try:
             check(request)
+            if self._gate is not None:
+                self._gate.check(request)
             response = await self._answer(request)
         except ApiError as error:
             response = error_response(error, {})
@@ -166,6 +173,7 @@ class Admin:
         for pattern, methods in self._patterns:
             if (match := pattern.fullmatch(path)) is not None:
                 operator = self._operator(request)
+                serves(request, OPERATORS)
                 if (answer := methods.get(_method(request))) is None:
                     allow = ", ".join(methods)
                     raise MethodNotAllowed(f"{path} takes {allow}.", allow=allow)

@@ -264,7 +264,8 @@ class Gateway:
             self._chats.table,
         )
         is_worker, known = self._worker is not None, (self._health, self.accounts, self.reload, self.live)
-        return Admin(*known, tables, self._clock, is_worker=is_worker)
+        names = self.config.admin.called
+        return Admin(*known, tables, self._clock, names=names, is_worker=is_worker)
 
     async def __aexit__(self, *_: object) -> None:
         await self.drain()

@@ -38,6 +38,8 @@ Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 KeyHash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
 Bytes = Annotated[int, Unit("bytes")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+HostName = Annotated[str, Meta(pattern=r"^(\*|[a-z0-9]([a-z0-9._-]{0,251}[a-z0-9])?)$")]
+"""The name of a host, in small letters; `*` is any."""
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 PingSeconds = Annotated[float, Meta(ge=0.1, le=60.0)]
 MetricsSeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
@@ -300,6 +302,10 @@ class AdminConfig:
     only."""
     port: Port | None = None
     """Port for them. Unset: there is no such listener."""
+    names: Annotated[tuple[HostName, ...], Meta(max_length=64)] = ()
+    """Names by which it may be called, in URLs and in the header Host, beside addresses and localhost; `*` is
+    any. Under another it answers 403: a page in an operator's browser may have any name point here (DNS
+    rebinding)."""
     keys: Annotated[tuple[OperatorKeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
     """Keys that may change something. Without one, nothing can be changed."""
     tls: TlsConfig | None = None
@@ -313,3 +319,8 @@ class AdminConfig:
 
     def __post_init__(self) -> None:
         check_plaintext(self.host, self.tls, self.plaintext)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The names by which it may be called: that which it listens on, too."""
+        return (self.host, *self.names)

@@ -6,7 +6,8 @@ No router and no middleware: a request goes to one handler, `gateway.edge` on th
 Rules of both:
 
 1. Connections are bounded. Above the bound, the oldest of which nothing has come yet is closed; where there
-   is none, the oldest without a request; where all have a request, the new one.
+   is none, the oldest without a request; where all have a request, the oldest of a sender who is not known,
+   and has no key; else the new one.
 2. A request's head is bounded in bytes and in time, and nothing is read after something malformed. So are the
    requests that a connection sends ahead of their answers, and the connections that hold either: above the
    bound, the one that has done so for longest is closed.
@@ -37,6 +38,7 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.accepting import FairAccepting
+from gateway.client.reading import ReadsInTurn
 from gateway.client.unread import EndsUnread
 from gateway.edge_config import LimitsConfig
 from gateway.heads import AHEAD_MAX, HEAD_END, Received, cut_behind_heads, is_one_request, open_len
@@ -191,11 +193,17 @@ class BoundedServer(web.Server):
             return
         self._tell("gateway.connections_full", connections_max=self._connections_max)
         has_older = silent.silent_count > (new is None)
-        idle = None if has_older else next((one for one in self._connections if _is_idle(one, new)), new)
+        idle = None if has_older else self._least(new)
         if idle is None:
             silent.close_first_silent()
         else:
             self._connections[idle].abort()
+
+    def _least(self, new: RequestHandler | None) -> RequestHandler | None:
+        """The connection that is closed by rule 1 where no older one is silent. None is the new one."""
+        idle = next((one for one in self._connections if _is_idle(one, new)), None)
+        strangers = (one for one in self._connections if isinstance(one, ReadsInTurn) and not one.tenant)
+        return idle or next(strangers, new)
 
     def pre_shutdown(self) -> None:
         """Close the connections without a request, and the others after their answer.

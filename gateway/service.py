@@ -176,5 +176,6 @@ async def _front(
 
     if tls is not None:
         await stack.enter_async_context(Background({"admin listener's certificates": tls.watch}))
-    front = Front(supervisor, accepted.reload, shares_usage=config.quotas.store == "redis")
+    shares_usage, names = config.quotas.store == "redis", config.admin.called
+    front = Front(supervisor, accepted.reload, shares_usage=shares_usage, names=names)
     return await listen_for_operators(stack, front.handle, config, tls)

@@ -248,8 +248,9 @@ async def _body(asked: Asked) -> Mapping[str, Any]:
     return decode_object(body) if body else {}
 
 
-async def read_operator_body(request: web.BaseRequest) -> bytes:
-    """The body of a request on the admin listener. Raises ApiError."""
+async def read_operator_body(request: web.BaseRequest, within_s: float | None = None) -> bytes:
+    """The body of a request on the admin listener, which may take `within_s`, with None `BODY_S`. Raises
+    ApiError."""
 
     async def go_on() -> None:
         await request.writer.write(CONTINUE)
@@ -261,7 +262,7 @@ async def read_operator_body(request: web.BaseRequest) -> bytes:
             request.content.readany,
             go_on,
             len_max=ENTRY_LEN_MAX,
-            deadline_s=BODY_S,
+            deadline_s=BODY_S if within_s is None else within_s,
             hold=lambda _: None,
         )
     except (ApiError, ConnectionError):

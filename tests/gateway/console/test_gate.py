@@ -124,6 +124,8 @@ async def test_another_page_can_neither_log_in_nor_change_anything(house: House,
         told, _ = await page.ask(method, path, status=403, origin=origin)
         assert told["error"]["code"] == "permission_denied"
     await page.ask("DELETE", "/admin/v1/requests/x")
+    if origin:  # with the key itself, too
+        await page.ask("POST", "/admin/v1/reload", status=403, origin=origin, authorization=f"Bearer {KEY}")
 
 
 @pytest.mark.parametrize(
