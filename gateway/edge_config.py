@@ -131,8 +131,8 @@ class LimitsConfig:
     live_max: Annotated[int, Meta(ge=1, le=100_000), Unit("requests")] = 4096
     """Requests in progress; beyond it requests get 503 at once. A tenant has three quarters of it at most."""
     connections_max: Annotated[int, Meta(ge=1, le=1_000_000), Unit("connections")] = 16_384
-    """Client connections, idle ones too; beyond it the oldest that has sent nothing is closed, else the
-    oldest idle one, else the newest."""
+    """Client connections, idle ones too, or as many as the process may open files for; beyond it the oldest
+    that has sent nothing is closed, else the oldest idle one, else the newest."""
     send_buffer_len: Annotated[Bytes, Meta(ge=4 * KIB, le=16 * MIB)] = 64 * KIB
     """The kernel's send buffer of a client connection (SO_SNDBUF)."""
     write_buffer_len: Annotated[Bytes, Meta(ge=KIB, le=16 * MIB)] = 16 * KIB

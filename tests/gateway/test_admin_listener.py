@@ -151,7 +151,8 @@ async def test_half_a_head_is_closed_after_its_time(open_house: Open) -> None:
 
 async def unread(house: House, *, is_known: bool) -> asyncio.StreamWriter:
     """A connection whose client reads the head of a large answer, and no more."""
-    reader, writer = await connect(house)
+    connection: Connection = await connect(house)
+    reader, writer = connection
     if is_known:
         writer.write(f"GET /admin/v1/console/operator HTTP/1.1\r\n{KNOWN}\r\n".encode())
         assert (await reader.readuntil(b"\r\n\r\n")).split()[1] == b"200"

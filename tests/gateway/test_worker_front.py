@@ -454,7 +454,7 @@ async def test_scrapes_at_one_time_share_a_look_and_are_all_answered(house: Hous
         asked += 1
 
     for worker in house.workers:
-        worker.client.on_ask = count  # type: ignore[method-assign]
+        worker.client.on_ask = count
 
     async def scrape() -> int:
         async with house.admin("/metrics", headers={}) as answer:

@@ -286,8 +286,8 @@ ALERTS: Final = (
         "0m",
         "ticket",
         "{{ $labels.instance }} cannot accept connections: it may open no more files.",
-        "Its bound on open files (ulimit -n, LimitNOFILE) is below limits.connections_max and what a "
-        "gateway's engines, files and Redis need, or below an engine's connections.",
+        "Its hard bound on open files (ulimit -Hn, LimitNOFILE) is too low for its connections, all of which "
+        "have a request; a gateway says so at its start (`gateway.descriptors_few`).",
         {'penstock_accepts_failed_total{instance="g"}': grows(5)},
         {'penstock_accepts_failed_total{instance="g"}': "0x60"},
     ),
