@@ -76,8 +76,8 @@ ALERTS: Final = (
         "page",
         "More than 1 % of the requests for {{ $labels.model }} fail on our side.",
         "`Ends` on the experience dashboard says how they end. `engine_failed` and `upstream_*`: look at the "
-        "fleet dashboard for members that are ejected or gone. What callers bring about by deadlines of their "
-        "own, or by more requests than there is room for, does not count. "
+        "fleet dashboard for members that are ejected or gone. What callers bring about by deadlines of "
+        "their own, or by more requests than there is room for, does not count. "
         "One request: `penstock trace ID --logs` with both services' logs.",
         {_OK: grows(100), _FAILED: grows(2)},
         {_OK: grows(300), _FAILED: grows(2), _TURNED_AWAY: grows(90), **dict.fromkeys(_HASTY, grows(90))},
