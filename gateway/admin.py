@@ -38,7 +38,7 @@ from gateway.directory.admin_routes import refusal
 from gateway.exchange import LiveRequests
 from gateway.hygiene import check, path_of
 from gateway.identity.caller import Principal
-from gateway.operators import Asked, Handler, Operation, Table, does
+from gateway.operators import Asked, Asks, Handler, Merge, Operation, Table, does, pattern_of
 from shared import logs
 from shared.build import version
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -73,8 +73,6 @@ PROBLEMS_LEN_MAX: Final = 8 * 1024
 Open = Callable[[web.BaseRequest], web.Response]
 """Answers anybody. Raises ApiError."""
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
-_ID: Final = "([A-Za-z0-9._-]{1,64})"
-_REPLICA: Final = r"([A-Za-z0-9._~:%\[\]-]{1,512})"
 
 log = logs.get(__name__)
 
@@ -120,23 +118,24 @@ class Admin:
         self._clock = clock
         self._open: Final[dict[str, Open]] = {**dict.fromkeys(PROBES, self._probe), "/metrics": _metrics}
         """The handlers of GET and HEAD, by path."""
-        own: Table = {
-            RELOAD: {"POST": self._reload},
-            REQUEST: {"DELETE": self._abort},
-            OPERATOR: {"GET": self._who},
-        }
         merged: dict[str, dict[str, Handler]] = {}
-        for path, methods in (entry for table in (own, *tables) for entry in table.items()):
+        for path, methods in (entry for table in (self.table, *tables) for entry in table.items()):
             merged.setdefault(path, {}).update(methods)
         self._operators: Final[Table] = merged
         """The operators' handlers by method, by path."""
         self._document: bytes | None = None
         """Their description. None until it is asked for."""
         self._open[DOCUMENT] = self._describe
-        self._patterns: Final = [
-            (re.compile(path.replace("{id}", _ID).replace("{replica}", _REPLICA)), methods)
-            for path, methods in self._operators.items()
-        ]
+        self._patterns: Final = [(pattern_of(path), methods) for path, methods in self._operators.items()]
+
+    @property
+    def table(self) -> Table:
+        """Its own handlers of operators' requests."""
+        return {
+            RELOAD: {"POST": self._reload},
+            REQUEST: {"DELETE": self._abort},
+            OPERATOR: {"GET": self._who},
+        }
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         """Answer one request, whatever happens."""
@@ -215,7 +214,7 @@ class Admin:
         """Raises Unauthenticated."""
         return self._accounts.now.operators.authenticate(f"Bearer {key}", self._clock.wall()).key
 
-    @does(Operation("Tell who asks.", OperatorView))
+    @does(Operation("Tell who asks.", OperatorView, asks=Asks.ONE))
     async def _who(self, asked: Asked) -> web.Response:
         view = OperatorView(asked.operator.key, version())
         return json_response(HTTPStatus.OK, msgspec.json.encode(view), {})
@@ -223,7 +222,7 @@ class Admin:
     def _probe(self, request: web.BaseRequest) -> web.Response:
         return probe_response(self._health, request, tells_problems=True)
 
-    @does(Operation("Read the configuration again.", ReloadResponse))
+    @does(Operation("Read the configuration again.", ReloadResponse, asks=Asks.EVERY))
     async def _reload(self, asked: Asked) -> web.Response:
         problems = await self._read_again()
         _audit(asked, {"action": "reload", "problems": len(problems)})
@@ -232,7 +231,14 @@ class Admin:
             raise InvalidRequest(f"The configuration was not taken:\n{told}")
         return json_response(HTTPStatus.OK, msgspec.json.encode(ReloadResponse()), {})
 
-    @does(Operation("End the requests of this id, whoever sent them.", AbortResponse))
+    @does(
+        Operation(
+            "End the requests of this id, whoever sent them.",
+            AbortResponse,
+            asks=Asks.EVERY,
+            merges={"aborted": Merge.SUM},
+        )
+    )
     async def _abort(self, asked: Asked) -> web.Response:
         request_id = RequestId(asked.id)
         ended = self._live.end(None, request_id, _aborted)

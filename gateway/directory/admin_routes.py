@@ -29,7 +29,7 @@ from gateway.directory.entries import ENTRY_LEN_MAX, PAGE_MAX, KeyView, NoObject
 from gateway.directory.operator_keys import OperatorKeysView
 from gateway.directory.registry import CREATABLE, PATCHABLE, MintedView, Page, Registry, Shown
 from gateway.directory.rotation import Rotation
-from gateway.operators import Asked, Body, Operation, Parameter, Table, does
+from gateway.operators import Asked, Asks, Body, Operation, Parameter, Table, does
 from shared.config import ConfigError
 from shared.errors import (
     ApiError,
@@ -101,15 +101,19 @@ class DirectoryRoutes:
             },
         }
 
-    @does(Operation("List keys, by their tenants.", Page[KeyView], (_OF_TENANT, *_PAGED)))
+    @does(Operation("List keys, by their tenants.", Page[KeyView], (_OF_TENANT, *_PAGED), asks=Asks.ONE))
     async def _list_keys(self, asked: Asked) -> web.Response:
         return await self._page(asked, "keys", (_OF_TENANT, *_PAGED))
 
-    @does(Operation("List operators' keys. They are changed in the file alone.", OperatorKeysView))
+    @does(
+        Operation(
+            "List operators' keys. They are changed in the file alone.", OperatorKeysView, asks=Asks.ONE
+        )
+    )
     async def _list_operators(self, asked: Asked) -> web.Response:
         return json_response(HTTPStatus.OK, msgspec.json.encode(self._registry.operators()), {})
 
-    @does(Operation("List tenants, by their ids.", Page[TenantConfig], _PAGED))
+    @does(Operation("List tenants, by their ids.", Page[TenantConfig], _PAGED, asks=Asks.ONE))
     async def _list_tenants(self, asked: Asked) -> web.Response:
         return await self._page(asked, "tenants", _PAGED)
 
@@ -124,12 +128,28 @@ class DirectoryRoutes:
         )
         return json_response(HTTPStatus.OK, msgspec.json.encode(page), {})
 
-    @does(Operation("Create a key. Only this answer has its secret.", MintedView, (), _NEW_KEY, _CHANGES))
+    @does(
+        Operation(
+            "Create a key. Only this answer has its secret.",
+            MintedView,
+            (),
+            _NEW_KEY,
+            _CHANGES,
+            asks=Asks.CHANGE,
+        )
+    )
     async def _create_key(self, asked: Asked) -> web.Response:
         return await self._minted(self._registry.create_key(await _body(asked), asked.operator.key))
 
     @does(
-        Operation("Replace a key's secret.", MintedView, body=_ROTATION, errors=_CHANGES, takes_version=True)
+        Operation(
+            "Replace a key's secret.",
+            MintedView,
+            body=_ROTATION,
+            errors=_CHANGES,
+            takes_version=True,
+            asks=Asks.CHANGE,
+        )
     )
     async def _rotate_key(self, asked: Asked) -> web.Response:
         body = await _body(asked)
@@ -137,11 +157,11 @@ class DirectoryRoutes:
             self._registry.rotate_key(asked.id, body, asked.operator.key, _if_match(asked))
         )
 
-    @does(Operation("Show a key.", KeyView, errors=(NotFound,), is_versioned=True))
+    @does(Operation("Show a key.", KeyView, errors=(NotFound,), is_versioned=True, asks=Asks.ONE))
     async def _key(self, asked: Asked) -> web.Response:
         return _answer(await self._registry.get("keys", asked.id))
 
-    @does(Operation("Show a tenant.", TenantConfig, errors=(NotFound,), is_versioned=True))
+    @does(Operation("Show a tenant.", TenantConfig, errors=(NotFound,), is_versioned=True, asks=Asks.ONE))
     async def _tenant(self, asked: Asked) -> web.Response:
         return _answer(await self._registry.get("tenants", asked.id))
 
@@ -153,6 +173,7 @@ class DirectoryRoutes:
             errors=_CHANGES,
             is_versioned=True,
             takes_version=True,
+            asks=Asks.CHANGE,
         )
     )
     async def _patch_key(self, asked: Asked) -> web.Response:
@@ -161,7 +182,11 @@ class DirectoryRoutes:
             self._registry.patch_key(asked.id, body, asked.operator.key, _if_match(asked))
         )
 
-    @does(Operation("Delete a key.", KeyView, errors=_CHANGES, is_versioned=True, takes_version=True))
+    @does(
+        Operation(
+            "Delete a key.", KeyView, errors=_CHANGES, is_versioned=True, takes_version=True, asks=Asks.CHANGE
+        )
+    )
     async def _delete_key(self, asked: Asked) -> web.Response:
         return await self._changed(self._registry.delete_key(asked.id, asked.operator.key, _if_match(asked)))
 
@@ -174,6 +199,7 @@ class DirectoryRoutes:
             is_versioned=True,
             takes_version=True,
             takes_absence=True,
+            asks=Asks.CHANGE,
         )
     )
     async def _put_tenant(self, asked: Asked) -> web.Response:
@@ -184,7 +210,16 @@ class DirectoryRoutes:
             )
         )
 
-    @does(Operation("Delete a tenant.", TenantConfig, errors=_CHANGES, is_versioned=True, takes_version=True))
+    @does(
+        Operation(
+            "Delete a tenant.",
+            TenantConfig,
+            errors=_CHANGES,
+            is_versioned=True,
+            takes_version=True,
+            asks=Asks.CHANGE,
+        )
+    )
     async def _delete_tenant(self, asked: Asked) -> web.Response:
         return await self._changed(
             self._registry.delete_tenant(asked.id, asked.operator.key, _if_match(asked))

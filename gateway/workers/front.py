@@ -31,8 +31,9 @@ from gateway.client.responses import error_response
 from gateway.console.gate import Gate
 from gateway.directory.admin_routes import read_operator_body
 from gateway.hygiene import check, path_of
+from gateway.operators import Asks, Merge
 from gateway.replica_api import REPLICAS
-from gateway.workers.answers import Rule, rule_of, together
+from gateway.workers.answers import asks_of, operation_at, together
 from gateway.workers.channel import Answer, WorkerSilent
 from gateway.workers.metrics import registry_of
 from gateway.workers.place import Place
@@ -184,14 +185,16 @@ class Front:
         places = [place for place in self._supervisor.places if place.client is not None]
         target = f"{path}?{query}" if (query := request.rel_url.raw_query_string) else path
         asked = method, target, headers, body
-        match rule := rule_of(method, path, shares_usage=self._shares_usage):
-            case Rule.EVERY:
-                answer = await self._every(places, asked)
-            case Rule.CHANGE:
+        operation = operation_at(method, path)
+        match asks := asks_of(operation, shares_usage=self._shares_usage):
+            case Asks.EVERY:
+                assert operation is not None
+                answer = await self._every(places, asked, operation.merges)
+            case Asks.CHANGE:
                 answer = await self._change(places, asked)
-            case Rule.ONE:
+            case _:
                 answer = await self._one(places, asked)
-        if (rule is Rule.CHANGE or path == RELOAD) and answer.status < HTTPStatus.BAD_REQUEST:
+        if (asks is Asks.CHANGE or path == RELOAD) and answer.status < HTTPStatus.BAD_REQUEST:
             await self._read_again()  # else a worker that starts next may not know of the change
         return answer
 
@@ -210,9 +213,9 @@ class Front:
         others = [place for place in self._supervisor.places if place is not places[0]]
         refreshed = await asyncio.gather(*map(_refreshed, others))
         silent = [place.index for place, ok in zip(others, refreshed, strict=True) if not ok]
-        return together({places[0].index: answer}, silent)
+        return together({places[0].index: answer}, silent, {})
 
-    async def _every(self, places: Sequence[Place], asked: _Asked) -> Answer:
+    async def _every(self, places: Sequence[Place], asked: _Asked, merges: Mapping[str, Merge]) -> Answer:
         told: dict[int, Answer] = {}
         everybody = {*places}
         while places:
@@ -223,7 +226,8 @@ class Front:
             everybody.update(places)
         if not told:
             raise _nobody()
-        return together(told, [place.index for place in self._supervisor.places if place.index not in told])
+        silent = [place.index for place in self._supervisor.places if place.index not in told]
+        return together(told, silent, merges)
 
     async def _late(self, asked: _Asked, everybody: Collection[Place]) -> Sequence[Place]:
         """The workers that have begun to serve while replicas were changed. The supervisor learns of the
