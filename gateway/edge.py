@@ -25,7 +25,6 @@ from aiohttp import web
 from gateway.accounts import AccountsReader
 from gateway.admin import probe_response
 from gateway.admission.quota import QuotaStore, ReservationId
-from gateway.admission.told_windows import ToldWindows
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
 from gateway.client.reading import serves
@@ -43,6 +42,7 @@ from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
 from gateway.recorder import Recorder
 from gateway.relay.stream import Progress
+from gateway.told_windows import ToldWindows
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.completed_line import UNPARSED

@@ -11,11 +11,11 @@ import pytest
 
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import Scope, Subject, Windows
-from gateway.admission.told_windows import TOLD_S, ToldWindows
 from gateway.config import load
 from gateway.exchange import duration
 from gateway.identity.keys import hash_key
 from gateway.quota_config import QuotaLimits
+from gateway.told_windows import TOLD_S, ToldWindows
 from shared.config import ConfigError
 from shared.ids import TenantId
 from tests.fakes import VirtualClock
