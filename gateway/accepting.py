@@ -17,7 +17,8 @@ Rules
    in the order in which they came.
 4. A connection of which nothing has come is *silent*: in HTTP and in TLS the client speaks first. It holds a
    descriptor and no more, and is closed after the time for which a connection may be idle. The server bounds
-   the number of silent ones together with the others (`on_silent`).
+   the number of silent ones together with the others (`on_silent`), and says which is closed where no
+   descriptor is left for a new one (`displace`).
 5. Connections that wait for their turns are bounded. More of them wait in the kernel. None is refused, and
    those that are there when the listener closes are set up.
 """
@@ -61,11 +62,19 @@ class FairAccepting(Accepting):
         silent_s: float,
         on_silent: Callable[[], None],
         handshakes_max: int = HANDSHAKES_MAX,
+        *,
+        displace: Callable[[], bool] = lambda: False,
+        is_reserved_for: bool = False,
     ) -> None:
         """Begin to accept. `sock` is bound. `handshake_s` is the time limit of a TLS handshake, `silent_s`
         that of first bytes. `on_silent` is called when there is one more silent connection. At most
-        `handshakes_max` handshakes are under way at a time."""
-        super().__init__(sock, backlog, protocol, tls, handshake_s, handshakes_max)
+        `handshakes_max` handshakes are under way at a time. `displace` and `is_reserved_for` are as in
+        `Accepting`."""
+        super().__init__(
+            *(sock, backlog, protocol, tls, handshake_s, handshakes_max),
+            displace=displace,
+            is_reserved_for=is_reserved_for,
+        )
         self._known: Final = known
         self._turns: Final = FairTurns(SET_UP_MAX)
         self._silent_s: Final = silent_s
@@ -79,6 +88,12 @@ class FairAccepting(Accepting):
     def silent_count(self) -> int:
         """The number of silent connections."""
         return len(self._silent)
+
+    @property
+    def longest_s(self) -> float:
+        """How long the oldest of the silent connections, of which there is one, has been so, in seconds."""
+        _, late = next(iter(self._silent.values()))
+        return self._loop.time() + self._silent_s - late.when()
 
     def close_first_silent(self) -> None:
         """Close the connection that has been silent for longest."""

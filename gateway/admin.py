@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -30,6 +30,7 @@ from msgspec import Struct
 from gateway.accounts import AccountsReader
 from gateway.admin_openapi import PATH as DOCUMENT
 from gateway.admin_openapi import document
+from gateway.client.reading import serves
 from gateway.client.responses import error_response, json_response
 from gateway.console.files import HEADERS
 from gateway.console.gate import Gate
@@ -37,7 +38,7 @@ from gateway.directory.admin_routes import refusal
 from gateway.exchange import LiveRequests
 from gateway.hygiene import check, path_of
 from gateway.identity.caller import Principal
-from gateway.operators import Asked, Handler, Operation, Table, does
+from gateway.operators import Asked, Asks, Handler, Merge, Operation, Table, does, pattern_of
 from shared import logs
 from shared.build import version
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -56,12 +57,14 @@ from shared.errors import (
 from shared.ids import REQUEST_ID_HEADER, RequestId, accept_request_id, mint_request_id
 from shared.listening import SERVER
 from shared.openai import AbortResponse
-from shared.probes import PROBES, Health, answer_probe
+from shared.probes import METHODS, PROBES, Health, answer_probe
 from shared.telemetry import exposition
 
 RELOAD: Final = "/admin/v1/reload"
 REQUEST: Final = "/admin/v1/requests/{id}"
 OPERATOR: Final = "/admin/v1/console/operator"
+OPERATORS: Final = "operators"
+"""The name, in place of a tenant's, of those who have a key, for the bounds of the listener."""
 DIGEST_HEADER: Final = "x-penstock-operator-digest"
 """Names the operator's key in what a supervisor passes on: the browser has shown it a session's cookie."""
 PROBLEMS_LEN_MAX: Final = 8 * 1024
@@ -70,8 +73,6 @@ PROBLEMS_LEN_MAX: Final = 8 * 1024
 Open = Callable[[web.BaseRequest], web.Response]
 """Answers anybody. Raises ApiError."""
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
-_ID: Final = "([A-Za-z0-9._-]{1,64})"
-_REPLICA: Final = r"([A-Za-z0-9._~:%\[\]-]{1,512})"
 
 log = logs.get(__name__)
 
@@ -102,12 +103,14 @@ class Admin:
         tables: Iterable[Table],
         clock: Clock = SYSTEM_CLOCK,
         *,
+        names: Collection[str] = (),
         is_worker: bool = False,
     ) -> None:
         """`reload` reads the configuration again, and returns what is wrong with it. `tables` have the
-        operators' requests that others answer. `is_worker` is true if a supervisor alone can ask: it keeps
-        the console's sessions then, and names the operator (`DIGEST_HEADER`)."""
-        self._gate = None if is_worker else Gate(self._operator_of, clock)
+        operators' requests that others answer. `names` are the listener's (`Gate`). `is_worker` is true if a
+        supervisor alone can ask: it keeps the console's sessions then, and names the operator
+        (`DIGEST_HEADER`)."""
+        self._gate = None if is_worker else Gate(self._operator_of, names, clock)
         self._read_again = reload
         self._health = health
         self._accounts = accounts
@@ -115,28 +118,31 @@ class Admin:
         self._clock = clock
         self._open: Final[dict[str, Open]] = {**dict.fromkeys(PROBES, self._probe), "/metrics": _metrics}
         """The handlers of GET and HEAD, by path."""
-        own: Table = {
-            RELOAD: {"POST": self._reload},
-            REQUEST: {"DELETE": self._abort},
-            OPERATOR: {"GET": self._who},
-        }
         merged: dict[str, dict[str, Handler]] = {}
-        for path, methods in (entry for table in (own, *tables) for entry in table.items()):
+        for path, methods in (entry for table in (self.table, *tables) for entry in table.items()):
             merged.setdefault(path, {}).update(methods)
         self._operators: Final[Table] = merged
         """The operators' handlers by method, by path."""
         self._document: bytes | None = None
         """Their description. None until it is asked for."""
         self._open[DOCUMENT] = self._describe
-        self._patterns: Final = [
-            (re.compile(path.replace("{id}", _ID).replace("{replica}", _REPLICA)), methods)
-            for path, methods in self._operators.items()
-        ]
+        self._patterns: Final = [(pattern_of(path), methods) for path, methods in self._operators.items()]
+
+    @property
+    def table(self) -> Table:
+        """Its own handlers of operators' requests."""
+        return {
+            RELOAD: {"POST": self._reload},
+            REQUEST: {"DELETE": self._abort},
+            OPERATOR: {"GET": self._who},
+        }
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         """Answer one request, whatever happens."""
         try:
             check(request)
+            if self._gate is not None:
+                self._gate.check(request)
             response = await self._answer(request)
         except ApiError as error:
             response = error_response(error, {})
@@ -158,7 +164,7 @@ class Admin:
         """Raises RouteNotFound, MethodNotAllowed, and what the handler raises."""
         path = path_of(request)
         if (handler := self._open.get(path)) is not None:
-            if _method(request) != "GET":
+            if path not in PROBES and _method(request) != "GET":
                 raise MethodNotAllowed(f"{path} takes GET.", allow="GET, HEAD")
             return handler(request)
         if self._gate is not None and (own := await self._gate.answer(request)) is not None:
@@ -166,6 +172,7 @@ class Admin:
         for pattern, methods in self._patterns:
             if (match := pattern.fullmatch(path)) is not None:
                 operator = self._operator(request)
+                serves(request, OPERATORS)
                 if (answer := methods.get(_method(request))) is None:
                     allow = ", ".join(methods)
                     raise MethodNotAllowed(f"{path} takes {allow}.", allow=allow)
@@ -207,7 +214,7 @@ class Admin:
         """Raises Unauthenticated."""
         return self._accounts.now.operators.authenticate(f"Bearer {key}", self._clock.wall()).key
 
-    @does(Operation("Tell who asks.", OperatorView))
+    @does(Operation("Tell who asks.", OperatorView, asks=Asks.ONE))
     async def _who(self, asked: Asked) -> web.Response:
         view = OperatorView(asked.operator.key, version())
         return json_response(HTTPStatus.OK, msgspec.json.encode(view), {})
@@ -215,7 +222,7 @@ class Admin:
     def _probe(self, request: web.BaseRequest) -> web.Response:
         return probe_response(self._health, request, tells_problems=True)
 
-    @does(Operation("Read the configuration again.", ReloadResponse))
+    @does(Operation("Read the configuration again.", ReloadResponse, asks=Asks.EVERY))
     async def _reload(self, asked: Asked) -> web.Response:
         problems = await self._read_again()
         _audit(asked, {"action": "reload", "problems": len(problems)})
@@ -224,7 +231,14 @@ class Admin:
             raise InvalidRequest(f"The configuration was not taken:\n{told}")
         return json_response(HTTPStatus.OK, msgspec.json.encode(ReloadResponse()), {})
 
-    @does(Operation("End the requests of this id, whoever sent them.", AbortResponse))
+    @does(
+        Operation(
+            "End the requests of this id, whoever sent them.",
+            AbortResponse,
+            asks=Asks.EVERY,
+            merges={"aborted": Merge.SUM},
+        )
+    )
     async def _abort(self, asked: Asked) -> web.Response:
         request_id = RequestId(asked.id)
         ended = self._live.end(None, request_id, _aborted)
@@ -277,8 +291,8 @@ def _metrics(request: web.BaseRequest) -> web.Response:
 def probe_response(health: Health, request: web.BaseRequest, *, tells_problems: bool = False) -> web.Response:
     """The answer to a request for one of `PROBES`. What is wrong is told to operators alone."""
     headers = {REQUEST_ID_HEADER: _id_of(request)}
-    if request.method not in ("GET", "HEAD"):
-        error = MethodNotAllowed(f"{path_of(request)} takes GET.", allow="GET, HEAD")
+    if request.method not in METHODS:
+        error = MethodNotAllowed(f"{path_of(request)} takes GET.", allow=", ".join(METHODS))
         return error_response(error, headers)
     status, body = answer_probe(path_of(request), health, tells_problems=tells_problems)
     return json_response(status, body, headers)

@@ -2,8 +2,8 @@
 
 It is of the gateway's own process, or of the supervisor of several workers. Whoever reaches it needs no key
 to connect, so it is bounded like the public one (`gateway.listener`), and apart from that: who takes all of
-its connections takes none of the callers'. An answer that is not read does not hold one for longer than
-`slow_client_s`.
+its connections takes none of the callers', and who takes all of a process's descriptors leaves some for
+these (`shared.descriptors`). An answer that is not read does not hold one for longer than `slow_client_s`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ async def listen_for_operators(
         return None
     limits = replace(config.limits, connections_max=CONNECTIONS_MAX, live_max=CONNECTIONS_MAX)
     parts = limits, timeouts, KnownCallers(), FairTurns()
-    server = BoundedServer(handle, refuse_unparsed, *parts, ends_left=False, times_readers=False)
+    server = BoundedServer(
+        handle, refuse_unparsed, *parts, ends_left=False, times_readers=False, is_for_operators=True
+    )
     listening = await listen(
         stack,
         server,

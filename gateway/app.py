@@ -66,6 +66,7 @@ from gateway.workers.channel import Door, WorkerStart, listen_on
 from gateway.workers.siblings import Siblings
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.descriptors import fitting
 from shared.errors import GatewayStopped, KeyRevoked
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
@@ -249,7 +250,8 @@ class Gateway:
 
     def _public_server(self) -> BoundedServer:
         edge, config = self._edge, self.config
-        bounds = config.limits, config.timeouts
+        limits = replace(config.limits, connections_max=fitting(config.limits.connections_max))
+        bounds = limits, config.timeouts
         return BoundedServer(edge.handle, edge.refuse_unparsed, *bounds, self._known, self._turns)
 
     def _admin(self) -> Admin:
@@ -265,7 +267,8 @@ class Gateway:
             self._chats.table,
         )
         is_worker, known = self._worker is not None, (self._health, self.accounts, self.reload, self.live)
-        return Admin(*known, tables, self._clock, is_worker=is_worker)
+        names = self.config.admin.called
+        return Admin(*known, tables, self._clock, names=names, is_worker=is_worker)
 
     async def __aexit__(self, *_: object) -> None:
         await self.drain()

@@ -37,10 +37,12 @@ from gateway.hygiene import check, path_of
 from gateway.identity.caller import Principal
 from gateway.model_lists import ModelLists
 from gateway.openapi import PATH, document
+from gateway.pace import Pace
 from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
 from gateway.recorder import Recorder
 from gateway.relay.stream import Progress
+from gateway.told_windows import ToldWindows
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.completed_line import UNPARSED
@@ -50,6 +52,7 @@ from shared.errors import (
     InvalidRequest,
     MethodNotAllowed,
     Overloaded,
+    RateLimited,
     RequestAborted,
     RouteNotFound,
     forget_frames,
@@ -78,6 +81,12 @@ DESCRIBING_MAX: Final = 64
 """Callers that are sent the API's description at a time: they have no key, and each may hold it in its
 connection's buffers for as long as a slow client may."""
 
+ENDS_PER_S: Final = 32.0
+"""Ends of requests that a tenant may ask one worker for each second. Every worker looks for each, among all
+of its requests."""
+ENDS_AT_ONCE: Final = 1024
+"""Those that it may ask for at once, as a client that gives up all that it asked."""
+
 log = logs.get(__name__)
 
 
@@ -100,7 +109,8 @@ class Edge:
         self._accounts = accounts
         self._pipeline = pipeline
         self._live = live
-        self._quotas = quotas
+        self._windows = ToldWindows(quotas, clock)
+        self._ends = Pace(ENDS_PER_S, ENDS_AT_ONCE)
         self._health = health
         self._clock = clock
         timeouts = config.timeouts
@@ -187,6 +197,8 @@ class Edge:
         if _is_below(REQUESTS, path):
             _allow(exchange, "DELETE")
             request_id = RequestId(path.removeprefix(REQUESTS))
+            if (wait_s := self._ends.wait_s(principal.tenant, self._clock.monotonic())) > 0:
+                raise RateLimited("Too many requests are ended one by one.", retry_after_s=wait_s)
             ended = self._live.end(principal.tenant, request_id, aborted, exchange)
             if is_id(request_id):  # no request has another, and the other workers are asked in few words
                 ended += await self.end_elsewhere(principal.tenant, request_id)
@@ -251,8 +263,7 @@ class Edge:
     async def _look_up_windows(self, exchange: Exchange) -> None:
         """Look up the caller's quotas for the `x-ratelimit-*` headers, where no reservation did."""
         if exchange.principal is not None and exchange.windows is None:
-            subjects = exchange.accounts.subjects(exchange.principal)
-            exchange.windows = await self._quotas.windows(subjects)
+            exchange.windows = await self._windows.of(exchange.accounts.subjects(exchange.principal))
 
     # -- the life of a request --------------------------------------------------------------------
 

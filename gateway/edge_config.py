@@ -38,6 +38,8 @@ Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 KeyHash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
 Bytes = Annotated[int, Unit("bytes")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+HostName = Annotated[str, Meta(pattern=r"^(\*|[a-z0-9]([a-z0-9._-]{0,251}[a-z0-9])?)$")]
+"""The name of a host, in small letters; `*` is any."""
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 PingSeconds = Annotated[float, Meta(ge=0.1, le=60.0)]
 MetricsSeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
@@ -129,8 +131,8 @@ class LimitsConfig:
     live_max: Annotated[int, Meta(ge=1, le=100_000), Unit("requests")] = 4096
     """Requests in progress; beyond it requests get 503 at once. A tenant has three quarters of it at most."""
     connections_max: Annotated[int, Meta(ge=1, le=1_000_000), Unit("connections")] = 16_384
-    """Client connections, idle ones too; beyond it the oldest that has sent nothing is closed, else the
-    oldest idle one, else the newest."""
+    """Client connections, idle ones too, or as many as the process may open files for; beyond it the oldest
+    that has sent nothing is closed, else the oldest idle one, else the newest."""
     send_buffer_len: Annotated[Bytes, Meta(ge=4 * KIB, le=16 * MIB)] = 64 * KIB
     """The kernel's send buffer of a client connection (SO_SNDBUF)."""
     write_buffer_len: Annotated[Bytes, Meta(ge=KIB, le=16 * MIB)] = 16 * KIB
@@ -300,6 +302,10 @@ class AdminConfig:
     only."""
     port: Port | None = None
     """Port for them. Unset: there is no such listener."""
+    names: Annotated[tuple[HostName, ...], Meta(max_length=64)] = ()
+    """Names by which it may be called, in URLs and in the header Host, beside addresses and localhost; `*` is
+    any. Under another it answers 403: a page in an operator's browser may have any name point here (DNS
+    rebinding)."""
     keys: Annotated[tuple[OperatorKeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
     """Keys that may change something. Without one, nothing can be changed."""
     tls: TlsConfig | None = None
@@ -313,3 +319,8 @@ class AdminConfig:
 
     def __post_init__(self) -> None:
         check_plaintext(self.host, self.tls, self.plaintext)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The names by which it may be called: that which it listens on, too."""
+        return (self.host, *self.names)

@@ -8,6 +8,7 @@ is one spelling of a path, a host is a host, and a body has one of two framings.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from functools import lru_cache
 from itertools import chain
@@ -41,6 +42,21 @@ def path_of(request: web.BaseRequest) -> str:
     if not raw.startswith("/") and (found := _ABSOLUTE.match(raw)) is not None:
         raw = raw[found.end() :]
     return raw.partition("?")[0]
+
+
+def host_of(request: web.BaseRequest) -> str:
+    """The host that a request is sent to, without the port. Its head is sound (`check`)."""
+    host = request.headers.get("host", "")
+    return host.partition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]
+
+
+def is_address(host: str) -> bool:
+    """True if it is an IP address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def check(request: web.BaseRequest) -> None:

@@ -26,7 +26,7 @@ from gateway.admission.quota import QuotaStore, Scope, StoreUnavailable, Subject
 from gateway.client.responses import json_response
 from gateway.config import TenantConfig
 from gateway.exchange import LiveRequests
-from gateway.operators import Asked, Operation, Parameter, Table, does
+from gateway.operators import Asked, Asks, Merge, Operation, Parameter, Table, does
 from gateway.quota_config import NO_LIMITS, ModelLimits, QuotaLimits
 from shared.errors import InvalidRequest, QuotaUnavailable
 from shared.ids import TenantId
@@ -108,7 +108,12 @@ class LimitsApi:
 
     @does(
         Operation(
-            "Tell tenants' limits, and what of them is used.", LimitsPage, _TOLD, errors=(QuotaUnavailable,)
+            "Tell tenants' limits, and what of them is used.",
+            LimitsPage,
+            _TOLD,
+            errors=(QuotaUnavailable,),
+            asks=Asks.EVERY,
+            merges={"data": Merge.JOIN, "has_more": Merge.ANY},
         )
     )
     async def _answer(self, asked: Asked) -> web.Response:

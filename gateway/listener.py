@@ -5,8 +5,10 @@ No router and no middleware: a request goes to one handler, `gateway.edge` on th
 
 Rules of both:
 
-1. Connections are bounded. Above the bound, the oldest of which nothing has come yet is closed; where there
-   is none, the oldest without a request; where all have a request, the new one.
+1. Connections are bounded. Above the bound, the oldest of which nothing has come for `SILENT_S` is closed;
+   where there is none, the oldest with half a head, or of a caller who has shown no key; then the oldest of
+   which nothing has come, the oldest without a request, the oldest whose request has no key, and the new one.
+   Where no descriptor is left for a new one, another is closed in the same order.
 2. A request's head is bounded in bytes and in time, and nothing is read after something malformed. So are the
    requests that a connection sends ahead of their answers, and the connections that hold either: above the
    bound, the one that has done so for longest is closed.
@@ -68,6 +70,8 @@ HOLDING_MAX: Final = 1024
 """Connections with half a head, or with requests sent ahead: together they hold `shared.memory.HOLDING`."""
 HEAD_PARSED_MAX: Final = 2 * HEAD_LEN_MAX
 """The most bytes of a head that are parsed: of one that is a little too long it can be said what is wrong."""
+SILENT_S: Final = 1.0
+"""The time after which a connection whose client does not speak is missed by nobody, in seconds."""
 _MALFORMED: Final = b"\0" * 2 * CHUNK_LEN_MIN
 """Bytes that cannot occur in a head, nor in a chunk of less than their number."""
 _HTTP1_REQUIRED: Final = frames.settings({}) + frames.goaway(0, ErrorCode.HTTP_1_1_REQUIRED)
@@ -144,13 +148,16 @@ class BoundedServer(web.Server):
         *,
         ends_left: bool = True,
         times_readers: bool = True,
+        is_for_operators: bool = False,
     ) -> None:
         """`known` are the callers whose connections are set up in their tenants' turns. `turns` are those in
         which requests begin, and end when their callers leave: who leaves and comes again has the seat that
         it left. `ends_left` is true if requests end with that. `times_readers` is true if `handle` limits the
-        time in which the client of a request that it answers may read nothing."""
+        time in which the client of a request that it answers may read nothing. `is_for_operators` is true if
+        the descriptors that are reserved are for its connections."""
         super().__init__(handle, handler_cancellation=ends_left)
         self._refuse = refuse
+        self._is_for_operators = is_for_operators
         self._known = known
         self._accepting: FairAccepting | None = None
         self._holding: dict[_Protocol, None] = {}
@@ -176,7 +183,11 @@ class BoundedServer(web.Server):
         """Accept connections of a bound socket from now on. To be called once."""
         times = HANDSHAKE_S, self._idle_s if tls is None else HANDSHAKE_S
         bounds = self._make_room, min(HANDSHAKES_MAX, self._connections_max)
-        self._accepting = FairAccepting(sock, backlog, self, self._known, tls, *times, *bounds)
+        self._accepting = FairAccepting(
+            *(sock, backlog, self, self._known, tls, *times, *bounds),
+            displace=self._close_one,
+            is_reserved_for=self._is_for_operators,
+        )
         return self._accepting
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
@@ -185,17 +196,43 @@ class BoundedServer(web.Server):
 
     def _make_room(self, new: RequestHandler | None = None) -> None:
         """Rule 1, after a connection has been set up, or accepted without a first byte (None)."""
+        assert self._accepting is not None
+        if len(self._connections) + self._accepting.silent_count > self._connections_max:
+            self._tell("gateway.connections_full", connections_max=self._connections_max)
+            self._close_one(new, is_silent_new=new is None)
+
+    def _close_one(self, new: RequestHandler | None = None, *, is_silent_new: bool = False) -> bool:
+        """Close a connection by rule 1, and return whether there was one. `new` is the new one, where it has
+        been set up; `is_silent_new` is true where it is silent."""
         silent = self._accepting
         assert silent is not None
-        if len(self._connections) + silent.silent_count <= self._connections_max:
-            return
-        self._tell("gateway.connections_full", connections_max=self._connections_max)
-        has_older = silent.silent_count > (new is None)
-        idle = None if has_older else next((one for one in self._connections if _is_idle(one, new)), new)
-        if idle is None:
+        has_older = silent.silent_count > is_silent_new
+        if has_older and silent.longest_s >= SILENT_S:
+            silent.close_first_silent()
+        elif (one := self._first(new, lambda one: _is_idle(one) and self._is_strangers(one))) is not None:
+            self._connections[one].abort()
+        elif has_older:
+            silent.close_first_silent()
+        elif (one := self._first(new, _is_idle) or self._first(new, _is_unknown) or new) is not None:
+            self._connections[one].abort()
+        elif is_silent_new:
             silent.close_first_silent()
         else:
-            self._connections[idle].abort()
+            return False
+        return True
+
+    def _first(
+        self, new: RequestHandler | None, is_one: Callable[[_Protocol], bool]
+    ) -> RequestHandler | None:
+        """The oldest connection that is such, and is neither the new one nor being closed."""
+        for one, transport in self._connections.items():
+            if one is not new and not transport.is_closing() and is_one(cast("_Protocol", one)):
+                return one
+        return None
+
+    def _is_strangers(self, one: _Protocol) -> bool:
+        """True if it has half a head, or served nobody who has a key. Monitoring of operators needs none."""
+        return one.holds or (_is_unknown(one) and not self._is_for_operators)
 
     def pre_shutdown(self) -> None:
         """Close the connections without a request, and the others after their answer.
@@ -228,7 +265,7 @@ class BoundedServer(web.Server):
         """Rule 5, after a connection's buffers have become large."""
         self._large[protocol] = None
         if len(self._large) > self._large_max:
-            idle = next((one for one in self._large if _is_idle(one, protocol)), None)
+            idle = next((one for one in self._large if _is_idle(one) and one is not protocol), None)
             if idle is not None:
                 self._tell("gateway.large_connections_full", large_max=self._large_max)
                 self.forget(idle)
@@ -248,8 +285,13 @@ class BoundedServer(web.Server):
         return _Protocol(self, self._refuse, *bounds, loop=self._loop, **self._options)
 
 
-def _is_idle(handler: RequestHandler, new: RequestHandler | None) -> bool:
-    return handler._current_request is None and handler is not new
+def _is_idle(one: RequestHandler) -> bool:
+    return one._current_request is None
+
+
+def _is_unknown(one: _Protocol) -> bool:
+    """True if no request of a caller with a key has come of it."""
+    return not one.tenant
 
 
 class _Site(web.SockSite):

@@ -1,14 +1,18 @@
 """A request of an operator's on the admin listener, and the table of those that are answered.
 
 A handler carries the description of its operation, which stands above it in the code. `gateway.admin_openapi`
-makes a document of all that are in the tables, so an operation that is not described is not served.
+makes a document of all that are in the tables, so an operation that is not described is not served. With
+several workers, it says whom a supervisor asks, and how it makes one answer of theirs
+(`gateway.workers.answers`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from enum import Enum
+from typing import Any, Final, TypeVar
 
 from aiohttp import web
 from msgspec import Struct
@@ -32,6 +36,45 @@ Methods = Mapping[str, Handler]
 """The handlers of a path, by method."""
 Table = Mapping[str, Methods]
 """The methods by path, in which `{id}` stands for an id, and `{replica}` for a replica's."""
+
+
+_ID: Final = "([A-Za-z0-9._-]{1,64})"
+_REPLICA: Final = r"([A-Za-z0-9._~:%\[\]-]{1,512})"
+
+
+def pattern_of(path: str) -> re.Pattern[str]:
+    """The paths that a path of a table stands for."""
+    return re.compile(path.replace("{id}", _ID).replace("{replica}", _REPLICA))
+
+
+class Asks(Enum):
+    """The workers that are asked."""
+
+    ONE = "one"
+    """One: all know the same, or what it is about is its own."""
+    CHANGE = "change"
+    """One; then the others read what it has changed."""
+    EVERY = "every"
+    """Every worker: each has a part."""
+    UNSHARED = "unshared"
+    """Every worker, unless each knows the usage of all."""
+
+
+class Merge(Enum):
+    """The field of an answer, made of those of several workers."""
+
+    FIRST = "first"
+    """They are the same, or one worker alone has it."""
+    SUM = "sum"
+    """Numbers added up, or those of the same name."""
+    ANY = "any"
+    """True if one is."""
+    MOST = "most"
+    """The largest: the next page begins where the first worker's part ended."""
+    JOIN = "join"
+    """The lists in a row; each entry then says which worker it is of."""
+    ROWS = "rows"
+    """Rows of usage, added up by what they are of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +115,10 @@ class Operation:
     """True if `if-match` is looked at."""
     takes_absence: bool = False
     """True if `if-none-match` is looked at."""
+    asks: Asks = field(kw_only=True)
+    merges: Mapping[str, Merge] = field(default_factory=dict)
+    """The fields of the answer that are not the first worker's, and all that are lists, where every worker is
+    asked."""
 
 
 _F = TypeVar("_F", bound=Callable[..., Awaitable[web.Response]])

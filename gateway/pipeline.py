@@ -82,6 +82,7 @@ from shared.fair_threads import FairThreads
 from shared.fair_turns import FairTurns
 from shared.holding import Holding, weigh, weigh_long
 from shared.openai import GenerationRequest, PromptRequest
+from shared.request_body import check_page
 from shared.shield import Done, shielded
 from shared.validation import INLINE_LEN_MAX, Parsed
 
@@ -277,6 +278,8 @@ class Pipeline:
         serves(request, principal.tenant)
         if caller.authorization is not None:
             self._known.note(caller.authorization, principal.tenant)
+        elif exchange.endpoint is not None:  # a browser shows its certificate for the page of any site
+            check_page(request.headers)
         if principal.endpoints is not ALL_ENDPOINTS:
             check_endpoint(principal, exchange.path)
         return principal

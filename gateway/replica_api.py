@@ -23,7 +23,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.client.responses import json_response
-from gateway.operators import Asked, Operation, Parameter, Table, does
+from gateway.operators import Asked, Asks, Merge, Operation, Parameter, Table, does
 from gateway.routing.members import DrainCause, MemberPhase
 from gateway.routing.replicas import Replica, Replicas
 from shared import logs
@@ -70,6 +70,12 @@ class ReplicaPage(Struct, frozen=True):
     """True if there are more after the last one's id."""
 
 
+_OF_ONE: Final = {
+    **dict.fromkeys(("models", "drained_by"), Merge.FIRST),
+    **dict.fromkeys(("ejections", "requests", "waiting_tokens", "routes"), Merge.SUM),
+}
+
+
 class ReplicaRoutes:
     """The handlers."""
 
@@ -87,7 +93,15 @@ class ReplicaRoutes:
             f"{one}/undrain": {"POST": self._undrain},
         }
 
-    @does(Operation("List replicas, by their ids.", ReplicaPage, _TOLD))
+    @does(
+        Operation(
+            "List replicas, by their ids.",
+            ReplicaPage,
+            _TOLD,
+            asks=Asks.EVERY,
+            merges={"data": Merge.JOIN, "has_more": Merge.ANY},
+        )
+    )
     async def _list(self, asked: Asked) -> web.Response:
         query = asked.request.query
         for name in query:
@@ -103,15 +117,21 @@ class ReplicaRoutes:
         body = msgspec.json.encode(ReplicaPage(page, has_more=len(found) > len(page)))
         return json_response(HTTPStatus.OK, body, {})
 
-    @does(Operation("Show a replica.", ReplicaView, errors=(NotFound,)))
+    @does(Operation("Show a replica.", ReplicaView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE))
     async def _show(self, asked: Asked) -> web.Response:
         return self._answer(self._find(asked))
 
-    @does(Operation("Send it no new requests.", ReplicaView, errors=(NotFound,)))
+    @does(
+        Operation(
+            "Send it no new requests.", ReplicaView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE
+        )
+    )
     async def _drain(self, asked: Asked) -> web.Response:
         return self._changed(asked, "drain", self._replicas.drain)
 
-    @does(Operation("Send it requests again.", ReplicaView, errors=(NotFound,)))
+    @does(
+        Operation("Send it requests again.", ReplicaView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE)
+    )
     async def _undrain(self, asked: Asked) -> web.Response:
         return self._changed(asked, "undrain", self._replicas.undrain)
 

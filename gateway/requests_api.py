@@ -30,7 +30,7 @@ from msgspec import Struct
 
 from gateway.client.responses import json_response
 from gateway.exchange import Exchange, LiveRequests
-from gateway.operators import Asked, Operation, Parameter, Table, does
+from gateway.operators import Asked, Asks, Merge, Operation, Parameter, Table, does
 from gateway.recorder import Recorder, ticks_of
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.end_reason import EndReason
@@ -142,13 +142,29 @@ class RequestsApi:
         """The handlers."""
         return {REQUESTS: {"GET": self._list}, REQUEST: {"GET": self._show}}
 
-    @does(Operation("List live and recent requests, the newest first.", RequestPage, _PARAMETERS))
+    @does(
+        Operation(
+            "List live and recent requests, the newest first.",
+            RequestPage,
+            _PARAMETERS,
+            asks=Asks.EVERY,
+            merges={"data": Merge.JOIN, "before": Merge.MOST},
+        )
+    )
     async def _list(self, asked: Asked) -> web.Response:
         """Raises InvalidRequest."""
         query = parse(asked.request.query)
         return _json(self.page(query, await self._lives(query)))
 
-    @does(Operation("Tell all of the requests of this id.", RequestRecords, errors=(NotFound,)))
+    @does(
+        Operation(
+            "Tell all of the requests of this id.",
+            RequestRecords,
+            errors=(NotFound,),
+            asks=Asks.EVERY,
+            merges={"data": Merge.JOIN},
+        )
+    )
     async def _show(self, asked: Asked) -> web.Response:
         """Raises NotFound."""
         live = [self._live_record(one) for one in self._live if one.request_id == asked.id]

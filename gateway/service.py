@@ -25,7 +25,7 @@ from gateway.listener import ListenFailed
 from gateway.listener_tls import ListenerTls, tls_of
 from gateway.workers.channel import WorkerStart
 from gateway.workers.process import ChildWorker, Worker
-from shared import logs
+from shared import descriptors, logs
 from shared.exit_codes import ExitCode
 from shared.files import FileVersion
 from shared.lifecycle import ORPHANED, Phase, on_stop_signals
@@ -55,6 +55,7 @@ async def serve(
     hangup = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
     watch_lag()
+    _take_descriptors(config)
     async with Gateway(config, path=path, seen=seen, worker=worker) as gateway:
         reloading = asyncio.create_task(_reload_at(hangup, gateway.reload))
         collect_rarely()
@@ -62,6 +63,15 @@ async def serve(
         is_clean = await gateway.drain(hurry)
         reloading.cancel()
     return ExitCode.CLEAN if is_clean else ExitCode.DRAIN_CUT
+
+
+def _take_descriptors(config: GatewayConfig) -> None:
+    """Let this process open all files that it may, and say so where these are too few."""
+    descriptors.raise_limit()
+    asked = config.limits.connections_max
+    if (taken := descriptors.fitting(asked)) < asked:
+        told = {"open_files_max": descriptors.limit(), "connections_max": asked, "taken": taken}
+        log.warning("gateway.descriptors_few", **told)
 
 
 def collect_rarely() -> None:
@@ -102,6 +112,7 @@ async def supervise(config: GatewayConfig, path: Path, *, seen: FileVersion | No
 
     stop, hurry = _stop_signals()
     watch_lag()
+    descriptors.raise_limit()
     async with AsyncExitStack() as stack:
         accepted, hangup = Accepted(config, path, seen=seen), asyncio.Event()
         launch, port = _launcher(stack, config, accepted, path)
@@ -176,5 +187,6 @@ async def _front(
 
     if tls is not None:
         await stack.enter_async_context(Background({"admin listener's certificates": tls.watch}))
-    front = Front(supervisor, accepted.reload, shares_usage=config.quotas.store == "redis")
+    shares_usage, names = config.quotas.store == "redis", config.admin.called
+    front = Front(supervisor, accepted.reload, shares_usage=shares_usage, names=names)
     return await listen_for_operators(stack, front.handle, config, tls)

@@ -28,7 +28,7 @@ from gateway.accounts import AccountsReader
 from gateway.admission.quota import QuotaStore, StoreUnavailable
 from gateway.admission.usage import Totals, UsageRow
 from gateway.client.responses import json_response
-from gateway.operators import Asked, Operation, Parameter, Table, does
+from gateway.operators import Asked, Asks, Merge, Operation, Parameter, Table, does
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, QuotaUnavailable
 from shared.ids import TenantId
@@ -78,7 +78,15 @@ class UsageReports:
         """The handlers."""
         return {USAGE: {"GET": self._answer}}
 
-    @does(Operation("Sum up what callers used.", UsageReport, _TOLD))
+    @does(
+        Operation(
+            "Sum up what callers used.",
+            UsageReport,
+            _TOLD,
+            asks=Asks.UNSHARED,
+            merges={"by": Merge.FIRST, "rows": Merge.ROWS},
+        )
+    )
     async def _answer(self, asked: Asked) -> web.Response:
         """Raises InvalidRequest, and QuotaUnavailable when the store cannot be asked."""
         today = datetime.fromtimestamp(self._clock.wall(), UTC).date()

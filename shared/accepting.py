@@ -1,9 +1,10 @@
 """The acceptance of connections, the same for every TCP listener of both services.
 
-A few are accepted in one turn of the loop. When none can be accepted, as the process may open no more files
-or has no memory left, that is counted and now and then logged; those who connect wait in the kernel, and are
-accepted once there is room. uvloop by itself would close them without a word, and asyncio log a traceback
-for each.
+A few are accepted in one turn of the loop. When none can be accepted, as the process may open no more files,
+one that nobody misses is closed, and the next accepted in the following turn. Where there is none, or no
+memory is left, that is counted and now and then logged; those who connect wait in the kernel, and are
+accepted once there is room. uvloop by itself would close them without a word, and asyncio log a traceback for
+each.
 
 A TLS handshake that fails is counted by its reason, and but for clients that do not go on a line says so now
 and then, for each reason by itself.
@@ -12,6 +13,7 @@ and then, for each reason by itself.
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import socket
 import ssl
@@ -20,7 +22,7 @@ from typing import Any, Final
 
 from structlog.typing import FilteringBoundLogger
 
-from shared import handshakes, logs
+from shared import descriptors, handshakes, logs
 from shared.listening import CLOSE_GRACE_S
 from shared.memory import HANDSHAKES_MAX
 from shared.metrics import Counter
@@ -37,6 +39,12 @@ ACCEPTS_FAILED: Final = Counter(
     "penstock_accepts_failed",
     "Times that no connection could be accepted for a second: no descriptor, or no memory, was left.",
 )
+
+DISPLACED: Final = Counter(
+    "penstock_connections_displaced",
+    "Connections closed as no descriptor was left for another: the oldest of which nothing had come.",
+)
+_NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE)
 
 log = logs.get(__name__)
 
@@ -68,15 +76,22 @@ class Accepting:
         tls: ssl.SSLContext | None = None,
         handshake_s: float = HANDSHAKE_S,
         handshakes_max: int = HANDSHAKES_MAX,
+        *,
+        displace: Callable[[], bool] = lambda: False,
+        is_reserved_for: bool = False,
     ) -> None:
         """Begin to accept. `sock` is bound. `handshake_s` is the time limit of a TLS handshake, and
-        `handshakes_max` the most of them at a time."""
+        `handshakes_max` the most of them at a time. `displace` closes a connection that nobody misses, and
+        returns whether there was one. `is_reserved_for` is true if the descriptors that are reserved
+        (`shared.descriptors`) are for this listener."""
         self._loop = asyncio.get_running_loop()
         self._sock: Final = sock
         self._port: Final[int] = sock.getsockname()[1]
         self._protocol: Final = protocol
         self._tls: Final[dict[str, Any]] = {"ssl": tls, "ssl_handshake_timeout": handshake_s} if tls else {}
         self._handshakes_max: Final = handshakes_max
+        self._displace: Final = displace
+        self._is_reserved_for: Final = is_reserved_for
         self._beginning: Final[dict[asyncio.Task[None], None]] = {}
         """The connections that are being set up, the oldest first. With TLS that takes a handshake."""
         self._warnings: Final = Warnings(log)
@@ -125,7 +140,7 @@ class Accepting:
             if not self._has_room():
                 return self._pause()
             try:
-                sock, (host, *_) = self._sock.accept()
+                sock, (host, *_) = self._accepted()
             except (BlockingIOError, ConnectionAbortedError):
                 return None
             except OSError as error:
@@ -134,7 +149,21 @@ class Accepting:
             self._take(sock, host)
         return None
 
+    def _accepted(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. Raises OSError."""
+        try:
+            return self._sock.accept()
+        except OSError as error:
+            if error.errno != errno.EMFILE or not self._is_reserved_for:
+                raise
+        with descriptors.reserve():
+            return self._sock.accept()
+
     def _fail(self, error: OSError) -> None:
+        if error.errno in _NO_DESCRIPTOR and self._displace():
+            DISPLACED.inc()
+            self._warnings.warn("listener.connection_displaced", port=self._port, error=error.strerror)
+            return
         ACCEPTS_FAILED.inc()
         self._warnings.warn("listener.accept_failed", port=self._port, error=error.strerror)
         self._pause()

@@ -9,6 +9,9 @@
 The status of a yes is 200. The body is the same for all: `{"phase": "ready", "ok": true}`, with `problems`
 where there are any and the port is for operators: the gateway's admin port, and the engine's own. The
 gateway's public port does not show them.
+
+`HEAD` and `OPTIONS` are answered as `GET` is: by `OPTIONS` asks the check of HAProxy, unless it is told
+otherwise.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ import msgspec
 from msgspec import Struct
 
 from shared.lifecycle import Lifecycle
+
+METHODS: Final = ("GET", "HEAD", "OPTIONS")
+"""The methods by which a probe may be asked for."""
 
 
 class Health:

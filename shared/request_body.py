@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from shared.errors import ApiError, BodyTimeout, BodyTooLarge, InvalidRequest
 
+JSON: Final = "application/json"
 LENGTH_DIGITS_MAX: Final = 18
 """Digits of a `Content-Length`. Longer ones are larger than any body, or padded with zeros."""
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -46,6 +47,15 @@ def check_head(headers: Mapping[str, str], len_max: int) -> None:
     declared = headers.get("content-length", "0").lstrip("0")
     if len(declared) > LENGTH_DIGITS_MAX or int(declared or "0") > len_max:
         raise too_large(len_max)
+
+
+def check_page(headers: Mapping[str, str]) -> None:
+    """Refuse a body that a browser sends for a page of any site without asking first: one that is not said to
+    be JSON. Programs send no `Origin`, and may say what they like. Raises InvalidRequest."""
+    if "origin" in headers and not headers.get("content-type", "").lower().startswith(JSON):
+        raise InvalidRequest(
+            f"What a web page sends must have the content-type {JSON}.", param="content-type"
+        )
 
 
 def awaits_continue(headers: Mapping[str, str]) -> bool:

@@ -123,6 +123,8 @@ GATEWAY_LEVELS = (
         "development",
         "openapi",
         "hedging",
+        "pace",
+        "told_windows",
     },
     {"discovery", "foreign_loads", "foreign_fields", "admin_openapi"},
     {"exchange", "directory", "usage_api", "replica_api", "model_lists"},

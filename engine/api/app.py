@@ -184,16 +184,19 @@ class HttpServer:
         port: int,
         keepalive_timeout_s: float,
         tls: ssl.SSLContext | None = None,
+        is_for_operators: bool = False,
     ) -> None:
+        """`is_for_operators` is true if the descriptors that are reserved are for its connections."""
         self._handle = handle
+        self._is_for_operators = is_for_operators
         self._tls = tls
         self._host, self._port = host, port
         self._keepalive_timeout_s = keepalive_timeout_s
         self._http2: Http2Server | None = None
         self._http1: web.ServerRunner | None = None
         self._accepting: Accepting | None = None
-        self._silent: set[SniffingProtocol] = set()
-        """Connections of which it is not known yet which server they belong to."""
+        self._silent: dict[SniffingProtocol, None] = {}
+        """Connections of which it is not known yet which server they belong to, the oldest first."""
 
     async def start(self) -> int:
         """Begin to listen. Returns the port. Raises OSError."""
@@ -207,6 +210,8 @@ class HttpServer:
             BACKLOG_LEN,
             lambda: SniffingProtocol(http2.protocol, http1, silent=self._silent),
             self._tls,
+            displace=self._displace,
+            is_reserved_for=self._is_for_operators,
         )
         port = listener.getsockname()[1]
         assert isinstance(port, int)
@@ -237,6 +242,14 @@ class HttpServer:
             await self._http1.cleanup()
         for silent in tuple(self._silent):
             silent.abort()
+
+    def _displace(self) -> bool:
+        """Close the connection that has been silent for longest. Returns whether there was one."""
+        if (first := next(iter(self._silent), None)) is None:
+            return False
+        del self._silent[first]
+        first.abort()
+        return True
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         responder = AioResponder(request)

@@ -53,6 +53,7 @@ from shared.openai import (
     TokenizeRequest,
 )
 from shared.prompts import prompt_slices
+from shared.request_body import check_page
 from shared.timeouts import stated_timeout_ms, stated_timeout_s
 from shared.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices, prompt_count
 
@@ -160,6 +161,7 @@ class Asked:
 async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: Holding) -> Parsed[S]:
     """Read and parse a request's body, and check that it names the model that is served. Raises
     ApiError."""
+    check_page(exchange.request.headers)
     with exchange.enter("body"):
         body = await exchange.request.body(
             len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s, hold=holding.hold

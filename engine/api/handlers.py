@@ -29,7 +29,7 @@ from shared.openai import (
     TokenizeResponse,
 )
 from shared.paths import no_such_path
-from shared.probes import PROBES, answer_probe
+from shared.probes import METHODS, PROBES, answer_probe
 from shared.prompts import prompt_slices, text_slices
 
 _encode = msgspec.json.Encoder().encode
@@ -138,7 +138,7 @@ EXACT: Final[dict[str, dict[str, Handler]]] = {
     "/tokenize": {"POST": tokenize},
     "/detokenize": {"POST": detokenize},
     "/penstock/tokenizer": {"GET": get_tokenizer},
-    **{path: {"GET": probe} for path in PROBES},
+    **{path: dict.fromkeys(METHODS, probe) for path in PROBES},
     "/metrics": {"GET": metrics},
 }
 OPERATORS_PATHS: Final = frozenset({*PROBES, "/metrics"})

@@ -30,7 +30,7 @@ from engine.api.service import Service
 from engine.api.state import EngineState
 from engine.api.vllm_metrics import VllmNames
 from engine.config import EngineConfig
-from shared import logs, tls
+from shared import descriptors, logs, tls
 from shared.arguments import cannot_listen
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import NotReady
@@ -229,6 +229,7 @@ def _probe_server(config: EngineConfig, state: EngineState) -> HttpServer | None
         host=config.host,
         port=config.probe_port,
         keepalive_timeout_s=config.keepalive_timeout_s,
+        is_for_operators=True,
     )
 
 
@@ -268,6 +269,7 @@ async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> 
     stop, hurry = asyncio.Event(), asyncio.Event()
     on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
     watch_lag()
+    descriptors.raise_limit()
     start = asyncio.create_task(engine.start(), name="start")
     try:
         await _first(start, stop, timeout_s=None)

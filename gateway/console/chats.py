@@ -38,7 +38,7 @@ from gateway.directory.admin_routes import read_operator_body
 from gateway.directory.entries import decode_object
 from gateway.identity.caller import Principal
 from gateway.identity.guests import Guests
-from gateway.operators import Asked, Body, Operation, Parameter, Table, does
+from gateway.operators import Asked, Asks, Body, Merge, Operation, Parameter, Table, does
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
@@ -114,6 +114,8 @@ _KNOWN: Final = (
     Parameter("ticks", "Times of pieces that are known.", _WHOLE),
 )
 
+_OF_ONE: Final = {"ticks_ms": Merge.FIRST}
+
 
 class _Sent(Struct, frozen=True, omit_defaults=True):
     """The request as the pipeline is given it."""
@@ -167,7 +169,11 @@ class Chats:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._chats.clear()
 
-    @does(Operation("Begin a chat in the name of a key.", ChatView, body=_ASKED, errors=(Overloaded,)))
+    @does(
+        Operation(
+            "Begin a chat in the name of a key.", ChatView, body=_ASKED, errors=(Overloaded,), asks=Asks.ONE
+        )
+    )
     async def _begin(self, asked: Asked) -> web.Response:
         """Raises InvalidRequest, Overloaded."""
         body = await read_operator_body(asked.request)
@@ -192,14 +198,20 @@ class Chats:
         logs.audit("admin.change", {"logger": __name__, "operator": asked.operator.key, **fields})
         return _answer(chat, 0, 0)
 
-    @does(Operation("Tell what came of a chat.", ChatView, _KNOWN, errors=(NotFound,)))
+    @does(
+        Operation(
+            "Tell what came of a chat.", ChatView, _KNOWN, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE
+        )
+    )
     async def _show(self, asked: Asked) -> web.Response:
         chat = self._find(asked)
         chat.seen_s = self._clock.monotonic()
         query = asked.request.query
         return _answer(chat, _known(query, "text"), _known(query, "ticks"))
 
-    @does(Operation("End a chat, and forget it.", ChatView, errors=(NotFound,)))
+    @does(
+        Operation("End a chat, and forget it.", ChatView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE)
+    )
     async def _end(self, asked: Asked) -> web.Response:
         chat = self._find(asked)
         del self._chats[chat.id]

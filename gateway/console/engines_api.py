@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from gateway.client.responses import json_response
 from gateway.console.figures import SAMPLE_AGE_MAX_S, EngineFigures, Sample, figures, parse_sample
-from gateway.operators import Asked, Operation, Table, does
+from gateway.operators import Asked, Asks, Operation, Table, does
 from gateway.relay.upstream import Outbound, Upstream
 from gateway.routing.exposition import EXPOSITION_LEN_MAX
 from gateway.routing.replicas import Replica, Replicas
@@ -84,7 +84,7 @@ class EnginesApi:
         """The handlers."""
         return {ENGINES: {"GET": self._answer}}
 
-    @does(Operation("Tell the engines' own figures.", EnginesView))
+    @does(Operation("Tell the engines' own figures.", EnginesView, asks=Asks.ONE))
     async def _answer(self, asked: Asked) -> web.Response:
         async with self._reading:
             if self._read_at_s is None or self._clock.monotonic() - self._read_at_s >= EVERY_S:

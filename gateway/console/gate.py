@@ -11,14 +11,16 @@ Rules:
 2. A cookie opens what the key opens, and no longer than the key does: whoever admits a request looks the key
    up again (`Gate.digest`), and forgets the session once it does not work any more.
 3. A request that may change something counts only from the page itself: with a cookie, and at log-in, its
-   `Origin` must be this listener's. Other ports of this host are the same site to a browser, so that SameSite
-   alone would let them in.
+   `Origin` must be this listener's, as it must where any other has one. Other ports of this host are the same
+   site to a browser, so that SameSite alone would let them in.
+4. The listener is called by an address, as localhost, or by a name that its configuration has. A page in an
+   operator's browser may have any other name point here, and would read what is for everybody.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from http import HTTPStatus
 from typing import Final
 from urllib.parse import urlsplit
@@ -31,7 +33,8 @@ from gateway.client.responses import json_response
 from gateway.console.files import HEADERS, PAGE, file_response, is_console
 from gateway.console.sessions import Attempts, Sessions
 from gateway.directory.admin_routes import read_operator_body
-from gateway.hygiene import path_of
+from gateway.hygiene import host_of, is_address, path_of
+from gateway.identity.caller import network_of
 from gateway.identity.keys import KEY_LEN_MAX, digest_of, hash_key, key_problem
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -49,6 +52,8 @@ SESSION: Final = "/admin/v1/console/session"
 COOKIE: Final = "penstock_console"
 _OWN: Final = re.compile(rf"(?:^|; ?){COOKIE}=([A-Za-z0-9_-]{{32,64}})(?:;|$)")
 _SAFE: Final = ("GET", "HEAD")
+LOGIN_S: Final = 2.0
+"""How long the few bytes of a log-in may take, in seconds: whoever sends them is not known yet."""
 
 Operator = Callable[[str], Awaitable[str]]
 """The id of the operator whose key this is. Raises Unauthenticated, or that nobody can tell."""
@@ -70,11 +75,26 @@ class LoggedIn(Struct, frozen=True):
 class Gate:
     """The sessions of one admin listener."""
 
-    def __init__(self, operator: Operator, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, operator: Operator, names: Collection[str] = (), clock: Clock = SYSTEM_CLOCK) -> None:
+        """`names` are those of rule 4; `*` is any."""
         self._operator: Final = operator
+        self._names: Final = frozenset(("", "localhost", *names))
         self._clock: Final = clock
         self._sessions: Final = Sessions()
         self._attempts: Final = Attempts()
+
+    def check(self, request: web.BaseRequest) -> None:
+        """Rule 4, and rule 3 where a request has an `Origin`. `request` has a sound head. Raises
+        PermissionDenied."""
+        name = host_of(request).rstrip(".").lower()
+        if not (is_address(name) or name in self._names or "*" in self._names):
+            raise PermissionDenied(
+                f"This listener is not called {name[:64]}: it answers to addresses, to localhost and to the "
+                "names that [admin] has.",
+                param="host",
+            )
+        if request.method not in _SAFE and "origin" in request.headers:
+            _check_origin(request)
 
     async def answer(self, request: web.BaseRequest) -> web.Response | None:
         """The answer to what is the console's own. None for any other request. Raises ApiError."""
@@ -112,18 +132,18 @@ class Gate:
 
     async def _log_in(self, request: web.BaseRequest) -> web.Response:
         _check_origin(request)
-        address, now_s = request.remote or "", self._clock.monotonic()
-        if (wait_s := self._attempts.wait_s(address, now_s)) > 0:
+        network, now_s = network_of(request.remote or ""), self._clock.monotonic()
+        if (wait_s := self._attempts.wait_s(network, now_s)) > 0:
             message = "Too many log-ins have failed. Wait a minute, or ask with the key itself."
             raise RateLimited(message, retry_after_s=wait_s)
-        self._attempts.failed(address, now_s)  # until it has not: others may come while this one is read
+        self._attempts.failed(network, now_s)  # until it has not: others may come while this one is read
         key = await _key_of(request)
         try:
             operator = await self._operator(key)
         except Unauthenticated:
             _audit("console.login_refused", None)
             raise Unauthenticated("This is no operator's key, or it does not work any more.") from None
-        self._attempts.succeeded(address)
+        self._attempts.succeeded(network)
         self.forget(request)
         text = self._sessions.begin(digest_of(hash_key(key)), self._clock.monotonic())
         _audit("console.login", operator)
@@ -139,7 +159,7 @@ async def _key_of(request: web.BaseRequest) -> str:
     """The key in a log-in's body. Raises ApiError."""
     if request.content_type != "application/json":
         raise InvalidRequest("A log-in is JSON: send content-type application/json.", param="content-type")
-    body = await read_operator_body(request)
+    body = await read_operator_body(request, LOGIN_S)
     try:
         key = msgspec.json.decode(body, type=Login).key
     except UNDECODABLE:  # its text may show the key

@@ -5,8 +5,10 @@ Rules:
 1. A session's id has 256 random bits. Only its SHA-256 is kept, so that what is in memory opens nothing.
 2. A session ends by logout, after `IDLE_S` without a request, and `LIFE_S` after its log-in. One operator's
    key has at most `SESSIONS_PER_KEY_MAX`, all together `SESSIONS_MAX`: the oldest makes room.
-3. Failed log-ins are counted per address and in all, within a window. Above the bound none is looked at, so
-   that guessing costs time. The addresses that are remembered are bounded, too.
+3. Failed log-ins are counted per network that they come from (`gateway.identity.caller`), and in all, within
+   a window. A network above its bound is not looked at, so that guessing costs time. Above the bound in all,
+   one failure is each network's bound: who guesses from many has one guess in each, and a network from which
+   nobody guessed is looked at whatever others do. The networks that are remembered are bounded, too.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ TEXT_LEN_MAX: Final = 64
 """Characters of a cookie that are looked at."""
 
 WINDOW_S: Final = 60.0
-FAILURES_PER_ADDRESS_MAX: Final = 10
+FAILURES_PER_NETWORK_MAX: Final = 10
 FAILURES_MAX: Final = 100
-ADDRESSES_MAX: Final = 1024
+NETWORKS_MAX: Final = 8192
 
 
 @dataclass(slots=True)
@@ -94,39 +96,39 @@ class _Count:
     began_s: float
     failures: int = 0
 
+    def at(self, now_s: float) -> int:
+        """The failures of the window that this moment is in."""
+        return self.failures if now_s - self.began_s < WINDOW_S else 0
+
 
 class Attempts:
     """The failed log-ins of the current window."""
 
     def __init__(self) -> None:
         self._all = _Count(-math.inf)
-        self._by_address: Final[OrderedDict[str, _Count]] = OrderedDict()
+        self._by_network: Final[OrderedDict[str, _Count]] = OrderedDict()
 
-    def wait_s(self, address: str, now_s: float) -> float:
-        """How long no log-in from this address is looked at, in seconds; 0.0 if one is."""
-        own = self._by_address.get(address)
-        bounds = (self._all, FAILURES_MAX), (own, FAILURES_PER_ADDRESS_MAX)
-        return max(_left_s(count, most, now_s) for count, most in bounds)
+    def wait_s(self, network: str, now_s: float) -> float:
+        """How long no log-in from this network is looked at, in seconds; 0.0 if one is."""
+        own = self._by_network.get(network)
+        is_flood = self._all.at(now_s) >= FAILURES_MAX
+        if own is None or own.at(now_s) < (1 if is_flood else FAILURES_PER_NETWORK_MAX):
+            return 0.0
+        return own.began_s + WINDOW_S - now_s
 
-    def failed(self, address: str, now_s: float) -> None:
+    def failed(self, network: str, now_s: float) -> None:
         """Count a log-in that failed."""
-        own = self._by_address.pop(address, None) or _Count(now_s)
-        self._by_address[address] = own
-        while len(self._by_address) > ADDRESSES_MAX:
-            self._by_address.popitem(last=False)
+        own = self._by_network.pop(network, None) or _Count(now_s)
+        self._by_network[network] = own
+        while len(self._by_network) > NETWORKS_MAX:
+            self._by_network.popitem(last=False)
         for count in (own, self._all):
             if now_s - count.began_s >= WINDOW_S:
                 count.began_s, count.failures = now_s, 0
             count.failures += 1
 
-    def succeeded(self, address: str) -> None:
+    def succeeded(self, network: str) -> None:
         """Take back that a log-in was counted: it did not fail."""
-        for count in (self._by_address.get(address), self._all):
+        for count in (self._by_network.get(network), self._all):
             if count is not None:
                 count.failures = max(0, count.failures - 1)
-
-
-def _left_s(count: _Count | None, most: int, now_s: float) -> float:
-    if count is None or count.failures < most:
-        return 0.0
-    return max(0.0, count.began_s + WINDOW_S - now_s)

@@ -30,7 +30,7 @@ from gateway.directory.entries import ENTRY_LEN_MAX, PAGE_MAX, KeyView, NoObject
 from gateway.directory.operator_keys import OperatorKeysView
 from gateway.directory.registry import CREATABLE, PATCHABLE, MintedView, Page, Registry, Shown
 from gateway.directory.rotation import Rotation
-from gateway.operators import Asked, Body, Operation, Parameter, Table, does
+from gateway.operators import Asked, Asks, Body, Operation, Parameter, Table, does
 from shared.config import ConfigError
 from shared.errors import (
     ApiError,
@@ -102,15 +102,19 @@ class DirectoryRoutes:
             },
         }
 
-    @does(Operation("List keys, by their tenants.", Page[KeyView], (_OF_TENANT, *_PAGED)))
+    @does(Operation("List keys, by their tenants.", Page[KeyView], (_OF_TENANT, *_PAGED), asks=Asks.ONE))
     async def _list_keys(self, asked: Asked) -> web.Response:
         return await self._page(asked, "keys", (_OF_TENANT, *_PAGED))
 
-    @does(Operation("List operators' keys. They are changed in the file alone.", OperatorKeysView))
+    @does(
+        Operation(
+            "List operators' keys. They are changed in the file alone.", OperatorKeysView, asks=Asks.ONE
+        )
+    )
     async def _list_operators(self, asked: Asked) -> web.Response:
         return json_response(HTTPStatus.OK, msgspec.json.encode(self._registry.operators()), {})
 
-    @does(Operation("List tenants, by their ids.", Page[TenantConfig], _PAGED))
+    @does(Operation("List tenants, by their ids.", Page[TenantConfig], _PAGED, asks=Asks.ONE))
     async def _list_tenants(self, asked: Asked) -> web.Response:
         return await self._page(asked, "tenants", _PAGED)
 
@@ -125,12 +129,28 @@ class DirectoryRoutes:
         )
         return json_response(HTTPStatus.OK, msgspec.json.encode(page), {})
 
-    @does(Operation("Create a key. Only this answer has its secret.", MintedView, (), _NEW_KEY, _CHANGES))
+    @does(
+        Operation(
+            "Create a key. Only this answer has its secret.",
+            MintedView,
+            (),
+            _NEW_KEY,
+            _CHANGES,
+            asks=Asks.CHANGE,
+        )
+    )
     async def _create_key(self, asked: Asked) -> web.Response:
         return await self._minted(self._registry.create_key(await _body(asked), asked.operator.key))
 
     @does(
-        Operation("Replace a key's secret.", MintedView, body=_ROTATION, errors=_CHANGES, takes_version=True)
+        Operation(
+            "Replace a key's secret.",
+            MintedView,
+            body=_ROTATION,
+            errors=_CHANGES,
+            takes_version=True,
+            asks=Asks.CHANGE,
+        )
     )
     async def _rotate_key(self, asked: Asked) -> web.Response:
         body = await _body(asked)
@@ -138,11 +158,11 @@ class DirectoryRoutes:
             self._registry.rotate_key(asked.id, body, asked.operator.key, _if_match(asked))
         )
 
-    @does(Operation("Show a key.", KeyView, errors=(NotFound,), is_versioned=True))
+    @does(Operation("Show a key.", KeyView, errors=(NotFound,), is_versioned=True, asks=Asks.ONE))
     async def _key(self, asked: Asked) -> web.Response:
         return _answer(await self._registry.get("keys", asked.id))
 
-    @does(Operation("Show a tenant.", TenantConfig, errors=(NotFound,), is_versioned=True))
+    @does(Operation("Show a tenant.", TenantConfig, errors=(NotFound,), is_versioned=True, asks=Asks.ONE))
     async def _tenant(self, asked: Asked) -> web.Response:
         return _answer(await self._registry.get("tenants", asked.id))
 
@@ -154,6 +174,7 @@ class DirectoryRoutes:
             errors=_CHANGES,
             is_versioned=True,
             takes_version=True,
+            asks=Asks.CHANGE,
         )
     )
     async def _patch_key(self, asked: Asked) -> web.Response:
@@ -162,7 +183,11 @@ class DirectoryRoutes:
             self._registry.patch_key(asked.id, body, asked.operator.key, _if_match(asked))
         )
 
-    @does(Operation("Delete a key.", KeyView, errors=_CHANGES, is_versioned=True, takes_version=True))
+    @does(
+        Operation(
+            "Delete a key.", KeyView, errors=_CHANGES, is_versioned=True, takes_version=True, asks=Asks.CHANGE
+        )
+    )
     async def _delete_key(self, asked: Asked) -> web.Response:
         return await self._changed(self._registry.delete_key(asked.id, asked.operator.key, _if_match(asked)))
 
@@ -175,6 +200,7 @@ class DirectoryRoutes:
             is_versioned=True,
             takes_version=True,
             takes_absence=True,
+            asks=Asks.CHANGE,
         )
     )
     async def _put_tenant(self, asked: Asked) -> web.Response:
@@ -185,7 +211,16 @@ class DirectoryRoutes:
             )
         )
 
-    @does(Operation("Delete a tenant.", TenantConfig, errors=_CHANGES, is_versioned=True, takes_version=True))
+    @does(
+        Operation(
+            "Delete a tenant.",
+            TenantConfig,
+            errors=_CHANGES,
+            is_versioned=True,
+            takes_version=True,
+            asks=Asks.CHANGE,
+        )
+    )
     async def _delete_tenant(self, asked: Asked) -> web.Response:
         return await self._changed(
             self._registry.delete_tenant(asked.id, asked.operator.key, _if_match(asked))
@@ -249,8 +284,9 @@ async def _body(asked: Asked) -> Mapping[str, Any]:
     return decode_object(body) if body else {}
 
 
-async def read_operator_body(request: web.BaseRequest) -> bytes:
-    """The body of a request on the admin listener. Raises ApiError."""
+async def read_operator_body(request: web.BaseRequest, within_s: float | None = None) -> bytes:
+    """The body of a request on the admin listener, which may take `within_s`, with None `BODY_S`. Raises
+    ApiError."""
 
     try:
         return await read_body(
@@ -258,7 +294,7 @@ async def read_operator_body(request: web.BaseRequest) -> bytes:
             request.content.readany,
             partial(send_continue, request.writer),
             len_max=ENTRY_LEN_MAX,
-            deadline_s=BODY_S,
+            deadline_s=BODY_S if within_s is None else within_s,
             hold=lambda _: None,
         )
     except (ApiError, ConnectionError):

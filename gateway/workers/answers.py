@@ -1,10 +1,8 @@
-"""The rules by which one answer is made of several workers' answers to an operator.
+"""One answer, made of several workers' answers to an operator.
 
-| rule   | who is asked                                          | the answer                     |
-|--------|-------------------------------------------------------|--------------------------------|
-| ONE    | one worker: all know the same                         | its answer                     |
-| CHANGE | one worker; then the others read what it has changed  | its answer                     |
-| EVERY  | every worker: each has a part                         | all together, field by field   |
+Which of them are asked, and what becomes of each field of their answers, stands at the operation
+(`gateway.operators`). What is asked is told by its method and its path, as a worker tells it. What there is
+not, one worker refuses.
 
 An answer of which a worker's part is missing says `"partial": true`, and names the worker in
 `silent_workers`. An error of one worker is the answer of all: what the others did is done. What some workers
@@ -13,50 +11,61 @@ do not find, and others do, is found.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from functools import cache
 from http import HTTPStatus
+from re import Pattern
 from typing import Any, Final
 
 import msgspec
 
+from gateway.admin import Admin
+from gateway.console.chats import Chats
+from gateway.console.engines_api import EnginesApi
+from gateway.directory.admin_routes import DirectoryRoutes
+from gateway.limits_api import LimitsApi
+from gateway.operators import Asks, Merge, Operation, Table, operation_of, pattern_of
+from gateway.replica_api import ReplicaRoutes
+from gateway.requests_api import RequestsApi
+from gateway.usage_api import UsageReports
 from gateway.workers.channel import Answer
 
-
-class Rule(Enum):
-    """The workers that are asked."""
-
-    ONE = "one"
-    CHANGE = "change"
-    EVERY = "every"
-
-
-_EVERY: Final = re.compile(r"/admin/v1/(reload|limits|requests(/.*)?|replicas(/.*)?|console/chats/.*)")
-CHATS: Final = "/admin/v1/console/chats"
-"""Where a chat is begun, at one worker, which knows it alone: the others have nothing to read again."""
-USAGE: Final = "/admin/v1/usage"
-ADDED: Final = ("aborted",)
-"""The fields that are added up."""
-JOINED: Final = ("data",)
-"""The fields whose lists are joined; each entry then says which worker it is of."""
-MORE: Final = "has_more"
-"""The field that says whether there are more entries."""
-LATEST: Final = ("before",)
-"""The fields of which the largest counts: the next page begins where the first worker's part ended."""
-GROUPED: Final = "rows"
-"""The field whose entries are added up by what they are of."""
+HANDLERS: Final = (
+    Admin, DirectoryRoutes, UsageReports, LimitsApi, ReplicaRoutes, RequestsApi, EnginesApi, Chats
+)  # fmt: skip
+"""Those whose tables a worker has."""
 ERROR: Final = 400
 
 
-def rule_of(method: str, path: str, *, shares_usage: bool) -> Rule:
-    """The rule of a request. `shares_usage` is true if every worker knows the usage of all."""
-    if _EVERY.fullmatch(path) or (path == USAGE and not shares_usage):
-        return Rule.EVERY
-    return Rule.ONE if method in ("GET", "HEAD") or path == CHATS else Rule.CHANGE
+def operation_at(method: str, path: str) -> Operation | None:
+    """The operation that is asked for. None where there is none."""
+    for pattern, methods in operations():
+        if method in methods and pattern.fullmatch(path) is not None:
+            return methods[method]
+    return None
 
 
-def together(answers: Mapping[int, Answer], silent: Sequence[int]) -> Answer:
+@cache
+def operations() -> Sequence[tuple[Pattern[str], Mapping[str, Operation]]]:
+    """All, by the patterns of their paths and by their methods. A table only names methods of its class, and
+    so is read of the class."""
+    tables: list[Table] = [vars(kind)["table"].fget(kind) for kind in HANDLERS]
+    return [
+        (pattern_of(path), {method: operation_of(handler) for method, handler in methods.items()})
+        for table in tables
+        for path, methods in table.items()
+    ]
+
+
+def asks_of(operation: Operation | None, *, shares_usage: bool) -> Asks:
+    """The workers that are asked. `shares_usage` is true if every worker knows the usage of all."""
+    asks = Asks.ONE if operation is None else operation.asks
+    if asks is Asks.UNSHARED:
+        return Asks.ONE if shares_usage else Asks.EVERY
+    return asks
+
+
+def together(answers: Mapping[int, Answer], silent: Sequence[int], merges: Mapping[str, Merge]) -> Answer:
     """The answer of all, of which `silent` have none. `answers` has one at least."""
     found = {worker: one for worker, one in answers.items() if one.status != HTTPStatus.NOT_FOUND}
     answers = found or answers
@@ -68,9 +77,8 @@ def together(answers: Mapping[int, Answer], silent: Sequence[int]) -> Answer:
     if whole is None:
         return next(iter(answers.values()))
     for name in whole:
-        whole[name] = _field(
-            name, {worker: part[name] for worker, part in parts.items() if part and name in part}
-        )
+        values = {worker: part[name] for worker, part in parts.items() if part and name in part}
+        whole[name] = _field(merges.get(name, Merge.FIRST), values)
     if silent:
         whole |= {"partial": True, "silent_workers": list(silent)}
     one = next(iter(answers.values()))
@@ -85,18 +93,27 @@ def _object(answer: Answer) -> dict[str, Any] | None:
         return None
 
 
-def _field(name: str, values: Mapping[int, Any]) -> Any:
-    if name in ADDED:
-        return sum(values.values())
-    if name == MORE:
-        return any(values.values())
-    if name in LATEST:
-        return max((value for value in values.values() if value is not None), default=None)
-    if name in JOINED:
-        return [{**entry, "worker": worker} for worker, entries in values.items() for entry in entries]
-    if name == GROUPED:
-        return _rows([row for rows in values.values() for row in rows])
-    return next(iter(values.values()))
+def _field(merge: Merge, values: Mapping[int, Any]) -> Any:
+    match merge:
+        case Merge.FIRST:
+            return next(iter(values.values()))
+        case Merge.SUM:
+            return _sum(list(values.values()))
+        case Merge.ANY:
+            return any(values.values())
+        case Merge.MOST:
+            return max((value for value in values.values() if value is not None), default=None)
+        case Merge.JOIN:
+            return [{**entry, "worker": worker} for worker, entries in values.items() for entry in entries]
+        case Merge.ROWS:
+            return _rows([row for rows in values.values() for row in rows])
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    if not isinstance(values[0], dict):
+        return sum(values)
+    names = dict.fromkeys(name for counts in values for name in counts)
+    return {name: sum(counts.get(name, 0) for counts in values) for name in names}
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,6 +5,9 @@ authenticate the operator, change keys, and leave the audit lines. `gateway.work
 and what becomes of their answers. A worker that does not answer within `channel.ANSWER_S` holds up nobody
 longer, and is named.
 
+Only operators' requests are counted (`ASKING_MAX`), and only while they are passed on: the key is asked for
+before a body is read. What strangers may ask for holds a connection and no more.
+
 `/readyz` says yes as long as one worker is ready: a worker that starts again is no reason to send nothing
 here. On the public port each worker answers probes for itself.
 """
@@ -21,14 +24,16 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from gateway.admin import DIGEST_HEADER, OPERATOR, RELOAD, probe_response, secure
+from gateway.admin import DIGEST_HEADER, OPERATOR, OPERATORS, RELOAD, probe_response, secure
 from gateway.admin_openapi import PATH as DOCUMENT
+from gateway.client.reading import serves
 from gateway.client.responses import error_response
 from gateway.console.gate import Gate
 from gateway.directory.admin_routes import read_operator_body
 from gateway.hygiene import check, path_of
+from gateway.operators import Asks, Merge
 from gateway.replica_api import REPLICAS
-from gateway.workers.answers import Rule, rule_of, together
+from gateway.workers.answers import asks_of, operation_at, together
 from gateway.workers.channel import Answer, WorkerSilent
 from gateway.workers.metrics import registry_of
 from gateway.workers.place import Place
@@ -51,7 +56,7 @@ from shared.probes import PROBES
 from shared.telemetry import exposition
 
 ASKING_MAX: Final = 32
-"""Requests that are passed on at a time."""
+"""Operators' requests that are passed on at a time."""
 SILENT_HEADER: Final = "x-penstock-silent-workers"
 """Names the workers whose metrics are not as new as the scrape."""
 _PATH: Final = re.compile(r"/admin/v1/[A-Za-z0-9._~:%\[\]/-]{1,640}")
@@ -74,21 +79,27 @@ class Front:
         read_again: Callable[[], Awaitable[None]],
         *,
         shares_usage: bool,
+        names: Collection[str] = (),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`read_again` has the supervisor read the file again, whose configuration the workers that it starts
-        later have. `shares_usage` is true if every worker knows the usage of all."""
+        later have. `shares_usage` is true if every worker knows the usage of all. `names` are the listener's
+        (`Gate`)."""
         self._supervisor: Final = supervisor
         self._read_again: Final = read_again
         self._shares_usage: Final = shares_usage
-        self._gate: Final = Gate(self._operator_of, clock)
+        self._gate: Final = Gate(self._operator_of, names, clock)
         self._asking = 0
+        """The number of operators' requests that are passed on."""
+        self._counting: asyncio.Future[list[bool]] | None = None
+        """The look at all workers' metrics that was begun last."""
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         """Answer one request, whatever happens."""
         request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
         try:
             check(request)
+            self._gate.check(request)
             response = await self._answer(request, request_id)
         except ApiError as error:
             response = error_response(error, {})
@@ -107,36 +118,45 @@ class Front:
         path = path_of(request)
         if path in PROBES:
             return probe_response(self._supervisor.health, request, tells_problems=True)
+        if path == "/metrics":
+            return await self._metrics(request)
+        if (own := await self._gate.answer(request)) is not None:
+            return own
+        if path != DOCUMENT and (_PATH.fullmatch(path) is None or "/.." in path):
+            raise RouteNotFound(
+                f"There are {', '.join([*PROBES, '/metrics', DOCUMENT])} and what begins with /admin/v1/."
+            )
+        given = request.headers
+        headers = {name: ", ".join(given.getall(name)) for name in _PASSED if name in given}
+        headers[REQUEST_ID_HEADER] = request_id
+        if path == DOCUMENT:  # for everybody
+            return _response(await self._ask(request, path, headers, b""))
+        digest = None if "authorization" in headers else self._gate.digest(request)
+        if digest is not None:
+            headers[DIGEST_HEADER] = digest.hex()
+        elif (known := await self._who(headers)).status != HTTPStatus.OK:
+            return _response(known)
+        serves(request, OPERATORS)
+        body = await read_operator_body(request)
         if self._asking >= ASKING_MAX:
             raise Overloaded("Too many operators ask at the moment.", retry_after_s=1.0)
         self._asking += 1
         try:
-            if path == "/metrics":
-                return await self._metrics(request)
-            if (own := await self._gate.answer(request)) is not None:
-                return own
-            if path != DOCUMENT and (_PATH.fullmatch(path) is None or "/.." in path):
-                raise RouteNotFound(
-                    f"There are {', '.join([*PROBES, '/metrics', DOCUMENT])} and what begins with /admin/v1/."
-                )
-            body = await read_operator_body(request)
-            given = request.headers
-            headers = {name: ", ".join(given.getall(name)) for name in _PASSED if name in given}
-            headers[REQUEST_ID_HEADER] = request_id
-            digest = None if "authorization" in headers else self._gate.digest(request)
-            if digest is not None:
-                headers[DIGEST_HEADER] = digest.hex()
             answer = await self._ask(request, path, headers, body)
-            if digest is not None and answer.status == HTTPStatus.UNAUTHORIZED:
-                self._gate.forget(request)
-            return _response(answer)
         finally:
             self._asking -= 1
+        if digest is not None and answer.status == HTTPStatus.UNAUTHORIZED:
+            self._gate.forget(request)
+        return _response(answer)
+
+    async def _who(self, headers: Mapping[str, str]) -> Answer:
+        """A worker's answer to who asks. Raises NotReady."""
+        places = [place for place in self._supervisor.places if place.client is not None]
+        return await self._one(places, ("GET", OPERATOR, headers, b""))
 
     async def _operator_of(self, key: str) -> str:
         """The operator's id, as a worker knows it. Raises Unauthenticated, NotReady."""
-        places = [place for place in self._supervisor.places if place.client is not None]
-        answer = await self._one(places, ("GET", OPERATOR, {"authorization": f"Bearer {key}"}, b""))
+        answer = await self._who({"authorization": f"Bearer {key}"})
         if answer.status != HTTPStatus.OK:
             raise Unauthenticated("This is no operator's key.")
         return str(msgspec.json.decode(answer.body)["operator"])
@@ -145,7 +165,9 @@ class Front:
         """The metrics of all; of a worker that does not answer those that it told last."""
         if request.method not in ("GET", "HEAD"):
             raise MethodNotAllowed("/metrics takes GET.", allow="GET, HEAD")
-        counted = await asyncio.gather(*map(_counted, self._supervisor.places))
+        if self._counting is None or self._counting.done():
+            self._counting = asyncio.gather(*map(_counted, self._supervisor.places))
+        counted = await asyncio.shield(self._counting)  # scrapes at one time share a look
         silent = ",".join(
             str(place.index) for place, ok in zip(self._supervisor.places, counted, strict=True) if not ok
         )
@@ -163,14 +185,16 @@ class Front:
         places = [place for place in self._supervisor.places if place.client is not None]
         target = f"{path}?{query}" if (query := request.rel_url.raw_query_string) else path
         asked = method, target, headers, body
-        match rule := rule_of(method, path, shares_usage=self._shares_usage):
-            case Rule.EVERY:
-                answer = await self._every(places, asked)
-            case Rule.CHANGE:
+        operation = operation_at(method, path)
+        match asks := asks_of(operation, shares_usage=self._shares_usage):
+            case Asks.EVERY:
+                assert operation is not None
+                answer = await self._every(places, asked, operation.merges)
+            case Asks.CHANGE:
                 answer = await self._change(places, asked)
-            case Rule.ONE:
+            case _:
                 answer = await self._one(places, asked)
-        if (rule is Rule.CHANGE or path == RELOAD) and answer.status < HTTPStatus.BAD_REQUEST:
+        if (asks is Asks.CHANGE or path == RELOAD) and answer.status < HTTPStatus.BAD_REQUEST:
             await self._read_again()  # else a worker that starts next may not know of the change
         return answer
 
@@ -189,9 +213,9 @@ class Front:
         others = [place for place in self._supervisor.places if place is not places[0]]
         refreshed = await asyncio.gather(*map(_refreshed, others))
         silent = [place.index for place, ok in zip(others, refreshed, strict=True) if not ok]
-        return together({places[0].index: answer}, silent)
+        return together({places[0].index: answer}, silent, {})
 
-    async def _every(self, places: Sequence[Place], asked: _Asked) -> Answer:
+    async def _every(self, places: Sequence[Place], asked: _Asked, merges: Mapping[str, Merge]) -> Answer:
         told: dict[int, Answer] = {}
         everybody = {*places}
         while places:
@@ -202,7 +226,8 @@ class Front:
             everybody.update(places)
         if not told:
             raise _nobody()
-        return together(told, [place.index for place in self._supervisor.places if place.index not in told])
+        silent = [place.index for place in self._supervisor.places if place.index not in told]
+        return together(told, silent, merges)
 
     async def _late(self, asked: _Asked, everybody: Collection[Place]) -> Sequence[Place]:
         """The workers that have begun to serve while replicas were changed. The supervisor learns of the

@@ -74,6 +74,9 @@
 {{- end -}}
 {{- $_ := set $own "listen" $listen -}}
 {{- $admin := dict "host" .Values.bindAddress "port" .Values.gateway.adminPort -}}
+{{- $name := include "penstock.adminName" . -}}
+{{- $short := trimSuffix ".svc" $name -}}
+{{- $_ := set $admin "names" (concat (list $name $short (trimSuffix (print "." .Release.Namespace) $short)) .Values.gateway.adminNames) -}}
 {{- if .Values.gateway.adminTls.secret -}}
   {{- $files := "/etc/penstock-admin-tls/" -}}
   {{- $_ := set $admin "tls" (dict "cert" (print $files "tls.crt") "key" (print $files "tls.key")) -}}

@@ -3,7 +3,8 @@
 Rules:
 
 1. A model's text is shown without its control characters, whose sequences could retitle the window, clear
-   the screen or make a terminal type. Newlines and tabs stay; others appear as a symbol.
+   the screen or make a terminal type, and without those that turn the direction of what follows, or end a
+   line. Newlines and tabs stay; others appear as a symbol.
 2. Input is text in the terminal's encoding, or an error in words.
 """
 
@@ -17,12 +18,15 @@ from typing import Final
 MESSAGE_LEN_MAX: Final = 8 * 1024 * 1024
 """Characters of one message, which is one line."""
 
+_LAYOUT: Final = (0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Unicode's line and paragraph separators, and what embeds, overrides or isolates a direction of text."""
 _SYMBOLS: Final = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
     0x7F: "\u2421",
-    **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
+    **dict.fromkeys((*range(0x80, 0xA0), *_LAYOUT), "\ufffd"),
 }
-"""The replacement of each control character but newline and tab: Unicode's picture of it, or U+FFFD."""
+"""The replacement of each control character but newline and tab, and of `_LAYOUT`: Unicode's picture of it,
+or U+FFFD."""
 
 
 class UnusableInput(Exception):

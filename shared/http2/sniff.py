@@ -24,12 +24,12 @@ class SniffingProtocol(asyncio.Protocol):
         http2: Callable[[], asyncio.Protocol],
         http1: Callable[[], asyncio.Protocol],
         *,
-        silent: set[SniffingProtocol] | None = None,
+        silent: dict[SniffingProtocol, None] | None = None,
         silence_timeout_s: float = 10.0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`silent` has this one in it until it is known which of the two serves it, or it is lost."""
-        self._silent = set() if silent is None else silent
+        self._silent = {} if silent is None else silent
         self._http2 = http2
         self._http1 = http1
         self._silence_timeout_s = silence_timeout_s
@@ -41,7 +41,7 @@ class SniffingProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
         bound_transport(self._transport)
-        self._silent.add(self)
+        self._silent[self] = None
         tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() is not None:
             self._switch_to(self._http2 if tls.selected_alpn_protocol() == "h2" else self._http1)
@@ -57,7 +57,7 @@ class SniffingProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._silent.discard(self)
+        self._silent.pop(self, None)
         if self._watching is not None:
             self._watching.cancel()
 
@@ -67,7 +67,7 @@ class SniffingProtocol(asyncio.Protocol):
         if self._watching is not None:
             self._watching.cancel()
         self._transport = None
-        self._silent.discard(self)
+        self._silent.pop(self, None)
         protocol = factory()
         transport.set_protocol(protocol)
         protocol.connection_made(transport)

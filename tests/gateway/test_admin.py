@@ -42,6 +42,8 @@ def ask(house: House, method: str, path: str, **headers: str) -> Any:
     [
         ("GET", "/livez", 200, None),
         ("HEAD", "/readyz", 200, None),
+        ("OPTIONS", "/readyz", 200, None),
+        ("OPTIONS", "/metrics", 405, "method_not_allowed"),
         ("HEAD", "/metrics", 200, None),
         ("POST", "/readyz", 405, "method_not_allowed"),
         ("POST", "/metrics", 405, "method_not_allowed"),

@@ -25,7 +25,9 @@ from tests.gateway.test_public_tls import Pki, events, pki
 
 __all__ = ["pki"]
 SOON_S = 0.2
-SCRAPE = b"GET /metrics HTTP/1.1\r\nhost: here\r\n\r\n"
+SCRAPE = b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+KNOWN = f"host: 127.0.0.1\r\nauthorization: {OPERATOR['authorization']}\r\n"
+"""Headers of an operator's."""
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -147,22 +149,85 @@ async def test_half_a_head_is_closed_after_its_time(open_house: Open) -> None:
         writer.close()
 
 
+async def unread(house: House, *, is_known: bool) -> asyncio.StreamWriter:
+    """A connection whose client reads the head of a large answer, and no more."""
+    connection: Connection = await connect(house)
+    reader, writer = connection
+    if is_known:
+        writer.write(f"GET /admin/v1/console/operator HTTP/1.1\r\n{KNOWN}\r\n".encode())
+        assert (await reader.readuntil(b"\r\n\r\n")).split()[1] == b"200"
+    writer.write(SCRAPE)
+    while b"text/plain" not in await reader.readuntil(b"\r\n"):
+        pass
+    return writer
+
+
+def make_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the metrics be more than a connection's buffers hold."""
+    told = SimpleNamespace(body=b"a" * 16 * 1024 * 1024, content_type="text/plain")
+    monkeypatch.setattr(admin, "exposition", lambda _: told)
+
+
 async def test_an_answer_that_is_not_read_holds_its_connection_for_a_bounded_time(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admin_listener, "CONNECTIONS_MAX", 1)
-    told = SimpleNamespace(body=b"a" * 16 * 1024 * 1024, content_type="text/plain")
-    monkeypatch.setattr(admin, "exposition", lambda _: told)
-    house = await open_house(admin={"port": 0}, timeouts={"slow_client_s": SOON_S})
-    reader, writer = await connect(house)
-    writer.write(SCRAPE)
-    await reader.readuntil(b"\r\n\r\n")
+    make_large(monkeypatch)
+    house = await open_house(admin=operator_keys(), timeouts={"slow_client_s": SOON_S})
+    writer = await unread(house, is_known=True)
     async with asyncio.timeout(PATIENCE_S):
         while True:  # refused as long as the only place is taken
             with suppress(aiohttp.ClientError):
                 assert await probe(house) == 200
                 break
     writer.close()
+
+
+async def test_those_without_a_key_hold_no_place_that_another_needs(
+    open_house: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin_listener, "CONNECTIONS_MAX", 4)
+    make_large(monkeypatch)
+    house = await open_house(admin=operator_keys(), timeouts={"slow_client_s": 10 * PATIENCE_S})
+    operators = await unread(house, is_known=True)
+    strangers = [await unread(house, is_known=False) for _ in range(4)]
+    assert await probe(house) == 200
+    assert not operators.transport.is_closing()
+    for writer in (operators, *strangers):
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9090", 200),
+        ("[::1]:1", 200),
+        ("LOCALHOST", 200),
+        ("localhost.:80", 200),
+        ("", 200),
+        ("penstock-admin.ns.svc", 200),
+        ("evil.example:9090", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example", 403),
+    ],
+)
+async def test_it_answers_to_no_name_that_it_was_not_given(open_house: Open, host: str, status: int) -> None:
+    """Any page may have its own name point here, and a browser lets it read what that name answers."""
+    house = await open_house(admin=operator_keys() | {"names": ["penstock-admin.ns.svc"]})
+    url = f"http://127.0.0.1:{house.gateway.admin_port}"
+    for path in ("/metrics", "/readyz", "/console", "/admin/openapi.json"):
+        async with house.client.get(url + path, headers={"host": host}) as answer:
+            assert answer.status == status
+    headers = {"host": host, "origin": f"http://{host}"} | OPERATOR
+    async with house.client.delete(f"{url}/admin/v1/requests/x", headers=headers) as answer:
+        assert answer.status == (status if host else 403)
+
+
+async def test_it_may_be_called_by_any_name(open_house: Open) -> None:
+    house = await open_house(admin={"port": 0, "names": ["*"]})
+    url = f"http://127.0.0.1:{house.gateway.admin_port}/metrics"
+    async with house.client.get(url, headers={"host": "whatever.example"}) as answer:
+        assert answer.status == 200
 
 
 async def test_a_body_that_drips_is_given_up_after_its_time(
@@ -172,7 +237,9 @@ async def test_a_body_that_drips_is_given_up_after_its_time(
     monkeypatch.setattr(admin_routes, "BODY_S", SOON_S)
     house = await open_house(admin=operator_keys())
     victim, (reader, writer) = await connect(house), await connect(house)
-    head = f"POST /admin/v1/keys HTTP/1.1\r\nhost: here\r\nauthorization: {OPERATOR['authorization']}\r\n"
+    head = (
+        f"POST /admin/v1/keys HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: {OPERATOR['authorization']}\r\n"
+    )
     writer.write(f"{head}content-length: 100\r\n\r\n{{".encode())
     async with asyncio.timeout(PATIENCE_S):
         head_line, _, rest = (await reader.read()).partition(b"\r\n")
@@ -209,10 +276,7 @@ async def test_a_change_that_has_begun_is_made_though_its_operator_leaves(
 
     monkeypatch.setattr(house.gateway.accounts, "reload", reload)
     _, writer = await connect(house)
-    head = (
-        f"POST /admin/v1/reload HTTP/1.1\r\nhost: here\r\nauthorization: {OPERATOR['authorization']}\r\n\r\n"
-    )
-    writer.write(head.encode())
+    writer.write(f"POST /admin/v1/reload HTTP/1.1\r\n{KNOWN}\r\n".encode())
     async with asyncio.timeout(PATIENCE_S):
         await begun.wait()
     writer.transport.abort()

@@ -13,6 +13,8 @@ import pytest
 import schemathesis
 
 from gateway import admin_openapi
+from gateway.operators import operation_of
+from gateway.workers.answers import operation_at
 from tests.gateway.described import asked_of
 from tests.gateway.directory_world import OPERATOR, World, directory_world
 
@@ -44,6 +46,10 @@ async def test_every_operation_is_described_without_a_key(world: World) -> None:
     table = world.gateways[0]._admin()._operators
     told = {(path, method.upper()) for path, ways in document["paths"].items() for method in ways}
     assert {(path, method) for path, methods in table.items() for method in methods} <= told
+    for path, methods in table.items():  # several workers have the same
+        for method, handler in methods.items():
+            at = path.replace("{id}", "a").replace("{replica}", "a")
+            assert operation_at(method, at) is operation_of(handler)
     for path in table:
         named = [one["name"] for one in document["paths"][path].get("parameters", ())]
         assert re.findall(r"\{(\w+)\}", path) == named

@@ -12,11 +12,14 @@ import aiohttp
 import msgspec
 import pytest
 
+from gateway import edge
 from gateway.admission.quota import Decision, ReservationId, Subject
 from gateway.admission.usage import Payer, Used
 from shared.errors import EngineFailed
 from shared.fair_turns import BEGIN_MAX
+from shared.ids import RequestId, TenantId
 from shared.sse import DONE, closing_comment, error_event
+from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import HEADERS, Script, chunk, closing, stream, unary
 
@@ -350,6 +353,29 @@ async def test_abort_by_delete_ends_only_requests_of_the_same_tenant(streaming: 
         async with house.client.delete(f"{house.url}/v1/requests/{request_id}", headers=headers) as answer:
             assert (await answer.json())["aborted"] == 0
     assert len(house.gateway.live) == 1
+
+
+async def test_a_flood_of_deletes_is_its_tenants_own(
+    open_house: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a key that may ask for nothing: each is looked for by every worker."""
+    monkeypatch.setattr(edge, "ENDS_AT_ONCE", 3)
+    house = await open_house(tenant={"limits": {"requests_per_min": 0}}, clock=VirtualClock())
+    told: list[str] = []
+
+    async def end_elsewhere(tenant: TenantId, _: RequestId) -> int:
+        told.append(tenant)
+        return 0
+
+    house.gateway._edge.end_elsewhere = end_elsewhere
+    url, victim = f"{house.url}/v1/requests/mine", {"authorization": "Bearer other-key"}
+    for status in (200, 200, 200, 429, 429):
+        async with house.client.delete(url, headers=house.headers) as answer:
+            assert answer.status == status
+    assert int(answer.headers["retry-after-ms"]) <= 1000 / edge.ENDS_PER_S + 1
+    async with house.client.delete(url, headers=victim) as answer:
+        assert answer.status == 200
+    assert told == ["acme"] * 3 + ["other"]
 
 
 # -- who leaves with everything has not cancelled -------------------------------------------------

@@ -72,9 +72,10 @@ async def test_a_body_in_chunks_of_a_few_bytes_is_refused(house: House, chunk_le
 
 async def test_probes_are_open(house: House) -> None:
     for path in ("/livez", "/readyz", "/startupz"):
-        async with house.client.get(house.url + path) as answer:
-            assert answer.status == 200
-            assert answer.headers["x-request-id"]
+        for method in ("GET", "HEAD", "OPTIONS"):
+            async with house.client.request(method, house.url + path) as answer:
+                assert answer.status == 200
+                assert answer.headers["x-request-id"]
 
 
 async def test_metrics_are_on_the_admin_port_alone(open_house: Open) -> None:

@@ -291,6 +291,16 @@ async def test_a_certificates_quota_is_its_own(open_house: Open, pki: Pki) -> No
     assert statuses == [200, 429, 200]
 
 
+async def test_a_browser_shows_a_certificate_for_no_page_of_another_site(open_house: Open, pki: Pki) -> None:
+    house = await open_house(listen=pki.settings(), certificates=ENTRIES)
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}]})
+    headers = {"origin": "https://evil.example", "content-type": "text/plain"}
+    for more, status in ((headers, 400), ({"content-type": "text/plain"}, 200)):
+        address, context = url(house, "/v1/chat/completions"), named(pki, "batch.test")
+        async with house.client.post(address, data=body, headers=more, ssl=context) as answer:
+            assert answer.status == status
+
+
 async def test_the_order_is_key_or_token_then_certificate_and_what_is_wrong_does_not_fall_back(
     open_house: Open, pki: Pki
 ) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 import pytest
 
+from gateway.admission.memory_store import MemoryStore
+from gateway.admission.quota import Scope, Subject, Windows
 from gateway.config import load
 from gateway.exchange import duration
 from gateway.identity.keys import hash_key
+from gateway.quota_config import QuotaLimits
+from gateway.told_windows import TOLD_S, ToldWindows
 from shared.config import ConfigError
+from shared.ids import TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import KEY, OTHER_KEY, PROMPT, House, Open, error_of, settings
 from tests.gateway.fake_engine import CUT, Script, chunk, stream, unary
@@ -51,6 +57,32 @@ async def test_ratelimit_headers_are_on_every_answer(open_house: Open) -> None:
         async with refused as answer:
             assert answer.headers["x-ratelimit-limit-requests"] == "60"
             assert answer.headers["x-ratelimit-limit-tokens"] == "6000"
+
+
+async def test_what_no_reservation_looked_at_is_asked_for_once_in_a_while() -> None:
+    """Whoever sends malformed bodies makes one call of a store a second, and is told the same meanwhile."""
+    asked: list[Any] = []
+
+    class Store(MemoryStore):
+        async def windows(self, subjects: Sequence[Subject]) -> Windows:  # type: ignore[override]
+            asked.append(subjects)
+            return await super().windows(subjects)
+
+    clock = VirtualClock()
+    told = ToldWindows(Store(clock), clock)
+    one, other = (
+        (Subject(Scope.TENANT, name, QuotaLimits(requests_per_min=60), TenantId(name)),)
+        for name in ("acme", "other")
+    )
+    for _ in range(3):
+        windows = await told.of(one)
+        assert windows.requests is not None
+        assert windows.requests.limit == 60
+    await told.of(other)
+    assert asked == [one, other]
+    clock.advance(TOLD_S)
+    await told.of(one)
+    assert asked == [one, other, one]
 
 
 async def test_ratelimit_headers_are_on_a_stream_a_failure_and_every_endpoint(open_house: Open) -> None:

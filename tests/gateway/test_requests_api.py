@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.operators import Merge
 from gateway.recorder import SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
 from gateway.requests_api import AT_ONCE, LIMIT_MAX, Query, RequestsApi, parse
 from gateway.ticks import TICK_LEN, Ticks
@@ -287,6 +288,9 @@ async def test_the_command_asks_a_running_gateway(
 # -- several workers ------------------------------------------------------------------------------
 
 
+JOINED = {"data": Merge.JOIN, "before": Merge.MOST}
+
+
 def answer_of(status: int, body: object) -> Answer:
     return Answer(status, {}, json.dumps(body).encode())
 
@@ -296,15 +300,15 @@ def test_the_pages_of_several_workers_are_one_and_what_one_has_is_found() -> Non
         1: answer_of(200, {"data": [{"number": 9}], "before": None}),
         2: answer_of(200, {"data": [{"number": 7}, {"number": 5}], "before": 5}),
     }
-    page = json.loads(together(pages, ()).body)
+    page = json.loads(together(pages, (), JOINED).body)
     assert page == {
         "data": [{"number": 9, "worker": 1}, {"number": 7, "worker": 2}, {"number": 5, "worker": 2}],
         "before": 5,
     }
     one = {1: answer_of(404, {"error": {}}), 2: answer_of(200, {"data": [{"line": {}}]})}
-    assert json.loads(together(one, ()).body) == {"data": [{"line": {}}]}
+    assert json.loads(together(one, (), JOINED).body) == {"data": [{"line": {}}]}
     none = {1: answer_of(404, {"error": {}}), 2: answer_of(404, {"error": {}})}
-    assert together(none, ()).status == 404
+    assert together(none, (), JOINED).status == 404
 
 
 async def test_others_have_their_turn_while_a_thousand_live_requests_are_listed(

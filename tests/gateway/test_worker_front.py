@@ -353,6 +353,7 @@ async def test_a_silent_worker_is_named_and_holds_up_nobody(house: House) -> Non
         ("/readyz", "POST", 405),
         ("/readyz", "GET", 200),
         ("/livez", "HEAD", 200),
+        ("/livez", "OPTIONS", 200),
         ("/admin/v1/keys", "HEAD", 200),
         ("/admin/v1/nothing", "GET", 404),
         ("/admin/v1/usage?by=nobody", "GET", 400),
@@ -420,3 +421,45 @@ def test_a_port_that_another_gateway_has_is_not_shared_by_accident() -> None:
         held.listen()
         with pytest.raises(OSError, match="in use"):
             hold_port("127.0.0.1", held.getsockname()[1])
+
+
+async def test_bodies_that_do_not_come_keep_no_operator_out(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those without a key are refused before, and those of operators are not counted until they have come."""
+    monkeypatch.setattr(fronts, "ASKING_MAX", 2)
+    writers = []
+    right = f"authorization: {OPERATOR['authorization']}\r\n"
+    for headers in ("", "authorization: Bearer wrong\r\n", right):
+        for _ in range(2 * fronts.ASKING_MAX):
+            reader, writer = await asyncio.open_connection("127.0.0.1", house.admin_port)
+            writer.write(
+                f"POST /admin/v1/keys HTTP/1.1\r\nhost: [::1]\r\n{headers}content-length: 10\r\n\r\n".encode()
+            )
+            writers.append(writer)
+            if headers != right:
+                assert (await reader.readuntil(b"\r\n")).split()[1] == b"401"
+    for path in ("/admin/v1/keys", "/metrics"):
+        async with house.admin(path) as answer:
+            assert answer.status == 200
+    for writer in writers:
+        writer.transport.abort()
+
+
+async def test_scrapes_at_one_time_share_a_look_and_are_all_answered(house: House) -> None:
+    asked = 0
+
+    def count() -> None:
+        nonlocal asked
+        asked += 1
+
+    for worker in house.workers:
+        worker.client.on_ask = count
+
+    async def scrape() -> int:
+        async with house.admin("/metrics", headers={}) as answer:
+            return answer.status
+
+    statuses = await asyncio.gather(*(scrape() for _ in range(2 * fronts.ASKING_MAX - 20)))
+    assert set(statuses) == {200}
+    assert asked < len(statuses)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_origin
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.operators import Asks, Merge
 from gateway.workers import metrics
-from gateway.workers.answers import Rule, rule_of, together
+from gateway.workers.answers import asks_of, operation_at, operations, together
 from gateway.workers.channel import Answer
 from gateway.workers.metrics import Snapshot, merged, registry_of, retired, snapshot
 from gateway.workers.restarts import (
@@ -95,25 +97,52 @@ def test_the_moment_of_creation_is_the_first_of_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "rule"),
+    ("method", "path", "asks"),
     [
-        ("POST", "/admin/v1/reload", Rule.EVERY),
-        ("DELETE", "/admin/v1/requests/abc", Rule.EVERY),
-        ("GET", "/admin/v1/requests", Rule.EVERY),
-        ("GET", "/admin/v1/keys", Rule.ONE),
-        ("HEAD", "/admin/v1/tenants/acme", Rule.ONE),
-        ("POST", "/admin/v1/keys", Rule.CHANGE),
-        ("PUT", "/admin/v1/tenants/acme", Rule.CHANGE),
-        ("GET", "/admin/v1/usage", Rule.EVERY),
-        ("GET", "/admin/v1/requestsx", Rule.ONE),
+        ("POST", "/admin/v1/reload", Asks.EVERY),
+        ("DELETE", "/admin/v1/requests/abc", Asks.EVERY),
+        ("GET", "/admin/v1/requests", Asks.EVERY),
+        ("GET", "/admin/v1/keys", Asks.ONE),
+        ("GET", "/admin/v1/tenants/acme", Asks.ONE),
+        ("POST", "/admin/v1/keys", Asks.CHANGE),
+        ("PUT", "/admin/v1/tenants/acme", Asks.CHANGE),
+        ("GET", "/admin/v1/usage", Asks.EVERY),
+        ("GET", "/admin/v1/requestsx", Asks.ONE),
     ],
 )
-def test_who_is_asked(method: str, path: str, rule: Rule) -> None:
-    assert rule_of(method, path, shares_usage=False) is rule
+def test_who_is_asked(method: str, path: str, asks: Asks) -> None:
+    assert asks_of(operation_at(method, path), shares_usage=False) is asks
 
 
 def test_usage_that_redis_knows_is_asked_of_one() -> None:
-    assert rule_of("GET", "/admin/v1/usage", shares_usage=True) is Rule.ONE
+    assert asks_of(operation_at("GET", "/admin/v1/usage"), shares_usage=True) is Asks.ONE
+
+
+def test_every_list_that_several_workers_tell_has_a_rule() -> None:
+    for _, methods in operations():
+        for operation in methods.values():
+            if operation.asks not in (Asks.EVERY, Asks.UNSHARED):
+                assert not operation.merges, operation.summary
+                continue
+            assert isinstance(operation.answer, type)
+            known = {field.encode_name: field.type for field in msgspec.structs.fields(operation.answer)}
+            lists = {name for name, type_ in known.items() if is_list(type_)}
+            assert lists <= operation.merges.keys() <= known.keys(), operation.summary
+
+
+def is_list(type_: Any) -> bool:
+    origin = get_origin(type_)
+    return isinstance(origin, type) and issubclass(origin, Collection)
+
+
+def merges(method: str, path: str) -> Mapping[str, Merge]:
+    operation = operation_at(method, path)
+    assert operation is not None
+    return operation.merges
+
+
+ENDED = merges("DELETE", "/admin/v1/requests/a")
+LISTED = merges("GET", "/admin/v1/replicas")
 
 
 def answer(body: Any, status: int = 200) -> Answer:
@@ -125,14 +154,24 @@ def told(given: Answer) -> Any:
 
 
 def test_numbers_are_added_up_and_lists_joined() -> None:
-    both = together({0: answer({"id": "a", "aborted": 1}), 1: answer({"id": "a", "aborted": 2})}, [])
+    both = together({0: answer({"id": "a", "aborted": 1}), 1: answer({"id": "a", "aborted": 2})}, [], ENDED)
     assert told(both) == {"id": "a", "aborted": 3}
     parts = {
         0: answer({"data": [{"id": "a"}], "has_more": False}),
         2: answer({"data": [{"id": "b"}], "has_more": True}),
     }
-    lists = told(together(parts, []))
+    lists = told(together(parts, [], LISTED))
     assert lists == {"data": [{"id": "a", "worker": 0}, {"id": "b", "worker": 2}], "has_more": True}
+
+
+def test_a_replica_has_the_requests_of_all_workers() -> None:
+    """An operator who drains it waits until there are none."""
+    parts = {
+        0: answer({"id": "r", "phase": "draining", "requests": 0, "routes": {"affinity": 1}}),
+        1: answer({"id": "r", "phase": "draining", "requests": 2, "routes": {"affinity": 1, "load": 3}}),
+    }
+    whole = told(together(parts, [], merges("GET", "/admin/v1/replicas/r")))
+    assert whole == {"id": "r", "phase": "draining", "requests": 2, "routes": {"affinity": 2, "load": 3}}
 
 
 def test_rows_of_usage_are_added_up_by_what_they_are_of() -> None:
@@ -140,22 +179,22 @@ def test_rows_of_usage_are_added_up_by_what_they_are_of() -> None:
         {"by": ["tenant"], "rows": [{"tenant": "b", "requests": 1}, {"tenant": "a", "requests": 2}]}
     )
     second = answer({"by": ["tenant"], "rows": [{"tenant": "b", "requests": 5}]})
-    rows = told(together({0: first, 1: second}, []))["rows"]
+    rows = told(together({0: first, 1: second}, [], merges("GET", "/admin/v1/usage")))["rows"]
     assert rows == [{"tenant": "a", "requests": 2}, {"tenant": "b", "requests": 6}]
 
 
 def test_a_silent_worker_is_named() -> None:
-    whole = told(together({1: answer({"aborted": 1})}, [0, 2]))
+    whole = told(together({1: answer({"aborted": 1})}, [0, 2], ENDED))
     assert whole == {"aborted": 1, "partial": True, "silent_workers": [0, 2]}
 
 
 def test_an_error_of_one_is_the_answer_of_all_and_what_is_no_object_stays_as_it_is() -> None:
     refused = answer({"error": {"message": "no"}}, 401)
-    assert together({0: answer({"reloaded": True}), 1: refused}, []) is refused
+    assert together({0: answer({"reloaded": True}), 1: refused}, [], {}) is refused
     text = Answer(200, {}, b"text")
-    assert together({0: text, 1: text}, [2]) is text
+    assert together({0: text, 1: text}, [2], {}) is text
     alone = answer({"data": [{"id": "a"}]})
-    assert together({0: alone}, []) is alone
+    assert together({0: alone}, [], LISTED) is alone
 
 
 # -- restarts -------------------------------------------------------------------------------------

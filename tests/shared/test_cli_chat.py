@@ -102,10 +102,10 @@ def test_an_event_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_control_characters_of_a_model_do_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    said = "\x1b]0;title\x07\x1b[2Ja\tb\r\nc\rd\x7f\x9b31m é水\U0001f600"
+    said = "\x1b]0;title\x07\x1b[2Ja\tb\r\nc\rd\x7f\x9b31m é水\U0001f600\u202e\u2066\u2028\u2029\u200f"
     chat.show(Server(chunk(said) + sse.DONE).conversation().say("Hi"))
     shown = capsys.readouterr().out
-    assert shown == "␛]0;title␇␛[2Ja\tb\nc␍d␡\ufffd31m é水\U0001f600\n"
+    assert shown == "␛]0;title␇␛[2Ja\tb\nc␍d␡\ufffd31m é水\U0001f600\ufffd\ufffd\ufffd\ufffd\u200f\n"
 
 
 class Interrupted(httpx.SyncByteStream):

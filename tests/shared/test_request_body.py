@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest, Overloaded
-from shared.request_body import read_body
+from shared.request_body import check_page, read_body
 
 LEN_MAX = 10
 
@@ -90,3 +90,18 @@ async def test_a_body_without_room_is_refused_while_it_comes() -> None:
     with pytest.raises(Overloaded):
         await sender.body({})
     assert sender.told == ["read", "read"]
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "Application/JSON; charset=utf-8"])
+def test_a_page_sends_what_a_browser_asks_for_first(content_type: str) -> None:
+    check_page({"origin": "http://evil.example", "content-type": content_type})
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_what_a_page_of_any_site_sends_without_being_asked_is_refused(content_type: str) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    check_page(headers)  # a program's
+    for origin in ("http://evil.example", "null"):
+        with pytest.raises(InvalidRequest) as refused:
+            check_page({**headers, "origin": origin})
+        assert refused.value.param == "content-type"

@@ -2,7 +2,7 @@
 
 It logs in, chats, opens that answer's waterfall and compares its numbers with the log lines of both services,
 tries what a tenant can put on the page, fills the gateway with live requests and measures the page's longest
-task, and takes pictures into FOLDER, light and dark, narrow and wide, to be looked at.
+task, logs out, and takes pictures into FOLDER, light and dark, narrow and wide, to be looked at.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from gateway.console.gate import SESSION
 from tests.ship.browser import Page, opened
 
 UP_S: Final = 240.0
@@ -111,6 +112,25 @@ async def chat(page: Page) -> str:
     return str(await page.js("document.querySelector('.message.assistant').dataset.request"))
 
 
+async def log_out(page: Page, here: Up) -> None:
+    """Whoever logs in next on the same page finds nothing of this chat."""
+    for why, ended in (
+        ("logged out", "document.querySelector('#logout').click()"),
+        (
+            "has ended",
+            f"fetch('{SESSION}', {{method: 'DELETE'}}).then(() => {{ location.hash = '#/requests'; }})",
+        ),
+    ):
+        await chat(page)
+        await page.js(ended)
+        await page.until("document.querySelector('#key') !== null")
+        assert why in await page.js("document.querySelector('#login-problem').textContent")
+        await log_in(page, here)
+        await page.js("location.hash = '#/chat'")
+        await page.until("document.querySelector('#chat-key option') !== null")
+        assert await page.js("document.querySelectorAll('.message').length") == 0
+
+
 async def compare(page: Page, here: Up, request_id: str) -> None:
     """Compare the waterfall's numbers with the log lines of both services."""
     await page.js(f"location.hash = '#/request/{request_id}'")
@@ -157,6 +177,9 @@ async def attack(page: Page, here: Up) -> None:
     await page.js("location.hash = '#/request/' + encodeURIComponent('<img src=x onerror=window.pwned=1>')")
     await page.until("!document.querySelector('#notice').hidden")
     assert await page.js("window.pwned === undefined && document.querySelectorAll('main img').length === 0")
+    for name in ("constructor", "__proto__", "toString/x"):
+        await page.js(f"location.hash = '#/{name}'")
+        await page.until("document.title.startsWith('Requests')")
     print("attack: nothing but text")
 
 
@@ -252,8 +275,7 @@ async def check(folder: Path) -> None:
             await attack(page, here)
             await pictures(page, folder, request_id)
             await lag(page, here, folder)
-            await page.js("document.querySelector('#logout').click()")
-            await page.until("document.querySelector('#key') !== null")
+            await log_out(page, here)
             assert page.complaints == [], page.complaints
     print(f"pictures are in {folder}")
 

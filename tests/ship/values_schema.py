@@ -192,6 +192,9 @@ def gateway() -> Schema:
         image=image("Image of the gateway."),
         port=whole(1024, "Port of its listener.", PORT_MAX),
         adminPort=whole(1024, "Port of metrics, probes, and changes by operators.", PORT_MAX),
+        adminNames=list_of(
+            text(), "Names by which that port may be called, beside addresses and its Service's up to .svc."
+        ),
         settings=gateway_settings(),
         keysSecret=secret("Existing Secret with `keys` as TOML."),
         operatorKeysSecret=secret("Existing Secret with `keys` of [admin] as TOML."),

@@ -11,18 +11,18 @@ import { tenantsView } from "./tenants.js";
 const SESSION = "/admin/v1/console/session";
 const view = document.getElementById("view");
 const notice = document.getElementById("notice");
-const VIEWS = {
+const VIEWS = new Map(Object.entries({
   requests: ["Requests", requestsView],
   request: ["Request", requestView],
   engines: ["Engines", enginesView],
   tenants: ["Tenants", tenantsView],
   chat: ["Chat", chatView],
-};
+}));
 let leave = () => {};
 let isIn = false;
 
 function tell(error) {
-  if (error?.status === 401 && isIn) return logIn("The session has ended. Log in again.");
+  if (error?.status === 401 && isIn) return end("The session has ended. Log in again.");
   notice.hidden = error === null;
   setText(notice, error === null ? "" : shown(error.message));
 }
@@ -37,7 +37,7 @@ function show(isLoggedIn, operator = "") {
 function route() {
   if (!isIn) return;
   const [name, ...rest] = location.hash.replace(/^#\//, "").split("/");
-  const [title, open] = VIEWS[name] ?? VIEWS.requests;
+  const [title, open] = VIEWS.get(name) ?? VIEWS.get("requests");
   leave();
   tell(null);
   document.title = `${title} - Penstock console`;
@@ -55,6 +55,15 @@ function route() {
   }
   leave = open(view, tell, argument) ?? (() => {});
   view.focus({ preventScroll: true });
+}
+
+// What the views have kept is one operator's, and the next may log in at this page: it is loaded anew.
+function end(why) {
+  leave();
+  show(false);
+  view.replaceChildren();
+  history.replaceState(why, "", location.pathname);
+  location.reload();
 }
 
 function logIn(why = "") {
@@ -96,7 +105,8 @@ async function start() {
     show(true, operator);
     route();
   } catch (error) {
-    logIn(error.status === 401 ? "" : error.message);
+    logIn(error.status === 401 ? history.state ?? "" : error.message);
+    history.replaceState(null, "");
   }
 }
 
@@ -104,7 +114,7 @@ document.getElementById("logout").addEventListener("click", async () => {
   try {
     await ask("DELETE", SESSION);
   } finally {
-    logIn("You are logged out.");
+    end("You are logged out.");
   }
 });
 window.addEventListener("hashchange", route);

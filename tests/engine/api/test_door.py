@@ -146,6 +146,20 @@ async def test_hostile_bodies(served: Served, body: bytes) -> None:
     assert served.core.added == []
 
 
+async def test_a_page_of_any_site_in_a_developers_browser_asks_for_nothing(served: Served) -> None:
+    """A browser sends it without asking first; it asks first, and is refused, before it sends JSON."""
+    body = {"model": MODEL, "prompt": "the", "max_tokens": 1}
+    headers = {"origin": "http://evil.example", "content-type": "text/plain"}
+    for path in ("/v1/completions", "/tokenize"):
+        error = error_of(await served.http.post(path, content=json.dumps(body), headers=headers), 400)
+        assert error["param"] == "content-type"
+    asked = {"origin": "http://evil.example", "access-control-request-method": "POST"}
+    error_of(await served.http.request("OPTIONS", "/v1/completions", headers=asked), 405)
+    del headers["origin"]  # as curl sends it
+    answer = await served.http.post("/v1/completions", content=json.dumps(body), headers=headers)
+    assert answer.status_code == 200
+
+
 async def test_a_body_that_is_too_large(served: Served) -> None:
     response = await served.http.post("/v1/completions", content=b"x" * (BODY_LEN_MAX + 1))
     assert error_of(response, 413)["code"] == "request_too_large"

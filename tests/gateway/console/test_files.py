@@ -44,3 +44,14 @@ def test_the_filter_has_the_reasons_for_which_requests_end() -> None:
     text = (STATIC / "requests.js").read_text()
     names = re.findall(r'"(\w+)"', text[text.index("END_REASONS = [") : text.index("];")])
     assert names == [str(reason) for reason in EndReason]
+
+
+def test_a_page_whose_session_has_ended_is_loaded_anew() -> None:
+    """Its views keep a conversation and filters, which the next operator would find."""
+    text = (STATIC / "main.js").read_text()
+    assert re.search(r"function end\(why\) \{[^}]*location\.reload\(\);\n\}", text)
+    assert set(re.findall(r"(\w+)\(\"(?:The session has ended|You are logged out)", text)) == {"end"}
+
+
+def test_a_name_that_every_object_has_is_no_view() -> None:
+    assert "new Map(Object.entries({" in (STATIC / "main.js").read_text()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from gateway.console.sessions import (
-    ADDRESSES_MAX,
     FAILURES_MAX,
-    FAILURES_PER_ADDRESS_MAX,
+    FAILURES_PER_NETWORK_MAX,
     IDLE_S,
     LIFE_S,
+    NETWORKS_MAX,
     SESSIONS_MAX,
     SESSIONS_PER_KEY_MAX,
     WINDOW_S,
@@ -64,9 +64,9 @@ def test_sessions_are_bounded_per_key_and_in_all() -> None:
     assert len(sessions) == 1
 
 
-def test_failed_logins_are_bounded_per_address() -> None:
+def test_failed_logins_are_bounded_per_network() -> None:
     attempts = Attempts()
-    for _ in range(FAILURES_PER_ADDRESS_MAX):
+    for _ in range(FAILURES_PER_NETWORK_MAX):
         assert attempts.wait_s("a", 0.0) == 0.0
         attempts.failed("a", 0.0)
     assert attempts.wait_s("a", 10.0) == WINDOW_S - 10.0
@@ -76,20 +76,24 @@ def test_failed_logins_are_bounded_per_address() -> None:
     assert attempts.wait_s("a", WINDOW_S) == 0.0
 
 
-def test_failed_logins_are_bounded_in_all_and_their_addresses_too() -> None:
+def test_many_networks_that_fail_have_one_guess_each_and_lock_nobody_else_out() -> None:
     attempts = Attempts()
     for number in range(FAILURES_MAX):
-        assert attempts.wait_s("new", 0.0) == 0.0
+        assert attempts.wait_s(str(number), 0.0) == 0.0
         attempts.failed(str(number), 0.0)
-    assert attempts.wait_s("new", 1.0) == pytest.approx(WINDOW_S - 1.0)
-    for number in range(2 * ADDRESSES_MAX):
+    assert attempts.wait_s("operator", 1.0) == 0.0
+    assert attempts.wait_s("0", 1.0) == pytest.approx(WINDOW_S - 1.0)
+    assert attempts.wait_s("0", WINDOW_S) == 0.0
+    for number in range(2 * NETWORKS_MAX):
         attempts.failed(str(number), 0.0)
-    assert len(attempts._by_address) == ADDRESSES_MAX
+    assert len(attempts._by_network) == NETWORKS_MAX
+    assert attempts.wait_s("operator", 1.0) == 0.0
 
 
 def test_a_login_that_succeeds_does_not_count() -> None:
     attempts = Attempts()
     for _ in range(2 * FAILURES_MAX):
+        assert attempts.wait_s("a", 0.0) == 0.0
         attempts.failed("a", 0.0)
         attempts.succeeded("a")
     attempts.succeeded("never seen")

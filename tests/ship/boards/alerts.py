@@ -45,9 +45,12 @@ def stays(at: float) -> str:
     return f"{at:g}x{MINUTES}"
 
 
-_REQUESTS: Final = f'{GATEWAY}requests_total{{model="m",tenant="t",endpoint="e",status="%s",end_reason="r"}}'
-_OK: Final = _REQUESTS % 200
-_FAILED: Final = _REQUESTS % 502
+_REQUESTS: Final = f'{GATEWAY}requests_total{{model="m",tenant="t",endpoint="e",status="%s",end_reason="%s"}}'
+_OK: Final = _REQUESTS % (200, "ok")
+_FAILED: Final = _REQUESTS % (502, "upstream_failed")
+_TURNED_AWAY: Final = _REQUESTS % (503, "refused")
+_HASTY: Final = (_REQUESTS % (504, "queue_timeout"), _REQUESTS % (504, "request_timeout"))
+"""Requests that ended by their callers' own deadlines."""
 _FIRST: Final = f'{GATEWAY}first_byte_seconds_bucket{{model="m",stream="True",le="%s"}}'
 _GAP: Final = f'{ENGINE}time_per_output_token_seconds_bucket{{instance="e",le="%s"}}'
 _MEMBERS: Final = f'{GATEWAY}members{{model="m",phase="%s",instance="%s"}}'
@@ -66,17 +69,31 @@ _RETRY: Final = f'{GATEWAY}retries_total{{kind="%s",instance="g"}}'
 ALERTS: Final = (
     Alert(
         "PenstockRequestsFail",
-        f'sum by (model) (rate({GATEWAY}requests_total{{status=~"5.."}}[5m])) '
+        f'sum by (model) (rate({GATEWAY}requests_total{{status=~"5..",'
+        f'end_reason!~"queue_timeout|request_timeout|refused"}}[5m])) '
         f"/ sum by (model) (rate({GATEWAY}requests_total[5m])) > 0.01",
         "5m",
         "page",
         "More than 1 % of the requests for {{ $labels.model }} fail on our side.",
         "`Ends` on the experience dashboard says how they end. `engine_failed` and `upstream_*`: look at the "
-        "fleet dashboard for members that are ejected or gone. `refused`: queues are full (`Waiting "
-        "sequences` there): add replicas, or lower quotas. "
+        "fleet dashboard for members that are ejected or gone. What callers bring about by deadlines of "
+        "their own, or by more requests than there is room for, does not count. "
         "One request: `penstock trace ID --logs` with both services' logs.",
         {_OK: grows(100), _FAILED: grows(2)},
-        {_OK: grows(300), _FAILED: grows(2)},
+        {_OK: grows(300), _FAILED: grows(2), _TURNED_AWAY: grows(90), **dict.fromkeys(_HASTY, grows(90))},
+    ),
+    Alert(
+        "PenstockRequestsRefused",
+        f'sum by (model) (rate({GATEWAY}requests_total{{status=~"5..",end_reason="refused"}}[15m])) '
+        f"/ sum by (model) (rate({GATEWAY}requests_total[15m])) > 0.05",
+        "15m",
+        "ticket",
+        "More than 5 % of the requests for {{ $labels.model }} find no room.",
+        "`Ends` on the experience dashboard says whose: of one tenant, its share is full, and its quotas are "
+        "more than it can have. Of all, queues are full (`Waiting sequences` on the fleet dashboard): add "
+        "replicas, or lower quotas.",
+        {_OK: grows(100), _TURNED_AWAY: grows(10)},
+        {_OK: grows(100), _FAILED: grows(10), _TURNED_AWAY: grows(4)},
     ),
     Alert(
         "PenstockFirstByteSlow",
@@ -269,8 +286,8 @@ ALERTS: Final = (
         "0m",
         "ticket",
         "{{ $labels.instance }} cannot accept connections: it may open no more files.",
-        "Its bound on open files (ulimit -n, LimitNOFILE) is below limits.connections_max and what a "
-        "gateway's engines, files and Redis need, or below an engine's connections.",
+        "Its hard bound on open files (ulimit -Hn, LimitNOFILE) is too low for its connections, all of which "
+        "have a request; a gateway says so at its start (`gateway.descriptors_few`).",
         {'penstock_accepts_failed_total{instance="g"}': grows(5)},
         {'penstock_accepts_failed_total{instance="g"}': "0x60"},
     ),

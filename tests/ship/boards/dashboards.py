@@ -178,6 +178,7 @@ GATEWAYS: Final = Dashboard(
                     "none could be accepted, as the process may open no more files.",
                     (rate(f"{GATEWAY}connections_cut_total", INSTANCE), "cut"),
                     (rate("penstock_accepts_failed_total", INSTANCE), "not accepted"),
+                    (rate("penstock_connections_displaced_total", INSTANCE), "closed for others"),
                 ),
                 panel(
                     "Quota store",

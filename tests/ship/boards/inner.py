@@ -254,6 +254,7 @@ ENGINES: Final = Dashboard(
                     "How often none could be accepted, as the process may open no more files; TLS handshakes "
                     "that failed, by the reason.",
                     (rate("penstock_accepts_failed_total", INSTANCE), "not accepted"),
+                    (rate("penstock_connections_displaced_total", INSTANCE), "closed for others"),
                     (rate("penstock_handshakes_failed_total", INSTANCE, "reason"), "{{reason}}"),
                 ),
                 panel(
