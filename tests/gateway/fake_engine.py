@@ -62,7 +62,8 @@ class Script:
 
     steps: Sequence[Step]
     status: int = 200
-    content_type: str = "text/event-stream"
+    content_type: str = ""
+    """The type of the answer. Empty: the one that was asked for."""
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -198,7 +199,9 @@ class FakeEngine:
         self.active += 1
         self.arrived.set()
         try:
-            await self._play(responder, self.script(seen) if callable(self.script) else self.script)
+            script = self.script(seen) if callable(self.script) else self.script
+            asked = "text/event-stream" if seen.body.get("stream") else "application/json"
+            await self._play(responder, script, script.content_type or asked)
         except (asyncio.CancelledError, ClientGone):
             seen.cancelled.set()
             raise
@@ -208,8 +211,8 @@ class FakeEngine:
             if self.reports is not None:
                 responder.report(sse.encode_closing(self.reports))
 
-    async def _play(self, responder: Responder, script: Script) -> None:
-        headers = {"content-type": script.content_type, **script.headers}
+    async def _play(self, responder: Responder, script: Script, content_type: str) -> None:
+        headers = {"content-type": content_type, **script.headers}
         if self.bundle is not None:
             headers[TOKENIZER_HEADER] = self.bundle.hash
         if self.load is not None:

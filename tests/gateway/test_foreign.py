@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gateway.app import Gateway
 from gateway.config import load
-from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, usage_in, usage_of
+from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, look_into, usage_in
 from shared.bench.services import free_port
 from shared.openai import USED_TOKENS_MAX
 from tests.gateway import foreign_app
@@ -387,7 +387,7 @@ def test_an_event_is_taken_as_it_came_unless_it_may_have_to_be_hidden(
 
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": -1}, {"prompt_tokens": "many"}])
 def test_malformed_usage_is_ignored(usage: Any) -> None:
-    assert usage_of(json.dumps({"usage": usage}).encode()) is None
+    assert look_into(json.dumps({"usage": usage}).encode())[1] is None
 
 
 @pytest.mark.parametrize("tokens", [-1, USED_TOKENS_MAX + 1, 2**64, 10**30])
@@ -396,7 +396,7 @@ def test_usage_that_no_request_can_have_is_none_and_is_hidden_all_the_same(field
     numbers = {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 1, field: tokens}
     usage = {**numbers, "prompt_tokens_details": {"cached_tokens": numbers.pop("cached_tokens")}}
     event = json.dumps({"choices": [], "usage": usage}).encode()
-    assert usage_of(event) is None
+    assert look_into(event)[1] is None
     scanner = ForeignScanner(hides_usage=True)
     done = b"data: [DONE]\n\n"
     assert whole(scanner, EVENT + b"data: " + event + b"\n\n" + done, 1000) == EVENT + done
@@ -405,6 +405,6 @@ def test_usage_that_no_request_can_have_is_none_and_is_hidden_all_the_same(field
 
 def test_the_most_that_a_request_can_use_is_believed() -> None:
     usage = {"prompt_tokens": USED_TOKENS_MAX, "completion_tokens": USED_TOKENS_MAX}
-    closing = usage_of(json.dumps({"usage": usage}).encode())
+    _, closing = look_into(json.dumps({"usage": usage}).encode())
     assert closing is not None
     assert (closing.prompt_tokens, closing.completion_tokens) == (USED_TOKENS_MAX, USED_TOKENS_MAX)
