@@ -363,7 +363,7 @@ class Dispatcher:
         """Send the request to one replica, and wait for the beginning of its answer."""
         if exchange.streams:
             return self._attempt_stream(exchange, prepared, place, sending, progress)
-        return self._begin(exchange, prepared, place, progress)
+        return self._begin(exchange, prepared, place, sending, progress)
 
     async def _attempt_stream(
         self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending, progress: Progress
@@ -375,13 +375,14 @@ class Dispatcher:
                 attempt.give_up()
 
         with Attempt() as attempt:
-            return await self._begin(exchange, prepared, place, progress, on_late)
+            return await self._begin(exchange, prepared, place, sending, progress, on_late)
 
     async def _begin(
         self,
         exchange: Exchange,
         prepared: Prepared,
         place: Placement,
+        sending: Sending,
         progress: Progress,
         on_late: Callable[[], None] | None = None,
     ) -> Dispatched:
@@ -394,9 +395,14 @@ class Dispatcher:
             if on_late is not None:
                 self._replicas.awaits(place, prepared.model.name, on_late)
 
-        connect_s = exchange.timeouts.connect_s
         answer = await self._upstream.send(
-            replica.protocol, replica.url, request, connect_s, connected, progress.report
+            replica.protocol,
+            replica.url,
+            request,
+            exchange.timeouts.connect_s,
+            connected,
+            progress.report,
+            is_repeated=sending.repeats > 0,
         )
         observe_attempt(replica.id)
         if (load := parse_load(answer.headers.get(LOAD_HEADER))) is not None:

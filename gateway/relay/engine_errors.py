@@ -168,7 +168,8 @@ def read_back(
     if said.message is not None:
         detail += f", code {said.code or said.status!r}"
     if kind is NotReady:
-        return NotReady("The engine is not ready.", detail=detail, retry_after_s=_seconds(retry_after, date))
+        message = said.message or "The engine is not ready."
+        return NotReady(message, detail=detail, retry_after_s=_seconds(retry_after, date))
     if kind is Overloaded:
         is_quota = told == HTTPStatus.TOO_MANY_REQUESTS or _is_quota(said)
         message = _TAKES_NO_MORE if is_quota else said.message or _TAKES_NO_MORE

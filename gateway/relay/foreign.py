@@ -140,7 +140,7 @@ class UsageFinder:
             return
         for match in _USAGE.finditer(data):
             if len(data) - match.end() < USAGE_LEN_MAX:  # the rest of it may be still to come
-                self._held = data[min(match.start(), len(data) - NAME_LEN_MAX) :]
+                self._held = data[min(match.start(), max(0, len(data) - NAME_LEN_MAX)) :]
                 return
             self._found = _usage_at(data, match.end()) or self._found
 

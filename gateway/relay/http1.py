@@ -18,7 +18,8 @@ Rules:
    (9.2.2) for a POST of which it is known that it changes nothing, or that it was not begun: an engine keeps
    nothing of a request, and has read nothing of one that came after it had closed. Where no new connection
    comes about, the engine may have died of the request, which then counts as lost. Where that one is closed
-   as well, two may have died of it, unless the first was unused for `UNUSED_S_MIN`: that is LostTwice.
+   as well, two may have died of it, unless the first was unused for `UNUSED_S_MIN`: that is LostTwice. So a
+   request that another engine lost before is sent once more only where the connection was unused for as long.
 """
 
 from __future__ import annotations
@@ -103,11 +104,13 @@ class Http1Transport:
         timeouts: Timeouts = NO_TIMEOUTS,
         connected: Callable[[], None] | None = None,
         report: Report | None = None,
+        is_repeated: bool = False,
     ) -> Http1ResponseStream:
         """Send a request, and wait for the response's headers. The caller closes the response.
 
-        Of the timeouts only `connect_s` is applied. `connected` is called once there is a connection, new or
-        kept: what fails before was not dispatched. No report comes over HTTP/1.1. Raises httpx's errors.
+        `is_repeated`: it was lost with another server before (rule 5). Of the timeouts only `connect_s` is
+        applied. `connected` is called once there is a connection, new or kept: what fails before was not
+        dispatched. No report comes over HTTP/1.1. Raises httpx's errors.
         """
         target = target_of(method, url)
         head = request_head(target.start, headers)
@@ -121,9 +124,9 @@ class Http1Transport:
         try:
             return await connection.request(head, content, has_body=target.has_body)
         except httpx.ReadError as lost:
-            if not connection.has_crossed:
-                raise
             was_unused = connection.was_unused
+            if not connection.has_crossed or (is_repeated and not was_unused):
+                raise
             try:
                 connection = await self._connect(target.origin, timeouts.connect_s)
             except httpx.TransportError:  # of the request, perhaps

@@ -128,6 +128,7 @@ class Transport(typing.Protocol):
         timeouts: Timeouts,
         connected: Callable[[], None] | None,
         report: Report | None,
+        is_repeated: bool,
     ) -> Response: ...
 
     async def aclose(self) -> None: ...
@@ -281,10 +282,13 @@ class Upstream:
         connect_s: float,
         connected: Callable[[], None] = lambda: None,
         report: Report | None = None,
+        *,
+        is_repeated: bool = False,
     ) -> Answer:
         """Dispatch a request, and wait for the answer's headers.
 
         `connected` is called once there is a connection. `report` takes the engine's report on the request.
+        `is_repeated`: another engine was sent it before, and may have died of it.
 
         Raises:
             ConnectTimeout, UpstreamUnreachable, NotReady: nothing was dispatched.
@@ -301,6 +305,7 @@ class Upstream:
                 timeouts=_bounds(connect_s),
                 connected=connected,
                 report=report,
+                is_repeated=is_repeated,
             )
         except httpx.HTTPError as error:
             raise _ours(error) from error
