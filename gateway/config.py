@@ -90,7 +90,7 @@ class ModelConfig:
     name: ModelName
     """The name that clients use."""
     replicas: Annotated[tuple[str, ...], Meta(max_length=REPLICAS_MAX)] = ()
-    """Base URLs of its engines, such as http://engine-0:8001, unless discovery finds them."""
+    """Base URLs of its engines without /v1, such as http://engine-0:8001, unless discovery finds them."""
     discovery: DiscoveryConfig | None = None
     """Where its engines are found."""
     prefix_owners: Annotated[int, Meta(ge=1, le=16)] | None = None

@@ -89,7 +89,7 @@ _FILTERED: Final = "content_filter"
 _MODERATES: Final = re.compile(
     r"content.?(filter|policy)|moderat|responsible.?ai|safety|flagged|inspection", re.IGNORECASE
 )
-_NAMES_MODEL: Final = re.compile(r"\bmodel", re.IGNORECASE)
+_NAMES_MODEL: Final = re.compile(r"\bmodel\b", re.IGNORECASE)
 _CODE: Final = re.compile(r"[A-Za-z_][\w.:/-]{0,63}", re.ASCII)
 _STATUS: Final = re.compile(r"[45][0-9][0-9]")
 _TAKES_NO_MORE: Final = "The engine takes no more requests at the moment."

@@ -74,8 +74,7 @@ class _Body(msgspec.Struct):
 
     @property
     def answers(self) -> bool:
-        fields = self.choices, self.tokens, self.prompt, self.content
-        return any(bytes(field) != b"null" for field in fields)
+        return any(one != _NO_FIELD for one in (self.choices, self.tokens, self.prompt, self.content))
 
 
 class _Told(msgspec.Struct):

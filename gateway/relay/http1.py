@@ -424,10 +424,12 @@ class _Connection(asyncio.Protocol):
             self.fail(httpx.RemoteProtocolError(str(error)))
             return
         rest = received[end + len(HEAD_END) :]
-        if head.status < 200:
+        if (
+            head.status < 200 and head.status != 101
+        ):  # that one is final, and no answer to any request of ours
             self._interim += 1
-            if head.status == 101 or self._interim > INTERIM_MAX:
-                self.fail(httpx.RemoteProtocolError("an interim answer that was not asked for"))
+            if self._interim > INTERIM_MAX:
+                self.fail(httpx.RemoteProtocolError("too many interim answers"))
             elif rest:
                 self._receive_head(rest)
             return
