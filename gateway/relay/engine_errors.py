@@ -165,7 +165,7 @@ def read_back(
     told = said.status or (status if status >= HTTPStatus.BAD_REQUEST else said.type_status or status)
     kind = _kind(told, said)
     detail = f"engine answered {status}"
-    if said.message is not None:
+    if said is not _NOTHING:
         detail += f", code {said.code or said.status!r}"
     if kind is NotReady:
         message = said.message or "The engine is not ready."
@@ -176,9 +176,10 @@ def read_back(
         return Overloaded(message, detail=detail, retry_after_s=_seconds(retry_after, date))
     if kind in _UNTOLD and said.code != kind.code:
         return kind(_FAILED, detail=detail)
-    message = said.message or _SENTENCES.get(told, _SENTENCES[400])
+    is_mistake = kind.status < HTTPStatus.INTERNAL_SERVER_ERROR
+    message = said.message or (_SENTENCES.get(told, _SENTENCES[400]) if is_mistake else _FAILED)
     error = kind(message, param=said.param, detail=detail, retry_after_s=_seconds(retry_after, date))
-    if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+    if is_mistake:
         is_filtered = said.is_moderation or told == HTTPStatus.UNAVAILABLE_FOR_LEGAL_REASONS
         error.code = said.code or (_FILTERED if is_filtered else error.code)
     return error
@@ -207,7 +208,7 @@ def event_is_error(data: bytes) -> bool:
     stands, vLLM's form without an envelope, or a `detail` or a message without choices."""
     try:
         event = _decode_event(data)
-    except msgspec.DecodeError:  # no object: the last event, say
+    except (msgspec.DecodeError, RecursionError):  # no object: the last event, say
         return False
     if bytes(event.error) not in _EMPTY or bytes(event.object) == b'"error"':
         return True
@@ -312,13 +313,13 @@ def _number(value: object) -> int | None:
     return int(text) if _STATUS.fullmatch(text) else None
 
 
-def _message(fields: dict[str, Any]) -> tuple[str | None, str | None]:
-    """The words of an error, and the place that they are about."""
+def _message(fields: dict[str, Any], depth: int = 0) -> tuple[str | None, str | None]:
+    """The words of an error, and the place that they are about; `depth` is that of the objects around it."""
     for name in ("message", "detail", "error", "msg", "text", "title"):
         match fields.get(name):
             case str() as text if text:
                 return _shown(text), None
-            case dict() as inner if (found := _message(inner))[0] is not None:
+            case dict() as inner if depth < 2 and (found := _message(inner, depth + 1))[0] is not None:
                 return found
             case list() as mistakes if name == "detail" and mistakes:
                 return _sentence(mistakes)

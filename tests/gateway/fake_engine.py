@@ -124,6 +124,11 @@ def unary(text: str = "hello", *, end: sse.Closing | None = None, before: Sequen
     return Script([*before, HEADERS, msgspec.json.encode(value)], 200, "application/json", headers)
 
 
+def as_asked(seen: Seen) -> Script:
+    """A whole answer, as a stream where one was asked for."""
+    return stream(chunk("a"), chunk("b"), chunk("c")) if seen.body.get("stream") else unary()
+
+
 def refusal(status: int, code: str, message: str = "no", **headers: str) -> Script:
     error = {"message": message, "type": "t", "param": None, "code": code}
     body = msgspec.json.encode({"error": error})
@@ -144,7 +149,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.context_len = context_len
         """The model's context, which it lists if its KV cache holds less."""
-        self.script: Script | Callable[[Seen], Script] = stream(chunk("a"), chunk("b"), chunk("c"))
+        self.script: Script | Callable[[Seen], Script] = as_asked
         self.seen: list[Seen] = []
         self.arrived = asyncio.Event()
         """Set at every request that is to be answered by the script."""

@@ -270,6 +270,8 @@ BODIES: Final[dict[str, tuple[Any, str, str | None]]] = {
     "empty": (b"", JSON, None),
     "long": ({"detail": [{"loc": ["body"], "msg": "nginx", "input": "x" * 70_000}]}, JSON, None),
     "deep": (b"[" * 50_000, JSON, None),
+    "nested": (b'{"message":' * 900 + b'"nginx"' + b"}" * 900, JSON, None),
+    "code alone": ({"error": {"code": "their_own"}}, JSON, None),
     "strange": ({"error": {"message": 5, "code": [1], "type": {}}, "status": 1.5}, JSON, None),
     "code": (
         {"error": {"message": "filtered", "code": "content_filter", "innererror": {"code": "ResponsibleAI"}}},
@@ -309,6 +311,7 @@ def made_of(status: int, body: str) -> Made:
         return mistake(400, "content_filter", words)
     if made.status < 500:
         code = "content_filter" if body in ("code", "moderated") else made.code
+        code = "their_own" if body == "code alone" else code
         return mistake(made.status, code, words)
     if status == 503 and words is None:
         return NOT_READY
@@ -359,6 +362,7 @@ DONE: Final = b"data: [DONE]\n\n"
 EVENTS: Final = CHUNK + COUNTED + DONE
 TOO_LONG: Final = mistake(words="too long")
 ERROR: Final = b'{"error": {"message": "too long", "code": 400}}'
+DEEP: Final = b"[" * 5000 + b"]" * 5000
 GZIPPED: Final = {"content-encoding": "gzip"}
 
 
@@ -374,6 +378,7 @@ UNARY: Final[dict[str, tuple[Reply, Made]]] = {
     "without a type": (Reply(body=WHOLE, type=None), WORKED),
     "in no coding": (Reply(body=WHOLE, headers={"content-encoding": "Identity"}), WORKED),
     "with a byte order mark": (Reply(body=b"\xef\xbb\xbf" + WHOLE), WORKED),
+    "with many levels": (Reply(body=WHOLE[:-1] + b', "x": ' + DEEP + b"}"), WORKED),
     "with NaN": (Reply(body=WHOLE[:-1] + b', "x": NaN}'), WORKED),
     "that tells no usage": (Reply(body=json.dumps({**ANSWER, "usage": None}).encode()), UNTOLD),
     "with floats": (Reply(body=used(prompt_tokens=7.0, completion_tokens=3.0)), WORKED),
@@ -502,6 +507,7 @@ FIRST: Final[dict[str, tuple[bytes, Made]]] = {
     "an empty one": (b'data: {"error": {}, ' + CHUNK[7:], WORKED),
     "comments": (b": ping\n\n: error\n\n" + CHUNK, WORKED),
     "a name": (b"event: message\nid: 1\n" + CHUNK, WORKED),
+    "many levels": (CHUNK.replace(b"null", DEEP), WORKED),
     "a word": (CHUNK.replace(b"hi", b'\\"error\\": 1'), WORKED),
 }
 
