@@ -206,6 +206,8 @@ _decode_event: Final = msgspec.json.Decoder(_Event).decode
 def event_is_error(data: bytes) -> bool:
     """True if the data of a stream's first event is an error: an `error` among its fields, wherever it
     stands, vLLM's form without an envelope, or a `detail` or a message without choices."""
+    if b'"error"' not in data and b'"detail"' not in data and b'"message"' not in data:  # as nearly all
+        return False
     try:
         event = _decode_event(data)
     except (msgspec.DecodeError, RecursionError):  # no object: the last event, say

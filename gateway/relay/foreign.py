@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from shared.openai import USED_TOKENS_MAX
-from shared.sse import DONE, Closing, TailScanner
+from shared.sse import DONE, Closing, TailScanner, UsedTokens
 
 TAIL_LEN: Final = 4096
 """The number of bytes at a stream's end in which its usage is looked for. An event with it takes a few
@@ -51,14 +50,12 @@ _raw_decode: Final = json.JSONDecoder().raw_decode
 
 
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | float | None = None
+    cached_tokens: UsedTokens | None = None
 
 
 class _Usage(msgspec.Struct):
-    """Numbers as servers write them: some as `7.0`, and as null what there is none of."""
-
-    prompt_tokens: int | float
-    completion_tokens: int | float | None = None
+    prompt_tokens: UsedTokens
+    completion_tokens: UsedTokens | None = 0
     prompt_tokens_details: _PromptDetails | None = None
 
 
@@ -74,7 +71,10 @@ class _Body(msgspec.Struct):
 
     @property
     def answers(self) -> bool:
-        return any(one != _NO_FIELD for one in (self.choices, self.tokens, self.prompt, self.content))
+        """True if it has one of the fields of which an endpoint's answer has one."""
+        return self.choices != _NO_FIELD or any(
+            one != _NO_FIELD for one in (self.tokens, self.prompt, self.content)
+        )
 
 
 class _Told(msgspec.Struct):
@@ -91,7 +91,7 @@ def look_into(body: bytes) -> tuple[bool, Closing | None]:
     request can have used."""
     try:
         found = _decode_body(body.removeprefix(_BYTE_ORDER_MARK))
-    except (msgspec.DecodeError, RecursionError):  # it has NaN, say, or a usage that is none
+    except (msgspec.DecodeError, RecursionError):  # it has NaN, say, or tokens as 7.0
         return _ANSWERS.search(body) is not None, usage_in(body)
     return found.answers, None if found.usage is None else _closing(found.usage)
 
@@ -107,18 +107,26 @@ def usage_in(data: bytes) -> Closing | None:
 def _usage_at(data: bytes, start: int) -> Closing | None:
     text = data[start : start + USAGE_LEN_MAX].decode(errors="replace")
     try:
-        return _closing(msgspec.convert(_raw_decode(text)[0], _Usage))
-    except (ValueError, RecursionError):  # it is cut off, or no usage
+        return _closing(msgspec.convert(_whole(_raw_decode(text)[0]), _Usage))
+    except (ValueError, OverflowError, RecursionError):  # it is cut off, or no usage
         return None
 
 
-def _closing(usage: _Usage) -> Closing | None:
-    details = usage.prompt_tokens_details
-    told = usage.prompt_tokens, usage.completion_tokens or 0, (details and details.cached_tokens) or 0
-    if not all(number == number // 1 and 0 <= number <= USED_TOKENS_MAX for number in told):
-        return None
-    prompt, completion, cached = map(int, told)
-    return Closing(end_reason="", prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
+def _whole(value: Any) -> Any:
+    """The value with its numbers, which some servers write as `7.0`, as whole ones where they are."""
+    if isinstance(value, dict):
+        return {name: _whole(one) for name, one in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _closing(usage: _Usage) -> Closing:
+    cached = usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
+    return Closing(
+        end_reason="",
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens or 0,
+        cached_tokens=cached or 0,
+    )
 
 
 class UsageFinder:
