@@ -214,7 +214,7 @@ class Answer:
                 return read_back(self.status, body, self.media_type, after, headers.get("date"))
         coding = f" in {headers.get('content-encoding')!r}" if self._is_coded else ""
         detail = f"engine answered {self.status} with {self.media_type!r}{coding}"
-        return UpstreamFailed("The engine's answer is none.", detail=detail)
+        return UpstreamFailed("The engine sent what is no answer.", detail=detail)
 
     async def _body_of_error(self) -> bytes:
         """Empty where it is too long, or cut off: the status tells enough."""

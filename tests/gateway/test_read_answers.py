@@ -24,6 +24,7 @@ from msgspec import Struct
 from gateway import pipeline
 from gateway.app import Gateway
 from gateway.config import load
+from gateway.relay import http1
 from gateway.relay.foreign import NAME_LEN_MAX, USAGE_LEN_MAX, UsageFinder
 from gateway.relay.stream import HEAD_LEN_MAX
 from gateway.routing.health import ROW_MAX, Health, HealthPhase, Outcome
@@ -637,6 +638,14 @@ async def test_what_no_tenant_is_answered_ejects(front: Front, stand_in: StandIn
         assert any(front.ejected)
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections count as used just now, and as ended at once."""
+    monkeypatch.setattr(http1, "UNUSED_S_MIN", 3600.0)
+    monkeypatch.setattr(http1, "CROSSED_S", 3600.0)
+
+
+@pytest.mark.usefixtures("at_once")
 async def test_a_server_that_ends_its_connections_unannounced_answers_all_the_same(
     front: Front, stand_in: StandIn
 ) -> None:
@@ -647,6 +656,7 @@ async def test_a_server_that_ends_its_connections_unannounced_answers_all_the_sa
     assert front.outcomes == [Outcome.WORKED] * 10
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("warm", [0, 1, 2])
 async def test_a_request_that_kills_two_is_sent_to_no_third(
     front: Front, stand_in: StandIn, warm: int
@@ -654,7 +664,7 @@ async def test_a_request_that_kills_two_is_sent_to_no_third(
     """However many of the replicas have a connection that was just used."""
     front.forget()
     stand_in.reply = Reply(body=WHOLE)
-    for name in ("a", "b", "c", "d", "e", "f")[: 6 * warm // 2]:
+    for name in "abcdef"[: 3 * warm]:
         assert (await front.ask(name))[0] == 200
     front.outcomes.clear()
     stand_in.asked.clear()
