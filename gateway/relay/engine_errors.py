@@ -130,7 +130,11 @@ _UNSAID: Final = (
     *(errors.BodyTimeout, errors.SlowClient),
 )
 """The errors that are of the gateway's own end, or of no request that it sends: there the status counts."""
-_BY_CODE: Final = {code: kind for code, kind in _tree(ApiError).items() if not issubclass(kind, _UNSAID)}
+_BY_CODE: Final = {
+    code: kind
+    for code, kind in _tree(ApiError).items()
+    if kind is not ApiError and not issubclass(kind, _UNSAID)
+}
 
 
 class _Said(Struct, frozen=True):

@@ -331,6 +331,10 @@ def error_reply(status: int, body: str) -> Reply:
     return Reply(status, text.encode(), type_)
 
 
+def error_reply_of(status: int, code: str) -> Reply:
+    return Reply(status, json.dumps({"error": {"message": "m", "code": code}}).encode())
+
+
 ERRORS: Final = [
     Cell(
         f"{status}-{body}-{streams}",
@@ -342,6 +346,31 @@ ERRORS: Final = [
     for status in MADE
     for body in (BODIES if not streams and status in (400, 403, 404, 413, 422, 429, 451, 500, 503) else SOME)
 ]
+
+
+OUR_CODES: Final = [
+    Cell(f"{status}-{code}", error_reply_of(status, code), made)
+    for status, code, made in (
+        (400, "context_length_exceeded", mistake(400, "context_length_exceeded", "m")),
+        (500, "context_length_exceeded", mistake(400, "context_length_exceeded", "m")),
+        (404, "model_not_found", mistake(404, "model_not_found", "m")),
+        (404, "not_found", REFUSED),
+        (404, "unknown_url", REFUSED),
+        (405, "method_not_allowed", REFUSED),
+        (408, "request_body_timeout", DEFERRED),
+        (500, "internal_error", FAILED),
+        (500, "engine_failed", twice(Outcome.FAILED, 500, "engine_failed")),
+        (400, "invalid_api_key", FAILED),
+        (400, "insufficient_quota", FULL),
+        (500, "queue_full", msgspec.structs.replace(FULL, words="m")),
+        (500, "not_ready", msgspec.structs.replace(NOT_READY, words="m")),
+    )
+]
+"""Codes that Penstock's engines say, and those that are its gateways' alone: others say them as well."""
+
+
+async def test_a_code_of_ours_counts_where_it_is_about_the_request(front: Front, stand_in: StandIn) -> None:
+    await check(front, stand_in, OUR_CODES)
 
 
 async def test_an_error_is_told_by_its_status_and_in_its_words(front: Front, stand_in: StandIn) -> None:
