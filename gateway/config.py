@@ -90,7 +90,7 @@ class ModelConfig:
     name: ModelName
     """The name that clients use."""
     replicas: Annotated[tuple[str, ...], Meta(max_length=REPLICAS_MAX)] = ()
-    """Base URLs of its engines, such as http://engine-0:8001, unless discovery finds them."""
+    """Base URLs of its engines without /v1, such as http://engine-0:8001, unless discovery finds them."""
     discovery: DiscoveryConfig | None = None
     """Where its engines are found."""
     prefix_owners: Annotated[int, Meta(ge=1, le=16)] | None = None
@@ -363,8 +363,7 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
             yield f"models.{model.name}: needs exactly one of replicas and discovery"
         yield from _fallback_problems(model, model_names)
         for url in model.replicas:
-            if not is_base_url(url):
-                yield f"models.{model.name}: {url!r} is no base URL like http://host:port"
+            yield from (f"models.{model.name}: {problem}" for problem in _url_problems(url))
             if protocols.setdefault(url.rstrip("/"), model.protocol) != model.protocol:
                 yield f"models.{model.name}: {url!r} has another protocol in another model"
     for tenant in config.tenants:
@@ -379,6 +378,13 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
         yield from _counted_apart(config)
     if config.directory.store == "redis" and config.quotas.url is None:
         yield 'directory: store = "redis" needs url in [quotas]'
+
+
+def _url_problems(url: str) -> Iterator[str]:
+    if not is_base_url(url):
+        yield f"{url!r} is no base URL like http://host:port"
+    elif url.rstrip("/").endswith("/v1"):
+        yield f"leave out the /v1 of {url!r}: the paths that are asked there begin with it"
 
 
 def _counted_apart(config: GatewayConfig) -> Iterator[str]:

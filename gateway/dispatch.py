@@ -2,15 +2,16 @@
 
 Rules:
 
-1. A request is sent again only until its answer begins, with a stream's first event: its client has been sent
-   nothing until then. It goes to a replica that was not asked before, after the stream at the one before was
-   reset, so that never two work on it at a time (hedging is the exception that operators turn on). What
-   `relay.http1` sends on a new connection (its rule 5) has reached nobody before.
+1. A request is sent again only until its answer begins, with a stream's first event, or with what is held of
+   any other answer: its client has been sent nothing until then. It goes to a replica that was not asked
+   before, after the stream at the one before was reset, so that never two work on it at a time (hedging is
+   the exception that operators turn on). What `relay.http1` sends once more on a new connection (its rule 5)
+   has reached nobody before; where that is not sure and the second is lost as well, no third is sent.
 2. After a replica that was sent nothing, or had begun nothing of it (no connection, not ready; what a core
    held that hangs is not ready either, unless it had begun), every other may be asked. After one that may
    have worked on it (its stream broke, it answered 5xx, its queue was full), `REPEATS_MAX` others are asked,
    within the budget (`routing.retries`): neither an overload nor a request that breaks engines is to be
-   multiplied by the number of replicas.
+   multiplied by the number of replicas. After one that would not take it from any gateway (`FINAL`), none is.
 3. An error that reports tokens is final: to compute them again would cost more than was reserved.
 4. Only the replica that answers is charged for. Where none of the model's does, and one broke off after it
    was sent the request, nobody knows what it computed, and the reservation is charged, once.
@@ -48,8 +49,11 @@ from shared.errors import (
     InterTokenTimeout,
     NotReady,
     Overloaded,
+    UpstreamDenied,
     UpstreamFailed,
     UpstreamLost,
+    UpstreamLostTwice,
+    UpstreamRefused,
     UpstreamUnreachable,
     forget_frames,
 )
@@ -65,12 +69,19 @@ UNSENT: Final = (ConnectTimeout, UpstreamUnreachable, NotReady)
 """The failures of a replica that was sent nothing, or had begun nothing of it."""
 REPEATED: Final = (*UNSENT, Overloaded, EngineFailed, UpstreamFailed)
 """The failures of one replica after which another may be asked."""
+FINAL: Final = (UpstreamRefused, UpstreamLostTwice)
+"""Those of them after which none is: another would not take it either, or it has broken two already."""
+TOLD: Final = (UpstreamRefused, UpstreamDenied)
+"""The failures that no request causes, and that operators alone can mend."""
 OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {
     ConnectTimeout: Outcome.UNREACHABLE,
     UpstreamUnreachable: Outcome.UNREACHABLE,
     NotReady: Outcome.UNREACHABLE,
     UpstreamLost: Outcome.LOST,
+    UpstreamLostTwice: Outcome.LOST,
     UpstreamFailed: Outcome.FAILED,
+    UpstreamDenied: Outcome.FAILED,
+    UpstreamRefused: Outcome.REFUSED,
     EngineFailed: Outcome.FAILED,
     FirstTokenTimeout: Outcome.LATE,
     InterTokenTimeout: Outcome.STALLED,
@@ -204,9 +215,11 @@ class Dispatcher:
                     forget_frames(error)  # some refer to the error, and all to the request
                     failure = error
                     sending.tried.add(place.replica.id)
-                    exchange.record.attempt_failed(place.replica.id, error.code)
+                    exchange.record.attempt_failed(place.replica.id, type(error).code)
                     self._replicas.release(place, outcome_of(error, exchange.watch))
-                    if not self._goes_elsewhere(exchange, prepared, sending, isinstance(error, UNSENT)):
+                    if isinstance(error, TOLD):
+                        self._replicas.refused(place.replica, error)
+                    if not self._goes_elsewhere(exchange, prepared, sending, error):
                         raise
                 except BaseException as error:
                     self._replicas.release(place, outcome_of(error, exchange.watch))
@@ -238,17 +251,18 @@ class Dispatcher:
         self._replicas.release(dispatched.placement, outcome_of(error, exchange.watch))
 
     def _goes_elsewhere(
-        self, exchange: Exchange, prepared: Prepared, sending: Sending, is_unsent: bool
+        self, exchange: Exchange, prepared: Prepared, sending: Sending, failure: ApiError
     ) -> bool:
         """Rules 2 and 3, after a failure. Makes the progress ready for another replica."""
-        progress = exchange.progress
+        progress, is_unsent = exchange.progress, isinstance(failure, UNSENT)
         if is_unsent and not progress.refused:
             progress.dispatched = False
-        if _tokens_of(progress) or not (is_unsent or sending.repeat()):
+        if _tokens_of(progress) or isinstance(failure, FINAL) or not (is_unsent or sending.repeat()):
             return False
         is_lost = progress.dispatched and not progress.refused
         exchange.progress = progress.anew(prepared.dialect.done, lost=is_lost)
         exchange.stages.enter("route")
+        exchange.watch.relax()
         return True
 
     def _answered(
@@ -332,7 +346,7 @@ class Dispatcher:
         loser, lost_at = (lead, place) if has_won else (hedge.task, hedge.placement)
         if (failure := failure_of(loser)) is not None and isinstance(failure, ApiError):
             forget_frames(failure)
-            exchange.record.attempt_failed(lost_at.replica.id, failure.code)
+            exchange.record.attempt_failed(lost_at.replica.id, type(failure).code)
         if has_won or not succeeded(lead):
             progress, other = exchange.progress, hedge.progress
             if has_won:
@@ -349,7 +363,7 @@ class Dispatcher:
         """Send the request to one replica, and wait for the beginning of its answer."""
         if exchange.streams:
             return self._attempt_stream(exchange, prepared, place, sending, progress)
-        return self._begin(exchange, prepared, place, progress)
+        return self._begin(exchange, prepared, place, sending, progress)
 
     async def _attempt_stream(
         self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending, progress: Progress
@@ -361,13 +375,14 @@ class Dispatcher:
                 attempt.give_up()
 
         with Attempt() as attempt:
-            return await self._begin(exchange, prepared, place, progress, on_late)
+            return await self._begin(exchange, prepared, place, sending, progress, on_late)
 
     async def _begin(
         self,
         exchange: Exchange,
         prepared: Prepared,
         place: Placement,
+        sending: Sending,
         progress: Progress,
         on_late: Callable[[], None] | None = None,
     ) -> Dispatched:
@@ -380,21 +395,33 @@ class Dispatcher:
             if on_late is not None:
                 self._replicas.awaits(place, prepared.model.name, on_late)
 
-        connect_s = exchange.timeouts.connect_s
         answer = await self._upstream.send(
-            replica.protocol, replica.url, request, connect_s, connected, progress.report
+            replica.protocol,
+            replica.url,
+            request,
+            exchange.timeouts.connect_s,
+            connected,
+            progress.report,
+            is_repeated=sending.repeats > 0,
         )
         observe_attempt(replica.id)
         if (load := parse_load(answer.headers.get(LOAD_HEADER))) is not None:
             self._replicas.observe(replica, load)
             self._replicas.counted(place)  # the engine's own count has it
         try:
-            opened = await open_answer(answer, progress, prepared.dialect, hides_usage=request.asks_for_usage)
+            opened = await open_answer(
+                answer,
+                progress,
+                prepared.dialect,
+                exchange.watch,
+                exchange.timeouts.inter_token_s,
+                streams=exchange.streams,
+                hides_usage=request.asks_for_usage,
+            )
         except BaseException:
             await answer.aclose()
             raise
-        if opened.head:
-            self._replicas.began(place)
+        self._replicas.began(place)
         return Dispatched(prepared.model, place, opened)
 
 

@@ -34,14 +34,12 @@ class Dialect(Struct, frozen=True):
 
     done: bytes
     """The last event of a whole answer."""
-    error_head: bytes
-    """The first bytes of an event that ends an answer with an error."""
 
     def error_event(self, error: ApiError) -> bytes:
         return sse.error_event(error)
 
 
-CHUNKS: Final = Dialect(done=sse.DONE, error_head=b'data: {"error":')
+CHUNKS: Final = Dialect(done=sse.DONE)
 """The dialect of chat and completions."""
 
 

@@ -407,7 +407,6 @@ class Pipeline:
 
         def first_byte() -> dict[str, str]:
             """Enter the stage `relay`, and return the headers that the gateway adds."""
-            self._replicas.began(dispatched.placement)
             exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
             return exchange.headers()
 

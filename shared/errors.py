@@ -25,7 +25,9 @@ class ApiError(Exception):
 
     status: ClassVar[int] = HTTPStatus.INTERNAL_SERVER_ERROR
     type: ClassVar[str] = "server_error"
-    code: ClassVar[str] = "internal_error"
+    code: str = "internal_error"
+    """The class's, except where an engine of another make has called a mistake of its caller's by a code of
+    its own."""
     retryable: ClassVar[bool] = False
 
     def __init__(
@@ -338,6 +340,24 @@ class UpstreamFailed(ApiError):
 class UpstreamLost(UpstreamFailed):
     """The connection or the stream broke after the request was dispatched: the engine no longer works on it,
     and another may be asked as long as the client was sent nothing."""
+
+
+class UpstreamLostTwice(UpstreamLost):
+    """Two connections broke after the request was sent on them. Both engines may have died of it, and no
+    third is asked."""
+
+
+class UpstreamRefused(UpstreamFailed):
+    """The engine, or what is before it, does not take what the gateway sends (its path, its method, its
+    type), which another would not take either."""
+
+
+class UpstreamDenied(UpstreamFailed):
+    """The engine does not take the gateway's own key, or its account is not paid."""
+
+
+class UpstreamDeferred(UpstreamFailed):
+    """The engine, or what is before it, did not take the request this time, and is well."""
 
 
 class ConnectTimeout(ApiError):

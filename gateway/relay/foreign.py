@@ -1,9 +1,10 @@
 """Answers of engines that are not ours: vLLM, SGLang, anything that speaks OpenAI's API.
 
 They have no closing comment. They are asked for usage (`stream_options.include_usage`), which is looked for
-in the last events before `[DONE]`, or in a unary answer's body; a client that did not ask for it does not see
-it. Their streams may end lines with CRLF, which is read as LF, so that the relay knows one kind of boundary.
-Nothing of this is done per event: the last events are kept as they are, and looked into when all have come.
+in the last events before `[DONE]`, or in all of a unary answer's body as it passes; a client that did not ask
+for it does not see it. Their streams may end lines with CRLF, which is read as LF, so that the relay knows
+one kind of boundary. Nothing of this is done per event: the last events are kept as they are, and looked into
+when all have come.
 
 An event that is one line, alone in its chunk, is passed on as it came, with its framing: `takes` tells which
 are. Most events are, and each then costs four slices and three searches for a byte.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -23,10 +24,10 @@ from shared.undecodable import UNDECODABLE
 TAIL_LEN: Final = 4096
 """The number of bytes at a stream's end in which its usage is looked for. An event with it takes a few
 hundred."""
-BODY_TAIL_LEN: Final = 16 * 1024
-"""The same at the end of an answer that is no stream, and too long to be held."""
 USAGE_LEN_MAX: Final = 4096
 """Bytes of a usage."""
+NAME_LEN_MAX: Final = 64
+"""Bytes of the name of the field with it, and of the space behind that."""
 KEPT_MAX: Final = 16
 """The pieces in which they are kept: joining them for each event would cost more than all the rest."""
 KEPT_LEN_MAX: Final = 1024
@@ -39,9 +40,13 @@ _LF: Final = b"\n"
 _END: Final = b"]"
 _BEGIN: Final = ord("[")
 _EMPTY: Final = b"[]"
-_NO_CHOICES: Final = re.compile(rb'"choices":\s*\[\]')
-_USAGE: Final = re.compile(rb'"usage":\s*(?=\{)')
+_NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\]')
+_NAME: Final = b'"usage"'
+_USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 """No text in a string matches: the quotes in it are escaped."""
+_ANSWERS: Final = re.compile(rb'"(?:choices|tokens|prompt|content)"\s*:')
+"""The fields of which an answer of an endpoint's has one."""
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _raw_decode: Final = json.JSONDecoder().raw_decode
 
 
@@ -51,12 +56,26 @@ class _PromptDetails(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens: UsedTokens
-    completion_tokens: UsedTokens = 0
+    completion_tokens: UsedTokens | None = 0
     prompt_tokens_details: _PromptDetails | None = None
+
+
+_NO_FIELD: Final = msgspec.Raw(b"null")
 
 
 class _Body(msgspec.Struct):
     usage: _Usage | None = None
+    choices: msgspec.Raw = _NO_FIELD
+    tokens: msgspec.Raw = _NO_FIELD
+    prompt: msgspec.Raw = _NO_FIELD
+    content: msgspec.Raw = _NO_FIELD
+
+    @property
+    def answers(self) -> bool:
+        """True if it has one of the fields of which an endpoint's answer has one."""
+        return self.choices != _NO_FIELD or any(
+            one != _NO_FIELD for one in (self.tokens, self.prompt, self.content)
+        )
 
 
 class _Told(msgspec.Struct):
@@ -68,25 +87,37 @@ _decode_body: Final = msgspec.json.Decoder(_Body).decode
 _decode_told: Final = msgspec.json.Decoder(_Told).decode
 
 
-def usage_of(body: bytes) -> Closing | None:
-    """The usage in a unary answer, or in one event of a stream. None without one, and for numbers that no
+def look_into(body: bytes) -> tuple[bool, Closing | None]:
+    """Whether a unary body is an answer, and the usage in it. None without one, and for numbers that no
     request can have used."""
     try:
-        usage = _decode_body(body).usage
-    except UNDECODABLE:
-        return None
-    return None if usage is None else _closing(usage)
+        found = _decode_body(body.removeprefix(_BYTE_ORDER_MARK))
+    except UNDECODABLE:  # it has NaN, say, or tokens as 7.0
+        return _ANSWERS.search(body) is not None, usage_in(body)
+    return found.answers, None if found.usage is None else _closing(found.usage)
 
 
 def usage_in(data: bytes) -> Closing | None:
     """The last usage in a part of an answer, whatever is around it. None without one."""
     for match in reversed(list(_USAGE.finditer(data))):
-        text = data[match.end() : match.end() + USAGE_LEN_MAX].decode(errors="replace")
-        try:
-            return _closing(msgspec.convert(_raw_decode(text)[0], _Usage))
-        except (ValueError, RecursionError):  # it is cut off, or out of all bounds
-            continue
+        if (closing := _usage_at(data, match.end())) is not None:
+            return closing
     return None
+
+
+def _usage_at(data: bytes, start: int) -> Closing | None:
+    text = data[start : start + USAGE_LEN_MAX].decode(errors="replace")
+    try:
+        return _closing(msgspec.convert(_whole(_raw_decode(text)[0]), _Usage))
+    except (ValueError, OverflowError, RecursionError):  # it is cut off, or no usage
+        return None
+
+
+def _whole(value: Any) -> Any:
+    """The value with its numbers, which some servers write as `7.0`, as whole ones where they are."""
+    if isinstance(value, dict):
+        return {name: _whole(one) for name, one in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _closing(usage: _Usage) -> Closing:
@@ -94,9 +125,37 @@ def _closing(usage: _Usage) -> Closing:
     return Closing(
         end_reason="",
         prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
+        completion_tokens=usage.completion_tokens or 0,
         cached_tokens=cached or 0,
     )
+
+
+class UsageFinder:
+    """The last usage in a unary answer that is too long to be held, wherever it stands, and however the bytes
+    come. It holds no more than a usage and its field's name may take."""
+
+    __slots__ = ("_found", "_held")
+
+    def __init__(self) -> None:
+        self._found: Closing | None = None
+        self._held = b""
+        """The last bytes: the beginning of a usage, perhaps, or of its field's name."""
+
+    def feed(self, chunk: bytes) -> None:
+        data = self._held + chunk
+        self._held = data[-NAME_LEN_MAX:]
+        if data.find(_NAME) < 0:
+            return
+        for match in _USAGE.finditer(data):
+            if len(data) - match.end() < USAGE_LEN_MAX:  # the rest of it may be still to come
+                self._held = data[min(match.start(), max(0, len(data) - NAME_LEN_MAX)) :]
+                return
+            self._found = _usage_at(data, match.end()) or self._found
+
+    @property
+    def usage(self) -> Closing | None:
+        """The usage, if the answer ends here."""
+        return usage_in(self._held) or self._found
 
 
 class ForeignScanner(TailScanner):

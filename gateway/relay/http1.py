@@ -12,12 +12,14 @@ Rules:
 3. While its reader takes nothing, a connection holds at most `READ_BUFFER_LEN` and one read more, and then
    reads nothing from the socket, whose buffer is bounded as well.
 4. Leaving an answer before its end closes the connection, which is what tells the engine to stop.
-5. A kept connection that was unused for `UNUSED_S_MIN`, and is closed before a byte of the answer, within
-   `CROSSED_S` of the request, was closed for being unused while the request was under way. The request is
-   sent once more, on a new connection. RFC 9112 (9.3.1) allows that for idempotent methods, and RFC 9110
+5. A kept connection that is closed before a byte of the answer, within `CROSSED_S` of the request, was most
+   likely closed while the request was under way, for being unused or for having served enough. The request
+   is sent once more, on a new connection. RFC 9112 (9.3.1) allows that for idempotent methods, and RFC 9110
    (9.2.2) for a POST of which it is known that it changes nothing, or that it was not begun: an engine keeps
    nothing of a request, and has read nothing of one that came after it had closed. Where no new connection
-   comes about, the engine may have died of the request, which then counts as lost.
+   comes about, the engine may have died of the request, which then counts as lost. Where that one is closed
+   as well, two may have died of it, unless the first was unused for `UNUSED_S_MIN`: that is LostTwice. So a
+   request that another engine lost before is sent once more only where the connection was unused for as long.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ IDLE_S_MAX: Final = 15.0
 CROSSED_S: Final = 1.0
 """The longest that the end of a connection and a request may be under way to each other, in seconds."""
 UNUSED_S_MIN: Final = 0.5
-"""The shortest time for which an engine keeps an unused connection, in seconds: one that is closed sooner was
-closed for what it was sent."""
+"""The shortest time for which an engine keeps an unused connection, in seconds: one that is closed sooner may
+have been closed for what it was sent."""
 RECEIVE_BUFFER_LEN: Final = 64 * 1024
 """SO_RCVBUF in bytes, which Linux doubles. An answer that the client does not read waits there, and the
 kernel's default grows to megabytes."""
@@ -78,6 +80,10 @@ acknowledgements (it has not set TCP_NODELAY) is not held up for long: after the
 40 ms, the kernel goes back to one for each read."""
 
 
+class LostTwice(httpx.ReadError):
+    """A request was lost on a kept connection, and on a new one."""
+
+
 class Http1Transport:
     """A transport over HTTP/1.1, made in a running loop. It has as many connections as requests in flight:
     quotas and queues throttle, not the pool."""
@@ -98,11 +104,13 @@ class Http1Transport:
         timeouts: Timeouts = NO_TIMEOUTS,
         connected: Callable[[], None] | None = None,
         report: Report | None = None,
+        is_repeated: bool = False,
     ) -> Http1ResponseStream:
         """Send a request, and wait for the response's headers. The caller closes the response.
 
-        Of the timeouts only `connect_s` is applied. `connected` is called once there is a connection, new or
-        kept: what fails before was not dispatched. No report comes over HTTP/1.1. Raises httpx's errors.
+        `is_repeated`: it was lost with another server before (rule 5). Of the timeouts only `connect_s` is
+        applied. `connected` is called once there is a connection, new or kept: what fails before was not
+        dispatched. No report comes over HTTP/1.1. Raises httpx's errors.
         """
         target = target_of(method, url)
         head = request_head(target.start, headers)
@@ -116,13 +124,19 @@ class Http1Transport:
         try:
             return await connection.request(head, content, has_body=target.has_body)
         except httpx.ReadError as lost:
-            if not connection.was_unused:
+            was_unused = connection.was_unused
+            if not connection.has_crossed or (is_repeated and not was_unused):
                 raise
             try:
                 connection = await self._connect(target.origin, timeouts.connect_s)
             except httpx.TransportError:  # of the request, perhaps
                 raise _again(lost) from None
-        return await connection.request(head, content, has_body=target.has_body)
+        try:
+            return await connection.request(head, content, has_body=target.has_body)
+        except httpx.ReadError as lost:
+            if was_unused:
+                raise
+            raise LostTwice(str(lost)) from None
 
     async def _connect(self, origin: Origin, within_s: float | None) -> _Connection:
         scheme, host, port = origin
@@ -205,8 +219,8 @@ class _Connection(asyncio.Protocol):
         """When it was kept last."""
         self._reused_s = -math.inf
         """When the last request was sent, if that was not the first."""
-        self.was_unused = False
-        """True if the connection was closed for that, as rule 5 has it."""
+        self.has_crossed = False
+        """True if the connection was closed while the request was under way, as rule 5 has it."""
         self._is_busy = True
         """True from a request, or from the beginning, until the connection is kept."""
         self._has_body = True
@@ -258,6 +272,11 @@ class _Connection(asyncio.Protocol):
                 raise _again(self._error)
             await self._wait()
         return self._head
+
+    @property
+    def was_unused(self) -> bool:
+        """True if it was unused before the last request for so long that it may have been closed for that."""
+        return self._reused_s - self._kept_s >= UNUSED_S_MIN
 
     async def _send(self, content: bytes) -> None:
         rest = memoryview(content)
@@ -405,10 +424,12 @@ class _Connection(asyncio.Protocol):
             self.fail(httpx.RemoteProtocolError(str(error)))
             return
         rest = received[end + len(HEAD_END) :]
-        if head.status < 200:
+        if (
+            head.status < 200 and head.status != 101
+        ):  # that one is final, and no answer to any request of ours
             self._interim += 1
-            if head.status == 101 or self._interim > INTERIM_MAX:
-                self.fail(httpx.RemoteProtocolError("an interim answer that was not asked for"))
+            if self._interim > INTERIM_MAX:
+                self.fail(httpx.RemoteProtocolError("too many interim answers"))
             elif rest:
                 self._receive_head(rest)
             return
@@ -467,8 +488,7 @@ class _Connection(asyncio.Protocol):
             kind = httpx.ReadError if self._head is None else httpx.RemoteProtocolError
             self._error = kind(said)
             is_silent = self._head is None and not self._received and not self._interim
-            has_idled = self._reused_s - self._kept_s >= UNUSED_S_MIN  # else it was not closed for that
-            self.was_unused = is_silent and has_idled and self._loop.time() - self._reused_s < CROSSED_S
+            self.has_crossed = is_silent and self._loop.time() - self._reused_s < CROSSED_S
         self._wake()
 
     def pause_writing(self) -> None:

@@ -87,7 +87,7 @@ def parse_head(block: bytes, *, has_body: bool) -> Head:
     headers = [_field(line) for line in lines]
     body = _body_of(headers, is_current) if has_body and status not in (204, 304) else Sized(0)
     options = b",".join(_values(headers, b"connection")).lower()
-    closes = not is_current or b"close" in options or body.ends_with_connection
+    closes = not is_current or b"close" in options or body.ends_with_connection or status == 101
     return Head(status, headers, body, not closes)
 
 

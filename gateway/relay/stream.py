@@ -1,7 +1,7 @@
 """The relay: bytes from the engine to the client.
 
 The engine's events are passed on as they come; nothing parses them but the first, which may be an
-error in an envelope of success, and the closing comment at the very end.
+error in an envelope of success, and the closing comment at the very end. So may a unary answer be.
 
 Rules:
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Final
 
 from msgspec import Struct
@@ -27,14 +26,15 @@ from msgspec import Struct
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
 from gateway.endpoints import Dialect
-from gateway.relay.foreign import BODY_TAIL_LEN, ForeignScanner, usage_in, usage_of
-from gateway.relay.upstream import Answer, read_back
+from gateway.relay.engine_errors import event_is_error, read_back
+from gateway.relay.foreign import ForeignScanner, UsageFinder, look_into
+from gateway.relay.upstream import Answer
 from gateway.ticks import Ticks
 from gateway.timeout_config import TimeoutsConfig
 from shared.clock import SYSTEM_CLOCK
 from shared.errors import InterTokenTimeout, UpstreamLost
 from shared.http2.report import Report
-from shared.sse import Closing, TailScanner, parse_closing
+from shared.sse import CONTENT_TYPE, Closing, TailScanner, parse_closing
 
 HEAD_LEN_MAX: Final = 256 * 1024
 """Bytes that are held until the status to answer with is decided: a whole unary answer, if it fits."""
@@ -42,7 +42,13 @@ HEAD_LEN_MAX: Final = 256 * 1024
 _BOUNDARY: Final = b"\n\n"
 _DATA: Final = b"data:"
 _NO_HEADERS: Final[Mapping[str, str]] = {}
-_STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_STREAM_HEADERS: Final = {
+    "content-type": CONTENT_TYPE,
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+STOPPED: Final = "The engine stopped sending."
 
 
 @dataclass(slots=True, eq=False)  # it is written for every event, and a write to a Struct takes twice as long
@@ -62,8 +68,8 @@ class Progress:
     foreign: ForeignScanner | None = None
     """The scanner, of a stream of an engine of another make. None for any other answer."""
     foreign_usage: Closing | None = None
-    """The usage in a unary answer of an engine of another make. None for any other answer, and without
-    one."""
+    """The usage in a unary answer of an engine of another make, as far as it was read. None for any other
+    answer, and without one."""
     complete: bool = False
     """True if all bytes are on their way to the client."""
     dispatched: bool = False
@@ -119,45 +125,107 @@ class Opened(Struct, frozen=True, eq=False):
     answer: Answer
     """Its holder must close it."""
     head: bytes
-    """The bytes of a stream up to the end of its first event, or beyond. Empty for any other answer."""
+    """The bytes of a stream up to the end of its first event, or beyond. Of any other answer all, or the
+    first `HEAD_LEN_MAX`."""
+    streams: bool
 
     def __repr__(self) -> str:
         """Nothing of the answer."""
         return f"<{type(self).__name__} {self.answer.status}>"
 
 
-async def open_answer(answer: Answer, progress: Progress, dialect: Dialect, *, hides_usage: bool) -> Opened:
-    """Read an answer up to its beginning: a stream's first event. Raises the error that the engine answers
-    with, or UpstreamFailed.
+async def open_answer(
+    answer: Answer,
+    progress: Progress,
+    dialect: Dialect,
+    watch: Watch,
+    inter_token_s: float,
+    *,
+    streams: bool,
+    hides_usage: bool,
+) -> Opened:
+    """Read an answer up to its beginning: a stream's first event, or what is held of any other. Raises the
+    error that the engine answers with, or UpstreamFailed.
 
     `hides_usage`: the engine was asked for usage that the client did not ask for."""
-    if answer.status >= HTTPStatus.BAD_REQUEST:
+    if not answer.is_what_was_asked_for(streams=streams):
         progress.refused = True
         progress.header_closing = answer.closing
         raise await answer.error()
-    if not answer.is_stream:
-        return Opened(answer, b"")
+    if not streams:
+        progress.header_closing = answer.closing
+        watch.expect(inter_token_s, InterTokenTimeout, STOPPED)
+        return Opened(answer, await _unary_head(answer, progress, watch), streams)
     if answer.tokenizer is None:
         progress.scanner = progress.foreign = ForeignScanner(dialect.done, hides_usage=hides_usage)
     elif hides_usage:  # one of ours that was not known to be
         progress.scanner = ForeignScanner(dialect.done, hides_usage=True)
-    head = await _first_event(answer, progress)
-    if head.startswith(dialect.error_head):
+    head, first = await _first_event(answer, progress)
+    if first.is_error:
         await _read_to_end(answer, progress)
         progress.refused = True
-        raise read_back(answer.status, head.partition(_BOUNDARY)[0].removeprefix(b"data:"))
-    return Opened(answer, head)
+        raise read_back(answer.status, first.data)
+    return Opened(answer, head, streams)
 
 
-async def _first_event(answer: Answer, progress: Progress) -> bytes:
-    """All bytes up to the end of the first event, still under the first-token deadline."""
-    head = b""
-    while head.find(_DATA) < 0 or head.find(_BOUNDARY) < 0:
+async def _unary_head(answer: Answer, progress: Progress, watch: Watch) -> bytes:
+    """The body of an answer, or the first `HEAD_LEN_MAX` of it. Where an engine of another make sends
+    something else with a 200, raises the error that this is."""
+    chunks: list[bytes] = []
+    room = HEAD_LEN_MAX
+
+    def keep(chunk: bytes) -> bool:
+        nonlocal room
+        watch.again()
+        chunks.append(chunk)
+        room -= len(chunk)
+        return room > 0
+
+    await answer.pass_on(keep)
+    head = b"".join(chunks)
+    if answer.tokenizer is None:
+        is_answer, progress.foreign_usage = look_into(head)
+        if not is_answer:
+            progress.refused = True
+            raise read_back(answer.status, head)
+    return head
+
+
+class _Event(Struct, frozen=True):
+    """An event as a client reads it."""
+
+    data: bytes
+    is_error: bool
+
+
+def _read_event(event: bytes) -> _Event | None:
+    """The event by WHATWG's rules (lines end with LF here). None for a comment, and for any other without
+    data. Some servers write `error:` where others name the event so."""
+    data, is_error = [], False
+    for line in event.removeprefix(_BYTE_ORDER_MARK).split(b"\n"):
+        name, _, value = line.partition(b":")
+        if name in (b"data", b"error"):
+            data.append(value.removeprefix(b" "))
+        is_error |= name == b"error" or (name == b"event" and value.strip() == b"error")
+    if not data:
+        return None
+    joined = b"\n".join(data)
+    return _Event(joined, is_error or event_is_error(joined))
+
+
+async def _first_event(answer: Answer, progress: Progress) -> tuple[bytes, _Event]:
+    """All bytes up to the end of the first event or beyond, still under the first-token deadline; and that
+    event."""
+    head, start = b"", 0
+    while True:
+        while (end := head.find(_BOUNDARY, start)) >= 0:
+            if (first := _read_event(head[start:end])) is not None:
+                return head, first
+            start = end + len(_BOUNDARY)
         chunk = await answer.read()
         head += progress.scanner.feed(chunk)
         if not chunk or len(head) > HEAD_LEN_MAX:
             raise UpstreamLost("The engine's answer broke off.", detail="it ended before an event")
-    return head
 
 
 async def _read_to_end(answer: Answer, progress: Progress) -> None:
@@ -183,7 +251,7 @@ class Relay(Struct, frozen=True, eq=False):
 
     async def run(self, opened: Opened) -> None:
         """Pass the answer on. Raises UpstreamFailed or ClientGone."""
-        await (self._stream(opened) if opened.head else self._unary(opened.answer))
+        await (self._stream(opened) if opened.streams else self._unary(opened))
         self.progress.complete = True
         await self.client.finish()
 
@@ -238,40 +306,29 @@ class Relay(Struct, frozen=True, eq=False):
         progress.body_len += len(data) - start - 2
         return self.client.write_framed(data)
 
-    async def _unary(self, answer: Answer) -> None:
-        chunks: list[bytes] = []
-        room = HEAD_LEN_MAX
-
-        def keep(chunk: bytes) -> bool:
-            nonlocal room
-            self.watch.again()
-            chunks.append(chunk)
-            room -= len(chunk)
-            return room > 0
-
-        self._expect_more()
-        more = await answer.pass_on(keep)
-        head = b"".join(chunks)
-        self.progress.header_closing = answer.closing
-        is_foreign = answer.tokenizer is None
-        if not more and is_foreign:
-            self.progress.foreign_usage = usage_of(head)
-        await self._begin(answer, head)
-        if not more:
+    async def _unary(self, opened: Opened) -> None:
+        answer = opened.answer
+        await self._begin(answer, opened.head)
+        if answer.finished:
             return
-        tail = b""
+        self._expect_more()
+        if answer.tokenizer is not None:
+            await self._pass_rest(answer, self._pass_as_it_is)
+            return
+        finder = UsageFinder()
+        finder.feed(opened.head)
 
         def pass_on(chunk: bytes) -> bool:
-            nonlocal tail
-            if is_foreign:
-                tail = (tail + chunk)[-BODY_TAIL_LEN:]
+            finder.feed(chunk)
             return self._pass_as_it_is(chunk)
 
-        while await answer.pass_on(pass_on):
+        await self._pass_rest(answer, pass_on)
+        self.progress.foreign_usage = finder.usage
+
+    async def _pass_rest(self, answer: Answer, accept: Callable[[bytes], bool]) -> None:
+        while await answer.pass_on(accept):
             await self.client.drain()
             self._expect_more()
-        if is_foreign:
-            self.progress.foreign_usage = usage_in(head[-BODY_TAIL_LEN:] + tail) or usage_in(head)
 
     def _pass_as_it_is(self, chunk: bytes) -> bool:
         self.watch.again()
@@ -288,4 +345,4 @@ class Relay(Struct, frozen=True, eq=False):
         return self.client.begin(answer.status, headers, body, whole=answer.finished)
 
     def _expect_more(self) -> None:
-        self.watch.expect(self.timeouts.inter_token_s, InterTokenTimeout, "The engine stopped sending.")
+        self.watch.expect(self.timeouts.inter_token_s, InterTokenTimeout, STOPPED)

@@ -25,16 +25,17 @@ import msgspec
 
 from gateway.config import HopProtocol, ModelConfig
 from gateway.edge_config import HopConfig
-from gateway.relay.http1 import AcceptChunk, Http1Transport
+from gateway.relay.engine_errors import ERROR_LEN_MAX, read_back, says_error
+from gateway.relay.http1 import AcceptChunk, Http1Transport, LostTwice
 from shared import errors
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import (
     ApiError,
     ConnectTimeout,
     NotReady,
-    Overloaded,
     UpstreamFailed,
     UpstreamLost,
+    UpstreamLostTwice,
     UpstreamUnreachable,
 )
 from shared.http2.client import (
@@ -54,18 +55,24 @@ from shared.renewable_tls import RenewableTls
 from shared.shield import shielded
 from shared.sse import CLOSING_HEADER, Closing, parse_closing
 from shared.tls import client_context
-from shared.undecodable import UNDECODABLE
 
 BOUNDS_MAX: Final = 1024
+TYPES_MAX: Final = 256
+"""Content types whose media type is cached."""
 DRAIN_RETRY_S: Final = 1.0
 """The `Retry-After` of a request whose only replica shuts down, in seconds."""
-ERROR_LEN_MAX: Final = 64 * 1024
 FETCH_LEN_MAX: Final = 64 * 1024 * 1024
 """Bytes of an answer to the gateway's own requests. A tokenizer of 250,000 tokens takes about 30 MB."""
 
 HeaderPairs = tuple[tuple[bytes, bytes], ...]
 """Headers in order, names and values as bytes."""
 
+_NO_CODING: Final = (b"accept-encoding", b"identity")
+"""Without it a server may choose any coding (RFC 9110, 12.5.3)."""
+_JSON_TYPES: Final = ("application/json", "")
+_STREAM_TYPES: Final = ("text/event-stream", "")
+"""The types of answers. Where a server names none, the body tells."""
+_NO_SUCH_PATH: Final[dict[int, type[ApiError]]] = {404: errors.RouteNotFound, 405: errors.MethodNotAllowed}
 
 OnLoad = Callable[[str, str, int, LoadReport], None]
 """A function that takes the load of an engine, by the scheme, host and port of its connection."""
@@ -121,6 +128,7 @@ class Transport(typing.Protocol):
         timeouts: Timeouts,
         connected: Callable[[], None] | None,
         report: Report | None,
+        is_repeated: bool,
     ) -> Response: ...
 
     async def aclose(self) -> None: ...
@@ -129,12 +137,13 @@ class Transport(typing.Protocol):
 class Answer:
     """A replica's answer, its body unread. Its holder must close it."""
 
-    __slots__ = ("_stream", "content_type", "finished", "headers", "status", "tokenizer")
+    __slots__ = ("_stream", "content_type", "finished", "headers", "media_type", "status", "tokenizer")
 
     def __init__(self, response: Response) -> None:
         self.status: Final = response.status
         self.headers: Final = response.headers
         self.content_type: Final[str] = self.headers.get("content-type", "")
+        self.media_type: Final = _media_type(self.content_type)
         self.tokenizer: Final = self.headers.get(TOKENIZER_HEADER)
         """The hash of the engine's tokenizer. An engine of ours always sends it; None of another make."""
         self.finished = False
@@ -147,9 +156,17 @@ class Answer:
         closing = self.headers.get(CLOSING_HEADER)
         return parse_closing(closing) if closing else None
 
+    def is_what_was_asked_for(self, *, streams: bool) -> bool:
+        """True if this is an answer by its head: a 200 of the type that was asked for, in no coding."""
+        return (
+            self.status == HTTPStatus.OK
+            and self.media_type in (_STREAM_TYPES if streams else _JSON_TYPES)
+            and not self._is_coded
+        )
+
     @property
-    def is_stream(self) -> bool:
-        return self.content_type.startswith("text/event-stream")
+    def _is_coded(self) -> bool:
+        return self.headers.get("content-encoding", "").lower() not in ("", "identity")
 
     async def read(self) -> bytes:
         """The bytes that have come, at least one; empty at the end. Raises UpstreamFailed when cut off."""
@@ -187,9 +204,24 @@ class Answer:
         return self._stream.aclose() if self.finished else shielded(self._stream.aclose())
 
     async def error(self) -> ApiError:
-        """The error of an answer with an error status, as one of our own tree."""
-        body = await self.read_all(ERROR_LEN_MAX)
-        return read_back(self.status, body, self.headers.get("retry-after"))
+        """The error that this is in place of an answer, as one of our own tree."""
+        headers = self.headers
+        is_error = self.status >= HTTPStatus.BAD_REQUEST
+        if is_error or (self.status == HTTPStatus.OK and self.media_type in _JSON_TYPES):
+            body = b"" if self._is_coded else await self._body_of_error()
+            if is_error or says_error(body):
+                after = headers.get("retry-after")
+                return read_back(self.status, body, self.media_type, after, headers.get("date"))
+        coding = f" in {headers.get('content-encoding')!r}" if self._is_coded else ""
+        detail = f"engine answered {self.status} with {self.media_type!r}{coding}"
+        return UpstreamFailed("The engine sent what is no answer.", detail=detail)
+
+    async def _body_of_error(self) -> bytes:
+        """Empty where it is too long, or cut off: the status tells enough."""
+        try:
+            return await self.read_all(ERROR_LEN_MAX)
+        except UpstreamFailed:
+            return b""
 
 
 class Upstream:
@@ -250,10 +282,13 @@ class Upstream:
         connect_s: float,
         connected: Callable[[], None] = lambda: None,
         report: Report | None = None,
+        *,
+        is_repeated: bool = False,
     ) -> Answer:
         """Dispatch a request, and wait for the answer's headers.
 
         `connected` is called once there is a connection. `report` takes the engine's report on the request.
+        `is_repeated`: another engine was sent it before, and may have died of it.
 
         Raises:
             ConnectTimeout, UpstreamUnreachable, NotReady: nothing was dispatched.
@@ -265,11 +300,12 @@ class Upstream:
             response = await self._transports[protocol].exchange(
                 outbound.method,
                 base_url + outbound.path,
-                (*outbound.headers, (b"content-length", b"%d" % len(content))),
+                (*outbound.headers, _NO_CODING, (b"content-length", b"%d" % len(content))),
                 content,
                 timeouts=_bounds(connect_s),
                 connected=connected,
                 report=report,
+                is_repeated=is_repeated,
             )
         except httpx.HTTPError as error:
             raise _ours(error) from error
@@ -284,13 +320,13 @@ class Upstream:
         headers: HeaderPairs = (),
     ) -> tuple[Mapping[str, str], bytes]:
         """The headers and body of the answer to a GET of the gateway's own. Raises RouteNotFound and
-        MethodNotAllowed where there is no such path, whatever the body says, and ApiError for any other error
-        status."""
+        MethodNotAllowed where there is no such path, whatever the body says, and ApiError for any other
+        status than 200."""
         answer = await self.send(protocol, base_url, Outbound("GET", path, headers), connect_s)
         try:
             if (kind := _NO_SUCH_PATH.get(answer.status)) is not None:
                 raise kind("The engine has no such path.", detail=f"{path}: {answer.status}")
-            if answer.status >= HTTPStatus.BAD_REQUEST:
+            if answer.status != HTTPStatus.OK:
                 raise await answer.error()
             return answer.headers, await answer.read_all(FETCH_LEN_MAX)
         finally:
@@ -306,6 +342,12 @@ def _is_secure(model: ModelConfig) -> bool:
     if model.discovery is not None:
         return model.discovery.scheme == "https"
     return any(url.startswith("https:") for url in model.replicas)
+
+
+@lru_cache(maxsize=TYPES_MAX)
+def _media_type(content_type: str) -> str:
+    """The media type without its parameters; types are compared without regard to case (RFC 9110, 8.3.1)."""
+    return content_type.partition(";")[0].strip().lower()
 
 
 @lru_cache(maxsize=BOUNDS_MAX)
@@ -330,93 +372,7 @@ def _ours(error: httpx.HTTPError) -> ApiError:
             return UpstreamUnreachable("The engine cannot be reached.", detail=detail)
         case httpx.LocalProtocolError() | httpx.UnsupportedProtocol():
             return UpstreamFailed("The engine cannot be asked.", detail=detail)
+        case LostTwice():
+            return UpstreamLostTwice("The engine's answer broke off, twice.", detail=detail)
         case _:
             return UpstreamLost("The engine's answer broke off.", detail=detail)
-
-
-class _Error(msgspec.Struct):
-    """The error in an envelope. Other engines put a status where OpenAI puts a code."""
-
-    message: str
-    param: str | None = None
-    code: str | int | None = None
-
-
-class _Envelope(msgspec.Struct):
-    """OpenAI's error envelope, or a form that other engines send: its fields without the envelope, or a text
-    alone within it."""
-
-    error: _Error | str | None = None
-    message: str | None = None
-    param: str | None = None
-    code: str | int | None = None
-
-
-_decode_envelope: Final = msgspec.json.Decoder(_Envelope).decode
-
-
-def _decode_error(body: bytes) -> _Error:
-    envelope = _decode_envelope(body)
-    if isinstance(envelope.error, _Error):
-        return envelope.error
-    message = envelope.error or envelope.message
-    if message is None:
-        raise msgspec.ValidationError("there is no message")
-    return _Error(message, envelope.param, envelope.code)
-
-
-def _tree(root: type[ApiError]) -> dict[str, type[ApiError]]:
-    found = {root.code: root}
-    for child in root.__subclasses__():
-        found.update({code: kind for code, kind in _tree(child).items() if code not in found})
-    return found
-
-
-_BY_CODE: Final = _tree(ApiError)
-_BY_STATUS: Final[dict[int, type[ApiError]]] = {
-    400: errors.InvalidRequest,
-    404: errors.ModelNotFound,
-    413: errors.BodyTooLarge,
-    422: errors.InvalidRequest,
-    503: Overloaded,
-}
-"""The errors for statuses of engines whose codes are not known here."""
-_TAKES_NO_MORE: Final = "The engine takes no more requests at the moment."
-_NO_SUCH_PATH: Final[dict[int, type[ApiError]]] = {404: errors.RouteNotFound, 405: errors.MethodNotAllowed}
-_OURS_ALONE: Final = (errors.Unauthenticated.status, errors.PermissionDenied.status)
-"""Statuses that are never passed on: that an engine refuses the gateway is no fault of the caller's."""
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """An engine's `Retry-After`, where it is a number of seconds of a day at most."""
-    if retry_after is None or len(retry_after) > 5 or not retry_after.isdecimal():
-        return None
-    return float(retry_after)
-
-
-def read_back(status: int, body: bytes, retry_after: str | None = None) -> ApiError:
-    """An engine's error answer as an error of ours: the same code, message and param where it has OpenAI's
-    envelope, and UpstreamFailed where it has not.
-
-    A 429 is Overloaded, whatever its code and body: what is used up is the gateway's own account there, and
-    no quota of the caller's, who is not shown what is said of it. Other replicas and fallbacks may have
-    room."""
-    detail = f"engine answered {status}"
-    retry_after_s = _seconds(retry_after)
-    try:
-        error = _decode_error(body)
-    except UNDECODABLE:
-        if status == HTTPStatus.TOO_MANY_REQUESTS:
-            return Overloaded(_TAKES_NO_MORE, detail=detail, retry_after_s=retry_after_s)
-        if status == HTTPStatus.SERVICE_UNAVAILABLE:  # sent by a proxy, or a bare server
-            return NotReady("The engine is not ready.", detail=detail, retry_after_s=retry_after_s)
-        return UpstreamFailed("The engine failed to answer.", detail=detail)
-    if isinstance(error.code, int):
-        status = error.code
-    kind = _BY_CODE.get(str(error.code)) or _BY_STATUS.get(status)
-    if HTTPStatus.TOO_MANY_REQUESTS in (status, kind and kind.status):
-        detail = f"{detail}, code {error.code!r}"
-        return Overloaded(_TAKES_NO_MORE, detail=detail, retry_after_s=retry_after_s)
-    if kind is None or kind.status in _OURS_ALONE:
-        return UpstreamFailed("The engine failed to answer.", detail=f"{detail}, code {error.code!r}")
-    return kind(error.message, param=error.param, detail=detail, retry_after_s=retry_after_s)

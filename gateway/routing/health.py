@@ -31,7 +31,9 @@ Rules:
    giant prompt takes its time. One whose core hangs reports a queue too, but computes nothing of it.
 7. Requests that the replica answers with an error of its own (5xx) may be at fault themselves: not every
    engine calls a mistake of its caller's by its name. So where these are all failures of the last `WINDOW_S`,
-   and of one tenant, while others were sent here as well, they neither eject it nor decide a trial.
+   and of one tenant, while others were sent here as well, they neither eject it nor decide a trial. Where the
+   replica, or what is before it, refuses a request as no engine should (`Outcome.REFUSED`: a path that is not
+   there, a method), the same holds whether others were sent here or not: a server may lack one path of many.
 """
 
 from __future__ import annotations
@@ -76,7 +78,10 @@ class Outcome(StrEnum):
     LOST = "lost"
     """The connection or the stream broke."""
     FAILED = "failed"
-    """The replica answered with an error of its own (5xx)."""
+    """The replica answered with an error of its own (5xx), or with what is no answer."""
+    REFUSED = "refused"
+    """The replica, or what is before it, did not take what the gateway sent, through no fault of the
+    caller's."""
     LATE = "late"
     """The first event did not come in time."""
     STALLED = "stalled"
@@ -293,12 +298,12 @@ class Health:
     def _is_of_its_tenant(self, ticket: Ticket, outcome: Outcome, now_ms: int) -> bool:
         """True if a failure says nothing of the replica, by rule 7. Notes the failure."""
         since_ms, tenant = now_ms - 1000 * WINDOW_S, ticket.tenant
-        if outcome is not Outcome.FAILED:
+        if outcome is not Outcome.FAILED and outcome is not Outcome.REFUSED:
             self._broke_ms = now_ms
             return False
         self._refused.note(tenant, now_ms)
         is_alone = max(self._refused.of_others(tenant), self._broke_ms) < since_ms
-        return is_alone and self._sent.of_others(tenant) >= since_ms
+        return is_alone and (outcome is Outcome.REFUSED or self._sent.of_others(tenant) >= since_ms)
 
     def eject(self, reason: Reason, outcome: Outcome, now_ms: int) -> Ejection:
         if self.phase is HealthPhase.WELL:

@@ -15,6 +15,7 @@ read again, or discovery. Rules:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from gateway.routing.policy import SLOW_START_MS, Affinity, Route, View, choose,
 from gateway.routing.table import Table, key_of
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.errors import ApiError
 from shared.ids import ReplicaId
 from shared.load_report import LoadReport
 
@@ -53,6 +55,8 @@ ENGINE_DRAIN_S: Final = 5.0
 after that, another may be there."""
 LINGER_S: Final = 3600.0
 """The time after which a member that is not listed any more is forgotten, in seconds. Its requests run on."""
+REFUSED_S: Final = 60.0
+"""The time between two log lines about what a replica refuses, in seconds."""
 LEAVING_MAX: Final = 1024
 """The number of members that are not listed any more and have open requests; the oldest are forgotten."""
 
@@ -77,6 +81,8 @@ class Replica:
     """When the last source ceased to list it, on the monotonic clock. None while one lists it."""
     routes: Counter[Route] = field(default_factory=Counter)
     """The requests that it was chosen for, by the reason."""
+    refused_s: float = -math.inf
+    """When operators were told last that it refuses requests, on the monotonic clock."""
 
     def to(self, phase: MemberPhase) -> None:
         """Move to a phase, if it is another one."""
@@ -276,6 +282,13 @@ class Replicas:
             observe_ejection(replica.id, ejection)
         if replica.left_at_s is not None:
             self._settle(replica)
+
+    def refused(self, replica: Replica, error: ApiError) -> None:
+        """Tell operators what a replica, or what is before it, refuses through no fault of a caller's."""
+        now_s = self._clock.monotonic()
+        if now_s - replica.refused_s >= REFUSED_S:
+            replica.refused_s = now_s
+            log.warning("replica.refuses", replica=replica.id, error=error.code, detail=error.detail)
 
     def _now_ms(self) -> int:
         return int(self._clock.monotonic() * 1000)

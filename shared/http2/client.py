@@ -285,10 +285,12 @@ class Http2Transport(httpx.AsyncBaseTransport):
         timeouts: Timeouts = NO_TIMEOUTS,
         connected: Callable[[], None] | None = None,
         report: Report | None = None,
+        is_repeated: bool = False,
     ) -> ResponseStream:
         """Send a request, and wait for the response's headers. The caller closes the response.
 
         The same as `handle_async_request`, without the objects of httpx, which cost as much as all the rest.
+        `is_repeated` changes nothing: servers of HTTP/2 say what they did not process.
         `report` takes the server's report on the stream, which comes even when the call is cancelled or the
         response is closed before its end.
         """

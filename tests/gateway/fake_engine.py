@@ -62,7 +62,8 @@ class Script:
 
     steps: Sequence[Step]
     status: int = 200
-    content_type: str = "text/event-stream"
+    content_type: str = ""
+    """The type of the answer. Empty: the one that was asked for."""
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -123,6 +124,11 @@ def unary(text: str = "hello", *, end: sse.Closing | None = None, before: Sequen
     return Script([*before, HEADERS, msgspec.json.encode(value)], 200, "application/json", headers)
 
 
+def as_asked(seen: Seen) -> Script:
+    """A whole answer, as a stream where one was asked for."""
+    return stream(chunk("a"), chunk("b"), chunk("c")) if seen.body.get("stream") else unary()
+
+
 def refusal(status: int, code: str, message: str = "no", **headers: str) -> Script:
     error = {"message": message, "type": "t", "param": None, "code": code}
     body = msgspec.json.encode({"error": error})
@@ -143,7 +149,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.context_len = context_len
         """The model's context, which it lists if its KV cache holds less."""
-        self.script: Script | Callable[[Seen], Script] = stream(chunk("a"), chunk("b"), chunk("c"))
+        self.script: Script | Callable[[Seen], Script] = as_asked
         self.seen: list[Seen] = []
         self.arrived = asyncio.Event()
         """Set at every request that is to be answered by the script."""
@@ -198,7 +204,9 @@ class FakeEngine:
         self.active += 1
         self.arrived.set()
         try:
-            await self._play(responder, self.script(seen) if callable(self.script) else self.script)
+            script = self.script(seen) if callable(self.script) else self.script
+            asked = "text/event-stream" if seen.body.get("stream") else "application/json"
+            await self._play(responder, script, script.content_type or asked)
         except (asyncio.CancelledError, ClientGone):
             seen.cancelled.set()
             raise
@@ -208,8 +216,8 @@ class FakeEngine:
             if self.reports is not None:
                 responder.report(sse.encode_closing(self.reports))
 
-    async def _play(self, responder: Responder, script: Script) -> None:
-        headers = {"content-type": script.content_type, **script.headers}
+    async def _play(self, responder: Responder, script: Script, content_type: str) -> None:
+        headers = {"content-type": content_type, **script.headers}
         if self.bundle is not None:
             headers[TOKENIZER_HEADER] = self.bundle.hash
         if self.load is not None:

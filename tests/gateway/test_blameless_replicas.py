@@ -22,16 +22,26 @@ def replica() -> Replica:
     return Replica()
 
 
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.REFUSED])
 @pytest.mark.parametrize(("own", "other"), ["ab", "ba"])
 def test_errors_that_one_of_several_tenants_alone_gets_eject_nobody(
-    replica: Replica, own: str, other: str
+    replica: Replica, own: str, other: str, outcome: Outcome
 ) -> None:
     """They may be of what it asks for. Another tenant was sent here before."""
     replica.work(replica.health.admit(replica.now_ms, other))
     for _ in range(MANY):
         ticket = replica.health.admit(replica.now_ms, own)
-        assert replica.fail(ticket, Outcome.FAILED) is None
+        assert replica.fail(ticket, outcome) is None
     assert replica.allows
+
+
+def test_what_is_refused_to_one_tenant_ejects_nobody_though_nobody_else_was_sent_here(
+    replica: Replica,
+) -> None:
+    """A server may lack the one path that it asks for."""
+    for _ in range(MANY):
+        assert replica.fail(replica.health.admit(replica.now_ms, "a"), Outcome.REFUSED) is None
+    assert replica.fail(replica.health.admit(replica.now_ms, "b"), Outcome.REFUSED) is not None
 
 
 @pytest.mark.parametrize("outcome", [one for one in FAILURES if one is not Outcome.FAILED])
@@ -41,7 +51,7 @@ def test_what_no_request_can_cause_ejects_whosever_it_is(replica: Replica, outco
     assert ended[-1] is not None
 
 
-@pytest.mark.parametrize("second", [Outcome.FAILED, Outcome.LOST])
+@pytest.mark.parametrize("second", [Outcome.FAILED, Outcome.LOST, Outcome.REFUSED])
 def test_errors_that_another_tenant_gets_as_well_eject(replica: Replica, second: Outcome) -> None:
     replica.work(replica.health.admit(replica.now_ms, "b"))
     for _ in range(ROW_MAX):

@@ -20,9 +20,11 @@ EVENT = b"data: {}\n\n"
 STREAM = [EVENT, b"data: [DONE]\n\n"]
 
 
-async def asked(house: House, version: str, *headers: str, until_closed: bool) -> tuple[list[bytes], bytes]:
+async def asked(
+    house: House, version: str, *headers: str, until_closed: bool, streams: bool = False
+) -> tuple[list[bytes], bytes]:
     """The lines of an answer's head, and its body as it was framed."""
-    body = msgspec.json.encode(CHAT)
+    body = msgspec.json.encode({**CHAT, "stream": streams})
     head = [f"POST /v1/chat/completions HTTP/{version}", "host: a", f"authorization: Bearer {KEY}"]
     head += [*headers, f"content-length: {len(body)}"]
     reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
@@ -65,10 +67,10 @@ async def test_a_whole_answer_tells_its_length_and_whether_the_connection_is_kep
 
 async def test_a_stream_is_chunked_or_ends_with_the_connection(house: House) -> None:
     house.engine.script = Script(STREAM)
-    lines, body = await asked(house, "1.1", until_closed=False)
+    lines, body = await asked(house, "1.1", until_closed=False, streams=True)
     assert b"transfer-encoding: chunked" in lines
     assert b"".join(body.split(b"\r\n")[1::2]) == b"".join(STREAM)
-    lines, body = await asked(house, "1.0", "connection: keep-alive", until_closed=True)
+    lines, body = await asked(house, "1.0", "connection: keep-alive", until_closed=True, streams=True)
     assert b"connection: close" in lines
     assert not any(line.startswith((b"transfer-encoding", b"content-length")) for line in lines)
     assert body == b"".join(STREAM)

@@ -195,6 +195,13 @@ def test_what_is_no_base_url_is_told(url: str) -> None:
         load(settings(url), {})
 
 
+@pytest.mark.parametrize("url", ["http://a:1/v1", "https://a/v1/", "http://[::1]:1/sub/v1"])
+def test_a_base_url_with_the_beginning_of_the_paths_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="leave out the /v1"):
+        load(settings(url), {})
+    load(settings(f"{url.rstrip('/')}/account"), {})
+
+
 def named(reader: AccountsReader, authorization: str, now_s: float) -> Principal:
     identity = reader.now.identity
     assert isinstance(identity, KeyTable)

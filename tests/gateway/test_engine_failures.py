@@ -41,7 +41,7 @@ async def test_a_time_that_nobody_waits_is_not_passed_on(house: House, said: str
         (refusal(500, "engine_failed"), 500, "engine_failed", "engine_failed"),
         (refusal(401, "invalid_api_key"), 502, "upstream_failed", "upstream_failed"),
         (refusal(418, "teapot"), 502, "upstream_failed", "upstream_failed"),
-        (refusal(400, "their_own_code"), 400, "invalid_value", "refused"),
+        (refusal(400, "their_own_code"), 400, "their_own_code", "refused"),
         (Script([b"<html>"], 500, "text/html"), 502, "upstream_failed", "upstream_failed"),
         (Script([b"<html>"], 404, "text/html"), 502, "upstream_failed", "upstream_failed"),
         (FOREIGN_REFUSAL, 400, "invalid_value", "refused"),

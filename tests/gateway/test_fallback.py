@@ -81,6 +81,7 @@ UNAVAILABLE = {
     "not ready": refusal(503, "not_ready"),
     "broken": refusal(500, "engine_failed"),
     "cut": Script([CUT]),
+    "not at this path": Script([b"<html>"], 404, "text/html"),
 }
 
 

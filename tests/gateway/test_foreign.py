@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from gateway.app import Gateway
 from gateway.config import load
-from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, usage_in, usage_of
-from gateway.relay.upstream import read_back
+from gateway.relay.engine_errors import read_back
+from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, look_into, usage_in
 from shared.bench.services import free_port
-from shared.errors import UpstreamFailed
+from shared.errors import InvalidRequest, UpstreamFailed
 from shared.openai import USED_TOKENS_MAX
 from shared.sse import parse_closing
 from tests.gateway import foreign_app
@@ -390,7 +390,7 @@ def test_an_event_is_taken_as_it_came_unless_it_may_have_to_be_hidden(
 
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": -1}, {"prompt_tokens": "many"}])
 def test_malformed_usage_is_ignored(usage: Any) -> None:
-    assert usage_of(json.dumps({"usage": usage}).encode()) is None
+    assert look_into(json.dumps({"usage": usage}).encode())[1] is None
 
 
 TOO_DEEP = b"[" * 100_000
@@ -402,9 +402,10 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("body", BROKEN, ids=["no UTF-8", "a deep error", "a deep unknown field"])
-def test_an_answer_that_is_no_json_is_the_engines_failure(body: bytes) -> None:
-    assert isinstance(read_back(400, body), UpstreamFailed)
-    assert usage_of(body) is None
+def test_an_answer_that_is_no_json_is_read_by_its_status(body: bytes) -> None:
+    assert isinstance(read_back(500, body), UpstreamFailed)
+    assert isinstance(read_back(400, body), InvalidRequest)
+    assert look_into(body) == (False, None)
     assert parse_closing(body) is None
 
 
@@ -414,7 +415,7 @@ def test_usage_that_no_request_can_have_is_none_and_is_hidden_all_the_same(field
     numbers = {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 1, field: tokens}
     usage = {**numbers, "prompt_tokens_details": {"cached_tokens": numbers.pop("cached_tokens")}}
     event = json.dumps({"choices": [], "usage": usage}).encode()
-    assert usage_of(event) is None
+    assert look_into(event)[1] is None
     scanner = ForeignScanner(hides_usage=True)
     done = b"data: [DONE]\n\n"
     assert whole(scanner, EVENT + b"data: " + event + b"\n\n" + done, 1000) == EVENT + done
@@ -423,6 +424,6 @@ def test_usage_that_no_request_can_have_is_none_and_is_hidden_all_the_same(field
 
 def test_the_most_that_a_request_can_use_is_believed() -> None:
     usage = {"prompt_tokens": USED_TOKENS_MAX, "completion_tokens": USED_TOKENS_MAX}
-    closing = usage_of(json.dumps({"usage": usage}).encode())
+    _, closing = look_into(json.dumps({"usage": usage}).encode())
     assert closing is not None
     assert (closing.prompt_tokens, closing.completion_tokens) == (USED_TOKENS_MAX, USED_TOKENS_MAX)

@@ -38,7 +38,8 @@ from shared.ids import ReplicaId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import until
 
-FAILURES = [outcome for outcome in Outcome if outcome.is_failure]
+FAILURES = [outcome for outcome in Outcome if outcome.is_failure and outcome is not Outcome.REFUSED]
+"""Those that eject whosever they are, where nobody else was sent here."""
 
 
 class Replica:

@@ -178,7 +178,6 @@ async def post(
         return answer
 
 
-@pytest.mark.usefixtures("idled")
 @pytest.mark.parametrize("length", [10, 3 * http1.PIECE_LEN])
 async def test_a_request_that_crosses_the_end_of_a_kept_connection_is_sent_on_a_new_one(
     closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport, length: int
@@ -192,14 +191,20 @@ async def test_a_request_that_crosses_the_end_of_a_kept_connection_is_sent_on_a_
     assert (server.opened, len(told)) == (2, 2), "the caller is told once"
 
 
-@pytest.mark.usefixtures("idled")
+@pytest.mark.parametrize("unused_s", [0.0, 60.0])
 async def test_it_is_sent_once_more_and_not_again(
-    closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport
+    closing: tuple[Closing, asyncio.Server, str],
+    transport: Http1Transport,
+    monkeypatch: pytest.MonkeyPatch,
+    unused_s: float,
 ) -> None:
+    """Where the first connection was just used, it may have been lost by the request, as the second was."""
+    monkeypatch.setattr(http1, "UNUSED_S_MIN", unused_s)
     server, _, url = closing
     await post(transport, url, b"a")
-    with pytest.raises(httpx.ReadError):
+    with pytest.raises(httpx.ReadError) as lost:
         await post(transport, url, b"b")
+    assert isinstance(lost.value, http1.LostTwice) is (unused_s > 0.0)
     assert server.opened == 2
     with pytest.raises(httpx.ReadError):  # no connection is kept, and a new one was not closed for that
         await post(transport, url, b"c")
@@ -219,18 +224,14 @@ async def test_a_request_whose_answer_had_begun_is_not_sent_again(
     assert server.opened == 1
 
 
-@pytest.mark.parametrize(("bound", "seconds"), [("CROSSED_S", 0.0), ("UNUSED_S_MIN", 60.0)])
 @pytest.mark.usefixtures("idled")
-async def test_a_request_that_an_engine_may_have_begun_is_not_sent_again(
+async def test_a_request_that_an_engine_had_for_long_is_not_sent_again(
     closing: tuple[Closing, asyncio.Server, str],
     transport: Http1Transport,
     monkeypatch: pytest.MonkeyPatch,
-    bound: str,
-    seconds: float,
 ) -> None:
-    """It had it for long, or the connection was just used. Then the engine may have died of it, and behind a
-    proxy another would die of it as well."""
-    monkeypatch.setattr(http1, bound, seconds)
+    """The engine may have died of it, and behind a proxy another would die of it as well."""
+    monkeypatch.setattr(http1, "CROSSED_S", 0.0)
     server, _, url = closing
     server.answers = 9
     await post(transport, url, b"a")
@@ -239,7 +240,6 @@ async def test_a_request_that_an_engine_may_have_begun_is_not_sent_again(
     assert server.opened == 1
 
 
-@pytest.mark.usefixtures("idled")
 async def test_a_request_that_an_engine_may_have_died_of_counts_as_sent(
     closing: tuple[Closing, asyncio.Server, str], transport: Http1Transport
 ) -> None:

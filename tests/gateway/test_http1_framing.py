@@ -254,11 +254,19 @@ async def test_interim_answers_are_passed_over_up_to_a_number() -> None:
     async with serving(saying(interim * 3 + last)) as (transport, url):
         assert await whole(await get(transport, url)) == b"ok"
         assert transport._idle
-    for refused in (interim * 50, b"HTTP/1.1 101 Switching\r\n\r\n", b"a" * (HEAD_LEN_MAX + 5)):
+    for refused in (interim * 50, b"a" * (HEAD_LEN_MAX + 5)):
         async with serving(saying(refused)) as (transport, url):
             with pytest.raises(httpx.RemoteProtocolError):
                 await get(transport, url)
             assert not transport._open
+
+
+async def test_a_change_of_protocols_is_final_and_its_connection_is_not_used_again() -> None:
+    async with serving(saying(b"HTTP/1.1 101 Switching\r\ncontent-length: 0\r\n\r\n")) as (transport, url):
+        answer = await get(transport, url)
+        assert answer.status == 101
+        assert not await whole(answer)
+        assert not transport._idle
 
 
 async def test_a_connection_on_which_more_came_is_not_used_again() -> None:

@@ -31,7 +31,7 @@ async def test_a_stream_is_relayed_byte_for_byte(house: House) -> None:
     house.engine.script = stream(chunk("a"), chunk("b"))
     async with house.chat(stream=True) as answer:
         assert answer.status == 200
-        assert answer.headers["content-type"] == "text/event-stream"
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert answer.headers["cache-control"] == "no-cache"
         assert answer.headers["x-accel-buffering"] == "no"
         assert await answer.read() == chunk("a") + chunk("b") + DONE

@@ -97,7 +97,7 @@ async def test_total_timeout(open_house: Open, level: Set) -> None:
 
 async def test_a_unary_answer_is_bounded_by_the_total_timeout_alone(open_house: Open, level: Set) -> None:
     house = await open_house(**level(total_s=4 * SOON_S, first_token_s=SOON_S, inter_token_s=SOON_S))
-    house.engine.script = Script([asyncio.Event()])
+    house.engine.script = Script([asyncio.Event(), HEADERS])
     async with house.chat() as answer:
         assert answer.status == 504
         assert (await answer.json())["error"]["code"] == "total_timeout"
