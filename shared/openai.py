@@ -16,6 +16,7 @@ Beyond OpenAI, the common extensions of open engines: `top_k`, `min_p`, `repetit
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Final, Literal, Self
 
 import msgspec
@@ -26,6 +27,8 @@ from shared.room import Room
 
 BODY_LEN_MAX: Final = 8 * 1024 * 1024
 MESSAGES_MAX: Final = 2048
+IMAGES_MAX: Final = 64
+"""Bound on the images of a chat."""
 PROMPTS_MAX: Final = 256
 """Bound on the number of prompts, and on `n` times it, which is the number of sequences of one request."""
 CHOICES_MAX: Final = 64
@@ -67,25 +70,100 @@ class TextPart(Unshown, tag_field="type", tag="text"):
     text: str
 
 
-class ChatMessage(Unshown):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Meta(max_length=MESSAGES_MAX)]
+class RefusalPart(Unshown, tag_field="type", tag="refusal"):
+    refusal: str
+
+
+class ImageUrl(Unshown, omit_defaults=True):
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(Unshown, tag_field="type", tag="image_url"):
+    image_url: ImageUrl
+
+
+ContentPart = TextPart | ImagePart | RefusalPart
+
+
+class FunctionCall(Unshown):
+    name: str
+    arguments: str
+
+
+class CustomCall(Unshown):
+    name: str
+    input: str
+
+
+class FunctionToolCall(Unshown, tag_field="type", tag="function"):
+    id: str
+    function: FunctionCall
+
+
+class CustomToolCall(Unshown, tag_field="type", tag="custom"):
+    id: str
+    custom: CustomCall
+
+
+ToolCall = FunctionToolCall | CustomToolCall
+
+
+class ChatMessage(Unshown, omit_defaults=True):
+    """A message of any of OpenAI's shapes. Which of them a model's engine takes is another question."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[ContentPart], Meta(max_length=MESSAGES_MAX)] | UnsetType | None = UNSET
+    """Null, or left out, where the assistant called tools or refused."""
     name: str | None = None
     reasoning_content: str | None = None
     """The assistant's reasoning, for templates that repeat it. An extension that open engines share."""
+    reasoning: str | None = None
+    """The newer name of the same."""
+    refusal: str | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MESSAGES_MAX)] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        content = self.content
+        if isinstance(content, str):
+            return content
+        return "".join([part.text for part in content or () if isinstance(part, TextPart)])
 
     @property
     def printable(self) -> tuple[str, ...]:
-        """The texts that a chat template may print."""
+        """The texts that a chat template of ours may print."""
         if self.name is None and self.reasoning_content is None:
             return (self.text,)
         return self.text, self.name or "", self.reasoning_content or ""
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """All texts in it, but for the addresses and bytes of images."""
+        yield self.text
+        for text in (self.name, self.reasoning_content, self.reasoning, self.refusal, self.tool_call_id):
+            if text:
+                yield text
+        for part in self.parts:
+            if isinstance(part, RefusalPart):
+                yield part.refusal
+        for call in self.tool_calls or ():
+            yield call.id
+            yield from _texts_of(call.function if isinstance(call, FunctionToolCall) else call.custom)
+        if self.function_call is not None:
+            yield from _texts_of(self.function_call)
+
+    @property
+    def parts(self) -> Sequence[ContentPart]:
+        """The parts of its content. Empty where that is a text or none."""
+        content = self.content
+        return content if isinstance(content, list) else ()
+
+
+def _texts_of(call: FunctionCall | CustomCall) -> tuple[str, str]:
+    return call.name, call.arguments if isinstance(call, FunctionCall) else call.input
 
 
 class StreamOptions(Struct):
