@@ -5,6 +5,9 @@ in the last events before `[DONE]`, or in a unary answer's body; a client that d
 it. Their streams may end lines with CRLF, which is read as LF, so that the relay knows one kind of boundary.
 Nothing of this is done per event: the last events are kept as they are, and looked into when all have come.
 
+What such an engine had cached may be another tenant's: where nothing keeps them apart, the figures that tell
+it are blanked on their way, in their place. The gateway's own books have the true ones.
+
 An event that is one line, alone in its chunk, is passed on as it came, with its framing: `takes` tells which
 are. Most events are, and each then costs four slices and three searches for a byte.
 """
@@ -41,6 +44,15 @@ _EMPTY: Final = b"[]"
 _NO_CHOICES: Final = re.compile(rb'"choices":\s*\[\]')
 _USAGE: Final = re.compile(rb'"usage":\s*(?=\{)')
 """No text in a string matches: the quotes in it are escaped."""
+_FIGURES: Final = b'"prompt_'
+"""A part of every event that tells a usage (`prompt_tokens`), or llama.cpp's times (`prompt_n`)."""
+_CACHED: Final = re.compile(
+    rb'"(?:\w{0,40}cache\w{0,40}|prompt_(?!tokens")\w{1,40})"\s{0,4}:\s{0,4}(-?[0-9][-+.0-9eE]{0,39})'
+)
+"""A figure that tells what was cached: OpenAI's `cached_tokens`, DeepSeek's `prompt_cache_hit_tokens`,
+llama.cpp's `cache_n`, `prompt_n`, `prompt_ms`. No text in a string matches here, either."""
+FIGURE_LEN_MAX: Final = 192
+"""More than the bytes of such a figure and its name."""
 _raw_decode: Final = json.JSONDecoder().raw_decode
 
 
@@ -98,16 +110,50 @@ def _closing(usage: _Usage) -> Closing:
     )
 
 
+class Blanks:
+    """What makes nothing of the figures of what was cached, in an answer that comes in pieces: each becomes a
+    0 and blanks, as long as it was."""
+
+    __slots__ = ("_back",)
+
+    def __init__(self) -> None:
+        self._back = b""
+        """The end of what came, in which a figure may have begun."""
+
+    @property
+    def goes_on(self) -> bool:
+        """True if something is held back."""
+        return bool(self._back)
+
+    def feed(self, data: bytes, *, ended: bool = False) -> bytes:
+        """The bytes that may be passed on. `ended`: no figure goes on behind `data`."""
+        if self._back:
+            data = self._back + data
+        cut = len(data) if ended else max(0, len(data) - FIGURE_LEN_MAX)
+        parts, at = [], 0
+        for match in _CACHED.finditer(data):
+            start, end = match.span(1)
+            if end > cut and not ended:
+                cut = min(cut, match.start())
+                break
+            parts += data[at:start], b"0".ljust(end - start)
+            at = end
+        self._back = data[cut:]
+        return b"".join([*parts, data[at:cut]])
+
+
 class ForeignScanner(TailScanner):
     """The scanner of the event stream of an engine of another make: lines end with LF in what it returns, and
     the last bytes are kept for the usage."""
 
-    __slots__ = ("_cr", "_done", "_hides_usage", "_kept", "_noted")
+    __slots__ = ("_blanks", "_cr", "_done", "_hides_usage", "_kept", "_noted")
 
-    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False) -> None:
+    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False, blanks_cached: bool = False) -> None:
         """`done` is the last event of a whole answer. `hides_usage`: the gateway asked for usage and the
-        client did not, so the event with it is not passed on."""
+        client did not, so the event with it is not passed on. `blanks_cached`: nor are the figures of what
+        was cached."""
         super().__init__(done)
+        self._blanks = Blanks() if blanks_cached else None
         self._hides_usage = hides_usage
         self._cr = b""
         """A CR at the end of what was read, which an LF may follow; else empty."""
@@ -129,8 +175,8 @@ class ForeignScanner(TailScanner):
                 self._noted = usage_in(joined) or self._noted
             self._kept = [joined[-TAIL_LEN:]]
         if self._hides_usage and data.find(_EMPTY) >= 0:
-            return self._shown(data)
-        return data
+            data = self._shown(data)
+        return data if self._blanks is None else self._blanked(data, self._blanks)
 
     def takes(self, event: bytes) -> bool:
         length = len(event)
@@ -138,6 +184,7 @@ class ForeignScanner(TailScanner):
             event.find(_CR) >= 0
             or self._cr
             or length > KEPT_LEN_MAX
+            or (self._blanks is not None and event.find(_FIGURES) >= 0)
             or (
                 self._hides_usage
                 and (event.find(_END) != length - 4 or event[-5:-3] == _EMPTY)  # mostly it ends the choices
@@ -160,7 +207,7 @@ class ForeignScanner(TailScanner):
         if not rest and held and _data_of(held) == self._done:
             rest = held.rstrip(_LF) + _BOUNDARY
             self._kept.append(rest)
-        return rest
+        return rest if self._blanks is None else self._blanks.feed(rest, ended=True)
 
     @property
     def saw_done(self) -> bool:
@@ -175,6 +222,14 @@ class ForeignScanner(TailScanner):
         if not self.saw_done:
             return None
         return usage_in(b"".join(self._kept)[-TAIL_LEN:]) or self._noted
+
+    def _blanked(self, data: bytes, blanks: Blanks) -> bytes:
+        """`data` without the figures of what was cached. An event that is too long to be withheld comes in
+        parts."""
+        is_whole = self.at_boundary
+        if is_whole and not blanks.goes_on and data.find(_FIGURES) < 0:
+            return data
+        return blanks.feed(data, ended=is_whole)
 
     def _with_line_feeds(self, chunk: bytes) -> bytes:
         data = self._cr + chunk

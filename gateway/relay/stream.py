@@ -27,7 +27,7 @@ from msgspec import Struct
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
 from gateway.endpoints import Dialect
-from gateway.relay.foreign import BODY_TAIL_LEN, ForeignScanner, usage_in, usage_of
+from gateway.relay.foreign import BODY_TAIL_LEN, Blanks, ForeignScanner, usage_in, usage_of
 from gateway.relay.upstream import Answer, read_back
 from gateway.ticks import Ticks
 from gateway.timeout_config import TimeoutsConfig
@@ -64,6 +64,8 @@ class Progress:
     foreign_usage: Closing | None = None
     """The usage in a unary answer of an engine of another make. None for any other answer, and without
     one."""
+    blanks_cached: bool = False
+    """True if the client is not to see what the engine found cached: it may be another tenant's."""
     complete: bool = False
     """True if all bytes are on their way to the client."""
     dispatched: bool = False
@@ -138,7 +140,9 @@ async def open_answer(answer: Answer, progress: Progress, dialect: Dialect, *, h
     if not answer.is_stream:
         return Opened(answer, b"")
     if answer.tokenizer is None:
-        progress.scanner = progress.foreign = ForeignScanner(dialect.done, hides_usage=hides_usage)
+        progress.scanner = progress.foreign = ForeignScanner(
+            dialect.done, hides_usage=hides_usage, blanks_cached=progress.blanks_cached
+        )
     elif hides_usage:  # one of ours that was not known to be
         progress.scanner = ForeignScanner(dialect.done, hides_usage=True)
     head = await _first_event(answer, progress)
@@ -256,7 +260,8 @@ class Relay(Struct, frozen=True, eq=False):
         is_foreign = answer.tokenizer is None
         if not more and is_foreign:
             self.progress.foreign_usage = usage_of(head)
-        await self._begin(answer, head)
+        blanks = Blanks() if self.progress.blanks_cached else None
+        await self._begin(answer, head if blanks is None else blanks.feed(head, ended=not more))
         if not more:
             return
         tail = b""
@@ -265,16 +270,20 @@ class Relay(Struct, frozen=True, eq=False):
             nonlocal tail
             if is_foreign:
                 tail = (tail + chunk)[-BODY_TAIL_LEN:]
-            return self._pass_as_it_is(chunk)
+            return self._pass_as_it_is(chunk if blanks is None else blanks.feed(chunk))
 
         while await answer.pass_on(pass_on):
             await self.client.drain()
             self._expect_more()
+        if blanks is not None:
+            self._pass_as_it_is(blanks.feed(b"", ended=True))
         if is_foreign:
             self.progress.foreign_usage = usage_in(head[-BODY_TAIL_LEN:] + tail) or usage_in(head)
 
     def _pass_as_it_is(self, chunk: bytes) -> bool:
         self.watch.again()
+        if not chunk:
+            return True
         self.progress.body_len += len(chunk)
         return self.client.write_nowait(chunk)
 

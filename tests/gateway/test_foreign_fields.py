@@ -9,6 +9,7 @@ import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
 
+from gateway.config import ModelConfig
 from gateway.foreign_fields import EXTENSIONS, MAXIMA, OPENAI_CHAT, OPENAI_COMPLETION, passed_on
 from shared.ids import IGNORED_FIELDS_HEADER
 from shared.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -18,6 +19,8 @@ from tests.gateway.fake_engine import Script, chunk, unary
 
 ESTIMATED = 9
 """The tokens of the chat's prompt, as they are estimated."""
+BOUND = 10
+"""The most that they can be, which is set aside where a budget counts them."""
 HI = [{"role": "user", "content": "hi"}]
 STEERING: dict[str, Any] = {
     "n_predict": 90_000,
@@ -66,7 +69,7 @@ async def test_a_chat_has_the_one_maximum_that_was_reserved(
     assert not body.keys() & {"n_predict", "best_of"}
     line = await house.line()
     [each] = told.values()
-    assert line["reserved_tokens"] == ESTIMATED + each * fields.get("n", 1)
+    assert line["reserved_tokens"] == BOUND + each * fields.get("n", 1)
 
 
 @pytest.mark.parametrize("field", MAXIMA)
@@ -79,7 +82,7 @@ async def test_operators_choose_the_name_of_the_maximum_where_servers_know_one(
     house = await open_house(bundle=None, model={"maximum_field": field}, tenant=limited)
     body, _ = await sent(house, **asked)
     assert [name for name in MAXIMA if name in body] == [field]
-    assert (await house.line())["reserved_tokens"] == ESTIMATED + body[field]
+    assert (await house.line())["reserved_tokens"] == BOUND + body[field]
     body, _ = await sent(house, "/v1/completions", max_tokens=3)
     assert (body["max_tokens"], "max_completion_tokens" in body) == (3, False)
 
@@ -87,7 +90,7 @@ async def test_operators_choose_the_name_of_the_maximum_where_servers_know_one(
 async def test_a_limited_callers_chat_without_a_maximum_is_given_the_reserved_one(open_house: Open) -> None:
     house = await open_house(bundle=None, tenant={"limits": {"token_budget": 1000}})
     body, _ = await sent(house)
-    assert (await house.line())["reserved_tokens"] == ESTIMATED + body["max_tokens"]
+    assert (await house.line())["reserved_tokens"] == BOUND + body["max_tokens"]
 
 
 @pytest.mark.parametrize(("fields", "most"), [({}, 16), ({"max_tokens": 3}, 3), ({"max_tokens": None}, 16)])
@@ -146,5 +149,5 @@ def test_openais_documented_fields_are_those_of_its_sdk() -> None:
 )
 def test_harmless_fields_are_passed_on_as_they_came(shape: Any, body: dict[str, Any]) -> None:
     parsed = parse(msgspec.json.encode(body), shape)
-    passed = passed_on(parsed)
+    passed = passed_on(parsed, ModelConfig("tiny"))
     assert (passed.fields, passed.left_out) == (parsed.fields, ())

@@ -9,7 +9,8 @@ import unittest.mock
 import msgspec
 import pytest
 
-from gateway.admission.tokens import estimate
+from gateway.admission.tokens import estimate_slices
+from shared.fair_threads import at_once
 from shared.openai import ChatMessage, ChatRequest
 from shared.sse import Closing
 from tests.gateway.conftest import CONVERSATIONS, OTHER_KEY, PROMPT, House, Open, error_of, until
@@ -191,7 +192,8 @@ async def test_without_a_tokenizer_prompts_are_estimated(open_house: Open) -> No
     async with house.chat(stream=True, max_tokens=100) as answer:
         assert await answer.read() == chunk("a") + chunk("b") + DONE
     assert "penstock" not in house.engine.seen[0].body
-    expected = estimate(ChatRequest(model="tiny", messages=[ChatMessage("user", "hi")])).prompt_tokens
+    chat = ChatRequest(model="tiny", messages=[ChatMessage("user", "hi")])
+    expected = at_once(estimate_slices(chat, {}, 0)).prompt_tokens
     line = await house.line()
     assert line["reserved_tokens"] == expected + 100
     assert line["settled_tokens"] == expected + 100, "it told no usage"
