@@ -16,7 +16,7 @@ Beyond OpenAI, the common extensions of open engines: `top_k`, `min_p`, `repetit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Final, Literal, Self
 
 import msgspec
@@ -140,30 +140,26 @@ class ChatMessage(Unshown, omit_defaults=True):
         return self.text, self.name or "", self.reasoning_content or ""
 
     @property
-    def texts(self) -> Iterator[str]:
+    def texts(self) -> list[str]:
         """All texts in it, but for the addresses and bytes of images."""
-        yield self.text
-        for text in (self.name, self.reasoning_content, self.reasoning, self.refusal, self.tool_call_id):
-            if text:
-                yield text
-        for part in self.parts:
-            if isinstance(part, RefusalPart):
-                yield part.refusal
+        more = self.name, self.reasoning_content, self.reasoning, self.refusal, self.tool_call_id
+        texts = [self.text, *filter(None, more)]
+        texts += [part.refusal for part in self.parts if isinstance(part, RefusalPart)]
+        calls: list[FunctionCall | CustomCall] = []
         for call in self.tool_calls or ():
-            yield call.id
-            yield from _texts_of(call.function if isinstance(call, FunctionToolCall) else call.custom)
+            texts.append(call.id)
+            calls.append(call.function if isinstance(call, FunctionToolCall) else call.custom)
         if self.function_call is not None:
-            yield from _texts_of(self.function_call)
+            calls.append(self.function_call)
+        for one in calls:
+            texts += one.name, one.arguments if isinstance(one, FunctionCall) else one.input
+        return texts
 
     @property
     def parts(self) -> Sequence[ContentPart]:
         """The parts of its content. Empty where that is a text or none."""
         content = self.content
         return content if isinstance(content, list) else ()
-
-
-def _texts_of(call: FunctionCall | CustomCall) -> tuple[str, str]:
-    return call.name, call.arguments if isinstance(call, FunctionCall) else call.input
 
 
 class StreamOptions(Struct):

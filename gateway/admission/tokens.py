@@ -210,10 +210,11 @@ def estimate_slices(request: PromptRequest, fields: Mapping[str, Raw], image_tok
         tokens = most = 0
         for message in request.messages:
             fixed = ESTIMATE_MESSAGE_TOKENS
-            fixed += image_tokens * sum(isinstance(part, ImagePart) for part in message.parts)
+            if (parts := message.parts) and (images := sum(isinstance(part, ImagePart) for part in parts)):
+                fixed += image_tokens * images
             for text in message.texts:
                 data = text.encode()
-                tokens += yield from _text_slices(data)
+                tokens += (yield from _text_slices(data)) if len(data) > SLICE_LEN else _tokens_of(data)
                 most += len(data)
             tokens, most = tokens + fixed, most + fixed
         tokens, most = tokens + beside, most + beside_most
@@ -234,9 +235,7 @@ def estimate_slices(request: PromptRequest, fields: Mapping[str, Raw], image_tok
 
 
 def _text_slices(data: bytes) -> Slices[int]:
-    """The tokens of a text in UTF-8, or of JSON, estimated by the classes of its bytes."""
-    if len(data) <= SLICE_LEN:
-        return _tokens_of(data)
+    """The tokens of a text of any length in UTF-8, or of JSON."""
     tokens = 0
     for at in range(0, len(data), SLICE_LEN):
         tokens += _tokens_of(data[at : at + SLICE_LEN])
@@ -245,6 +244,7 @@ def _text_slices(data: bytes) -> Slices[int]:
 
 
 def _tokens_of(data: bytes) -> int:
+    """The tokens of a text, estimated by the classes of its bytes."""
     if data.isascii():
         dense = len(data.translate(None, _LETTERS))
         return dense - (dense - len(data)) // _LETTERS_EACH  # rounded up
