@@ -12,8 +12,9 @@ Rules:
 2. Ids that were counted are sent along; the engine trusts them only under its own tokenizer's hash.
 3. An estimate is of every field that goes out and holds text: what a template prints of it nobody knows. A
    token is taken for three letters or blanks, for one digit or sign, and for a part of a rarer character, as
-   tokenizers of 130,000 tokens have it (`_PER_CHARACTER`). It errs on the high side for most text (1.4
-   times English, 1.8 times JSON), and random letters are twice as many. What it overstates comes back when the request settles.
+   tokenizers of 130,000 tokens have it (`_PER_CHARACTER`). It errs on the high side for most text (1.4 times
+   English, 1.8 times JSON), and random letters are twice as many. What it overstates comes back when the
+   request settles.
 4. The bound is never passed: a token for each byte of the text, a frame for each message, the model's number
    for each image. A caller with a budget reserves it as long as the budget has so much left.
 """

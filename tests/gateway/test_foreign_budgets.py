@@ -11,11 +11,12 @@ import msgspec
 import pytest
 
 from gateway.admission.tokens import Count, span
+from gateway.quota_config import QuotaLimits
 from shared.openai import ChatRequest
 from shared.validation import parse
 from tests.gateway.conftest import CHAT, OTHER_KEY, House, Open
 from tests.gateway.fake_engine import HEADERS, Script, Seen, chunk
-from tests.gateway.quota_calls import Both, rid, subject
+from tests.gateway.quota_calls import Both, of_limits, rid, subject
 from tests.gateway.test_disconnect import RawClient, body
 
 BUDGET: Final = 2_300
@@ -66,7 +67,7 @@ async def test_many_at_once_pass_a_budget_by_one_of_them_at_most(open_house: Ope
         async with house.chat(**fields) as got:
             if got.status != 200:
                 go.set()
-            return got.status
+            return int(got.status)
 
     statuses = await asyncio.gather(*(one() for _ in range(10)))
     assert set(statuses) == {200, 429}
@@ -94,7 +95,7 @@ async def test_without_a_usage_what_was_sent_is_paid(open_house: Open, place: st
 
     async def send() -> int:
         async with house.chat(**PLACES[place]("7" * LEN), max_tokens=MAX_TOKENS) as got:
-            return got.status
+            return int(got.status)
 
     await until_refused(house, send)
     assert computed(house.engine.seen) <= BUDGET + BOUND
@@ -135,10 +136,17 @@ async def test_what_is_set_aside_for_a_budget_is_not_what_is_charged(open_house:
 # -- what is granted ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", ["token_budget", "tokens_per_day", "tokens_per_month"])
-async def test_the_last_one_is_granted_all_that_is_left(clock_and_store: Both, limit: str) -> None:
+@pytest.mark.parametrize(
+    "limits",
+    [
+        QuotaLimits(token_budget=100),
+        QuotaLimits(tokens_per_day=100),
+        QuotaLimits(tokens_per_month=100, token_budget=200),
+    ],
+)
+async def test_the_last_one_is_granted_all_that_is_left(clock_and_store: Both, limits: QuotaLimits) -> None:
     _, store = clock_and_store
-    who = [subject(**{limit: 100})]
+    who = [of_limits(limits)]
     granted = []
     for name in range(4):
         decision = await store.reserve(rid(name), who, 10, 40, wanted=40)

@@ -338,8 +338,8 @@ async def test_all_of_openais_messages_are_passed_on(open_house: Open, more: dic
     assert body["messages"] == [*TURNS, *HI]
 
 
-async def refused(house: House, path: str = "/v1/chat/completions", **fields: Any) -> tuple[int, Any]:
-    async with house.client.post(f"{house.url}{path}", json=fields, headers=house.headers) as answer:
+async def refused(house: House, **fields: Any) -> tuple[int, Any]:
+    async with house.chat(**fields) as answer:
         return answer.status, (await answer.json())["error"]["param"]
 
 
@@ -350,7 +350,7 @@ async def refused(house: House, path: str = "/v1/chat/completions", **fields: An
 async def test_tools_that_the_engine_would_call_are_refused(open_house: Open, tool: dict[str, Any]) -> None:
     house = await open_house(bundle=None)
     tools = [{"type": "function", "function": {"name": "f"}}, tool]
-    assert await refused(house, **CHAT, tools=tools) == (400, "tools[1].type")
+    assert await refused(house, tools=tools) == (400, "tools[1].type")
     assert not house.engine.seen
 
 
