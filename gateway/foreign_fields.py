@@ -107,6 +107,8 @@ _PASSED: Final[Mapping[type[Struct], frozenset[str]]] = {
 }
 _OPTIONS: Final = frozenset({"include_usage", "include_obfuscation", "continuous_usage_stats"})
 """The fields of `stream_options`: OpenAI's, and one of vLLM's that changes what is shown."""
+_SCALARS: Final = (b"true", b"false", b"null")
+"""The values that they have."""
 
 _TEMPLATE_OWN: Final = frozenset({"chat_template", "conversation", "messages", "tokenize"})
 """The names in `chat_template_kwargs` by which the caller would write another prompt than its messages'."""
@@ -243,19 +245,19 @@ def passed_on(parsed: Parsed[Any], model: ModelConfig) -> Passed:
         if "tools" in fields:
             fields["tools"] = _known_tools(fields["tools"], left_out)
     if isinstance(request, GenerationRequest) and request.stream_options is not None:
-        _keep("stream_options", fields, left_out, _OPTIONS.__contains__)
+        _keep("stream_options", fields, left_out, lambda n, value: n in _OPTIONS and bytes(value) in _SCALARS)
     if "chat_template_kwargs" in fields:
-        _keep("chat_template_kwargs", fields, left_out, lambda name: name not in _TEMPLATE_OWN)
+        _keep("chat_template_kwargs", fields, left_out, lambda name, _: name not in _TEMPLATE_OWN)
     return Passed(fields, tuple(left_out))
 
 
-def _keep(name: str, fields: dict[str, Raw], left_out: list[str], keeps: Callable[[str], bool]) -> None:
+def _keep(name: str, fields: dict[str, Raw], left_out: list[str], keeps: Callable[[str, Raw], bool]) -> None:
     """Leave the names out of an object that are not to be kept."""
     try:
         held = _object.decode(fields[name]) or {}
     except msgspec.ValidationError:
         raise InvalidRequest(f"{name} must be an object.", param=name) from None
-    known = {one: value for one, value in held.items() if keeps(one)}
+    known = {one: value for one, value in held.items() if keeps(one, value)}
     if len(known) < len(held):
         fields[name] = Raw(msgspec.json.encode(known))
         left_out += [f"{name}.{one}" for one in held if one not in known]

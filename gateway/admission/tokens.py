@@ -21,7 +21,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from msgspec import Raw, Struct
@@ -36,6 +36,8 @@ INLINE_LEN_MAX: Final = 1024
 """About 250 tokens: a tenth of a millisecond."""
 ESTIMATE_MESSAGE_TOKENS: Final = 8
 """The frame of a message: its role, and the tokens that begin and end it."""
+LIKELY_BYTES: Final = 4
+"""Bytes of a token in most texts."""
 SLICE_LEN: Final = 256 * 1024
 """Bytes that are estimated at a time, in half a millisecond."""
 QUOTA_SHARE_MAX: Final = 4
@@ -47,7 +49,8 @@ class Count(Struct, frozen=True):
     prompt_tokens: int
     """The tokens of all prompts together."""
     longest: int
-    """The tokens of the longest of them."""
+    """The tokens of the longest of them. Where they are estimated, those that it likely has: they say what
+    room is left, which an estimate on the high side would make too little of."""
     prompts: int
     extension: PromptExtension | None
     """The ids, when they were counted and not estimated."""
@@ -172,8 +175,6 @@ def _is_short(request: PromptRequest) -> bool:
 
 # -- estimates ------------------------------------------------------------------------------------
 
-_TYPED: Final = frozenset({"messages", "prompt"})
-"""The fields whose texts are estimated one by one."""
 _BOUNDED: Final = frozenset({"model", "stream_options", "service_tier", "logit_bias", "stop_token_ids"})
 """Fields that hold no text of the caller's own, and that no prompt has."""
 _TEXT_BEGINS: Final = frozenset(b'"[{')
@@ -199,40 +200,46 @@ each but emoji."""
 def estimate_slices(request: PromptRequest, fields: Mapping[str, Raw], image_tokens: int) -> Slices[Count]:
     """An estimate of all that `fields`, the body that goes out, hold; token ids count as they are. In slices,
     since a body may be long. `image_tokens` are those of an image."""
-    beside = beside_most = 0
+    beside, beside_len = 0, 0
     for name, value in fields.items():
-        if name not in _TYPED and name not in _BOUNDED and memoryview(value)[0] in _TEXT_BEGINS:
-            data = bytes(value)
-            # the answer's own tokens may follow a prediction, and those that do not are charged all the same
-            times = (request.n or 1) if name == "prediction" else 1
-            beside += times * (yield from _text_slices(data))
-            beside_most += times * len(data)
+        if name == request.prompt_param or name in _BOUNDED or memoryview(value)[0] not in _TEXT_BEGINS:
+            continue
+        # what of a prediction does not come true is billed beside each choice's own tokens
+        times = (request.n or 1) if name == "prediction" else 1
+        beside += times * (yield from _text_slices(bytes(value)))
+        beside_len += times * len(value)
     if isinstance(request, ChatRequest):
-        tokens = most = 0
-        for message in request.messages:
-            fixed = ESTIMATE_MESSAGE_TOKENS
-            if (parts := message.parts) and (images := sum(isinstance(part, ImagePart) for part in parts)):
-                fixed += image_tokens * images
-            for text in message.texts:
-                data = text.encode()
-                tokens += (yield from _text_slices(data)) if len(data) > SLICE_LEN else _tokens_of(data)
-                most += len(data)
-            tokens, most = tokens + fixed, most + fixed
-        tokens, most = tokens + beside, most + beside_most
-        return Count(tokens, tokens, 1, None, most)
-    lengths: list[int] = []
-    most = 0
+        tokens, length = yield from _texts_slices(text for one in request.messages for text in one.texts)
+        images = sum(isinstance(part, ImagePart) for one in request.messages for part in one.parts)
+        fixed = ESTIMATE_MESSAGE_TOKENS * len(request.messages) + image_tokens * images
+        length += beside_len
+        return Count(tokens + beside + fixed, fixed + _likely(length), 1, None, length + fixed)
     prompt = request.prompt
-    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-    for item in [prompt] if is_one else prompt:
-        if isinstance(item, str):
-            data = item.encode()
-            tokens, length = (yield from _text_slices(data)), len(data)
-        else:
-            tokens = length = 1 if isinstance(item, int) else len(item)
-        lengths.append(tokens + beside)
-        most += length + beside_most
-    return Count(sum(lengths), max(lengths), len(lengths), None, most)
+    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    ids = [len(item) for item in prompts if isinstance(item, list)]
+    texts = [item for item in prompts if isinstance(item, str)]
+    tokens, length = yield from _texts_slices(texts)
+    longest = max([*ids, *(_likely(len(text)) for text in texts)]) + _likely(beside_len)
+    most = sum(ids) + length + beside_len * len(prompts)
+    return Count(sum(ids) + tokens + beside * len(prompts), longest, len(prompts), None, most)
+
+
+def _likely(length: int) -> int:
+    """The tokens that so many bytes of text likely are."""
+    return -(-length // LIKELY_BYTES)
+
+
+def _texts_slices(texts: Iterable[str]) -> Slices[tuple[int, int]]:
+    """The tokens and the bytes of several texts."""
+    tokens = length = begun = 0
+    for text in texts:
+        data = text.encode()
+        tokens += (yield from _text_slices(data)) if len(data) > SLICE_LEN else _tokens_of(data)
+        length += len(data)
+        if length - begun > SLICE_LEN:
+            begun = length
+            yield
+    return tokens, length
 
 
 def _text_slices(data: bytes) -> Slices[int]:

@@ -156,7 +156,7 @@ async def test_what_bounds_a_sequence_is_what_the_engine_tells(
     [
         ("x" * 9, 3, 3, 1),
         ([1, 2, 3], 3, 3, 1),
-        (["x" * 8, "x" * 4], 5, 3, 2),
+        (["x" * 8, "x" * 4], 5, 2, 2),
         ([[1, 2, 3], [4]], 4, 3, 2),
     ],
     ids=["text", "ids", "texts", "lists of ids"],

@@ -183,3 +183,17 @@ def test_a_span_sets_the_bound_aside_where_a_budget_counts(
         assert asked.estimated(granted) == 100 + choices * (each if stated is None else stated)
         if granted >= asked.wanted:
             assert asked.prompt_most + choices * each <= max(granted, asked.most)
+
+
+async def test_a_chat_that_is_estimated_on_the_high_side_has_room_for_its_answer(open_house: Open) -> None:
+    """Of an agent's JSON an estimate makes twice what it is, which would leave nothing of the context."""
+    house = await open_house(bundle=None, tenant={"limits": {"token_budget": 100_000}}, max_model_len=4096)
+    house.engine.script = answer(None)
+    row = {"name": "x", "id": 17, "tags": ["a", "b"]}
+    async with house.chat(
+        messages=[{"role": "tool", "content": msgspec.json.encode([row] * 200).decode()}]
+    ) as got:
+        assert got.status == 200
+    [seen] = house.engine.seen
+    assert (await house.line())["prompt_tokens"] > 4096
+    assert seen.body["max_tokens"] > 1000
