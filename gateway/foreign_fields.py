@@ -115,7 +115,7 @@ _TEMPLATE_OWN: Final = frozenset({"chat_template", "conversation", "messages", "
 TOOLS_MAX: Final = 1024
 _DATA_URL: Final = re.compile(r"data:image/(?:png|jpeg|gif|webp);base64,")
 _BASE64: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/="
-_HTTP_URL: Final = re.compile(r"https?://([a-z0-9.-]{1,253})(?::[0-9]{1,5})?(?:[/?][!-\[\]-~]*)?")
+_HTTP_URL: Final = re.compile(r"https?://([a-z0-9.-]{1,253})(?::[0-9]{1,5})?(?:[/?][!-\[\]-~]{0,8192})?")
 """What all readers of URLs take for the same host: no user, no escapes, and none of the characters that some
 of them repair."""
 

@@ -76,7 +76,7 @@ class RefusalPart(Unshown, tag_field="type", tag="refusal"):
 
 class ImageUrl(Unshown, omit_defaults=True):
     url: str
-    detail: str | None = None
+    detail: Annotated[str, Meta(max_length=16)] | None = None
 
 
 class ImagePart(Unshown, tag_field="type", tag="image_url"):

@@ -20,7 +20,7 @@ from gateway.endpoints import ProxiedRequest
 from gateway.routing.policy import Affinity
 from gateway.routing.table import key_of
 from shared.load_report import DEFAULT, FLEX, PRIORITY
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, Prompt, TextPart
+from shared.openai import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, Prompt
 
 _CLASSES: Final[dict[str | None, int]] = {"flex": FLEX, "default": DEFAULT, "priority": PRIORITY}
 
@@ -79,11 +79,10 @@ def _of_chat(request: ChatRequest, owner: int, tenant: str, prompt_len: int, ser
 
 
 def _length(message: ChatMessage) -> int:
-    """The characters of its text, without putting its parts together."""
-    content = message.content
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(part.text) for part in message.parts if isinstance(part, TextPart))
+    """The characters of its text, and of the calls in it."""
+    if isinstance(message.content, str) and message.tool_calls is None:
+        return len(message.content)
+    return sum(map(len, message.texts))
 
 
 def _texts(messages: Sequence[ChatMessage]) -> Iterator[bytes]:

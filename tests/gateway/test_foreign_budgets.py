@@ -88,13 +88,24 @@ def computed(seen: list[Seen]) -> int:
     return sum(read_by(one.body, "7") + MAX_TOKENS for one in seen)
 
 
+def hidden(seen: Seen) -> Script:
+    """An answer whose usage is far from both of its ends, as vLLM writes it before `prompt_logprobs`."""
+    usage = {"prompt_tokens": read_by(seen.body, "7"), "completion_tokens": MAX_TOKENS}
+    body = {"logprobs": "x" * 300_000, "usage": usage, "prompt_logprobs": "x" * 100_000}
+    return Script([HEADERS, msgspec.json.encode(body)], 200, "application/json")
+
+
+@pytest.mark.parametrize("script", [answer(None), hidden], ids=["none", "hidden"])
 @places
-async def test_without_a_usage_what_was_sent_is_paid(open_house: Open, place: str) -> None:
+async def test_without_a_usage_what_was_sent_is_paid(
+    open_house: Open, place: str, script: Script | Callable[[Seen], Script]
+) -> None:
     house = await open_house(bundle=None, tenant=LIMITED)
-    house.engine.script = answer(None)
+    house.engine.script = script
 
     async def send() -> int:
         async with house.chat(**PLACES[place]("7" * LEN), max_tokens=MAX_TOKENS) as got:
+            await got.read()
             return int(got.status)
 
     await until_refused(house, send)

@@ -238,6 +238,13 @@ def counted(shape: Any = ChatRequest, *, model: ModelConfig = THEIRS, **fields: 
     return at_once(work), encode(passed.fields)
 
 
+def test_no_text_hides_in_an_images_detail() -> None:
+    part = {"type": "image_url", "image_url": {"url": PNG, "detail": LONG}}
+    with pytest.raises(InvalidRequest) as error:
+        counted(messages=[{"role": "user", "content": [part]}])
+    assert error.value.param == "messages[0].content[0].image_url.detail"
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("shape", [ChatRequest, CompletionRequest])
 def test_a_text_in_any_place_is_counted_or_is_not_sent_and_is_named(place: str, shape: Any) -> None:
@@ -422,6 +429,7 @@ HOSTS = ("images.example.com", "127.0.0.1")
         ("http://anywhere/a", ("*",), True),
         ("http://other.example.com/", HOSTS, False),
         ("http://images.example.com.evil/", HOSTS, False),
+        ("http://images.example.com/" + "a" * 9000, HOSTS, False),
         ("http://images.example.com@10.0.0.1/", HOSTS, False),
         ("http://u:p@images.example.com/", HOSTS, False),
         ("http://10.0.0.1\\@images.example.com/", HOSTS, False),

@@ -69,6 +69,18 @@ async def test_a_unary_answer_larger_than_the_head_is_not_held_back(house: House
     await house.at_rest()
 
 
+async def test_what_no_message_has_is_named_and_goes_to_no_engine(house: House) -> None:
+    part = {"type": "text", "text": "hi"}
+    messages = [
+        {"role": "user", "content": [{**part, "uuid": "1", "image_url": "http://x"}], "colour": "red"}
+    ]
+    async with house.chat(messages=messages, stream=True) as answer:
+        named = "messages.colour, messages.content.uuid, messages.content.image_url"
+        assert answer.headers["x-penstock-ignored-fields"] == named
+        await answer.read()
+    assert house.engine.seen[0].body["messages"] == [{"role": "user", "content": [part]}]
+
+
 async def test_the_engine_gets_the_body_the_ids_and_the_ids_of_the_request(house: House) -> None:
     traceparent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
     headers = {"x-request-id": "mine-1", "traceparent": traceparent}
