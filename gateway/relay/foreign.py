@@ -110,6 +110,97 @@ def _closing(usage: _Usage) -> Closing:
     )
 
 
+class ForeignScanner(TailScanner):
+    """The scanner of the event stream of an engine of another make: lines end with LF in what it returns, and
+    the last bytes are kept for the usage."""
+
+    __slots__ = ("_cr", "_done", "_hides_usage", "_kept", "_noted")
+
+    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False) -> None:
+        """`done` is the last event of a whole answer. `hides_usage`: the gateway asked for usage and the
+        client did not, so the event with it is not passed on."""
+        super().__init__(done)
+        self._hides_usage = hides_usage
+        self._cr = b""
+        """A CR at the end of what was read, which an LF may follow; else empty."""
+        self._kept: list[bytes] = []
+        self._done = _data_of(done)
+        self._noted: Closing | None = None
+        """The usage in what is not kept any more."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        if self._cr or chunk.find(b"\r") >= 0:
+            chunk = self._with_line_feeds(chunk)
+        if not (data := TailScanner.feed(self, chunk)):
+            return data
+        kept = self._kept
+        kept.append(data)
+        if len(kept) > KEPT_MAX or len(data) > KEPT_LEN_MAX:
+            joined = b"".join(kept)
+            if len(data) > KEPT_LEN_MAX:
+                self._noted = usage_in(joined) or self._noted
+            self._kept = [joined[-TAIL_LEN:]]
+        if self._hides_usage and data.find(_EMPTY) >= 0:
+            return self._shown(data)
+        return data
+
+    def takes(self, event: bytes) -> bool:
+        length = len(event)
+        if (
+            event.find(_CR) >= 0
+            or self._cr
+            or length > KEPT_LEN_MAX
+            or (
+                self._hides_usage
+                and (event.find(_END) != length - 4 or event[-5:-3] == _EMPTY)  # mostly it ends the choices
+                and _has_empty_array(event)
+            )
+            or not TailScanner.takes(self, event)
+        ):
+            return False
+        kept = self._kept
+        kept.append(event)
+        if len(kept) > KEPT_MAX:
+            self._kept = [b"".join(kept)[-TAIL_LEN:]]
+        return True
+
+    def finish(self) -> bytes:
+        """See `TailScanner`. A last event whose empty line is lacking is given one: its server has closed the
+        connection behind it."""
+        held = self._held
+        rest = TailScanner.finish(self)
+        if not rest and held and _data_of(held) == self._done:
+            rest = held.rstrip(_LF) + _BOUNDARY
+            self._kept.append(rest)
+        return rest
+
+    @property
+    def saw_done(self) -> bool:
+        """True if the last event with data was the one that ends a whole answer: servers write it in several
+        ways, and comments or empty lines behind it."""
+        events = reversed(b"".join(self._kept)[-TAIL_LEN:].split(_BOUNDARY))
+        return next((data for event in events if (data := _data_of(event)) is not None), None) == self._done
+
+    @property
+    def usage(self) -> Closing | None:
+        """The last usage. None until the answer is whole, and where it has none."""
+        if not self.saw_done:
+            return None
+        return usage_in(b"".join(self._kept)[-TAIL_LEN:]) or self._noted
+
+    def _with_line_feeds(self, chunk: bytes) -> bytes:
+        data = self._cr + chunk
+        self._cr = b"\r" if data.endswith(b"\r") else b""
+        return data.removesuffix(b"\r").replace(b"\r\n", b"\n")
+
+    def _shown(self, data: bytes) -> bytes:
+        """The events in `data`, without the one to hide."""
+        if _NO_CHOICES.search(data) is None:
+            return data
+        events = data.split(_BOUNDARY)
+        return _BOUNDARY.join(event for event in events if not _tells_usage_alone(event))
+
+
 class Blanks:
     """What makes nothing of the figures of what was cached, in an answer that comes in pieces: each becomes a
     0 and blanks, as long as it was."""
@@ -142,106 +233,27 @@ class Blanks:
         return b"".join([*parts, data[at:cut]])
 
 
-class ForeignScanner(TailScanner):
-    """The scanner of the event stream of an engine of another make: lines end with LF in what it returns, and
-    the last bytes are kept for the usage."""
+class BlankingScanner(ForeignScanner):
+    """The scanner of a stream whose client is not to see what was cached."""
 
-    __slots__ = ("_blanks", "_cr", "_done", "_hides_usage", "_kept", "_noted")
+    __slots__ = ("_blanks",)
 
-    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False, blanks_cached: bool = False) -> None:
-        """`done` is the last event of a whole answer. `hides_usage`: the gateway asked for usage and the
-        client did not, so the event with it is not passed on. `blanks_cached`: nor are the figures of what
-        was cached."""
-        super().__init__(done)
-        self._blanks = Blanks() if blanks_cached else None
-        self._hides_usage = hides_usage
-        self._cr = b""
-        """A CR at the end of what was read, which an LF may follow; else empty."""
-        self._kept: list[bytes] = []
-        self._done = _data_of(done)
-        self._noted: Closing | None = None
-        """The usage in what is not kept any more."""
+    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False) -> None:
+        super().__init__(done, hides_usage=hides_usage)
+        self._blanks = Blanks()
 
     def feed(self, chunk: bytes) -> bytes:
-        if self._cr or chunk.find(b"\r") >= 0:
-            chunk = self._with_line_feeds(chunk)
-        if not (data := TailScanner.feed(self, chunk)):
-            return data
-        kept = self._kept
-        kept.append(data)
-        if len(kept) > KEPT_MAX or len(data) > KEPT_LEN_MAX:
-            joined = b"".join(kept)
-            if len(data) > KEPT_LEN_MAX:
-                self._noted = usage_in(joined) or self._noted
-            self._kept = [joined[-TAIL_LEN:]]
-        if self._hides_usage and data.find(_EMPTY) >= 0:
-            data = self._shown(data)
-        return data if self._blanks is None else self._blanked(data, self._blanks)
-
-    def takes(self, event: bytes) -> bool:
-        length = len(event)
-        if (
-            event.find(_CR) >= 0
-            or self._cr
-            or length > KEPT_LEN_MAX
-            or (self._blanks is not None and event.find(_FIGURES) >= 0)
-            or (
-                self._hides_usage
-                and (event.find(_END) != length - 4 or event[-5:-3] == _EMPTY)  # mostly it ends the choices
-                and _has_empty_array(event)
-            )
-            or not TailScanner.takes(self, event)
-        ):
-            return False
-        kept = self._kept
-        kept.append(event)
-        if len(kept) > KEPT_MAX:
-            self._kept = [b"".join(kept)[-TAIL_LEN:]]
-        return True
-
-    def finish(self) -> bytes:
-        """See `TailScanner`. A last event whose empty line is lacking is given one: its server has closed the
-        connection behind it."""
-        held = self._held
-        rest = TailScanner.finish(self)
-        if not rest and held and _data_of(held) == self._done:
-            rest = held.rstrip(_LF) + _BOUNDARY
-            self._kept.append(rest)
-        return rest if self._blanks is None else self._blanks.feed(rest, ended=True)
-
-    @property
-    def saw_done(self) -> bool:
-        """True if the last event with data was the one that ends a whole answer: servers write it in several
-        ways, and comments or empty lines behind it."""
-        events = reversed(b"".join(self._kept)[-TAIL_LEN:].split(_BOUNDARY))
-        return next((data for event in events if (data := _data_of(event)) is not None), None) == self._done
-
-    @property
-    def usage(self) -> Closing | None:
-        """The last usage. None until the answer is whole, and where it has none."""
-        if not self.saw_done:
-            return None
-        return usage_in(b"".join(self._kept)[-TAIL_LEN:]) or self._noted
-
-    def _blanked(self, data: bytes, blanks: Blanks) -> bytes:
-        """`data` without the figures of what was cached. An event that is too long to be withheld comes in
-        parts."""
-        is_whole = self.at_boundary
+        data, blanks = ForeignScanner.feed(self, chunk), self._blanks
+        is_whole = self.at_boundary  # else it is a part of an event that is too long to be withheld
         if is_whole and not blanks.goes_on and data.find(_FIGURES) < 0:
             return data
         return blanks.feed(data, ended=is_whole)
 
-    def _with_line_feeds(self, chunk: bytes) -> bytes:
-        data = self._cr + chunk
-        self._cr = b"\r" if data.endswith(b"\r") else b""
-        return data.removesuffix(b"\r").replace(b"\r\n", b"\n")
+    def takes(self, event: bytes) -> bool:
+        return event.find(_FIGURES) < 0 and ForeignScanner.takes(self, event)
 
-    def _shown(self, data: bytes) -> bytes:
-        """The events in `data`, without the one to hide."""
-        if _NO_CHOICES.search(data) is None:
-            return data
-        events = data.split(_BOUNDARY)
-        return _BOUNDARY.join(event for event in events if not _tells_usage_alone(event))
+    def finish(self) -> bytes:
+        return self._blanks.feed(ForeignScanner.finish(self), ended=True)
 
 
 def _has_empty_array(event: bytes) -> bool:

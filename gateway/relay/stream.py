@@ -27,7 +27,7 @@ from msgspec import Struct
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
 from gateway.endpoints import Dialect
-from gateway.relay.foreign import BODY_TAIL_LEN, Blanks, ForeignScanner, usage_in, usage_of
+from gateway.relay.foreign import BODY_TAIL_LEN, BlankingScanner, Blanks, ForeignScanner, usage_in, usage_of
 from gateway.relay.upstream import Answer, read_back
 from gateway.ticks import Ticks
 from gateway.timeout_config import TimeoutsConfig
@@ -140,9 +140,8 @@ async def open_answer(answer: Answer, progress: Progress, dialect: Dialect, *, h
     if not answer.is_stream:
         return Opened(answer, b"")
     if answer.tokenizer is None:
-        progress.scanner = progress.foreign = ForeignScanner(
-            dialect.done, hides_usage=hides_usage, blanks_cached=progress.blanks_cached
-        )
+        kind = BlankingScanner if progress.blanks_cached else ForeignScanner
+        progress.scanner = progress.foreign = kind(dialect.done, hides_usage=hides_usage)
     elif hides_usage:  # one of ours that was not known to be
         progress.scanner = ForeignScanner(dialect.done, hides_usage=True)
     head = await _first_event(answer, progress)

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.config import load
 from gateway.edge_config import HopConfig
-from gateway.relay.foreign import FIGURE_LEN_MAX, Blanks, ForeignScanner
+from gateway.relay.foreign import FIGURE_LEN_MAX, BlankingScanner, Blanks
 from gateway.salts import salt_of, salts_secret
 from gateway.workers.channel import WorkerStart
 from shared import sse
@@ -136,7 +136,7 @@ def read(stream: bytes) -> list[Any]:
 @pytest.mark.parametrize("size", [1, 7, 100, 1000, 100_000])
 def test_figures_of_what_was_cached_are_blanked_however_the_bytes_come(size: int) -> None:
     data = b"".join(EVENTS)
-    scanner = ForeignScanner(blanks_cached=True)
+    scanner = BlankingScanner()
     passed = b"".join(
         piece if scanner.takes(piece) else scanner.feed(piece)
         for piece in (data[at : at + size] for at in range(0, len(data), size))
@@ -153,7 +153,7 @@ def test_figures_in_an_event_that_is_too_long_to_be_withheld_are_blanked_too(siz
     event = sse.event(msgspec.json.encode(LONG))
     for ahead in range(0, FIGURE_LEN_MAX, 17):
         data = chunk("y" * ahead) + event + sse.DONE
-        scanner = ForeignScanner(blanks_cached=True)
+        scanner = BlankingScanner()
         passed = b"".join(scanner.feed(data[at : at + size]) for at in range(0, len(data), size))
         passed += scanner.finish()
         assert len(passed) == len(data)
