@@ -100,6 +100,7 @@ class Gateway:
     """The public listener's port; 0 until it listens."""
     admin_port: int | None = None
     """The admin listener's port. None until it listens, and where there is none."""
+    _public: Listening | None = None
 
     def __init__(
         self,
@@ -148,7 +149,6 @@ class Gateway:
         self._clock, self._worker, self._chats = clock, worker, Chats(self.accounts, self._guests, clock)
         if worker is not None:
             self.replicas.take_drained(worker.drained)
-        self._public: Listening | None = None
         self._background = Background(self._works(), clock)
         self._tokenizers = Background(self._helpers(), clock)
         self._stack = AsyncExitStack()

@@ -221,7 +221,8 @@ class Blanks:
         if self._back:
             data = self._back + data
         cut = len(data) if ended else max(0, len(data) - FIGURE_LEN_MAX)
-        parts, at = [], 0
+        parts: list[bytes] = []
+        at = 0
         for match in _CACHED.finditer(data):
             start, end = match.span(1)
             if end > cut and not ended:
