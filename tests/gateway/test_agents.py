@@ -60,6 +60,12 @@ def script(seen: Seen) -> Script:
 
 
 @pytest.fixture
+def protocol() -> str:
+    """What engines of other makes speak."""
+    return "http1"
+
+
+@pytest.fixture
 async def house(open_house: Open) -> House:
     house = await open_house(bundle=None, owned_by="vllm", tenant={"limits": {"token_budget": 100_000}})
     house.engine.script = script

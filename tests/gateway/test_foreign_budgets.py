@@ -43,6 +43,12 @@ PLACES: Final[dict[str, Callable[[str], Fields]]] = {
 places = pytest.mark.parametrize("place", PLACES)
 
 
+@pytest.fixture
+def protocol() -> str:
+    """What engines of other makes speak."""
+    return "http1"
+
+
 def read_by(engine_body: Fields, letter: str) -> int:
     """The tokens that the engine computes: one for each of these letters, as no tokenizer reads more."""
     return msgspec.json.encode(engine_body).count(letter.encode())
