@@ -144,7 +144,10 @@ class ChatMessage(Unshown, omit_defaults=True):
         """All texts in it, but for the addresses and bytes of images."""
         more = self.name, self.reasoning_content, self.reasoning, self.refusal, self.tool_call_id
         texts = [self.text, *filter(None, more)]
-        texts += [part.refusal for part in self.parts if isinstance(part, RefusalPart)]
+        if isinstance(self.content, list):
+            texts += [part.refusal for part in self.content if isinstance(part, RefusalPart)]
+        if self.tool_calls is None and self.function_call is None:  # as in most messages
+            return texts
         calls: list[FunctionCall | CustomCall] = []
         for call in self.tool_calls or ():
             texts.append(call.id)

@@ -210,7 +210,7 @@ def estimate_slices(request: PromptRequest, fields: Mapping[str, Raw], image_tok
         beside_len += times * len(value)
     if isinstance(request, ChatRequest):
         tokens, length = yield from _texts_slices(text for one in request.messages for text in one.texts)
-        images = sum(isinstance(part, ImagePart) for one in request.messages for part in one.parts)
+        images = sum([isinstance(part, ImagePart) for one in request.messages for part in one.parts])
         fixed = ESTIMATE_MESSAGE_TOKENS * len(request.messages) + image_tokens * images
         length += beside_len
         return Count(tokens + beside + fixed, fixed + _likely(length), 1, None, length + fixed)
