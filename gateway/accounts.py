@@ -99,6 +99,8 @@ class Terms(Struct, frozen=True):
     tokens_max: int | None
     """The tightest of the subjects' limits on tokens, per minute, day or month or in all. None without
     any."""
+    is_budgeted: bool
+    """True if one of them is a budget: for a day, a month or in all."""
     payer: Payer
     """Where the request is counted."""
     is_hedged: bool
@@ -155,7 +157,8 @@ class Accounts:
         tokens_max = min((limit for limit in limits if limit is not None), default=None)
         payer = Payer(principal.tenant, principal.key, model.name)
         is_hedged = self.tenants.hedges(tenant)
-        terms = Terms(model, tenant, timeouts, subjects, tokens_max, payer, is_hedged)
+        is_budgeted = any(limit is not None for one in subjects for limit in _token_limits(one.limits)[1:])
+        terms = Terms(model, tenant, timeouts, subjects, tokens_max, is_budgeted, payer, is_hedged)
         if model_name in model.names:  # callers make up names behind a `*`
             self._terms.put((principal, model_name), terms)
         return terms
@@ -193,6 +196,7 @@ class Accounts:
 
 
 def _token_limits(limits: QuotaLimits) -> tuple[int | None, ...]:
+    """The one per minute, and the budgets."""
     return limits.tokens_per_min, limits.token_budget, limits.tokens_per_day, limits.tokens_per_month
 
 

@@ -61,6 +61,7 @@ from gateway.relay.upstream import Upstream
 from gateway.replica_api import ReplicaRoutes
 from gateway.requests_api import RequestsApi
 from gateway.routing.replicas import Replicas
+from gateway.salts import new_secret, salts_secret
 from gateway.usage_api import UsageReports
 from gateway.workers.channel import Door, WorkerStart, listen_on
 from gateway.workers.siblings import Siblings
@@ -140,7 +141,8 @@ class Gateway:
         _set_gauges(self.live, upstream, memory)
         self._known, self._turns = KnownCallers(), FairTurns()
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
-        pipeline = Pipeline(config, *parts, self.billing, self._known, self._turns)
+        salts = salts_secret(config.hop, env, worker.salts if worker is not None else new_secret())
+        pipeline = Pipeline(config, *parts, self.billing, self._known, self._turns, salts)
         self._health = health = Health(self.lifecycle, self._problems)
         self._tracing = tracing_of(config.tracing, "penstock-gateway", env)
         self._recorder = _recorder(config, worker)

@@ -12,6 +12,7 @@ changes; everything else takes a restart.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,6 +60,7 @@ from gateway.timeout_config import TimeoutOverrides, TimeoutsConfig
 from shared import config
 from shared.config import ConfigError
 from shared.ids import KeyId, TenantId
+from shared.openai import TOKENS_MAX
 from shared.settings import LogLevel, ModelName, Rule, Text, Unit
 from shared.tracing import TracingConfig
 
@@ -67,6 +69,7 @@ HEADINGS: Final[Mapping[str, str]] = {}
 """None within the top level: the file has sections."""
 REPLICAS_MAX: Final = 256
 FALLBACKS_MAX: Final = 4
+PASSED_MAX: Final = 64
 FallbackReason = Literal["unavailable", "full"]
 WORKERS_MAX: Final = 64
 
@@ -80,7 +83,13 @@ EndpointScope = Annotated[
 
 HopProtocol = Literal["http2", "http1"]
 EngineMake = Literal["auto", "penstock", "openai"]
+Salted = Literal["auto", "send", "never"]
 MaximumField = Literal["asked", "max_tokens", "max_completion_tokens"]
+ImageHost = Annotated[
+    str,
+    Meta(max_length=253),
+    Rule("be * or a host in lower case", re.compile(r"\*|[a-z0-9.-]+").fullmatch),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,17 @@ class ModelConfig:
     """The field that tells another server the most tokens of a chat. asked: the one that the caller used,
     else max_tokens. Ollama and older llama.cpp ignore max_completion_tokens; OpenAI's reasoning models take
     nothing else."""
+    pass_fields: Annotated[tuple[Name, ...], Meta(max_length=PASSED_MAX)] = ()
+    """Fields that another server is sent beside those that are known to be harmless. They are counted as
+    text, and nothing else about them is known."""
+    image_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX), Unit("tokens")] = 2048
+    """Tokens that are reserved for each image that another server is sent."""
+    image_hosts: Annotated[tuple[ImageHost, ...], Meta(max_length=PASSED_MAX)] = ()
+    """Hosts that another server may be told to fetch images from, such as images.example.com; * is any, its
+    own network included. Images in data URLs always pass."""
+    cache_salt: Salted = "auto"
+    """Whether another server is sent a salt for its cached prefixes, which keeps tenants apart there. auto:
+    if it says that it is vLLM or SGLang."""
     fallback: Annotated[tuple[Name, ...], Meta(max_length=FALLBACKS_MAX)] = ()
     """Names of models that are asked, one after the other, when none of its engines can answer. Their own
     fallbacks are not followed."""

@@ -409,6 +409,7 @@ class Dispatcher:
             self._replicas.observe(replica, load)
             self._replicas.counted(place)  # the engine's own count has it
         try:
+            progress.blanks_cached = answer.tokenizer is None and not request.is_salted
             opened = await open_answer(
                 answer,
                 progress,

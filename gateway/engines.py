@@ -22,7 +22,7 @@ from typing import Final, Self
 
 import msgspec
 
-from gateway.config import EngineMake, ModelConfig
+from gateway.config import EngineMake, ModelConfig, Salted
 from gateway.relay.upstream import HeaderPairs, Upstream
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -39,6 +39,8 @@ ASKED_MAX: Final = 8
 """The replicas that are asked for the profile, one after the other, before a pause."""
 RETRY_S_MIN: Final = 0.5
 RETRY_S_MAX: Final = 5.0
+SALTED: Final = frozenset({"vllm", "sglang"})
+"""The `owned_by` of engines that take a `cache_salt`: vLLM from 0.9 on, SGLang from 0.5.4 on."""
 
 
 log = logs.get(__name__)
@@ -53,6 +55,8 @@ class EngineProfile:
     room: Room | None
     """The tokens that a prompt and its answer may have together. None where the engine does not tell them."""
     created: int | None
+    owned_by: str | None = None
+    """Whose it says that it is: `vllm`, `sglang`, `llamacpp`, `penstock`."""
 
     @property
     def is_whole(self) -> bool:
@@ -73,17 +77,28 @@ class Known:
     tokenizer: Tokenizer | None = None
     """The tokenizer that prompts are counted with. None while there is none."""
     stale: asyncio.Event = field(default_factory=asyncio.Event)
+    salted: Salted = "auto"
+    """Whether it is sent a salt for its cached prefixes, as it is configured."""
 
     @classmethod
     def at_first(cls, model: ModelConfig) -> Self:
         """The knowledge of an engine that a configuration gives. Ours speak HTTP/2, and ask for no key."""
         has_key = (model.api_key_env, model.api_key_file) != (None, None)
-        return cls(model.engine, seems_foreign=model.protocol == "http1" or has_key)
+        seems_foreign = model.protocol == "http1" or has_key
+        return cls(model.engine, seems_foreign=seems_foreign, salted=model.cache_salt)
 
     @property
     def room(self) -> Room | None:
         """The tokens that a prompt and its answer may have together. None while they are unknown."""
         return None if self.profile is None else self.profile.room
+
+    @property
+    def takes_salt(self) -> bool:
+        """True if an engine of another make keeps cached prefixes apart by `cache_salt`. One that does not
+        may refuse a field that it does not know."""
+        if self.salted == "auto":
+            return self.profile is not None and self.profile.owned_by in SALTED
+        return self.salted == "send"
 
     @property
     def is_ours(self) -> bool:
@@ -165,6 +180,9 @@ class Engines:
         else:
             await self._load(name, known, profile.bundle)
         before, known.profile = known.profile, profile
+        if known.is_foreign and not known.takes_salt:
+            told = "tenants share cached prefixes at this engine, which shows in its times"
+            log.warning("prefixes.shared", model=name, owned_by=profile.owned_by, consequence=told)
         if before is None or (before.created, before.room) != (profile.created, profile.room):
             self.changes += 1
 
@@ -197,6 +215,7 @@ class _Model(msgspec.Struct):
     max_model_len: int | None = None
     context_len: int | None = None
     created: int | None = None
+    owned_by: object = None
 
 
 class _Models(msgspec.Struct):
@@ -237,7 +256,8 @@ async def _fetch(
         if bundle is not None:
             raise UpstreamFailed("The engine's list of models is not there.", detail=url)
         return EngineProfile(None, None, None)
-    return EngineProfile(bundle, Room.of(listed.max_model_len, listed.context_len), listed.created)
+    owner = listed.owned_by if isinstance(listed.owned_by, str) else None
+    return EngineProfile(bundle, Room.of(listed.max_model_len, listed.context_len), listed.created, owner)
 
 
 async def _listed(

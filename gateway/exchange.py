@@ -61,6 +61,8 @@ class Exchange(Struct, eq=False):
     """True if the request asks for a stream. False until its body has been parsed."""
     reserved: int = 0
     """The tokens reserved."""
+    estimated: int = 0
+    """The tokens to charge where no engine reports what was used."""
     payer: Payer | None = None
     """Where the request is counted. None until its tokens are reserved."""
     reserved_s: float = 0.0
@@ -75,15 +77,16 @@ class Exchange(Struct, eq=False):
     engine_timing: str = ""
     """The engine's `server-timing`, with its names marked as the engine's. Empty without one."""
 
-    def admit(self, payer: Payer, tokens: int) -> None:
-        """Note that so many tokens were reserved."""
+    def admit(self, payer: Payer, tokens: int, estimated: int) -> None:
+        """Note that so many tokens were reserved, and how many the request is estimated to use."""
         self.payer, self.reserved, self.reserved_s = payer, tokens, self.clock.wall()
+        self.estimated = estimated
 
     def begin_fallback(self, model: str, reservation: ReservationId, charged: int) -> None:
         """Note that another model is to be asked, under a reservation of its own. `charged` is the part of
         the one before that is not given back; what was lost with it is paid with that."""
         self.fallback, self.reservation = model, reservation
-        self.payer, self.reserved = None, 0
+        self.payer, self.reserved, self.estimated = None, 0, 0
         self.record.reserved += charged
         self.progress.lost = False
 

@@ -45,8 +45,6 @@ def describe(schema: Json, type_: type) -> None:
     schema.pop("title", None)
     if issubclass(type_, Struct):
         nothing = values_for_nothing(type_)
-        if (tag := type_.__struct_config__.tag_field) is not None:
-            schema["required"].remove(tag)  # where one shape alone is possible, it is told without its tag
     for name, told in schema.get("properties", {}).items():
         if name in nothing:
             values = [None, *nothing[name]]

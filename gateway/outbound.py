@@ -5,7 +5,9 @@ it may have, the deadlines. Ids count as values of the body there, so they are l
 many. An engine of another make is sent the fields on a list alone (`foreign_fields`): it would not hold down
 a caller's `priority`, and may know fields by which more is generated than was reserved. It is told one
 maximum, which is the reserved one, and its streams are asked for their usage, by which the request is
-charged.
+charged. One that takes a salt for its cached prefixes is sent the tenant's (`salts`), never the caller's own.
+
+What goes out is chosen before it is counted (`draft`), and is what is counted.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from gateway.accounts import Terms
 from gateway.admission.tokens import Count
-from gateway.config import Tier
+from gateway.config import ModelConfig, Tier
+from gateway.engines import Known
 from gateway.exchange import Exchange
-from gateway.foreign_fields import passed_on, with_usage
+from gateway.foreign_fields import check_images, passed_on, shaped, with_usage
 from gateway.relay.upstream import HeaderPairs, Outbound
 from shared.census import SURE_LEN, most_of
 from shared.ids import (
@@ -39,7 +42,8 @@ from shared.validation import FIELDS_MAX, Parsed, named, with_fields
 
 TENANTS_KEPT_MAX: Final = 1024
 """The number of tenants, and times for a first token, whose headers are cached."""
-_RANKS: Final[dict[object, int]] = {"flex": 0, "default": 1, "auto": 1, "scale": 1, "priority": 2}
+_RANKS: Final[dict[object, int]] = {"flex": 0, "default": 1, "auto": 1, "scale": 2, "priority": 2}
+"""OpenAI's `scale` costs more than its `default`."""
 
 
 _JSON: Final = (b"content-type", b"application/json")
@@ -51,22 +55,44 @@ _SERVICE_TIER: Final = SERVICE_TIER_HEADER.encode()
 _FIRST_TOKEN_TIMEOUT: Final = FIRST_TOKEN_TIMEOUT_HEADER.encode()
 
 
+class Draft(Struct, frozen=True):
+    """The fields of a request that go out."""
+
+    ours: bool
+    """True if the engine is told what one of ours is told."""
+    fields: dict[str, Raw]
+    left_out: tuple[str, ...] = ()
+    """The names of those that an engine of another make is not sent."""
+
+
+def draft(parsed: Parsed[Any], model: ModelConfig, engine: Known) -> Draft:
+    """Choose what goes out. Raises InvalidRequest for what another make may not be sent."""
+    if not engine.counts_as_ours:
+        passed = passed_on(parsed, model)
+        return Draft(False, passed.fields, passed.left_out)
+    if not engine.is_ours and isinstance(parsed.request, ChatRequest):
+        check_images(parsed.request.messages, model.image_hosts)
+    return Draft(True, shaped(parsed))
+
+
 def outbound(
     exchange: Exchange,
     terms: Terms,
     parsed: Parsed[Any],
+    draft: Draft,
     count: Count,
     *,
     maximum: int | None,
-    ours: bool,
+    salt: str | None,
     credentials: HeaderPairs,
 ) -> Outbound:
     """The request as it is sent to a replica.
 
     `maximum` is the most tokens that each choice may have, where the request states none; None leaves that
-    open. `ours` says whether the engine is one of ours; where it is not, the exchange is told which fields
-    were left out. `credentials` are the gateway's own towards this model's replicas; the caller's key goes
-    nowhere. Raises InvalidRequest.
+    open. Where the engine is none of ours, the exchange is told which fields were left out. `salt` is for its
+    cached prefixes, in place of the caller's; None where none is sent, or the caller's as it is.
+    `credentials` are the gateway's own towards this model's replicas; the caller's key goes nowhere. Raises
+    InvalidRequest.
     """
     headers = (
         _JSON,
@@ -77,21 +103,23 @@ def outbound(
     if exchange.stages.state:
         headers += ((_TRACESTATE, exchange.stages.state.encode()),)
     overrides: dict[str, object] = {"model": terms.model.upstream_model or terms.model.name}
+    fields, ours = draft.fields, draft.ours
+    if salt is not None:
+        overrides["cache_salt"] = salt
     if ours:
         headers += _for_ours(exchange, terms)
-        fields = parsed.fields
         if maximum is not None:
             overrides["max_tokens"] = maximum
     else:
-        passed = passed_on(parsed)
-        exchange.ignored_fields = named(passed.left_out)
-        fields = passed.fields
+        is_unsalted = salt is None and "cache_salt" in parsed.fields
+        exchange.ignored_fields = named((*draft.left_out, "cache_salt") if is_unsalted else draft.left_out)
         overrides |= _instead(parsed.request, fields, terms, maximum)
     ids = _ids(parsed, count) if ours else {}
     body = with_fields(fields, **overrides, **ids)
     if ids and len(body) > SURE_LEN and not _is_taken(body):
         body = with_fields(fields, **overrides)  # the engine tokenizes the prompt again
-    return Outbound("POST", exchange.path, headers, body, "stream_options" in overrides)
+    asks_for_usage, is_salted = "stream_options" in overrides, salt is not None and not ours
+    return Outbound("POST", exchange.path, headers, body, asks_for_usage, is_salted)
 
 
 def _ids(parsed: Parsed[Any], count: Count) -> dict[str, object]:

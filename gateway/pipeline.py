@@ -21,11 +21,12 @@ Rules:
    has begun to answer, with a stream's first event: until then it may be sent to another.
 2. What is reserved is settled, whichever way the request ends, also when the client leaves: with what the
    engine reports, also for answers that were cut off. Where there is no report (the engine is gone, or of
-   another make), what was reserved is charged; nothing when nothing was dispatched, or when the engine
-   refused.
+   another make), the estimate of all that was sent and of the longest answer is charged; nothing when nothing
+   was dispatched, or when the engine refused.
 3. Nothing is dispatched twice, except as `gateway.dispatch` says.
 4. What may be generated is what was reserved: a request that states no maximum, from a caller whose tokens
-   are limited, is given one.
+   are limited, is given one. What an engine is sent is chosen first, and all of it is counted. A budget is
+   passed by one request at most, and by no more than its bound (`gateway.admission.tokens`).
 5. Where a model's engines cannot answer, its `fallback` models are asked, those that the caller may use. Each
    has a reservation of its own, under its own limits and by its own count: what was reserved for the one
    before is given back, or charged where a replica was lost with the request (rule 2), so that tokens are
@@ -42,21 +43,21 @@ from typing import Final
 
 from gateway.accounts import Terms
 from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal, ReservationId, Scope
-from gateway.admission.tokens import Count, check_fits, count_tokens, span
+from gateway.admission.tokens import Count, check_fits, count_tokens, estimate_slices, span
 from gateway.admission.usage import NOTHING, Used
 from gateway.admission.validate import validate, validate_slices
 from gateway.billing.lines import Billing
 from gateway.client.body import read_body
 from gateway.client.reading import served_by, serves
-from gateway.config import ALL_ENDPOINTS, GatewayConfig
+from gateway.config import ALL_ENDPOINTS, GatewayConfig, ModelConfig
 from gateway.dispatch import REPEATED, Dispatched, Dispatcher, Prepared
 from gateway.endpoints import Dialect, Endpoint, ProxiedRequest
-from gateway.engines import Engines
+from gateway.engines import Engines, Known
 from gateway.exchange import Exchange, LiveRequests
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.known import KnownCallers
 from gateway.identity.tenant import check_endpoint
-from gateway.outbound import outbound
+from gateway.outbound import Draft, draft, outbound
 from gateway.record import observe_decision
 from gateway.relay.credentials import Credentials
 from gateway.relay.stream import Progress, Relay
@@ -64,6 +65,7 @@ from gateway.relay.upstream import Outbound, Upstream
 from gateway.routing.affinity import affinity_of
 from gateway.routing.policy import Affinity, nowhere
 from gateway.routing.replicas import Replicas
+from gateway.salts import salt_of
 from shared.errors import (
     ApiError,
     BudgetExhausted,
@@ -78,7 +80,7 @@ from shared.errors import (
     forget_frames,
 )
 from shared.fair_share import FairShare
-from shared.fair_threads import FairThreads
+from shared.fair_threads import FairThreads, Slices, at_once
 from shared.fair_turns import FairTurns
 from shared.holding import Holding, weigh, weigh_long
 from shared.openai import GenerationRequest, PromptRequest
@@ -94,7 +96,7 @@ _WHOSE: Final = {
     Scope.MODEL: "This model's limit for all callers together",
 }
 _PERIODS: Final = {Meter.BUDGET: " in all", Meter.DAY_BUDGET: " a day", Meter.MONTH_BUDGET: " a month"}
-NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
+NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None, bound=0)
 
 IDENTITY_S: Final = 5.0
 """The time within which the caller must be identified, in seconds, where another service is asked."""
@@ -117,9 +119,11 @@ class Pipeline:
         billing: Billing,
         known: KnownCallers,
         turns: FairTurns,
+        salts: bytes,
     ) -> None:
         """`memory` is the share of bytes that requests hold until they are answered. `known` learns who was
-        let in. `turns` are those in which requests begin."""
+        let in. `turns` are those in which requests begin. `salts` is the secret of cached prefixes' salts."""
+        self._salts = salts
         self._known = known
         self._billing = billing
         self._live = live
@@ -153,11 +157,10 @@ class Pipeline:
         with Holding(self._memory, principal.tenant) as holding:
             parsed = await self._read(exchange, principal, endpoint, holding)
             terms = self._resolve(exchange, principal, parsed, parsed.request.model)
-            count = await self._count(exchange, terms, parsed.request)
-            prepared = await self._prepare(exchange, terms, parsed, count, endpoint.dialect)
+            prepared = await self._prepare(exchange, terms, parsed, endpoint.dialect)
             if terms.model.fallback:
                 return await self._send_or_fall_back(exchange, principal, parsed, prepared)
-            del parsed, count  # from here on the outbound request alone is held
+            del parsed  # from here on the outbound request alone is held
             holding.shrink(len(prepared.outbound.content))
             return await self._dispatcher.send(exchange, prepared)
 
@@ -166,12 +169,13 @@ class Pipeline:
         exchange: Exchange,
         terms: Terms,
         parsed: Parsed[ProxiedRequest],
-        count: Count,
         dialect: Dialect,
+        counted: tuple[Draft, Count] | None = None,
     ) -> Prepared:
-        """Reserve the request's tokens, and make of it what is sent."""
+        """Count the request's tokens unless they are `counted`, reserve them, and make of it what is sent."""
+        chosen, count = counted or await self._count(exchange, terms, parsed)
         maximum = await self._reserve(exchange, terms, parsed.request, count)
-        request = self._outbound(exchange, terms, parsed, count, maximum)
+        request = self._outbound(exchange, terms, parsed, chosen, count, maximum)
         affinity = self._affinity(terms, parsed.request, count)
         return Prepared(
             terms.model,
@@ -222,10 +226,10 @@ class Pipeline:
         while names:
             try:
                 terms = self._resolve(exchange, principal, parsed, names.pop(0))
-                count = await self._count(exchange, terms, parsed.request)
+                counted = await self._count(exchange, terms, parsed)
                 await self._reserve_anew(exchange, principal, terms, parsed.request)
                 exchange.ignored_fields = parsed.ignored_header  # of an engine of ours, if the other was not
-                return await self._prepare(exchange, terms, parsed, count, dialect)
+                return await self._prepare(exchange, terms, parsed, dialect, counted)
             except ApiError as error:
                 forget_frames(error)
         return None
@@ -234,7 +238,7 @@ class Pipeline:
         self, exchange: Exchange, principal: Principal, terms: Terms, request: ProxiedRequest
     ) -> None:
         """Settle what was reserved for one model, and take a seat for another."""
-        before, used = exchange.reservation, used_tokens(exchange.progress, exchange.reserved)
+        before, used = exchange.reservation, used_tokens(exchange.progress, exchange.estimated)
         self._note_line(exchange, used)
         exchange.begin_fallback(terms.model.name, ReservationId(f"{before}-f"), used.tokens)
         await shielded(self._quotas.settle(before, used), exchange.record.settlement)
@@ -325,15 +329,26 @@ class Pipeline:
             parsed.require_supported()
         return terms
 
-    async def _count(self, exchange: Exchange, terms: Terms, request: ProxiedRequest) -> Count:
+    async def _count(
+        self, exchange: Exchange, terms: Terms, parsed: Parsed[ProxiedRequest]
+    ) -> tuple[Draft, Count]:
+        """Choose what goes out, and count its tokens."""
         exchange.stages.enter("tokenize")
-        if not isinstance(request, PromptRequest):
-            return NO_TOKENS
+        request, tenant = parsed.request, terms.tenant.id
         engine = self._engines.of(terms.model)
-        count = await count_tokens(request, engine.tokenizer, engine.room, self._threads, terms.tenant.id)
-        exchange.record.prompt_tokens, exchange.record.prompt_exact = count.prompt_tokens, count.is_exact
-        check_fits(request, count, engine.room)
-        return count
+        if engine.tokenizer is not None and isinstance(request, PromptRequest):
+            chosen = draft(parsed, terms.model, engine)
+            count = await count_tokens(request, engine.tokenizer, engine.room, self._threads, tenant)
+        else:
+            work = _estimated(parsed, terms.model, engine)
+            if sum(map(len, parsed.fields.values())) <= INLINE_LEN_MAX:
+                chosen, count = at_once(work)
+            else:
+                chosen, count = await self._threads.run(tenant, work, holds=True)
+        if isinstance(request, PromptRequest):
+            exchange.record.prompt_tokens, exchange.record.prompt_exact = count.prompt_tokens, count.is_exact
+            check_fits(request, count, engine.room)
+        return chosen, count
 
     async def _reserve(
         self, exchange: Exchange, terms: Terms, request: ProxiedRequest, count: Count
@@ -344,15 +359,15 @@ class Pipeline:
         if not isinstance(request, PromptRequest):
             decision = await self._quotas.reserve(exchange.reservation, terms.subjects, 0, 0, terms.payer)
             self._apply_decision(exchange, decision, 0)
-            exchange.admit(terms.payer, 0)
+            exchange.admit(terms.payer, 0, 0)
             return None
-        room = self._engines.of(terms.model).room
-        asked = span(request, count, room, self._config.admission.completion_estimate, terms.tokens_max)
+        room, guess = self._engines.of(terms.model).room, self._config.admission.completion_estimate
+        asked = span(request, count, room, guess, terms.tokens_max, is_budgeted=terms.is_budgeted)
         decision = await self._quotas.reserve(
-            exchange.reservation, terms.subjects, asked.least, asked.most, terms.payer
+            exchange.reservation, terms.subjects, asked.least, asked.most, terms.payer, wanted=asked.wanted
         )
         self._apply_decision(exchange, decision, asked.least)
-        exchange.admit(terms.payer, decision.granted)
+        exchange.admit(terms.payer, decision.granted, asked.estimated(decision.granted))
         return asked.maximum_each(decision.granted) if asked.is_open else None
 
     def _apply_decision(self, exchange: Exchange, decision: Decision, tokens: int) -> None:
@@ -372,7 +387,7 @@ class Pipeline:
             if exchange.reserved and progress.awaits_report:  # no report comes on what computes no token
                 await shielded(progress.report.wait(REPORT_S))
         finally:
-            used = used_tokens(progress, exchange.reserved)
+            used = used_tokens(progress, exchange.estimated)
             self._note_line(exchange, used)
             await shielded(self._quotas.settle(exchange.reservation, used), exchange.record.settlement)
 
@@ -387,12 +402,18 @@ class Pipeline:
         exchange: Exchange,
         terms: Terms,
         parsed: Parsed[ProxiedRequest],
+        chosen: Draft,
         count: Count,
         maximum: int | None,
     ) -> Outbound:
-        ours = self._engines.of(terms.model).counts_as_ours
+        salt, engine = None, self._engines.of(terms.model)
+        if isinstance(parsed.request, GenerationRequest) and not engine.is_ours:
+            asked = parsed.request.cache_salt
+            if asked is not None if chosen.ours else engine.takes_salt:  # it may turn out to be none of ours
+                salt = salt_of(self._salts, terms.tenant.id, asked)
         credentials = self._credentials.headers(terms.model)
-        return outbound(exchange, terms, parsed, count, maximum=maximum, ours=ours, credentials=credentials)
+        parts = exchange, terms, parsed, chosen, count
+        return outbound(*parts, maximum=maximum, salt=salt, credentials=credentials)
 
     def _affinity(self, terms: Terms, request: ProxiedRequest, count: Count) -> Affinity:
         if not self._replicas.has_choice(terms.model.name):
@@ -423,13 +444,24 @@ class Pipeline:
         return relay.run(dispatched.opened)
 
 
-def used_tokens(progress: Progress, reserved: int) -> Used:
+def _estimated(
+    parsed: Parsed[ProxiedRequest], model: ModelConfig, engine: Known
+) -> Slices[tuple[Draft, Count]]:
+    """What goes out to an engine without a tokenizer, and the estimate of it."""
+    chosen = draft(parsed, model, engine)
+    if not isinstance(parsed.request, PromptRequest):
+        return chosen, NO_TOKENS
+    yield
+    return chosen, (yield from estimate_slices(parsed.request, chosen.fields, model.image_tokens))
+
+
+def used_tokens(progress: Progress, estimated: int) -> Used:
     """The tokens that a request is charged in the end, by rule 2."""
     if (closing := progress.closing) is not None:
         return Used(closing.prompt_tokens, closing.cached_tokens, closing.completion_tokens)
     if (progress.refused or not progress.dispatched) and not progress.lost:
         return NOTHING
-    return Used(estimated=reserved)
+    return Used(estimated=estimated)
 
 
 def _falls_back(prepared: Prepared, failure: ApiError) -> bool:

@@ -23,6 +23,7 @@ from gateway.background import Background
 from gateway.config import GatewayConfig
 from gateway.listener import ListenFailed
 from gateway.listener_tls import ListenerTls, tls_of
+from gateway.salts import new_secret
 from gateway.workers.channel import WorkerStart
 from gateway.workers.process import ChildWorker, Worker
 from shared import descriptors, logs
@@ -158,11 +159,11 @@ def _launcher(
         raise ListenFailed(f"cannot make sockets for workers: {error}") from error
     stack.callback(directory.remove)
     port: int = held.getsockname()[1]
-    starts = itertools.count()
+    starts, salts = itertools.count(), new_secret()
 
     async def launch(index: int, drained: Sequence[str]) -> Worker:
         socket, text = str(directory.path / f"{index}-{next(starts)}"), await accepted.text()
-        return await ChildWorker.start(WorkerStart(text, index, port, socket, drained), path)
+        return await ChildWorker.start(WorkerStart(text, index, port, socket, drained, salts), path)
 
     return launch, port
 

@@ -10,17 +10,22 @@ as those outside, and none of them may be given twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Final
 
 import msgspec
 from msgspec import Raw, Struct
 
+from shared.errors import InvalidRequest
 from shared.openai import (
+    IMAGES_MAX,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ImagePart,
+    TextPart,
     TokenizeRequest,
 )
 from shared.repeated import refuse_repeated, stays
@@ -90,18 +95,14 @@ _TOKENIZE: Final[Mapping[str, Nothing]] = {
     "return_token_strs": _FALSE,
 }
 _DETOKENIZE: Final[Mapping[str, Nothing]] = {"skip_special_tokens": _FALSE}
-_MESSAGE: Final[Mapping[str, Nothing]] = {
-    "tool_calls": ([],),
-    "tool_call_id": _NONE,
-    "function_call": _NONE,
-    "audio": _NONE,
-    "refusal": _NONE,
-    "reasoning": ("",),
-    "prefix": _FALSE,
-    "partial": _FALSE,
-}
-_MESSAGE_KNOWN: Final = frozenset({"role", "content", "name", "reasoning_content", "annotations"})
-_PART_KNOWN: Final = frozenset({"type", "text"})
+_MESSAGE: Final[Mapping[str, Nothing]] = {"audio": _NONE, "prefix": _FALSE, "partial": _FALSE}
+"""Fields of messages that no shape has."""
+_MESSAGE_SHAPED: Final = ("tool_calls", "tool_call_id", "function_call", "refusal", "reasoning")
+"""Fields that messages have, and that ask for nothing where they are empty."""
+_OF_TOOLS: Final = frozenset({"tool", "function"})
+"""The roles of messages that answer a call."""
+_NOT_NAMED: Final = frozenset({f"messages.{name}" for name in (*_MESSAGE, "annotations")})
+"""Fields of messages that are known, though no shape has them."""
 
 INSTEAD: Final[Mapping[str, str]] = {
     "do_sample": "temperature 0",
@@ -120,7 +121,6 @@ _TABLES: Final[Mapping[type[Struct], Mapping[str, Nothing]]] = {
     TokenizeRequest: _TOKENIZE,
     DetokenizeRequest: _DETOKENIZE,
 }
-_ARRAY: Final = ord("[")
 
 _objects: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 _object: Final = msgspec.json.Decoder(dict[str, Raw])
@@ -139,11 +139,14 @@ class Survey(Struct, frozen=True):
     """The names of unknown fields, those within messages as `messages.name`."""
     unsupported: str | None = None
     """The first field that asks for what no engine of ours can do. None without one."""
+    shapeless: tuple[str, ...] = ()
+    """The names of the fields within messages that no shape of `shared.openai` has, known or not."""
 
 
 def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) -> Survey:
     """Look through the fields of a well-formed request. `known` are the names that its type has. Raises
-    InvalidJson where an object that is looked into has a field twice."""
+    InvalidJson where an object that is looked into has a field twice, and InvalidRequest for a message that
+    says nothing."""
     table = _TABLES.get(type(request), {})
     unknown = [] if fields.keys() <= known else _unknown(fields, known | table.keys())
     unsupported = None if table.keys().isdisjoint(fields) else next(_unsupported(fields, table), None)
@@ -155,13 +158,15 @@ def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) ->
             refuse_repeated("stream_options", fields["stream_options"])
         unknown += [f"stream_options.{name}" for name in options if name != "include_usage"]
     chat: list[ChatMessage] | None = getattr(request, "messages", None)
+    shapeless: tuple[str, ...] = ()
     if chat is not None and not _are_plain(chat, fields["messages"]):
-        messages = _objects.decode(fields["messages"])
-        if not stays(fields["messages"], messages):
-            refuse_repeated("messages", fields["messages"])
-        unknown += _unknown_in_messages(messages)
-        unsupported = unsupported or _unsupported_in_messages(messages)
-    return Survey(tuple(unknown), unsupported) if unknown or unsupported else _NOTHING_TO_SAY
+        _check_contents(chat)
+        shapeless = tuple(dict.fromkeys(_shapeless(chat, fields["messages"], "messages", "messages")))
+        unknown += [name for name in shapeless if name not in _NOT_NAMED]
+        unsupported = unsupported or _unsupported_in_messages(chat, fields["messages"], shapeless)
+    if unknown or unsupported or shapeless:
+        return Survey(tuple(unknown), unsupported, shapeless)
+    return _NOTHING_TO_SAY
 
 
 _NOTHING_TO_SAY: Final = Survey()
@@ -185,7 +190,7 @@ def _are_plain(messages: list[ChatMessage], raw: Raw) -> bool:
     """True if all messages have a role, a text and perhaps a name alone, as most have, so that no field is
     unknown or unsupported. Raises InvalidJson where one has a field twice."""
     for message in messages:
-        if type(message.content) is not str:
+        if type(message.content) is not str or message.role in _OF_TOOLS:
             return False
     try:
         plain = _plain.decode(raw)
@@ -215,27 +220,74 @@ def _unsupported(fields: Mapping[str, Raw], table: Mapping[str, Nothing]) -> Ite
                 yield name
 
 
-def _unsupported_in_messages(messages: Iterable[Mapping[str, Raw]]) -> str | None:
-    for index, message in enumerate(messages):
-        if not message.keys() <= _MESSAGE_KNOWN:
-            for name in _unsupported(message, _MESSAGE):
+def _unsupported_in_messages(chat: Sequence[ChatMessage], raw: Raw, shapeless: Sequence[str]) -> str | None:
+    if not _NOT_NAMED.isdisjoint(shapeless):
+        for index, fields in enumerate(_objects.decode(raw)):
+            for name in _unsupported(fields, _MESSAGE):
                 return f"messages[{index}].{name}"
+    for index, message in enumerate(chat):
+        if message.role in _OF_TOOLS:
+            return f"messages[{index}].role"
+        for name in _MESSAGE_SHAPED:
+            if getattr(message, name):
+                return f"messages[{index}].{name}"
+        if not isinstance(message.content, str | list):
+            return f"messages[{index}].content"
+        for at, part in enumerate(message.parts):
+            if type(part) is not TextPart:
+                return f"messages[{index}].content[{at}]"
     return None
 
 
-def _unknown_in_messages(messages: Iterable[Mapping[str, Raw]]) -> list[str]:
-    """The unknown names in messages, each once, in the order in which they come. Raises InvalidJson where a
-    part has a field twice."""
-    unknown: dict[str, None] = {}
-    for index, message in enumerate(messages):
-        if not message.keys() <= _MESSAGE_KNOWN:
-            names = (name for name in message if name not in _MESSAGE_KNOWN and name not in _MESSAGE)
-            unknown |= dict.fromkeys(f"messages.{name}" for name in names)
-        if memoryview(message["content"])[0] == _ARRAY:
-            parts = _objects.decode(message["content"])
-            if not stays(message["content"], parts):
-                refuse_repeated(f"messages[{index}].content", message["content"])
-            for part in parts:
-                names = (name for name in part if name not in _PART_KNOWN)
-                unknown |= dict.fromkeys(f"messages.content.{name}" for name in names)
-    return list(unknown)
+def _check_contents(chat: Iterable[ChatMessage]) -> None:
+    """Raises InvalidRequest for a message without content that stands for nothing else, and for too many
+    images."""
+    images = 0
+    for index, message in enumerate(chat):
+        if not isinstance(message.content, str | list) and not (
+            message.role == "function"
+            or (
+                message.role == "assistant"
+                and any(getattr(message, name) for name in (*_MESSAGE_SHAPED, "reasoning_content"))
+            )
+        ):
+            where = f"messages[{index}].content"
+            raise InvalidRequest(f"{where} is required.", param=where)
+        images += sum(type(part) is ImagePart for part in message.parts)
+    if images > IMAGES_MAX:
+        raise InvalidRequest(f"messages must have at most {IMAGES_MAX} images.", param="messages")
+
+
+@cache
+def _shape(type_: type[Struct]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The names of a shape's fields, and of those that may hold objects of other shapes."""
+    names = frozenset(type_.__struct_encode_fields__)
+    if (tag := type_.__struct_config__.tag_field) is not None:
+        names |= {tag}
+    return names, tuple(name for name in type_.__struct_fields__ if name in _NESTED)
+
+
+_NESTED: Final = frozenset({"content", "tool_calls", "function_call", "image_url", "function", "custom"})
+
+
+def _shapeless(value: Struct | Sequence[Struct], raw: Raw, path: str, name: str) -> Iterator[str]:
+    """The names of the fields in `raw` that the shapes of `value`, which was read from it, do not have.
+    `path` is where it is in the request, `name` the same without numbers. Raises InvalidJson where an object
+    has a field twice."""
+    objects: list[dict[str, Raw]]
+    if isinstance(value, Struct):
+        values, objects = [value], [_object.decode(raw)]
+        is_same = stays(raw, objects[0])
+    else:
+        values, objects = list(value), _objects.decode(raw)
+        is_same = stays(raw, objects)
+    if not is_same:
+        refuse_repeated(path, raw)
+    for at, (one, fields) in enumerate(zip(values, objects, strict=True)):
+        names, nested = _shape(type(one))
+        if not fields.keys() <= names:
+            yield from (f"{name}.{key}" for key in fields if key not in names)
+        for key in nested:
+            if isinstance(held := getattr(one, key), list | Struct):
+                where = path if isinstance(value, Struct) else f"{path}[{at}]"
+                yield from _shapeless(held, fields[key], f"{where}.{key}", f"{name}.{key}")

@@ -62,6 +62,8 @@ class Parsed(Struct, Generic[T], frozen=True):
     """The names of unknown fields, those within messages too."""
     unsupported: str | None = None
     """The first field that asks for what no engine of ours can do. None without one."""
+    shapeless: tuple[str, ...] = ()
+    """The names of the fields within messages that no shape of `shared.openai` has."""
 
     def require_supported(self) -> None:
         """Refuse an unsupported field. Raises UnsupportedParameter."""
@@ -138,7 +140,7 @@ def _parsed(request: T, fields: dict[str, Raw], type_: type[T]) -> Parsed[T]:
         found = survey(request, fields, _names(type_))
     except msgspec.ValidationError:
         raise _out_of_range(fields) from None
-    return Parsed(request, fields, found.unknown, found.unsupported)
+    return Parsed(request, fields, found.unknown, found.unsupported, found.shapeless)
 
 
 def _out_of_range(fields: dict[str, Raw]) -> InvalidJson:
@@ -160,7 +162,7 @@ def _refusal(error: Exception, body: bytes, type_: type[Struct]) -> InvalidReque
         case RecursionError():
             return InvalidJson("The body is nested too deeply.")
         case msgspec.ValidationError():
-            return _invalid_value(str(error), type_)
+            return invalid_value(str(error), type_)
         case _:
             return _invalid_json(body, str(error))
 
@@ -324,7 +326,7 @@ _PATTERNS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], .
 )
 
 
-def _invalid_value(problem: str, type_: type[Struct]) -> InvalidRequest:
+def invalid_value(problem: str, type_: type[Struct]) -> InvalidRequest:
     """The error of an invalid value, from msgspec's `problem - at `$.path``, in words and without the
     value."""
     text, _, path = problem.partition(" - at `$")

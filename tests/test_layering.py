@@ -126,7 +126,7 @@ GATEWAY_LEVELS = (
         "pace",
         "told_windows",
     },
-    {"discovery", "foreign_loads", "foreign_fields", "admin_openapi"},
+    {"discovery", "foreign_loads", "foreign_fields", "salts", "admin_openapi"},
     {"exchange", "directory", "usage_api", "replica_api", "model_lists"},
     {"outbound", "requests_api", "limits_api", "console", "dispatch"},
     {"pipeline", "admin"},  # the only one that knows the order of the stages

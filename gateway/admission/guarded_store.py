@@ -176,6 +176,8 @@ class GuardedStore:
         least: int,
         most: int,
         payer: Payer | None = None,
+        *,
+        wanted: int = 0,
     ) -> Decision:
         """Raises QuotaUnavailable."""
         if not subjects:
@@ -185,11 +187,11 @@ class GuardedStore:
             return decision
         if not self._local.holds(reservation):
             try:
-                return await self._store.reserve(reservation, subjects, least, most, payer)
+                return await self._store.reserve(reservation, subjects, least, most, payer, wanted=wanted)
             except StoreUnavailable as error:
                 self._without_store("reserve", error, subjects)
         local = self._share(tuple(subjects))
-        return _of_share(await self._local.reserve(reservation, local, least, most, payer))
+        return _of_share(await self._local.reserve(reservation, local, least, most, payer, wanted=wanted))
 
     def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
         """Where the tokens were granted here, what that makes of them."""

@@ -122,6 +122,8 @@ class MemoryStore:
         least: int,
         most: int,
         payer: Payer | None = None,
+        *,
+        wanted: int = 0,
     ) -> Done[Decision]:
         assert 0 <= least <= most
         now_ms = self._now_ms()
@@ -134,7 +136,7 @@ class MemoryStore:
         refusal = quota.decide(holdings, seated=seated, tokens=least)
         if refusal is not None:
             return Done(Decision(refusal, quota.windows_of(holdings)))
-        tokens = quota.grant(holdings, least, most)
+        tokens = quota.grant(holdings, least, most, wanted)
         holdings = self._charge(holdings, seated=seated, tokens=tokens)
         if entry is None:
             self._lapsed.pop(reservation, None)

@@ -288,7 +288,7 @@ local function allowed(subjects, seated, tokens)
   return true
 end
 
-local function grant(subjects, least, most)
+local function grant(subjects, least, most, wanted)
   if least == most then
     return most
   end
@@ -313,7 +313,7 @@ local function grant(subjects, least, most)
   if not left then
     return most
   end
-  return math.min(most, math.max(least, math.floor(left / GRANT_SHARE)))
+  return math.min(most, math.max(least, math.min(wanted, left), math.floor(left / GRANT_SHARE)))
 end
 
 local function charge(subjects, seated, tokens)
@@ -373,11 +373,11 @@ function operations.enter()
   return { now, 0 }
 end
 
--- The numbers: the least, the most. The words: USAGE, ROW. Returns the tokens that are granted, and the usage
+-- The numbers: the least, the most, what is wanted. The words: USAGE, ROW. Returns the tokens that are granted, and the usage
 -- after that; when refused -1, less the number of subjects that have given their seats.
 function operations.reserve()
   expire()
-  local subjects, least, most = holdings(), struct.unpack('>dd', numbers, FIRST_NUMBER)
+  local subjects, least, most, wanted = holdings(), struct.unpack('>ddd', numbers, FIRST_NUMBER)
   local record, seated = redis.call('HGET', reservations, reservation), 0
   if record then
     local reserved, _, _, _, accounts = read(record)
@@ -389,7 +389,7 @@ function operations.reserve()
   if not allowed(subjects, seated, least) then
     return answer(-1 - seated, subjects)
   end
-  local granted = grant(subjects, least, most)
+  local granted = grant(subjects, least, most, wanted)
   charge(subjects, seated, granted)
   if not record then
     redis.call('DEL', beginning .. 'late:' .. reservation)

@@ -17,7 +17,9 @@ Rules:
    with what was used. A refund lowers the level at once; usage above the reservation becomes debt:
    the level passes the brim, and nothing is admitted until it has drained. A request that states no
    maximum is granted between the least it can do with and the most it could use: a `GRANT_SHARE`-th
-   of what is left, so that one request leaves something to the next.
+   of what is left, so that one request leaves something to the next. One whose prompt was estimated may turn
+   out to be larger: what it wants beside is granted out of what is left, so that the last of several takes
+   all of it, and a budget is passed by one of them at most.
 3. Whole numbers throughout, so that a store in another language decides the same. One request or
    token weighs `WEIGHT` units; a bucket of `limit` per minute drains `limit` units each millisecond.
 4. Time that runs backwards drains nothing, and begins no day or month anew. A bucket drains on from the
@@ -239,9 +241,12 @@ class QuotaStore(Protocol):
         least: int,
         most: int,
         payer: Payer | None = None,
+        *,
+        wanted: int = 0,
     ) -> Awaitable[Decision]:
         """Reserve between `least` and `most` tokens of every subject, or of none, once per reservation: asked
-        again, the tokens that it has are granted. `subjects` begins with those that `enter` was given; the
+        again, the tokens that it has are granted. `wanted` are granted as far as they are left. `subjects`
+        begins with those that `enter` was given; the
         others, which the model adds, give their seats now. A seat whose lease ran out meanwhile is taken
         anew, or refused. `payer` is where the request is counted once it is granted; None counts nowhere."""
         ...
@@ -336,12 +341,13 @@ def decide(holdings: Sequence[SubjectAccount], *, seated: int, tokens: int) -> R
     return max(found, key=_lasts_ms) if found else None
 
 
-def grant(holdings: Iterable[SubjectAccount], least: int, most: int) -> int:
-    """The tokens that a request is granted, between `least`, which `decide` has admitted, and `most`."""
+def grant(holdings: Iterable[SubjectAccount], least: int, most: int, wanted: int = 0) -> int:
+    """The tokens that a request is granted, between `least`, which `decide` has admitted, and `most`: what is
+    `wanted` as far as it is left, and more where there is much."""
     if least == most:
         return most
     left = min((left for holding in holdings for left in _tokens_left(*holding)), default=None)
-    return most if left is None else min(most, max(least, left // GRANT_SHARE))
+    return most if left is None else min(most, max(least, min(wanted, left), left // GRANT_SHARE))
 
 
 def charge(limits: QuotaLimits, account: Account, seats: int, tokens: int) -> Account:

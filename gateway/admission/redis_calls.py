@@ -23,7 +23,7 @@ SCRIPT_SHA: Final = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdige
 _TIMES: Final = struct.Struct(">2d")
 """Numbers as the script wants them. In a command their length, in bytes, is before them."""
 _ENTER: Final = struct.Struct(">3d")
-_RESERVE: Final = struct.Struct(">4d")
+_RESERVE: Final = struct.Struct(">5d")
 _SETTLE: Final = struct.Struct(">6d")
 
 
@@ -77,11 +77,18 @@ class Calls(Struct, frozen=True):
         return b"%b$%d\r\n%b\r\n$24\r\n%b\r\n" % (self.enters, len(name), name, numbers)
 
     def reserve(
-        self, reservation: str, now_ms: float, not_after_ms: float, least: int, most: int, row: bytes
+        self,
+        reservation: str,
+        now_ms: float,
+        not_after_ms: float,
+        least: int,
+        most: int,
+        wanted: int,
+        row: bytes,
     ) -> bytes:
         """`row`: the words USAGE and ROW."""
-        name, numbers = reservation.encode(), _RESERVE.pack(now_ms, not_after_ms, least, most)
-        return b"%b$%d\r\n%b\r\n$32\r\n%b\r\n%b" % (self.reserves, len(name), name, numbers, row)
+        name, numbers = reservation.encode(), _RESERVE.pack(now_ms, not_after_ms, least, most, wanted)
+        return b"%b$%d\r\n%b\r\n$40\r\n%b\r\n%b" % (self.reserves, len(name), name, numbers, row)
 
     def settle(self, reservation: str, now_ms: float, used: Used, *, is_counted: bool) -> bytes:
         name, prompt = reservation.encode(), used.prompt if is_counted else -1

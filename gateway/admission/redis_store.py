@@ -139,6 +139,8 @@ class RedisStore:
         least: int,
         most: int,
         payer: Payer | None = None,
+        *,
+        wanted: int = 0,
     ) -> Decision:
         assert 0 <= least <= most
         if not subjects:
@@ -148,7 +150,7 @@ class RedisStore:
         before = self._held.get(reservation)
         held = self._held[reservation] = Held(tenant, tuple(subjects))  # it has them even if no answer comes
         row = _NO_ROW if payer is None else self._row_of(payer)
-        command = self._calls_of(held.subjects).reserve(reservation, *times_ms, least, most, row)
+        command = self._calls_of(held.subjects).reserve(reservation, *times_ms, least, most, wanted, row)
         reply = await self._ask(tenant, command)
         holdings = _holdings(subjects, reply)
         if (granted := reply[1]) >= 0:
@@ -168,7 +170,7 @@ class RedisStore:
         try:
             times_ms = self._times_ms(payer.tenant)
             row = self._row_of(payer)
-            command = self._notes_of(payer.tenant).reserve(reservation, *times_ms, tokens, tokens, row)
+            command = self._notes_of(payer.tenant).reserve(reservation, *times_ms, tokens, tokens, 0, row)
             self._links.of(payer.tenant).send(command, Noting(self, reservation, held, command, noted))
         except StoreUnavailable as error:
             failed("note", error)

@@ -327,7 +327,7 @@ class _Bare(asyncio.Protocol):
         name = f"bare-{next(self._names)}"
         await self._asked(self._calls.enter(name, 0, 0, 1))
         yield
-        await self._asked(self._calls.reserve(name, 0, 0, 500, 500, self._row))
+        await self._asked(self._calls.reserve(name, 0, 0, 500, 500, 500, self._row))
         yield
         self._waiting.append(None)
         self._unsent += self._calls.settle(name, 0, Used(prompt=200, completion=100), is_counted=True)

@@ -6,6 +6,9 @@ for it does not see it. Their streams may end lines with CRLF, which is read as 
 one kind of boundary. Nothing of this is done per event: the last events are kept as they are, and looked into
 when all have come.
 
+What such an engine had cached may be another tenant's: where nothing keeps them apart, the figures that tell
+it are blanked on their way, in their place. The gateway's own books have the true ones.
+
 An event that is one line, alone in its chunk, is passed on as it came, with its framing: `takes` tells which
 are. Most events are, and each then costs four slices and three searches for a byte.
 """
@@ -47,6 +50,15 @@ _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 _ANSWERS: Final = re.compile(rb'"(?:choices|tokens|prompt|content)"\s*:')
 """The fields of which an answer of an endpoint's has one."""
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_FIGURES: Final = b'"prompt_'
+"""A part of every event that tells a usage (`prompt_tokens`), or llama.cpp's times (`prompt_n`)."""
+_CACHED: Final = re.compile(
+    rb'"(?:\w{0,40}cache\w{0,40}|prompt_(?!tokens")\w{1,40})"\s{0,4}:\s{0,4}(-?[0-9][-+.0-9eE]{0,39})'
+)
+"""A figure that tells what was cached: OpenAI's `cached_tokens`, DeepSeek's `prompt_cache_hit_tokens`,
+llama.cpp's `cache_n`, `prompt_n`, `prompt_ms`. No text in a string matches here, either."""
+FIGURE_LEN_MAX: Final = 192
+"""More than the bytes of such a figure and its name."""
 _raw_decode: Final = json.JSONDecoder().raw_decode
 
 
@@ -247,6 +259,62 @@ class ForeignScanner(TailScanner):
             return data
         events = data.split(_BOUNDARY)
         return _BOUNDARY.join(event for event in events if not _tells_usage_alone(event))
+
+
+class Blanks:
+    """What makes nothing of the figures of what was cached, in an answer that comes in pieces: each becomes a
+    0 and blanks, as long as it was."""
+
+    __slots__ = ("_back",)
+
+    def __init__(self) -> None:
+        self._back = b""
+        """The end of what came, in which a figure may have begun."""
+
+    @property
+    def goes_on(self) -> bool:
+        """True if something is held back."""
+        return bool(self._back)
+
+    def feed(self, data: bytes, *, ended: bool = False) -> bytes:
+        """The bytes that may be passed on. `ended`: no figure goes on behind `data`."""
+        if self._back:
+            data = self._back + data
+        cut = len(data) if ended else max(0, len(data) - FIGURE_LEN_MAX)
+        parts: list[bytes] = []
+        at = 0
+        for match in _CACHED.finditer(data):
+            start, end = match.span(1)
+            if end > cut and not ended:
+                cut = min(cut, match.start())
+                break
+            parts += data[at:start], b"0".ljust(end - start)
+            at = end
+        self._back = data[cut:]
+        return b"".join([*parts, data[at:cut]])
+
+
+class BlankingScanner(ForeignScanner):
+    """The scanner of a stream whose client is not to see what was cached."""
+
+    __slots__ = ("_blanks",)
+
+    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False) -> None:
+        super().__init__(done, hides_usage=hides_usage)
+        self._blanks = Blanks()
+
+    def feed(self, chunk: bytes) -> bytes:
+        data, blanks = ForeignScanner.feed(self, chunk), self._blanks
+        is_whole = self.at_boundary  # else it is a part of an event that is too long to be withheld
+        if is_whole and not blanks.goes_on and data.find(_FIGURES) < 0:
+            return data
+        return blanks.feed(data, ended=is_whole)
+
+    def takes(self, event: bytes) -> bool:
+        return event.find(_FIGURES) < 0 and ForeignScanner.takes(self, event)
+
+    def finish(self) -> bytes:
+        return self._blanks.feed(ForeignScanner.finish(self), ended=True)
 
 
 def _has_empty_array(event: bytes) -> bool:

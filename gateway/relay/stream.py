@@ -27,7 +27,7 @@ from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
 from gateway.endpoints import Dialect
 from gateway.relay.engine_errors import event_is_error, read_back
-from gateway.relay.foreign import ForeignScanner, UsageFinder, look_into
+from gateway.relay.foreign import BlankingScanner, Blanks, ForeignScanner, UsageFinder, look_into
 from gateway.relay.upstream import Answer
 from gateway.ticks import Ticks
 from gateway.timeout_config import TimeoutsConfig
@@ -70,6 +70,8 @@ class Progress:
     foreign_usage: Closing | None = None
     """The usage in a unary answer of an engine of another make, as far as it was read. None for any other
     answer, and without one."""
+    blanks_cached: bool = False
+    """True if the client is not to see what the engine found cached: it may be another tenant's."""
     complete: bool = False
     """True if all bytes are on their way to the client."""
     dispatched: bool = False
@@ -157,7 +159,8 @@ async def open_answer(
         watch.expect(inter_token_s, InterTokenTimeout, STOPPED)
         return Opened(answer, await _unary_head(answer, progress, watch), streams)
     if answer.tokenizer is None:
-        progress.scanner = progress.foreign = ForeignScanner(dialect.done, hides_usage=hides_usage)
+        kind = BlankingScanner if progress.blanks_cached else ForeignScanner
+        progress.scanner = progress.foreign = kind(dialect.done, hides_usage=hides_usage)
     elif hides_usage:  # one of ours that was not known to be
         progress.scanner = ForeignScanner(dialect.done, hides_usage=True)
     head, first = await _first_event(answer, progress)
@@ -308,7 +311,9 @@ class Relay(Struct, frozen=True, eq=False):
 
     async def _unary(self, opened: Opened) -> None:
         answer = opened.answer
-        await self._begin(answer, opened.head)
+        blanks = Blanks() if self.progress.blanks_cached else None
+        head = opened.head if blanks is None else blanks.feed(opened.head, ended=answer.finished)
+        await self._begin(answer, head)
         if answer.finished:
             return
         self._expect_more()
@@ -320,9 +325,11 @@ class Relay(Struct, frozen=True, eq=False):
 
         def pass_on(chunk: bytes) -> bool:
             finder.feed(chunk)
-            return self._pass_as_it_is(chunk)
+            return self._pass_as_it_is(chunk if blanks is None else blanks.feed(chunk))
 
         await self._pass_rest(answer, pass_on)
+        if blanks is not None:
+            self._pass_as_it_is(blanks.feed(b"", ended=True))
         self.progress.foreign_usage = finder.usage
 
     async def _pass_rest(self, answer: Answer, accept: Callable[[bytes], bool]) -> None:
@@ -332,6 +339,8 @@ class Relay(Struct, frozen=True, eq=False):
 
     def _pass_as_it_is(self, chunk: bytes) -> bool:
         self.watch.again()
+        if not chunk:
+            return True
         self.progress.body_len += len(chunk)
         return self.client.write_nowait(chunk)
 

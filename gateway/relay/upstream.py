@@ -91,6 +91,8 @@ class Outbound(msgspec.Struct, frozen=True):
     content: bytes = b""
     asks_for_usage: bool = False
     """True if the gateway asks an engine of another make for usage that the client did not ask for."""
+    is_salted: bool = False
+    """True if an engine of another make was sent a salt that keeps the tenant's cached prefixes apart."""
 
     def __repr__(self) -> str:
         """Nothing of the headers, which have the engine's key, nor of the content."""

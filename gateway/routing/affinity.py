@@ -79,9 +79,10 @@ def _of_chat(request: ChatRequest, owner: int, tenant: str, prompt_len: int, ser
 
 
 def _length(message: ChatMessage) -> int:
-    """The characters of its text, without putting its parts together."""
-    content = message.content
-    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+    """The characters of its text, and of the calls in it."""
+    if isinstance(message.content, str) and message.tool_calls is None:
+        return len(message.content)
+    return sum(map(len, message.texts))
 
 
 def _texts(messages: Sequence[ChatMessage]) -> Iterator[bytes]:

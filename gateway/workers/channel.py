@@ -64,6 +64,12 @@ class WorkerStart(Struct, frozen=True):
     """The path of its end of the channel."""
     drained: Sequence[str] = ()
     """The ids of the replicas that operators have drained."""
+    salts: str = ""
+    """The secret of cached prefixes' salts where none is configured, the same for all workers."""
+
+    def __repr__(self) -> str:
+        """Nothing of the secrets in it."""
+        return f"<{type(self).__name__} {self.index}>"
 
 
 class Status(Struct, frozen=True):

@@ -147,6 +147,8 @@ class FakeEngine:
     ) -> None:
         self.bundle = bundle
         self.max_model_len = max_model_len
+        self.owned_by: str | None = None
+        """Whose it says that it is."""
         self.context_len = context_len
         """The model's context, which it lists if its KV cache holds less."""
         self.script: Script | Callable[[Seen], Script] = as_asked
@@ -185,6 +187,8 @@ class FakeEngine:
         match request.path:
             case "/v1/models":
                 model = {"id": "tiny", "object": "model", "created": 7, "max_model_len": self.max_model_len}
+                if self.owned_by is not None:
+                    model["owned_by"] = self.owned_by
                 if self.context_len is not None:
                     model["context_len"] = self.context_len
                 await responder.send(200, {}, msgspec.json.encode({"object": "list", "data": [model]}))

@@ -7,8 +7,8 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from gateway.admission.tokens import INLINE_LEN_MAX, Count, count_tokens, estimate
-from shared.fair_threads import FairThreads
+from gateway.admission.tokens import INLINE_LEN_MAX, Count, count_tokens, estimate_slices
+from shared.fair_threads import FairThreads, at_once
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from shared.tokenizer import Tokenizer
 from tests.gateway.fake_engine import byte_bundle
@@ -56,8 +56,8 @@ async def test_whatever_is_long_is_counted_on_threads(message: ChatMessage) -> N
     count, jobs = await counted(message)
     assert jobs == 1
     assert count.prompt_tokens > len(LONG)
-    guess = estimate(ChatRequest(model="tiny", messages=[message])).prompt_tokens
-    assert guess >= len(LONG) // 3, "an estimate counts it, too"
+    guess = at_once(estimate_slices(ChatRequest(model="tiny", messages=[message]), {}, 0))
+    assert guess.prompt_tokens >= len(LONG), "an estimate counts it, too"
 
 
 async def test_ids_that_only_the_model_has_are_left_to_the_engine() -> None:

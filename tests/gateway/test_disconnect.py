@@ -121,10 +121,16 @@ async def test_disconnect_while_the_quota_is_reserved(
     reserve = house.store.reserve
 
     async def slowly(
-        reservation: ReservationId, subjects: list[Subject], least: int, most: int, payer: Payer
+        reservation: ReservationId,
+        subjects: list[Subject],
+        least: int,
+        most: int,
+        payer: Payer,
+        *,
+        wanted: int,
     ) -> Decision:
         if granted:
-            await reserve(reservation, subjects, least, most, payer)
+            await reserve(reservation, subjects, least, most, payer, wanted=wanted)
         reserving.set()
         await asyncio.Event().wait()
         raise AssertionError

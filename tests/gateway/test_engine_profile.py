@@ -9,7 +9,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from gateway.admission.tokens import estimate
+from gateway.admission.tokens import estimate_slices
 from gateway.config import EngineMake, ModelConfig
 from gateway.engines import EngineProfile, fetch_profile
 from gateway.relay.upstream import Upstream
@@ -25,6 +25,7 @@ from shared.errors import (
     UpstreamLost,
     UpstreamUnreachable,
 )
+from shared.fair_threads import at_once
 from shared.ids import TOKENIZER_HEADER
 from shared.openai import CompletionRequest
 from shared.room import Room
@@ -155,7 +156,7 @@ async def test_what_bounds_a_sequence_is_what_the_engine_tells(
     [
         ("x" * 9, 3, 3, 1),
         ([1, 2, 3], 3, 3, 1),
-        (["x" * 8, "x" * 4], 5, 3, 2),
+        (["x" * 8, "x" * 4], 5, 2, 2),
         ([[1, 2, 3], [4]], 4, 3, 2),
     ],
     ids=["text", "ids", "texts", "lists of ids"],
@@ -163,6 +164,6 @@ async def test_what_bounds_a_sequence_is_what_the_engine_tells(
 def test_without_a_tokenizer_texts_are_estimated_and_ids_are_counted(
     prompt: str | list[str | int | list[int]], tokens: int, longest: int, prompts: int
 ) -> None:
-    count = estimate(CompletionRequest(model="tiny", prompt=prompt))
+    count = at_once(estimate_slices(CompletionRequest(model="tiny", prompt=prompt), {}, 0))
     assert (count.prompt_tokens, count.longest, count.prompts) == (tokens, longest, prompts)
     assert not count.is_exact

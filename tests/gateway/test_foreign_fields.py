@@ -9,7 +9,11 @@ import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
 
-from gateway.foreign_fields import EXTENSIONS, MAXIMA, OPENAI_CHAT, OPENAI_COMPLETION, passed_on
+from gateway.admission.tokens import SLICE_LEN, Count, estimate_slices
+from gateway.config import ModelConfig
+from gateway.foreign_fields import EXTENSIONS, MAXIMA, OPENAI_CHAT, OPENAI_COMPLETION, Passed, passed_on
+from shared.errors import InvalidRequest
+from shared.fair_threads import at_once
 from shared.ids import IGNORED_FIELDS_HEADER
 from shared.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from shared.validation import parse
@@ -18,7 +22,9 @@ from tests.gateway.fake_engine import Script, chunk, unary
 
 ESTIMATED = 9
 """The tokens of the chat's prompt, as they are estimated."""
-HI = [{"role": "user", "content": "hi"}]
+BOUND = 10
+"""The most that they can be, which is set aside where a budget counts them."""
+HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 STEERING: dict[str, Any] = {
     "n_predict": 90_000,
     "max_new_tokens": 90_000,
@@ -66,7 +72,7 @@ async def test_a_chat_has_the_one_maximum_that_was_reserved(
     assert not body.keys() & {"n_predict", "best_of"}
     line = await house.line()
     [each] = told.values()
-    assert line["reserved_tokens"] == ESTIMATED + each * fields.get("n", 1)
+    assert line["reserved_tokens"] == BOUND + each * fields.get("n", 1)
 
 
 @pytest.mark.parametrize("field", MAXIMA)
@@ -79,7 +85,7 @@ async def test_operators_choose_the_name_of_the_maximum_where_servers_know_one(
     house = await open_house(bundle=None, model={"maximum_field": field}, tenant=limited)
     body, _ = await sent(house, **asked)
     assert [name for name in MAXIMA if name in body] == [field]
-    assert (await house.line())["reserved_tokens"] == ESTIMATED + body[field]
+    assert (await house.line())["reserved_tokens"] == BOUND + body[field]
     body, _ = await sent(house, "/v1/completions", max_tokens=3)
     assert (body["max_tokens"], "max_completion_tokens" in body) == (3, False)
 
@@ -87,7 +93,7 @@ async def test_operators_choose_the_name_of_the_maximum_where_servers_know_one(
 async def test_a_limited_callers_chat_without_a_maximum_is_given_the_reserved_one(open_house: Open) -> None:
     house = await open_house(bundle=None, tenant={"limits": {"token_budget": 1000}})
     body, _ = await sent(house)
-    assert (await house.line())["reserved_tokens"] == ESTIMATED + body["max_tokens"]
+    assert (await house.line())["reserved_tokens"] == BOUND + body["max_tokens"]
 
 
 @pytest.mark.parametrize(("fields", "most"), [({}, 16), ({"max_tokens": 3}, 3), ({"max_tokens": None}, 16)])
@@ -146,5 +152,314 @@ def test_openais_documented_fields_are_those_of_its_sdk() -> None:
 )
 def test_harmless_fields_are_passed_on_as_they_came(shape: Any, body: dict[str, Any]) -> None:
     parsed = parse(msgspec.json.encode(body), shape)
-    passed = passed_on(parsed)
+    passed = passed_on(parsed, ModelConfig("tiny"))
     assert (passed.fields, passed.left_out) == (parsed.fields, ())
+
+
+# -- what is counted ------------------------------------------------------------------------------
+
+THEIRS = ModelConfig("tiny")
+encode = msgspec.json.encode
+LEN = 3000
+LONG = "7" * LEN
+"""A token for each, whoever counts."""
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": LONG}}}
+FUNCTION = {"name": "f", "description": LONG, "parameters": {"type": "object"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def said(*, part: Any = None, **fields: Any) -> dict[str, Any]:
+    """A chat whose last message has these fields."""
+    content = "hi" if part is None else [part]
+    return {"messages": [{"role": "assistant", "content": content, **fields}]}
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    **{
+        name: {name: LONG}
+        for name in (
+            *("user", "guided_regex", "guided_grammar", "grammar", "ebnf", "regex", "verbosity"),
+            *("reasoning_effort", "safety_identifier", "prompt_cache_key", "suffix", "moderation", "zzz"),
+        )
+    },
+    "tools": {"tools": [{"type": "function", "function": FUNCTION}]},
+    "tools, custom": {"tools": [{"type": "custom", "custom": {"name": "f", "format": {"type": LONG}}}]},
+    "tools, beside": {"tools": [{"type": "function", "function": {"name": "f"}, "zzz": LONG}]},
+    "functions": {"functions": [FUNCTION]},
+    "tool_choice": {"tool_choice": {"type": "function", "function": {"name": LONG}}},
+    "function_call": {"function_call": {"name": LONG}},
+    "response_format": {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    "guided_json": {"guided_json": SCHEMA},
+    "guided_choice": {"guided_choice": [LONG]},
+    "structured_outputs": {"structured_outputs": {"json": SCHEMA}},
+    "json_schema": {"json_schema": SCHEMA},
+    "chat_template_kwargs": {"chat_template_kwargs": {"documents": [{"text": LONG}]}},
+    "chat_template_kwargs.chat_template": {"chat_template_kwargs": {"chat_template": LONG}},
+    "prediction": {"prediction": {"type": "content", "content": LONG}},
+    "web_search_options": {"web_search_options": {"user_location": {"approximate": {"city": LONG}}}},
+    "audio": {"audio": {"voice": LONG}},
+    "modalities": {"modalities": ["text", LONG]},
+    "prompt_cache_options": {"prompt_cache_options": {"x": LONG}},
+    "metadata": {"metadata": {"a": LONG}},
+    "dry_sequence_breakers": {"dry_sequence_breakers": [LONG]},
+    "bad_words": {"bad_words": [LONG]},
+    "content": said(part={"type": "text", "text": LONG}),
+    "content, refused": said(part={"type": "refusal", "refusal": LONG}),
+    "content, beside": said(part={"type": "text", "text": "hi", "zzz": LONG}),
+    "message.name": said(name=LONG),
+    "message.reasoning": said(reasoning=LONG),
+    "message.reasoning_content": said(reasoning_content=LONG),
+    "message.refusal": said(refusal=LONG),
+    "message.audio": said(audio={"id": LONG}),
+    "message.zzz": said(zzz=LONG),
+    "message.tool_call_id": said(tool_call_id=LONG),
+    "message.tool_calls": said(tool_calls=[CALL | {"function": {"name": "f", "arguments": LONG}}]),
+    "message.tool_calls.id": said(tool_calls=[{**CALL, "id": LONG}]),
+    "message.tool_calls, beside": said(tool_calls=[{**CALL, "zzz": LONG}]),
+    "message.tool_calls, custom": said(
+        tool_calls=[{"id": "1", "type": "custom", "custom": {"name": "f", "input": LONG}}]
+    ),
+    "message.function_call": said(function_call={"name": "f", "arguments": LONG}),
+}
+
+
+def chosen(shape: Any = ChatRequest, *, model: ModelConfig = THEIRS, **fields: Any) -> Passed:
+    """What of a request goes out."""
+    prompt = {"messages": HI} if shape is ChatRequest else {"prompt": "hi"}
+    return passed_on(parse(encode({"model": "tiny", **prompt, **fields}), shape), model)
+
+
+def counted(shape: Any = ChatRequest, *, model: ModelConfig = THEIRS, **fields: Any) -> tuple[Count, bytes]:
+    """The estimate of a request, and what of it goes out."""
+    prompt = {"messages": HI} if shape is ChatRequest else {"prompt": "hi"}
+    parsed = parse(encode({"model": "tiny", **prompt, **fields}), shape)
+    passed = passed_on(parsed, model)
+    work = estimate_slices(parsed.request, passed.fields, model.image_tokens)
+    return at_once(work), encode(passed.fields)
+
+
+def test_no_text_hides_in_an_images_detail() -> None:
+    part = {"type": "image_url", "image_url": {"url": PNG, "detail": LONG}}
+    with pytest.raises(InvalidRequest) as error:
+        counted(messages=[{"role": "user", "content": [part]}])
+    assert error.value.param == "messages[0].content[0].image_url.detail"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("shape", [ChatRequest, CompletionRequest])
+def test_a_text_in_any_place_is_counted_or_is_not_sent_and_is_named(place: str, shape: Any) -> None:
+    if shape is CompletionRequest and "messages" in PLACES[place]:
+        place = "suffix"
+    count, body = counted(shape, **PLACES[place])
+    assert count.bound >= count.prompt_tokens
+    if LONG.encode() in body:
+        assert count.prompt_tokens >= LEN
+    else:
+        assert count.prompt_tokens < LEN
+        left_out = ".".join(chosen(shape, **PLACES[place]).left_out)
+        assert place.removeprefix("message.").partition(",")[0] in left_out
+
+
+@pytest.mark.parametrize("field", ["zzz", "web_search_options"])
+def test_operators_may_pass_further_fields_on_which_are_counted(field: str) -> None:
+    model = ModelConfig("tiny", pass_fields=("zzz", "web_search_options"))
+    count, body = counted(model=model, **{field: {"x": LONG}})
+    assert LONG.encode() in body
+    assert count.prompt_tokens >= LEN
+    assert chosen(model=model, **{field: {"x": LONG}}).left_out == ()
+
+
+def test_what_is_sent_with_each_prompt_is_counted_with_each() -> None:
+    count, _ = counted(CompletionRequest, prompt=["a", "b", "c"], suffix=LONG)
+    assert count.prompt_tokens >= 3 * LEN
+
+
+def test_a_prediction_may_be_billed_with_each_choice() -> None:
+    assert counted(n=3, prediction={"type": "content", "content": LONG})[0].prompt_tokens >= 3 * LEN
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("the quick brown fox", 7),
+        ("0123456789", 10),
+        ("{}[]<>~^", 8),
+        ("жук", 3),
+        ("ééé", 6),
+        ("漢字かな한", 10),
+        ("ꙮ⶿", 6),
+        ("😀", 4),
+        ("", 0),
+    ],
+)
+def test_an_estimate_knows_classes_of_characters(text: str, tokens: int) -> None:
+    message = [{"role": "user", "content": text}]
+    count, _ = counted(messages=message)
+    assert count.prompt_tokens == 8 + tokens
+    assert count.bound == 8 + len(text.encode())
+
+
+def test_a_long_text_is_estimated_in_slices_and_to_the_same() -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "é7 " * SLICE_LEN}]}
+    work, slices, tokens = estimate_slices(parse(encode(body), ChatRequest).request, {}, 0), 0, 0
+    while not tokens:
+        try:
+            next(work)
+            slices += 1
+        except StopIteration as end:
+            tokens = end.value.prompt_tokens
+    assert tokens == pytest.approx(SLICE_LEN * (2 + 1 + 1 / 3), rel=1e-3)
+    assert slices >= 4
+
+
+# -- messages, tools and images -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["image_url", "video_url", "audio_url", "image_embeds", "prompt_embeds"])
+async def test_a_part_that_says_it_is_text_is_text_alone(open_house: Open, field: str) -> None:
+    """vLLM reads a part with a `uuid` by its other fields, and fetches what they name."""
+    house = await open_house(bundle=None)
+    part = {"type": "text", "text": "hi", "uuid": "1", field: "http://169.254.169.254/"}
+    body, ignored = await sent(house, messages=[{"role": "user", "content": [part], "zzz": 1}])
+    assert body["messages"] == [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert ignored == f"messages.zzz, messages.content.uuid, messages.content.{field}"
+
+
+TURNS: list[dict[str, Any]] = [
+    {"role": "developer", "content": "Be brief.", "name": "boss"},
+    {"role": "user", "content": [{"type": "text", "text": "And this?"}]},
+    {"role": "user", "content": "Look it up."},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": [{"type": "text", "text": "found"}], "tool_call_id": "1"},
+    {"role": "assistant", "content": "", "function_call": CALL["function"], "reasoning": "hm"},
+    {"role": "function", "content": "found", "name": "f"},
+    {"role": "assistant", "refusal": "No."},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "reasoning_content": "hm"},
+]
+
+
+@pytest.mark.parametrize("more", [{}, {"zzz": 1}], ids=["as they came", "made anew"])
+async def test_all_of_openais_messages_are_passed_on(open_house: Open, more: dict[str, Any]) -> None:
+    house = await open_house(bundle=None)
+    body, _ = await sent(house, messages=[*TURNS, {**HI[0], **more}])
+    assert body["messages"] == [*TURNS, *HI]
+
+
+async def refused(house: House, **fields: Any) -> tuple[int, Any]:
+    async with house.chat(**fields) as answer:
+        return answer.status, (await answer.json())["error"]["param"]
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [{"type": "mcp", "server_url": "http://10.0.0.1"}, {"type": "web_search"}, {"function": {"name": "f"}}],
+)
+async def test_tools_that_the_engine_would_call_are_refused(open_house: Open, tool: dict[str, Any]) -> None:
+    house = await open_house(bundle=None)
+    tools = [{"type": "function", "function": {"name": "f"}}, tool]
+    assert await refused(house, tools=tools) == (400, "tools[1].type")
+    assert not house.engine.seen
+
+
+def test_tools_are_sent_in_their_shapes() -> None:
+    spec = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+    tools = [
+        {"type": "function", "function": spec},
+        {"type": "custom", "custom": {"name": "g", "format": {}}},
+    ]
+    passed = chosen(tools=tools)
+    assert (msgspec.json.decode(passed.fields["tools"]), passed.left_out) == (tools, ())
+    wider = [{**tools[0], "server_url": "x", "function": {**spec, "zzz": 1}}, {**tools[1], "function": spec}]
+    passed = chosen(tools=wider)
+    assert msgspec.json.decode(passed.fields["tools"]) == tools
+    assert passed.left_out == ("tools.function.zzz", "tools.server_url", "tools.function")
+    assert bytes(chosen(tools=None).fields["tools"]) == b"null"
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({"enable_thinking": False}, ()),
+        ({"enable_thinking": False, "chat_template": "x"}, ("chat_template_kwargs.chat_template",)),
+        ({"enable_thinking": False, "tokenize": False}, ("chat_template_kwargs.tokenize",)),
+    ],
+)
+def test_nobody_writes_another_prompt_than_the_messages(given: dict[str, Any], left: tuple[str, ...]) -> None:
+    passed = chosen(chat_template_kwargs=given)
+    assert msgspec.json.decode(passed.fields["chat_template_kwargs"]) == {"enable_thinking": False}
+    assert passed.left_out == left
+
+
+def image(url: str) -> dict[str, Any]:
+    part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}]}
+
+
+PNG = "data:image/png;base64,iVBORw0KGgo="
+
+
+async def test_an_image_is_passed_on_and_its_tokens_are_reserved(open_house: Open) -> None:
+    house = await open_house(bundle=None, model={"image_tokens": 500})
+    body, ignored = await sent(house, **image(PNG), max_tokens=7)
+    assert (body["messages"], ignored) == (image(PNG)["messages"], "")
+    asked = "What is it?"
+    assert (await house.line())["reserved_tokens"] == 8 + -(-(len(asked) - 1) // 3) + 1 + 500 + 7
+
+
+HOSTS = ("images.example.com", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "passes"),
+    [
+        (PNG, (), True),
+        ("data:image/webp;base64,AAAA", (), True),
+        ("data:image/svg+xml;base64,AAAA", (), False),
+        ("data:text/html;base64,AAAA", (), False),
+        ("data:image/png;base64,", (), False),
+        ("data:image/png;base64,AA AA", (), False),
+        ("data:image/png,AAAA", (), False),
+        ("file:///etc/passwd", ("*",), False),
+        ("ftp://images.example.com/a", ("*",), False),
+        ("HTTP://images.example.com/a", ("*",), False),
+        ("http://images.example.com/a", (), False),
+        ("https://images.example.com", HOSTS, True),
+        ("https://images.example.com:8443/a.png?size=1&b=[2]", HOSTS, True),
+        ("http://127.0.0.1/a", HOSTS, True),
+        ("http://anywhere/a", ("*",), True),
+        ("http://other.example.com/", HOSTS, False),
+        ("http://images.example.com.evil/", HOSTS, False),
+        ("http://images.example.com/" + "a" * 9000, HOSTS, False),
+        ("http://images.example.com@10.0.0.1/", HOSTS, False),
+        ("http://u:p@images.example.com/", HOSTS, False),
+        ("http://10.0.0.1\\@images.example.com/", HOSTS, False),
+        ("http://images.example.com\\@10.0.0.1/", HOSTS, False),
+        ("http://10.0.0.1#@images.example.com/", HOSTS, False),
+        ("http://images.example.com\t.evil/", HOSTS, False),
+        ("http://images.example.com/ a", HOSTS, False),
+        ("http://images.ex%61mple.com/", HOSTS, False),
+        ("http:images.example.com/", HOSTS, False),
+        ("//images.example.com/", HOSTS, False),
+        ("", ("*",), False),
+    ],
+)
+def test_images_come_with_the_request_or_from_hosts_that_operators_allow(
+    url: str, hosts: tuple[str, ...], passes: bool
+) -> None:
+    model = ModelConfig("tiny", image_hosts=hosts)
+    if passes:
+        assert chosen(model=model, **image(url)).left_out == ()
+        return
+    with pytest.raises(InvalidRequest) as error:
+        chosen(model=model, **image(url))
+    assert error.value.param == "messages[0].content[1].image_url.url"
+    with pytest.raises(InvalidRequest):
+        passed_on(parse(encode(image(url)), TokenizeRequest), model)
+
+
+async def test_a_large_image_is_not_counted_as_text(open_house: Open) -> None:
+    """It is looked at on a thread, as any large body is."""
+    house = await open_house(bundle=None)
+    body, _ = await sent(house, **image(PNG + "A" * 600_000), max_tokens=7)
+    assert len(encode(body)) > 600_000
+    assert (await house.line())["reserved_tokens"] < 2100

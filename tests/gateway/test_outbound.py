@@ -101,6 +101,8 @@ async def test_deadlines_of_the_model_the_class_and_the_tenant(open_house: Open)
         ("default", "auto", "auto"),
         ("flex", "flex", "flex"),
         ("flex", None, None),
+        ("priority", "scale", "scale"),
+        ("default", "scale", "default"),
     ],
 )
 async def test_a_foreign_engine_is_sent_openais_fields_alone(

@@ -9,7 +9,8 @@ import unittest.mock
 import msgspec
 import pytest
 
-from gateway.admission.tokens import estimate
+from gateway.admission.tokens import estimate_slices
+from shared.fair_threads import at_once
 from shared.openai import ChatMessage, ChatRequest
 from shared.sse import Closing
 from tests.gateway.conftest import CONVERSATIONS, OTHER_KEY, PROMPT, House, Open, error_of, until
@@ -66,6 +67,18 @@ async def test_a_unary_answer_larger_than_the_head_is_not_held_back(house: House
     line = await house.line()
     assert line["body_len"] > len(text)
     await house.at_rest()
+
+
+async def test_what_no_message_has_is_named_and_goes_to_no_engine(house: House) -> None:
+    part = {"type": "text", "text": "hi"}
+    messages = [
+        {"role": "user", "content": [{**part, "uuid": "1", "image_url": "http://x"}], "colour": "red"}
+    ]
+    async with house.chat(messages=messages, stream=True) as answer:
+        named = "messages.colour, messages.content.uuid, messages.content.image_url"
+        assert answer.headers["x-penstock-ignored-fields"] == named
+        await answer.read()
+    assert house.engine.seen[0].body["messages"] == [{"role": "user", "content": [part]}]
 
 
 async def test_the_engine_gets_the_body_the_ids_and_the_ids_of_the_request(house: House) -> None:
@@ -191,7 +204,8 @@ async def test_without_a_tokenizer_prompts_are_estimated(open_house: Open) -> No
     async with house.chat(stream=True, max_tokens=100) as answer:
         assert await answer.read() == chunk("a") + chunk("b") + DONE
     assert "penstock" not in house.engine.seen[0].body
-    expected = estimate(ChatRequest(model="tiny", messages=[ChatMessage("user", "hi")])).prompt_tokens
+    chat = ChatRequest(model="tiny", messages=[ChatMessage("user", "hi")])
+    expected = at_once(estimate_slices(chat, {}, 0)).prompt_tokens
     line = await house.line()
     assert line["reserved_tokens"] == expected + 100
     assert line["settled_tokens"] == expected + 100, "it told no usage"

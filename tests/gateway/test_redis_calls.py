@@ -42,8 +42,8 @@ def test_each_call_is_one_command_with_all_its_words(name: str) -> None:
     calls, used = Calls.of(KEYS, SETTINGS), Used(prompt=7, cached=3, completion=MOST - 7)
     named, row = name.encode(), part("usage:%b:", "k/m")
     assert words_of(calls.enter(name, 0, LATE_MS, 1)) == [*first("enter"), named, numbers(0, LATE_MS, 1)]
-    reserved = [*first("reserve"), named, numbers(5, 0, 6, MOST), b"usage:%b:", b"k/m"]
-    assert words_of(calls.reserve(name, 5, 0, 6, MOST, row)) == reserved
+    reserved = [*first("reserve"), named, numbers(5, 0, 6, MOST, 8), b"usage:%b:", b"k/m"]
+    assert words_of(calls.reserve(name, 5, 0, 6, MOST, 8, row)) == reserved
     for is_counted, prompt in ((True, 7), (False, -1)):
         settled = [*first("settle"), named, numbers(0, 0, MOST, prompt, 3, MOST - 7)]
         assert words_of(calls.settle(name, 0, used, is_counted=is_counted)) == settled

@@ -128,6 +128,7 @@ class Twins(RuleBasedStateMachine):
         least=st.integers(0, 6000),
         more=st.integers(0, 9000),
         payer=payers,
+        wanted=st.integers(0, 20_000),
     )
     def reserve(
         self,
@@ -137,6 +138,7 @@ class Twins(RuleBasedStateMachine):
         least: int,
         more: int,
         payer: Payer | None,
+        wanted: int = 0,
     ) -> None:
         name = rid(self.names - back)
         entry, held = self.memory._reservations.get(name), self.redis._held.get(name)
@@ -145,7 +147,7 @@ class Twins(RuleBasedStateMachine):
             who = self.with_model(tuple(s for s in who if "model" not in s.scope), model)
         else:
             who = entry.subjects  # it was granted
-        self.both(lambda store: store.reserve(name, who, least, least + more, payer))
+        self.both(lambda store: store.reserve(name, who, least, least + more, payer, wanted=wanted))
 
     @rule(back=st.integers(0, 8), used=used)
     def settle(self, back: int, used: Used) -> None:

@@ -17,11 +17,13 @@ from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
 from shared.fair_threads import at_once
 from shared.openai import (
     BODY_LEN_MAX,
+    IMAGES_MAX,
     PROMPTS_MAX,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    TokenizeRequest,
 )
 from shared.validation import IGNORED_NAMED_MAX, Parsed, parse, parse_slices, with_fields
 from tests.shared.request_bodies import (
@@ -33,6 +35,11 @@ from tests.shared.request_bodies import (
     completion,
     refused,
 )
+
+TEXT = {"type": "text", "text": "x"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 
 # -- hostile bodies -------------------------------------------------------------------------------
 
@@ -65,7 +72,7 @@ HOSTILE: dict[str, tuple[bytes, str | None]] = {
     "10k digits in it": (chat(lora=7).replace(b"7", b"9" * 10_000), "lora"),
     "huge exponent within a message": (
         chat(messages=[{**MESSAGE, "tool_calls": 7}]).replace(b"7", b"1e400"),
-        "messages",
+        "messages[0].tool_calls",
     ),
     "NaN in it": (chat(tools=[math.nan]), None),
     "lone surrogate in it": (chat(tools=["\ud800"]), "tools"),
@@ -179,6 +186,7 @@ def test_a_name_given_twice_is_found_however_it_is_spelt(
 
 
 PARTS = [{"type": "text", "text": 'say "x": {}, '}, {"type": "text", "text": "\u00e9\n"}]
+encode = msgspec.json.encode
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": 'as "role": "user", \n\\" \u00e9'},
     {"content": "x", "role": "user"},
@@ -224,6 +232,34 @@ def test_a_field_given_twice_within_a_part_is_found(style: Callable[[object], st
     assert refused(body.encode(), ChatRequest).param == "messages[0].content[1].text"
 
 
+@pytest.mark.parametrize(
+    ("value", "name", "param"),
+    [
+        (IMAGE, "url", "messages[0].content[0].image_url.url"),
+        (CALL, "arguments", "messages[0].tool_calls[0].function.arguments"),
+        (CALL, "id", "messages[0].tool_calls[0].id"),
+    ],
+)
+def test_a_field_given_twice_within_an_image_or_a_call_is_found(value: Any, name: str, param: str) -> None:
+    field = "content" if value is IMAGE else "tool_calls"
+    body = json.dumps({"model": "m", "messages": [{"role": "assistant", field: [value]}]})
+    assert refused(body.replace(f'"{name}"', f'"{name}": "x", "{name}"').encode(), ChatRequest).param == param
+
+
+def test_what_no_shape_has_is_listed_wherever_it_is() -> None:
+    call = {**CALL, "index": 0, "function": {"name": "f", "arguments": "", "zzz": 1}}
+    image = {"type": "image_url", "image_url": {"url": "x", "more": 1}, "uuid": "1"}
+    messages = [
+        {"role": "user", "content": [{**TEXT, "image_url": "http://x"}, image]},
+        {"role": "assistant", "tool_calls": [call], "audio": None, "annotations": []},
+        {"role": "tool", "content": "x", "tool_call_id": "1", "zzz": 1},
+    ]
+    parsed = parse(encode({"model": "m", "messages": messages}), ChatRequest)
+    within = ("content.image_url", "content.uuid", "content.image_url.more", "audio", "annotations")
+    calls = ("tool_calls.index", "tool_calls.function.zzz", "zzz")
+    assert parsed.shapeless == tuple(f"messages.{name}" for name in (*within, *calls))
+
+
 @pytest.mark.parametrize("unit", [b"\\ud800", b"\\n", b"\\ud83d\\ude00", b'\\"', b"x"])
 def test_the_error_of_a_malformed_body_takes_linear_time(unit: bytes) -> None:
     """A quadratic scan of 8 MiB would not end before the day does."""
@@ -246,17 +282,37 @@ def test_the_error_of_a_malformed_body_takes_linear_time(unit: bytes) -> None:
         (
             {"messages": [{"role": "root", "content": "x"}]},
             "messages[0].role",
-            "messages[0].role must be one of assistant, developer, system, user.",
+            "messages[0].role must be one of assistant, developer, function, system, tool, user.",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages[0].content[0].type",
-            "messages[0].content[0].type must be one of text.",
+            "messages[0].content[0].type must be one of text, image_url, refusal.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+            "messages[0].content[0].text is required.",
         ),
         (
             {"messages": [{"role": "user", "content": [{}]}]},
-            "messages[0].content[0].text",
-            "messages[0].content[0].text is required.",
+            "messages[0].content[0].type",
+            "messages[0].content[0].type is required.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content",
+            "messages[0].content is required.",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": None, "refusal": ""}]},
+            "messages[0].content",
+            "messages[0].content is required.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE] * (IMAGES_MAX + 1)}]},
+            "messages",
+            f"messages must have at most {IMAGES_MAX} images.",
         ),
         ({"logit_bias": {"1": 101}}, "logit_bias", "A value of logit_bias must be at most 100.0."),
         ({"metadata": {"a": 1}}, "metadata", "A value of metadata must be a string, not an integer."),
@@ -342,7 +398,25 @@ def test_contradictory_fields_are_refused(body: bytes, type_: type[msgspec.Struc
         (completion(truncate_prompt_tokens=3), CompletionRequest, "truncate_prompt_tokens"),
         (completion(skip_special_tokens=False), CompletionRequest, "skip_special_tokens"),
         (completion(include_stop_str_in_output=True), CompletionRequest, "include_stop_str_in_output"),
-        (chat(messages=[{**MESSAGE, "tool_calls": [{}]}]), ChatRequest, "messages[0].tool_calls"),
+        (chat(messages=[MESSAGE, {**MESSAGE, "tool_calls": [CALL]}]), ChatRequest, "messages[1].tool_calls"),
+        (chat(messages=[CALLS]), ChatRequest, "messages[0].tool_calls"),
+        (
+            chat(messages=[{**MESSAGE, "function_call": CALL["function"]}]),
+            ChatRequest,
+            "messages[0].function_call",
+        ),
+        (chat(messages=[MESSAGE, {"role": "tool", "content": "x"}]), ChatRequest, "messages[1].role"),
+        (chat(messages=[{"role": "function", "name": "f", "content": "x"}]), ChatRequest, "messages[0].role"),
+        (
+            chat(messages=[{"role": "assistant", "reasoning_content": "hm"}]),
+            ChatRequest,
+            "messages[0].content",
+        ),
+        (chat(messages=[{**MESSAGE, "content": [TEXT, IMAGE]}]), ChatRequest, "messages[0].content[1]"),
+        (chat(messages=[{**MESSAGE, "reasoning": "hm"}]), ChatRequest, "messages[0].reasoning"),
+        (chat(messages=[{**MESSAGE, "audio": {"id": "x"}}]), ChatRequest, "messages[0].audio"),
+        (encode({"messages": [CALLS]}), TokenizeRequest, "messages[0].tool_calls"),
+        (encode({"messages": [{**MESSAGE, "content": [IMAGE]}]}), TokenizeRequest, "messages[0].content[0]"),
         (chat(messages=[MESSAGE, {**MESSAGE, "prefix": True}]), ChatRequest, "messages[1].prefix"),
         (chat(messages=[{**MESSAGE, "refusal": "no"}]), ChatRequest, "messages[0].refusal"),
     ],
