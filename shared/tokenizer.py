@@ -177,13 +177,11 @@ class Tokenizer:
             raise InvalidRequest("This model has no chat template. Use /v1/completions.", param="messages")
         return self._template
 
-    def render_chat(self, messages: list[ChatMessage]) -> str:
-        return self.chat_template.render(messages)
-
     def prompt_ids(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """The token ids of each of the request's prompts; a chat is one prompt."""
+        """The token ids of each of the request's prompts; a chat is one prompt, and short. Raises RenderedApart
+        where its template is not to be trusted here: `shared.prompts` has it rendered elsewhere."""
         if isinstance(request, ChatRequest):
-            prompts = [self._chat_ids(self.render_chat(request.messages))]
+            prompts = [self._chat_ids(self.chat_template.render(request.messages))]
             param = "messages"
         else:
             prompts = self._completion_ids(request)

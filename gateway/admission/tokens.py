@@ -10,7 +10,8 @@ Rules:
    longer than counting it. Any other is counted slice by slice on threads that tenants share fairly, and
    no further than there is room for.
 2. Ids that were counted are sent along; the engine trusts them only under its own tokenizer's hash.
-3. An estimate errs on the high side for most text: one token for `ESTIMATE_BYTES` bytes of UTF-8
+3. A template that is not known to be bounded is rendered by another process, whatever the length of a chat.
+4. An estimate errs on the high side for most text: one token for `ESTIMATE_BYTES` bytes of UTF-8
    (English has about four, Chinese and Japanese about three) and a few for each message's frame.
    What it overstates comes back when the request settles.
 """
@@ -21,6 +22,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from shared.chat_template import RenderedApart
 from shared.fair_threads import FairThreads
 from shared.openai import ChatRequest, PromptExtension, PromptRequest
 from shared.prompts import prompt_slices
@@ -88,9 +90,13 @@ async def count_tokens(
     """
     if tokenizer is None:
         return estimate(request)
+    prompt_ids = None
     if _is_short(request):
-        prompt_ids = tokenizer.prompt_ids(request)
-    else:
+        try:
+            prompt_ids = tokenizer.prompt_ids(request)
+        except RenderedApart:
+            pass  # rule 3
+    if prompt_ids is None:
         prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, request, room))
     lengths = [*map(len, prompt_ids)]
     return Count(sum(lengths), max(lengths), len(lengths), PromptExtension(tokenizer.hash, prompt_ids))

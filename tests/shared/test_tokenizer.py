@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from shared import tokenizer as tokenizer_module
 from shared.errors import InternalError, InvalidRequest, TokenizerFailed
+from shared.fair_threads import at_once
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TextPart
+from shared.prompts import prompt_slices
 from shared.tokenizer import (
     Tokenizer,
     TokenizerBundle,
@@ -40,6 +42,10 @@ def says(*turns: str) -> list[ChatMessage]:
     """`says("s:Be brief.", "u:Hi")`."""
     roles: dict[str, Any] = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
     return [ChatMessage(role=roles[turn[0]], content=turn[2:]) for turn in turns]
+
+
+def rendered(tokenizer: Tokenizer, messages: list[ChatMessage]) -> str:
+    return at_once(tokenizer.chat_template.slices(messages))
 
 
 CHATS = [
@@ -76,9 +82,9 @@ def test_chats_render_and_encode_as_transformers_does(name: str, messages: list[
         for message in messages
     ]
     text = oracle.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-    assert ours.render_chat(messages) == text
+    assert rendered(ours, messages) == text
     ids = oracle.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
-    assert ours.prompt_ids(ChatRequest(model="m", messages=messages)) == [ids]
+    assert at_once(prompt_slices(ours, ChatRequest(model="m", messages=messages), None)) == [ids]
 
 
 def test_a_template_that_writes_bos_gets_it_once() -> None:
@@ -96,14 +102,14 @@ def test_parts_names_developers_and_reasoning_reach_the_template() -> None:
         ChatMessage(role="assistant", content="c", reasoning_content="hm"),
     ]
     ours = Tokenizer(bundle_of(byte_level(), template))
-    assert ours.render_chat(messages) == "system:x:;user:ab:ann;assistant:c:hm;"
+    assert rendered(ours, messages) == "system:x:;user:ab:ann;assistant:c:hm;"
     knowing = Tokenizer(bundle_of(byte_level(), template + "{# developer #}"))
-    assert knowing.render_chat(messages) == "developer:x:;user:ab:ann;assistant:c:hm;"
+    assert rendered(knowing, messages) == "developer:x:;user:ab:ann;assistant:c:hm;"
 
 
 def refusal(template: str | None, *turns: str) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        Tokenizer(bundle_of(byte_level(), template)).render_chat(says(*(turns or ("u:secret",))))
+        rendered(Tokenizer(bundle_of(byte_level(), template)), says(*(turns or ("u:secret",))))
     assert caught.value.param == "messages"
     assert "secret" not in caught.value.message + str(caught.value.detail)
     return caught.value
