@@ -42,7 +42,7 @@ from shared.bounded_template import (
     spent,
 )
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, NotInPlace
 from shared.fair_threads import Slices
 from shared.openai import BODY_LEN_MAX, ChatMessage
 from shared.rendering import APART_LEN, DOUBTFUL, RENDERER, TOO_MUCH, Chat, Renderer, TooMuch
@@ -83,15 +83,15 @@ class ChatTemplate:
 
     def render(self, messages: list[ChatMessage]) -> str:
         """The prompt of a short chat, up to where the assistant's turn begins, in place. Raises InvalidRequest
-        where the template refuses, and RenderedApart where another process is to render it."""
+        where the template refuses, and NotInPlace where another process is to render it."""
         compiled = self._compiled
         if compiled is None:
-            raise RenderedApart(TOO_MUCH, param="messages")
+            raise NotInPlace(TOO_MUCH, param="messages")
         try:
             return compiled.render(self._all_plain(messages))
         except Unbounded as reason:
             self._leave_place(str(reason))
-            raise RenderedApart(TOO_MUCH, param="messages") from None
+            raise NotInPlace(TOO_MUCH, param="messages") from None
 
     def slices(
         self, messages: list[ChatMessage], renderer: Renderer | None = None
@@ -133,10 +133,6 @@ class ChatTemplate:
         if reasoning is not None:
             plain["reasoning_content"] = reasoning
         return plain
-
-
-class RenderedApart(InvalidRequest):
-    """A short chat is not rendered in place."""
 
 
 class CompiledTemplate:

@@ -97,6 +97,10 @@ class InvalidRequest(ApiError):
     code = "invalid_value"
 
 
+class NotInPlace(InvalidRequest):
+    """A short prompt is not to be rendered or encoded where it was tried. Who can have it done elsewhere does."""
+
+
 class InvalidJson(InvalidRequest):
     code = "invalid_json"
 

@@ -36,7 +36,7 @@ from typing import IO, Final
 import msgspec
 from msgspec import Struct
 
-from shared.child_python import environment
+from shared.child_python import scant_environment
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, Overloaded
 from shared.fair_threads import Slices
@@ -62,7 +62,6 @@ PIECE_LEN: Final = 1024 * 1024
 HEAD_LEN: Final = 8
 """Bytes of a message's length, before it."""
 TOO_MUCH: Final = "This chat is too long for the model's chat template."
-_INHERITED: Final = ("PATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "TZ", "LANG", "LC_ALL")
 
 
 class Chat(Struct, frozen=True):
@@ -248,7 +247,7 @@ class Renderer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=environment({name: os.environ[name] for name in _INHERITED if name in os.environ}),
+                env=scant_environment(),
                 bufsize=0,
             )
             os.set_blocking(self._child.stdin.fileno(), False)  # type: ignore[union-attr]

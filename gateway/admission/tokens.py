@@ -10,7 +10,8 @@ Rules:
    longer than counting it. Any other is counted slice by slice on threads that tenants share fairly, and
    no further than there is room for.
 2. Ids that were counted are sent along; the engine trusts them only under its own tokenizer's hash.
-3. A template that is not known to be bounded is rendered by another process, whatever the length of a chat.
+3. A template that is not known to be bounded is rendered by another process, and a tokenizer that was once
+   slow is used on threads, whatever the length of a prompt.
 4. An estimate errs on the high side for most text: one token for `ESTIMATE_BYTES` bytes of UTF-8
    (English has about four, Chinese and Japanese about three) and a few for each message's frame.
    What it overstates comes back when the request settles.
@@ -22,7 +23,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from shared.chat_template import RenderedApart
+from shared.errors import NotInPlace
 from shared.fair_threads import FairThreads
 from shared.openai import ChatRequest, PromptExtension, PromptRequest
 from shared.prompts import prompt_slices
@@ -94,7 +95,7 @@ async def count_tokens(
     if _is_short(request):
         try:
             prompt_ids = tokenizer.prompt_ids(request)
-        except RenderedApart:
+        except NotInPlace:
             pass  # rule 3
     if prompt_ids is None:
         prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, request, room))
