@@ -7,10 +7,11 @@ bounded template needs too much: so what is not known here costs time, and never
 
 Theory. Two things can make such a template expensive, and each passes a counter:
 
-- *repetition*: every body of a loop or macro, and every large branch, takes its size off `Spending.left`. That
-  is written into the compiled code in place, without a call. At zero the clock is read.
-- *growth*: a text that is put together from others, and is kept in a variable, a macro's argument or a block's
-  buffer, is weighed (`Spending.keep`). One expression alone makes `LEAVES_MAX` times as much of it at most.
+- *repetition*: every body of a loop, a branch or a macro takes its size off `Spending.left`. That is written
+  into the compiled code in place, without a call. At zero the clock is read.
+- *growth*: a text that is put together from others, and is kept in a variable, a macro's argument or a
+  block's buffer, is weighed (`Spending.keep`). One expression alone makes `LEAVES_MAX` times as much of it at
+  most.
 
 Most templates of models keep no such text for a short chat, so that for them neither costs a call. Counting
 in place was chosen over a process for all: that takes a third of a millisecond for each chat, and this
@@ -25,8 +26,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from jinja2 import nodes, pass_context
-from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.runtime import Context
 
 SOURCE_LEN_MAX: Final = 32 * 1024
@@ -72,11 +73,18 @@ METHODS: Final = {
     **dict.fromkeys(("upper", "lower", "title", "capitalize"), 3),
 }
 TESTS: Final = frozenset(
-    "defined undefined none string mapping iterable sequence number boolean true false integer float"
-    " callable sameas eq equalto == ne != in even odd lt gt le ge lower upper < > <= >=".split()
+    (
+        *("defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number", "boolean"),
+        *("true", "false", "integer", "float", "callable", "sameas", "even", "odd", "lower", "upper"),
+        *("eq", "equalto", "==", "ne", "!=", "in", "lt", "<", "gt", ">", "le", "<=", "ge", ">="),
+    )
 )
 LOOP_NUMBERS: Final = frozenset({"index", "index0", "revindex", "revindex0", "length", "depth", "depth0"})
 _DATE: Final = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,100}")
+_KNOWN: Final = (
+    *(nodes.Getattr, nodes.Getitem, nodes.Concat, nodes.List, nodes.Tuple, nodes.Dict, nodes.CondExpr),
+    *(nodes.BinExpr, nodes.UnaryExpr, nodes.Compare, nodes.Test),
+)
 _UNNAMED: Final = frozenset({"namespace", "loop", "self", "super", "caller", "varargs", "kwargs"})
 """Names that stand for what may not be passed around."""
 
@@ -191,19 +199,14 @@ class _Bounds:
         self._macros = {macro.name for macro in template.find_all(nodes.Macro)}
         if self._macros & DEFAULT_NAMESPACE.keys():
             raise Unbounded("a macro has the name of a function")
-        self._values: dict[object, list[nodes.Expr | None]] = {}
+        self._values: dict[object, list[nodes.Node | None]] = {}
         """All that each variable, and each field of a namespace, is set to. None for what is not known."""
-        self._spaces = {
-            assign.target.name
-            for assign in template.find_all(nodes.Assign)
-            if _is_namespace(assign.node) and isinstance(assign.target, nodes.Name)
-        }
+        assigns = template.find_all(nodes.Assign)
+        self._spaces = {_name(one.target) for one in assigns if _namespace(one) is not None}
         for key, value in self._assigned():
             self._values.setdefault(key, []).append(value)
         self._numbers: set[object] = set(self._values)
-        while wrong := {
-            key for key in self._numbers if not all(map(self._is_number, self._values[key]))
-        }:
+        while wrong := {key for key in self._numbers if not all(map(self._is_number, self._values[key]))}:
             self._numbers -= wrong
 
     def write(self) -> None:
@@ -211,7 +214,7 @@ class _Bounds:
 
     # -- numbers ----------------------------------------------------------------------------------
 
-    def _assigned(self) -> Iterator[tuple[object, nodes.Expr | None]]:
+    def _assigned(self) -> Iterator[tuple[object, nodes.Node | None]]:
         for assign in self._template.find_all(nodes.Assign):
             match assign.target:
                 case nodes.Name(name=name):
@@ -220,8 +223,8 @@ class _Bounds:
                     yield (name, attr), assign.node
                 case _:
                     yield from ((name.name, None) for name in assign.target.find_all(nodes.Name))
-            if _is_namespace(assign.node) and isinstance(assign.target, nodes.Name):
-                yield from (((assign.target.name, one.key), one.value) for one in assign.node.kwargs)
+            if (call := _namespace(assign)) is not None:
+                yield from (((_name(assign.target), one.key), one.value) for one in call.kwargs)
         for loop in self._template.find_all(nodes.For):
             counts = isinstance(loop.iter, nodes.Call) and _name(loop.iter.node) == "range"
             if isinstance(loop.target, nodes.Name):
@@ -316,14 +319,13 @@ class _Bounds:
         return steps
 
     def _assign(self, node: nodes.Assign) -> int:
-        if _is_namespace(node.node) and isinstance(node.target, nodes.Name):
-            call = node.node
+        if (call := _namespace(node)) is not None:
             if call.args or call.dyn_args is not None or call.dyn_kwargs is not None:
                 raise Unbounded("a namespace that is made of something")
             return 1 + sum(self._kept_argument(one) for one in call.kwargs)
         cost = self._expr(node.node)
         if cost.leaves > 1:
-            node.node = _keep(node.node)
+            node.node = _keep(node.node)  # type: ignore[arg-type]  # typed too widely
         return cost.steps + 1
 
     # -- expressions ------------------------------------------------------------------------------
@@ -331,53 +333,34 @@ class _Bounds:
     def _expr(self, node: nodes.Node, depth: int = 0) -> _Cost:
         if depth > DEPTH_MAX:
             raise Unbounded("it is nested too deeply")
-
-        def of(*parts: nodes.Node | None) -> list[_Cost]:
-            return [self._expr(part, depth + 1) for part in parts if part is not None]
-
         match node:
-            case nodes.Const():
-                return _Cost(1, 1)
-            case nodes.Name(name=name):
-                if name in self._spaces or name in _UNNAMED:
-                    raise Unbounded(f"{name} is passed around")
+            case nodes.Name(name=name) if name in self._spaces or name in _UNNAMED:
+                raise Unbounded(f"{name} is passed around")
+            case nodes.Const() | nodes.Name():
                 return _Cost(1, 1)
             case nodes.Getattr(node=nodes.Name(name=name)) if name in self._spaces or name == "loop":
                 return _Cost(1, 1)
-            case nodes.Getattr(node=inner):
-                return _most(of(inner), ends=True)
-            case nodes.Getitem(node=inner, arg=nodes.Slice(start=start, stop=stop, step=step)):
-                return _most(of(inner, start, stop, step))
-            case nodes.Getitem(node=inner, arg=argument):
-                return _most(of(inner, argument))
-            case nodes.Concat(nodes=parts):
-                return _sum(of(*parts))
-            case nodes.List(items=parts) | nodes.Tuple(items=parts):
-                return _sum(of(*parts), more=1)
-            case nodes.Dict(items=pairs):
-                return _sum(of(*(part for pair in pairs for part in (pair.key, pair.value))), more=1)
-            case nodes.Add(left=left, right=right):
-                is_number = self._is_number(left) or self._is_number(right)
-                return (_most if is_number else _sum)(of(left, right))
-            case nodes.Mod(left=left, right=right) if not self._is_number(left):
-                raise Unbounded("% may format a text")
-            case nodes.Pow():
-                raise Unbounded("powers are not for chat templates")
-            case nodes.BinExpr(left=left, right=right):
-                return _most(of(left, right))
-            case nodes.UnaryExpr(node=inner):
-                return _most(of(inner))
-            case nodes.CondExpr(test=test, expr1=first, expr2=second):
-                return _most(of(test, first, second))
-            case nodes.Compare(expr=first, ops=operands):
-                return _most(of(first, *(operand.expr for operand in operands)), ends=True)
-            case nodes.Test(node=inner, name=name) if name in TESTS:
-                return _most(of(inner, *_arguments(node)), ends=True)
             case nodes.Filter():
                 return self._filter(node, depth)
             case nodes.Call():
                 return self._call(node, depth)
-        raise Unbounded(f"the expression {type(node).__name__} is not known")
+            case nodes.Mod(left=left) if not self._is_number(left):
+                raise Unbounded("% may format a text")
+            case nodes.Test(name=name):
+                _known(name, TESTS)
+                _arguments(node)
+        if not isinstance(node, _KNOWN) or isinstance(node, nodes.Pow):
+            raise Unbounded(f"the expression {type(node).__name__} is not known")
+        return self._compound(node, depth)
+
+    def _compound(self, node: nodes.Node, depth: int) -> _Cost:
+        costs = [self._expr(part, depth + 1) for part in _parts(node)]
+        if isinstance(node, nodes.List | nodes.Tuple | nodes.Dict):
+            return _sum(costs, more=1)
+        joins = isinstance(node, nodes.Add) and not (
+            self._is_number(node.left) or self._is_number(node.right)
+        )
+        return _sum(costs) if joins or isinstance(node, nodes.Concat) else _most(costs)
 
     def _filter(self, node: nodes.Filter, depth: int) -> _Cost:
         if node.node is None:
@@ -391,7 +374,9 @@ class _Bounds:
         called = node.node
         if isinstance(called, nodes.Getattr):
             parts = (called.node, *node.args, *(one.value for one in node.kwargs))
-            return _most([self._expr(part, depth + 1) for part in parts], times=_method_growth(node))
+            return _most(
+                [self._expr(part, depth + 1) for part in parts], times=_method_growth(called, node.args)
+            )
         name = _name(called)
         if name is None or name in self._values:
             raise Unbounded("a function that is not known")
@@ -434,11 +419,19 @@ def _sum(costs: list[_Cost], more: int = 0) -> _Cost:
     return _Cost(leaves, sum(cost.steps for cost in costs) + leaves)
 
 
-def _most(costs: list[_Cost], times: int = 1, *, ends: bool = False) -> _Cost:
-    """The cost of what makes at most `times` the longest of these. `ends` is true if it makes none of
-    them longer, and its value is a part of what is kept."""
+def _most(costs: list[_Cost], times: int = 1) -> _Cost:
+    """The cost of what makes at most `times` the longest of these."""
     leaves = times * max(cost.leaves for cost in costs)
-    return _Cost(1 if ends and leaves == 1 else leaves, sum(cost.steps for cost in costs) + leaves)
+    return _Cost(leaves, sum(cost.steps for cost in costs) + leaves)
+
+
+def _parts(node: nodes.Node) -> Iterator[nodes.Node]:
+    """The expressions in an expression."""
+    for child in node.iter_child_nodes():
+        if isinstance(child, nodes.Slice | nodes.Operand | nodes.Pair | nodes.Keyword):
+            yield from child.iter_child_nodes()
+        else:
+            yield child
 
 
 def _keep(node: nodes.Expr) -> nodes.Expr:
@@ -453,8 +446,12 @@ def _names(node: nodes.Node) -> Iterable[nodes.Name]:
     return [node] if isinstance(node, nodes.Name) else node.find_all(nodes.Name)
 
 
-def _is_namespace(node: nodes.Node) -> bool:
-    return isinstance(node, nodes.Call) and _name(node.node) == "namespace"
+def _namespace(assign: nodes.Assign) -> nodes.Call | None:
+    """The call that makes the namespace which is assigned. None for any other value."""
+    call = assign.node
+    if isinstance(call, nodes.Call) and _name(call.node) == "namespace" and _name(assign.target) is not None:
+        return call
+    return None
 
 
 def _is_date(args: list[nodes.Expr]) -> bool:
@@ -474,7 +471,7 @@ def _arguments(node: nodes.Filter | nodes.Test) -> list[nodes.Expr]:
 def _filter_growth(node: nodes.Filter) -> int:
     """How much longer a filter makes its text at most. Raises Unbounded."""
     values = [one.value if isinstance(one, nodes.Const) else None for one in node.args]
-    named = {one.key: one.value.value if isinstance(one.value, nodes.Const) else None for one in node.kwargs}
+    named = {str(one.key): getattr(one.value, "value", None) for one in node.kwargs}
     if node.name in CHOOSING:
         if set(named) - {"attribute", "default"} or (node.name == "map" and named and values):
             raise Unbounded(f"the filter {node.name} has arguments that are not known")
@@ -501,10 +498,9 @@ def _filter_growth(node: nodes.Filter) -> int:
     raise Unbounded(f"the filter {node.name} is not known")
 
 
-def _method_growth(node: nodes.Call) -> int:
+def _method_growth(called: nodes.Getattr, args: list[nodes.Expr]) -> int:
     """How much longer a method makes its text at most. Raises Unbounded."""
-    called = node.node
-    match called.attr, node.args:
+    match called.attr, args:
         case "replace", [nodes.Const(value=str(old)), nodes.Const(value=str(new)), *_]:
             return _replaced(old, new)
         case "join", [_] if isinstance(called.node, nodes.Const) and isinstance(called.node.value, str):
@@ -527,4 +523,3 @@ def _known(name: object, those: Iterable[str]) -> str:
     if not isinstance(name, str) or name not in those:
         raise Unbounded(f"{name!r} is not known")
     return name
-

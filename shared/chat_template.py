@@ -6,8 +6,8 @@ data, and the rendered chat is bounded, as is any string or list made by multipl
 
 Rules:
 
-1. A short chat is rendered in place where its template is *bounded* (`shared.bounded_template`): that costs no
-   more than the template's own work, and stops after `SHORT_S`, or `IN_PLACE_S` for one that is longer.
+1. A chat is rendered in place where its template is *bounded* (`shared.bounded_template`): that costs no more
+   than the template's own work, and stops after `SHORT_S` where the chat is short, else after `IN_PLACE_S`.
 2. Everything else is rendered by processes of their own (`shared.rendering`), where time and memory are
    bounded by the kernel: long chats of bounded templates by one, and by another one all chats of the others,
    and those that needed too much. So no template delays the chats of another that is bounded.
@@ -25,7 +25,6 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared import logs
@@ -82,8 +81,8 @@ class ChatTemplate:
             self._leave_place(str(reason))
 
     def render(self, messages: list[ChatMessage]) -> str:
-        """The prompt of a short chat, up to where the assistant's turn begins, in place. Raises InvalidRequest
-        where the template refuses, and NotInPlace where another process is to render it."""
+        """The prompt of a short chat, up to where the assistant's turn begins, in place. Raises
+        InvalidRequest where the template refuses, and NotInPlace where another process is to render it."""
         compiled = self._compiled
         if compiled is None:
             raise NotInPlace(TOO_MUCH, param="messages")
@@ -93,9 +92,7 @@ class ChatTemplate:
             self._leave_place(str(reason))
             raise NotInPlace(TOO_MUCH, param="messages") from None
 
-    def slices(
-        self, messages: list[ChatMessage], renderer: Renderer | None = None
-    ) -> Slices[str]:
+    def slices(self, messages: list[ChatMessage], renderer: Renderer | None = None) -> Slices[str]:
         """The prompt of any chat, as a job: what is not rendered in place is rendered by another process,
         `renderer` where that is given. Raises Overloaded, too."""
         plain = self._all_plain(messages)

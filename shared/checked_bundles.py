@@ -1,10 +1,10 @@
 """Tokenizers of replicas, loaded by a process of their own before this one loads them.
 
-To decode a bundle of 60 MB takes a second in which the interpreter lets nothing else run, and the library that
-loads it may crash, or take memory without bound. So a child process does both first, within `CHECK_S` and
-`MEMORY_MAX`, and tells what it found: the bundle's hash, and its tokenizer.json without white space, which is
-then loaded here. That loading holds the interpreter as well, as the library is made: 1.1 s for 250,000 tokens,
-and less for fewer. The child says how long it took, by which the gateway spaces such loads.
+To decode a bundle of 60 MB takes a second in which the interpreter lets nothing else run, and the library
+that loads it may crash, or take memory without bound. So a child process does both first, within `CHECK_S`
+and `MEMORY_MAX`, and tells what it found: the bundle's hash, and its tokenizer.json without white space,
+which is then loaded here. That loading holds the interpreter as well, as the library is made: 1.1 s for
+250,000 tokens, and less for fewer. The child says how long it took, by which the gateway spaces such loads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shared.tokenizer import Tokenizer, TokenizerBundle
 
 CHECK_S: Final = 30.0
 """The time for a check, in seconds: ten times what 250,000 tokens take."""
-MEMORY_MAX: Final = 1536 * 1024 * 1024
+MEMORY_MAX: Final = 1024 * 1024 * 1024
 """Bytes of addresses that the child may have: twice what 250,000 tokens take."""
 NICE: Final = 10
 """The number that is added to the child's nice value."""
@@ -82,11 +82,14 @@ def check(
         found = msgspec.msgpack.decode(out[8 : 8 + head_len], type=Checked)
     except msgspec.DecodeError:
         return "", "the tokenizer cannot be loaded: it ends the process that tries"
+    return outcome(found, memoryview(out)[8 + head_len :])
+
+
+def outcome(found: Checked, tokenizer_json: bytes | memoryview) -> tuple[str, CheckedBundle | str]:
+    """The result of a check of which this was found. Raises Unreadable."""
     if found.unreadable:
         raise Unreadable(found.unreadable)
     if found.bundle is None:
         return found.hash, found.problem
-    text = str(memoryview(out)[8 + head_len :], "utf-8")
-    bundle = msgspec.structs.replace(found.bundle, tokenizer_json=text)
+    bundle = msgspec.structs.replace(found.bundle, tokenizer_json=str(tokenizer_json, "utf-8"))
     return found.hash, CheckedBundle(found.hash, found.load_s, bundle)
-

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
-
 _INHERITED: Final = ("PATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "TZ", "LANG", "LC_ALL")
 
 
 def scant_environment() -> dict[str, str]:
-    """The environment of a process that is to know nothing of ours but the places of modules, the language and
-    the time zone."""
+    """The environment of a process that is to know nothing of ours but the places of modules, the language
+    and the time zone."""
     return environment({name: os.environ[name] for name in _INHERITED if name in os.environ})
 
 

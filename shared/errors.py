@@ -98,7 +98,7 @@ class InvalidRequest(ApiError):
 
 
 class NotInPlace(InvalidRequest):
-    """A short prompt is not to be rendered or encoded where it was tried. Who can have it done elsewhere does."""
+    """A short prompt is not to be rendered or encoded where it was tried, but elsewhere."""
 
 
 class InvalidJson(InvalidRequest):

@@ -153,8 +153,8 @@ class Renderer:
         return None if self._child is None else self._child.pid
 
     def slices(self, chat: Chat, length: int) -> Slices[str]:
-        """The text of a chat of so many characters, as a job. Raises InvalidRequest where the template refuses
-        it, TooMuch, and Overloaded where there is no child to be had."""
+        """The text of a chat of so many characters, as a job. Raises InvalidRequest where the template
+        refuses it, TooMuch, and Overloaded where there is no child to be had."""
         yield from self._turn(chat.source)
         is_over = False
         try:

@@ -60,9 +60,7 @@ class Slicer:
         """Characters of the longest text that can be one token, before it is normalized."""
 
     @classmethod
-    def of(
-        cls, raw: tokenizers.Tokenizer, spec: dict[str, Any], vocabulary: Collection[str]
-    ) -> Self | None:
+    def of(cls, raw: tokenizers.Tokenizer, spec: dict[str, Any], vocabulary: Collection[str]) -> Self | None:
         """The slicer for a tokenizer; None where cuts are not certain. `spec` is the tokenizer.json that
         `raw` was made of, and `vocabulary` has all tokens, those that were added included."""
         model = spec["model"]

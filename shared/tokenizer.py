@@ -28,7 +28,7 @@ from shared.chat_template import ChatTemplate
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, NotInPlace, TokenizerFailed
 from shared.model_files import BadModelFile, shown
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest
+from shared.openai import ChatRequest, CompletionRequest
 from shared.text_slices import Slicer
 from shared.token_text import DecodeStream, piece_spelling, whole_spelling
 from shared.tokenizer_files import AddedToken, TokenizerFiles, read_tokenizer_files

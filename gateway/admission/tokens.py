@@ -91,12 +91,12 @@ async def count_tokens(
     """
     if tokenizer is None:
         return estimate(request)
-    prompt_ids = None
+    prompt_ids: list[list[int]] | None = None
     if _is_short(request):
         try:
             prompt_ids = tokenizer.prompt_ids(request)
-        except NotInPlace:
-            pass  # rule 3
+        except NotInPlace:  # rule 3
+            prompt_ids = None
     if prompt_ids is None:
         prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, request, room))
     lengths = [*map(len, prompt_ids)]

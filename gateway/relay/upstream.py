@@ -59,8 +59,8 @@ BOUNDS_MAX: Final = 1024
 DRAIN_RETRY_S: Final = 1.0
 """The `Retry-After` of a request whose only replica shuts down, in seconds."""
 ERROR_LEN_MAX: Final = 64 * 1024
-FETCH_LEN_MAX: Final = 64 * 1024 * 1024
-"""Bytes of an answer to the gateway's own requests. A tokenizer of 250,000 tokens takes about 30 MB."""
+FETCH_LEN_MAX: Final = 4 * 1024 * 1024
+"""Bytes of an answer to the gateway's own requests."""
 
 HeaderPairs = tuple[tuple[bytes, bytes], ...]
 """Headers in order, names and values as bytes."""
@@ -281,17 +281,18 @@ class Upstream:
         path: str,
         connect_s: float,
         headers: HeaderPairs = (),
+        len_max: int | None = FETCH_LEN_MAX,
     ) -> tuple[Mapping[str, str], bytes]:
         """The headers and body of the answer to a GET of the gateway's own. Raises RouteNotFound and
         MethodNotAllowed where there is no such path, whatever the body says, and ApiError for any other error
-        status."""
+        status. The body is not read where it may have None bytes."""
         answer = await self.send(protocol, base_url, Outbound("GET", path, headers), connect_s)
         try:
             if (kind := _NO_SUCH_PATH.get(answer.status)) is not None:
                 raise kind("The engine has no such path.", detail=f"{path}: {answer.status}")
             if answer.status >= HTTPStatus.BAD_REQUEST:
                 raise await answer.error()
-            return answer.headers, await answer.read_all(FETCH_LEN_MAX)
+            return answer.headers, b"" if len_max is None else await answer.read_all(len_max)
         finally:
             await answer.aclose()
 
