@@ -142,7 +142,7 @@ class CompiledTemplate:
         environment = _BoundedEnvironment(clock) if bounded else _Environment(clock)
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
         self._given = {
             **self._template.globals,

@@ -56,7 +56,7 @@ def rendered(chat: Chat) -> Rendered:
         return Rendered(template.render(chat.messages))
     except InvalidRequest as error:
         return Rendered(problem=error.message, detail=error.detail)
-    except (ValueError, SyntaxError, RecursionError):  # a long template is compiled here for the first time
+    except ValueError:  # a long template is compiled here for the first time
         return Rendered(problem="The model's chat template is none.", detail="it does not compile")
     except MemoryError:
         return _TOO_LARGE

@@ -299,6 +299,7 @@ async def test_a_tokenizer_that_is_of_no_use_is_fetched_once_and_told_once(log: 
             keeping.clock.advance(1)
     assert rogue.fetched == 1
     assert rogue.asked <= 6
+    await until(lambda: "tokenizer.unusable" in log.getvalue())
     assert log.getvalue().count("tokenizer.unusable") == 1
     assert keeping.known.tokenizer is None
 
