@@ -111,6 +111,7 @@ _ANSWER: Final = msgspec.json.encode(
         model="rogue",
         choices=[ChatChoice(0, AssistantMessage("x"), "stop")],
         usage=Usage(1, 1, 2, PromptTokensDetails()),
+        system_fingerprint="fp_rogue",
     )
 )
 
