@@ -39,7 +39,7 @@ from gateway.relay.upstream import FETCH_LEN_MAX, HeaderPairs, Upstream
 from shared import logs
 from shared.checked_bundles import CheckedBundle, Unreadable
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import ApiError, NotReady, UpstreamFailed
+from shared.errors import ApiError, ConnectTimeout, NotReady, UpstreamFailed, UpstreamUnreachable
 from shared.ids import TOKENIZER_HEADER
 from shared.openai import ChatMessage, ChatRequest
 from shared.room import Room
@@ -213,8 +213,12 @@ class Engines:
             self.changes += 1
 
     async def _load(self, name: str, known: Known, urls: Sequence[str], hash_: str) -> None:
-        known.fetch_due_s = self._clock.monotonic() + FRESH_S
-        found = await self._asking.bundle(self._models[name], urls, hash_)
+        before_s, known.fetch_due_s = known.fetch_due_s, self._clock.monotonic() + FRESH_S
+        try:
+            found = await self._asking.bundle(self._models[name], urls, hash_)
+        except (ConnectTimeout, NotReady, UpstreamUnreachable):  # nothing was asked
+            known.fetch_due_s = before_s
+            raise
         if isinstance(found, str):
             self._reject(name, known, hash_, found)
             return
@@ -271,15 +275,8 @@ class Told:
     """The hash of its tokenizer, where it names one."""
     listed: _Model | None = None
     failure: ApiError | None = None
-
-    @property
-    def counts(self) -> bool:
-        """True for a replica that is there: its voice counts also where it does not answer in time."""
-        return self.failure is None or isinstance(self.failure, _Late)
-
-
-class _Late(UpstreamFailed):
-    """A replica did not answer in time."""
+    counts: bool = True
+    """True for a replica that is there: its voice counts also where it does not answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,9 +312,9 @@ class Replies:
             async with asyncio.timeout(LIST_S):
                 return await self._listed(model, url)
         except ApiError as error:
-            return Told(url, failure=error)
+            return Told(url, failure=error, counts=False)
         except TimeoutError:
-            return Told(url, failure=_late(url, LIST_S))
+            return Told(url, failure=_late(url, LIST_S), counts=model.engine != "openai")
 
     async def _listed(self, model: ModelConfig, url: str) -> Told:
         """The model as its engine lists it, where it has a list: some of other makes have none."""
@@ -400,8 +397,8 @@ def elected(told: Sequence[Told]) -> list[Told]:
     return [one for one in answered if one.tokenizer == hash_]
 
 
-def _late(url: str, seconds: float) -> _Late:
-    return _Late("The engine did not answer in time.", detail=f"{url}: {seconds:g} s")
+def _late(url: str, seconds: float) -> UpstreamFailed:
+    return UpstreamFailed("The engine did not answer in time.", detail=f"{url}: {seconds:g} s")
 
 
 def _room(listed: Sequence[_Model]) -> Room | None:

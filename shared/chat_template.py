@@ -97,9 +97,10 @@ class ChatTemplate:
         `renderer` where that is given. Raises Overloaded, too."""
         plain = self._all_plain(messages)
         length = sum(len(text) for message in plain for text in message.values())
-        if self._compiled is not None and length <= APART_LEN:
+        compiled = self._compiled
+        if compiled is not None and length <= APART_LEN:
             try:
-                return self._compiled.render(plain, length)
+                return compiled.render(plain, length)
             except Unbounded:
                 pass  # of a long chat, which says nothing about the template
         chat = Chat(self._source, self._special_tokens, plain, self._clock.wall())

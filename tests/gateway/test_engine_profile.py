@@ -263,7 +263,7 @@ class Keeping:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Keeping]:
-        tasks = [asyncio.create_task(work()) for work in self.engines.works().values()]
+        tasks = [asyncio.ensure_future(work()) for work in self.engines.works().values()]
         try:
             yield self
         finally:

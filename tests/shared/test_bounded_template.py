@@ -95,7 +95,7 @@ def test_what_is_rendered_in_place_has_little_time_and_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock goes on by 10 ms whenever it is read, so that the answer is the same anywhere."""
-    reads = []
+    reads: list[None] = []
 
     def clock() -> float:
         reads.append(None)

@@ -455,7 +455,22 @@ def test_many_ids_are_decoded_while_other_threads_run(
 
 MUTATIONS = int(os.environ.get("TOKENIZER_MUTATIONS", "300"))
 """Files that differ from good ones in a few places. 20,000 take two minutes."""
-ODD = (None, True, 0, -1, 2**70, 1e300, "", "x" * 50, [], [[]], {}, {"type": "NFC"}, {"type": None}, ["a", 1])
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    2**70,
+    1e300,
+    "",
+    "x" * 50,
+    [],
+    [[]],
+    {},
+    {"type": "NFC"},
+    {"type": None},
+    ["a", 1],
+)
 
 
 def mutated(spec: Any, draw: random.Random) -> Any:
