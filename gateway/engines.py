@@ -30,14 +30,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Final, Protocol, Self
+from typing import BinaryIO, Final, Protocol, Self
 
 import msgspec
 
 from gateway.config import EngineMake, ModelConfig
-from gateway.relay.upstream import FETCH_LEN_MAX, HeaderPairs, Upstream
+from gateway.relay.upstream import HeaderPairs, Upstream
 from shared import logs
-from shared.checked_bundles import CheckedBundle, Unreadable
+from shared.checked_bundles import CheckedBundle, Unreadable, bundle_file
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import ApiError, ConnectTimeout, NotReady, UpstreamFailed, UpstreamUnreachable
 from shared.ids import TOKENIZER_HEADER
@@ -54,7 +54,7 @@ LISTED_MAX: Final = 32
 ASKED_MAX: Final = 8
 """Those of them that are asked for the tokenizer, one after the other, before a pause."""
 FETCHES_MAX: Final = 2
-"""The tokenizers that are fetched and loaded at a time. Each takes `BUNDLE_LEN_MAX` bytes of this process."""
+"""The tokenizers that are fetched and loaded at a time."""
 RETRY_S_MIN: Final = 0.5
 RETRY_S_MAX: Final = 5.0
 FRESH_S: Final = 60.0
@@ -288,7 +288,7 @@ class Replies:
     """The URLs of a model's replicas, those that are ready first."""
     connect_s: Callable[[ModelConfig], float]
     headers: Callable[[ModelConfig], HeaderPairs]
-    check: Callable[[bytes], tuple[str, CheckedBundle | str]]
+    check: Callable[[BinaryIO], tuple[str, CheckedBundle | str]]
     """`shared.checked_bundles.check`."""
 
     async def profile(self, model: ModelConfig) -> tuple[EngineProfile, Sequence[str]]:
@@ -320,7 +320,8 @@ class Replies:
         """The model as its engine lists it, where it has a list: some of other makes have none."""
         name = model.upstream_model or model.name
         try:
-            headers, body = await self._get(model, url, "/v1/models")
+            parts = self.connect_s(model), self.headers(model)
+            headers, body = await self.upstream.fetch(model.protocol, url, "/v1/models", *parts)
         except ApiError as error:
             if error.status in _NOT_THERE:
                 return Told(url)
@@ -340,7 +341,7 @@ class Replies:
         has none to give. One of ours may fail to answer, too, when it drains or stands behind a proxy, and
         stays one of ours."""
         try:
-            headers, _ = await self._get(model, url, TOKENIZER, len_max=None)
+            headers = await self._get_into(bytes, 0, model, url)
         except ApiError as error:
             if error.status in _NOT_THERE:
                 return None
@@ -355,9 +356,10 @@ class Replies:
         problem: str | None = None
         for url in urls[:ASKED_MAX]:
             try:
-                async with asyncio.timeout(FETCH_S):
-                    _, body = await self._get(model, url, TOKENIZER, len_max=BUNDLE_LEN_MAX)
-                found_hash, found = await asyncio.to_thread(self.check, body)
+                with bundle_file() as file:
+                    async with asyncio.timeout(FETCH_S):
+                        await self._get_into(file.write, BUNDLE_LEN_MAX, model, url)
+                    found_hash, found = await asyncio.to_thread(self.check, file)
             except ApiError as error:
                 failure = error
             except TimeoutError:
@@ -375,11 +377,12 @@ class Replies:
             return problem
         raise failure
 
-    def _get(
-        self, model: ModelConfig, url: str, path: str, *, len_max: int | None = FETCH_LEN_MAX
-    ) -> Awaitable[tuple[Mapping[str, str], bytes]]:
-        parts = self.connect_s(model), self.headers(model), len_max
-        return self.upstream.fetch(model.protocol, url, path, *parts)
+    def _get_into(
+        self, take: Callable[[bytes], object], len_max: int, model: ModelConfig, url: str
+    ) -> Awaitable[Mapping[str, str]]:
+        """Ask a replica for its tokenizer."""
+        parts = self.connect_s(model), self.headers(model)
+        return self.upstream.fetch_into(take, len_max, model.protocol, url, TOKENIZER, *parts)
 
 
 def elected(told: Sequence[Told]) -> list[Told]:

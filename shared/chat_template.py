@@ -41,10 +41,10 @@ from shared.bounded_template import (
     spent,
 )
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import InvalidRequest, NotInPlace
+from shared.errors import InvalidRequest, NotInPlace, TooMuch
 from shared.fair_threads import Slices
 from shared.openai import BODY_LEN_MAX, ChatMessage
-from shared.rendering import APART_LEN, DOUBTFUL, RENDERER, TOO_MUCH, Chat, Renderer, TooMuch
+from shared.rendering import APART_LEN, DOUBTFUL, RENDERER, TOO_MUCH, Chat, Renderer
 
 RENDERED_LEN_MAX: Final = 2 * BODY_LEN_MAX
 """Characters of a rendered chat: a body at its limit, and as much again for what the template adds."""

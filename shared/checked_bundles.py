@@ -9,9 +9,11 @@ which is then loaded here. That loading holds the interpreter as well, as the li
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from typing import Final
+import tempfile
+from typing import BinaryIO, Final, cast
 
 import msgspec
 from msgspec import Struct
@@ -57,15 +59,23 @@ class CheckedBundle(Struct, frozen=True):
         return Tokenizer(self.bundle, clock, hash_=self.hash)
 
 
+def bundle_file() -> BinaryIO:
+    """A file in memory for a bundle's JSON as it comes, so that it never is one value of this process."""
+    if not hasattr(os, "memfd_create"):
+        return cast(BinaryIO, tempfile.TemporaryFile(buffering=0))
+    return cast(BinaryIO, open(os.memfd_create("bundle"), "w+b", buffering=0))
+
+
 def check(
-    data: bytes, argv: tuple[str, ...] = (sys.executable, "-P", "-m", "shared.tokenizer_child")
+    file: BinaryIO, argv: tuple[str, ...] = (sys.executable, "-P", "-m", "shared.tokenizer_child")
 ) -> tuple[str, CheckedBundle | str]:
-    """The hash of a bundle, and the bundle itself or what is wrong with it. Blocks for as long as that takes.
-    Raises Unreadable."""
+    """The hash of the bundle in a file, and the bundle itself or what is wrong with it. Blocks for as long as
+    that takes. Raises Unreadable."""
     try:
+        file.seek(0)
         done = subprocess.run(
             argv,
-            input=data,
+            stdin=file,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=scant_environment(),

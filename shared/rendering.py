@@ -38,7 +38,7 @@ from msgspec import Struct
 
 from shared.child_python import scant_environment
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import InvalidRequest, Overloaded
+from shared.errors import InvalidRequest, Overloaded, TooMuch
 from shared.fair_threads import Slices
 from shared.memory import RENDERING
 from shared.openai import BODY_LEN_MAX
@@ -86,10 +86,6 @@ class Rendered(Struct, frozen=True, omit_defaults=True):
 
 class Failed(Exception):
     """The child ended, or answered what is no answer."""
-
-
-class TooMuch(InvalidRequest):
-    """A chat that needs more time or memory than the child has."""
 
 
 class _Turns:

@@ -175,11 +175,17 @@ class Answer:
 
     async def read_all(self, len_max: int) -> bytes:
         body = bytearray()
-        while chunk := await self.read():
-            body += chunk
-            if len(body) > len_max:
-                raise UpstreamFailed("The engine's answer is too large.", detail=f"over {len_max} bytes")
+        await self.read_into(body.extend, len_max)
         return bytes(body)
+
+    async def read_into(self, take: Callable[[bytes], object], len_max: int) -> None:
+        """Call `take` with all bytes as they come."""
+        length = 0
+        while chunk := await self.read():
+            length += len(chunk)
+            if length > len_max:
+                raise UpstreamFailed("The engine's answer is too large.", detail=f"over {len_max} bytes")
+            take(chunk)
 
     def aclose(self) -> Awaitable[None]:
         """Give the connection back or, when the answer is unfinished, end its stream at once."""
@@ -281,18 +287,35 @@ class Upstream:
         path: str,
         connect_s: float,
         headers: HeaderPairs = (),
-        len_max: int | None = FETCH_LEN_MAX,
     ) -> tuple[Mapping[str, str], bytes]:
-        """The headers and body of the answer to a GET of the gateway's own. Raises RouteNotFound and
-        MethodNotAllowed where there is no such path, whatever the body says, and ApiError for any other error
-        status. The body is not read where it may have None bytes."""
+        """The headers and body of the answer to a GET of the gateway's own. Raises what `fetch_into` does."""
+        body = bytearray()
+        return await self.fetch_into(
+            body.extend, FETCH_LEN_MAX, protocol, base_url, path, connect_s, headers
+        ), bytes(body)
+
+    async def fetch_into(
+        self,
+        take: Callable[[bytes], object],
+        len_max: int,
+        protocol: HopProtocol,
+        base_url: str,
+        path: str,
+        connect_s: float,
+        headers: HeaderPairs = (),
+    ) -> Mapping[str, str]:
+        """The headers of the answer to a GET of the gateway's own. `take` is called with its body's bytes as
+        they come; where there may be none, it is not read. Raises RouteNotFound and MethodNotAllowed where
+        there is no such path, whatever the body says, and ApiError for any other error status."""
         answer = await self.send(protocol, base_url, Outbound("GET", path, headers), connect_s)
         try:
             if (kind := _NO_SUCH_PATH.get(answer.status)) is not None:
                 raise kind("The engine has no such path.", detail=f"{path}: {answer.status}")
             if answer.status >= HTTPStatus.BAD_REQUEST:
                 raise await answer.error()
-            return answer.headers, b"" if len_max is None else await answer.read_all(len_max)
+            if len_max:
+                await answer.read_into(take, len_max)
+            return answer.headers
         finally:
             await answer.aclose()
 

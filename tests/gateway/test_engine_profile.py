@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -61,6 +61,14 @@ class FakeUpstream:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    async def fetch_into(
+        self, take: Callable[[bytes], object], len_max: int, protocol: str, url: str, path: str, *_: object
+    ) -> Mapping[str, str]:
+        headers, body = await self.fetch(protocol, url, path)
+        if len_max:
+            take(body)
+        return headers
 
 
 def engine(models: Answer = (NAMED, LISTED), tokenizer: Answer = (NAMED, b""), url: str = A) -> FakeUpstream:

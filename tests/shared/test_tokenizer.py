@@ -548,15 +548,21 @@ def test_parts_without_a_type_as_older_files_have_them_are_no_error(part: str) -
     assert tokenizer.prompt_ids(CompletionRequest(model="m", prompt="a"))
 
 
+def checked_apart(data: bytes, *argv: tuple[str, ...]) -> tuple[str, checked_bundles.CheckedBundle | str]:
+    with checked_bundles.bundle_file() as file:
+        file.write(data)
+        return check(file, *argv)
+
+
 def test_a_process_of_its_own_finds_what_is_found_here() -> None:
     good = bundle_of(byte_level(), CHATML)
-    hash_, found = check(msgspec.json.encode(good))
+    hash_, found = checked_apart(msgspec.json.encode(good))
     assert isinstance(found, checked_bundles.CheckedBundle)
     tokenizer = found.load()
     assert tokenizer.hash == hash_ == good.hash
     assert tokenizer.encode("The water") == Tokenizer(good).encode("The water")
     long = msgspec.structs.replace(good, chat_template="x" * (TEMPLATE_LEN_MAX + 1))
-    hash_, problem = check(msgspec.json.encode(long))
+    hash_, problem = checked_apart(msgspec.json.encode(long))
     assert hash_ == long.hash
     assert isinstance(problem, str)
     assert "chat template has more than" in problem
@@ -564,7 +570,7 @@ def test_a_process_of_its_own_finds_what_is_found_here() -> None:
 
 @pytest.mark.parametrize("argv", [("/bin/false",), ("/bin/cat",)])
 def test_a_process_that_dies_or_babbles_means_a_tokenizer_of_no_use(argv: tuple[str, ...]) -> None:
-    hash_, problem = check(b"{}" * 50, argv)
+    hash_, problem = checked_apart(b"{}" * 50, argv)
     assert (hash_, problem) == ("", "the tokenizer cannot be loaded: it ends the process that tries")
 
 
