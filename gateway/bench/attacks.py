@@ -480,12 +480,12 @@ def _haste() -> list[Attack]:
 
 
 def _replicas() -> list[Attack]:
-    """Chats with models whose replicas are rogues."""
+    """Chats with models whose replicas are rogues. They are answered where their tokens are estimated."""
     law, path = Law.REPLICAS, CHATS
-    may, refused = frozenset({200, 503}), frozenset({400, 503})
+    may = frozenset({200, 400, 503})
     return [
-        Attack("a template of 10^15 rounds", law, chat(model=Rogue.LOOPS), path, 4, 4, statuses=refused),
-        Attack("a template that makes 3 GB", law, chat(model=Rogue.LENGTH), path, 24, 8, statuses=refused),
+        Attack("a template of 10^15 rounds", law, chat(model=Rogue.LOOPS), path, 4, 4, statuses=may),
+        Attack("a template that makes 3 GB", law, chat(model=Rogue.LENGTH), path, 24, 8, statuses=may),
         Attack("another bundle of 60 MB", law, chat(model=Rogue.BUNDLE), path, 1000, 4, statuses=may),
         Attack("another broken tokenizer", law, chat(model=Rogue.MISTAKE), path, 1000, 4, statuses=may),
     ]

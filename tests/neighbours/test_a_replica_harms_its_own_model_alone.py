@@ -22,6 +22,11 @@ def beside_rogues(pair: House) -> Iterator[House]:
     with service(argv), gateway([pair.engine], rogue_url=f"http://127.0.0.1:{port}") as front:
         house = House(front, pair.engine)
         asyncio.run(house.warm_up())
+        until(
+            lambda: (
+                {Rogue.LOOPS, Rogue.LENGTH} <= {line["model"] for line in front.logged("tokenizer.loaded")}
+            )
+        )
         yield house
 
 
