@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from shared.chat_template import CompiledTemplate
+from shared.child_python import answer_pipe
 from shared.clock import SYSTEM_CLOCK
 from shared.errors import InvalidRequest
 from shared.rendering import HEAD_LEN, RENDER_S, TOO_MUCH, Chat, Rendered
@@ -73,7 +74,7 @@ def main(memory_max: int, nice: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the process that asks
     resource.setrlimit(resource.RLIMIT_AS, (memory_max, memory_max))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    stdout = sys.stdout.buffer
+    stdout = answer_pipe()
     stdout.write(bytes(HEAD_LEN))
     stdout.flush()
     for chat in _chats():

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from shared.checked_bundles import CHECK_S, MEMORY_MAX, NICE, Checked
+from shared.child_python import answer_pipe
 from shared.tokenizer import BUNDLE_LEN_MAX, Tokenizer, TokenizerBundle, UnusableTokenizer
 
 _NO_MEMORY: Final = Checked(problem="the tokenizer cannot be loaded: memory ran out")
@@ -48,14 +49,15 @@ def main() -> None:
     os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MAX, MEMORY_MAX))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answer = answer_pipe()
     data = sys.stdin.buffer.read(BUNDLE_LEN_MAX + 1)
     try:
         found, text = checked(data)
     except MemoryError:
         found, text = _NO_MEMORY, b""
     head = msgspec.msgpack.encode(found)
-    sys.stdout.buffer.write(len(head).to_bytes(8, "big") + head + text)
-    sys.stdout.buffer.flush()
+    answer.write(len(head).to_bytes(8, "big") + head + text)
+    answer.flush()
 
 
 if __name__ == "__main__":
