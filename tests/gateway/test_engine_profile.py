@@ -243,11 +243,14 @@ class Rogue:
         self.hash = BUNDLE.hash
         self.gives: CheckedBundle | str = CheckedBundle(BUNDLE.hash, 0.1, BUNDLE)
         self.asked = self.fetched = self.at_once = self.at_once_max = 0
+        self.disagrees = False
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def profile(self, model: ModelConfig) -> tuple[EngineProfile, Sequence[str]]:
         self.asked += 1
+        if self.disagrees:
+            raise UpstreamFailed("The replicas have different tokenizers.")
         return EngineProfile(self.hash, Room(4096), None), [A]
 
     async def bundle(self, model: ModelConfig, urls: Sequence[str], hash_: str) -> CheckedBundle | str:
@@ -310,6 +313,29 @@ async def test_a_tokenizer_that_is_of_no_use_is_fetched_once_and_told_once(log: 
     await until(lambda: "tokenizer.unusable" in log.getvalue())
     assert log.getvalue().count("tokenizer.unusable") == 1
     assert keeping.known.tokenizer is None
+
+
+async def test_a_rolling_update_goes_over_once_most_replicas_have_the_new_tokenizer() -> None:
+    pool = Rogue()
+    async with Keeping(pool).running() as keeping:
+        known, old, new = keeping.known, pool.hash, f"sha256:{1:064x}"
+
+        async def a_minute() -> str:
+            for _ in range(61):
+                known.observe(new)
+                await asyncio.sleep(0)
+                keeping.clock.advance(1)
+            await until(lambda: not pool.at_once and bool(keeping.clock.sleeping))
+            assert known.tokenizer is not None
+            return known.tokenizer.hash
+
+        await until(lambda: known.tokenizer is not None)
+        pool.disagrees = True
+        assert await a_minute() == await a_minute() == old
+        pool.disagrees, pool.hash = False, new
+        await a_minute()
+        await until(lambda: known.tokenizer is not None and known.tokenizer.hash == new)
+        assert pool.fetched == 2
 
 
 async def test_tokenizers_that_take_long_to_load_are_loaded_rarely() -> None:
