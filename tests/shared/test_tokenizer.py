@@ -454,7 +454,7 @@ def test_many_ids_are_decoded_while_other_threads_run(
 # -- files of replicas ----------------------------------------------------------------------------
 
 MUTATIONS = int(os.environ.get("TOKENIZER_MUTATIONS", "300"))
-"""Files that differ from good ones in a few places. 20,000 take two minutes."""
+"""Files that differ from good ones in a few places. 20,000 take a minute."""
 ODD: tuple[Any, ...] = (
     None,
     True,
