@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ from gateway.discovery.discovery import Discovery
 from gateway.dispatch import watch_replicas
 from gateway.edge import Edge, aborted
 from gateway.endpoints import ENDPOINTS
-from gateway.engines import EngineProfile, Engines, fetch_profile
+from gateway.engines import Engines, Replies
 from gateway.exchange import LiveRequests
 from gateway.foreign_loads import ForeignLoads
 from gateway.identity.caller import Identity, Revoked
@@ -65,7 +65,7 @@ from gateway.salts import new_secret, salts_secret
 from gateway.usage_api import UsageReports
 from gateway.workers.channel import Door, WorkerStart, listen_on
 from gateway.workers.siblings import Siblings
-from shared import logs
+from shared import checked_bundles, logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.descriptors import fitting
 from shared.errors import GatewayStopped, KeyRevoked
@@ -136,7 +136,7 @@ class Gateway:
         self._discovery = Discovery(config.models, self.replicas, env, clock)
         self._upstream = upstream = Upstream(config.hop, config.models, self.replicas.observe_origin, clock)
         self._threads = FairThreads(config.limits.tokenizer_threads)
-        self.engines = Engines(config.models, _profiles(config, upstream, credentials, self.replicas), clock)
+        self.engines = Engines(config.models, _asking(config, upstream, credentials, self.replicas), clock)
         memory = FairShare(config.limits.request_memory)
         _set_gauges(self.live, upstream, memory)
         self._known, self._turns = KnownCallers(), FairTurns()
@@ -382,18 +382,15 @@ def _set_gauges(live: LiveRequests, upstream: Upstream, memory: FairShare) -> No
     HELD_BYTES.set_function(lambda: memory.held)
 
 
-def _profiles(
+def _asking(
     config: GatewayConfig, upstream: Upstream, credentials: Credentials, replicas: Replicas
-) -> Callable[[ModelConfig], Awaitable[EngineProfile]]:
-    """The function that asks a model's engine for its profile."""
+) -> Replies:
+    """The way to ask a model's engines for what they are."""
 
-    def fetch(model: ModelConfig) -> Awaitable[EngineProfile]:
-        connect_s = timeouts_of(config.timeouts, model).connect_s
-        return fetch_profile(
-            upstream, model, replicas.urls(model.name), connect_s, credentials.headers(model)
-        )
+    def connect_s(model: ModelConfig) -> float:
+        return timeouts_of(config.timeouts, model).connect_s
 
-    return fetch
+    return Replies(upstream, replicas.urls, connect_s, credentials.headers, checked_bundles.check)
 
 
 def _billing(

@@ -10,6 +10,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from typing import BinaryIO, Final
+
+_INHERITED: Final = ("PATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "TZ", "LANG", "LC_ALL")
+
+
+def scant_environment() -> dict[str, str]:
+    """The environment of a process that is to know nothing of ours but the places of modules, the language
+    and the time zone."""
+    return environment({name: os.environ[name] for name in _INHERITED if name in os.environ})
+
+
+def answer_pipe() -> BinaryIO:
+    """This process's stdout, for its answers alone: from now on, all else that writes there, as logs that
+    nobody configured do, writes to stderr."""
+    own = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return os.fdopen(own, "wb")
 
 
 def environment(ours: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -99,6 +99,14 @@ class InvalidRequest(ApiError):
     code = "invalid_value"
 
 
+class NotInPlace(InvalidRequest):
+    """A short prompt is not to be rendered or encoded where it was tried, but elsewhere."""
+
+
+class TooMuch(InvalidRequest):
+    """A chat needs more time or memory than the process has that renders it."""
+
+
 class InvalidJson(InvalidRequest):
     code = "invalid_json"
 

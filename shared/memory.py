@@ -1,12 +1,15 @@
 """The most memory that each process takes above what it holds at rest: the sum of its limits.
 
     gateway     bodies of requests + what each live request has in buffers + threads + clients' connections
-                + the process that renders long chats
-    engine API  bodies, prompts and answers of requests + each stream's buffers + threads + that process
+                + the two processes that render chats
+    engine API  bodies, prompts and answers of requests + each stream's buffers + threads + those processes
     core        what waits and runs; its KV cache and swap space are taken as they are used
 
 Memory that is given back to the allocator stays with the process while anything lives beside it, so the
 memory of many requests of all sizes is larger than the sum of their reservations, by `FRAGMENTATION` at most.
+
+While a gateway loads a tokenizer that is new to it, it has a process with `shared.checked_bundles.MEMORY_MAX`
+of addresses beside these, or two of them.
 
 `tests/neighbours` hold the services to these sums under attack, and `penstock bench neighbours` says how near
 they come. A container's limit is the memory at rest plus this, and `SOCKET` for each live request of a
@@ -50,7 +53,7 @@ written, and its objects."""
 THREAD: Final = 16 * MIB
 """Bytes of a thread that tokenizes or parses: one slice's data, and its own heap of the allocator."""
 RENDERING: Final = 256 * MIB
-"""Bytes of the process that renders long chats: it may have no more addresses. A chat of 8 MiB with one emoji
+"""Bytes of each process that renders chats: it may have no more addresses. A chat of 8 MiB with one emoji
 has four bytes for each character, and takes 187 MB in all."""
 SEQUENCE: Final = 64 * KIB
 """Bytes of a sequence in the core: its page table, its penalties and its biases."""
@@ -70,14 +73,14 @@ def gateway_memory_max(
     held = int(FRAGMENTATION * request_memory) + connections_max * CONNECTION + HOLDING
     if has_tls:
         held += live_max * TLS_LARGE + (connections_max + HANDSHAKES_MAX) * TLS
-    return held + live_max * LIVE_REQUEST + tokenizer_threads * THREAD + RENDERING
+    return held + live_max * LIVE_REQUEST + tokenizer_threads * THREAD + 2 * RENDERING
 
 
 def engine_memory_max(request_memory: int, streams_max: int, tokenizer_threads: int) -> int:
     """Bytes above rest for an engine's API process. `streams_max` is the number of requests that its gateways
     send it at a time, each gateway at most its `live_max`."""
     held = int(FRAGMENTATION * request_memory)
-    return held + streams_max * STREAM + tokenizer_threads * THREAD + RENDERING
+    return held + streams_max * STREAM + tokenizer_threads * THREAD + 2 * RENDERING
 
 
 def core_memory_max(

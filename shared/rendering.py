@@ -1,4 +1,4 @@
-"""Long chats, rendered by a process of their own.
+"""Long chats, and those of doubtful templates, rendered by processes of their own.
 
 A chat template works on whole texts, and each step of it (`split`, `strip`, `replace`) is one call in which
 the interpreter lets no other thread run: of a chat of 8 MiB up to 0.2 seconds. So a chat of more than
@@ -6,13 +6,15 @@ the interpreter lets no other thread run: of a chat of 8 MiB up to 0.2 seconds. 
 
 Rules:
 
-1. One chat at a time. A job that waits, for its turn or for the answer, gives its thread back every few
-   milliseconds (`shared.fair_threads`), so neither a long chat nor a template that never ends holds up the
-   prompts of others.
-2. The child has `RENDER_S` for a chat, and `shared.memory.RENDERING` for all that it holds. A chat that needs
-   more is refused.
+1. One chat at a time, and templates whose chats wait take turns. A job that waits, for its turn or for the
+   answer, gives its thread back every few milliseconds (`shared.fair_threads`), so neither a long chat nor a
+   template that never ends holds up the prompts of others.
+2. The child has `RENDER_S` for a chat of the longest body, and the less the shorter it is, and
+   `shared.memory.RENDERING` for all that it holds. A chat that needs more is refused.
 3. Where a chat's caller leaves, or the child failed, the child is killed. The next chat starts another.
-4. The child knows nothing but templates and chats: no configuration, and none of this process's environment
+4. There are two children: `RENDERER` for long chats, and `DOUBTFUL` for templates that are not known to be
+   bounded (`shared.chat_template`), which runs only where nobody else wants the CPU as much.
+5. The child knows nothing but templates and chats: no configuration, and none of this process's environment
    but what says where Python's modules are, and the time zone. It ends when this process does, by its
    stdin's end.
 """
@@ -26,29 +28,40 @@ import select
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Generator
 from typing import IO, Final
 
 import msgspec
 from msgspec import Struct
 
-from shared.child_python import environment
+from shared.child_python import scant_environment
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import InvalidRequest, Overloaded
+from shared.errors import InvalidRequest, Overloaded, TooMuch
 from shared.fair_threads import Slices
 from shared.memory import RENDERING
+from shared.openai import BODY_LEN_MAX
 
 APART_LEN: Final = 256 * 1024
 """Characters of a chat that is rendered in place: each step of its template takes 6 ms at most."""
 RENDER_S: Final = 10.0
-"""The time for one chat, in seconds: twenty times what 8 MiB take."""
+"""The time for a chat of a whole body, in seconds: twenty times what 8 MiB take."""
+RENDER_S_MIN: Final = 2.0
+"""The time for a chat of no length, in seconds."""
+START_S: Final = 10.0
+"""The time in which a child that was started says that it is ready, in seconds."""
+MANNERS_S: Final = 0.1
+"""The time for which another chat of the template that was rendered last lets others go first, in seconds."""
+NICE: Final = 10
+"""The number that is added to the nice value of the child for doubtful templates."""
 TURN_S: Final = 0.005
 """The time for which a job waits before it gives its thread back, in seconds."""
 PIECE_LEN: Final = 1024 * 1024
 """Bytes that are read at once."""
 HEAD_LEN: Final = 8
 """Bytes of a message's length, before it."""
-_INHERITED: Final = ("PATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "TZ", "LANG", "LC_ALL")
+TOO_MUCH: Final = "This chat is too long for the model's chat template."
 
 
 class Chat(Struct, frozen=True):
@@ -75,6 +88,43 @@ class Failed(Exception):
     """The child ended, or answered what is no answer."""
 
 
+class _Turns:
+    """The turns of templates: of those whose chats wait, not the one that had the last turn goes next."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock: Final = clock
+        self._lock: Final = threading.Lock()
+        self._waiting: Final[Counter[str]] = Counter()
+        self._is_taken = False
+        self._last: str | None = None
+        self._free_since_s = 0.0
+
+    def ask(self, template: str) -> None:
+        with self._lock:
+            self._waiting[template] += 1
+
+    def leave(self, template: str) -> None:
+        """Wait no longer."""
+        with self._lock:
+            self._waiting[template] -= 1
+            if not self._waiting[template]:
+                del self._waiting[template]
+
+    def take(self, template: str) -> bool:
+        """Take a turn, where there is one."""
+        with self._lock:
+            others = len(self._waiting) > 1 and template == self._last
+            is_early = self._clock.monotonic() < self._free_since_s + MANNERS_S
+            if self._is_taken or (others and is_early):
+                return False
+            self._is_taken, self._last = True, template
+            return True
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._is_taken, self._free_since_s = False, self._clock.monotonic()
+
+
 class Renderer:
     """The child, started when it is first needed. Its jobs may come from several threads."""
 
@@ -82,14 +132,13 @@ class Renderer:
         self,
         *,
         argv: tuple[str, ...] = (sys.executable, "-P", "-m", "shared.rendering_child"),
-        render_s: float = RENDER_S,
         memory_max: int = RENDERING,
+        nice: int = 0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._argv: Final = (*argv, str(memory_max))
-        self._render_s: Final = render_s
+        self._argv: Final = (*argv, str(memory_max), str(nice))
         self._clock: Final = clock
-        self._turn: Final = threading.Lock()
+        self._turns: Final = _Turns(clock)
         self._child: subprocess.Popen[bytes] | None = None
         self._killed: list[subprocess.Popen[bytes]] = []
         """Children that were killed, and whose end was not waited for."""
@@ -99,39 +148,50 @@ class Renderer:
         """The child's. None while there is none."""
         return None if self._child is None else self._child.pid
 
-    def slices(self, chat: Chat) -> Slices[str]:
-        """The chat's text, as a job. Raises InvalidRequest where the template refuses it, or it needs too
-        much time or memory, and Overloaded where there is no child to be had."""
-        while not self._turn.acquire(timeout=TURN_S):
-            yield
+    def slices(self, chat: Chat, length: int) -> Slices[str]:
+        """The text of a chat of so many characters, as a job. Raises InvalidRequest where the template
+        refuses it, TooMuch, and Overloaded where there is no child to be had."""
+        yield from self._turn(chat.source)
         is_over = False
         try:
-            answer = yield from self._asked(msgspec.msgpack.encode(chat))
+            render_s = RENDER_S_MIN + (RENDER_S - RENDER_S_MIN) * min(1.0, length / BODY_LEN_MAX)
+            answer = yield from self._asked(msgspec.msgpack.encode(chat), render_s)
             is_over = True
         except Failed as error:
-            text = "This chat is too long for the model's chat template."
-            raise InvalidRequest(text, param="messages", detail=str(error)) from None
+            raise TooMuch(TOO_MUCH, param="messages", detail=str(error)) from None
         except OSError as error:
             raise Overloaded("Chats cannot be rendered at the moment.", detail=str(error)) from None
         finally:
             if not is_over:
                 self._end()
-            self._turn.release()
+            self._turns.give_back()
         if answer.text is None:
             raise InvalidRequest(answer.problem, param="messages", detail=answer.detail)
         return answer.text
 
+    def _turn(self, template: str) -> Slices[None]:
+        """Wait for a turn."""
+        self._turns.ask(template)
+        try:
+            while not self._turns.take(template):
+                time.sleep(TURN_S)
+                yield
+        finally:
+            self._turns.leave(template)
+
     def close(self) -> None:
-        with self._turn:
-            self._end()
+        self._end()
         for child in self._killed:
             child.wait()
 
-    def _asked(self, message: bytes) -> Generator[None, None, Rendered]:
+    def _asked(self, message: bytes, render_s: float) -> Generator[None, None, Rendered]:
+        is_new = self._child is None or self._child.poll() is not None
         child = self._started()
         assert child.stdin is not None
         assert child.stdout is not None
-        due_s = self._clock.monotonic() + self._render_s
+        if is_new:
+            yield from self._read(child.stdout, HEAD_LEN, self._clock.monotonic() + START_S)
+        due_s = self._clock.monotonic() + render_s
         for data in (len(message).to_bytes(HEAD_LEN, "big"), message):
             yield from self._write(child.stdin, data, due_s)
         length = int.from_bytes((yield from self._read(child.stdout, HEAD_LEN, due_s)), "big")
@@ -170,7 +230,7 @@ class Renderer:
 
     def _check(self, due_s: float) -> None:
         if self._clock.monotonic() >= due_s:
-            raise Failed(f"it takes more than {self._render_s:g} s")
+            raise Failed("it takes too long")
 
     def _started(self) -> subprocess.Popen[bytes]:
         """The child, a new one where there is none that lives. Raises OSError."""
@@ -183,7 +243,7 @@ class Renderer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=environment({name: os.environ[name] for name in _INHERITED if name in os.environ}),
+                env=scant_environment(),
                 bufsize=0,
             )
             os.set_blocking(self._child.stdin.fileno(), False)  # type: ignore[union-attr]
@@ -204,5 +264,8 @@ class Renderer:
 
 
 RENDERER: Final = Renderer()
-"""The process's."""
+"""The child of this process for long chats."""
+DOUBTFUL: Final = Renderer(nice=NICE)
+"""The one for doubtful templates."""
 atexit.register(RENDERER.close)
+atexit.register(DOUBTFUL.close)

@@ -1,13 +1,15 @@
-"""The process that renders long chats: see `shared.rendering`.
+"""The process that renders chats for another one: see `shared.rendering`.
 
-    python -m shared.rendering_child MEMORY_MAX
+    python -m shared.rendering_child MEMORY_MAX NICE
 
-It reads chats from stdin and writes their texts to stdout, each with its length before it, until stdin ends.
+It says that it is ready by `HEAD_LEN` bytes. Then it reads chats from stdin and writes their texts to stdout,
+each with its length before it, until stdin ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import signal
 import sys
@@ -17,16 +19,15 @@ from typing import Final
 
 import msgspec
 
-from shared.chat_template import ChatTemplate
+from shared.chat_template import CompiledTemplate
+from shared.child_python import answer_pipe
 from shared.clock import SYSTEM_CLOCK
 from shared.errors import InvalidRequest
-from shared.rendering import HEAD_LEN, RENDER_S, Chat, Rendered
+from shared.rendering import HEAD_LEN, RENDER_S, TOO_MUCH, Chat, Rendered
 
 TEMPLATES_MAX: Final = 8
 """Templates that are kept compiled."""
-_TOO_LARGE: Final = Rendered(
-    problem="This chat is too long for the model's chat template.", detail="memory ran out"
-)
+_TOO_LARGE: Final = Rendered(problem=TOO_MUCH, detail="memory ran out")
 
 
 class _Told:
@@ -45,8 +46,8 @@ _NOW: Final = _Told()
 
 
 @lru_cache(TEMPLATES_MAX)
-def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
-    return ChatTemplate(source, dict(special_tokens), _NOW)
+def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> CompiledTemplate:
+    return CompiledTemplate(source, dict(special_tokens), _NOW)
 
 
 def rendered(chat: Chat) -> Rendered:
@@ -54,9 +55,11 @@ def rendered(chat: Chat) -> Rendered:
     _NOW.wall_s = chat.now_s
     try:
         template = _template(chat.source, tuple(chat.special_tokens.items()))
-        return Rendered(template.render_plain(chat.messages))
+        return Rendered(template.render(chat.messages))
     except InvalidRequest as error:
         return Rendered(problem=error.message, detail=error.detail)
+    except ValueError:  # a long template is compiled here for the first time
+        return Rendered(problem="The model's chat template is none.", detail="it does not compile")
     except MemoryError:
         return _TOO_LARGE
 
@@ -67,11 +70,14 @@ def _chats() -> Iterator[Chat]:
         yield msgspec.msgpack.decode(stdin.read(int.from_bytes(head, "big")), type=Chat)
 
 
-def main(memory_max: int) -> None:
+def main(memory_max: int, nice: int) -> None:
+    os.nice(nice)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the process that asks
     resource.setrlimit(resource.RLIMIT_AS, (memory_max, memory_max))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    stdout = sys.stdout.buffer
+    stdout = answer_pipe()
+    stdout.write(bytes(HEAD_LEN))
+    stdout.flush()
     for chat in _chats():
         signal.alarm(int(2 * RENDER_S))  # should nobody be left to kill it
         try:
@@ -86,4 +92,4 @@ def main(memory_max: int) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError, MemoryError):
-        main(int(sys.argv[1]))
+        main(int(sys.argv[1]), int(sys.argv[2]))

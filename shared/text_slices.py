@@ -26,7 +26,7 @@ Rules
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final, Self
 
 import tokenizers
@@ -60,17 +60,16 @@ class Slicer:
         """Characters of the longest text that can be one token, before it is normalized."""
 
     @classmethod
-    def of(cls, raw: tokenizers.Tokenizer, spec: dict[str, Any]) -> Self | None:
+    def of(cls, raw: tokenizers.Tokenizer, spec: dict[str, Any], vocabulary: Collection[str]) -> Self | None:
         """The slicer for a tokenizer; None where cuts are not certain. `spec` is the tokenizer.json that
-        `raw` was made of."""
+        `raw` was made of, and `vocabulary` has all tokens, those that were added included."""
         model = spec["model"]
         if model.get("type") != "BPE" or model.get("dropout"):
             return None
-        added = [token.content for token in raw.get_added_tokens_decoder().values()]
-        vocabulary = raw.get_vocab(with_added_tokens=False)
-        longest = max(map(len, (*vocabulary, *added)), default=1)
+        added = {token.content for token in raw.get_added_tokens_decoder().values()}
+        longest = max(map(len, vocabulary), default=1)
         if cuts_words(spec.get("pre_tokenizer") or {}):
-            normalizer = (spec.get("normalizer") or {"type": None})["type"]
+            normalizer = (spec.get("normalizer") or {"type": None}).get("type", "?")  # older files have none
             if normalizer not in (None, "NFC") or any(map(_BYTE_LEVEL_CUT.search, added)):
                 return None
             composed = 3 if normalizer == "NFC" else 1  # the letters of a Hangul syllable, which NFC composes
@@ -79,7 +78,8 @@ class Slicer:
             return None
         if any(token[:1].isalnum() or _SENTENCE_PIECE_CUT.search(token) for token in added):
             return None
-        if any(_SPACE in token.lstrip(_SPACE) for token in vocabulary):
+        inner = [token for token in vocabulary if _SPACE in token.lstrip(_SPACE)]
+        if any(token not in added or raw.model.token_to_id(token) is not None for token in inner):
             return None
         return cls(_SENTENCE_PIECE_CUT, keeps_space=keeps_space, longest=longest)
 

@@ -15,20 +15,20 @@ Rules:
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import tokenizers
 
 from shared.chat_template import ChatTemplate
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import InvalidRequest, TokenizerFailed
+from shared.errors import InvalidRequest, NotInPlace, TokenizerFailed
 from shared.model_files import BadModelFile, shown
-from shared.openai import TOKEN_ID_MAX, ChatMessage, ChatRequest, CompletionRequest
+from shared.openai import TOKEN_ID_MAX, ChatRequest, CompletionRequest
 from shared.text_slices import Slicer
 from shared.token_text import DecodeStream, piece_spelling, whole_spelling
 from shared.tokenizer_files import AddedToken, TokenizerFiles, read_tokenizer_files
@@ -61,9 +61,20 @@ class _Library:
 
 
 _LIBRARY: Final = _Library()
+REASON_LEN_MAX: Final = 300
+"""Characters of what the library says of a file that it cannot load."""
 HELD_IDS_MAX: Final = 512
 """The most ids that are decoded by a call that keeps other threads waiting, for half a millisecond. For more
 there is one that lets them run."""
+
+
+BUNDLE_LEN_MAX: Final = 64 * 1024 * 1024
+"""Bytes of a bundle's JSON. That of a tokenizer of 250,000 tokens has about 30 MB."""
+TEMPLATE_LEN_MAX: Final = 1024 * 1024
+"""Characters of a chat template. Those of models have 20,000 at most."""
+SLOW_S: Final = 0.02
+"""The CPU time for a short prompt, in seconds, above which a tokenizer whose cuts are not known counts as
+slow: so is one that has a regular expression which backtracks."""
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,47 +122,75 @@ def read_files(path: Path | str) -> TokenizerFiles:
         raise UnusableTokenizer(str(error)) from error
 
 
+class _SpecModel(msgspec.Struct):
+    type: str | None = None
+    dropout: float | None = None
+
+
+class _Spec(msgspec.Struct):
+    """The parts of a tokenizer.json that say how it works, without its vocabulary: to make objects of a large
+    one takes a second in which nothing else runs."""
+
+    model: _SpecModel
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    post_processor: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+
+
 class Tokenizer:
     """A loaded tokenizer. Raises UnusableTokenizer when the bundle's parts cannot be loaded."""
 
-    def __init__(self, bundle: TokenizerBundle, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, bundle: TokenizerBundle, clock: Clock = SYSTEM_CLOCK, *, hash_: str | None = None
+    ) -> None:
+        """`hash_` is the bundle's, where its JSON was another text of the same meaning."""
         self.bundle = bundle
-        self.hash = bundle.hash
+        self.hash = hash_ or bundle.hash
         special = {name: text for name in _SPECIAL_NAMES if (text := getattr(bundle, name)) is not None}
         special |= bundle.named_tokens
         try:
             with _LIBRARY:
-                self.raw = tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
-            self.raw.no_truncation()
-            self.raw.no_padding()
-            self._template = (
-                None if bundle.chat_template is None else ChatTemplate(bundle.chat_template, special, clock)
-            )
-            _add(self.raw, bundle.added_tokens)
-            added_tokens = self.raw.get_added_tokens_decoder()
-            self._added = {token_id: added.content for token_id, added in added_tokens.items()}
-            self.special_ids: dict[str, int] = {
-                content: token_id for token_id, content in self._added.items() if self._is_special(token_id)
-            }
-            """The id of each token that decoding leaves out, by its text."""
-            self._special_ids = frozenset(self.special_ids.values())
-            around = _around(self)
+                self._load(bundle, special, clock)
         except TokenizerFailed as error:
             raise UnusableTokenizer(f"the tokenizer cannot be loaded: {error.detail}") from error
-        except Exception as error:  # the library raises bare Exception for a malformed file
+        except UnusableTokenizer as error:
             raise UnusableTokenizer(f"the tokenizer cannot be loaded: {error}") from error
+        except Exception as error:  # of any kind: nobody has looked at what is in the file
+            reason = f"{type(error).__name__}: {error}"[:REASON_LEN_MAX]
+            raise UnusableTokenizer(f"the tokenizer cannot be loaded: {reason}") from error
+
+    def _load(self, bundle: TokenizerBundle, special: dict[str, str], clock: Clock) -> None:
+        if len(bundle.chat_template or "") > TEMPLATE_LEN_MAX:
+            raise UnusableTokenizer(f"its chat template has more than {TEMPLATE_LEN_MAX} characters")
+        self.raw = tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
+        self.raw.no_truncation()
+        self.raw.no_padding()
+        self._template = (
+            None if bundle.chat_template is None else ChatTemplate(bundle.chat_template, special, clock)
+        )
+        _add(self.raw, bundle.added_tokens)
+        added_tokens = self.raw.get_added_tokens_decoder()
+        self._added = {token_id: added.content for token_id, added in added_tokens.items()}
+        self.special_ids: dict[str, int] = {
+            content: token_id for token_id, content in self._added.items() if self._is_special(token_id)
+        }
+        """The id of each token that decoding leaves out, by its text."""
+        self._special_ids = frozenset(self.special_ids.values())
+        around = _around(self)
         vocabulary = self.raw.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """One more than the highest token id."""
-        spec = json.loads(bundle.tokenizer_json)
+        spec = msgspec.to_builtins(msgspec.json.decode(bundle.tokenizer_json, type=_Spec))
         self._piece_spelling, self._whole_spelling = piece_spelling(spec), whole_spelling(spec)
         self._pieces: dict[int, bytes | None] = {}
         """A cache of `piece_bytes`."""
         self._words = WordEncoder.of(self.raw, spec)
         self.around: tuple[list[int], list[int]] = around or ([], [])
         """The special tokens that are added before and behind a text."""
-        self.slicer = None if around is None else Slicer.of(self.raw, spec)
+        self.slicer = None if around is None else Slicer.of(self.raw, spec, vocabulary)
         """The cuts of long text. None for a tokenizer whose cuts are not known."""
+        self._is_slow = False
 
     # -- encoding ---------------------------------------------------------------------------------
 
@@ -181,17 +220,22 @@ class Tokenizer:
             raise InvalidRequest("This model has no chat template. Use /v1/completions.", param="messages")
         return self._template
 
-    def render_chat(self, messages: list[ChatMessage]) -> str:
-        return self.chat_template.render(messages)
-
     def prompt_ids(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """The token ids of each of the request's prompts; a chat is one prompt."""
-        if isinstance(request, ChatRequest):
-            prompts = [self._chat_ids(self.render_chat(request.messages))]
-            param = "messages"
-        else:
-            prompts = self._completion_ids(request)
-            param = "prompt"
+        """The token ids of each of the request's prompts; a chat is one prompt, and short. Raises NotInPlace
+        where template or tokenizer is not to be trusted here: `shared.prompts` has it done elsewhere."""
+        if self._is_slow:
+            raise NotInPlace("The prompt is too long for the model's tokenizer.")
+        began_s = None if self.slicer is not None else time.thread_time()
+        try:
+            if isinstance(request, ChatRequest):
+                prompts = [self._chat_ids(self.chat_template.render(request.messages))]
+                param = "messages"
+            else:
+                prompts = self._completion_ids(request)
+                param = "prompt"
+        finally:
+            if began_s is not None:
+                self._is_slow = time.thread_time() - began_s > SLOW_S
         if not all(prompts):
             raise InvalidRequest(f"{param} must not be empty.", param=param)
         return prompts

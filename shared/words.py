@@ -89,7 +89,7 @@ class WordEncoder:
         `raw` was made of."""
         model = spec["model"]
         added = raw.get_added_tokens_decoder()  # from the library, which the file's list may contradict
-        changes_ascii = (spec.get("normalizer") or {"type": "NFC"})["type"] != "NFC"
+        changes_ascii = (spec.get("normalizer") or {"type": "NFC"}).get("type") != "NFC"
         plain_tokens = not any(getattr(token, flag) for token in added.values() for flag in _FLAGS)
         splits = _splits(spec.get("pre_tokenizer") or {})
         if model.get("type") != "BPE" or model.get("dropout") or changes_ascii or not plain_tokens:
@@ -168,7 +168,7 @@ def _keeps_text(post: dict[str, Any]) -> bool:
             return all(map(_keeps_text, processors))
         case {"type": "TemplateProcessing", "single": pieces}:
             return sum("Sequence" in piece for piece in pieces) == 1
-    return not post or post["type"] in ("ByteLevel", "RobertaProcessing", "BertProcessing")
+    return not post or post.get("type") in ("ByteLevel", "RobertaProcessing", "BertProcessing")
 
 
 def cuts_words(pre: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import trustme
@@ -18,7 +19,10 @@ from tests import tracing
 
 TRACING = tracing.Tracing() if tracing.VARIABLE in os.environ else None
 
-from tests.line_check import SUITES  # noqa: E402 -- it imports the product, which is to be traced
+# These import the product, which is to be traced.
+from shared import checked_bundles  # noqa: E402
+from shared.tokenizer_child import checked  # noqa: E402
+from tests.line_check import SUITES  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,6 +80,21 @@ def one_thread() -> None:
     """Torch computes in one thread: several that wait for each other spin, and other tests want the cores."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenizers_checked_here() -> Iterator[None]:
+    """Gateways in the tests' own process check tokenizers there: another process takes half a second to
+    start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checked_bundles, "check", check_here)
+        yield
+
+
+def check_here(file: BinaryIO) -> tuple[str, checked_bundles.CheckedBundle | str]:
+    """The result of `checked_bundles.check`, without a process."""
+    file.seek(0)
+    return checked_bundles.outcome(*checked(file.read()))
 
 
 @pytest.fixture

@@ -285,6 +285,9 @@ REACHED_BY_NAME = {
         "package": "packages of a service's extra that may be missing",
     },
     "shared/cli/settings.py": {"CONFIGS[service].module": "a service declares its settings"},
+    "shared/checked_bundles.py": {
+        "'shared.tokenizer_child'": "what may crash or hang is loaded by a process first"
+    },
     "shared/rendering.py": {"'shared.rendering_child'": "long chats are the work of a process of its own"},
     "shared/cli/up.py": {
         "'engine.config'": "`up` takes the engine's options, and asks for its drain",

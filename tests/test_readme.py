@@ -305,7 +305,7 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
         "tokenize": [
             [holding.TOKENS_MAX, rendering.APART_LEN, memory.RENDERING],
             [tokens.INLINE_LEN_MAX],
-            [text_slices.SLICE_LEN, int(rendering.RENDER_S)],
+            [text_slices.SLICE_LEN, int(rendering.RENDER_S_MIN), int(rendering.RENDER_S)],
             [],
             [],
         ],
@@ -370,9 +370,9 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     stated = {process: numbers(terms) for process, terms in (gateway | engine).items()}
     limits = LimitsConfig()
     terms = limits.request_memory, memory.LIVE_REQUEST, memory.THREAD, memory.CONNECTION, memory.HOLDING
-    assert stated["gateway"][2:] == [*terms, memory.RENDERING]
+    assert stated["gateway"][2:] == [*terms, 2 * memory.RENDERING]
     assert stated["gateway with TLS"] == [memory.TLS_LARGE, memory.HANDSHAKES_MAX, memory.TLS]
-    terms_of_api = options.request_memory, memory.STREAM, memory.THREAD, memory.RENDERING
+    terms_of_api = options.request_memory, memory.STREAM, memory.THREAD, 2 * memory.RENDERING
     assert stated["the engine's API"][2:] == [*terms_of_api]
     assert stated["its core, on a CPU"] == [memory.SEQUENCE, memory.TOKEN, memory.LOGIT, memory.STEP]
     named = limits.request_memory, limits.live_max, limits.tokenizer_threads, limits.connections_max

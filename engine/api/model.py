@@ -13,9 +13,11 @@ from engine.api.admission import SamplingDefaults
 from engine.core.messages import END_TOKENS_MAX
 from shared import logs
 from shared.errors import InvalidRequest, TokenizerFailed
+from shared.fair_threads import at_once
 from shared.generation_keys import GENERATION_KEYS
 from shared.model_files import BadModelFile, parse_object, read_text, refusals, shown, unexplained
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
+from shared.prompts import prompt_slices
 from shared.tokenizer import Tokenizer, TokenizerBundle, read_files
 from shared.tokenizer_files import CONFIG as TOKENIZER_CONFIG
 from shared.validation import parse
@@ -114,7 +116,7 @@ def _warm_up(tokenizer: Tokenizer) -> None:
     text = parse(b'{"model": "", "prompt": "Hello"}', CompletionRequest).request
     for request in (chat, text):
         try:
-            tokenizer.decode_stream(tokenizer.prompt_ids(request)[0]).step(0)
+            tokenizer.decode_stream(at_once(prompt_slices(tokenizer, request, None))[0]).step(0)
         except InvalidRequest as error:  # a template may well refuse this message
             if request is chat and tokenizer.bundle.chat_template is not None:
                 log.warning("engine.chat_template_fails", problem=error.message, detail=error.detail)
@@ -143,9 +145,10 @@ def _turns_end(tokenizer: Tokenizer) -> str | None:
     """The special token that the chat template writes behind an assistant's message. None without one."""
     turns = [ChatMessage("user", "Hello"), ChatMessage("assistant", _ANSWER)]
     try:
-        behind = tokenizer.render_chat(turns).rpartition(_ANSWER)[2].lstrip()
+        rendered = at_once(tokenizer.chat_template.slices(turns))
     except InvalidRequest:  # there is no template, or `_warm_up` has told of it
         return None
+    behind = rendered.rpartition(_ANSWER)[2].lstrip()
     return max(filter(behind.startswith, tokenizer.special_ids), key=len, default=None)
 
 

@@ -10,12 +10,14 @@ Rules:
    longer than counting it. Any other is counted slice by slice on threads that tenants share fairly, and
    no further than there is room for.
 2. Ids that were counted are sent along; the engine trusts them only under its own tokenizer's hash.
-3. An estimate is of every field that goes out and holds text: what a template prints of it nobody knows. A
+3. A template that is not known to be bounded is rendered by another process, and a tokenizer that was once
+   slow is used on threads, whatever the length of a prompt.
+4. An estimate is of every field that goes out and holds text: what a template prints of it nobody knows. A
    token is taken for three letters or blanks, for one digit or sign, and for a part of a rarer character, as
    tokenizers of 130,000 tokens have it (`_PER_CHARACTER`). It errs on the high side for most text (1.4 times
    English, 1.8 times JSON), and random letters are twice as many. What it overstates comes back when the
    request settles.
-4. The bound is never passed: a token for each byte of the text, a frame for each message, the model's number
+5. The bound is never passed: a token for each byte of the text, a frame for each message, the model's number
    for each image. A caller with a budget reserves it as long as the budget has so much left.
 """
 
@@ -26,6 +28,7 @@ from typing import Final
 
 from msgspec import Raw, Struct
 
+from shared.errors import NotInPlace
 from shared.fair_threads import FairThreads, Slices
 from shared.openai import ChatRequest, ImagePart, PromptExtension, PromptRequest
 from shared.prompts import prompt_slices
@@ -55,7 +58,7 @@ class Count(Struct, frozen=True):
     extension: PromptExtension | None
     """The ids, when they were counted and not estimated."""
     bound: int
-    """The most tokens that all prompts together can have, by rule 4. The same as `prompt_tokens` where those
+    """The most tokens that all prompts together can have, by rule 5. The same as `prompt_tokens` where those
     were counted."""
 
     @property
@@ -112,9 +115,13 @@ async def count_tokens(
     Raises InvalidRequest for a prompt that is empty or that the chat template refuses, ContextLengthExceeded
     or NeverFits for one that is too long, and Overloaded.
     """
+    prompt_ids: list[list[int]] | None = None
     if _is_short(request):
-        prompt_ids = tokenizer.prompt_ids(request)
-    else:
+        try:
+            prompt_ids = tokenizer.prompt_ids(request)
+        except NotInPlace:  # rule 3
+            prompt_ids = None
+    if prompt_ids is None:
         prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, request, room))
     lengths = [*map(len, prompt_ids)]
     total = sum(lengths)

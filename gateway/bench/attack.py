@@ -36,6 +36,16 @@ class Law(StrEnum):
     CHARGES = "charged is what was computed"
     PAGES = "cached pages are their tenant's own"
     HASTE = "haste is paid for by the hasty"
+    REPLICAS = "a replica harms its own model alone"
+
+
+class Rogue(StrEnum):
+    """The models whose only replica does what it can against the gateway (`gateway.bench.rogue_engine`)."""
+
+    LOOPS = "loops"
+    LENGTH = "length"
+    BUNDLE = "bundle"
+    MISTAKE = "mistake"
 
 
 class Who(StrEnum):

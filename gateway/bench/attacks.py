@@ -22,6 +22,7 @@ from gateway.bench.attack import (
     Attack,
     Ends,
     Law,
+    Rogue,
     Who,
     chat,
     completion,
@@ -478,6 +479,18 @@ def _haste() -> list[Attack]:
     ]
 
 
+def _replicas() -> list[Attack]:
+    """Chats with models whose replicas are rogues. They are answered where their tokens are estimated."""
+    law, path = Law.REPLICAS, CHATS
+    may = frozenset({200, 400, 503})
+    return [
+        Attack("a template of 10^15 rounds", law, chat(model=Rogue.LOOPS), path, 4, 4, statuses=may),
+        Attack("a template that makes 3 GB", law, chat(model=Rogue.LENGTH), path, 24, 8, statuses=may),
+        Attack("another bundle of 60 MB", law, chat(model=Rogue.BUNDLE), path, 1000, 4, statuses=may),
+        Attack("another broken tokenizer", law, chat(model=Rogue.MISTAKE), path, 1000, 4, statuses=may),
+    ]
+
+
 ATTACKS: Final = (
     *(*_reservations(), *_strangers()),
     *(*_bytes(), *_more_bytes()),
@@ -486,6 +499,7 @@ ATTACKS: Final = (
     *_seats(),
     *(*_charges(), *_more_charges()),
     *(*_pages(), *_haste()),
+    *_replicas(),
 )
 
 

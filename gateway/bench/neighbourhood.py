@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from gateway.bench.attack import HASTY_S, MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_MIN, Who
+from gateway.bench.attack import HASTY_S, MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_MIN, Rogue, Who
 from gateway.config import (
     GatewayConfig,
     KeyConfig,
@@ -66,11 +66,18 @@ _LIMITS: Final[Mapping[Who, QuotaLimits]] = {
 
 
 def gateway_config(
-    engine_urls: Sequence[str], port: int = 0, admin_port: int = 0, *, workers: int = 1
+    engine_urls: Sequence[str],
+    port: int = 0,
+    admin_port: int = 0,
+    *,
+    workers: int = 1,
+    rogue_url: str | None = None,
 ) -> GatewayConfig:
-    """The gateway's configuration. Each tenant's key is the tenant's name. Tenants with limits, which several
+    """The gateway's configuration. Each tenant's key is the tenant's name. `rogue_url` is that of
+    `gateway.bench.rogue_engine`, where it runs. Tenants with limits, which several
     workers would count apart, are known to a lone worker only."""
     tenants = [who for who in Who if who is not Who.STRANGER and not (workers > 1 and who in _LIMITS)]
+    rogues = () if rogue_url is None else (ModelConfig(kind, (f"{rogue_url}/{kind}",)) for kind in Rogue)
     return GatewayConfig(
         workers=workers,
         listen=ListenConfig(port=port),
@@ -81,7 +88,7 @@ def gateway_config(
             connections_max=CONNECTIONS_MAX,
             tokenizer_threads=TOKENIZER_THREADS,
         ),
-        models=(ModelConfig(MODEL, tuple(engine_urls)),),
+        models=(ModelConfig(MODEL, tuple(engine_urls)), *rogues),
         tiers=TiersConfig(flex=TierConfig(hedge=True)),
         tenants=tuple(map(_tenant, tenants)),
         keys=tuple(KeyConfig(who, hash_key(who), who) for who in tenants),

@@ -258,14 +258,20 @@ def _figures(name: str, seen: _Seen) -> Iterable[Figure]:
 
 @contextlib.asynccontextmanager
 async def _house() -> AsyncIterator[_House]:
-    engine_port, port, admin_port = free_port(), free_port(), free_port()
+    engine_port, port, admin_port, rogue_port = (free_port() for _ in range(4))
     engine_url, url = f"http://127.0.0.1:{engine_port}", f"http://127.0.0.1:{port}"
     nicely = ["nice", "-n", str(SERVICES_NICE), sys.executable, "-m"]
+    rogue_url = f"http://127.0.0.1:{rogue_port}"
+    rogue = [*nicely, "gateway.bench.rogue_engine", "--port", str(rogue_port), "--tokenizer", demo_model()]
     argv = [*nicely, "engine", "serve", "--model", demo_model(), "--port", str(engine_port)]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "gateway.toml"
-        file.write_text(to_toml(gateway_config([engine_url], port, admin_port)))
-        async with service([*argv, *ENGINE_OPTIONS], f"{engine_url}/readyz") as engine:
+        config = gateway_config([engine_url], port, admin_port, rogue_url=rogue_url)
+        file.write_text(to_toml(config))
+        async with (
+            service([*argv, *ENGINE_OPTIONS], f"{engine_url}/readyz") as engine,
+            service(rogue, f"{rogue_url}/v1/models"),
+        ):
             argv = [*nicely, "gateway", "--config", str(file)]
             async with service(argv, f"{url}/readyz") as gateway:
                 _, core = descendants(engine.pid)

@@ -61,8 +61,8 @@ TYPES_MAX: Final = 256
 """Content types whose media type is cached."""
 DRAIN_RETRY_S: Final = 1.0
 """The `Retry-After` of a request whose only replica shuts down, in seconds."""
-FETCH_LEN_MAX: Final = 64 * 1024 * 1024
-"""Bytes of an answer to the gateway's own requests. A tokenizer of 250,000 tokens takes about 30 MB."""
+FETCH_LEN_MAX: Final = 4 * 1024 * 1024
+"""Bytes of an answer to the gateway's own requests."""
 
 HeaderPairs = tuple[tuple[bytes, bytes], ...]
 """Headers in order, names and values as bytes."""
@@ -195,11 +195,17 @@ class Answer:
 
     async def read_all(self, len_max: int) -> bytes:
         body = bytearray()
-        while chunk := await self.read():
-            body += chunk
-            if len(body) > len_max:
-                raise UpstreamFailed("The engine's answer is too large.", detail=f"over {len_max} bytes")
+        await self.read_into(body.extend, len_max)
         return bytes(body)
+
+    async def read_into(self, take: Callable[[bytes], object], len_max: int) -> None:
+        """Call `take` with all bytes as they come."""
+        length = 0
+        while chunk := await self.read():
+            length += len(chunk)
+            if length > len_max:
+                raise UpstreamFailed("The engine's answer is too large.", detail=f"over {len_max} bytes")
+            take(chunk)
 
     def aclose(self) -> Awaitable[None]:
         """Give the connection back or, when the answer is unfinished, end its stream at once."""
@@ -321,16 +327,34 @@ class Upstream:
         connect_s: float,
         headers: HeaderPairs = (),
     ) -> tuple[Mapping[str, str], bytes]:
-        """The headers and body of the answer to a GET of the gateway's own. Raises RouteNotFound and
-        MethodNotAllowed where there is no such path, whatever the body says, and ApiError for any other
-        status than 200."""
+        """The headers and body of the answer to a GET of the gateway's own. Raises what `fetch_into` does."""
+        body = bytearray()
+        return await self.fetch_into(
+            body.extend, FETCH_LEN_MAX, protocol, base_url, path, connect_s, headers
+        ), bytes(body)
+
+    async def fetch_into(
+        self,
+        take: Callable[[bytes], object],
+        len_max: int,
+        protocol: HopProtocol,
+        base_url: str,
+        path: str,
+        connect_s: float,
+        headers: HeaderPairs = (),
+    ) -> Mapping[str, str]:
+        """The headers of the answer to a GET of the gateway's own. `take` is called with its body's bytes as
+        they come; where there may be none, it is not read. Raises RouteNotFound and MethodNotAllowed where
+        there is no such path, whatever the body says, and ApiError for any other status than 200."""
         answer = await self.send(protocol, base_url, Outbound("GET", path, headers), connect_s)
         try:
             if (kind := _NO_SUCH_PATH.get(answer.status)) is not None:
                 raise kind("The engine has no such path.", detail=f"{path}: {answer.status}")
             if answer.status != HTTPStatus.OK:
                 raise await answer.error()
-            return answer.headers, await answer.read_all(FETCH_LEN_MAX)
+            if len_max:
+                await answer.read_into(take, len_max)
+            return answer.headers
         finally:
             await answer.aclose()
 

@@ -191,15 +191,18 @@ class FakeEngine:
                     model["owned_by"] = self.owned_by
                 if self.context_len is not None:
                     model["context_len"] = self.context_len
-                await responder.send(200, {}, msgspec.json.encode({"object": "list", "data": [model]}))
+                listed = msgspec.json.encode({"object": "list", "data": [model]})
+                await responder.send(200, self._named(), listed)
             case "/penstock/tokenizer":
                 if self.bundle is None:
                     await responder.send(404, {}, b"")
                     return
-                headers = {TOKENIZER_HEADER: self.bundle.hash}
-                await responder.send(200, headers, msgspec.json.encode(self.bundle))
+                await responder.send(200, self._named(), msgspec.json.encode(self.bundle))
             case _:
                 await self._answer(request, responder)
+
+    def _named(self) -> dict[str, str]:
+        return {} if self.bundle is None else {TOKENIZER_HEADER: self.bundle.hash}
 
     async def _answer(self, request: Request, responder: Responder) -> None:
         body = await request.body(len_max=2 * BODY_LEN_MAX, deadline_s=60.0)

@@ -22,7 +22,7 @@ from shared.room import Room
 from tests.gateway.conftest import House, settings
 from tests.gateway.fake_engine import FakeEngine, Script, byte_bundle, chunk, closing, stream
 
-OURS = EngineProfile(byte_bundle(), Room(4096), None)
+OURS = EngineProfile(byte_bundle().hash, Room(4096), None)
 THEIRS = EngineProfile(None, None, None)
 USAGE = sse.event(
     msgspec.json.encode({"choices": [], "usage": {"prompt_tokens": 21, "completion_tokens": 4}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from gateway.config import ModelConfig, TenantConfig, TiersConfig
 from gateway.engines import EngineProfile, Engines
 from gateway.identity.tenant import TenantPolicy
 from gateway.model_lists import ModelLists
+from shared.checked_bundles import CheckedBundle
 from shared.fair_turns import FairTurns
 from shared.openai import ModelList
 from shared.room import Room
@@ -33,22 +35,27 @@ def protocol() -> str:
     return "http2"
 
 
+class Nobody:
+    """No replicas to ask."""
+
+    async def profile(self, model: ModelConfig) -> tuple[EngineProfile, Sequence[str]]:
+        raise NotImplementedError
+
+    async def bundle(self, model: ModelConfig, urls: Sequence[str], hash_: str) -> CheckedBundle | str:
+        raise NotImplementedError
+
+
 class World:
     """Lists, and an engine that tells of itself what a test says."""
 
     def __init__(self, kept_len_max: int = 10_000) -> None:
-        self.profile = EngineProfile(None, None, None)
-        self.engines = Engines(MODELS, self._fetch, VirtualClock())
+        self.engines = Engines(MODELS, Nobody(), VirtualClock())
         self.lists = ModelLists(self.engines, 7, kept_len_max)
         self.policy = TenantPolicy(MODELS, TENANTS, TiersConfig())
 
-    async def _fetch(self, _: ModelConfig) -> EngineProfile:
-        return self.profile
-
     async def tell(self, created: int, room: Room | None = None) -> None:
         """Let the engine of one model tell this."""
-        self.profile = EngineProfile(None, room, created)
-        await self.engines._adopt("small", self.profile)
+        await self.engines.adopt("small", EngineProfile(None, room, created), [])
 
     def of(self, tenant: str, *models: str) -> bytes:
         return self.lists.all(self.policy, principal(tenant, *models))

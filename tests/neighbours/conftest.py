@@ -152,13 +152,18 @@ def engines(count: int, *options: str, model: Path = MODEL_DIR) -> Iterator[list
 
 @contextmanager
 def gateway(
-    engines: Sequence[Service], *, others: Sequence[str] = (), workers: int = 1, **environment: str
+    engines: Sequence[Service],
+    *,
+    others: Sequence[str] = (),
+    workers: int = 1,
+    rogue_url: str | None = None,
+    **environment: str,
 ) -> Iterator[Service]:
-    """A gateway before these engines, and before what is at the URLs of `others`."""
+    """A gateway before these engines, before what is at the URLs of `others`, and before rogues."""
     urls = [*others, *map(engine_url, engines)]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "gateway.toml"
-        file.write_text(to_toml(gateway_config(urls, workers=workers)))
+        file.write_text(to_toml(gateway_config(urls, workers=workers, rogue_url=rogue_url)))
         with service(["gateway", "--config", str(file)], **environment) as started:
             yield started
 

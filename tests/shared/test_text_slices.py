@@ -58,7 +58,7 @@ SLICED = {
 
 
 def slicer_of(tokenizer: tokenizers.Tokenizer) -> Slicer | None:
-    return Slicer.of(tokenizer, json.loads(tokenizer.to_str()))
+    return Slicer.of(tokenizer, json.loads(tokenizer.to_str()), tokenizer.get_vocab())
 
 
 PIECES = [

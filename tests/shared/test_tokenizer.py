@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,20 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared import checked_bundles
 from shared import tokenizer as tokenizer_module
-from shared.errors import InternalError, InvalidRequest, TokenizerFailed
+from shared.checked_bundles import check  # before tests are told to do without a process
+from shared.errors import ApiError, InternalError, InvalidRequest, NotInPlace, TokenizerFailed
+from shared.fair_threads import at_once
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TextPart
+from shared.prompts import prompt_slices
 from shared.tokenizer import (
+    TEMPLATE_LEN_MAX,
     Tokenizer,
     TokenizerBundle,
     UnusableTokenizer,
 )
+from shared.tokenizer_child import checked
 from tests.shared.chat_templates import CHATML, MISTRAL, TEMPLATES
 from tests.shared.toy_tokenizers import (
     BOTH,
@@ -40,6 +49,10 @@ def says(*turns: str) -> list[ChatMessage]:
     """`says("s:Be brief.", "u:Hi")`."""
     roles: dict[str, Any] = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
     return [ChatMessage(role=roles[turn[0]], content=turn[2:]) for turn in turns]
+
+
+def rendered(tokenizer: Tokenizer, messages: list[ChatMessage]) -> str:
+    return at_once(tokenizer.chat_template.slices(messages))
 
 
 CHATS = [
@@ -76,9 +89,9 @@ def test_chats_render_and_encode_as_transformers_does(name: str, messages: list[
         for message in messages
     ]
     text = oracle.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-    assert ours.render_chat(messages) == text
+    assert rendered(ours, messages) == text
     ids = oracle.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
-    assert ours.prompt_ids(ChatRequest(model="m", messages=messages)) == [ids]
+    assert at_once(prompt_slices(ours, ChatRequest(model="m", messages=messages), None)) == [ids]
 
 
 def test_a_template_that_writes_bos_gets_it_once() -> None:
@@ -96,14 +109,14 @@ def test_parts_names_developers_and_reasoning_reach_the_template() -> None:
         ChatMessage(role="assistant", content="c", reasoning_content="hm"),
     ]
     ours = Tokenizer(bundle_of(byte_level(), template))
-    assert ours.render_chat(messages) == "system:x:;user:ab:ann;assistant:c:hm;"
+    assert rendered(ours, messages) == "system:x:;user:ab:ann;assistant:c:hm;"
     knowing = Tokenizer(bundle_of(byte_level(), template + "{# developer #}"))
-    assert knowing.render_chat(messages) == "developer:x:;user:ab:ann;assistant:c:hm;"
+    assert rendered(knowing, messages) == "developer:x:;user:ab:ann;assistant:c:hm;"
 
 
 def refusal(template: str | None, *turns: str) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        Tokenizer(bundle_of(byte_level(), template)).render_chat(says(*(turns or ("u:secret",))))
+        rendered(Tokenizer(bundle_of(byte_level(), template)), says(*(turns or ("u:secret",))))
     assert caught.value.param == "messages"
     assert "secret" not in caught.value.message + str(caught.value.detail)
     return caught.value
@@ -436,3 +449,142 @@ def test_many_ids_are_decoded_while_other_threads_run(
     monkeypatch.setattr(tokenizer, "raw", counting)
     assert tokenizer.decode(ids, skips) == expected
     assert counting.held == 0
+
+
+# -- files of replicas ----------------------------------------------------------------------------
+
+MUTATIONS = int(os.environ.get("TOKENIZER_MUTATIONS", "300"))
+"""Files that differ from good ones in a few places. 20,000 take a minute."""
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    2**70,
+    1e300,
+    "",
+    "x" * 50,
+    [],
+    [[]],
+    {},
+    {"type": "NFC"},
+    {"type": None},
+    ["a", 1],
+)
+
+
+def mutated(spec: Any, draw: random.Random) -> Any:
+    """A JSON value with one value in it replaced, left out, given twice or given another name."""
+    inner = [*(spec.items() if isinstance(spec, dict) else enumerate(spec))] if spec else []
+    deeper = [(at, value) for at, value in inner if isinstance(value, dict | list) and value]
+    if deeper and draw.random() < 0.8:
+        at, value = draw.choice(deeper)
+        changed = {at: mutated(value, draw)}
+        return spec | changed if isinstance(spec, dict) else [changed.get(i, one) for i, one in inner]
+    if not inner:
+        return draw.choice(ODD)
+    at, _ = draw.choice(inner)
+    match draw.randrange(3), spec:
+        case 0, dict():
+            return {name: value for name, value in inner if name != at}
+        case 1, dict():
+            return {f"{name}x" if name == at else name: value for name, value in inner}
+        case 2, dict():
+            return spec | {at: draw.choice(ODD)}
+        case _:
+            return [draw.choice(ODD) if i == at else one for i, one in inner]
+
+
+@pytest.mark.parametrize("name", ["byte-level", "SentencePiece"])
+def test_a_file_with_a_mistake_is_usable_or_said_to_be_not(name: str) -> None:
+    """Whatever is in it: nothing else is raised, nor later by what is made of it."""
+    draw = random.Random(7)
+    good = json.loads((byte_level() if name == "byte-level" else sentencepiece()).to_str())
+    usable = 0
+    for _ in range(MUTATIONS // 2):
+        spec = good
+        for _ in range(draw.randint(1, 3)):
+            spec = mutated(spec, draw)
+        data = msgspec.json.encode(TokenizerBundle(tokenizer_json=json.dumps(spec), chat_template=CHATML))
+        found, text = checked(data)
+        assert found.hash
+        if found.bundle is None:
+            assert len(found.problem) < 500
+            continue
+        usable += 1
+        _, bundle = checked_bundles.outcome(found, text)
+        assert isinstance(bundle, checked_bundles.CheckedBundle)
+        with contextlib.suppress(ApiError):
+            assert bundle.load().prompt_ids(ChatRequest(model="m", messages=says("u:Hello, 12!")))
+    assert usable, "some mistakes are none"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b"{}", b'{"tokenizer_json": 1}', b'{"tokenizer_json": "{}", "named_tokens": {"a": 1}}'],
+)
+def test_what_is_no_bundle_is_said_to_be_none(data: bytes) -> None:
+    with pytest.raises(checked_bundles.Unreadable):
+        checked_bundles.outcome(*checked(data))
+
+
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer", "post_processor"])
+def test_parts_without_a_type_as_older_files_have_them_are_no_error(part: str) -> None:
+    spec = json.loads(byte_level().to_str())
+    spec[part] = {
+        "normalizer": {
+            "lowercase": True,
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+        },
+        "pre_tokenizer": {"add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "post_processor": {"add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    }[part]
+    try:
+        tokenizer = Tokenizer(TokenizerBundle(tokenizer_json=json.dumps(spec)))
+    except UnusableTokenizer:
+        return  # the library takes no such part
+    assert tokenizer.prompt_ids(CompletionRequest(model="m", prompt="a"))
+
+
+def checked_apart(data: bytes, *argv: tuple[str, ...]) -> tuple[str, checked_bundles.CheckedBundle | str]:
+    with checked_bundles.bundle_file() as file:
+        file.write(data)
+        return check(file, *argv)
+
+
+def test_a_process_of_its_own_finds_what_is_found_here() -> None:
+    good = bundle_of(byte_level(), CHATML)
+    hash_, found = checked_apart(msgspec.json.encode(good))
+    assert isinstance(found, checked_bundles.CheckedBundle)
+    tokenizer = found.load()
+    assert tokenizer.hash == hash_ == good.hash
+    assert tokenizer.encode("The water") == Tokenizer(good).encode("The water")
+    doubtful = msgspec.structs.replace(good, chat_template="{{ messages|center(9) }}")
+    _, found = checked_apart(msgspec.json.encode(doubtful))
+    assert isinstance(found, checked_bundles.CheckedBundle), "what it logs is no answer"
+    long = msgspec.structs.replace(good, chat_template="x" * (TEMPLATE_LEN_MAX + 1))
+    hash_, problem = checked_apart(msgspec.json.encode(long))
+    assert hash_ == long.hash
+    assert isinstance(problem, str)
+    assert "chat template has more than" in problem
+
+
+@pytest.mark.parametrize("argv", [("/bin/false",), ("/bin/cat",)])
+def test_a_process_that_dies_or_babbles_means_a_tokenizer_of_no_use(argv: tuple[str, ...]) -> None:
+    hash_, problem = checked_apart(b"{}" * 50, argv)
+    assert (hash_, problem) == ("", "the tokenizer cannot be loaded: it ends the process that tries")
+
+
+def test_a_tokenizer_that_backtracks_is_used_in_place_once() -> None:
+    spec = json.loads(byte_level().to_str())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, spec["pre_tokenizer"]]}
+    tokenizer = Tokenizer(TokenizerBundle(tokenizer_json=json.dumps(spec)))
+    request = CompletionRequest(model="m", prompt="a" * 22 + "!")
+    assert tokenizer.slicer is None
+    ids = tokenizer.prompt_ids(request)
+    with pytest.raises(NotInPlace):
+        tokenizer.prompt_ids(request)
+    assert at_once(prompt_slices(tokenizer, request, None)) == ids
