@@ -84,7 +84,7 @@ def _keep(options: Mapping[str, object]) -> None:
 def _named(config: GatewayConfig) -> Iterator[str | None]:
     """The variables that settings name, as they hold secrets."""
     yield from (model.api_key_env for model in config.models)
-    yield from (config.quotas.password_env, config.quotas.sentinel_password_env)
+    yield from (config.redis.password_env, config.redis.sentinel_password_env)
     yield config.accounting.webhook_secret_env
 
 

@@ -428,14 +428,12 @@ def _stores(
 
 def _redis_store(config: GatewayConfig, env: Mapping[str, str]) -> RedisStore | None:
     """The store in Redis, not yet connected; None where quotas are kept in memory. Raises ConfigError."""
-    quotas = config.quotas
-    if quotas.store == "memory":
+    if config.quotas.store == "memory":
         return None
     # Only here: a gateway that keeps quotas in memory has no use for a client of Redis.
-    from gateway.admission.redis_links import links_of, prefix_of
-    from gateway.admission.redis_store import RedisStore
+    from gateway.admission.redis_store import open_store
 
-    return RedisStore(links_of(quotas, env), prefix_of(quotas), days_kept=config.accounting.days)
+    return open_store(config.redis, env, one_node=config.quotas.one_node, days_kept=config.accounting.days)
 
 
 def _revoked_key() -> KeyRevoked:
@@ -451,7 +449,7 @@ def _follower(
     from gateway.directory.follower import Follower
     from gateway.directory.redis_directory import open_directory
 
-    directory = open_directory(config.quotas, accounts, env)
+    directory = open_directory(config.redis, accounts, env)
     return Follower(directory, accounts, config.directory.stale_s, clock)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -56,6 +56,7 @@ from gateway.quota_config import (
     QuotasConfig,
     model_limit_problems,
 )
+from gateway.redis_config import RedisConfig
 from gateway.timeout_config import TimeoutOverrides, TimeoutsConfig
 from shared import config
 from shared.config import ConfigError
@@ -67,6 +68,8 @@ from shared.tracing import TracingConfig
 ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
 HEADINGS: Final[Mapping[str, str]] = {}
 """None within the top level: the file has sections."""
+MOVED: Final = {f"quotas.{one.name}": f"redis.{one.name}" for one in fields(RedisConfig)}
+"""Settings by their former paths: a file or a variable that has one is told the new one."""
 REPLICAS_MAX: Final = 256
 FALLBACKS_MAX: Final = 4
 PASSED_MAX: Final = 64
@@ -312,6 +315,8 @@ class GatewayConfig:
     """Time limits of every request."""
     tiers: TiersConfig = TiersConfig()
     """Common settings of the tenants of a service tier."""
+    redis: RedisConfig = field(default_factory=RedisConfig)
+    """The Redis of quotas and of the directory, and how it is reached."""
     quotas: QuotasConfig = field(default_factory=QuotasConfig)
     """Where the usage of quotas is counted."""
     directory: DirectoryConfig = DirectoryConfig()
@@ -341,7 +346,7 @@ def load(
 ) -> GatewayConfig:
     """The configuration that a TOML file, or what one would hold, the variables and the options of a command
     line make. Raises ConfigError, which lists all that is wrong."""
-    return config.load(GatewayConfig, source, env, ENV_PREFIX, options)
+    return config.load(GatewayConfig, source, env, ENV_PREFIX, options, MOVED)
 
 
 def timeouts_of(
@@ -388,7 +393,7 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
                 yield f"models.{model.name}: {url!r} has another protocol in another model"
     for tenant in config.tenants:
         yield from (f"tenants.{tenant.id}.{p}" for p in tenant_problems(tenant, model_names))
-    by_tenant = config.quotas.cluster and not config.quotas.one_node
+    by_tenant = config.redis.cluster and not config.quotas.one_node
     if by_tenant and any(model.limits != NO_LIMITS for model in config.models):
         yield "models: limits of a model over all tenants need one node of the Cluster (quotas.one_node)"
     for key in config.keys:
@@ -396,8 +401,17 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     yield from _unknown_names(config, model_names, tenant_ids)
     if config.workers > 1 and config.quotas.store == "memory":
         yield from _counted_apart(config)
-    if config.directory.store == "redis" and config.quotas.url is None:
-        yield 'directory: store = "redis" needs url in [quotas]'
+    yield from _redis_problems(config)
+
+
+def _redis_problems(config: GatewayConfig) -> Iterator[str]:
+    """The uses of Redis that [redis] does not allow."""
+    stores = {"quotas": config.quotas.store, "directory": config.directory.store}
+    for section, store in stores.items():
+        if store == "redis" and config.redis.url is None:
+            yield f'{section}: store = "redis" needs url in [redis]'
+    if config.quotas.one_node and not config.redis.cluster:
+        yield "quotas: one_node: is for a Cluster (redis.cluster)"
 
 
 def _url_problems(url: str) -> Iterator[str]:

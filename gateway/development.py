@@ -14,6 +14,7 @@ from gateway.directory_config import DirectoryConfig
 from gateway.edge_config import AdminConfig, ListenConfig, OperatorKeyConfig, TlsConfig
 from gateway.identity.keys import hash_key
 from gateway.quota_config import QuotaLimits, QuotasConfig
+from gateway.redis_config import RedisConfig
 from gateway.timeout_config import TimeoutsConfig
 
 ID: Final = "development"
@@ -57,7 +58,8 @@ def development_config(
         timeouts=TimeoutsConfig(drain_s=drain_s),
         models=(ModelConfig(model, (engine_url, *more_engine_urls), aliases=names),),
         tenants=(TenantConfig(ID, limits=limits, service_tier="priority"),),  # there is nobody else
-        quotas=QuotasConfig() if redis is None else QuotasConfig("redis", redis),
+        redis=RedisConfig(redis),
+        quotas=QuotasConfig("memory" if redis is None else "redis"),
         directory=DirectoryConfig("file" if redis is None else "redis"),
         keys=(KeyConfig(ID, hash_key(key), ID),),
     )

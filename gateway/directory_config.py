@@ -17,7 +17,7 @@ class DirectoryConfig:
     """Where tenants and keys are kept that operators change while gateways run."""
 
     store: Literal["file", "redis"] = "file"
-    """file: in this file, which the admin listener edits. redis: on the server of [quotas], for all gateways
+    """file: in this file, which the admin listener edits. redis: on the server of [redis], for all gateways
     together, beside those of this file."""
     stale_s: Annotated[float, Meta(ge=10.0, le=604_800.0)] = 3600.0
     """How long a gateway goes by what it read last when Redis does not answer any more; then callers whose

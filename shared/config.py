@@ -22,10 +22,12 @@ from typing import Any, Final, TypeVar
 
 from shared.environment import no_such_setting, settings_in
 from shared.files import MARK, read_text
-from shared.settings import Kind, Setting, option_of, settings_of, walk
+from shared.settings import Kind, Setting, option_of, settings_of, variable_of, walk
 
 T = TypeVar("T")
 
+NONE_MOVED: Final[Mapping[str, str]] = {}
+"""The settings' former paths, where each has the one that it always had."""
 FILE_LEN_MAX: Final = 16 * 1024 * 1024
 SHOWN_LEN_MAX: Final = 64
 """Characters of a wrong value that a message repeats."""
@@ -45,18 +47,20 @@ def load(
     env: Mapping[str, str],
     prefix: str,
     options: Mapping[str, object] | None = None,
+    moved: Mapping[str, str] = NONE_MOVED,
 ) -> T:
     """A value of the dataclass `type_`. Raises ConfigError.
 
     `source` is a TOML file, or what one holds. `prefix` is that of the variables, and ends with an
     underscore. `options` are those of a command line (`shared.arguments.add_settings`), by the settings'
-    names; None for a service that has none.
+    names; None for a service that has none. `moved` are the paths of settings by those that they had before,
+    under which they are refused.
     """
     assert prefix.endswith("_")
-    texts, problems = _variables(type_, settings_in(env, prefix), prefix)
+    texts, problems = _variables(type_, settings_in(env, prefix), prefix, moved)
     for name, given in (options or {}).items():
         texts[name] = _Text(option_of(name), str(given))
-    builder = _Builder(texts, has_options=options is not None)
+    builder = _Builder(texts, moved, has_options=options is not None)
     document = _read(source) if isinstance(source, Path) else source
     value = builder.section(type_, document, "")
     if problems := builder.problems + problems:
@@ -72,7 +76,9 @@ class _Text:
     text: str
 
 
-def _variables(type_: type, given: Mapping[str, str], prefix: str) -> tuple[dict[str, _Text], list[str]]:
+def _variables(
+    type_: type, given: Mapping[str, str], prefix: str, moved: Mapping[str, str]
+) -> tuple[dict[str, _Text], list[str]]:
     """The variables' texts by the paths of the settings, and what is wrong with the variables' names. `given`
     has the names without the prefix."""
     known: dict[str, tuple[Setting, bool]] = {}
@@ -81,12 +87,13 @@ def _variables(type_: type, given: Mapping[str, str], prefix: str) -> tuple[dict
             known[variable] = (setting, False)
             if setting.can_be_denied:
                 known[setting.denial(prefix)] = (setting, True)
+    now = {variable_of(old, prefix): variable_of(new, prefix) for old, new in moved.items()}
     texts: dict[str, _Text] = {}
     problems = []
     for name, text in given.items():
         variable = prefix + name
         if variable not in known:
-            problems.append(no_such_setting(variable, known))
+            problems.append(no_such_setting(variable, known, now))
             continue
         setting, is_denial = known[variable]
         if setting.path in texts:
@@ -110,10 +117,12 @@ class _Builder:
     """Walks declarations and values side by side. A value that cannot be built is None, and adds to
     `problems`."""
 
-    def __init__(self, texts: Mapping[str, _Text], *, has_options: bool) -> None:
+    def __init__(self, texts: Mapping[str, _Text], moved: Mapping[str, str], *, has_options: bool) -> None:
         self.problems: list[str] = []
         self._texts = texts
         """The options and variables that are given, by the settings' paths."""
+        self._moved = moved
+        """The paths of settings by their former ones."""
         self._has_options = has_options
 
     def section(self, type_: type, values: Mapping[str, Any], path: str) -> Any:
@@ -123,7 +132,8 @@ class _Builder:
         built: dict[str, Any] = {}
         for name in values:
             if name not in names:
-                self.problems.append(no_such_setting(f"{path}.{name}".lstrip("."), paths))
+                former = f"{path}.{name}".lstrip(".")
+                self.problems.append(no_such_setting(former, paths, self._moved))
         for setting in settings:
             here, text = setting.path, self._texts.get(setting.path)
             if text is not None:

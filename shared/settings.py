@@ -294,12 +294,12 @@ class Setting:
 
     def variable(self, prefix: str) -> str | None:
         """The variable that sets it; None inside a list, which one variable sets as a whole."""
-        return None if "[]" in self.path else prefix + self.path.replace(".", "__").upper()
+        return None if "[]" in self.path else variable_of(self.path, prefix)
 
     def denial(self, prefix: str) -> str:
         """The variable that turns a switch off."""
         section, dot, name = self.path.rpartition(".")
-        return prefix + f"{section}{dot}NO_{name}".replace(".", "__").upper()
+        return variable_of(f"{section}{dot}NO_{name}", prefix)
 
 
 @cache
@@ -333,6 +333,11 @@ def problems_of(value: Any) -> list[str]:
         except ValueError as error:
             problems.append(f"{setting.path}: {error}")
     return problems
+
+
+def variable_of(path: str, prefix: str) -> str:
+    """The variable of the setting at a path, which is in no list."""
+    return prefix + path.replace(".", "__").upper()
 
 
 def option_of(name: str) -> str:

@@ -107,7 +107,7 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 GATEWAY_LEVELS = (
     {
         *("accounting_config", "edge_config", "quota_config", "directory_config", "endpoints"),
-        "certificate_names",
+        *("redis_config", "certificate_names"),
     },
     {"timeout_config", "discovery_config", "holder_config", "ticks"},
     {"config", "secret", "hygiene", "background", "shield", "client", "recorder", "openapi_parts"},
@@ -296,7 +296,7 @@ REACHED_BY_NAME = {
         "'gateway.development'": "`up` asks the gateway for its configuration",
         "'gateway.edge_config'": "the gateway says which addresses are of this machine alone",
         "'gateway.identity.keys'": "the gateway says what a key must be",
-        "'gateway.quota_config'": "the gateway says what Redis' URL must be",
+        "'gateway.redis_config'": "the gateway says what Redis' URL must be",
     },
 }
 """By file: each module that is imported, looked for or started by a string or an expression, and why."""

@@ -215,9 +215,6 @@ SubjectAccount = tuple[Subject, Account]
 class StoreUnavailable(Exception):
     """The store did not do what it was asked, or nobody knows whether it did."""
 
-    may_be_done = False
-    """True if it was asked, and its answer is lost."""
-
 
 class QuotaStore(Protocol):
     """Where usage lives. Each call is atomic, and a repeated one changes nothing. A store that need not wait

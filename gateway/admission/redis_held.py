@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from gateway.admission.quota import ReservationId, StoreUnavailable, Subject
-from gateway.admission.redis_link import Moved, ScriptMissing
+from gateway.admission.quota import ReservationId, Subject
+from gateway.admission.redis_link import Moved, RedisUnavailable, ScriptMissing
 from gateway.admission.store_failures import failed
 from gateway.admission.usage import Used
 from shared.ids import TenantId
@@ -48,7 +48,7 @@ class Settling(Struct, eq=False):
     def set_result(self, reply: object, /) -> None:
         self.store.settlement_over(self.reservation, self.held, None)
 
-    def set_exception(self, error: StoreUnavailable, /) -> None:
+    def set_exception(self, error: RedisUnavailable, /) -> None:
         if isinstance(error, ScriptMissing | Moved):  # so nothing was done
             self.store.send_again(self)
         else:
@@ -73,7 +73,7 @@ class Noting(Struct, eq=False):
             self.held.granted, self.held.is_counted = reply[1], True
             self.noted(self.reservation)
 
-    def set_exception(self, error: StoreUnavailable, /) -> None:
+    def set_exception(self, error: RedisUnavailable, /) -> None:
         if isinstance(error, ScriptMissing) and not self.is_again and self.held.used is None:
             self.store.note_in_full(self)
         else:

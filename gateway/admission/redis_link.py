@@ -28,7 +28,6 @@ from typing import Any, Final, NamedTuple, Protocol
 import hiredis
 from msgspec import Struct
 
-from gateway.admission.quota import StoreUnavailable
 from shared import logs
 from shared.renewable_tls import RenewableTls
 
@@ -57,7 +56,14 @@ class Address(NamedTuple):
     port: int
 
 
-class ScriptMissing(StoreUnavailable):
+class RedisUnavailable(Exception):
+    """Redis did not do what it was asked, or nobody knows whether it did."""
+
+    may_be_done = False
+    """True if it was asked, and its answer is lost."""
+
+
+class ScriptMissing(RedisUnavailable):
     """The server does not know the script, and has done nothing."""
 
 
@@ -67,7 +73,7 @@ def packed(words: Command) -> bytes:
     return command
 
 
-class Moved(StoreUnavailable):
+class Moved(RedisUnavailable):
     """Another node of the Cluster has the keys, or is about to; this one has done nothing."""
 
     def __init__(self, said: str) -> None:
@@ -94,7 +100,7 @@ class Answer(Protocol):
 
     def set_result(self, reply: Any, /) -> None: ...
 
-    def set_exception(self, error: StoreUnavailable, /) -> None: ...
+    def set_exception(self, error: RedisUnavailable, /) -> None: ...
 
 
 class _Call(Struct, eq=False):
@@ -196,19 +202,19 @@ class RedisLink:
         """The reasons that the log has since it was up last. One that was never up is told of, too."""
 
     def call(self, command: bytes) -> asyncio.Future[Any]:
-        """The reply, a list that begins with the server's time in ms. Raises StoreUnavailable, here or in the
+        """The reply, a list that begins with the server's time in ms. Raises RedisUnavailable, here or in the
         future, and ScriptMissing."""
         answer = self._loop.create_future()
         self.send(command, answer)
         return answer
 
     def send(self, command: bytes, answer: Answer) -> None:
-        """The same, with an answer of the caller's own. Raises StoreUnavailable."""
+        """The same, with an answer of the caller's own. Raises RedisUnavailable."""
         self.require_up()
         self._send(command, answer)
 
     async def probe(self, *words: Word) -> None:
-        """Ask a server that may be down. If it answers, it is up. Raises StoreUnavailable."""
+        """Ask a server that may be down. If it answers, it is up. Raises RedisUnavailable."""
         self._loop = asyncio.get_running_loop()
         await self._connected()
         self._ahead_before_ms, self._ahead_ms = self._ahead_ms, -math.inf
@@ -221,9 +227,9 @@ class RedisLink:
         self._told.clear()
 
     def require_up(self) -> None:
-        """Raises StoreUnavailable when it is down."""
+        """Raises RedisUnavailable when it is down."""
         if not self.is_up:
-            raise StoreUnavailable(self.problem)
+            raise RedisUnavailable(self.problem)
 
     @property
     def deadline_ms(self) -> float:
@@ -243,7 +249,7 @@ class RedisLink:
 
     def _send(self, command: bytes, answer: Answer) -> None:
         if len(self._waiting) >= WAITING_MAX:
-            raise StoreUnavailable("too many calls wait")
+            raise RedisUnavailable("too many calls wait")
         deadline_s = self._loop.time() + self._timeout_s
         self._waiting.append(_Call(answer, command, deadline_s))
         if self._wire is None:
@@ -282,7 +288,7 @@ class RedisLink:
         if not answer.done():
             answer.set_result(reply)
 
-    def _error(self, said: str) -> StoreUnavailable:
+    def _error(self, said: str) -> RedisUnavailable:
         code = said.partition(" ")[0]
         if code == "NOSCRIPT":
             return ScriptMissing(said)
@@ -290,7 +296,7 @@ class RedisLink:
             return Moved(said)
         if code in REFUSALS:
             self._down(said[:200])
-        return StoreUnavailable(said[:200])
+        return RedisUnavailable(said[:200])
 
     def _look(self) -> None:
         """Rule 1. An event loop that was held up reads its sockets before it runs its timers."""
@@ -324,7 +330,7 @@ class RedisLink:
         if self._wire is None:
             await asyncio.wait([self._connect_soon()])
         if self._wire is None:
-            raise StoreUnavailable(self.problem)
+            raise RedisUnavailable(self.problem)
 
     def _connect_soon(self) -> asyncio.Task[None]:
         if self._connecting is None:
@@ -396,8 +402,8 @@ async def _warn_of_eviction(wire: Wire) -> None:
         log.warning("redis.may_evict", policy=found[1].decode(errors="replace"))
 
 
-def _lost(problem: str) -> StoreUnavailable:
+def _lost(problem: str) -> RedisUnavailable:
     """The error of a call that may have been sent, and has no answer."""
-    error = StoreUnavailable(problem)
+    error = RedisUnavailable(problem)
     error.may_be_done = True
     return error

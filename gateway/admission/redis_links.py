@@ -1,4 +1,4 @@
-"""The server that keeps a tenant's quotas: a single one, the primary that Sentinels name, or a Cluster node.
+"""The server that has a tenant's keys: a single one, the primary that Sentinels name, or a Cluster node.
 
 Sentinels are asked where the primary is whenever a connection is made. redis-py asks nodes which slots they
 have whenever the links are refreshed; its connections are closed after that. Passwords and certificates that
@@ -20,10 +20,9 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 
-from gateway.admission.quota import StoreUnavailable
-from gateway.admission.redis_link import Address, Command, Moved, RedisLink
+from gateway.admission.redis_link import Address, Command, Moved, RedisLink, RedisUnavailable
 from gateway.admission.sentinels import Sentinels
-from gateway.quota_config import QuotasConfig, redis_database, redis_hosts
+from gateway.redis_config import RedisConfig, redis_database, redis_hosts
 from gateway.secret import RenewableSecret
 from shared.config import ConfigError
 from shared.ids import TenantId
@@ -35,17 +34,15 @@ NODES_MAX: Final = 1000
 """The most nodes that are connected to because another one named them: what Redis recommends at most."""
 TENANTS_KNOWN_MAX: Final = 16 * 1024
 """Tenants whose slots are not worked out anew for each call."""
-ONE_TAG: Final = "all"
-"""The hash tag of all keys where one node counts for all tenants."""
 TAGS_TRIED_MAX: Final = 100_000
 """Hash tags that are tried to find one of a node: six for each slot there is."""
 
 
 class Links(Protocol):
-    """Connections to where tenants' quotas are kept, one for each server."""
+    """Connections to where tenants' keys are, one for each server."""
 
     def of(self, tenant: TenantId) -> RedisLink:
-        """The connection to the server of a tenant. Raises StoreUnavailable when no server is known."""
+        """The connection to the server of a tenant. Raises RedisUnavailable when no server is known."""
         ...
 
     def all(self) -> Iterable[RedisLink]:
@@ -68,7 +65,7 @@ class Links(Protocol):
         ...
 
     async def refresh(self) -> None:
-        """Find out which servers there are. Raises StoreUnavailable when none of them tells."""
+        """Find out which servers there are. Raises RedisUnavailable when none of them tells."""
         ...
 
     async def aclose(self) -> None:
@@ -76,8 +73,9 @@ class Links(Protocol):
         ...
 
 
-def links_of(config: QuotasConfig, env: Mapping[str, str]) -> Links:
-    """Raises ConfigError when a password or a certificate cannot be read."""
+def links_of(config: RedisConfig, env: Mapping[str, str], one_tag: str | None = None) -> Links:
+    """`one_tag`: the hash tag of all keys; None where those of each tenant have their own. Raises ConfigError
+    when a password or a certificate cannot be read."""
     assert config.url is not None
     try:
         password = RenewableSecret(config.password_env, config.password_file, env)
@@ -87,20 +85,14 @@ def links_of(config: QuotasConfig, env: Mapping[str, str]) -> Links:
             load = partial(client_context, ca=config.ca, cert=config.cert, key=config.key)
             tls = RenewableTls((config.ca, config.cert, config.key), load, is_server=False)
     except (ValueError, UnusableTls) as error:
-        raise ConfigError([f"quotas: {error}"]) from None
+        raise ConfigError([f"redis: {error}"]) from None
     servers = _Servers(config, password, of_sentinels, tls)
-    return ClusterLinks(servers) if config.cluster else OneLink(servers)
+    return ClusterLinks(servers, one_tag) if config.cluster else OneLink(servers)
 
 
 def tag_of(tenant: TenantId) -> str:
     """The hash tag of a tenant's keys, without its braces."""
     return quote(tenant, safe="")
-
-
-def prefix_of(config: QuotasConfig) -> str:
-    """The beginning of all keys. Where one node counts for all tenants their hash tag is in it: the first one
-    of a key is what counts."""
-    return f"{config.key_prefix}:{{{ONE_TAG}}}" if config.one_node else config.key_prefix
 
 
 class OneLink:
@@ -133,12 +125,12 @@ class OneLink:
 
 
 class ClusterLinks:
-    """The nodes of a Cluster that have slots: all keys of a tenant are on one of them. With `one_node`, the
-    one that has those of all tenants."""
+    """The nodes of a Cluster that have slots: all keys of a tenant are on one of them. Where there is one
+    hash tag for all keys, the one that has those of all tenants."""
 
-    def __init__(self, servers: _Servers) -> None:
+    def __init__(self, servers: _Servers, one_tag: str | None) -> None:
         self._servers: Final = servers
-        self._slot: Final = key_slot(ONE_TAG.encode()) if servers.config.one_node else None
+        self._slot: Final = None if one_tag is None else key_slot(one_tag.encode())
         """The slot of all keys. None where each tenant has its own."""
         self._links: dict[Address, RedisLink] = {}
         self._ranges: list[tuple[int, int, Address]] = []
@@ -162,7 +154,7 @@ class ClusterLinks:
         for first, last, address in self._ranges:
             if first <= slot <= last:
                 return self._links[address]
-        raise StoreUnavailable(f"no node is known to have slot {slot}")
+        raise RedisUnavailable(f"no node is known to have slot {slot}")
 
     def all(self) -> list[RedisLink]:
         return list(self._links.values())
@@ -201,7 +193,7 @@ class ClusterLinks:
 
     async def _probe(self, owner: Address, link: RedisLink, probe: Command) -> None:
         try:
-            with contextlib.suppress(StoreUnavailable):
+            with contextlib.suppress(RedisUnavailable):
                 await link.probe(*probe)
         finally:
             del self._joining[owner]
@@ -211,7 +203,7 @@ class ClusterLinks:
         if (slot := self._slot) is not None:
             ranges = [one for one in ranges if one[0] <= slot <= one[1]]
             if not ranges:
-                raise StoreUnavailable(f"no node is known to have slot {slot}")
+                raise RedisUnavailable(f"no node is known to have slot {slot}")
         owners = {address for _, _, address in ranges}
         gone = [self._links.pop(address) for address in set(self._links) - owners]
         for address in owners - set(self._links):
@@ -240,7 +232,7 @@ class _Servers:
 
     def __init__(
         self,
-        config: QuotasConfig,
+        config: RedisConfig,
         password: RenewableSecret,
         sentinel_password: RenewableSecret,
         tls: RenewableTls | None,
@@ -286,7 +278,7 @@ class _Servers:
 
     async def slots(self, known: Iterable[Address]) -> list[tuple[int, int, Address]]:
         """The ranges of slots and the nodes that have them, as the first node says that tells. Raises
-        StoreUnavailable when none does."""
+        RedisUnavailable when none does."""
         problem = ""
         own: dict[str, Any] = {"username": self.config.username, "password": await self._password.now()}
         for host, port in dict.fromkeys((*known, *self._hosts)):
@@ -302,15 +294,15 @@ class _Servers:
             finally:
                 with contextlib.suppress(RedisError, OSError):
                     await client.aclose()
-        raise StoreUnavailable(f"no node tells the Cluster's slots: {problem}"[:200])
+        raise RedisUnavailable(f"no node tells the Cluster's slots: {problem}"[:200])
 
 
-def _tls_options(config: QuotasConfig) -> dict[str, Any]:
+def _tls_options(config: RedisConfig) -> dict[str, Any]:
     own = {"ssl_certfile": config.cert, "ssl_keyfile": config.key}
     return {"ssl": True, "ssl_ca_certs": config.ca, **own}
 
 
-def _greeting(config: QuotasConfig, password: str | None) -> list[Command]:
+def _greeting(config: RedisConfig, password: str | None) -> list[Command]:
     assert config.url is not None
     commands: list[Command] = []
     if password is not None:

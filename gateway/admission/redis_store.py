@@ -29,7 +29,7 @@ import asyncio
 import contextlib
 import struct
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from functools import lru_cache
 from typing import Any, Final
@@ -52,11 +52,12 @@ from gateway.admission.quota import (
 )
 from gateway.admission.redis_calls import SCRIPT, Calls, call, in_full, part, times
 from gateway.admission.redis_held import Held, Noting, Settling
-from gateway.admission.redis_link import Moved, RedisLink, ScriptMissing, Word
-from gateway.admission.redis_links import Links, tag_of
+from gateway.admission.redis_link import Moved, RedisLink, RedisUnavailable, ScriptMissing, Word
+from gateway.admission.redis_links import Links, links_of, tag_of
 from gateway.admission.store_failures import failed
 from gateway.admission.usage import OTHERS, Payer, Sheet, Totals, UsageRow, Used
 from gateway.quota_config import QuotaLimits
+from gateway.redis_config import RedisConfig
 from shared.clock import Clock
 from shared.ids import KeyId, TenantId
 from shared.shield import Done
@@ -64,10 +65,30 @@ from shared.shield import Done
 RENEWED_MAX: Final = 256
 """Leases that one call renews."""
 DAYS_KEPT: Final = AccountingConfig().days
+ONE_TAG: Final = "all"
+"""The hash tag of all keys where one node of a Cluster counts for all tenants."""
 ENCODED_MAX: Final = 16 * 1024
 _SEATED: Final = Decision(None, None)
 _LIMITS: Final = struct.Struct(">6d")
 _NO_ROW: Final = part("-", "-")
+
+
+def open_store(
+    config: RedisConfig,
+    env: Mapping[str, str],
+    *,
+    one_node: bool = False,
+    lease_ttl_ms: int = LEASE_TTL_MS,
+    days_kept: int = DAYS_KEPT,
+    clock: Clock | None = None,
+) -> RedisStore:
+    """The store on the server of `[redis]`, not yet connected. With `one_node` the hash tag of all keys is in
+    their prefix: the first one of a key is what counts. Raises ConfigError."""
+    tag, prefix = None, config.key_prefix
+    if one_node:
+        tag, prefix = ONE_TAG, f"{prefix}:{{{ONE_TAG}}}"
+    links = links_of(config, env, tag)
+    return RedisStore(links, prefix, lease_ttl_ms=lease_ttl_ms, days_kept=days_kept, clock=clock)
 
 
 class RedisStore:
@@ -114,7 +135,7 @@ class RedisStore:
         """True if the last call of this tenant's server came back."""
         try:
             return self._links.of(tenant).is_up
-        except StoreUnavailable:
+        except RedisUnavailable:
             return False
 
     async def enter(
@@ -172,7 +193,7 @@ class RedisStore:
             row = self._row_of(payer)
             command = self._notes_of(payer.tenant).reserve(reservation, *times_ms, tokens, tokens, 0, row)
             self._links.of(payer.tenant).send(command, Noting(self, reservation, held, command, noted))
-        except StoreUnavailable as error:
+        except (StoreUnavailable, RedisUnavailable) as error:
             failed("note", error)
         else:
             self._held[reservation] = held
@@ -182,7 +203,7 @@ class RedisStore:
         noting.is_again = True
         try:
             self._links.of(noting.held.tenant).send(in_full(noting.command), noting)
-        except StoreUnavailable as error:
+        except RedisUnavailable as error:
             failed("note", error)
 
     def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
@@ -200,6 +221,12 @@ class RedisStore:
 
     async def renew(self, reservations: Sequence[ReservationId]) -> None:
         """Rule 2."""
+        try:
+            await self._renew(reservations)
+        except RedisUnavailable as error:
+            raise StoreUnavailable(str(error)) from None
+
+    async def _renew(self, reservations: Sequence[ReservationId]) -> None:
         if self._has_followed or not self.is_well:
             await self._links.refresh()
             self._knows_servers, self._has_followed = True, False
@@ -290,7 +317,11 @@ class RedisStore:
             cursor: str | None = "0"
             while cursor is not None:
                 words: tuple[Word, ...] = cursor, self._prefix, first, last
-                reply = await _asked(link, call((key,), "payers", self._settings, self._now_ms(), *words))
+                command = call((key,), "payers", self._settings, self._now_ms(), *words)
+                try:
+                    reply = await _asked(link, command)
+                except RedisUnavailable as error:
+                    raise StoreUnavailable(str(error)) from None
                 found.update(TenantId(unquote(tag.decode())) for tag in reply[2:])
                 cursor = None if (following := reply[1].decode()) == "0" else following
         return found
@@ -322,7 +353,7 @@ class RedisStore:
         try:
             link = self._links.of(held.tenant)
             link.send(command, Settling(self, reservation, held, command))
-        except StoreUnavailable as error:
+        except RedisUnavailable as error:
             failed("settle", error)
             return
         held.is_settling = True
@@ -330,7 +361,7 @@ class RedisStore:
             self._none_settles.clear()
         self._settling += 1
 
-    def settlement_over(self, reservation: ReservationId, held: Held, error: StoreUnavailable | None) -> None:
+    def settlement_over(self, reservation: ReservationId, held: Held, error: Exception | None) -> None:
         """Note the end of one that was sent."""
         self._settling -= 1
         if not self._settling:
@@ -345,7 +376,7 @@ class RedisStore:
         """Send one that the server has refused to do."""
 
         async def again() -> None:
-            error: StoreUnavailable | None = None
+            error: Exception | None = None
             try:
                 await self._ask(settling.held.tenant, settling.command)
             except StoreUnavailable as problem:
@@ -367,14 +398,19 @@ class RedisStore:
         return await self._ask(tenant, call(keys, operation, self._settings, self._now_ms(), *words))
 
     async def _ask(self, tenant: TenantId, command: bytes) -> list[Any]:
+        """Raises StoreUnavailable."""
         try:
-            reply: list[Any] = await self._links.of(tenant).call(command)
-        except (ScriptMissing, Moved) as refusal:  # so nothing was done
-            reply = await self._ask_again(tenant, command, refusal)
+            try:
+                reply: list[Any] = await self._links.of(tenant).call(command)
+            except (ScriptMissing, Moved) as refusal:  # so nothing was done
+                reply = await self._ask_again(tenant, command, refusal)
+        except RedisUnavailable as error:
+            raise StoreUnavailable(str(error)) from None
         return reply
 
     async def _ask_again(self, tenant: TenantId, command: bytes, refusal: ScriptMissing | Moved) -> list[Any]:
-        """Ask what a server could not do, as it did not know the script or has not got the keys."""
+        """Ask what a server could not do, as it did not know the script or has not got the keys. Raises
+        RedisUnavailable."""
         try:
             if isinstance(refusal, Moved):
                 raise refusal
@@ -386,7 +422,7 @@ class RedisStore:
                 link = await self._links.follow(moved, tag, self._probe(tag))
                 self._has_followed = True
                 return await _asked(link, command)
-            except StoreUnavailable:
+            except RedisUnavailable:
                 self._knows_servers = False
                 raise
 
@@ -399,8 +435,11 @@ class RedisStore:
     def _times_ms(self, tenant: TenantId) -> tuple[float, float]:
         """now_ms and not_after_ms of a call that is not to be done once its caller no longer waits. Raises
         StoreUnavailable when the tenant's server is down."""
-        link = self._links.of(tenant)
-        link.require_up()
+        try:
+            link = self._links.of(tenant)
+            link.require_up()
+        except RedisUnavailable as error:
+            raise StoreUnavailable(str(error)) from None
         return (0, link.deadline_ms) if self._clock is None else (self._now_ms(), 0)
 
     def _now_ms(self) -> int:
@@ -443,6 +482,7 @@ class RedisStore:
 
 
 async def _asked(link: RedisLink, command: bytes) -> list[Any]:
+    """Raises RedisUnavailable."""
     try:
         reply: list[Any] = await link.call(command)
     except ScriptMissing:  # so nothing was done

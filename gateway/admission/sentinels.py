@@ -12,8 +12,7 @@ import ssl
 from collections.abc import Sequence
 from typing import Any, Final
 
-from gateway.admission.quota import StoreUnavailable
-from gateway.admission.redis_link import Address, Command, Wire
+from gateway.admission.redis_link import Address, Command, RedisUnavailable, Wire
 from gateway.secret import RenewableSecret
 
 _DOWN: Final = (b"s_down", b"o_down")
@@ -39,7 +38,7 @@ class Sentinels:
         self._tls: Final = tls
 
     async def find(self) -> Address:
-        """The primary's address now; the caller bounds the time. Raises StoreUnavailable when all have
+        """The primary's address now; the caller bounds the time. Raises RedisUnavailable when all have
         answered, and none knows one that is well."""
         questions = *_greeting(self._username, await self._password.now()), ("SENTINEL", "MASTERS")
         asked = [asyncio.create_task(self._told_by(address, questions)) for address in self._addresses]
@@ -54,7 +53,7 @@ class Sentinels:
             for task in asked:
                 task.cancel()
             await asyncio.wait(asked)  # each ends at once: it only closes its socket
-        raise StoreUnavailable(f"No master found for {self._primary!r}: {', '.join(problems)}"[:200])
+        raise RedisUnavailable(f"No master found for {self._primary!r}: {', '.join(problems)}"[:200])
 
     async def _told_by(self, sentinel: Address, questions: Sequence[Command]) -> Address | str:
         """The primary's address, or why this Sentinel does not tell it."""

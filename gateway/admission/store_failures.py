@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from gateway.admission.quota import StoreUnavailable
 from shared import logs
 from shared.metrics import Counter
 
@@ -15,7 +14,7 @@ FAILURES: Final = Counter(
 log = logs.get(__name__)
 
 
-def failed(call: str, error: StoreUnavailable) -> None:
+def failed(call: str, error: Exception) -> None:
     """Count a call that failed."""
     FAILURES.inc(call)
     log.debug("quota.store_failed", call=call, error=str(error)[:200])

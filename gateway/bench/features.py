@@ -25,6 +25,7 @@ from gateway.development import ID, development_config, development_key
 from gateway.edge_config import AdminConfig, IssuerConfig
 from gateway.holder_config import GrantConfig
 from gateway.quota_config import QuotasConfig
+from gateway.redis_config import RedisConfig
 from shared.bench.client import ApiServer
 from shared.bench.figures import Figure, Target, at_most, figure, quantile
 from shared.bench.services import free_port
@@ -125,7 +126,8 @@ async def _gateway(
     )
     config = replace(config, admin=AdminConfig(port=admin_port))
     if features.redis:
-        config = replace(config, quotas=QuotasConfig("redis", redis, timeout_s=REDIS_S))
+        shared = RedisConfig(redis, timeout_s=REDIS_S)
+        config = replace(config, redis=shared, quotas=QuotasConfig("redis"))
     if features.tokens:
         issuer = IssuerConfig("bench", ISSUER, (AUDIENCE,), (ALGORITHM,), jwks_file=secrets.jwks)
         config = replace(config, issuers=(issuer,), grants=(GrantConfig("bench", tenant=ID),))

@@ -38,6 +38,7 @@ from gateway.bench.redis_servers import PRIMARY, Group, RedisMachine, redis_mach
 from gateway.bench.subjects import LIMITS, Engine, gateway_of, paced_engine
 from gateway.development import development_config, development_key
 from gateway.quota_config import QuotaFail, QuotasConfig
+from gateway.redis_config import RedisConfig
 from shared.bench.client import ApiServer, TimedRequest
 from shared.bench.figures import Figure, at_most, figure
 from shared.bench.services import free_port
@@ -67,7 +68,7 @@ HICCUPS: Final = 0.02
 """The share of requests that may meet a Redis that is late by itself: a busy machine's."""
 LATE_S: Final = 0.5
 """The delay of the answers of a slow Redis."""
-TIMEOUT_S: Final = QuotasConfig().timeout_s
+TIMEOUT_S: Final = RedisConfig().timeout_s
 MODES: Final[tuple[QuotaFail, ...]] = ("closed", "local")
 _STORE_UP: Final = "penstock_gateway_quota_store_up"
 
@@ -81,11 +82,11 @@ class Place:
     group: Group | None = None
 
     @property
-    def quotas(self) -> QuotasConfig:
+    def config(self) -> RedisConfig:
         if self.group is not None:
-            return QuotasConfig("redis", self.group.url, sentinel=PRIMARY)
+            return RedisConfig(self.group.url, sentinel=PRIMARY)
         port = self.redis.port if self.cable is None else self.cable.port
-        return QuotasConfig("redis", f"redis://127.0.0.1:{port}")
+        return RedisConfig(f"redis://127.0.0.1:{port}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,12 +294,13 @@ async def _gateway(mode: QuotaFail, place: Place, engine: Engine) -> AsyncIterat
         limits=LIMITS,
         admin=(admin_port, admin_key),
     )
-    quotas = replace(place.quotas, fail=mode, gateways=len(MODES), key_prefix=f"bench-{mode}")
+    redis = replace(place.config, key_prefix=f"bench-{mode}")
+    config = replace(config, redis=redis, quotas=QuotasConfig("redis", fail=mode, gateways=len(MODES)))
     url, admin_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}"
     server = ApiServer(f"{url}/v1", key)
     headers = {"authorization": f"Bearer {admin_key}"}
     async with (
-        gateway_of(replace(config, quotas=quotas), server, f"{url}/readyz"),
+        gateway_of(config, server, f"{url}/readyz"),
         httpx.AsyncClient(trust_env=False, headers=headers, timeout=PATIENCE_S) as operator,
     ):
         yield Subject(mode, server, url, admin_url, operator)

@@ -39,11 +39,11 @@ from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import QuotaStore, ReservationId, Scope, Settlement, StoreUnavailable, Subject
 from gateway.admission.redis_calls import SCRIPT
 from gateway.admission.redis_link import Command, Moved, RedisLink, packed
-from gateway.admission.redis_links import links_of
-from gateway.admission.redis_store import RedisStore
+from gateway.admission.redis_store import RedisStore, open_store
 from gateway.admission.usage import Payer, Used
 from gateway.bench.redis_servers import redis_machine
-from gateway.quota_config import QuotaLimits, QuotasConfig
+from gateway.quota_config import QuotaLimits
+from gateway.redis_config import RedisConfig
 from gateway.service import collect_rarely
 from shared.bench.figures import Figure, Target, at_most, figure, quantile
 from shared.bench.streams import BenchFailed
@@ -224,8 +224,7 @@ def _prefix() -> str:
 
 @contextlib.asynccontextmanager
 async def _ours(url: str) -> AsyncIterator[RedisStore]:
-    config = QuotasConfig(store="redis", url=url, timeout_s=TIMEOUT_S)
-    store = RedisStore(links_of(config, {}), _prefix())
+    store = open_store(RedisConfig(url, timeout_s=TIMEOUT_S, key_prefix=_prefix()), {})
     try:
         async with asyncio.timeout(START_S):
             while not store.is_well:

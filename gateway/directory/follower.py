@@ -24,7 +24,7 @@ from itertools import islice
 from typing import Final
 
 from gateway.accounts import POLL_S, AccountsReader, Kind
-from gateway.admission.quota import StoreUnavailable
+from gateway.admission.redis_link import RedisUnavailable
 from gateway.config import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
 from gateway.directory.entries import KEYS_MAX, TENANTS_MAX, decode
 from gateway.directory.redis_directory import Place, RawEntry, RedisDirectory
@@ -104,7 +104,7 @@ class Follower:
         async with self._lock:
             try:
                 await self._catch_up()
-            except StoreUnavailable as error:
+            except RedisUnavailable as error:
                 self._failed(str(error))
                 return
             self._heard_s = self._clock.monotonic()
@@ -123,7 +123,7 @@ class Follower:
             self._accounts.keys.is_complete = False
 
     async def _catch_up(self) -> None:
-        """Raises StoreUnavailable."""
+        """Raises RedisUnavailable."""
         while True:
             news = await self.directory.since(self._place, SLICE)
             is_whole = self.is_current and self._is_whole and self._file is self._accounts.config
@@ -147,7 +147,7 @@ class Follower:
                 cursor, entries = await self.directory.scan(kind, cursor, SLICE)
                 ids.update(id_ for _, id_, _ in entries)
                 if len(ids) > ENTRIES_MAX[kind]:
-                    raise StoreUnavailable(f"there are more than {ENTRIES_MAX[kind]} {kind}")
+                    raise RedisUnavailable(f"there are more than {ENTRIES_MAX[kind]} {kind}")
                 self._take(entries)
                 if cursor == FIRST:
                     break

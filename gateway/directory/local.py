@@ -67,7 +67,7 @@ async def _call(
         return await _ask(registry, operation, id_, fields)
     from gateway.directory.redis_directory import open_directory  # a file needs no client of Redis
 
-    directory = open_directory(config.quotas, accounts, env)
+    directory = open_directory(config.redis, accounts, env)
     try:
         return await _ask(Registry(directory, accounts), operation, id_, fields)
     finally:

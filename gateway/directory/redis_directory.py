@@ -27,8 +27,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from gateway.accounts import AccountsReader, Kind
-from gateway.admission.quota import StoreUnavailable
-from gateway.admission.redis_link import Moved, ScriptMissing, Word, packed
+from gateway.admission.redis_link import Moved, RedisUnavailable, ScriptMissing, Word, packed
 from gateway.admission.redis_links import Links, links_of, tag_of
 from gateway.config import KeyConfig
 from gateway.directory.entries import (
@@ -51,7 +50,7 @@ from gateway.directory.entries import (
     salvage,
     unreadable,
 )
-from gateway.quota_config import QuotasConfig
+from gateway.redis_config import RedisConfig
 from shared import logs
 from shared.config import ConfigError
 from shared.errors import Conflict, DirectoryUnavailable, NotFound
@@ -71,7 +70,7 @@ FULL: Final = {"keys": KEYS_MAX, "tenants": TENANTS_MAX}
 log = logs.get(__name__)
 
 
-class DirectoryLost(StoreUnavailable):
+class DirectoryLost(RedisUnavailable):
     """Redis has no directory, or another one, where there was one before."""
 
 
@@ -98,9 +97,9 @@ class News(Struct, frozen=True):
     """None when the changes are not known one by one: all has to be read."""
 
 
-def open_directory(config: QuotasConfig, accounts: AccountsReader, env: Mapping[str, str]) -> RedisDirectory:
-    """The directory on the server of `[quotas]`, not yet connected. Raises ConfigError."""
-    links = links_of(replace(config, timeout_s=TIMEOUT_S, one_node=False), env)
+def open_directory(config: RedisConfig, accounts: AccountsReader, env: Mapping[str, str]) -> RedisDirectory:
+    """The directory on the server of `[redis]`, not yet connected. Raises ConfigError."""
+    links = links_of(replace(config, timeout_s=TIMEOUT_S), env)
     return RedisDirectory(links, config.key_prefix, accounts)
 
 
@@ -184,7 +183,7 @@ class RedisDirectory:
     # -- for the follower -------------------------------------------------------------------------
 
     async def since(self, place: Place, limit: int) -> News:
-        """At most `limit` changes after a place. Raises StoreUnavailable, and DirectoryLost."""
+        """At most `limit` changes after a place. Raises RedisUnavailable, and DirectoryLost."""
         reply = await self._call("since", place.epoch, place.version, place.head, limit)
         if reply[1] == b"lost":
             raise DirectoryLost("Redis has lost the directory")
@@ -196,7 +195,7 @@ class RedisDirectory:
 
     async def scan(self, kind: Kind, cursor: bytes, count: int) -> tuple[bytes, Sequence[RawEntry]]:
         """About `count` entries, and the cursor of the next ones; it is `b"0"` before the first and after the
-        last. Raises StoreUnavailable."""
+        last. Raises RedisUnavailable."""
         reply = await self._call("scan", kind, cursor, count)
         entries = zip(reply[2::2], reply[3::2], strict=True)
         return reply[1], [(kind, _shown(id_), raw) for id_, raw in entries]
@@ -207,23 +206,23 @@ class RedisDirectory:
         """As `_call`, for operators. Raises DirectoryUnavailable."""
         try:
             return await self._call(*words)
-        except StoreUnavailable as error:
+        except RedisUnavailable as error:
             raise _unavailable(error) from None
 
     async def _ask_again(self, change: Change, *words: Word) -> list[Any]:
         """As `_ask`, for a change, by rule 2. Raises AnswerLost."""
         try:
             return await self._call(*words)
-        except StoreUnavailable as error:
+        except RedisUnavailable as error:
             if not error.may_be_done:
                 raise _unavailable(error) from None
         try:
             return await self._call(*words)
-        except StoreUnavailable as error:
+        except RedisUnavailable as error:
             raise AnswerLost(change, str(error)) from None
 
     async def _call(self, *words: Word) -> list[Any]:
-        """The reply to one operation. Raises StoreUnavailable."""
+        """The reply to one operation. Raises RedisUnavailable."""
         if not self._knows_servers:
             await self._links.refresh()
             self._knows_servers = True
@@ -242,7 +241,7 @@ class RedisDirectory:
         return reply
 
 
-def _unavailable(error: StoreUnavailable) -> DirectoryUnavailable:
+def _unavailable(error: RedisUnavailable) -> DirectoryUnavailable:
     message = "Redis cannot be asked for keys and tenants at the moment."
     return DirectoryUnavailable(message, detail=str(error), retry_after_s=1.0)
 

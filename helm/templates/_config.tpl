@@ -93,8 +93,10 @@
 {{- $_ := set $own "timeouts" (mergeOverwrite $times (default (dict) $own.timeouts)) -}}
 {{- $url := include "penstock.redisUrl" . -}}
 {{- if $url -}}
-  {{- $quotas := dict "store" "redis" "url" $url "gateways" (include "penstock.gatewaysMax" . | int) -}}
-  {{- if .Values.redis.passwordSecret.name }}{{ $_ := set $quotas "password_file" "/etc/penstock-redis/password" }}{{ end -}}
+  {{- $redis := dict "url" $url -}}
+  {{- if .Values.redis.passwordSecret.name }}{{ $_ := set $redis "password_file" "/etc/penstock-redis/password" }}{{ end -}}
+  {{- $_ := set $own "redis" (mergeOverwrite $redis (default (dict) $own.redis)) -}}
+  {{- $quotas := dict "store" "redis" "gateways" (include "penstock.gatewaysMax" . | int) -}}
   {{- $_ := set $own "quotas" (mergeOverwrite $quotas (default (dict) $own.quotas)) -}}
 {{- end -}}
 {{- include "penstock.tomlLines" $own | trim -}}

@@ -141,7 +141,7 @@ def _key_problem(key: str) -> str | None:
 
 def _redis_problem(url: str) -> str | None:
     try:
-        reach("gateway.quota_config").redis_hosts(url)
+        reach("gateway.redis_config").redis_hosts(url)
     except ValueError as error:
         return str(error)
     return None

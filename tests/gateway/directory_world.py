@@ -71,7 +71,7 @@ class World:
         told: dict[str, Any] = {
             "admin": {"port": 0, "keys": OPERATORS},
             "directory": directory | sections.pop("directory", {}),
-            "quotas": {"url": self.redis_url, "key_prefix": self.prefix} if self.redis_url else {},
+            "redis": {"url": self.redis_url, "key_prefix": self.prefix} if self.redis_url else {},
             **sections,
         }
         self.path.write_text(to_toml(load(settings(self.engine.url, **told), {})))

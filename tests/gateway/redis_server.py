@@ -13,7 +13,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,9 +20,8 @@ import redis
 import trustme
 
 from gateway.admission.quota import LEASE_TTL_MS, StoreUnavailable
-from gateway.admission.redis_links import links_of, prefix_of
-from gateway.admission.redis_store import DAYS_KEPT, RedisStore
-from gateway.quota_config import QuotasConfig
+from gateway.admission.redis_store import DAYS_KEPT, RedisStore, open_store
+from gateway.redis_config import RedisConfig
 from shared.bench.services import free_port
 from shared.clock import Clock
 
@@ -151,13 +149,14 @@ async def redis_store(
     prefix: str | None = None,
     lease_ttl_ms: int = LEASE_TTL_MS,
     days_kept: int = DAYS_KEPT,
+    one_node: bool = False,
     **settings: Any,
 ) -> AsyncIterator[RedisStore]:
-    """A store that is up, with keys that no other test has. `settings`: of `[quotas]`."""
-    config = QuotasConfig(store="redis", **{"url": server.url, "timeout_s": PATIENT_S, **settings})
-    config = replace(config, key_prefix=f"test-{uuid.uuid4().hex}" if prefix is None else prefix)
-    links = links_of(config, os.environ)
-    store = RedisStore(links, prefix_of(config), lease_ttl_ms=lease_ttl_ms, days_kept=days_kept, clock=clock)
+    """A store that is up, with keys that no other test has. `settings`: of `[redis]`."""
+    key_prefix = f"test-{uuid.uuid4().hex}" if prefix is None else prefix
+    told = {"url": server.url, "timeout_s": PATIENT_S, "key_prefix": key_prefix, **settings}
+    kept: dict[str, Any] = {"lease_ttl_ms": lease_ttl_ms, "days_kept": days_kept, "clock": clock}
+    store = open_store(RedisConfig(**told), os.environ, one_node=one_node, **kept)
     try:
         await until_well(store)
         yield store

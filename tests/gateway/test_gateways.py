@@ -41,8 +41,8 @@ import sys
 from gateway import app
 from gateway.billing import unsettled
 from gateway.__main__ import main
-from gateway.admission.redis_store import RedisStore
-RedisStore.__init__.__kwdefaults__["lease_ttl_ms"] = {TTL_MS}  # a minute is long for a test
+from gateway.admission.redis_store import open_store
+open_store.__kwdefaults__["lease_ttl_ms"] = {TTL_MS}  # a minute is long for a test
 app.RENEW_S = {TTL_MS} / 4000
 unsettled.TURN_S = app.RENEW_S
 sys.exit(main(sys.argv[1:]))
@@ -173,8 +173,8 @@ async def fleet_of(redis: RedisServer, directory: Path, sections: Sequence[str])
         configs = [directory / f"gateway-{number}.toml" for number in range(len(sections))]
         text = (
             f'{text}\n[admin]\nport = 0\nkeys = [{{ id = "ops", hash = "{operator["hash"]}" }}]\n'
-            f'[quotas]\nstore = "redis"\nurl = "{redis.url}"\nkey_prefix = "{prefix}"\n'
-            f"timeout_s = {PATIENT_S}\n"
+            f'[redis]\nurl = "{redis.url}"\nkey_prefix = "{prefix}"\ntimeout_s = {PATIENT_S}\n'
+            '[quotas]\nstore = "redis"\n'
         )
         for config, section in zip(configs, sections, strict=True):
             config.write_text(text + section)

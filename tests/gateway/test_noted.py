@@ -10,8 +10,8 @@ from typing import Any, Final
 import pytest
 
 from gateway.admission.guarded_store import GuardedStore
-from gateway.admission.quota import LEASE_TTL_MS, StoreUnavailable
-from gateway.admission.redis_link import Answer
+from gateway.admission.quota import LEASE_TTL_MS
+from gateway.admission.redis_link import Answer, RedisUnavailable
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Totals, Used
 from gateway.app import Gateway as App
@@ -116,9 +116,9 @@ def deaf(answer: Answer) -> Any:
             return answer.done()
 
         def set_result(self, reply: object, /) -> None:
-            answer.set_exception(StoreUnavailable("no answer came"))
+            answer.set_exception(RedisUnavailable("no answer came"))
 
-        def set_exception(self, error: StoreUnavailable, /) -> None:
+        def set_exception(self, error: RedisUnavailable, /) -> None:
             answer.set_exception(error)
 
     return Deaf()
@@ -246,7 +246,7 @@ def test_a_gateway_notes_them_where_it_writes_lines(
     redis: RedisServer, tmp_path: Path, file: str | None
 ) -> None:
     accounting = {} if file is None else {"file": str(tmp_path / file)}
-    quotas = {"store": "redis", "url": redis.url}
-    guarded = App(load(settings("http://a", quotas=quotas, accounting=accounting), {}))._guarded
+    sections: dict[str, Any] = {"redis": {"url": redis.url}, "quotas": {"store": "redis"}}
+    guarded = App(load(settings("http://a", accounting=accounting, **sections), {}))._guarded
     assert guarded is not None
     assert guarded._notes_all == (file is not None)

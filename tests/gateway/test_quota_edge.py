@@ -330,13 +330,14 @@ async def test_a_models_limit_over_all_tenants_counts_them_together(open_house: 
         (
             {
                 "model": {"limits": {"concurrent": 1}},
-                "quotas": {"store": "redis", "url": "redis://a,b", "cluster": True},
+                "redis": {"url": "redis://a,b", "cluster": True},
+                "quotas": {"store": "redis"},
             },
             "models: limits of a model over all tenants need one node of the Cluster (quotas.one_node)",
         ),
         (
-            {"quotas": {"store": "redis", "url": "redis://a", "one_node": True}},
-            "quotas: one_node: is for a Cluster (cluster)",
+            {"redis": {"url": "redis://a"}, "quotas": {"store": "redis", "one_node": True}},
+            "quotas: one_node: is for a Cluster (redis.cluster)",
         ),
     ],
 )

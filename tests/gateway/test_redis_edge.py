@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from gateway.app import Gateway
 from gateway.config import load
 from gateway.identity.keys import hash_key
-from gateway.quota_config import QuotasConfig
+from gateway.redis_config import RedisConfig
 from shared.config import ConfigError
 from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, error_of, settings, until
 from tests.gateway.fake_engine import unary
@@ -36,13 +37,14 @@ def protocol() -> str:
     return "http2"
 
 
-def in_redis(url: str, **more: Any) -> dict[str, Any]:
-    prefix = f"test-{uuid.uuid4().hex}"
-    return {"store": "redis", "url": url, "timeout_s": PATIENT_S, "key_prefix": prefix, **more}
+def in_redis(url: str, *, gateways: int = 1, **more: Any) -> dict[str, Any]:
+    """The sections of a gateway that counts there, with keys that no other test has. `more`: of `[redis]`."""
+    redis = {"url": url, "timeout_s": PATIENT_S, "key_prefix": f"test-{uuid.uuid4().hex}", **more}
+    return {"redis": redis, "quotas": {"store": "redis", "gateways": gateways}}
 
 
-async def opened(open_house: Open, quotas: dict[str, Any], *tenants: dict[str, Any], **more: Any) -> House:
-    house: House = await open_house(quotas=quotas, tenants=list(tenants), **more)
+async def opened(open_house: Open, sections: dict[str, Any], *tenants: dict[str, Any], **more: Any) -> House:
+    house: House = await open_house(tenants=list(tenants), **sections, **more)
     house.engine.script = unary()
     return house
 
@@ -52,8 +54,8 @@ LOCAL = {"id": "other", "limits": {"requests_per_min": 4}, "quota_fail": "local"
 
 
 async def test_two_gateways_count_together(open_house: Open, redis: RedisServer) -> None:
-    quotas = in_redis(redis.url)
-    houses = [await opened(open_house, quotas, ACME, LOCAL) for _ in range(2)]
+    sections = in_redis(redis.url)
+    houses = [await opened(open_house, sections, ACME, LOCAL) for _ in range(2)]
     statuses = []
     for i in range(5):
         async with houses[i % 2].chat(max_tokens=10) as answer:
@@ -62,15 +64,15 @@ async def test_two_gateways_count_together(open_house: Open, redis: RedisServer)
     assert statuses == [200, 200, 200, 429, 429]
     line = (await houses[0].lines(5))[0]  # of both: they write into one log
     assert line["settled_tokens"] == line["prompt_tokens"] + line["completion_tokens"]
-    keys = redis.admin.keys(f"{quotas['key_prefix']}*reservations")
+    keys = redis.admin.keys(f"{sections['redis']['key_prefix']}*reservations")
     assert keys == [], "all is settled"
 
 
 async def test_each_tenant_has_its_fail_mode_while_redis_is_down_and_the_gateway_recovers_by_itself(
     open_house: Open, own: RedisServer
 ) -> None:
-    quotas = in_redis(own.url, gateways=2)
-    house = await opened(open_house, quotas, ACME, LOCAL, admin={"port": 0})
+    sections = in_redis(own.url, gateways=2)
+    house = await opened(open_house, sections, ACME, LOCAL, admin={"port": 0})
     async with house.chat() as answer:
         assert answer.status == 200
     own.kill()
@@ -114,8 +116,8 @@ async def test_a_cluster_that_is_partly_down_is_served_by_gateways_that_stay_rea
         tenants = [{"id": name, "limits": {"concurrent": 9}} for name in (dead, served)]
         keys = [{"id": "k1", "hash": hash_key(KEY), "tenant": dead}]
         keys += [{"id": "k2", "hash": hash_key(OTHER_KEY), "tenant": served}]
-        quotas = in_redis(cluster.url, cluster=True)
-        house = await opened(open_house, quotas, *tenants, keys=keys, admin={"port": 0})
+        sections = in_redis(cluster.url, cluster=True)
+        house = await opened(open_house, sections, *tenants, keys=keys, admin={"port": 0})
         guarded = house.gateway._guarded
         assert guarded is not None
         assert guarded.is_well
@@ -139,18 +141,18 @@ async def test_a_cluster_that_is_partly_down_is_served_by_gateways_that_stay_rea
 async def test_an_acl_user_that_may_use_its_own_keys_alone_is_enough(
     open_house: Open, own: RedisServer, tmp_path: Path
 ) -> None:
-    quotas = in_redis(own.url, username="penstock", password_file=str(tmp_path / "password"))
+    sections = in_redis(own.url, username="penstock", password_file=str(tmp_path / "password"))
     (tmp_path / "password").write_text(PASSWORD + "\n")
     own.admin.acl_setuser(
         "penstock",
         enabled=True,
         passwords=[f"+{PASSWORD}"],
-        keys=[f"{quotas['key_prefix']}:*"],
+        keys=[f"{sections['redis']['key_prefix']}:*"],
         categories=["+@read", "+@write", "+@scripting", "-@dangerous"],
         commands=["+time", "+client|setname"],
     )
     own.admin.acl_setuser("default", enabled=False)
-    house = await opened(open_house, quotas, ACME, LOCAL)
+    house = await opened(open_house, sections, ACME, LOCAL)
     async with house.chat() as answer:
         assert answer.status == 200
     assert PASSWORD not in house.log.getvalue()
@@ -193,47 +195,71 @@ async def test_a_redis_that_asks_for_a_client_certificate(open_house: Open, tmp_
 def test_an_own_certificate_that_cannot_be_used_is_named_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "own.pem").write_text("no certificate")
     own = str(tmp_path / "own.pem")
-    quotas = {"store": "redis", "url": "rediss://host", "cert": own, "key": own}
-    with pytest.raises(ConfigError, match=r"quotas: cannot use .*own\.pem"):
-        Gateway(load(settings("http://engine", quotas=quotas), {}), env={})
+    sections = in_redis("rediss://host", cert=own, key=own)
+    with pytest.raises(ConfigError, match=r"redis: cannot use .*own\.pem"):
+        Gateway(load(settings("http://engine", **sections), {}), env={})
 
 
 @pytest.mark.parametrize(
-    ("quotas", "problem"),
+    ("redis", "problem"),
     [
-        ({"store": "redis"}, 'quotas: store = "redis" needs url'),
-        ({"url": "redis://user:secret@host"}, "quotas: url: user and password are no part of it"),
-        ({"url": "http://host"}, "quotas: url: must be like redis://host:6379/0"),
-        ({"url": "redis://a:1,b:2"}, "quotas: url: several hosts are Sentinels"),
-        ({"url": "redis://a:0"}, "quotas: url: each host must be like"),
-        ({"url": "redis://a:x"}, "quotas: url: "),
-        ({"sentinel": "m", "cluster": True}, "quotas: cluster and sentinel exclude each other"),
+        ({"url": "redis://user:secret@host"}, "redis: url: user and password are no part of it"),
+        ({"url": "http://host"}, "redis: url: must be like redis://host:6379/0"),
+        ({"url": "redis://a:1,b:2"}, "redis: url: several hosts are Sentinels"),
+        ({"url": "redis://a:0"}, "redis: url: each host must be like"),
+        ({"url": "redis://a:x"}, "redis: url: "),
+        ({"sentinel": "m", "cluster": True}, "redis: cluster and sentinel exclude each other"),
         ({"password_env": "A", "password_file": "b"}, "password_env and password_file exclude each other"),
         (
             {"sentinel": "m", "sentinel_password_env": "A", "sentinel_password_file": "b"},
             "sentinel_password_env and sentinel_password_file exclude each other",
         ),
-        ({"sentinel_password_env": "A"}, "quotas: sentinel_username and sentinel_password need sentinel"),
-        ({"url": "rediss://a", "cert": "a.pem"}, "quotas: cert and key need each other"),
-        ({"url": "redis://a", "ca": "ca.pem"}, "quotas: ca, cert and key need a url with rediss://"),
-        ({"gateways": 0}, "quotas.gateways: must be a whole number from 1 to 10000"),
-        ({"fail": "open"}, "quotas.fail: must be one of closed, local"),
+        ({"sentinel_password_env": "A"}, "redis: sentinel_username and sentinel_password need sentinel"),
+        ({"url": "rediss://a", "cert": "a.pem"}, "redis: cert and key need each other"),
+        ({"url": "redis://a", "ca": "ca.pem"}, "redis: ca, cert and key need a url with rediss://"),
     ],
 )
 def test_a_mistake_in_the_settings_is_named_and_no_secret_is_shown(
-    quotas: dict[str, Any], problem: str
+    redis: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(settings("http://engine", quotas=quotas), {})
+        load(settings("http://engine", redis=redis), {})
     assert problem in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"quotas": {"store": "redis"}}, 'quotas: store = "redis" needs url in [redis]'),
+        ({"directory": {"store": "redis"}}, 'directory: store = "redis" needs url in [redis]'),
+        ({"quotas": {"gateways": 0}}, "quotas.gateways: must be a whole number from 1 to 10000"),
+        ({"quotas": {"fail": "open"}}, "quotas.fail: must be one of closed, local"),
+    ],
+)
+def test_a_use_of_redis_that_cannot_be_is_refused(sections: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(settings("http://engine", **sections), {})
+    assert caught.value.problems == [problem]
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(RedisConfig)])
+def test_a_setting_of_redis_among_those_of_quotas_is_refused_with_its_place(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(settings("http://engine", quotas={name: "secret"}), {})
+    assert caught.value.problems == [f"quotas.{name}: this setting is redis.{name} now"]
+    variable = f"PENSTOCK_GATEWAY_QUOTAS__{name.upper()}"
+    with pytest.raises(ConfigError) as caught:
+        load(settings("http://engine"), {variable: "secret"})
+    now = f"PENSTOCK_GATEWAY_REDIS__{name.upper()}"
+    assert caught.value.problems == [f"{variable}: this setting is {now} now"]
+
+
 def test_no_request_waits_longer_than_50_ms_by_default() -> None:
-    assert QuotasConfig().timeout_s == 0.05
+    assert RedisConfig().timeout_s == 0.05
 
 
 def test_a_password_that_cannot_be_read_is_named_at_the_start() -> None:
-    quotas = {"store": "redis", "url": "redis://host", "password_env": "REDIS_PASSWORD"}
-    with pytest.raises(ConfigError, match="quotas: the environment variable REDIS_PASSWORD is not set"):
-        Gateway(load(settings("http://engine", quotas=quotas), {}), env={})
+    sections = in_redis("redis://host", password_env="REDIS_PASSWORD")
+    with pytest.raises(ConfigError, match="redis: the environment variable REDIS_PASSWORD is not set"):
+        Gateway(load(settings("http://engine", **sections), {}), env={})

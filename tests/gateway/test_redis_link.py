@@ -15,10 +15,9 @@ import redis
 
 from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_link import Address, RedisLink, packed
-from gateway.admission.redis_links import links_of, prefix_of
-from gateway.admission.redis_store import RedisStore
+from gateway.admission.redis_store import RedisStore, open_store
 from gateway.admission.usage import Used
-from gateway.quota_config import QuotasConfig
+from gateway.redis_config import RedisConfig
 from shared import logs
 from tests.gateway.conftest import until
 from tests.gateway.redis_server import RedisServer, redis_store, until_well
@@ -214,8 +213,7 @@ async def test_a_server_that_was_never_up_is_told_of_with_each_reason_once(
     own: RedisServer, log: io.StringIO
 ) -> None:
     own.admin.config_set("requirepass", "correct-horse")
-    config = QuotasConfig(store="redis", url=own.url)
-    store = RedisStore(links_of(config, {}), prefix_of(config))
+    store = open_store(RedisConfig(own.url), {})
 
     async def asked() -> None:
         for _ in range(3):

@@ -11,8 +11,7 @@ import pytest
 from redis.crc import key_slot
 
 from gateway.admission.quota import Scope, StoreUnavailable, Subject
-from gateway.admission.redis_links import ONE_TAG
-from gateway.admission.redis_store import RedisStore
+from gateway.admission.redis_store import ONE_TAG, RedisStore
 from gateway.admission.usage import Totals
 from gateway.quota_config import QuotaLimits
 from shared.ids import KeyId, TenantId

@@ -49,7 +49,8 @@ async def world(tmp_path: Path, log: io.StringIO, own: RedisServer) -> AsyncIter
 def sections(own: RedisServer, issuer: IssuerConfig) -> dict[str, Any]:
     """All that a gateway keeps in Redis is kept there."""
     return {
-        "quotas": {"store": "redis", "url": own.url, "key_prefix": "canaries", "timeout_s": PATIENT_S},
+        "redis": {"url": own.url, "key_prefix": "canaries", "timeout_s": PATIENT_S},
+        "quotas": {"store": "redis"},
         "tenant": {"limits": LIMITS},
         "issuers": [as_toml(issuer)],
         "grants": [{**GRANT, "limits": LIMITS}],

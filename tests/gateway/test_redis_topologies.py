@@ -20,11 +20,11 @@ from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_link import Address
 from gateway.admission.redis_links import CLIENT_NAME, ClusterLinks, links_of, tag_of
-from gateway.admission.redis_store import RedisStore
+from gateway.admission.redis_store import open_store
 from gateway.admission.usage import Payer, Totals, Used
 from gateway.config import TenantConfig, load
 from gateway.directory.redis_directory import TAG, open_directory
-from gateway.quota_config import QuotasConfig
+from gateway.redis_config import RedisConfig
 from shared.bench.services import free_port
 from shared.errors import DirectoryUnavailable
 from shared.ids import KeyId, TenantId
@@ -192,8 +192,8 @@ async def test_a_call_is_sent_on_once_and_no_further(cluster: Cluster) -> None:
 
 async def test_a_directory_is_on_one_node_whose_slots_may_move(cluster: Cluster) -> None:
     config = load({"models": [{"name": "tiny", "replicas": ["http://a"]}]}, {})
-    quotas = QuotasConfig(url=cluster.url, cluster=True, key_prefix="test")
-    directory = open_directory(quotas, AccountsReader(config, None), {})
+    own = RedisConfig(cluster.url, cluster=True, key_prefix="test")
+    directory = open_directory(own, AccountsReader(config, None), {})
     try:
         await directory.change(TenantConfig, "made", lambda _: TenantConfig("made"), None)
         assert await directory.get("tenants", "made") == TenantConfig("made")
@@ -293,7 +293,7 @@ async def test_a_password_that_was_renewed_is_used_for_the_next_connection(tmp_p
     path = tmp_path / "password"
     path.write_text("before\n")
     with redis_server("--requirepass", "before") as server:
-        config = QuotasConfig("redis", server.url, password_file=str(path))
+        config = RedisConfig(server.url, password_file=str(path))
         tiny = load({"models": [{"name": "tiny", "replicas": ["http://a"]}]}, {})
         directory = open_directory(config, AccountsReader(tiny, None), {})
         admin = redis.Redis(port=server.port, password="before")
@@ -325,15 +325,15 @@ async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
         ports = stack.enter_context(sentinels(primary.port, *lines))
         url = "redis://" + ",".join(f"127.0.0.1:{port}" for port in ports)
         settings: dict[str, Any] = {"url": url, "sentinel": PRIMARY, "password_file": str(of_primary)}
-        config = QuotasConfig("redis", **settings, sentinel_password_file=str(of_sentinels), connect_s=3.0)
-        store = RedisStore(links_of(config, {}), "test")
+        config = RedisConfig(**settings, sentinel_password_file=str(of_sentinels), connect_s=3.0)
+        store = open_store(config, {})
         with pytest.raises(StoreUnavailable, match="No master found"):
             await store.renew([])
         of_sentinels.write_text("of-the-sentinels\n")
         await until_well(store)
         assert await admitted(store, 1, tenant(concurrent=2))
         await store.aclose()
-        strangers = RedisStore(links_of(QuotasConfig("redis", **settings), {}), "test")
+        strangers = open_store(RedisConfig(**settings), {})
         with pytest.raises(StoreUnavailable, match="No master found"):
             await strangers.renew([])
         await strangers.aclose()
@@ -367,7 +367,7 @@ def guarded(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> dict[str, str]:
-    """Settings of `[quotas]` of a client with the certificate and the password that these servers ask for."""
+    """Settings of `[redis]` of a client with the certificate and the password that these servers ask for."""
     (tmp_path / "password").write_text("of-the-gateway\n")
     (tmp_path / "another").write_text("of-an-impostor\n")
     ca, own, password = (str(tmp_path / name) for name in ("ca.pem", "own.pem", "password"))
@@ -420,7 +420,7 @@ async def test_a_cluster_with_certificates_and_an_acl_user(
         }
         password = tmp_path / "password"
         password.write_text("before\n")
-        links = links_of(QuotasConfig("redis", **settings), {})
+        links = links_of(RedisConfig(**settings), {})
         password.write_text("of-the-gateway\n")
         await links.refresh()
         await links.aclose()
@@ -490,7 +490,7 @@ async def refused(settings: dict[str, Any], **places: Any) -> None:
     strangers = {name: text for name, text in settings.items() if name not in ("cert", "key")}
     impostors = {**settings, "password_file": str(Path(settings["ca"]).with_name("another"))}
     for theirs in (strangers, impostors):
-        store = RedisStore(links_of(QuotasConfig("redis", **theirs, **places), {}), "test")
+        store = open_store(RedisConfig(**theirs, **places, key_prefix="test"), {})
         with pytest.raises(StoreUnavailable):
             await store.renew([])
         await store.aclose()

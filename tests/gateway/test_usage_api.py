@@ -36,10 +36,10 @@ def protocol() -> str:
 async def accounted(
     open_house: Open, redis: RedisServer, store: str, timeout_s: float = PATIENT_S, **sections: Any
 ) -> House:
-    quotas = in_redis(redis.url, timeout_s=timeout_s) if store == "redis" else {}
+    counted = in_redis(redis.url, timeout_s=timeout_s) if store == "redis" else {}
     limits = {"limits": {"tokens_per_day": 10**6, "concurrent": 100}}
-    tenants = [{"id": "acme", **limits}, {"id": "other"}]
-    house: House = await open_house(quotas=quotas, admin=operator_keys(), **({"tenants": tenants} | sections))
+    told = {"tenants": [{"id": "acme", **limits}, {"id": "other"}]} | counted | sections
+    house: House = await open_house(admin=operator_keys(), **told)
     return house
 
 

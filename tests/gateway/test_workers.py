@@ -201,7 +201,7 @@ async def test_a_drain_that_is_hurried_ends_the_streams_of_all_workers_and_says_
     ("extra", "problem"),
     [
         ("limits = { concurrent = 3 }", "keys.k1.limits: 2 workers cannot count it together in memory"),
-        ("[directory]\nstore = 'redis'\n[quotas]\nurl = 'redis://localhost'", "directory.store: "),
+        ("[directory]\nstore = 'redis'\n[redis]\nurl = 'redis://localhost'", "directory.store: "),
     ],
 )
 def test_workers_that_would_count_apart_are_refused(

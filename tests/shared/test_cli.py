@@ -142,7 +142,7 @@ def test_a_variable_that_nothing_reads_is_named(
 ) -> None:
     monkeypatch.setenv("PENSTOCK_UP_PORT", "9000")
     monkeypatch.setenv("PENSTOCK_MY_SECRET", "x")
-    monkeypatch.setenv("PENSTOCK_GATEWAY_QUOTAS__PASSWORD_ENV", "PENSTOCK_MY_SECRET")
+    monkeypatch.setenv("PENSTOCK_GATEWAY_REDIS__PASSWORD_ENV", "PENSTOCK_MY_SECRET")
     _, _, err = exits(capsys, "up", "--log-dir", "/dev/null")
     assert "penstock up: PENSTOCK_UP_PORT: nothing reads it" in err
     assert "PENSTOCK_MY_SECRET" not in err
@@ -334,7 +334,7 @@ def test_options_reach_the_service_that_they_are_for(tmp_path: Path) -> None:
     assert engine.argv[-2:] == ("--max-model-len", "128")
     assert engine.log == tmp_path / "logs" / "engine.log"
     config = load_gateway_config(file, {})
-    assert (config.quotas.store, config.quotas.url) == ("redis", "redis://127.0.0.1:6379/1")
+    assert (config.quotas.store, config.redis.url) == ("redis", "redis://127.0.0.1:6379/1")
     assert config.directory.store == "redis"
     assert plan_of("--port", "0", "--model", "Qwen/Qwen3-0.6B").running.model == "Qwen3-0.6B"
     assert plan_of("--port", "0", *EVERYWHERE, "--plaintext").running.url.startswith("http://127.0.0.1:")

@@ -92,6 +92,8 @@ def test_a_preset_renders_as_it_is_kept(preset: str) -> None:
         "engine.kvDisk.sizeGiB=0",
         "engine.settings.kv_disk_dir=/tmp/x",
         "redis.url=redis:6379",
+        "gateway.settings.redis.url=redis://redis:6379",
+        "gateway.settings.quotas.timeout_s=1",
     ],
 )
 def test_a_misspelt_or_wrong_value_is_refused(misspelt: str) -> None:

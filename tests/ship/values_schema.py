@@ -53,7 +53,8 @@ GATEWAY_OWNED: Final = ("models", "admin", "hop")
 """Sections of gateway.toml that the chart writes."""
 LISTEN_GIVEN: Final = ("client_certificates", "client_ca", "crl")
 """What of [listen.tls] is not the chart's."""
-QUOTAS_OWNED: Final = ("store", "url", "password_env", "password_file", "gateways")
+REDIS_OWNED: Final = ("url", "password_env", "password_file")
+QUOTAS_OWNED: Final = ("store", "gateways")
 MODEL_OWNED: Final = ("name", "replicas", "discovery", "upstream_model")
 ENGINE_OWNED: Final = (
     *("model", "revision", "host", "port", "probe_port", "served_model_name"),
@@ -95,6 +96,7 @@ def gateway_settings() -> Schema:
     given = {name: tls["properties"][name] for name in LISTEN_GIVEN}
     properties["listen"] = table("What of [listen] is not the chart's.", tls=table("TLS.", **given))
     properties["timeouts"] = without(section(properties["timeouts"]), "drain_delay_s")
+    properties["redis"] = without(section(properties["redis"]), *REDIS_OWNED)
     properties["quotas"] = without(section(properties["quotas"]), *QUOTAS_OWNED)
     return schema | {"description": "Settings of gateway.toml, as gateway/README.md lists them."}
 
