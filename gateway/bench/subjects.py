@@ -6,6 +6,7 @@ Each is a process of its own, and they run side by side, so that what a busy mac
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import httpx
 import msgspec
 
 from gateway.bench.paced_engine import MODEL, STATS, Stats
@@ -25,9 +27,12 @@ from shared.bench.client import ApiServer
 from shared.bench.cpu import cpu_s, resident_bytes
 from shared.bench.services import demo_model, free_port, get, service
 from shared.config import to_toml
+from shared.openai import ModelList
 
 EVENTS_MAX: Final = 100_000
 """The events of a stream that is measured while it runs: enough for minutes at any pace."""
+TOKENIZER_S: Final = 60.0
+"""The longest time in which a gateway has the engine's tokenizer, in seconds."""
 LIMITS: Final = QuotaLimits(10_000_000, 1_000_000_000, 100_000)
 """Quotas that are never reached, so that their cost is measured and not their refusals."""
 _NGINX: Final = """
@@ -131,7 +136,20 @@ async def gateway(
     config = development_config(port=port, key=key, model=MODEL, engine_url=engine.url, limits=LIMITS)
     server = ApiServer(f"http://127.0.0.1:{port}/v1", key)
     async with gateway_of(config, server, f"http://127.0.0.1:{port}/readyz", checkout, under) as subject:
+        await _counts_exactly(server)
         yield subject
+
+
+async def _counts_exactly(server: ApiServer) -> None:
+    """Wait until the gateway has the engine's tokenizer: it has loaded it when it tells the model's context.
+    Until then it estimates, which costs something else."""
+    headers = {"authorization": f"Bearer {server.key}"}
+    async with httpx.AsyncClient(headers=headers, trust_env=False) as client, asyncio.timeout(TOKENIZER_S):
+        while True:
+            listed = msgspec.json.decode((await client.get(f"{server.url}/models")).content, type=ModelList)
+            if listed.data[0].max_model_len is not None:
+                return
+            await asyncio.sleep(0.05)
 
 
 @contextlib.asynccontextmanager
