@@ -43,15 +43,7 @@ from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
 from gateway.recorder import Recorder
 from gateway.relay.stream import Progress
-from gateway.routes import (
-    DESCRIBE,
-    END_REQUESTS,
-    LIST_MODELS,
-    NOTHING,
-    SHOW_MODEL,
-    Route,
-    find,
-)
+from gateway.routes import DESCRIBE, END_REQUESTS, LIST_MODELS, NOTHING, SHOW_MODEL, Route, find
 from gateway.told_windows import ToldWindows
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -372,7 +364,7 @@ def aborted() -> ApiError:
 
 
 def _principal_of(exchange: Exchange) -> Principal:
-    """Who asks for a route that is not open."""
+    """The caller of a route that is not open."""
     assert exchange.principal is not None
     return exchange.principal
 

@@ -32,7 +32,7 @@ from gateway.openapi_parts import (
     ref,
     request_header,
 )
-from gateway.routes import DESCRIBE, ROUTES, Route
+from gateway.routes import ROUTES, Route
 from shared import openai
 from shared.errors import (
     ApiError,
@@ -52,7 +52,6 @@ from shared.openai import ErrorEnvelope
 from shared.probes import PROBES
 from shared.timeouts import TIMEOUT_S_MAX
 
-PATH: Final = DESCRIBE.path
 INTERNAL: Final = frozenset({"penstock"})
 """The fields of requests that are the gateway's own."""
 
