@@ -43,7 +43,6 @@ from gateway.edge_config import (
     Seconds,
     is_base_url,
 )
-from gateway.endpoints import SCOPES
 from gateway.holder_config import ALL_MODELS as ALL_MODELS
 from gateway.holder_config import ANY as ANY
 from gateway.holder_config import CertificateConfig, GrantConfig
@@ -57,6 +56,7 @@ from gateway.quota_config import (
     model_limit_problems,
 )
 from gateway.redis_config import RedisConfig
+from gateway.routes import SCOPES
 from gateway.timeout_config import TimeoutOverrides, TimeoutsConfig
 from shared import config
 from shared.config import ConfigError

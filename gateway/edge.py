@@ -27,21 +27,23 @@ from gateway.admin import probe_response
 from gateway.admission.quota import QuotaStore, ReservationId
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
-from gateway.client.reading import serves
+from gateway.client.interface import Body, Connection, Sink
+from gateway.client.reading import ReadsInTurn
 from gateway.client.responses import JSON, error_response
 from gateway.config import GatewayConfig
-from gateway.endpoints import CHUNKS, ENDPOINTS, MODELS, REQUESTS
+from gateway.endpoints import CHUNKS
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.hygiene import check, path_of
 from gateway.identity.caller import Principal
 from gateway.model_lists import ModelLists
-from gateway.openapi import PATH, document
+from gateway.openapi import document
 from gateway.pace import Pace
 from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
 from gateway.recorder import Recorder
 from gateway.relay.stream import Progress
+from gateway.routes import DESCRIBE, END_REQUESTS, LIST_MODELS, NOTHING, SHOW_MODEL, Route, find
 from gateway.told_windows import ToldWindows
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -76,7 +78,6 @@ from shared.sse import TailScanner
 from shared.telemetry import Stages
 from shared.tracing import NO_TRACING, Tracing
 
-UNKNOWN: Final = "unknown"
 DESCRIBING_MAX: Final = 64
 """Callers that are sent the API's description at a time: they have no key, and each may hold it in its
 connection's buffers for as long as a slow client may."""
@@ -88,6 +89,9 @@ ENDS_AT_ONCE: Final = 1024
 """Those that it may ask for at once, as a client that gives up all that it asked."""
 
 log = logs.get(__name__)
+
+Handler = Callable[[Exchange, str], Awaitable[None]]
+"""Answers a request, by the id in its path; empty where it has none."""
 
 
 class Edge:
@@ -127,26 +131,32 @@ class Edge:
         """Ends a tenant's requests of an id that other workers have, and returns how many."""
         self._describing = 0
         """The number of callers that are being sent the API's description."""
+        self._handlers: Final[Mapping[Route, Handler]] = {
+            LIST_MODELS: self._list_models,
+            SHOW_MODEL: self._show_model,
+            END_REQUESTS: self._end_requests,
+            DESCRIBE: self._describe,
+        }
+        """The handlers of the routes that need no engine."""
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request of the public listener."""
         path = path_of(request)
         if self._health.lifecycle.phase is Phase.DRAINING:  # its connection is closed after the answer
             request._message = request._message._replace(should_close=True)
         if path in PROBES:
             return self._probe(request)
-        exchange = self._open(request, path)
-        logs.REQUEST_ID.set(exchange.request_id)
+        timeouts, connection = self._config.timeouts, request.protocol
+        assert isinstance(connection, ReadsInTurn)
+        watch = Watch(timeouts.total_s, self._soonest_s)
+        client = Client(request, watch, timeouts.slow_client_s)
+        sent = request.method, path, request.headers, request.content
         try:
-            return await self._answer(exchange)
-        except (ClientGone, asyncio.CancelledError) as error:
-            _client_left(exchange)
-            if isinstance(error, ClientGone):
-                raise ConnectionResetError("the client left") from None
-            raise
-        finally:
-            self._complete(exchange)
-            forget_frames(exchange.record.error)
-            forget_frames(exchange.watch.reason)
+            await self.answer(self.open(*sent, connection, client, watch), request)
+        except ClientGone:
+            raise ConnectionResetError("the client left") from None
+        assert client.response is not None
+        return client.response
 
     def _probe(self, request: web.BaseRequest) -> web.Response:
         try:
@@ -157,108 +167,123 @@ class Edge:
             return response
         return probe_response(self._health, request)
 
-    async def _answer(self, exchange: Exchange) -> web.StreamResponse:
+    async def answer(self, exchange: Exchange, request: web.BaseRequest | None = None) -> None:
+        """Answer a request, and write its completed line. `request` is what came by HTTP, whose head is
+        checked; None where the caller has no socket. Raises ClientGone."""
+        logs.REQUEST_ID.set(exchange.request_id)
+        try:
+            await self._answer(exchange, request)
+        except (ClientGone, asyncio.CancelledError):
+            _client_left(exchange)
+            raise
+        finally:
+            self._complete(exchange)
+            forget_frames(exchange.record.error)
+            forget_frames(exchange.watch.reason)
+
+    async def _answer(self, exchange: Exchange, request: web.BaseRequest | None) -> None:
         try:
             self._live.enter(exchange)
             try:
                 with exchange.watch:
-                    return await self._serve(exchange)
+                    await self._serve(exchange, request)
             finally:
                 self._live.leave(exchange)
+            assert exchange.client.status is not None
+            exchange.record.status = exchange.client.status
         except ApiError as error:
-            return await self._fail(exchange, error)
+            await self._fail(exchange, error)
         except ClientGone:
             raise
         except Exception:
             log.exception("request.crashed")
-            return await self._fail(exchange, InternalError("The gateway failed. It is not your fault."))
+            await self._fail(exchange, InternalError("The gateway failed. It is not your fault."))
 
-    async def _serve(self, exchange: Exchange) -> web.StreamResponse:
-        """Answer by path and method. Authentication comes before any answer that depends on the path."""
-        check(exchange.request)
-        method, path = exchange.request.method, exchange.path
-        endpoint = exchange.endpoint
-        if path == PATH:
-            _allow(exchange, "GET")
-            return await self._describe(exchange)
-        if endpoint is not None and method == "POST":
-            await self._pipeline.run(exchange, endpoint)
-            assert exchange.client.response is not None
-            exchange.record.status = exchange.client.response.status
-            return exchange.client.response
-        principal = await self._pipeline.begin(exchange)
-        exchange.stages.enter("answer")
-        if endpoint is not None:
-            raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.", allow="POST")
-        if path == MODELS or _is_below(f"{MODELS}/", path):
-            _allow(exchange, "GET")
-            name = unquote(path.removeprefix(MODELS)[1:])  # SDKs escape the slash of org/model
-            return await self._send(exchange, self._models(exchange, principal, name))
-        if _is_below(REQUESTS, path):
-            _allow(exchange, "DELETE")
-            request_id = RequestId(path.removeprefix(REQUESTS))
-            if (wait_s := self._ends.wait_s(principal.tenant, self._clock.monotonic())) > 0:
-                raise RateLimited("Too many requests are ended one by one.", retry_after_s=wait_s)
-            ended = self._live.end(principal.tenant, request_id, aborted, exchange)
-            if is_id(request_id):  # no request has another, and the other workers are asked in few words
-                ended += await self.end_elsewhere(principal.tenant, request_id)
-            return await self._send(exchange, msgspec.json.encode(AbortResponse(request_id, ended)))
-        raise RouteNotFound(no_such_path(path, lambda other: _endpoint(other) != UNKNOWN))
+    def _serve(self, exchange: Exchange, request: web.BaseRequest | None) -> Awaitable[None]:
+        """Answer by path and method."""
+        if request is not None:
+            check(request)
+        route = exchange.resource.routes.get(exchange.method)
+        if route is None or route.endpoint is None:
+            return self._answer_here(exchange, route)
+        return self._pipeline.run(exchange, route.endpoint)
 
-    async def _describe(self, exchange: Exchange) -> web.StreamResponse:
+    async def _answer_here(self, exchange: Exchange, route: Route | None) -> None:
+        """Answer without an engine. Authentication comes before any answer that depends on the path. `route`
+        is None where nothing is served."""
+        resource, path = exchange.resource, exchange.path
+        if not resource.is_open:
+            await self._pipeline.begin(exchange)
+            exchange.stages.enter("answer")
+        if resource is NOTHING:
+            raise RouteNotFound(no_such_path(path, lambda other: find(other) is not NOTHING))
+        if route is None:
+            raise _not_allowed(exchange)
+        await self._handlers[route](exchange, resource.id_of(path))
+
+    # -- the routes that need no engine -----------------------------------------------------------
+
+    async def _list_models(self, exchange: Exchange, _: str) -> None:
+        principal = _principal_of(exchange)
+        self._live.claim(exchange, principal.tenant)  # who reads a long list slowly holds a part of it
+        await self._send(exchange, self._lists.all(exchange.accounts.tenants, principal))
+
+    async def _show_model(self, exchange: Exchange, id_: str) -> None:
+        name = unquote(id_)  # SDKs escape the slash of org/model
+        model = exchange.accounts.tenants.resolve(_principal_of(exchange), name)
+        await self._send(exchange, msgspec.json.encode(self._lists.one(name, model)))
+
+    async def _end_requests(self, exchange: Exchange, id_: str) -> None:
+        tenant, request_id = _principal_of(exchange).tenant, RequestId(id_)
+        if (wait_s := self._ends.wait_s(tenant, self._clock.monotonic())) > 0:
+            raise RateLimited("Too many requests are ended one by one.", retry_after_s=wait_s)
+        ended = self._live.end(tenant, request_id, aborted, exchange)
+        if is_id(request_id):  # no request has another, and the other workers are asked in few words
+            ended += await self.end_elsewhere(tenant, request_id)
+        await self._send(exchange, msgspec.json.encode(AbortResponse(request_id, ended)))
+
+    async def _describe(self, exchange: Exchange, _: str) -> None:
         """Send the API's description. It is for everybody, so those who read it slowly are bounded."""
         if self._describing >= DESCRIBING_MAX:
             raise Overloaded("Too many callers read this at the moment.", retry_after_s=1.0)
         self._describing += 1
         try:
             exchange.stages.enter("answer")
-            return await self._write(exchange, document(), {"cache-control": "public, max-age=3600"})
+            await self._write(exchange, document(), {"cache-control": "public, max-age=3600"})
         finally:
             self._describing -= 1
 
-    def _models(self, exchange: Exchange, principal: Principal, name: str) -> bytes:
-        tenants = exchange.accounts.tenants
-        if name:
-            return msgspec.json.encode(self._lists.one(name, tenants.resolve(principal, name)))
-        self._live.claim(exchange, principal.tenant)  # who reads a long list slowly holds a part of it
-        return self._lists.all(tenants, principal)
-
     # -- answers ----------------------------------------------------------------------------------
 
-    async def _send(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
+    async def _send(self, exchange: Exchange, body: bytes) -> None:
         await self._look_up_windows(exchange)
-        return await self._write(exchange, body, {})
+        await self._write(exchange, body, {})
 
-    async def _write(self, exchange: Exchange, body: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
+    async def _write(self, exchange: Exchange, body: bytes, headers: Mapping[str, str]) -> None:
         """Write a whole answer as fast as its client reads it."""
-        client = exchange.client
-        await client.begin(
-            HTTPStatus.OK, {**exchange.headers(), "content-type": JSON, **headers}, body, whole=True
-        )
+        client, all_headers = exchange.client, {**exchange.answer_headers(), "content-type": JSON, **headers}
+        await client.begin(int(HTTPStatus.OK), all_headers, body, whole=True)
         await client.drain()
         await client.finish()
-        assert client.response is not None
-        exchange.record.status = int(HTTPStatus.OK)
-        return client.response
 
-    async def _fail(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
+    async def _fail(self, exchange: Exchange, error: ApiError) -> None:
         """Answer with an error, or end an answer that has begun with it."""
-        begun = exchange.client.response
-        if begun is not None and exchange.client.finished:
-            exchange.record.status = begun.status  # its whole answer was sent already
-            return begun
-        exchange.record.failed(error, begun.status if begun else None)
+        client = exchange.client
+        if (begun := client.status) is not None and client.finished:
+            exchange.record.status = begun  # its whole answer was sent already
+            return
+        exchange.record.failed(error, begun)
         if begun is not None:
             at_boundary = exchange.progress.scanner.at_boundary
-            dialect = exchange.endpoint.dialect if exchange.endpoint is not None else CHUNKS
-            await exchange.client.fail(error, dialect.error_event(error) if at_boundary else None)
-            return begun
+            endpoint = exchange.resource.endpoint
+            dialect = endpoint.dialect if endpoint is not None else CHUNKS
+            await client.fail(error, dialect.error_event(error) if at_boundary else None)
+            return
         await self._look_up_windows(exchange)
-        response = error_response(error, exchange.headers())
-        if exchange.stages.now == "edge" or not exchange.request.content.is_eof():
-            response.force_close()  # its head was refused, or the rest of its body is dropped
-            serves(exchange.request, exchange.record.tenant or "")
-        return response
+        closes = exchange.stages.now == "edge" or not exchange.body.is_eof()
+        client.refuse(error, exchange.answer_headers(), closes=closes)
+        if closes:  # its head was refused, or the rest of its body is dropped
+            exchange.connection.tenant = exchange.record.tenant or ""
 
     async def _look_up_windows(self, exchange: Exchange) -> None:
         """Look up the caller's quotas for the `x-ratelimit-*` headers, where no reservation did."""
@@ -267,26 +292,38 @@ class Edge:
 
     # -- the life of a request --------------------------------------------------------------------
 
-    def _open(self, request: web.BaseRequest, path: str) -> Exchange:
-        headers = request.headers
+    def open(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: Body,
+        connection: Connection,
+        client: Sink,
+        watch: Watch,
+    ) -> Exchange:
+        """The exchange of a request. `headers` are looked up by small letters."""
         stages = self._tracing.stages(
             "gateway",
             self._clock,
             traceparent=headers.get(TRACEPARENT_HEADER),
             tracestate=headers.get(TRACESTATE_HEADER),
         )
-        watch = Watch(self._config.timeouts.total_s, self._soonest_s)
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
-        endpoint = ENDPOINTS.get(path)
+        resource = find(path)
+        endpoint = resource.endpoint
         return Exchange(
-            request=request,
+            method=method,
             path=path,
-            endpoint=endpoint,
+            resource=resource,
+            headers=headers,
+            body=body,
+            connection=connection,
             request_id=request_id,
-            record=RequestRecord(request_id, request.method[:16], _endpoint(path)),
+            record=RequestRecord(request_id, method[:16], resource.path),
             stages=stages,
             watch=watch,
-            client=Client(request, watch, self._config.timeouts.slow_client_s),
+            client=client,
             accounts=self._accounts.now,
             timeouts=self._config.timeouts,
             clock=self._clock,
@@ -326,29 +363,22 @@ def aborted() -> ApiError:
     return RequestAborted("It was aborted.")
 
 
+def _principal_of(exchange: Exchange) -> Principal:
+    """The caller of a route that is not open."""
+    assert exchange.principal is not None
+    return exchange.principal
+
+
 def _client_left(exchange: Exchange) -> None:
-    response = exchange.client.response
-    if response is not None and exchange.progress.delivered:
-        exchange.record.status = response.status  # the whole answer was sent
+    if (status := exchange.client.status) is not None and exchange.progress.delivered:
+        exchange.record.status = status  # the whole answer was sent
     else:
         exchange.record.client_left()
 
 
-def _endpoint(path: str) -> str:
-    """The route of a path, for logs and metrics: one of a few constants, whatever the path."""
-    if path in ENDPOINTS or path in (MODELS, PATH):
-        return path
-    if _is_below(f"{MODELS}/", path):
-        return f"{MODELS}/{{id}}"
-    return f"{REQUESTS}{{id}}" if _is_below(REQUESTS, path) else UNKNOWN
-
-
-def _is_below(prefix: str, path: str) -> bool:
-    """True if an id follows the prefix. A slash at the end makes it another path, which is not served."""
-    return path.startswith(prefix) and path != prefix
-
-
-def _allow(exchange: Exchange, method: str) -> None:
-    if exchange.request.method != method and (exchange.request.method, method) != ("HEAD", "GET"):
-        allow = "GET, HEAD" if method == "GET" else method
-        raise MethodNotAllowed(f"This takes {method}, not {exchange.request.method[:16]}.", allow=allow)
+def _not_allowed(exchange: Exchange) -> MethodNotAllowed:
+    routes = exchange.resource.routes
+    methods = " or ".join(dict.fromkeys(route.method for route in routes.values()))
+    what = "This" if exchange.resource.endpoint is None else exchange.path
+    message = f"{what} takes {methods}, not {exchange.method[:16]}."
+    return MethodNotAllowed(message, allow=", ".join(routes))

@@ -70,8 +70,3 @@ ENDPOINTS: Final[Mapping[str, Endpoint]] = {
     )
 }
 """The endpoints by path."""
-
-MODELS: Final = "/v1/models"
-REQUESTS: Final = "/v1/requests/"
-SCOPES: Final = (*ENDPOINTS, MODELS, REQUESTS.rstrip("/"))
-"""The endpoints to which a key can be restricted: the first part of a path, up to an id."""

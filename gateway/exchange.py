@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final
 
-from aiohttp import web
 from msgspec import Struct
 
 from gateway.accounts import Accounts
 from gateway.admission.quota import Decision, ReservationId, Window, Windows
 from gateway.admission.usage import Payer
-from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
-from gateway.endpoints import Endpoint
+from gateway.client.interface import Body, Connection, Sink
 from gateway.identity.caller import Principal
 from gateway.record import RequestRecord
 from gateway.relay.stream import Progress
+from gateway.routes import Resource
 from gateway.timeout_config import TimeoutsConfig
 from shared.clock import Clock
 from shared.errors import ApiError, NotReady, Overloaded
@@ -34,18 +33,22 @@ _TIMING: Final = re.compile(r"\s*[\w-]+(;[\w-]+=[\w.-]+)*\s*")
 class Exchange(Struct, eq=False):
     """The state that the stages of one request share."""
 
-    request: web.BaseRequest
+    method: str
     path: str
     """The path as it was sent, without the query."""
-    endpoint: Endpoint | None
-    """The endpoint that engines serve at this path. None for any other path."""
+    resource: Resource
+    """What is served at this path."""
+    headers: Mapping[str, str]
+    """The headers that were sent, looked up by small letters."""
+    body: Body
+    connection: Connection
     request_id: RequestId
     record: RequestRecord
     """The record for log and metrics. The exchange is written to it and never read from it: nothing that
     happens depends on it."""
     stages: Stages
     watch: Watch
-    client: Client
+    client: Sink
     accounts: Accounts
     """Keys and tenants as they were when the request came: a reload does not change them midway."""
     timeouts: TimeoutsConfig
@@ -106,7 +109,7 @@ class Exchange(Struct, eq=False):
         named = (entry.strip() for entry in entries if _TIMING.fullmatch(entry))
         self.engine_timing = ", ".join(f"engine-{entry}" for entry in named)
 
-    def headers(self) -> dict[str, str]:
+    def answer_headers(self) -> dict[str, str]:
         """The headers that every answer has, beside those of its content."""
         timing = self.stages.server_timing()
         headers = {

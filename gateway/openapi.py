@@ -1,6 +1,6 @@
 """The API's description, as OpenAPI 3.1: `GET /openapi.json`.
 
-It is made of what the gateway itself goes by: the endpoint table, the request and answer shapes of
+It is made of what the gateway itself goes by: the table of routes, the request and answer shapes of
 `shared.openai` with their bounds and docstrings, and the tree of errors. So it cannot say what the code does
 not.
 
@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import NODEFAULT, Raw, Struct
 
-from gateway.endpoints import ENDPOINTS, Endpoint
+from gateway.endpoints import Endpoint
 from gateway.openapi_parts import (
     HEADERS,
     JSON,
@@ -32,13 +32,13 @@ from gateway.openapi_parts import (
     ref,
     request_header,
 )
+from gateway.routes import ROUTES, Route
 from shared import openai
 from shared.errors import (
     ApiError,
     IdentityUnavailable,
     InternalError,
     InvalidRequest,
-    ModelNotFound,
     NotReady,
     Overloaded,
     PermissionDenied,
@@ -48,11 +48,10 @@ from shared.errors import (
     TotalTimeout,
     Unauthenticated,
 )
-from shared.openai import AbortResponse, ErrorEnvelope, Model, ModelList
+from shared.openai import ErrorEnvelope
 from shared.probes import PROBES
 from shared.timeouts import TIMEOUT_S_MAX
 
-PATH: Final = "/openapi.json"
 INTERNAL: Final = frozenset({"penstock"})
 """The fields of requests that are the gateway's own."""
 
@@ -97,10 +96,11 @@ def document() -> bytes:
 
 def _schemas() -> Json:
     """The schemas by name, with descriptions from the docstrings."""
-    requests = [endpoint.shape for endpoint in ENDPOINTS.values()]
-    answers = [endpoint.answer for endpoint in ENDPOINTS.values()]
-    events = [endpoint.event for endpoint in ENDPOINTS.values() if endpoint.event is not None]
-    types = [*map(_public, requests), *answers, *events, ModelList, Model, AbortResponse, ErrorEnvelope]
+    endpoints = [route.endpoint for route in ROUTES if route.endpoint is not None]
+    requests = [_public(endpoint.shape) for endpoint in endpoints]
+    events = [endpoint.event for endpoint in endpoints if endpoint.event is not None]
+    answers = [route.answer for route in ROUTES if route.answer is not None]
+    types = [*requests, *events, *answers, ErrorEnvelope]
     _, components = msgspec.json.schema_components(dict.fromkeys(types), ref_template=REF)
     for name, schema in components.items():
         describe(schema, getattr(openai, name))
@@ -126,18 +126,13 @@ def _public(shape: type[Struct]) -> type[Struct]:
 
 
 def _paths() -> Json:
-    paths: Json = {endpoint.path: {"post": _proxied(endpoint)} for endpoint in ENDPOINTS.values()}
-    one = path_parameter("id", "A model's name or one of its aliases.")
-    paths["/v1/models"] = {"get": _read("List the models that the caller may use.", ModelList)}
-    paths["/v1/models/{id}"] = {"get": _read("Describe a model.", Model, ModelNotFound), "parameters": [one]}
-    named = path_parameter("id", "The x-request-id of the requests.")
-    ends = _read("End the caller's requests that carry this id.", AbortResponse)
-    paths["/v1/requests/{id}"] = {"delete": ends, "parameters": [named]}
-    for path in PROBES:
-        paths[path] = {"get": probe(path)}
-    shown = {"description": "This document.", "content": {JSON: {"schema": {"type": "object"}}}}
-    answers = {"200": {**shown, "headers": headers_of("x-request-id")}} | errors_of(_EVERYWHERE)
-    paths[PATH] = {"get": {"summary": "Describe the API.", "security": [], "responses": answers}}
+    paths: Json = {path: {"get": probe(path)} for path in PROBES}
+    for route in ROUTES:
+        at = paths.setdefault(route.path, {})
+        operation = _answered(route) if route.endpoint is None else _proxied(route.endpoint)
+        at[route.method.lower()] = operation
+        if route.of_id:
+            at["parameters"] = [path_parameter("id", route.of_id)]
     return paths
 
 
@@ -163,11 +158,20 @@ def _proxied(endpoint: Endpoint) -> Json:
     }
 
 
-def _read(summary: str, answer: type[Struct], *more: type[ApiError]) -> Json:
-    whole = {"description": "The answer.", "content": {JSON: {"schema": ref(answer)}}}
-    headers = headers_of("x-request-id", "server-timing", *RATE_LIMITS)
-    errors = errors_of((*_EVERYWHERE, *_KNOWN_CALLERS, *more, RouteNotFound))
-    return {"summary": summary, "responses": {"200": {**whole, "headers": headers}} | errors}
+def _answered(route: Route) -> Json:
+    schema = {"type": "object"} if route.answer is None else ref(route.answer)
+    headers: tuple[str, ...] = "x-request-id", "server-timing"
+    errors: tuple[type[ApiError], ...] = *_EVERYWHERE, *route.errors
+    if not route.is_open:
+        headers += RATE_LIMITS
+        errors += *_KNOWN_CALLERS, RouteNotFound
+    whole = {
+        "description": "The answer.",
+        "content": {JSON: {"schema": schema}},
+        "headers": headers_of(*headers),
+    }
+    operation = {"summary": route.summary, "responses": {"200": whole} | errors_of(errors)}
+    return operation | ({"security": []} if route.is_open else {})
 
 
 # -- headers --------------------------------------------------------------------------------------

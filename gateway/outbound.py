@@ -142,7 +142,7 @@ def _for_ours(exchange: Exchange, terms: Terms) -> HeaderPairs:
         (REQUEST_TIMEOUT_HEADER, tenant.request_timeout_s or model.request_timeout_s),
     )
     for name, most_s in deadlines:
-        asked = exchange.request.headers.get(name)
+        asked = exchange.headers.get(name)
         if asked is None and most_s is None:  # as nearly always
             continue
         if (seconds := bound_s(name, asked, most_s)) is not None:

@@ -48,7 +48,6 @@ from gateway.admission.usage import NOTHING, Used
 from gateway.admission.validate import validate, validate_slices
 from gateway.billing.lines import Billing
 from gateway.client.body import read_body
-from gateway.client.reading import served_by, serves
 from gateway.config import ALL_ENDPOINTS, GatewayConfig, ModelConfig
 from gateway.dispatch import REPEATED, Dispatched, Dispatcher, Prepared
 from gateway.endpoints import Dialect, Endpoint, ProxiedRequest
@@ -259,8 +258,8 @@ class Pipeline:
         """The caller. Raises Unauthenticated, IdentityUnavailable, and PermissionDenied where it may not use
         what it asks for."""
         exchange.stages.enter("auth")
-        request = exchange.request
-        caller = Caller(request.headers.get("authorization"), request.transport, served_by(request))
+        headers, connection = exchange.headers, exchange.connection
+        caller = Caller(headers.get("authorization"), connection.transport, connection.tenant)
         try:
             found = exchange.accounts.identity.identify(caller, exchange.clock.wall())
         except Unauthenticated:
@@ -279,11 +278,11 @@ class Pipeline:
             raise Unauthenticated("The tenant of this API key does not exist any more.")
         exchange.principal = principal
         exchange.record.key, exchange.record.tenant = principal.key, principal.tenant
-        serves(request, principal.tenant)
+        connection.tenant = principal.tenant
         if caller.authorization is not None:
             self._known.note(caller.authorization, principal.tenant)
-        elif exchange.endpoint is not None:  # a browser shows its certificate for the page of any site
-            check_page(request.headers)
+        elif exchange.resource.endpoint is not None:  # a browser shows its certificate for any site's page
+            check_page(headers)
         if principal.endpoints is not ALL_ENDPOINTS:
             check_endpoint(principal, exchange.path)
         return principal
@@ -302,9 +301,8 @@ class Pipeline:
     ) -> Parsed[ProxiedRequest]:
         exchange.stages.enter("body")
         limits, timeouts = self._config.limits, self._config.timeouts
-        body = await read_body(
-            exchange.request, exchange.watch, holding, limits.body_len_max, timeouts.body_s
-        )
+        sent = exchange.headers, exchange.body, exchange.client
+        body = await read_body(*sent, exchange.watch, holding, limits.body_len_max, timeouts.body_s)
         exchange.stages.enter("validate")
         refuses_unknown = self._config.admission.unknown_fields
         if len(body) <= INLINE_LEN_MAX:
@@ -429,7 +427,7 @@ class Pipeline:
         def first_byte() -> dict[str, str]:
             """Enter the stage `relay`, and return the headers that the gateway adds."""
             exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
-            return exchange.headers()
+            return exchange.answer_headers()
 
         self._engines.of(dispatched.model).observe(answer.tokenizer)
         exchange.set_engine_timing(answer.headers.get("server-timing", ""))

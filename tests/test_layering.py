@@ -109,7 +109,7 @@ GATEWAY_LEVELS = (
         *("accounting_config", "edge_config", "quota_config", "directory_config", "endpoints"),
         *("redis_config", "certificate_names"),
     },
-    {"timeout_config", "discovery_config", "holder_config", "ticks"},
+    {"timeout_config", "discovery_config", "holder_config", "ticks", "routes"},
     {"config", "secret", "hygiene", "background", "shield", "client", "recorder", "openapi_parts"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {
@@ -151,6 +151,36 @@ def test_only_the_pipeline_knows_the_order_of_stages() -> None:
             parts = name.split(".")
             if parts[0] == "gateway" and len(parts) > 1 and parts[1] != own:
                 assert level_of[parts[1]] < level_of[own], f"{path.name}: {own} imports {parts[1]}"
+
+
+AIOHTTP_IN_THE_GATEWAY = {
+    "client": "the client's end of a request",
+    "edge": "what the public listener hands on",
+    "hygiene": "a head's bytes, as aiohttp's parser leaves them",
+    **dict.fromkeys(("listener", "heads"), "the listeners' sockets"),
+    **dict.fromkeys(("operators", "admin", "console", "workers"), "what operators ask"),
+    **dict.fromkeys(("limits_api", "replica_api", "requests_api", "usage_api"), "what operators ask"),
+    "directory": "what operators ask",
+    "discovery": "a client of Kubernetes",
+}
+"""The modules and packages of the gateway that know of aiohttp. No stage of a request is among them, so that
+a caller needs no socket."""
+CLIENT_FOR_STAGES = {"body", "deadlines", "interface"}
+"""The modules of `gateway.client` by which the others know the client's end of a request."""
+
+
+def test_a_requests_stages_know_nothing_of_aiohttp() -> None:
+    knowing = set()
+    for path in (ROOT / "gateway").rglob("*.py"):
+        own = path.relative_to(ROOT / "gateway").with_suffix("").parts[0]
+        names = set(imports(path))
+        if own != "bench" and any(name.split(".")[0] == "aiohttp" for name in names):
+            knowing.add(own)
+        if own in ("bench", *AIOHTTP_IN_THE_GATEWAY):
+            continue
+        ends = {name.split(".")[2] for name in names if name.startswith("gateway.client.")}
+        assert ends <= CLIENT_FOR_STAGES, f"{path.name} imports {sorted(ends - CLIENT_FOR_STAGES)}"
+    assert knowing == AIOHTTP_IN_THE_GATEWAY.keys()
 
 
 def test_no_unsafe_loading_in_the_source() -> None:

@@ -27,9 +27,11 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 
 from gateway.client.deadlines import Watch
+from gateway.client.responses import error_response
 from shared.errors import ApiError, SlowClient
 from shared.http import ClientGone
 from shared.listening import SERVER
+from shared.request_body import send_continue
 
 BODILESS: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 STATUS_LINES_MAX: Final = 1024
@@ -55,9 +57,11 @@ class Begun(web.StreamResponse):
 
 
 class Client:
+    """The sink (`gateway.client.interface.Sink`) of an answer over HTTP/1."""
+
     __slots__ = (
         "_is_stream", "_protocol", "_request", "_watch", "finished", "is_chunked", "response",
-        "slow_client_s",
+        "slow_client_s", "status",
     )  # fmt: skip
 
     def __init__(self, request: web.BaseRequest, watch: Watch, slow_client_s: float) -> None:
@@ -68,15 +72,33 @@ class Client:
         """True if each piece of the answer is a chunk."""
         self._is_stream = False
         self.slow_client_s = slow_client_s
-        self.response: Begun | None = None
-        """The response of an answer that has begun, whose status can no longer be changed. None until
-        then."""
+        self.response: web.StreamResponse | None = None
+        """What aiohttp is given for the answer. None until it has begun, or was refused."""
+        self.status: int | None = None
+        """The status of an answer that has begun, which can no longer be changed. None until then."""
         self.finished = False
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the connection is broken."""
+        transport = self._protocol.transport
+        return transport is None or transport.is_closing()
+
+    async def go_on(self) -> None:
+        """Tell a client that waits for it to send the body."""
+        await send_continue(self._request.writer)
+
+    def refuse(self, error: ApiError, headers: Mapping[str, str], *, closes: bool) -> None:
+        """Answer with an error, where no answer has begun. aiohttp writes it."""
+        assert self.status is None
+        self.response = error_response(error, headers)
+        if closes:
+            self.response.force_close()
 
     async def begin(self, status: int, headers: Mapping[str, str], body: bytes, *, whole: bool) -> None:
         """Write the head and the first bytes of the body, or all of the body when `whole`. `headers` have the
         content's type and nothing of the framing. Raises ClientGone."""
-        assert self.response is None
+        assert self.status is None
         request = self._request
         version, keep_alive = request.version, request.keep_alive
         lines = [_status_line(version, status), *map(": ".join, headers.items())]
@@ -98,7 +120,7 @@ class Client:
         text = "".join(lines)
         if "\n" in text or "\r" in text:
             raise ValueError("a header's value holds a line end")
-        self.response = _begun(status, keep_alive)
+        self.response, self.status = _begun(status, keep_alive), status
         self._is_stream = headers["content-type"].startswith("text/event-stream")
         first = _CHUNK % (len(body), body) if body and self.is_chunked else body
         head = "\r\n".join([*lines, "", ""]).encode()
@@ -135,7 +157,7 @@ class Client:
             await self.drain()
 
     async def finish(self) -> None:
-        assert self.response is not None
+        assert self.status is not None
         if self.is_chunked and not self.write_framed(_LAST_CHUNK):
             await self.drain()
         self.finished = True
@@ -144,13 +166,13 @@ class Client:
         """End an answer that has begun and is not finished. `event` is the error event for a stream; None
         where no event may be appended."""
         assert not self.finished
-        assert self.response is not None
+        assert self.status is not None
         if self._is_stream and event is not None and not isinstance(error, SlowClient):
             self.write_nowait(event)
             if self.is_chunked:
                 self.write_framed(_LAST_CHUNK)
             return
-        self.response = _begun(self.response.status, False)
+        self.response = _begun(self.status, False)
         if (transport := self._protocol.transport) is not None:
             transport.abort()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.client.deadlines import Watch
+from gateway.client.interface import Body, Sink
 from shared.errors import BodyTimeout
 from shared.holding import Holding
 from shared.http import ClientGone
@@ -13,18 +16,23 @@ from shared.request_body import (
     awaits_continue,
     check_head,
     misframed,
-    send_continue,
     too_large,
     too_late_message,
 )
 
 
 async def read_body(
-    request: web.BaseRequest, watch: Watch, holding: Holding, len_max: int, within_s: float
+    headers: Mapping[str, str],
+    body: Body,
+    client: Sink,
+    watch: Watch,
+    holding: Holding,
+    len_max: int,
+    within_s: float,
 ) -> bytes:
     """Read all of a request's body, by the rules of `shared.request_body`: at most `len_max` bytes, within
     `within_s` seconds, which the watch keeps. The last bytes are not held: the caller holds the whole body
-    with what is made of it.
+    with what is made of it. `headers` are looked up by small letters.
 
     Raises:
         BodyTooLarge: at once when the headers say so, else as soon as the bound is passed.
@@ -33,27 +41,26 @@ async def read_body(
         Overloaded: the tenant's part of the memory is full.
         ClientGone: the connection broke.
     """
-    check_head(request.headers, len_max)
-    content = request.content
-    if is_coming := not content.is_eof():  # most came with their headers
+    check_head(headers, len_max)
+    if is_coming := not body.is_eof():  # most came with their headers
         watch.expect(within_s, BodyTimeout, too_late_message(within_s))
     chunks: list[bytes] = []
     room = len_max
     try:
-        if awaits_continue(request.headers):
-            await send_continue(request.writer)
-        while chunk := await content.readany():
+        if awaits_continue(headers):
+            await client.go_on()
+        while chunk := await body.readany():
             chunks.append(chunk)
             room -= len(chunk)
             if room < 0:
                 raise too_large(len_max)
-            if content.at_eof():
+            if body.at_eof():
                 break  # the caller holds the last bytes with what is made of them
             holding.hold(len_max - room)
     except ConnectionError:
         raise ClientGone from None
     except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
-        if request.transport is None or request.transport.is_closing():
+        if client.is_gone:
             raise ClientGone from None
         raise misframed(error) from None
     if is_coming:

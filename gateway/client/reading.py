@@ -58,9 +58,3 @@ def serves(request: web.BaseRequest, tenant: str) -> None:
     """Take what the request's connection has still to do for it in this tenant's turns."""
     if isinstance(request.protocol, ReadsInTurn):
         request.protocol.tenant = tenant
-
-
-def served_by(request: web.BaseRequest) -> str:
-    """The tenant whose request the connection of this one served last. Empty where there was none."""
-    protocol = request.protocol
-    return protocol.tenant if isinstance(protocol, ReadsInTurn) else ""

@@ -23,8 +23,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
+from gateway.client.interface import Sink
 from gateway.endpoints import Dialect
 from gateway.relay.engine_errors import event_is_error, read_back
 from gateway.relay.foreign import BlankingScanner, Blanks, ForeignScanner, UsageFinder, look_into
@@ -242,7 +242,7 @@ async def _read_to_end(answer: Answer, progress: Progress) -> None:
 class Relay(Struct, frozen=True, eq=False):
     """The relay of one answer, to its end."""
 
-    client: Client
+    client: Sink
     watch: Watch
     timeouts: TimeoutsConfig
     progress: Progress

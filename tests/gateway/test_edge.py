@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
@@ -12,9 +15,12 @@ import msgspec
 import pytest
 from yarl import URL
 
+from gateway.client.deadlines import Watch
 from gateway.endpoints import Endpoint
 from gateway.exchange import Exchange
 from gateway.listener import RECEIVE_BUFFER_LEN
+from shared.errors import ApiError
+from shared.http import ClientGone
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, error_of, until
 from tests.gateway.fake_engine import (
     chunk,
@@ -219,4 +225,120 @@ async def test_a_request_that_meets_a_bug_ends_as_a_500_and_others_do_not_notice
         assert answer.status == 200
     assert [line["status"] for line in await house.lines(2)] == [500, 200]
     assert "request.crashed" in house.log.getvalue()
+    await house.at_rest()
+
+
+# -- callers without a socket ---------------------------------------------------------------------
+
+
+@dataclass
+class NoSocket:
+    """The connection, the body and the sink of a caller that has no socket."""
+
+    rest: bytes
+    """What is left of the body."""
+    leaves_at: int = 1_000_000
+    """The bytes of the answer after which the caller is gone."""
+    tenant: str = ""
+    transport: None = None
+    status: int | None = None
+    finished: bool = False
+    is_chunked: bool = False
+    slow_client_s: float = 5.0
+    answer: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    error: ApiError | None = None
+
+    def is_eof(self) -> bool:
+        return True
+
+    def at_eof(self) -> bool:
+        return not self.rest
+
+    async def readany(self) -> bytes:
+        rest, self.rest = self.rest, b""
+        return rest
+
+    @property
+    def is_gone(self) -> bool:
+        return len(self.answer) >= self.leaves_at
+
+    async def go_on(self) -> None:
+        raise AssertionError("nobody asked for this")
+
+    async def begin(self, status: int, headers: Mapping[str, str], body: bytes, *, whole: bool) -> None:
+        self.status, self.headers = status, headers
+        self.write_nowait(body)
+
+    def write_nowait(self, data: bytes) -> bool:
+        if self.is_gone:
+            raise ClientGone
+        self.answer += data
+        return False
+
+    write_framed = write_nowait
+
+    async def write(self, data: bytes) -> None:
+        self.write_nowait(data)
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+
+    async def finish(self) -> None:
+        self.finished = True
+
+    async def fail(self, error: ApiError, event: bytes | None) -> None:
+        self.error = error
+
+    def refuse(self, error: ApiError, headers: Mapping[str, str], *, closes: bool) -> None:
+        self.error, self.headers = error, headers
+
+
+async def ask_without_socket(
+    house: House, *, key: str = KEY, leaves_at: int = 1_000_000, **body: Any
+) -> NoSocket:
+    """A chat through the edge, as a batch would ask it."""
+    caller, edge = NoSocket(msgspec.json.encode({**CHAT, **body}), leaves_at), house.gateway._edge
+    headers = {"authorization": f"Bearer {key}", "x-request-id": "batch.1"}
+    path = "/v1/chat/completions"
+    await edge.answer(edge.open("POST", path, headers, caller, caller, caller, Watch(5.0)))
+    return caller
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_caller_without_a_socket_is_answered_as_any_other(house: House, streams: bool) -> None:
+    house.engine.script = stream(chunk("a"), chunk("b")) if streams else unary()
+    async with house.chat(stream=streams) as answer:
+        expected = await answer.read()
+    caller = await ask_without_socket(house, stream=streams)
+    assert (caller.status, caller.finished, caller.tenant) == (200, True, "acme")
+    assert caller.answer == expected
+    assert caller.headers["x-request-id"] == "batch.1"
+    by_socket, without = await house.lines(2)
+    same = "endpoint", "status", "end_reason", "tenant", "stage", "prompt_tokens", "settled_tokens", "stream"
+    assert [without[name] for name in same] == [by_socket[name] for name in same]
+    await house.at_rest()
+
+
+async def test_a_caller_without_a_socket_is_refused_as_any_other(house: House) -> None:
+    caller = await ask_without_socket(house, key="wrong")
+    assert caller.status is None
+    assert caller.error is not None
+    assert (caller.error.status, caller.headers["x-request-id"]) == (401, "batch.1")
+    caller = await ask_without_socket(house, temperature="hot")
+    assert caller.error is not None
+    assert (caller.error.status, caller.error.param) == (400, "temperature")
+    assert [line["status"] for line in await house.lines(2)] == [401, 400]
+    await house.at_rest()
+
+
+async def test_when_a_caller_without_a_socket_is_gone_its_answer_is_ended(house: House) -> None:
+    more = asyncio.Event()
+    house.engine.script = stream(chunk("a"), more, chunk("b"), asyncio.Event())
+    asking = asyncio.create_task(ask_without_socket(house, stream=True, leaves_at=1))
+    await until(lambda: any(one.client.status for one in house.gateway.live))
+    more.set()
+    with pytest.raises(ClientGone):
+        await asking
+    assert (await house.line())["end_reason"] == "client_cancel"
     await house.at_rest()

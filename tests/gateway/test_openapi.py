@@ -19,6 +19,7 @@ from gateway.app import Gateway
 from gateway.config import load
 from gateway.edge_config import LimitsConfig
 from gateway.endpoints import ENDPOINTS
+from gateway.routes import DESCRIBE
 from shared.bench.cpu import resident_bytes
 from shared.memory import gateway_memory_max
 from shared.openai import (
@@ -64,7 +65,7 @@ def described() -> dict[str, Any]:
 
 
 async def test_the_description_is_served_without_a_key(house: House) -> None:
-    url = house.url + openapi.PATH
+    url = house.url + DESCRIBE.path
     async with house.client.get(url, headers={"x-request-id": "reader.1"}) as answer:
         assert (answer.status, answer.content_type) == (200, "application/json")
         assert answer.headers["x-request-id"] == "reader.1"
@@ -76,7 +77,7 @@ async def test_the_description_is_served_without_a_key(house: House) -> None:
     async with house.client.post(url) as answer:
         assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
         assert (await error_of(answer))["code"] == "method_not_allowed"
-    assert [line["endpoint"] for line in await house.lines(3)] == [openapi.PATH] * 3
+    assert [line["endpoint"] for line in await house.lines(3)] == [DESCRIBE.path] * 3
 
 
 async def test_those_who_read_it_slowly_are_bounded_and_hold_up_nobody(
@@ -88,7 +89,7 @@ async def test_those_who_read_it_slowly_are_bounded_and_hold_up_nobody(
     _, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port, limit=1)
     writer.write(b"GET /openapi.json HTTP/1.1\r\nhost: here\r\n\r\n")
     await until(lambda: house.gateway._edge._describing == 1)
-    async with house.client.get(house.url + openapi.PATH) as answer:
+    async with house.client.get(house.url + DESCRIBE.path) as answer:
         assert (answer.status, (await error_of(answer))["code"]) == (503, "queue_full")
     async with house.get("/v1/models") as answer:
         assert answer.status == 200

@@ -102,7 +102,7 @@ async def start_connection(addr_infos: list[Any], **_: Any) -> Address:
     return Address(addr_infos[0][4][1])
 
 
-def accepting(sock: socket.socket, _: int, protocol: ProtocolFactory, *__: Any) -> Listener:
+def accepting(sock: socket.socket, _: int, protocol: ProtocolFactory, *__: Any, **___: Any) -> Listener:
     """The replacement of `Accepting` and `FairAccepting`. `sock` is bound, so that no other process has the
     port, and not listened on."""
     loop = asyncio.get_running_loop()
