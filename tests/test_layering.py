@@ -20,6 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from shared import cli, errors
+from shared.build import DISTRIBUTION
 from shared.cli import bench, service
 
 ROOT = Path(__file__).parent.parent
@@ -214,10 +215,10 @@ def closure(name: str, extras: frozenset[str]) -> set[str]:
 
 
 def test_installing_the_gateway_pulls_no_torch() -> None:
-    gateway = closure("penstock", frozenset({"gateway"}))
+    gateway = closure(DISTRIBUTION, frozenset({"gateway"}))
     assert "aiohttp" in gateway, "the walk over the requirements found nothing"
     assert not gateway & {"torch", "triton", "numpy", "pyzmq", "safetensors", "transformers"}
-    assert "torch" in closure("penstock", frozenset({"engine"}))
+    assert "torch" in closure(DISTRIBUTION, frozenset({"engine"}))
 
 
 BLOCKED_IMPORT = """
