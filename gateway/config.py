@@ -43,7 +43,7 @@ from gateway.edge_config import (
     Seconds,
     is_base_url,
 )
-from gateway.endpoints import SCOPES
+from gateway.endpoints.table import SCOPES
 from gateway.holder_config import ALL_MODELS as ALL_MODELS
 from gateway.holder_config import ANY as ANY
 from gateway.holder_config import CertificateConfig, GrantConfig
@@ -58,9 +58,9 @@ from gateway.quota_config import (
 )
 from gateway.timeout_config import TimeoutOverrides, TimeoutsConfig
 from shared import config
+from shared.apis.shapes import TOKENS_MAX
 from shared.config import ConfigError
 from shared.ids import KeyId, TenantId
-from shared.openai import TOKENS_MAX
 from shared.settings import LogLevel, ModelName, Rule, Text, Unit
 from shared.tracing import TracingConfig
 

@@ -30,7 +30,8 @@ from gateway.client.deadlines import Watch
 from gateway.client.reading import serves
 from gateway.client.responses import JSON, error_response
 from gateway.config import GatewayConfig
-from gateway.endpoints import CHUNKS, ENDPOINTS, MODELS, REQUESTS
+from gateway.endpoints.dialect import CHUNKS
+from gateway.endpoints.table import ENDPOINTS, MODELS, REQUESTS
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.hygiene import check, path_of
@@ -44,6 +45,7 @@ from gateway.recorder import Recorder
 from gateway.relay.stream import Progress
 from gateway.told_windows import ToldWindows
 from shared import logs
+from shared.apis.requests import AbortResponse
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.completed_line import UNPARSED
 from shared.errors import (
@@ -69,10 +71,8 @@ from shared.ids import (
     mint_request_id,
 )
 from shared.lifecycle import Phase
-from shared.openai import AbortResponse
 from shared.paths import no_such_path
 from shared.probes import PROBES, Health
-from shared.sse import TailScanner
 from shared.telemetry import Stages
 from shared.tracing import NO_TRACING, Tracing
 
@@ -248,13 +248,13 @@ class Edge:
             exchange.record.status = begun.status  # its whole answer was sent already
             return begun
         exchange.record.failed(error, begun.status if begun else None)
+        dialect = CHUNKS if exchange.endpoint is None else exchange.endpoint.dialect
         if begun is not None:
             at_boundary = exchange.progress.scanner.at_boundary
-            dialect = exchange.endpoint.dialect if exchange.endpoint is not None else CHUNKS
             await exchange.client.fail(error, dialect.error_event(error) if at_boundary else None)
             return begun
         await self._look_up_windows(exchange)
-        response = error_response(error, exchange.headers())
+        response = error_response(error, exchange.headers(), dialect)
         if exchange.stages.now == "edge" or not exchange.request.content.is_eof():
             response.force_close()  # its head was refused, or the rest of its body is dropped
             serves(exchange.request, exchange.record.tenant or "")
@@ -278,6 +278,7 @@ class Edge:
         watch = Watch(self._config.timeouts.total_s, self._soonest_s)
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         endpoint = ENDPOINTS.get(path)
+        dialect = CHUNKS if endpoint is None else endpoint.dialect
         return Exchange(
             request=request,
             path=path,
@@ -292,7 +293,7 @@ class Edge:
             clock=self._clock,
             reservation=ReservationId(f"{self._name}-{next(self._count)}"),
             arrived_s=stages.enter("edge"),
-            progress=Progress(TailScanner(CHUNKS.done if endpoint is None else endpoint.dialect.done)),
+            progress=Progress(dialect.scanner(dialect.done)),
         )
 
     def _complete(self, exchange: Exchange) -> None:

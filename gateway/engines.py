@@ -25,10 +25,11 @@ import msgspec
 from gateway.config import EngineMake, ModelConfig, Salted
 from gateway.relay.upstream import HeaderPairs, Upstream
 from shared import logs
+from shared.apis.messages import ChatMessage
+from shared.apis.prompt import ChatPrompt
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import ApiError, NotReady, UpstreamFailed
 from shared.ids import TOKENIZER_HEADER
-from shared.openai import ChatMessage, ChatRequest
 from shared.room import Room
 from shared.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
 from shared.undecodable import UNDECODABLE
@@ -201,7 +202,7 @@ def _warm(bundle: TokenizerBundle) -> Tokenizer:
     """Make a tokenizer and use it once, so that the first request is counted as fast as the second."""
     tokenizer = Tokenizer(bundle)
     with contextlib.suppress(ApiError):  # a model without a chat template
-        tokenizer.prompt_ids(ChatRequest(model="", messages=[ChatMessage("user", "Hello.")]))
+        tokenizer.prompt_ids(ChatPrompt([ChatMessage("user", "Hello.")]))
     return tokenizer
 
 

@@ -1,7 +1,7 @@
 """The API's description, as OpenAPI 3.1: `GET /openapi.json`.
 
 It is made of what the gateway itself goes by: the endpoint table, the request and answer shapes of
-`shared.openai` with their bounds and docstrings, and the tree of errors. So it cannot say what the code does
+`shared.apis` with their bounds and docstrings, and the tree of errors. So it cannot say what the code does
 not.
 
 Two things differ from the shapes. The field that the gateway adds for its own engines is left out, since it
@@ -16,13 +16,15 @@ from typing import Any, Final
 import msgspec
 from msgspec import NODEFAULT, Raw, Struct
 
-from gateway.endpoints import ENDPOINTS, Endpoint
+from gateway.endpoints.endpoint import Endpoint
+from gateway.endpoints.table import ENDPOINTS
 from gateway.openapi_parts import (
     HEADERS,
     JSON,
     RATE_LIMITS,
     REF,
     Json,
+    classes_of,
     describe,
     errors_of,
     headers_of,
@@ -32,7 +34,9 @@ from gateway.openapi_parts import (
     ref,
     request_header,
 )
-from shared import openai
+from shared.apis.errors import ErrorEnvelope
+from shared.apis.models import Model, ModelList
+from shared.apis.requests import AbortResponse
 from shared.errors import (
     ApiError,
     IdentityUnavailable,
@@ -48,7 +52,6 @@ from shared.errors import (
     TotalTimeout,
     Unauthenticated,
 )
-from shared.openai import AbortResponse, ErrorEnvelope, Model, ModelList
 from shared.probes import PROBES
 from shared.timeouts import TIMEOUT_S_MAX
 
@@ -100,10 +103,12 @@ def _schemas() -> Json:
     requests = [endpoint.shape for endpoint in ENDPOINTS.values()]
     answers = [endpoint.answer for endpoint in ENDPOINTS.values()]
     events = [endpoint.event for endpoint in ENDPOINTS.values() if endpoint.event is not None]
-    types = [*map(_public, requests), *answers, *events, ModelList, Model, AbortResponse, ErrorEnvelope]
-    _, components = msgspec.json.schema_components(dict.fromkeys(types), ref_template=REF)
+    others = [*answers, *events, ModelList, Model, AbortResponse, ErrorEnvelope]
+    types = dict.fromkeys([*map(_public, requests), *others])
+    _, components = msgspec.json.schema_components(types, ref_template=REF)
+    classes = classes_of([*requests, *others])
     for name, schema in components.items():
-        describe(schema, getattr(openai, name))
+        describe(schema, classes[name])
     return components
 
 

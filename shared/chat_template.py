@@ -21,10 +21,11 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from shared.apis.messages import ChatMessage
+from shared.apis.shapes import BODY_LEN_MAX
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest
 from shared.fair_threads import Slices
-from shared.openai import BODY_LEN_MAX, ChatMessage
 from shared.rendering import APART_LEN, RENDERER, Chat, Renderer
 
 RENDERED_LEN_MAX: Final = 2 * BODY_LEN_MAX

@@ -24,15 +24,16 @@ from typing import Final
 import msgspec
 import tokenizers
 
+from shared.apis.messages import ChatMessage
+from shared.apis.prompt import ChatPrompt, PromptForm, TextPrompt
+from shared.apis.shapes import TOKEN_ID_MAX
 from shared.chat_template import ChatTemplate
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, TokenizerFailed
 from shared.model_files import BadModelFile, shown
-from shared.openai import TOKEN_ID_MAX, ChatMessage, ChatRequest, CompletionRequest
 from shared.text_slices import Slicer
 from shared.token_text import DecodeStream, piece_spelling, whole_spelling
 from shared.tokenizer_files import AddedToken, TokenizerFiles, read_tokenizer_files
-from shared.validation import prompt_count
 from shared.words import WordEncoder
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -184,16 +185,14 @@ class Tokenizer:
     def render_chat(self, messages: list[ChatMessage]) -> str:
         return self.chat_template.render(messages)
 
-    def prompt_ids(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """The token ids of each of the request's prompts; a chat is one prompt."""
-        if isinstance(request, ChatRequest):
-            prompts = [self._chat_ids(self.render_chat(request.messages))]
-            param = "messages"
+    def prompt_ids(self, prompt: PromptForm) -> list[list[int]]:
+        """The token ids of each of a request's prompts; a chat is one prompt."""
+        if isinstance(prompt, ChatPrompt):
+            prompts = [self._chat_ids(self.render_chat(prompt.messages))]
         else:
-            prompts = self._completion_ids(request)
-            param = "prompt"
+            prompts = self._text_ids(prompt)
         if not all(prompts):
-            raise InvalidRequest(f"{param} must not be empty.", param=param)
+            raise InvalidRequest(f"{prompt.param} must not be empty.", param=prompt.param)
         return prompts
 
     def _chat_ids(self, text: str) -> list[int]:
@@ -201,9 +200,9 @@ class Tokenizer:
             ids = None if self._words is None else self._words.encode(text)
         return self.encode(text, add_special_tokens=False) if ids is None else ids
 
-    def _completion_ids(self, request: CompletionRequest) -> list[list[int]]:
-        prompt = request.prompt
-        prompt_count(prompt)
+    def _text_ids(self, given: TextPrompt) -> list[list[int]]:
+        prompt = given.prompt
+        given.count()
         if isinstance(prompt, str):
             prompt = [prompt]
         texts = [item for item in prompt if isinstance(item, str)]

@@ -13,6 +13,7 @@ import structlog
 
 from engine.api.outputs import Timing
 from shared import logs, sse
+from shared.apis.errors import error_envelope
 from shared.causes import Cause, CauseCode, most_telling
 from shared.clock import Clock
 from shared.completed_line import EVENT, UNPARSED
@@ -41,7 +42,6 @@ from shared.ids import (
 )
 from shared.load_report import LOAD_HEADER, LoadReport, encode_load
 from shared.metrics import Exemplar
-from shared.openai import error_envelope
 from shared.telemetry import Stages
 from shared.tracing import NO_TRACING, Tracing, has_failed
 

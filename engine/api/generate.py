@@ -24,7 +24,7 @@ import asyncio
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Final
 
 from engine.api.admission import text_len
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading
@@ -38,27 +38,18 @@ from engine.api.stop_strings import StopStrings
 from engine.api.text_room import TextRoom
 from engine.api.vllm_metrics import EndedSequence
 from shared import sse
+from shared.apis.generation import GenerationRequest, PromptTokensDetails, Usage
 from shared.errors import ApiError, RequestAborted
 from shared.holding import Holding
-from shared.openai import ChatRequest, CompletionRequest, PromptTokensDetails, Usage
 from shared.shield import shielded
-
-R = TypeVar("R", ChatRequest, CompletionRequest)
 
 UNDER_WAY_S: Final = 0.2
 """The time in which the core is heard out about the sequences of a request that ended before them, in
 seconds: less than the time for which a gateway waits for the report (`gateway.pipeline.REPORT_S`)."""
 
 
-async def chat_completions(state: EngineState, exchange: Exchange) -> None:
-    await _generate(state, exchange, ChatRequest)
-
-
-async def completions(state: EngineState, exchange: Exchange) -> None:
-    await _generate(state, exchange, CompletionRequest)
-
-
-async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> None:
+async def generate(state: EngineState, exchange: Exchange, kind: type[GenerationRequest]) -> None:
+    """Answer a request of one of the APIs that generate."""
     exchange.is_generation = True
     model, _ = state.ready_model()
     with state.working(), Holding(state.memory, exchange.tenant) as holding:

@@ -62,7 +62,7 @@ class Principal(Struct, frozen=True, eq=False, gc=False):
     service_tier: Tier | None = None
     """The highest tier of its requests, where it is below the tenant's; None leaves the tenant's."""
     endpoints: tuple[str, ...] = ALL_ENDPOINTS
-    """The endpoints (`gateway.endpoints.SCOPES`) that it may use; `*` is all."""
+    """The endpoints (`gateway.endpoints.table.SCOPES`) that it may use; `*` is all."""
     model_limits: tuple[ModelLimits, ...] = ()
     """The key's own limits for single models."""
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final, get_args
 
 from gateway.config import ANY, ModelConfig, TenantConfig, Tier, TiersConfig
-from gateway.endpoints import SCOPES
+from gateway.endpoints.table import SCOPES
 from gateway.identity.caller import Principal
 from gateway.quota_config import NO_LIMITS
 from shared.errors import InvalidRequest, ModelNotFound, PermissionDenied

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from yarl import URL
 
-from gateway.endpoints import Endpoint
+from gateway.endpoints.endpoint import Endpoint
 from gateway.exchange import Exchange
 from gateway.listener import RECEIVE_BUFFER_LEN
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, error_of, until

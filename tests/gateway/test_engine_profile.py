@@ -13,6 +13,7 @@ from gateway.admission.tokens import estimate_slices
 from gateway.config import EngineMake, ModelConfig
 from gateway.engines import EngineProfile, fetch_profile
 from gateway.relay.upstream import Upstream
+from shared.apis.completions import CompletionRequest
 from shared.errors import (
     ApiError,
     ConnectTimeout,
@@ -27,7 +28,6 @@ from shared.errors import (
 )
 from shared.fair_threads import at_once
 from shared.ids import TOKENIZER_HEADER
-from shared.openai import CompletionRequest
 from shared.room import Room
 from tests.gateway.fake_engine import byte_bundle
 

@@ -12,8 +12,8 @@ from gateway.config import ModelConfig, TenantConfig, TiersConfig
 from gateway.engines import EngineProfile, Engines
 from gateway.identity.tenant import TenantPolicy
 from gateway.model_lists import ModelLists
+from shared.apis.models import ModelList
 from shared.fair_turns import FairTurns
-from shared.openai import ModelList
 from shared.room import Room
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open, error_of, until

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import tokenizer as tokenizer_module
+from shared.apis.messages import ChatMessage, TextPart
+from shared.apis.prompt import ChatPrompt, TextPrompt
 from shared.errors import InternalError, InvalidRequest, TokenizerFailed
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from shared.tokenizer import (
     Tokenizer,
     TokenizerBundle,
@@ -78,12 +79,12 @@ def test_chats_render_and_encode_as_transformers_does(name: str, messages: list[
     text = oracle.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
     assert ours.render_chat(messages) == text
     ids = oracle.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
-    assert ours.prompt_ids(ChatRequest(model="m", messages=messages)) == [ids]
+    assert ours.prompt_ids(ChatPrompt(messages)) == [ids]
 
 
 def test_a_template_that_writes_bos_gets_it_once() -> None:
     ours = Tokenizer(bundle_of(with_bos(byte_level()), "{{ bos_token }}{{ messages[0].content }}"))
-    (ids,) = ours.prompt_ids(ChatRequest(model="m", messages=says("u:Hi")))
+    (ids,) = ours.prompt_ids(ChatPrompt(says("u:Hi")))
     assert ids == ours.encode("Hi") == [0, *ours.encode("Hi", add_special_tokens=False)]
 
 
@@ -280,7 +281,7 @@ def test_a_tokenizer_that_panics_is_found_before_the_first_answer() -> None:
 @BOTH
 def test_every_kind_of_prompt_is_encoded(tokenizer: Tokenizer) -> None:
     def ids(prompt: Any) -> list[list[int]]:
-        return tokenizer.prompt_ids(CompletionRequest(model="m", prompt=prompt))
+        return tokenizer.prompt_ids(TextPrompt(prompt))
 
     one, two = tokenizer.encode("one"), tokenizer.encode("two")
     assert one[0] == 0
@@ -294,17 +295,17 @@ def test_every_kind_of_prompt_is_encoded(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []], ["a", 1], [1, [1]]])
 def test_empty_and_mixed_prompts_are_refused(tokenizer: Tokenizer, prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        tokenizer.prompt_ids(CompletionRequest(model="m", prompt=prompt))
+        tokenizer.prompt_ids(TextPrompt(prompt))
     assert caught.value.param == "prompt"
 
 
 @BOTH
 def test_token_ids_are_checked(tokenizer: Tokenizer) -> None:
     for fine in (tokenizer.vocab_size, 2**31 - 1):  # a model may have more tokens than its tokenizer
-        tokenizer.prompt_ids(CompletionRequest(model="m", prompt=[0, fine]))
+        tokenizer.prompt_ids(TextPrompt([0, fine]))
     for bad in (-1, 2**31, 2**40):
         with pytest.raises(InvalidRequest) as caught:
-            tokenizer.prompt_ids(CompletionRequest(model="m", prompt=[[1], [0, bad]]))
+            tokenizer.prompt_ids(TextPrompt([[1], [0, bad]]))
         assert (caught.value.param, "between 0 and 2147483647" in caught.value.message) == ("prompt", True)
 
 

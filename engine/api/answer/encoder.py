@@ -27,7 +27,7 @@ from msgspec import UNSET, UnsetType
 from engine.api.outputs import ChoiceOutput, Delta, Entry
 from engine.api.rows import Echo, Sliced
 from shared import sse
-from shared.openai import FinishReasonName, Usage
+from shared.apis.generation import FinishReasonName, Usage
 
 T = TypeVar("T")
 C = TypeVar("C", bound=msgspec.Struct)

@@ -11,7 +11,9 @@ from msgspec import Struct
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Vocabulary
-from shared.openai import ChatRequest, CompletionRequest, GenerationRequest
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
+from shared.apis.generation import GenerationRequest
 
 
 class AnswerApi(Struct, frozen=True):
