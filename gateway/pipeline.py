@@ -315,9 +315,9 @@ class Pipeline:
             parsed = await self._threads.run(principal.tenant, work, holds=True)
         if parsed.ignored:
             exchange.ignored_fields = parsed.ignored_header
-        asked = Asked.of(endpoint, parsed)
-        exchange.streams = asked.generation is not None and bool(asked.generation.stream)
-        return asked
+        generation = parsed.request if isinstance(parsed.request, GenerationRequest) else None
+        exchange.streams = generation is not None and bool(generation.stream)
+        return Asked(endpoint, parsed, generation)
 
     def _resolve(self, exchange: Exchange, principal: Principal, asked: Asked, name: str | None) -> Terms:
         exchange.stages.enter("tenant")

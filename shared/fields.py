@@ -55,7 +55,8 @@ def survey(request: Request, fields: Mapping[str, Raw], known: frozenset[str]) -
     table = request.nothing
     unknown = [] if fields.keys() <= known else _unknown(fields, known | table.keys())
     unsupported = None if table.keys().isdisjoint(fields) else next(_unsupported(fields, table), None)
-    unsupported = unsupported or request.surplus
+    if request.taken_from is not None:
+        unsupported = unsupported or request.surplus
     if "stream_options" in fields and getattr(request, "stream_options", None) is not None:
         options = _object.decode(fields["stream_options"])
         if not stays(fields["stream_options"], options):

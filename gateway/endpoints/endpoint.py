@@ -55,8 +55,3 @@ class Asked(Struct, frozen=True):
     parsed: Parsed[Request]
     generation: GenerationRequest | None
     """The request, where it generates tokens. None for any other."""
-
-    @staticmethod
-    def of(endpoint: Endpoint, parsed: Parsed[Request]) -> Asked:
-        request = parsed.request
-        return Asked(endpoint, parsed, request if isinstance(request, GenerationRequest) else None)

@@ -21,6 +21,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     path: ClassVar[str] = "/v1/completions"
     operation: ClassVar[str] = "text_completion"
     prompt_param: ClassVar[str] = "prompt"
+    taken_from: ClassVar[str | None] = "best_of"
     nothing: ClassVar[Mapping[str, Nothing]] = {
         **EXTENSIONS,
         "suffix": ("",),
@@ -39,10 +40,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     @property
     def prompt_form(self) -> TextPrompt:
         return TextPrompt(self.prompt)
-
-    @property
-    def surplus(self) -> str | None:
-        return None if self.best_of in (None, self.n or 1) else "best_of"
 
     def check_own(self) -> None:
         choices = self.n or 1

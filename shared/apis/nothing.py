@@ -1,5 +1,5 @@
-"""The fields of several APIs that ask for what no engine of ours can do, with the values that ask for nothing.
-A field of one API alone is in that API's module."""
+"""The fields of several APIs that ask for what no engine of ours can do, with the values that ask for
+nothing. A field of one API alone is in the module of that API."""
 
 from __future__ import annotations
 

@@ -35,6 +35,9 @@ class Request(Unshown, kw_only=True):
     """True if its field `messages` has OpenAI's shapes: they are looked into for unknown and unsupported
     fields."""
 
+    taken_from: ClassVar[str | None] = None
+    """The name of the field that states of how many choices the best `n` are answered. None without one."""
+
     model: str | None = None
     """The name of the model. None for that of the engine, which has one."""
 
@@ -45,9 +48,12 @@ class Request(Unshown, kw_only=True):
 
     @property
     def surplus(self) -> str | None:
-        """The field by which more would be computed than is answered, which no engine of ours does. None
-        without one."""
-        return None
+        """The field by which more choices would be computed than are answered, which no engine of ours does.
+        None where nothing asks for that."""
+        name = self.taken_from
+        if name is None or getattr(self, name) in (None, getattr(self, "n", None) or 1):
+            return None
+        return name
 
     def check(self, fields: Mapping[str, Raw]) -> None:
         """Check the relations between its fields. `fields` are those that were sent. Raises

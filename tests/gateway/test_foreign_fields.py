@@ -23,7 +23,7 @@ from shared.apis.tokenize import DetokenizeRequest, TokenizeRequest
 from shared.errors import InvalidRequest
 from shared.fair_threads import at_once
 from shared.ids import IGNORED_FIELDS_HEADER
-from shared.validation import parse
+from shared.validation import Parsed, parse
 from tests.gateway.conftest import CHAT, House, Open
 from tests.gateway.fake_engine import Script, chunk, unary
 
@@ -158,9 +158,9 @@ def test_openais_documented_fields_are_those_of_its_sdk() -> None:
     ],
 )
 def test_harmless_fields_are_passed_on_as_they_came(shape: Any, body: dict[str, Any]) -> None:
-    parsed = parse(msgspec.json.encode(body), shape)
-    passed = passed_on(Asked.of(ENDPOINTS[shape.path], parsed), ModelConfig("tiny"))
-    assert (passed.fields, passed.left_out) == (parsed.fields, ())
+    whole = asked(shape, body)
+    passed = passed_on(whole, ModelConfig("tiny"))
+    assert (passed.fields, passed.left_out) == (whole.parsed.fields, ())
 
 
 # -- what is counted ------------------------------------------------------------------------------
@@ -231,7 +231,9 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def asked(shape: Any, body: dict[str, Any]) -> Asked:
-    return Asked.of(ENDPOINTS[shape.path], parse(encode(body), shape))
+    parsed: Parsed[Any] = parse(encode(body), shape)
+    endpoint = ENDPOINTS[shape.path]
+    return Asked(endpoint, parsed, parsed.request if endpoint.generates else None)
 
 
 def chosen(shape: Any = ChatRequest, *, model: ModelConfig = THEIRS, **fields: Any) -> Passed:
