@@ -150,11 +150,7 @@ def _proxied(endpoint: Endpoint) -> Json:
     content = {JSON: {"schema": ref(endpoint.answer)}}
     if endpoint.event is not None:
         content["text/event-stream"] = {
-            "schema": {
-                "description": "With `stream`. Each event is a line `data: ` with JSON (see x-event-schema)"
-                " and an empty line. The last one is `data: [DONE]`; after an error it is `data: ` with an"
-                " ErrorEnvelope, and no [DONE] follows.",
-            },
+            "schema": {"description": endpoint.dialect.described},
             "x-event-schema": ref(endpoint.event),
         }
     own = "x-penstock-ignored-fields", "x-penstock-fallback"

@@ -127,6 +127,8 @@ class Exchange:
         self._house = house
         self._status = 0
         self._is_event_stream = False
+        self.error_event: Callable[[ApiError], bytes] = sse.error_event
+        """Makes the event that ends a stream which fails, as the request's API has it."""
         self.first_byte_at: float | None = None
         """When the first byte of the answer's body was written, in seconds on `clock`. None before."""
         self._error: ApiError | None = None
@@ -180,7 +182,7 @@ class Exchange:
             self.responder.abort()
             return
         if self.responder.started:
-            await self.responder.write(sse.error_event(error) + self.closing_comment())
+            await self.responder.write(self.error_event(error) + self.closing_comment())
             await self.responder.finish()
             return
         headers = {"content-type": JSON_TYPE, **error_headers(error)}

@@ -59,6 +59,7 @@ async def generate(state: EngineState, exchange: Exchange, kind: type[Generation
             asked = await deadlines.bounded(ask(state, exchange, kind, holding))
         if arrival.is_aborted:
             raise RequestAborted("The request was aborted.")
+        exchange.error_event = asked.api.error_event
         holding.hold(asked.answer_len)
         exchange.stage = "queue"
         prompt_lens = [len(choice.prompt_ids) for choice in asked.choices]
@@ -95,7 +96,6 @@ class Generation:
         self._exchange = exchange
         self._deadlines = deadlines
         self._streams = asked.streams
-        self._sends_usage = asked.sends_usage
         self._n = asked.n
         self._share = asked.share
         self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
@@ -210,8 +210,7 @@ class Generation:
 
     def _ending(self) -> bytes:
         self._settle()
-        usage = self._encoder.usage_event(self._usage()) if self._sends_usage else b""
-        return usage + sse.DONE + self._exchange.closing_comment()
+        return self._encoder.ending(self._usage()) + self._exchange.closing_comment()
 
     async def _respond(self) -> None:
         deltas: list[Delta] = sorted(await self._output.take(), key=lambda delta: delta.index)

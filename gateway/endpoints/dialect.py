@@ -39,6 +39,8 @@ class Dialect(Struct, frozen=True):
     done: bytes
     """The last event of a whole answer."""
     limits: LimitHeaders
+    described: str
+    """The events, in words for the API's description."""
     scanner: Callable[[bytes], sse.TailScanner] = sse.TailScanner
     """Makes the scanner of an answer of our engines, from `done`. It tells whether the answer is whole."""
 
@@ -56,6 +58,9 @@ def _names(of: str) -> tuple[str, str, str]:
 
 CHUNKS: Final = Dialect(
     done=sse.DONE,
+    described="With `stream`. Each event is a line `data: ` with JSON (see x-event-schema) and an empty line."
+    " The last one is `data: [DONE]`; after an error it is `data: ` with an ErrorEnvelope, and no [DONE]"
+    " follows.",
     limits=LimitHeaders(_names("requests"), _names("tokens"), _names("tokens-day"), _names("tokens-month")),
 )
 """OpenAI's dialect of chat and completions, and of whatever belongs to no API."""
