@@ -187,8 +187,8 @@ def _place(settings: RunnerConfig) -> Rendezvous | None:
 
 def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
     from engine.core.config import SchedulerConfig
+    from shared.apis.shapes import PROMPTS_MAX
     from shared.fair_share import held_max
-    from shared.openai import PROMPTS_MAX
 
     return SchedulerConfig(
         step_tokens_max=config.max_step_tokens,

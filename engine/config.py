@@ -18,10 +18,10 @@ from msgspec import Meta
 
 from engine.runtime.config import CONTEXT_LEN_MAX, RunnerConfig, Seconds
 from shared import config
+from shared.apis.shapes import BODY_LEN_MAX
 from shared.arguments import Parser, add_settings
 from shared.config import ConfigError
 from shared.holding import memory_max
-from shared.openai import BODY_LEN_MAX
 from shared.settings import LogLevel, ModelName, Port, Rule, Text, Unit
 from shared.tracing import CollectorUrl, TracingConfig
 

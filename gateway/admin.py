@@ -40,6 +40,7 @@ from gateway.hygiene import check, path_of
 from gateway.identity.caller import Principal
 from gateway.operators import Asked, Asks, Handler, Merge, Operation, Table, does, pattern_of
 from shared import logs
+from shared.apis.requests import AbortResponse
 from shared.build import version
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
@@ -56,7 +57,6 @@ from shared.errors import (
 )
 from shared.ids import REQUEST_ID_HEADER, RequestId, accept_request_id, mint_request_id
 from shared.listening import SERVER
-from shared.openai import AbortResponse
 from shared.probes import METHODS, PROBES, Health, answer_probe
 from shared.telemetry import exposition
 

@@ -7,19 +7,20 @@ takes and answers, and the shapes are the very types that are encoded and parsed
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING
 from dataclasses import fields as fields_of
-from typing import Any, Final, get_origin, get_type_hints
+from typing import Any, Final, get_type_hints
 
 import msgspec
-from msgspec import NODEFAULT, inspect
+from msgspec import NODEFAULT
 
 from gateway.openapi_parts import (
     HEADERS,
     JSON,
     REF,
     Json,
+    classes_of,
     describe,
     errors_of,
     header,
@@ -30,6 +31,7 @@ from gateway.openapi_parts import (
     request_header,
 )
 from gateway.operators import Body, Operation, Table, operation_of
+from shared.apis.errors import ErrorEnvelope
 from shared.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -41,7 +43,6 @@ from shared.errors import (
     RouteNotFound,
     Unauthenticated,
 )
-from shared.openai import ErrorEnvelope
 from shared.probes import PROBES
 
 PATH: Final = "/admin/openapi.json"
@@ -95,30 +96,11 @@ def _schemas(operations: Iterable[Operation], bodies: Mapping[str, Body]) -> Jso
     """The schemas by name, with descriptions from the docstrings."""
     types: list[Any] = [*(one.answer for one in operations), *map(_shape, bodies.values()), ErrorEnvelope]
     _, components = msgspec.json.schema_components(dict.fromkeys(types), ref_template=REF)
-    found = inspect.multi_type_info(types)
-    classes = {one.__name__: one for info in found for one in _classes(info, set())}
-    classes |= {name: body.type for name, body in bodies.items()}
+    classes = classes_of(types) | {name: body.type for name, body in bodies.items()}
     for name, schema in components.items():
         if (class_ := classes.get(name.partition("_")[0])) is not None:
             describe(schema, class_)
     return components
-
-
-def _classes(found: object, seen: set[type]) -> Iterator[type]:
-    """The classes with fields that a type consists of."""
-    if isinstance(found, inspect.StructType | inspect.DataclassType):
-        class_ = get_origin(found.cls) or found.cls
-        if class_ in seen:
-            return
-        seen.add(class_)
-        yield class_
-        for one in found.fields:
-            yield from _classes(one.type, seen)
-    for name in ("type", "item_type", "value_type"):
-        yield from _classes(getattr(found, name, None), seen) if hasattr(found, name) else ()
-    for name in ("types", "item_types"):
-        for one in getattr(found, name, ()):
-            yield from _classes(one, seen)
 
 
 def _shape(body: Body) -> type:

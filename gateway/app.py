@@ -40,7 +40,7 @@ from gateway.directory.registry import Registry
 from gateway.discovery.discovery import Discovery
 from gateway.dispatch import watch_replicas
 from gateway.edge import Edge, aborted
-from gateway.endpoints import ENDPOINTS
+from gateway.endpoints.table import ENDPOINTS
 from gateway.engines import Engines, Replies
 from gateway.exchange import LiveRequests
 from gateway.foreign_loads import ForeignLoads

@@ -59,9 +59,9 @@ from gateway.redis_config import RedisConfig
 from gateway.routes import SCOPES
 from gateway.timeout_config import TimeoutOverrides, TimeoutsConfig
 from shared import config
+from shared.apis.shapes import TOKENS_MAX
 from shared.config import ConfigError
 from shared.ids import KeyId, TenantId
-from shared.openai import TOKENS_MAX
 from shared.settings import LogLevel, ModelName, Rule, Text, Unit
 from shared.tracing import TracingConfig
 

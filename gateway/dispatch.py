@@ -30,7 +30,7 @@ from msgspec import Struct, field
 
 from gateway.client.deadlines import Watch
 from gateway.config import ModelConfig
-from gateway.endpoints import Dialect
+from gateway.endpoints.dialect import Dialect
 from gateway.exchange import Exchange
 from gateway.hedging import failure_of, race, succeeded
 from gateway.record import RETRIES, observe_attempt
@@ -240,7 +240,7 @@ class Dispatcher:
         if isinstance(failure, UNSENT) and not progress.refused:
             progress.dispatched = False
         is_lost = progress.dispatched and not progress.refused
-        exchange.progress = progress.anew(prepared.dialect.done, lost=is_lost)
+        exchange.progress = progress.anew(prepared.dialect, lost=is_lost)
         return True
 
     def end(self, exchange: Exchange, dispatched: Dispatched, error: BaseException | None) -> None:
@@ -260,7 +260,7 @@ class Dispatcher:
         if _tokens_of(progress) or isinstance(failure, FINAL) or not (is_unsent or sending.repeat()):
             return False
         is_lost = progress.dispatched and not progress.refused
-        exchange.progress = progress.anew(prepared.dialect.done, lost=is_lost)
+        exchange.progress = progress.anew(prepared.dialect, lost=is_lost)
         exchange.stages.enter("route")
         exchange.watch.relax()
         return True
@@ -288,13 +288,12 @@ class Dispatcher:
         is charged for, alone."""
         hedges: list[Hedge] = []
         route = exchange.record.route
-        done = prepared.dialect.done
 
         def start() -> asyncio.Task[Dispatched] | None:
             if (second := self._place_hedge(prepared, place, sending)) is None:
                 return None
             exchange.record.placed(second.route)
-            progress = exchange.progress.anew(done)
+            progress = exchange.progress.anew(prepared.dialect)
             task = asyncio.create_task(self._attempt(exchange, prepared, second, sending, progress))
             hedges.append(Hedge(second, progress, task))
             return task

@@ -31,7 +31,7 @@ from gateway.client.interface import Body, Connection, Sink
 from gateway.client.reading import ReadsInTurn
 from gateway.client.responses import JSON, error_response
 from gateway.config import GatewayConfig
-from gateway.endpoints import CHUNKS
+from gateway.endpoints.dialect import CHUNKS
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.hygiene import check, path_of
@@ -46,6 +46,7 @@ from gateway.relay.stream import Progress
 from gateway.routes import DESCRIBE, END_REQUESTS, LIST_MODELS, NOTHING, SHOW_MODEL, Route, find
 from gateway.told_windows import ToldWindows
 from shared import logs
+from shared.apis.requests import AbortResponse
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.completed_line import UNPARSED
 from shared.errors import (
@@ -71,10 +72,8 @@ from shared.ids import (
     mint_request_id,
 )
 from shared.lifecycle import Phase
-from shared.openai import AbortResponse
 from shared.paths import no_such_path
 from shared.probes import PROBES, Health
-from shared.sse import TailScanner
 from shared.telemetry import Stages
 from shared.tracing import NO_TRACING, Tracing
 
@@ -273,15 +272,15 @@ class Edge:
             exchange.record.status = begun  # its whole answer was sent already
             return
         exchange.record.failed(error, begun)
+        endpoint = exchange.resource.endpoint
+        dialect = CHUNKS if endpoint is None else endpoint.dialect
         if begun is not None:
             at_boundary = exchange.progress.scanner.at_boundary
-            endpoint = exchange.resource.endpoint
-            dialect = endpoint.dialect if endpoint is not None else CHUNKS
             await client.fail(error, dialect.error_event(error) if at_boundary else None)
             return
         await self._look_up_windows(exchange)
         closes = exchange.stages.now == "edge" or not exchange.body.is_eof()
-        client.refuse(error, exchange.answer_headers(), closes=closes)
+        client.refuse(error, exchange.answer_headers(), dialect, closes=closes)
         if closes:  # its head was refused, or the rest of its body is dropped
             exchange.connection.tenant = exchange.record.tenant or ""
 
@@ -312,6 +311,7 @@ class Edge:
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         resource = find(path)
         endpoint = resource.endpoint
+        dialect = CHUNKS if endpoint is None else endpoint.dialect
         return Exchange(
             method=method,
             path=path,
@@ -329,7 +329,7 @@ class Edge:
             clock=self._clock,
             reservation=ReservationId(f"{self._name}-{next(self._count)}"),
             arrived_s=stages.enter("edge"),
-            progress=Progress(TailScanner(CHUNKS.done if endpoint is None else endpoint.dialect.done)),
+            progress=Progress(dialect.scanner(dialect.done)),
         )
 
     def _complete(self, exchange: Exchange) -> None:

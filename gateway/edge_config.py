@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from shared.apis.shapes import BODY_LEN_MAX, TOKENS_MAX
 from shared.config import ConfigError
 from shared.fair_share import FairShare
 from shared.holding import memory_max
-from shared.openai import BODY_LEN_MAX, TOKENS_MAX
 from shared.settings import Port, Rule, Text, Unit
 
 KIB: Final = 1024

@@ -37,11 +37,12 @@ import msgspec
 from gateway.config import EngineMake, ModelConfig, Salted
 from gateway.relay.upstream import HeaderPairs, Upstream
 from shared import logs
+from shared.apis.messages import ChatMessage
+from shared.apis.prompt import ChatPrompt
 from shared.checked_bundles import CheckedBundle, Unreadable, bundle_file
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import ApiError, ConnectTimeout, NotReady, UpstreamFailed, UpstreamUnreachable
 from shared.ids import TOKENIZER_HEADER
-from shared.openai import ChatMessage, ChatRequest
 from shared.room import Room
 from shared.tokenizer import BUNDLE_LEN_MAX, Tokenizer, UnusableTokenizer
 from shared.undecodable import UNDECODABLE
@@ -259,7 +260,7 @@ def _warm(found: CheckedBundle) -> Tokenizer:
     UnusableTokenizer."""
     tokenizer = found.load()
     with contextlib.suppress(ApiError):  # a model without a chat template
-        tokenizer.prompt_ids(ChatRequest(model="", messages=[ChatMessage("user", "Hello.")]))
+        tokenizer.prompt_ids(ChatPrompt([ChatMessage("user", "Hello.")]))
     return tokenizer
 
 

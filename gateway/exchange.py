@@ -15,6 +15,7 @@ from gateway.admission.quota import Decision, ReservationId, Window, Windows
 from gateway.admission.usage import Payer
 from gateway.client.deadlines import Watch
 from gateway.client.interface import Body, Connection, Sink
+from gateway.endpoints.dialect import CHUNKS, LimitHeaders
 from gateway.identity.caller import Principal
 from gateway.record import RequestRecord
 from gateway.relay.stream import Progress
@@ -121,48 +122,31 @@ class Exchange(Struct, eq=False):
         if self.fallback:
             headers[FALLBACK_HEADER] = self.fallback
         if self.windows is not None:
-            _add_windows(headers, self.windows)
+            endpoint = self.resource.endpoint
+            dialect = CHUNKS if endpoint is None else endpoint.dialect
+            _add_windows(headers, self.windows, dialect.limits)
         return headers
 
 
-def _add_windows(headers: dict[str, str], windows: Windows) -> None:
-    """Add OpenAI's `x-ratelimit-*` headers, and the like for the budgets of the day and of the month."""
+def _add_windows(headers: dict[str, str], windows: Windows, names: LimitHeaders) -> None:
+    """Add the headers that tell the caller's limits."""
     if (window := windows.requests) is not None:
-        _add_window(headers, _OF_REQUESTS, window)
+        _add_window(headers, names.requests, window, names.reset)
     if (window := windows.tokens) is not None:
-        _add_window(headers, _OF_TOKENS, window)
+        _add_window(headers, names.tokens, window, names.reset)
     if (window := windows.day) is not None:
-        _add_window(headers, _OF_DAY, window)
+        _add_window(headers, names.day, window, names.reset)
     if (window := windows.month) is not None:
-        _add_window(headers, _OF_MONTH, window)
+        _add_window(headers, names.month, window, names.reset)
 
 
-def _names(of: str) -> tuple[str, str, str]:
-    return f"x-ratelimit-limit-{of}", f"x-ratelimit-remaining-{of}", f"x-ratelimit-reset-{of}"
-
-
-_OF_REQUESTS: Final = _names("requests")
-_OF_TOKENS: Final = _names("tokens")
-_OF_DAY: Final = _names("tokens-day")
-_OF_MONTH: Final = _names("tokens-month")
-
-
-def _add_window(headers: dict[str, str], names: tuple[str, str, str], window: Window) -> None:
+def _add_window(
+    headers: dict[str, str], names: tuple[str, str, str], window: Window, duration: Callable[[int], str]
+) -> None:
     limit, remaining, reset = names
     headers[limit] = str(window.limit)
     headers[remaining] = str(window.remaining)
     headers[reset] = duration(window.reset_ms)
-
-
-def duration(ms: int) -> str:
-    """A duration as OpenAI writes it: `12ms`, `1.5s`, `6m0s`, `30h0m0s`."""
-    if ms < 1000:
-        return f"{ms}ms"
-    if ms < 60_000:
-        return f"{ms / 1000:g}s"
-    minutes, rest_ms = divmod(ms, 60_000)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes}m{rest_ms // 1000}s" if hours else f"{minutes}m{rest_ms // 1000}s"
 
 
 class LiveRequests:

@@ -15,7 +15,7 @@ from gateway.config import ModelConfig
 from gateway.engines import Engines
 from gateway.identity.caller import Principal
 from gateway.identity.tenant import Rights, TenantPolicy
-from shared.openai import Model, ModelList
+from shared.apis.models import Model, ModelList
 
 KEPT_LEN_MAX: Final = 8 * 1024 * 1024
 """Bytes of the lists that are kept, beside the newest; the oldest make room."""

@@ -1,7 +1,7 @@
 """The API's description, as OpenAPI 3.1: `GET /openapi.json`.
 
 It is made of what the gateway itself goes by: the table of routes, the request and answer shapes of
-`shared.openai` with their bounds and docstrings, and the tree of errors. So it cannot say what the code does
+`shared.apis` with their bounds and docstrings, and the tree of errors. So it cannot say what the code does
 not.
 
 Two things differ from the shapes. The field that the gateway adds for its own engines is left out, since it
@@ -16,13 +16,14 @@ from typing import Any, Final
 import msgspec
 from msgspec import NODEFAULT, Raw, Struct
 
-from gateway.endpoints import Endpoint
+from gateway.endpoints.endpoint import Endpoint
 from gateway.openapi_parts import (
     HEADERS,
     JSON,
     RATE_LIMITS,
     REF,
     Json,
+    classes_of,
     describe,
     errors_of,
     headers_of,
@@ -33,7 +34,7 @@ from gateway.openapi_parts import (
     request_header,
 )
 from gateway.routes import ROUTES, Route
-from shared import openai
+from shared.apis.errors import ErrorEnvelope
 from shared.errors import (
     ApiError,
     IdentityUnavailable,
@@ -48,7 +49,6 @@ from shared.errors import (
     TotalTimeout,
     Unauthenticated,
 )
-from shared.openai import ErrorEnvelope
 from shared.probes import PROBES
 from shared.timeouts import TIMEOUT_S_MAX
 
@@ -97,13 +97,15 @@ def document() -> bytes:
 def _schemas() -> Json:
     """The schemas by name, with descriptions from the docstrings."""
     endpoints = [route.endpoint for route in ROUTES if route.endpoint is not None]
-    requests = [_public(endpoint.shape) for endpoint in endpoints]
+    requests = [endpoint.shape for endpoint in endpoints]
     events = [endpoint.event for endpoint in endpoints if endpoint.event is not None]
     answers = [route.answer for route in ROUTES if route.answer is not None]
-    types = [*requests, *events, *answers, ErrorEnvelope]
-    _, components = msgspec.json.schema_components(dict.fromkeys(types), ref_template=REF)
+    others = [*events, *answers, ErrorEnvelope]
+    types = dict.fromkeys([*map(_public, requests), *others])
+    _, components = msgspec.json.schema_components(types, ref_template=REF)
+    classes = classes_of([*requests, *others])
     for name, schema in components.items():
-        describe(schema, getattr(openai, name))
+        describe(schema, classes[name])
     return components
 
 
@@ -140,11 +142,7 @@ def _proxied(endpoint: Endpoint) -> Json:
     content = {JSON: {"schema": ref(endpoint.answer)}}
     if endpoint.event is not None:
         content["text/event-stream"] = {
-            "schema": {
-                "description": "With `stream`. Each event is a line `data: ` with JSON (see x-event-schema)"
-                " and an empty line. The last one is `data: [DONE]`; after an error it is `data: ` with an"
-                " ErrorEnvelope, and no [DONE] follows.",
-            },
+            "schema": {"description": endpoint.dialect.described},
             "x-event-schema": ref(endpoint.event),
         }
     own = "x-penstock-ignored-fields", "x-penstock-fallback"

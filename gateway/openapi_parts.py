@@ -6,15 +6,15 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, get_origin
 
-from msgspec import Struct
+from msgspec import inspect
 
+from shared.apis.errors import ErrorEnvelope
+from shared.apis.request import Request
 from shared.build import DISTRIBUTION
 from shared.docstrings import field_docstrings
 from shared.errors import ApiError, InvalidRequest
-from shared.fields import values_for_nothing
-from shared.openai import ErrorEnvelope
 
 REF: Final = "#/components/schemas/{name}"
 JSON: Final = "application/json"
@@ -43,8 +43,8 @@ def describe(schema: Json, type_: type) -> None:
     texts = field_docstrings(type_)
     nothing: Mapping[str, Any] = {}
     schema.pop("title", None)
-    if issubclass(type_, Struct):
-        nothing = values_for_nothing(type_)
+    if issubclass(type_, Request):
+        nothing = type_.nothing
     for name, told in schema.get("properties", {}).items():
         if name in nothing:
             values = [None, *nothing[name]]
@@ -52,6 +52,28 @@ def describe(schema: Json, type_: type) -> None:
             told |= {"enum": values, "default": None, "description": "Only values that ask for nothing."}
         elif (text := texts.get(name)) is not None:
             told["description"] = text.replace("`", "")
+
+
+def classes_of(types: Iterable[Any]) -> dict[str, type]:
+    """The classes with fields that these types consist of, by their names."""
+    return {one.__name__: one for info in inspect.multi_type_info(types) for one in _classes(info, set())}
+
+
+def _classes(found: object, seen: set[type]) -> Iterator[type]:
+    """The classes with fields that a type consists of."""
+    if isinstance(found, inspect.StructType | inspect.DataclassType):
+        class_ = get_origin(found.cls) or found.cls
+        if class_ in seen:
+            return
+        seen.add(class_)
+        yield class_
+        for one in found.fields:
+            yield from _classes(one.type, seen)
+    for name in ("type", "item_type", "value_type"):
+        yield from _classes(getattr(found, name, None), seen) if hasattr(found, name) else ()
+    for name in ("types", "item_types"):
+        for one in getattr(found, name, ()):
+            yield from _classes(one, seen)
 
 
 # -- paths ----------------------------------------------------------------------------------------

@@ -21,10 +21,13 @@ from msgspec import Raw, Struct
 from gateway.accounts import Terms
 from gateway.admission.tokens import Count
 from gateway.config import ModelConfig, Tier
+from gateway.endpoints.endpoint import Asked, Endpoint
 from gateway.engines import Known
 from gateway.exchange import Exchange
-from gateway.foreign_fields import check_images, passed_on, shaped, with_usage
+from gateway.foreign_fields import check_images, passed_on, shaped
 from gateway.relay.upstream import HeaderPairs, Outbound
+from shared.apis.generation import GenerationRequest
+from shared.apis.shapes import BODY_LEN_MAX
 from shared.census import SURE_LEN, most_of
 from shared.ids import (
     FIRST_TOKEN_TIMEOUT_HEADER,
@@ -36,7 +39,6 @@ from shared.ids import (
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
 )
-from shared.openai import BODY_LEN_MAX, ChatRequest, GenerationRequest
 from shared.timeouts import TIMEOUT_S_MAX, stated_timeout_s
 from shared.validation import FIELDS_MAX, Parsed, named, with_fields
 
@@ -65,20 +67,20 @@ class Draft(Struct, frozen=True):
     """The names of those that an engine of another make is not sent."""
 
 
-def draft(parsed: Parsed[Any], model: ModelConfig, engine: Known) -> Draft:
+def draft(asked: Asked, model: ModelConfig, engine: Known) -> Draft:
     """Choose what goes out. Raises InvalidRequest for what another make may not be sent."""
     if not engine.counts_as_ours:
-        passed = passed_on(parsed, model)
+        passed = passed_on(asked, model)
         return Draft(False, passed.fields, passed.left_out)
-    if not engine.is_ours and isinstance(parsed.request, ChatRequest):
-        check_images(parsed.request.messages, model.image_hosts)
-    return Draft(True, shaped(parsed))
+    if not engine.is_ours:
+        check_images(asked.parsed.request.prompt_form, model.image_hosts)
+    return Draft(True, shaped(asked.parsed))
 
 
 def outbound(
     exchange: Exchange,
     terms: Terms,
-    parsed: Parsed[Any],
+    asked: Asked,
     draft: Draft,
     count: Count,
     *,
@@ -103,18 +105,19 @@ def outbound(
     if exchange.stages.state:
         headers += ((_TRACESTATE, exchange.stages.state.encode()),)
     overrides: dict[str, object] = {"model": terms.model.upstream_model or terms.model.name}
-    fields, ours = draft.fields, draft.ours
+    fields, ours, generation = draft.fields, draft.ours, asked.generation
     if salt is not None:
         overrides["cache_salt"] = salt
     if ours:
         headers += _for_ours(exchange, terms)
-        if maximum is not None:
-            overrides["max_tokens"] = maximum
+        if maximum is not None and generation is not None:
+            overrides[generation.max_tokens_param] = maximum
     else:
-        is_unsalted = salt is None and "cache_salt" in parsed.fields
+        is_unsalted = salt is None and "cache_salt" in asked.parsed.fields
         exchange.ignored_fields = named((*draft.left_out, "cache_salt") if is_unsalted else draft.left_out)
-        overrides |= _instead(parsed.request, fields, terms, maximum)
-    ids = _ids(parsed, count) if ours else {}
+        if generation is not None:
+            overrides |= _instead(asked.endpoint, generation, fields, terms, maximum)
+    ids = _ids(asked.parsed, count) if ours else {}
     body = with_fields(fields, **overrides, **ids)
     if ids and len(body) > SURE_LEN and not _is_taken(body):
         body = with_fields(fields, **overrides)  # the engine tokenizes the prompt again
@@ -178,20 +181,20 @@ def bound_s(header: str, asked: str | None, most_s: float | None) -> float | Non
     return min(asked_s, most_s)
 
 
-def _instead(request: Any, fields: Mapping[str, Raw], terms: Terms, maximum: int | None) -> dict[str, object]:
+def _instead(
+    endpoint: Endpoint,
+    request: GenerationRequest,
+    fields: Mapping[str, Raw],
+    terms: Terms,
+    maximum: int | None,
+) -> dict[str, object]:
     """The fields whose values are replaced for an engine of another make: a `service_tier` above the
-    tenant's, the maximum, and `stream_options`, so that a stream ends with its usage. `fields` are those that
-    it is sent."""
+    tenant's, the maximum, and what asks for a stream's usage. `fields` are those that it is sent."""
     instead: dict[str, object] = {}
-    tier, tier_max = getattr(request, "service_tier", None), terms.tenant.service_tier
+    tier, tier_max = request.service_tier, terms.tenant.service_tier
     if "service_tier" in fields and tier is not None and _RANKS[tier] > _RANKS[tier_max]:
         instead["service_tier"] = tier_max
-    if not isinstance(request, GenerationRequest):
-        return instead
     most = maximum if request.output_tokens_max is None else request.output_tokens_max
     if most is not None:  # also what a completion has by default
-        field = terms.model.maximum_field if isinstance(request, ChatRequest) else "asked"
-        instead[request.max_tokens_param if field == "asked" else field] = most
-    if request.stream and not request.include_usage:
-        instead["stream_options"] = with_usage(fields.get("stream_options"))
-    return instead
+        instead[endpoint.maximum_param(request, terms.model.maximum_field)] = most
+    return instead | endpoint.usage_asked(request, fields)

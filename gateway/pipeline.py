@@ -50,7 +50,7 @@ from gateway.billing.lines import Billing
 from gateway.client.body import read_body
 from gateway.config import ALL_ENDPOINTS, GatewayConfig, ModelConfig
 from gateway.dispatch import REPEATED, Dispatched, Dispatcher, Prepared
-from gateway.endpoints import Dialect, Endpoint, ProxiedRequest
+from gateway.endpoints.endpoint import Asked, Endpoint
 from gateway.engines import Engines, Known
 from gateway.exchange import Exchange, LiveRequests
 from gateway.identity.caller import Caller, Principal
@@ -65,6 +65,7 @@ from gateway.routing.affinity import affinity_of
 from gateway.routing.policy import Affinity, nowhere
 from gateway.routing.replicas import Replicas
 from gateway.salts import salt_of
+from shared.apis.generation import GenerationRequest
 from shared.errors import (
     ApiError,
     BudgetExhausted,
@@ -82,10 +83,9 @@ from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads, Slices, at_once
 from shared.fair_turns import FairTurns
 from shared.holding import Holding, weigh, weigh_long
-from shared.openai import GenerationRequest, PromptRequest
 from shared.request_body import check_page
 from shared.shield import Done, shielded
-from shared.validation import INLINE_LEN_MAX, Parsed
+from shared.validation import INLINE_LEN_MAX
 
 _WHOSE: Final = {
     Scope.KEY: "This key's limit",
@@ -154,12 +154,12 @@ class Pipeline:
         """Read, check, count, reserve and send the request. All that holds its body is gone when this
         returns."""
         with Holding(self._memory, principal.tenant) as holding:
-            parsed = await self._read(exchange, principal, endpoint, holding)
-            terms = self._resolve(exchange, principal, parsed, parsed.request.model)
-            prepared = await self._prepare(exchange, terms, parsed, endpoint.dialect)
+            asked = await self._read(exchange, principal, endpoint, holding)
+            terms = self._resolve(exchange, principal, asked, asked.parsed.request.model)
+            prepared = await self._prepare(exchange, terms, asked)
             if terms.model.fallback:
-                return await self._send_or_fall_back(exchange, principal, parsed, prepared)
-            del parsed  # from here on the outbound request alone is held
+                return await self._send_or_fall_back(exchange, principal, asked, prepared)
+            del asked  # from here on the outbound request alone is held
             holding.shrink(len(prepared.outbound.content))
             return await self._dispatcher.send(exchange, prepared)
 
@@ -167,30 +167,29 @@ class Pipeline:
         self,
         exchange: Exchange,
         terms: Terms,
-        parsed: Parsed[ProxiedRequest],
-        dialect: Dialect,
+        asked: Asked,
         counted: tuple[Draft, Count] | None = None,
     ) -> Prepared:
         """Count the request's tokens unless they are `counted`, reserve them, and make of it what is sent."""
-        chosen, count = counted or await self._count(exchange, terms, parsed)
-        maximum = await self._reserve(exchange, terms, parsed.request, count)
-        request = self._outbound(exchange, terms, parsed, chosen, count, maximum)
-        affinity = self._affinity(terms, parsed.request, count)
+        chosen, count = counted or await self._count(exchange, terms, asked)
+        maximum = await self._reserve(exchange, terms, asked.generation, count)
+        request = self._outbound(exchange, terms, asked, chosen, count, maximum)
+        affinity = self._affinity(terms, asked.generation, count)
         return Prepared(
             terms.model,
             request,
             affinity,
-            dialect,
+            asked.endpoint.dialect,
             is_fallback=bool(exchange.fallback),
             is_hedged=terms.is_hedged,
         )
 
     async def _send_or_fall_back(
-        self, exchange: Exchange, principal: Principal, parsed: Parsed[ProxiedRequest], prepared: Prepared
+        self, exchange: Exchange, principal: Principal, asked: Asked, prepared: Prepared
     ) -> Dispatched:
         """Dispatch the request, or the same to another model where its own cannot answer (rule 5). Raises the
         first failure when none can."""
-        asked, names, ignored = prepared.model, list(prepared.model.fallback), exchange.ignored_fields
+        own, names, ignored = prepared.model, list(prepared.model.fallback), exchange.ignored_fields
         first: ApiError | None = None
         try:
             while True:
@@ -203,9 +202,9 @@ class Pipeline:
                         exchange, prepared, error
                     ):
                         raise
-                other = await self._next_fallback(exchange, principal, parsed, prepared.dialect, names)
+                other = await self._next_fallback(exchange, principal, asked, names)
                 if other is None:
-                    exchange.fallback, exchange.record.model = "", asked.name
+                    exchange.fallback, exchange.record.model = "", own.name
                     exchange.ignored_fields = ignored
                     raise first
                 prepared = other
@@ -216,25 +215,26 @@ class Pipeline:
         self,
         exchange: Exchange,
         principal: Principal,
-        parsed: Parsed[ProxiedRequest],
-        dialect: Dialect,
+        asked: Asked,
         names: list[str],
     ) -> Prepared | None:
         """The request for the first of the models that the caller may use, that can take it, and that its
         quotas admit. Takes what it tried from `names`. None when there is none."""
         while names:
             try:
-                terms = self._resolve(exchange, principal, parsed, names.pop(0))
-                counted = await self._count(exchange, terms, parsed)
-                await self._reserve_anew(exchange, principal, terms, parsed.request)
-                exchange.ignored_fields = parsed.ignored_header  # of an engine of ours, if the other was not
-                return await self._prepare(exchange, terms, parsed, dialect, counted)
+                terms = self._resolve(exchange, principal, asked, names.pop(0))
+                counted = await self._count(exchange, terms, asked)
+                await self._reserve_anew(exchange, principal, terms, asked.endpoint)
+                exchange.ignored_fields = (
+                    asked.parsed.ignored_header
+                )  # of an engine of ours, if the other was not
+                return await self._prepare(exchange, terms, asked, counted)
             except ApiError as error:
                 forget_frames(error)
         return None
 
     async def _reserve_anew(
-        self, exchange: Exchange, principal: Principal, terms: Terms, request: ProxiedRequest
+        self, exchange: Exchange, principal: Principal, terms: Terms, endpoint: Endpoint
     ) -> None:
         """Settle what was reserved for one model, and take a seat for another."""
         before, used = exchange.reservation, used_tokens(exchange.progress, exchange.estimated)
@@ -243,7 +243,7 @@ class Pipeline:
         await shielded(self._quotas.settle(before, used), exchange.record.settlement)
         exchange.stages.enter("quota")
         subjects = exchange.accounts.subjects(principal)
-        generates = isinstance(request, PromptRequest)
+        generates = endpoint.generates
         decision = await self._quotas.enter(exchange.reservation, subjects, needs_tokens=generates)
         self._apply_decision(exchange, decision, 1 if generates else 0)
 
@@ -298,7 +298,7 @@ class Pipeline:
 
     async def _read(
         self, exchange: Exchange, principal: Principal, endpoint: Endpoint, holding: Holding
-    ) -> Parsed[ProxiedRequest]:
+    ) -> Asked:
         exchange.stages.enter("body")
         limits, timeouts = self._config.limits, self._config.timeouts
         sent = exchange.headers, exchange.body, exchange.client
@@ -311,50 +311,47 @@ class Pipeline:
             await weigh_long(body, holding, self._threads, principal.tenant)
             work = validate_slices(body, endpoint.shape, refuses_unknown)
             parsed = await self._threads.run(principal.tenant, work, holds=True)
-        assert isinstance(parsed.request, ProxiedRequest)
-        exchange.ignored_fields = parsed.ignored_header
-        exchange.streams = isinstance(parsed.request, GenerationRequest) and bool(parsed.request.stream)
-        return parsed
+        if parsed.ignored:
+            exchange.ignored_fields = parsed.ignored_header
+        generation = parsed.request if isinstance(parsed.request, GenerationRequest) else None
+        exchange.streams = generation is not None and bool(generation.stream)
+        return Asked(endpoint, parsed, generation)
 
-    def _resolve(
-        self, exchange: Exchange, principal: Principal, parsed: Parsed[ProxiedRequest], name: str | None
-    ) -> Terms:
+    def _resolve(self, exchange: Exchange, principal: Principal, asked: Asked, name: str | None) -> Terms:
         exchange.stages.enter("tenant")
         terms = exchange.accounts.terms(principal, name)
         exchange.record.model = terms.model.name
         exchange.bound_by(terms.timeouts)
         if self._engines.of(terms.model).is_ours:  # another make may support the field, and ours refuses it
-            parsed.require_supported()
+            asked.parsed.require_supported()
         return terms
 
-    async def _count(
-        self, exchange: Exchange, terms: Terms, parsed: Parsed[ProxiedRequest]
-    ) -> tuple[Draft, Count]:
+    async def _count(self, exchange: Exchange, terms: Terms, asked: Asked) -> tuple[Draft, Count]:
         """Choose what goes out, and count its tokens."""
         exchange.stages.enter("tokenize")
-        request, tenant = parsed.request, terms.tenant.id
+        request, tenant = asked.generation, terms.tenant.id
         engine = self._engines.of(terms.model)
-        if engine.tokenizer is not None and isinstance(request, PromptRequest):
-            chosen = draft(parsed, terms.model, engine)
+        if engine.tokenizer is not None and request is not None:
+            chosen = draft(asked, terms.model, engine)
             count = await count_tokens(request, engine.tokenizer, engine.room, self._threads, tenant)
         else:
-            work = _estimated(parsed, terms.model, engine)
-            if sum(map(len, parsed.fields.values())) <= INLINE_LEN_MAX:
+            work = _estimated(asked, terms.model, engine)
+            if sum(map(len, asked.parsed.fields.values())) <= INLINE_LEN_MAX:
                 chosen, count = at_once(work)
             else:
                 chosen, count = await self._threads.run(tenant, work, holds=True)
-        if isinstance(request, PromptRequest):
+        if request is not None:
             exchange.record.prompt_tokens, exchange.record.prompt_exact = count.prompt_tokens, count.is_exact
             check_fits(request, count, engine.room)
         return chosen, count
 
     async def _reserve(
-        self, exchange: Exchange, terms: Terms, request: ProxiedRequest, count: Count
+        self, exchange: Exchange, terms: Terms, request: GenerationRequest | None, count: Count
     ) -> int | None:
         """Reserve the request's tokens. Returns the most that each choice may have; None where the request
         states it, or nothing limits it."""
         exchange.stages.enter("quota")
-        if not isinstance(request, PromptRequest):
+        if request is None:
             decision = await self._quotas.reserve(exchange.reservation, terms.subjects, 0, 0, terms.payer)
             self._apply_decision(exchange, decision, 0)
             exchange.admit(terms.payer, 0, 0)
@@ -399,21 +396,21 @@ class Pipeline:
         self,
         exchange: Exchange,
         terms: Terms,
-        parsed: Parsed[ProxiedRequest],
+        asked: Asked,
         chosen: Draft,
         count: Count,
         maximum: int | None,
     ) -> Outbound:
         salt, engine = None, self._engines.of(terms.model)
-        if isinstance(parsed.request, GenerationRequest) and not engine.is_ours:
-            asked = parsed.request.cache_salt
-            if asked is not None if chosen.ours else engine.takes_salt:  # it may turn out to be none of ours
-                salt = salt_of(self._salts, terms.tenant.id, asked)
+        if asked.generation is not None and not engine.is_ours:
+            own = asked.generation.cache_salt
+            if own is not None if chosen.ours else engine.takes_salt:  # it may turn out to be none of ours
+                salt = salt_of(self._salts, terms.tenant.id, own)
         credentials = self._credentials.headers(terms.model)
-        parts = exchange, terms, parsed, chosen, count
+        parts = exchange, terms, asked, chosen, count
         return outbound(*parts, maximum=maximum, salt=salt, credentials=credentials)
 
-    def _affinity(self, terms: Terms, request: ProxiedRequest, count: Count) -> Affinity:
+    def _affinity(self, terms: Terms, request: GenerationRequest | None, count: Count) -> Affinity:
         if not self._replicas.has_choice(terms.model.name):
             return nowhere(terms.tenant.id)
         model, tenant = terms.model.name, terms.tenant.id
@@ -442,15 +439,13 @@ class Pipeline:
         return relay.run(dispatched.opened)
 
 
-def _estimated(
-    parsed: Parsed[ProxiedRequest], model: ModelConfig, engine: Known
-) -> Slices[tuple[Draft, Count]]:
+def _estimated(asked: Asked, model: ModelConfig, engine: Known) -> Slices[tuple[Draft, Count]]:
     """What goes out to an engine without a tokenizer, and the estimate of it."""
-    chosen = draft(parsed, model, engine)
-    if not isinstance(parsed.request, PromptRequest):
+    chosen = draft(asked, model, engine)
+    if asked.generation is None:
         return chosen, NO_TOKENS
     yield
-    return chosen, (yield from estimate_slices(parsed.request, chosen.fields, model.image_tokens))
+    return chosen, (yield from estimate_slices(asked.generation, chosen.fields, model.image_tokens))
 
 
 def used_tokens(progress: Progress, estimated: int) -> Used:

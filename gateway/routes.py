@@ -19,9 +19,11 @@ from typing import Final
 
 from msgspec import Struct
 
-from gateway.endpoints import ENDPOINTS, Endpoint
+from gateway.endpoints.endpoint import Endpoint
+from gateway.endpoints.table import ENDPOINTS
+from shared.apis.models import Model, ModelList
+from shared.apis.requests import AbortResponse
 from shared.errors import ApiError, ModelNotFound
-from shared.openai import AbortResponse, Model, ModelList
 
 _ID: Final = "{id}"
 

@@ -28,6 +28,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared import logs
+from shared.apis.messages import ChatMessage
+from shared.apis.shapes import BODY_LEN_MAX
 from shared.bounded_template import (
     KEEP,
     SOURCE_LEN_MAX,
@@ -43,7 +45,6 @@ from shared.bounded_template import (
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, NotInPlace, TooMuch
 from shared.fair_threads import Slices
-from shared.openai import BODY_LEN_MAX, ChatMessage
 from shared.rendering import APART_LEN, DOUBTFUL, RENDERER, TOO_MUCH, Chat, Renderer
 
 RENDERED_LEN_MAX: Final = 2 * BODY_LEN_MAX

@@ -2,10 +2,10 @@
 
 A field that changes the answer elsewhere must not be dropped in silence: the caller would get another answer
 than the one asked for, with a 200. So OpenAI's own fields that are not implemented, and the extensions of
-other engines that are in use (vLLM, SGLang, llama.cpp, TGI), are listed with the values that ask for nothing;
-any other value is unsupported. A field that is in no list is unknown: it is accepted, and named to the
-caller unless it is null, which asks for nothing. Fields inside messages and their parts obey the same policy
-as those outside, and none of them may be given twice.
+other engines that are in use (vLLM, SGLang, llama.cpp, TGI), are listed (`shared.apis`) with the values that
+ask for nothing; any other value is unsupported. A field that is in no list is unknown: it is accepted, and
+named to the caller unless it is null, which asks for nothing. Fields inside messages and their parts obey the
+same policy as those outside, and none of them may be given twice.
 """
 
 from __future__ import annotations
@@ -17,85 +17,14 @@ from typing import Final
 import msgspec
 from msgspec import Raw, Struct
 
+from shared.apis.messages import ChatMessage, ImagePart, TextPart
+from shared.apis.nothing import FALSE, NONE, Nothing
+from shared.apis.request import Request
+from shared.apis.shapes import IMAGES_MAX
 from shared.errors import InvalidRequest
-from shared.openai import (
-    IMAGES_MAX,
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ImagePart,
-    TextPart,
-    TokenizeRequest,
-)
 from shared.repeated import refuse_repeated, stays
 
-Nothing = tuple[object, ...]
-"""The values of a field that ask for nothing. Null is always one of them."""
-
-_FALSE: Final[Nothing] = (False,)
-_NONE: Final[Nothing] = ()
-_EMPTY: Final[Nothing] = ("", [], {})
-
-_PROMPT: Final[Mapping[str, Nothing]] = {
-    **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs"), _EMPTY),
-    **dict.fromkeys(("tools", "functions"), ([],)),
-    **dict.fromkeys(("truncate", "truncate_prompt_tokens"), _NONE),
-    **dict.fromkeys(("thinking", "enable_thinking", "reasoning", "include_reasoning"), _NONE),
-    "continue_final_message": _FALSE,
-}
-"""Fields that change what the prompt's tokens are."""
-_EXTENSIONS: Final[Mapping[str, Nothing]] = {
-    **_PROMPT,
-    **dict.fromkeys(("guided_json", "json_schema"), ("",)),  # {} is a schema: any JSON
-    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar"), _EMPTY),
-    **dict.fromkeys(("structured_outputs", "regex", "ebnf", "grammar"), _EMPTY),
-    **dict.fromkeys(("bad_words", "bad_words_ids", "allowed_token_ids", "logits_processors"), _EMPTY),
-    **dict.fromkeys(("vllm_xargs", "custom_params", "custom_logit_processor", "lora_path"), _EMPTY),
-    **dict.fromkeys(("lora", "adapter_id", "prompt_embeds", "repetition_detection"), _EMPTY),
-    **dict.fromkeys(("lora_request", "banned_tokens", "negative_prompt"), _EMPTY),
-    **dict.fromkeys(("input_ids", "prompt_token_ids"), _EMPTY),
-    **dict.fromkeys(("stop_regex", "stop_sequences", "structural_tag", "logprob_token_ids"), _EMPTY),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    "return_tokens_as_token_ids": _FALSE,
-    **dict.fromkeys(("n_predict", "thinking_token_budget"), (-1,)),
-    "top_n_sigma": (0, -1),
-    "guidance_scale": (1,),
-    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "early_stopping"), _FALSE),
-    **dict.fromkeys(("no_stop_trim", "watermark"), _FALSE),
-    "do_sample": (True,),
-    **dict.fromkeys(("max_new_tokens", "random_seed"), _NONE),
-    **dict.fromkeys(("min_new_tokens", "penalty_alpha"), (0,)),
-    "num_beams": (1,),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    **dict.fromkeys(("prompt_logprobs", "web_search_options"), _NONE),
-    **dict.fromkeys(("length_penalty", "repeat_penalty", "typical_p", "tfs_z", "top_a"), (1,)),
-    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "no_repeat_ngram_size"), (0,)),
-}
-_CHAT: Final[Mapping[str, Nothing]] = {
-    **_EXTENSIONS,
-    "response_format": ({"type": "text"},),
-    "modalities": ([], ["text"]),
-    "audio": _NONE,
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "echo": _FALSE,
-    "add_special_tokens": _FALSE,
-    "add_generation_prompt": (True,),
-}
-_COMPLETION: Final[Mapping[str, Nothing]] = {
-    **_EXTENSIONS,
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "add_special_tokens": (True,),
-}
-_TOKENIZE: Final[Mapping[str, Nothing]] = {
-    **_PROMPT,
-    "add_generation_prompt": (True,),
-    "return_token_strs": _FALSE,
-}
-_DETOKENIZE: Final[Mapping[str, Nothing]] = {"skip_special_tokens": _FALSE}
-_MESSAGE: Final[Mapping[str, Nothing]] = {"audio": _NONE, "prefix": _FALSE, "partial": _FALSE}
+_MESSAGE: Final[Mapping[str, Nothing]] = {"audio": NONE, "prefix": FALSE, "partial": FALSE}
 """Fields of messages that no shape has."""
 _MESSAGE_SHAPED: Final = ("tool_calls", "tool_call_id", "function_call", "refusal", "reasoning")
 """Fields that messages have, and that ask for nothing where they are empty."""
@@ -104,32 +33,8 @@ _OF_TOOLS: Final = frozenset({"tool", "function"})
 _NOT_NAMED: Final = frozenset({f"messages.{name}" for name in (*_MESSAGE, "annotations")})
 """Fields of messages that are known, though no shape has them."""
 
-INSTEAD: Final[Mapping[str, str]] = {
-    "do_sample": "temperature 0",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "n_predict": "max_tokens",
-    "random_seed": "seed",
-    "repeat_penalty": "repetition_penalty",
-    "stop_sequences": "stop",
-}
-"""The fields to use in place of fields that are refused, by these."""
-
-_TABLES: Final[Mapping[type[Struct], Mapping[str, Nothing]]] = {
-    ChatRequest: _CHAT,
-    CompletionRequest: _COMPLETION,
-    TokenizeRequest: _TOKENIZE,
-    DetokenizeRequest: _DETOKENIZE,
-}
-
 _objects: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 _object: Final = msgspec.json.Decoder(dict[str, Raw])
-
-
-def values_for_nothing(type_: type[Struct]) -> Mapping[str, Nothing]:
-    """The fields of a request that are refused unless they ask for nothing, with the values that do so beside
-    null."""
-    return _TABLES.get(type_, {})
 
 
 class Survey(Struct, frozen=True):
@@ -140,24 +45,24 @@ class Survey(Struct, frozen=True):
     unsupported: str | None = None
     """The first field that asks for what no engine of ours can do. None without one."""
     shapeless: tuple[str, ...] = ()
-    """The names of the fields within messages that no shape of `shared.openai` has, known or not."""
+    """The names of the fields within messages that no shape of `shared.apis.messages` has, known or not."""
 
 
-def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) -> Survey:
+def survey(request: Request, fields: Mapping[str, Raw], known: frozenset[str]) -> Survey:
     """Look through the fields of a well-formed request. `known` are the names that its type has. Raises
     InvalidJson where an object that is looked into has a field twice, and InvalidRequest for a message that
     says nothing."""
-    table = _TABLES.get(type(request), {})
+    table = request.nothing
     unknown = [] if fields.keys() <= known else _unknown(fields, known | table.keys())
     unsupported = None if table.keys().isdisjoint(fields) else next(_unsupported(fields, table), None)
-    if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
-        unsupported = unsupported or "best_of"
+    if request.taken_from is not None:
+        unsupported = unsupported or request.surplus
     if "stream_options" in fields and getattr(request, "stream_options", None) is not None:
         options = _object.decode(fields["stream_options"])
         if not stays(fields["stream_options"], options):
             refuse_repeated("stream_options", fields["stream_options"])
         unknown += [f"stream_options.{name}" for name in options if name != "include_usage"]
-    chat: list[ChatMessage] | None = getattr(request, "messages", None)
+    chat: list[ChatMessage] | None = getattr(request, "messages", None) if request.has_messages else None
     shapeless: tuple[str, ...] = ()
     if chat is not None and not _are_plain(chat, fields["messages"]):
         _check_contents(chat)

@@ -18,8 +18,6 @@ INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 
 PROVIDER_NAME: Final = "penstock"
-OPERATIONS: Final = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
-"""The operation of each endpoint that generates."""
 ATTRIBUTES: Final = {
     "method": REQUEST_METHOD,
     "endpoint": ROUTE,

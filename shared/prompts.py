@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from shared.apis.prompt import ChatPrompt, PromptForm
 from shared.errors import ApiError, InvalidRequest
 from shared.fair_threads import Slices
 from shared.holding import TOKENS_MAX
-from shared.openai import ChatRequest, CompletionRequest
 from shared.room import Room
 from shared.text_slices import SLICE_LEN, WHOLE_LEN_MAX
 from shared.tokenizer import Tokenizer, check_ids
-from shared.validation import prompt_count
 
 SLICE_IDS: Final = 16384
 """Token ids of one slice, where a prompt is given as ids: to look at them, or to pack them, takes 0.7 ms."""
@@ -27,24 +26,23 @@ CharSpan = tuple[int, int]
 """Characters of a text: the index of the first, and that behind the last."""
 
 
-def prompt_slices(
-    tokenizer: Tokenizer, request: ChatRequest | CompletionRequest, room: Room | None
-) -> Slices[list[list[int]]]:
+def prompt_slices(tokenizer: Tokenizer, given: PromptForm, room: Room | None) -> Slices[list[list[int]]]:
     """The ids of `Tokenizer.prompt_ids`, in slices. No prompt may have more tokens than there is room for.
 
     Raises InvalidRequest; for a prompt that is too long ContextLengthExceeded, or NeverFits.
     """
-    if isinstance(request, ChatRequest):
-        text = yield from tokenizer.chat_template.slices(request.messages)
+    param = given.param
+    if isinstance(given, ChatPrompt):
+        text = yield from tokenizer.chat_template.slices(given.messages)
         yield
-        ids = yield from text_slices(tokenizer, text, room, "messages", add_special_tokens=False)
-        return _checked([ids], "messages")
-    prompt_count(request.prompt)
-    prompt = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        ids = yield from text_slices(tokenizer, text, room, param, add_special_tokens=False)
+        return _checked([ids], param)
+    given.count()
+    prompt = [given.prompt] if isinstance(given.prompt, str) else given.prompt
     if not isinstance(prompt[0], str):  # all are of one kind
         longest = len(prompt) if isinstance(prompt[0], int) else max(map(len, prompt))  # type: ignore[arg-type]
         if longest > _most(room):
-            raise _too_long(room, "prompt", longest)
+            raise _too_long(room, param, longest)
         lists: list[list[int]] = [prompt] if isinstance(prompt[0], int) else prompt  # type: ignore[list-item,assignment]
         seen_len = 0
         for ids in lists:
@@ -55,22 +53,22 @@ def prompt_slices(
                 if seen_len >= SLICE_IDS:
                     seen_len = 0
                     yield
-        return _checked(lists, "prompt")
+        return _checked(lists, param)
     texts = [item for item in prompt if isinstance(item, str)]
     if not all(texts):
-        raise _empty("prompt")
+        raise _empty(param)
     prompts: list[list[int]] = []
     tokens = encoded_len = 0
     for text in texts:
-        prompts.append((yield from text_slices(tokenizer, text, room, "prompt")))
+        prompts.append((yield from text_slices(tokenizer, text, room, param)))
         tokens += len(prompts[-1])
         if tokens > TOKENS_MAX:
-            raise _too_many("prompt")
+            raise _too_many(param)
         encoded_len += len(text)
         if encoded_len >= SLICE_LEN:
             encoded_len = 0
             yield
-    return _checked(prompts, "prompt")
+    return _checked(prompts, param)
 
 
 def text_slices(

@@ -36,12 +36,12 @@ from typing import IO, Final
 import msgspec
 from msgspec import Struct
 
+from shared.apis.shapes import BODY_LEN_MAX
 from shared.child_python import scant_environment
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, Overloaded, TooMuch
 from shared.fair_threads import Slices
 from shared.memory import RENDERING
-from shared.openai import BODY_LEN_MAX
 
 APART_LEN: Final = 256 * 1024
 """Characters of a chat that is rendered in place: each step of its template takes 6 ms at most."""

@@ -25,10 +25,11 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from shared.apis.errors import error_envelope
+from shared.apis.shapes import USED_TOKENS_MAX
 from shared.causes import CAUSES_MAX, Cause, Count
 from shared.errors import ApiError
 from shared.load_report import LoadReport
-from shared.openai import USED_TOKENS_MAX, error_envelope
 from shared.undecodable import UNDECODABLE
 
 DONE: Final = b"data: [DONE]\n\n"

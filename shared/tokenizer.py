@@ -24,15 +24,15 @@ from typing import Any, Final
 import msgspec
 import tokenizers
 
+from shared.apis.prompt import ChatPrompt, PromptForm, TextPrompt
+from shared.apis.shapes import TOKEN_ID_MAX
 from shared.chat_template import ChatTemplate
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, NotInPlace, TokenizerFailed
 from shared.model_files import BadModelFile, shown
-from shared.openai import TOKEN_ID_MAX, ChatRequest, CompletionRequest
 from shared.text_slices import Slicer
 from shared.token_text import DecodeStream, piece_spelling, whole_spelling
 from shared.tokenizer_files import AddedToken, TokenizerFiles, read_tokenizer_files
-from shared.validation import prompt_count
 from shared.words import WordEncoder
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -220,24 +220,22 @@ class Tokenizer:
             raise InvalidRequest("This model has no chat template. Use /v1/completions.", param="messages")
         return self._template
 
-    def prompt_ids(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """The token ids of each of the request's prompts; a chat is one prompt, and short. Raises NotInPlace
+    def prompt_ids(self, prompt: PromptForm) -> list[list[int]]:
+        """The token ids of each of a request's prompts; a chat is one prompt, and short. Raises NotInPlace
         where template or tokenizer is not to be trusted here: `shared.prompts` has it done elsewhere."""
         if self._is_slow:
             raise NotInPlace("The prompt is too long for the model's tokenizer.")
         began_s = None if self.slicer is not None else time.thread_time()
         try:
-            if isinstance(request, ChatRequest):
-                prompts = [self._chat_ids(self.chat_template.render(request.messages))]
-                param = "messages"
+            if isinstance(prompt, ChatPrompt):
+                prompts = [self._chat_ids(self.chat_template.render(prompt.messages))]
             else:
-                prompts = self._completion_ids(request)
-                param = "prompt"
+                prompts = self._text_ids(prompt)
         finally:
             if began_s is not None:
                 self._is_slow = time.thread_time() - began_s > SLOW_S
         if not all(prompts):
-            raise InvalidRequest(f"{param} must not be empty.", param=param)
+            raise InvalidRequest(f"{prompt.param} must not be empty.", param=prompt.param)
         return prompts
 
     def _chat_ids(self, text: str) -> list[int]:
@@ -245,9 +243,9 @@ class Tokenizer:
             ids = None if self._words is None else self._words.encode(text)
         return self.encode(text, add_special_tokens=False) if ids is None else ids
 
-    def _completion_ids(self, request: CompletionRequest) -> list[list[int]]:
-        prompt = request.prompt
-        prompt_count(prompt)
+    def _text_ids(self, given: TextPrompt) -> list[list[int]]:
+        prompt = given.prompt
+        given.count()
         if isinstance(prompt, str):
             prompt = [prompt]
         texts = [item for item in prompt if isinstance(item, str)]

@@ -27,6 +27,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared import genai
+from shared.apis.table import OPERATIONS
 from shared.clock import Clock
 from shared.completed_line import ENGINE_STAGES
 from shared.ids import RequestId, random_bits
@@ -217,14 +218,14 @@ def attributes_of(line: Mapping[str, Any]) -> dict[str, Attribute]:
     }
     found |= {f"penstock.{name}": line[name] for name in genai.OWN if line.get(name) is not None}
     found |= {f"penstock.{name}": value for name, value in line.items() if name.startswith("engine_")}
-    if (operation := genai.OPERATIONS.get(line["endpoint"])) is not None:
+    if (operation := OPERATIONS.get(line["endpoint"])) is not None:
         found[genai.OPERATION], found[genai.PROVIDER] = operation, genai.PROVIDER_NAME
     return found
 
 
 def _name(line: Mapping[str, Any]) -> str:
     """`chat demo` as the conventions name a span of a generation, else as they name one of HTTP."""
-    operation, model = genai.OPERATIONS.get(line["endpoint"]), line.get("model")
+    operation, model = OPERATIONS.get(line["endpoint"]), line.get("model")
     if operation is not None and model is not None:
         return f"{operation} {model}"
     return f"{line['method'] or 'HTTP'} {line['endpoint']}"

@@ -26,22 +26,16 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
+from shared.apis.nothing import INSTEAD
+from shared.apis.request import Request
 from shared.census import SLICE_LEN, Census, census_of
 from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
 from shared.fair_threads import Slices
-from shared.fields import INSTEAD, survey
-from shared.openai import (
-    PROMPTS_MAX,
-    TOKEN_ID_MAX,
-    ChatRequest,
-    CompletionRequest,
-    Prompt,
-    PromptRequest,
-)
+from shared.fields import survey
 from shared.repeated import PLAIN_NAME, Key
 from shared.undecodable import UNDECODABLE
 
-T = TypeVar("T", bound=Struct)
+T = TypeVar("T", bound=Request)
 
 INLINE_LEN_MAX: Final = 256 * 1024
 """Bytes of a body that is counted and parsed on the event loop, in some two milliseconds; larger ones go to
@@ -63,7 +57,7 @@ class Parsed(Struct, Generic[T], frozen=True):
     unsupported: str | None = None
     """The first field that asks for what no engine of ours can do. None without one."""
     shapeless: tuple[str, ...] = ()
-    """The names of the fields within messages that no shape of `shared.openai` has."""
+    """The names of the fields within messages that no shape of `shared.apis.messages` has."""
 
     def require_supported(self) -> None:
         """Refuse an unsupported field. Raises UnsupportedParameter."""
@@ -134,8 +128,7 @@ def _behind_mark(body: bytes) -> bytes | None:
 
 
 def _parsed(request: T, fields: dict[str, Raw], type_: type[T]) -> Parsed[T]:
-    if isinstance(request, PromptRequest):
-        check(request, fields)
+    request.check(fields)
     try:
         found = survey(request, fields, _names(type_))
     except msgspec.ValidationError:
@@ -378,58 +371,3 @@ def _spread(type_: Any) -> Iterator[Any]:
         yield from type_.types
     else:
         yield type_
-
-
-# -- meaning --------------------------------------------------------------------------------------
-
-
-def check(request: PromptRequest, fields: dict[str, Raw]) -> None:
-    """Check the relations between a request's fields. Raises InvalidRequest."""
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
-    if request.logit_bias is not None:
-        _check_logit_bias(request.logit_bias, fields["logit_bias"])
-    if isinstance(request, ChatRequest):
-        _check_chat(request)
-    else:
-        _check_completion(request)
-    limit = request.output_tokens_max
-    if request.min_tokens is not None and limit is not None and request.min_tokens > limit:
-        raise InvalidRequest(f"min_tokens must be at most max_tokens, which is {limit}.", param="min_tokens")
-
-
-def _check_logit_bias(bias: dict[str, float], raw: Raw) -> None:
-    for key in bias:
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= TOKEN_ID_MAX):
-            raise InvalidRequest("The keys of logit_bias must be token ids.", param="logit_bias")
-    names = bytes(raw).count(b":")  # there is none in token ids and numbers
-    if len({int(key) for key in bias}) < names:
-        raise InvalidRequest("logit_bias names a token twice.", param="logit_bias")
-
-
-def _check_chat(request: ChatRequest) -> None:
-    if request.top_logprobs and not request.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
-
-
-def _check_completion(request: CompletionRequest) -> None:
-    choices = request.n or 1
-    if request.max_tokens == 0 and not request.echo:
-        raise InvalidRequest("max_tokens must be at least 1, unless echo is true.", param="max_tokens")
-    prompts = prompt_count(request.prompt)
-    if prompts > PROMPTS_MAX:
-        raise InvalidRequest(f"prompt must have at most {PROMPTS_MAX} items.", param="prompt")
-    if choices * prompts > PROMPTS_MAX:
-        raise InvalidRequest(f"n times the number of prompts must be at most {PROMPTS_MAX}.", param="n")
-
-
-def prompt_count(prompt: Prompt) -> int:
-    """The number of prompts in `prompt`. Raises InvalidRequest when it is empty or mixes kinds."""
-    if isinstance(prompt, str):
-        return 1
-    kinds = set(map(type, prompt))  # in C: a prompt may have a million ids
-    if not kinds:
-        raise InvalidRequest("prompt must not be empty.", param="prompt")
-    if len(kinds) > 1:
-        raise InvalidRequest("prompt must not mix strings, token ids and lists of token ids.", param="prompt")
-    return 1 if kinds == {int} else len(prompt)

@@ -44,12 +44,14 @@ from shared import (
     holding,
     listening,
     memory,
-    openai,
     prompts,
     rendering,
     text_slices,
     validation,
 )
+from shared.apis import shapes
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
 from shared.cli.service import SERVICES
 from shared.end_reason import MEANINGS
 from shared.http2 import limits as http2_limits
@@ -237,7 +239,7 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
         what: numbers(bound) for what, bound in statements(API.read_text(), "| what | number |").items()
     }
     assert stated == {
-        "request body": [openai.BODY_LEN_MAX, TimeoutsConfig().body_s],
+        "request body": [shapes.BODY_LEN_MAX, TimeoutsConfig().body_s],
         "values in it; fields of all objects; strings; fields at its top level; levels of nesting": [
             census.VALUES_MAX,
             census.FIELDS_MAX,
@@ -252,10 +254,10 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
             hygiene.HEAD_LEN_MAX,
         ],
         "messages; prompts; `n`; choices in all": [
-            openai.MESSAGES_MAX,
-            openai.PROMPTS_MAX,
-            openai.CHOICES_MAX,
-            openai.PROMPTS_MAX,
+            shapes.MESSAGES_MAX,
+            shapes.PROMPTS_MAX,
+            shapes.CHOICES_MAX,
+            shapes.PROMPTS_MAX,
         ],
         "tokens of all prompts; characters without a word's end": [
             holding.TOKENS_MAX,
@@ -265,12 +267,12 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
             admission.ANSWER_LEN_MAX
         ],
         "`stop` strings; length; `stop_token_ids`; `logit_bias`": [
-            openai.STOP_MAX,
-            openai.STOP_LEN_MAX,
-            openai.STOP_TOKEN_IDS_MAX,
-            openai.LOGIT_BIAS_MAX,
+            shapes.STOP_MAX,
+            shapes.STOP_LEN_MAX,
+            shapes.STOP_TOKEN_IDS_MAX,
+            shapes.LOGIT_BIAS_MAX,
         ],
-        "`logprobs`, `top_logprobs`": [openai.LOGPROBS_MAX],
+        "`logprobs`, `top_logprobs`": [shapes.LOGPROBS_MAX],
     }
 
 
@@ -438,7 +440,7 @@ def test_every_code_of_an_error_is_listed_with_its_status() -> None:
 
 
 def test_every_field_that_the_api_lists_is_one_of_a_request() -> None:
-    known = {*openai.ChatRequest.__struct_fields__, *openai.CompletionRequest.__struct_fields__}
+    known = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
     listed = {
         name
         for cells in rows(API.read_text(), "| field | values |")

@@ -28,9 +28,11 @@ from engine.core.messages import (
     ServiceClass,
 )
 from engine.core.packing import Biases
+from shared.apis.generation import GenerationRequest
+from shared.apis.prompt import ChatPrompt
+from shared.apis.shapes import TOKENS_MAX
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.holding import TOKEN_BYTES
-from shared.openai import TOKENS_MAX, CompletionRequest, GenerationRequest
 from shared.room import Room
 
 SEED_MASK: Final = 2**64 - 1
@@ -201,11 +203,11 @@ def _scores_len(request: GenerationRequest, prompts: Sequence[list[int]]) -> int
 def _repeated_len(request: GenerationRequest, prompts: Sequence[list[int]]) -> int:
     """Bytes of the prompts' text and ids in a whole answer: each choice of a completion has them, and a chat
     has its ids once."""
-    tokens, length = sum(map(len, prompts)), 0
-    if not isinstance(request, CompletionRequest):
+    tokens, length, form = sum(map(len, prompts)), 0, request.prompt_form
+    if isinstance(form, ChatPrompt):
         return tokens * ID_BYTES if request.return_token_ids else 0
-    if request.echo:
-        given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if request.echoes:
+        given = [form.prompt] if isinstance(form.prompt, str) else form.prompt
         # a token may be a hundred spaces, so that a text's own length counts where it is known
         length += max(tokens * TEXT_BYTES, sum(_bytes_max(one) for one in given if isinstance(one, str)))
     if request.return_token_ids:

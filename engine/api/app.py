@@ -21,6 +21,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from engine.api.exchange import log_unparsed
 from shared.accepting import Accepting
+from shared.apis.errors import error_envelope
 from shared.clock import SYSTEM_CLOCK
 from shared.errors import (
     ApiError,
@@ -34,7 +35,6 @@ from shared.http2.server import Http2Server
 from shared.http2.sniff import SniffingProtocol
 from shared.ids import REQUEST_ID_HEADER
 from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, SERVER, bound_socket, http1_options
-from shared.openai import error_envelope
 from shared.request_body import misframed, read_body, send_continue
 
 Handle = Callable[[Request, Responder], Awaitable[None]]

@@ -35,6 +35,10 @@ from engine.api.packing import pack
 from engine.api.rows import Echo
 from engine.api.state import EngineState
 from engine.core.messages import AddPrompt
+from shared.apis.generation import GenerationRequest
+from shared.apis.prompt import PromptForm, TextPrompt
+from shared.apis.request import Request
+from shared.apis.shapes import BODY_LEN_MAX
 from shared.clock import Clock
 from shared.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.fair_threads import Slices
@@ -45,23 +49,15 @@ from shared.ids import (
     REQUEST_TIMEOUT_HEADER,
     SERVICE_TIER_HEADER,
 )
-from shared.openai import (
-    BODY_LEN_MAX,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from shared.prompts import prompt_slices
 from shared.request_body import check_page
 from shared.timeouts import stated_timeout_ms, stated_timeout_s
-from shared.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices, prompt_count
+from shared.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices
 
 _AT_ONCE: Final = 0.0
 """A time of any loop's that has passed."""
 T = TypeVar("T")
-R = TypeVar("R", ChatRequest, CompletionRequest)
-S = TypeVar("S", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+S = TypeVar("S", bound=Request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +177,9 @@ async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: H
     return parsed
 
 
-async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Holding) -> Asked:
+async def ask(
+    state: EngineState, exchange: Exchange, kind: type[GenerationRequest], holding: Holding
+) -> Asked:
     """Read, validate and tokenize a request, and plan its sequences. Raises ApiError."""
     model, limits = state.ready_model()
     tenant = exchange.tenant
@@ -191,10 +189,11 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
     with exchange.enter("tokenize"):
         request = parsed.request
         check_fields(request, limits.vocab_size)
-        prompts, packed = await _prompt_ids(state, tenant, model, request, limits)
+        prompt = request.prompt_form
+        prompts, packed = await _prompt_ids(state, tenant, model, request, prompt, limits)
         stops = stop_ids(request, model.eos_ids, model.special_ids)
         choices = plan_choices(request, prompts, limits, stops, model.sampling)
-        echoes = await _echoes(state, tenant, model, request, prompts)
+        echoes = await _echoes(state, tenant, model, request, prompt, prompts)
     return Asked(
         api=ANSWERS[type(request)],
         model=request.model,
@@ -214,16 +213,20 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
 
 
 async def _prompt_ids(
-    state: EngineState, tenant: str, model: ServedModel, request: R, limits: Limits
+    state: EngineState,
+    tenant: str,
+    model: ServedModel,
+    request: GenerationRequest,
+    prompt: PromptForm,
+    limits: Limits,
 ) -> tuple[list[list[int]], list[bytes]]:
     """The token ids of each prompt, and the same packed: the gateway's where they can be trusted, else made
     here. Raises InvalidRequest, and what `CoreClient.check_room` raises."""
 
     async def make() -> list[list[int]]:
-        return await state.threads.run(tenant, prompt_slices(model.tokenizer, request, limits.room))
+        return await state.threads.run(tenant, prompt_slices(model.tokenizer, prompt, limits.room))
 
-    prompts = prompt_count(request.prompt) if isinstance(request, CompletionRequest) else 1
-    trusted = trusted_ids(request, model.tokenizer.hash, prompts)
+    trusted = trusted_ids(request, model.tokenizer.hash, prompt.count())
     ids = await make() if trusted is None else trusted
     n = request.n or 1
     # a request that finds no room costs nothing more
@@ -238,12 +241,17 @@ async def _prompt_ids(
 
 
 async def _echoes(
-    state: EngineState, tenant: str, model: ServedModel, request: R, prompts: list[list[int]]
+    state: EngineState,
+    tenant: str,
+    model: ServedModel,
+    request: GenerationRequest,
+    prompt: PromptForm,
+    prompts: list[list[int]],
 ) -> list[Echo] | None:
-    """The prompts as a completion repeats them; None where `echo` is not asked for."""
-    if not isinstance(request, CompletionRequest) or not request.echo:
+    """The prompts as the answer repeats them; None where that is not asked for, or they are a chat."""
+    if not request.echoes or not isinstance(prompt, TextPrompt):
         return None
-    wants_starts, texts = request.logprobs is not None, _texts(request, prompts)
+    wants_starts, texts = request.logprobs_asked is not None, _texts(prompt, prompts)
     return await state.threads.run(tenant, _echo_slices(model, texts, wants_starts))
 
 
@@ -261,15 +269,15 @@ def _echo_slices(
     return echoes
 
 
-def _texts(request: CompletionRequest, prompts: list[list[int]]) -> list[tuple[str | None, list[int]]]:
+def _texts(given: TextPrompt, prompts: list[list[int]]) -> list[tuple[str | None, list[int]]]:
     """Each prompt's text with its token ids. The text is None where the prompt was given as ids."""
-    if isinstance(request.prompt, str):
-        return [(request.prompt, prompts[0])]
-    texts = [item if isinstance(item, str) else None for item in request.prompt]
+    if isinstance(given.prompt, str):
+        return [(given.prompt, prompts[0])]
+    texts = [item if isinstance(item, str) else None for item in given.prompt]
     return list(zip(texts if len(prompts) > 1 else texts[:1], prompts, strict=True))
 
 
-def _share(exchange: Exchange, request: R) -> Share:
+def _share(exchange: Exchange, request: GenerationRequest) -> Share:
     headers = exchange.request.headers
     return Share(
         tenant=exchange.tenant,

@@ -13,6 +13,7 @@ import structlog
 
 from engine.api.outputs import Timing
 from shared import logs, sse
+from shared.apis.errors import error_envelope
 from shared.causes import Cause, CauseCode, most_telling
 from shared.clock import Clock
 from shared.completed_line import EVENT, UNPARSED
@@ -41,7 +42,6 @@ from shared.ids import (
 )
 from shared.load_report import LOAD_HEADER, LoadReport, encode_load
 from shared.metrics import Exemplar
-from shared.openai import error_envelope
 from shared.telemetry import Stages
 from shared.tracing import NO_TRACING, Tracing, has_failed
 
@@ -127,6 +127,8 @@ class Exchange:
         self._house = house
         self._status = 0
         self._is_event_stream = False
+        self.error_event: Callable[[ApiError], bytes] = sse.error_event
+        """Makes the event that ends a stream which fails, as the request's API has it."""
         self.first_byte_at: float | None = None
         """When the first byte of the answer's body was written, in seconds on `clock`. None before."""
         self._error: ApiError | None = None
@@ -180,7 +182,7 @@ class Exchange:
             self.responder.abort()
             return
         if self.responder.started:
-            await self.responder.write(sse.error_event(error) + self.closing_comment())
+            await self.responder.write(self.error_event(error) + self.closing_comment())
             await self.responder.finish()
             return
         headers = {"content-type": JSON_TYPE, **error_headers(error)}

@@ -24,7 +24,7 @@ import asyncio
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Final
 
 from engine.api.admission import text_len
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading
@@ -38,27 +38,18 @@ from engine.api.stop_strings import StopStrings
 from engine.api.text_room import TextRoom
 from engine.api.vllm_metrics import EndedSequence
 from shared import sse
+from shared.apis.generation import GenerationRequest, PromptTokensDetails, Usage
 from shared.errors import ApiError, RequestAborted
 from shared.holding import Holding
-from shared.openai import ChatRequest, CompletionRequest, PromptTokensDetails, Usage
 from shared.shield import shielded
-
-R = TypeVar("R", ChatRequest, CompletionRequest)
 
 UNDER_WAY_S: Final = 0.2
 """The time in which the core is heard out about the sequences of a request that ended before them, in
 seconds: less than the time for which a gateway waits for the report (`gateway.pipeline.REPORT_S`)."""
 
 
-async def chat_completions(state: EngineState, exchange: Exchange) -> None:
-    await _generate(state, exchange, ChatRequest)
-
-
-async def completions(state: EngineState, exchange: Exchange) -> None:
-    await _generate(state, exchange, CompletionRequest)
-
-
-async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> None:
+async def generate(state: EngineState, exchange: Exchange, kind: type[GenerationRequest]) -> None:
+    """Answer a request of one of the APIs that generate."""
     exchange.is_generation = True
     model, _ = state.ready_model()
     with state.working(), Holding(state.memory, exchange.tenant) as holding:
@@ -68,6 +59,7 @@ async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> No
             asked = await deadlines.bounded(ask(state, exchange, kind, holding))
         if arrival.is_aborted:
             raise RequestAborted("The request was aborted.")
+        exchange.error_event = asked.api.error_event
         holding.hold(asked.answer_len)
         exchange.stage = "queue"
         prompt_lens = [len(choice.prompt_ids) for choice in asked.choices]
@@ -104,7 +96,6 @@ class Generation:
         self._exchange = exchange
         self._deadlines = deadlines
         self._streams = asked.streams
-        self._sends_usage = asked.sends_usage
         self._n = asked.n
         self._share = asked.share
         self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
@@ -219,8 +210,7 @@ class Generation:
 
     def _ending(self) -> bytes:
         self._settle()
-        usage = self._encoder.usage_event(self._usage()) if self._sends_usage else b""
-        return usage + sse.DONE + self._exchange.closing_comment()
+        return self._encoder.ending(self._usage()) + self._exchange.closing_comment()
 
     async def _respond(self) -> None:
         deltas: list[Delta] = sorted(await self._output.take(), key=lambda delta: delta.index)

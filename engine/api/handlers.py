@@ -10,24 +10,20 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 
 from engine.api.admission import Limits, out_of_vocab
+from engine.api.answer.table import ANSWERS
 from engine.api.asking import read
 from engine.api.exchange import Exchange
-from engine.api.generate import chat_completions, completions
+from engine.api.generate import generate
 from engine.api.model import ServedModel
 from engine.api.state import EngineState
+from shared.apis.models import ModelList
+from shared.apis.prompt import ChatPrompt
+from shared.apis.requests import AbortResponse
+from shared.apis.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from shared.errors import InvalidRequest, MethodNotAllowed, RouteNotFound
 from shared.fair_threads import Slices
 from shared.holding import Holding
 from shared.ids import RequestId
-from shared.openai import (
-    AbortResponse,
-    ChatRequest,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    ModelList,
-    TokenizeRequest,
-    TokenizeResponse,
-)
 from shared.paths import no_such_path
 from shared.probes import METHODS, PROBES, answer_probe
 from shared.prompts import prompt_slices, text_slices
@@ -92,8 +88,7 @@ async def tokenize(state: EngineState, exchange: Exchange) -> None:
 
 def _tokenized(model: ServedModel, limits: Limits, request: TokenizeRequest) -> Slices[bytes]:
     tokenizer = model.tokenizer
-    if request.messages is not None:
-        chat = ChatRequest(model=model.name, messages=request.messages)
+    if isinstance(chat := request.prompt_form, ChatPrompt):
         [ids] = yield from prompt_slices(tokenizer, chat, None)
     else:
         special = request.add_special_tokens is not False
@@ -132,11 +127,10 @@ async def abort_request(state: EngineState, exchange: Exchange, name: str) -> No
 # -- routes ---------------------------------------------------------------------------------------
 
 EXACT: Final[dict[str, dict[str, Handler]]] = {
-    "/v1/chat/completions": {"POST": chat_completions},
-    "/v1/completions": {"POST": completions},
+    **{kind.path: {"POST": partial(generate, kind=kind)} for kind in ANSWERS},
     "/v1/models": {"GET": list_models},
-    "/tokenize": {"POST": tokenize},
-    "/detokenize": {"POST": detokenize},
+    TokenizeRequest.path: {"POST": tokenize},
+    DetokenizeRequest.path: {"POST": detokenize},
     "/penstock/tokenizer": {"GET": get_tokenizer},
     **{path: dict.fromkeys(METHODS, probe) for path in PROBES},
     "/metrics": {"GET": metrics},

@@ -12,11 +12,13 @@ import msgspec
 from engine.api.admission import SamplingDefaults
 from engine.core.messages import END_TOKENS_MAX
 from shared import logs
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
+from shared.apis.messages import ChatMessage
 from shared.errors import InvalidRequest, TokenizerFailed
 from shared.fair_threads import at_once
 from shared.generation_keys import GENERATION_KEYS
 from shared.model_files import BadModelFile, parse_object, read_text, refusals, shown, unexplained
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 from shared.prompts import prompt_slices
 from shared.tokenizer import Tokenizer, TokenizerBundle, read_files
 from shared.tokenizer_files import CONFIG as TOKENIZER_CONFIG
@@ -116,7 +118,7 @@ def _warm_up(tokenizer: Tokenizer) -> None:
     text = parse(b'{"model": "", "prompt": "Hello"}', CompletionRequest).request
     for request in (chat, text):
         try:
-            tokenizer.decode_stream(at_once(prompt_slices(tokenizer, request, None))[0]).step(0)
+            tokenizer.decode_stream(at_once(prompt_slices(tokenizer, request.prompt_form, None))[0]).step(0)
         except InvalidRequest as error:  # a template may well refuse this message
             if request is chat and tokenizer.bundle.chat_template is not None:
                 log.warning("engine.chat_template_fails", problem=error.message, detail=error.detail)

@@ -36,9 +36,10 @@ from engine.api.halts import Halts
 from engine.api.steps import StepRing
 from engine.api.text_room import TextRoom
 from engine.core.messages import Finished, FinishReason, Moved, ServiceClass, Started, TokenLogprobs
+from shared.apis.generation import FinishReasonName
+from shared.apis.shapes import STOP_LEN_MAX
 from shared.causes import Cause
 from shared.errors import ApiError, EngineFailed, FirstTokenDeadline, Overloaded, SlowClient
-from shared.openai import STOP_LEN_MAX, FinishReasonName
 
 UNSENT_TOKENS_MAX: Final = 64
 TOO_LATE_RETRY_S_MAX: Final = 30.0

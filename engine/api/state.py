@@ -15,6 +15,7 @@ from engine.api.core_client import CoreClient
 from engine.api.metrics import CoreReading, EngineMetrics
 from engine.api.model import ServedModel
 from engine.config import EngineConfig
+from shared.apis.models import Model
 from shared.build import version
 from shared.clock import Clock
 from shared.errors import ModelNotFound, NotReady
@@ -24,7 +25,6 @@ from shared.fair_turns import FairTurns
 from shared.ids import RequestId
 from shared.lifecycle import Lifecycle, Phase
 from shared.load_report import IDLE_INTERVAL_MS, LoadReport
-from shared.openai import Model
 from shared.probes import Health
 from shared.tracing import NO_TRACING, Tracing
 

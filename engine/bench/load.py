@@ -19,10 +19,10 @@ from typing import Final
 
 import msgspec
 
+from shared.apis.models import ModelList
 from shared.bench.client import ApiServer, LoadConnection, TimedRequest
 from shared.bench.cpu import cpu_s, descendants, proportional_bytes, resident_bytes
 from shared.bench.services import get
-from shared.openai import ModelList
 
 TOKEN_ID_MIN, TOKEN_ID_MAX = 300, 2000
 """Prompt ids are drawn from here: plain tokens in every vocabulary that we know of."""

@@ -28,9 +28,11 @@ from typing import Final
 
 from msgspec import Raw, Struct
 
+from shared.apis.generation import GenerationRequest, PromptExtension
+from shared.apis.messages import ImagePart
+from shared.apis.prompt import ChatPrompt, PromptForm
 from shared.errors import NotInPlace
 from shared.fair_threads import FairThreads, Slices
-from shared.openai import ChatRequest, ImagePart, PromptExtension, PromptRequest
 from shared.prompts import prompt_slices
 from shared.room import Room
 from shared.tokenizer import Tokenizer
@@ -104,7 +106,7 @@ class Span(Struct, frozen=True):
 
 
 async def count_tokens(
-    request: PromptRequest,
+    request: GenerationRequest,
     tokenizer: Tokenizer,
     room: Room | None,
     threads: FairThreads,
@@ -115,20 +117,21 @@ async def count_tokens(
     Raises InvalidRequest for a prompt that is empty or that the chat template refuses, ContextLengthExceeded
     or NeverFits for one that is too long, and Overloaded.
     """
+    prompt = request.prompt_form
     prompt_ids: list[list[int]] | None = None
-    if _is_short(request):
+    if _is_short(prompt):
         try:
-            prompt_ids = tokenizer.prompt_ids(request)
+            prompt_ids = tokenizer.prompt_ids(prompt)
         except NotInPlace:  # rule 3
             prompt_ids = None
     if prompt_ids is None:
-        prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, request, room))
+        prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, prompt, room))
     lengths = [*map(len, prompt_ids)]
     total = sum(lengths)
     return Count(total, max(lengths), len(lengths), PromptExtension(tokenizer.hash, prompt_ids), total)
 
 
-def check_fits(request: PromptRequest, count: Count, room: Room | None) -> None:
+def check_fits(request: GenerationRequest, count: Count, room: Room | None) -> None:
     """Raises ContextLengthExceeded or NeverFits, when the count is exact and the room is known."""
     stated = request.stated_tokens_max
     tokens = count.longest + max(1, stated or 0)
@@ -142,7 +145,7 @@ def check_fits(request: PromptRequest, count: Count, room: Room | None) -> None:
 
 
 def span(
-    request: PromptRequest,
+    request: GenerationRequest,
     count: Count,
     room: Room | None,
     estimate: int,
@@ -171,13 +174,13 @@ def span(
     return Span(*prompts, choices, least, max(least, left), is_open=True)
 
 
-def _is_short(request: PromptRequest) -> bool:
-    if isinstance(request, ChatRequest):
+def _is_short(prompt: PromptForm) -> bool:
+    if isinstance(prompt, ChatPrompt):
         length = 0
-        for message in request.messages:
+        for message in prompt.messages:
             length += sum(map(len, message.printable)) + ESTIMATE_MESSAGE_TOKENS
         return length <= INLINE_LEN_MAX
-    return isinstance(request.prompt, str) and len(request.prompt) <= INLINE_LEN_MAX
+    return isinstance(prompt.prompt, str) and len(prompt.prompt) <= INLINE_LEN_MAX
 
 
 # -- estimates ------------------------------------------------------------------------------------
@@ -204,7 +207,9 @@ _PER_CHARACTER: Final = (
 each but emoji."""
 
 
-def estimate_slices(request: PromptRequest, fields: Mapping[str, Raw], image_tokens: int) -> Slices[Count]:
+def estimate_slices(
+    request: GenerationRequest, fields: Mapping[str, Raw], image_tokens: int
+) -> Slices[Count]:
     """An estimate of all that `fields`, the body that goes out, hold; token ids count as they are. In slices,
     since a body may be long. `image_tokens` are those of an image."""
     beside, beside_len = 0, 0
@@ -215,13 +220,15 @@ def estimate_slices(request: PromptRequest, fields: Mapping[str, Raw], image_tok
         times = (request.n or 1) if name == "prediction" else 1
         beside += times * (yield from _text_slices(bytes(value)))
         beside_len += times * len(value)
-    if isinstance(request, ChatRequest):
-        tokens, length = yield from _texts_slices(text for one in request.messages for text in one.texts)
-        images = sum([isinstance(part, ImagePart) for one in request.messages for part in one.parts])
-        fixed = ESTIMATE_MESSAGE_TOKENS * len(request.messages) + image_tokens * images
+    form = request.prompt_form
+    if isinstance(form, ChatPrompt):
+        messages = form.messages
+        tokens, length = yield from _texts_slices(text for one in messages for text in one.texts)
+        images = sum([isinstance(part, ImagePart) for one in messages for part in one.parts])
+        fixed = ESTIMATE_MESSAGE_TOKENS * len(messages) + image_tokens * images
         length += beside_len
         return Count(tokens + beside + fixed, fixed + _likely(length), 1, None, length + fixed)
-    prompt = request.prompt
+    prompt = form.prompt
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     ids = [len(item) for item in prompts if isinstance(item, list)]
     texts = [item for item in prompts if isinstance(item, str)]

@@ -7,18 +7,16 @@ import contextlib
 from collections.abc import Iterable
 from typing import Literal, TypeVar
 
-from msgspec import Struct
-
+from shared.apis.request import Request
 from shared.census import Census
 from shared.errors import InvalidRequest
 from shared.fair_threads import Slices
-from shared.openai import GenerationRequest
 from shared.validation import Parsed, parse, parse_slices
 
-T = TypeVar("T", bound=Struct)
+T = TypeVar("T", bound=Request)
 
 
-def warm(types: Iterable[type[Struct]]) -> None:
+def warm(types: Iterable[type[Request]]) -> None:
     """Build the decoders of these types. The first one takes some 20 ms, which no request should wait for."""
     for type_ in types:
         with contextlib.suppress(InvalidRequest):
@@ -40,7 +38,7 @@ def validate_slices(
 
 
 def _admitted(parsed: Parsed[T], unknown_fields: Literal["ignore", "refuse"]) -> Parsed[T]:
-    if isinstance(parsed.request, GenerationRequest) and parsed.request.penstock is not None:
+    if getattr(parsed.request, "penstock", None) is not None:
         raise InvalidRequest("penstock is set by the gateway alone.", param="penstock")
     if parsed.ignored and unknown_fields == "refuse":
         raise InvalidRequest(

@@ -17,21 +17,15 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
+from shared.apis.chat import AssistantMessage, ChatChoice, ChatCompletion
+from shared.apis.generation import PromptTokensDetails, Usage
+from shared.apis.models import Model, ModelList
+from shared.apis.shapes import BODY_LEN_MAX
 from shared.http import ClientGone
 from shared.http2.server import Http2Server, ServerRequest, ServerResponder
 from shared.http2.sniff import SniffingProtocol
 from shared.ids import TOKENIZER_HEADER
 from shared.loops import loop_factory
-from shared.openai import (
-    BODY_LEN_MAX,
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    Model,
-    ModelList,
-    PromptTokensDetails,
-    Usage,
-)
 from shared.sse import CLOSING_HEADER, DONE, Closing, closing_comment, encode_closing
 from shared.tokenizer import TokenizerBundle
 

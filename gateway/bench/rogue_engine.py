@@ -23,21 +23,15 @@ import msgspec
 
 from gateway.bench.attack import Rogue
 from gateway.bench.paced_engine import Http1Connection, PacedEngine, Ticker
+from shared.apis.chat import AssistantMessage, ChatChoice, ChatCompletion
+from shared.apis.generation import PromptTokensDetails, Usage
+from shared.apis.models import Model, ModelList
+from shared.apis.shapes import BODY_LEN_MAX
 from shared.http import ClientGone
 from shared.http2.server import Http2Server, ServerRequest, ServerResponder
 from shared.http2.sniff import SniffingProtocol
 from shared.ids import TOKENIZER_HEADER
 from shared.loops import loop_factory
-from shared.openai import (
-    BODY_LEN_MAX,
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    Model,
-    ModelList,
-    PromptTokensDetails,
-    Usage,
-)
 from shared.tokenizer import TokenizerBundle
 
 CREATED: Final = 1_700_000_000

@@ -40,12 +40,13 @@ from gateway.development import development_config, development_key
 from gateway.routing import policy, replicas
 from gateway.routing.policy import Affinity, Choice, Route
 from gateway.routing.table import Table
+from shared.apis.chat import ChatChunk
+from shared.apis.generation import Usage
 from shared.bench.client import ApiServer, TimedRequest
 from shared.bench.figures import Figure, at_least, at_most, figure, quantile
 from shared.bench.services import demo_model, free_port, service
 from shared.bench.streams import BenchFailed
 from shared.config import to_toml
-from shared.openai import ChatChunk, Usage
 
 MODEL: Final = "demo"
 ENGINES: Final = 3

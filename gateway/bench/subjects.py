@@ -23,11 +23,11 @@ from gateway.bench.paced_engine import MODEL, STATS, Stats
 from gateway.config import GatewayConfig
 from gateway.development import development_config, development_key
 from gateway.quota_config import QuotaLimits
+from shared.apis.models import ModelList
 from shared.bench.client import ApiServer
 from shared.bench.cpu import cpu_s, resident_bytes
 from shared.bench.services import demo_model, free_port, get, service
 from shared.config import to_toml
-from shared.openai import ModelList
 
 EVENTS_MAX: Final = 100_000
 """The events of a stream that is measured while it runs: enough for minutes at any pace."""

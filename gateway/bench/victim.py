@@ -16,8 +16,8 @@ from typing import Final, TypeVar
 import msgspec
 
 from gateway.bench.attack import MODEL, Who
+from shared.apis.chat import ChatChunk, ChatCompletion
 from shared.bench.client import ApiServer, TimedRequest
-from shared.openai import ChatChunk, ChatCompletion
 
 T = TypeVar("T")
 

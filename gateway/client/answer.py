@@ -28,6 +28,7 @@ from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 
 from gateway.client.deadlines import Watch
 from gateway.client.responses import error_response
+from gateway.endpoints.dialect import Dialect
 from shared.errors import ApiError, SlowClient
 from shared.http import ClientGone
 from shared.listening import SERVER
@@ -88,10 +89,10 @@ class Client:
         """Tell a client that waits for it to send the body."""
         await send_continue(self._request.writer)
 
-    def refuse(self, error: ApiError, headers: Mapping[str, str], *, closes: bool) -> None:
+    def refuse(self, error: ApiError, headers: Mapping[str, str], dialect: Dialect, *, closes: bool) -> None:
         """Answer with an error, where no answer has begun. aiohttp writes it."""
         assert self.status is None
-        self.response = error_response(error, headers)
+        self.response = error_response(error, headers, dialect)
         if closes:
             self.response.force_close()
 

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
+from gateway.endpoints.dialect import Dialect
 from shared.errors import ApiError
 
 
@@ -92,7 +93,7 @@ class Sink(Protocol):
         where no event may be appended. Raises ClientGone."""
         ...
 
-    def refuse(self, error: ApiError, headers: Mapping[str, str], *, closes: bool) -> None:
-        """Answer with an error, where no answer has begun. `closes`: no other request comes by the
-        connection."""
+    def refuse(self, error: ApiError, headers: Mapping[str, str], dialect: Dialect, *, closes: bool) -> None:
+        """Answer with an error in a dialect, where no answer has begun. `closes`: no other request comes by
+        the connection."""
         ...

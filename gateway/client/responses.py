@@ -8,9 +8,9 @@ from typing import Final
 
 from aiohttp import web
 
+from gateway.endpoints.dialect import CHUNKS, Dialect
 from shared.errors import ApiError, error_headers
 from shared.listening import SERVER
-from shared.openai import error_envelope
 
 JSON: Final = "application/json"
 
@@ -20,6 +20,6 @@ def json_response(status: int, body: bytes, headers: Mapping[str, str]) -> web.R
     return web.Response(status=status, body=body, content_type=JSON, headers={**headers, "server": SERVER})
 
 
-def error_response(error: ApiError, headers: Mapping[str, str]) -> web.Response:
-    """A response with an error in OpenAI's envelope, and the headers that belong to the error."""
-    return json_response(error.status, error_envelope(error), {**headers, **error_headers(error)})
+def error_response(error: ApiError, headers: Mapping[str, str], dialect: Dialect = CHUNKS) -> web.Response:
+    """A response with an error in a dialect's envelope, and the headers that belong to the error."""
+    return json_response(error.status, dialect.error_body(error), {**headers, **error_headers(error)})

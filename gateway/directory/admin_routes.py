@@ -31,6 +31,7 @@ from gateway.directory.operator_keys import OperatorKeysView
 from gateway.directory.registry import CREATABLE, PATCHABLE, MintedView, Page, Registry, Shown
 from gateway.directory.rotation import Rotation
 from gateway.operators import Asked, Asks, Body, Operation, Parameter, Table, does
+from shared.apis.errors import ErrorBody
 from shared.config import ConfigError
 from shared.errors import (
     ApiError,
@@ -40,7 +41,6 @@ from shared.errors import (
     PreconditionFailed,
     PreconditionRequired,
 )
-from shared.openai import ErrorBody
 from shared.request_body import read_body, send_continue
 
 KEYS: Final = "/admin/v1/keys"

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from gateway.client.deadlines import Watch
 from gateway.client.interface import Sink
-from gateway.endpoints import Dialect
+from gateway.endpoints.dialect import Dialect
 from gateway.relay.engine_errors import event_is_error, read_back
 from gateway.relay.foreign import BlankingScanner, Blanks, ForeignScanner, UsageFinder, look_into
 from gateway.relay.upstream import Answer
@@ -84,9 +84,9 @@ class Progress:
     report: Report = field(default_factory=Report)
     """The engine's report on the request, which comes even when the answer was cut off."""
 
-    def anew(self, done: bytes, *, lost: bool = False) -> Progress:
+    def anew(self, dialect: Dialect, *, lost: bool = False) -> Progress:
         """The progress at another replica. `lost`: the one before was sent the request, and broke off."""
-        return Progress(TailScanner(done), lost=self.lost or lost)
+        return Progress(dialect.scanner(dialect.done), lost=self.lost or lost)
 
     def note(self, now_s: float) -> None:
         """Note that its events, `tick_due` of them or more, were passed on by now."""

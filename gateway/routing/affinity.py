@@ -16,11 +16,12 @@ from itertools import takewhile
 from typing import Final
 
 from gateway.config import Tier
-from gateway.endpoints import ProxiedRequest
 from gateway.routing.policy import Affinity
 from gateway.routing.table import key_of
+from shared.apis.generation import GenerationRequest
+from shared.apis.messages import ChatMessage
+from shared.apis.prompt import ChatPrompt, Prompt
 from shared.load_report import DEFAULT, FLEX, PRIORITY
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, Prompt
 
 _CLASSES: Final[dict[str | None, int]] = {"flex": FLEX, "default": DEFAULT, "priority": PRIORITY}
 
@@ -32,19 +33,24 @@ loop."""
 
 
 def affinity_of(
-    request: ProxiedRequest, model: str, tenant: str, prompt_len: int, turn: int, tier_max: Tier = "priority"
+    request: GenerationRequest | None,
+    model: str,
+    tenant: str,
+    prompt_len: int,
+    turn: int,
+    tier_max: Tier = "priority",
 ) -> Affinity:
-    """The affinity of a request for `model`. `prompt_len` is in tokens. Requests without a prompt go round by
-    `turn`. `tier_max` is the highest service tier that the tenant may have."""
+    """The affinity of a request for `model`. `prompt_len` is in tokens. Requests that generate nothing, None
+    here, go round by `turn`. `tier_max` is the highest service tier that the tenant may have."""
     owner = key_of(model.encode(), tenant.encode())
-    match request:
-        case ChatRequest():
-            return _of_chat(request, owner, tenant, prompt_len, class_of(request, tier_max))
-        case CompletionRequest():
-            beginning = _beginning(request.prompt)
-            session = key_of(owner.to_bytes(8), _text(request.prompt_cache_key or beginning))
-            return Affinity(owner, session, 0, 0, prompt_len, class_of(request, tier_max), tenant)
-    return Affinity(owner, key_of(turn.to_bytes(8)), 0, 0, 0, tenant=tenant)
+    if request is None:
+        return Affinity(owner, key_of(turn.to_bytes(8)), 0, 0, 0, tenant=tenant)
+    service_class, prompt = class_of(request, tier_max), request.prompt_form
+    if isinstance(prompt, ChatPrompt):
+        key = request.prompt_cache_key
+        return _of_chat(prompt.messages, key, owner, tenant, prompt_len, service_class)
+    session = key_of(owner.to_bytes(8), _text(request.prompt_cache_key or _beginning(prompt.prompt)))
+    return Affinity(owner, session, 0, 0, prompt_len, service_class, tenant)
 
 
 def class_of(request: GenerationRequest, tier_max: Tier) -> int:
@@ -57,16 +63,22 @@ def class_of(request: GenerationRequest, tier_max: Tier) -> int:
     return min(asked, _CLASSES[tier_max])
 
 
-def _of_chat(request: ChatRequest, owner: int, tenant: str, prompt_len: int, service_class: int) -> Affinity:
+def _of_chat(
+    messages: Sequence[ChatMessage],
+    cache_key: str | None,
+    owner: int,
+    tenant: str,
+    prompt_len: int,
+    service_class: int,
+) -> Affinity:
     """`owner`: the key of its model and tenant."""
-    messages = request.messages
     roles = [message.role for message in messages]
     system = sum(1 for _ in takewhile(lambda role: role in ("system", "developer"), roles))
     answered = max((at for at, role in enumerate(roles, 1) if role == "assistant"), default=system)
     lengths = [_length(message) for message in messages]
     whole = max(1, sum(lengths))
     prefix = key_of(owner.to_bytes(8), *_texts(messages[:system]))
-    opening = request.prompt_cache_key or "".join(message.text for message in messages[system : system + 1])
+    opening = cache_key or "".join(message.text for message in messages[system : system + 1])
     return Affinity(
         prefix,
         key_of(prefix.to_bytes(8), _text(opening)),

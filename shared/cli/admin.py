@@ -15,8 +15,8 @@ from typing import Final, TypeVar
 import httpx
 import msgspec
 
+from shared.apis.errors import ErrorEnvelope
 from shared.cli.running import read_running
-from shared.openai import ErrorEnvelope
 from shared.tls import client_context
 from shared.undecodable import UNDECODABLE
 

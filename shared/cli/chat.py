@@ -17,11 +17,12 @@ import httpx
 import msgspec
 
 from shared import sse, tls
+from shared.apis.errors import ErrorEnvelope
+from shared.apis.models import ModelList
 from shared.arguments import Parser, checked
 from shared.cli import terminal
 from shared.cli.running import KEY_VARIABLE, read_running
 from shared.cli.terminal import UnusableInput, harmless
-from shared.openai import ErrorEnvelope, ModelList
 from shared.undecodable import UNDECODABLE
 
 COMMANDS: Final = "/new begins a new conversation; /quit, /exit or Ctrl-D leaves; /help says this."

@@ -18,12 +18,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from engine.api.app import AioResponder, HttpServer
 from shared import sse
+from shared.apis.shapes import BODY_LEN_MAX
 from shared.http import ClientGone, Request, Responder
 from shared.http2.errors import ErrorCode
 from shared.http2.server import ServerResponder
 from shared.ids import TOKENIZER_HEADER
 from shared.load_report import LOAD_HEADER, LoadReport, encode_load
-from shared.openai import BODY_LEN_MAX
 from shared.tokenizer import TokenizerBundle
 
 CHAT_TEMPLATE = (

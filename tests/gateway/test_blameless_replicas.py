@@ -10,7 +10,7 @@ from gateway.routing.health import RATE_MIN, ROW_MAX, WINDOW_S, HealthPhase, Out
 from gateway.routing.policy import Affinity, Route, nowhere
 from gateway.routing.replicas import Replicas
 from gateway.routing.table import key_of
-from shared.openai import CompletionRequest
+from shared.apis.completions import CompletionRequest
 from tests.fakes import VirtualClock
 from tests.gateway.test_health import FAILURES, Replica
 

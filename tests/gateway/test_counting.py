@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from gateway.admission.tokens import INLINE_LEN_MAX, Count, count_tokens, estimate_slices
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
+from shared.apis.messages import ChatMessage, TextPart
 from shared.fair_threads import FairThreads, at_once
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from shared.tokenizer import Tokenizer
 from tests.gateway.fake_engine import byte_bundle
 

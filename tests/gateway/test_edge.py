@@ -16,7 +16,8 @@ import pytest
 from yarl import URL
 
 from gateway.client.deadlines import Watch
-from gateway.endpoints import Endpoint
+from gateway.endpoints.dialect import Dialect
+from gateway.endpoints.endpoint import Endpoint
 from gateway.exchange import Exchange
 from gateway.listener import RECEIVE_BUFFER_LEN
 from shared.errors import ApiError
@@ -290,7 +291,7 @@ class NoSocket:
     async def fail(self, error: ApiError, event: bytes | None) -> None:
         self.error = error
 
-    def refuse(self, error: ApiError, headers: Mapping[str, str], *, closes: bool) -> None:
+    def refuse(self, error: ApiError, headers: Mapping[str, str], dialect: Dialect, *, closes: bool) -> None:
         self.error, self.headers = error, headers
 
 

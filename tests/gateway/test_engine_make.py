@@ -15,9 +15,9 @@ from gateway.app import Gateway
 from gateway.config import ModelConfig, load
 from gateway.engines import EngineProfile, Known
 from shared import sse
+from shared.apis.errors import ErrorBody, ErrorEnvelope
 from shared.http import Request, Responder
 from shared.ids import SERVICE_TIER_HEADER, TENANT_HEADER
-from shared.openai import ErrorBody, ErrorEnvelope
 from shared.room import Room
 from tests.gateway.conftest import House, settings
 from tests.gateway.fake_engine import FakeEngine, Script, byte_bundle, chunk, closing, stream

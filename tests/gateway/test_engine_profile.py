@@ -17,6 +17,7 @@ from gateway.config import EngineMake, ModelConfig
 from gateway.engines import FETCHES_MAX, TOKENIZER, EngineProfile, Engines, Replies
 from gateway.relay.upstream import Upstream
 from shared import checked_bundles
+from shared.apis.completions import CompletionRequest
 from shared.checked_bundles import CheckedBundle
 from shared.errors import (
     ApiError,
@@ -32,7 +33,6 @@ from shared.errors import (
 )
 from shared.fair_threads import at_once
 from shared.ids import TOKENIZER_HEADER
-from shared.openai import CompletionRequest
 from shared.room import Room
 from shared.tokenizer import TokenizerBundle
 from tests.fakes import VirtualClock

@@ -21,9 +21,9 @@ from gateway.app import Gateway
 from gateway.config import load
 from gateway.relay.engine_errors import read_back
 from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, look_into, usage_in
+from shared.apis.shapes import USED_TOKENS_MAX
 from shared.bench.services import free_port
 from shared.errors import InvalidRequest, UpstreamFailed
-from shared.openai import USED_TOKENS_MAX
 from shared.sse import parse_closing
 from tests.gateway import foreign_app
 from tests.gateway.conftest import KEY, PATIENCE_S, settings, until

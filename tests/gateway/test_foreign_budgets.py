@@ -12,7 +12,7 @@ import pytest
 
 from gateway.admission.tokens import Count, span
 from gateway.quota_config import QuotaLimits
-from shared.openai import ChatRequest
+from shared.apis.chat import ChatRequest
 from shared.validation import parse
 from tests.gateway.conftest import CHAT, OTHER_KEY, House, Open
 from tests.gateway.fake_engine import HEADERS, Script, Seen, chunk

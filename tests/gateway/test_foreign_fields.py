@@ -11,12 +11,19 @@ from openai.types.chat import completion_create_params as chats
 
 from gateway.admission.tokens import SLICE_LEN, Count, estimate_slices
 from gateway.config import ModelConfig
-from gateway.foreign_fields import EXTENSIONS, MAXIMA, OPENAI_CHAT, OPENAI_COMPLETION, Passed, passed_on
+from gateway.endpoints.chat import OPENAI_CHAT
+from gateway.endpoints.completions import OPENAI_COMPLETION
+from gateway.endpoints.endpoint import Asked
+from gateway.endpoints.passing import EXTENSIONS, MAXIMA
+from gateway.endpoints.table import ENDPOINTS
+from gateway.foreign_fields import Passed, passed_on
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
+from shared.apis.tokenize import DetokenizeRequest, TokenizeRequest
 from shared.errors import InvalidRequest
 from shared.fair_threads import at_once
 from shared.ids import IGNORED_FIELDS_HEADER
-from shared.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from shared.validation import parse
+from shared.validation import Parsed, parse
 from tests.gateway.conftest import CHAT, House, Open
 from tests.gateway.fake_engine import Script, chunk, unary
 
@@ -151,9 +158,9 @@ def test_openais_documented_fields_are_those_of_its_sdk() -> None:
     ],
 )
 def test_harmless_fields_are_passed_on_as_they_came(shape: Any, body: dict[str, Any]) -> None:
-    parsed = parse(msgspec.json.encode(body), shape)
-    passed = passed_on(parsed, ModelConfig("tiny"))
-    assert (passed.fields, passed.left_out) == (parsed.fields, ())
+    whole = asked(shape, body)
+    passed = passed_on(whole, ModelConfig("tiny"))
+    assert (passed.fields, passed.left_out) == (whole.parsed.fields, ())
 
 
 # -- what is counted ------------------------------------------------------------------------------
@@ -223,18 +230,25 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+def asked(shape: Any, body: dict[str, Any]) -> Asked:
+    parsed: Parsed[Any] = parse(encode(body), shape)
+    endpoint = ENDPOINTS[shape.path]
+    return Asked(endpoint, parsed, parsed.request if endpoint.generates else None)
+
+
 def chosen(shape: Any = ChatRequest, *, model: ModelConfig = THEIRS, **fields: Any) -> Passed:
     """What of a request goes out."""
     prompt = {"messages": HI} if shape is ChatRequest else {"prompt": "hi"}
-    return passed_on(parse(encode({"model": "tiny", **prompt, **fields}), shape), model)
+    return passed_on(asked(shape, {"model": "tiny", **prompt, **fields}), model)
 
 
 def counted(shape: Any = ChatRequest, *, model: ModelConfig = THEIRS, **fields: Any) -> tuple[Count, bytes]:
     """The estimate of a request, and what of it goes out."""
     prompt = {"messages": HI} if shape is ChatRequest else {"prompt": "hi"}
-    parsed = parse(encode({"model": "tiny", **prompt, **fields}), shape)
-    passed = passed_on(parsed, model)
-    work = estimate_slices(parsed.request, passed.fields, model.image_tokens)
+    whole = asked(shape, {"model": "tiny", **prompt, **fields})
+    passed = passed_on(whole, model)
+    assert whole.generation is not None
+    work = estimate_slices(whole.generation, passed.fields, model.image_tokens)
     return at_once(work), encode(passed.fields)
 
 
@@ -454,7 +468,7 @@ def test_images_come_with_the_request_or_from_hosts_that_operators_allow(
         chosen(model=model, **image(url))
     assert error.value.param == "messages[0].content[1].image_url.url"
     with pytest.raises(InvalidRequest):
-        passed_on(parse(encode(image(url)), TokenizeRequest), model)
+        passed_on(asked(TokenizeRequest, image(url)), model)
 
 
 async def test_a_large_image_is_not_counted_as_text(open_house: Open) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from gateway.app import Gateway
 from gateway.config import KeyConfig, load
-from gateway.endpoints import ENDPOINTS
+from gateway.endpoints.table import ENDPOINTS
 from gateway.identity.keys import KeyTable, hash_key, mint_key
 from shared.config import to_toml
 from shared.errors import IdentityUnavailable, Unauthenticated

@@ -32,6 +32,8 @@ from gateway.routing.policy import (
 )
 from gateway.routing.replicas import ENGINE_DRAIN_S, Placement, Replica, Replicas
 from gateway.routing.table import key_of
+from shared.apis.chat import ChatRequest
+from shared.apis.messages import ChatMessage
 from shared.load_report import (
     DEFAULT,
     FLEX,
@@ -41,7 +43,6 @@ from shared.load_report import (
     LoadReport,
     parse_load,
 )
-from shared.openai import ChatMessage, ChatRequest
 from shared.sse import DONE, Closing, closing_comment
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import KEY, settings, until

@@ -13,9 +13,9 @@ from gateway.config import ModelConfig, TenantConfig, TiersConfig
 from gateway.engines import EngineProfile, Engines
 from gateway.identity.tenant import TenantPolicy
 from gateway.model_lists import ModelLists
+from shared.apis.models import ModelList
 from shared.checked_bundles import CheckedBundle
 from shared.fair_turns import FairTurns
-from shared.openai import ModelList
 from shared.room import Room
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open, error_of, until

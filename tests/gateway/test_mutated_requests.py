@@ -16,13 +16,13 @@ import pytest
 
 from gateway.admission.validate import validate
 from gateway.bench.mutations import mutated
-from gateway.endpoints import ENDPOINTS
+from gateway.endpoints.table import ENDPOINTS
 from gateway.listener import BoundedServer
 from shared import logs
+from shared.apis.errors import ErrorEnvelope
 from shared.bench.cpu import resident_bytes
 from shared.census import census_of
 from shared.errors import ApiError
-from shared.openai import ErrorEnvelope
 from tests.gateway.conftest import OTHER_KEY, House, Open, until
 from tests.gateway.fake_engine import unary
 from tests.mutations import BODIES, CORPUS, Connection

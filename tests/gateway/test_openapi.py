@@ -18,21 +18,14 @@ from gateway import edge, openapi
 from gateway.app import Gateway
 from gateway.config import load
 from gateway.edge_config import LimitsConfig
-from gateway.endpoints import ENDPOINTS
+from gateway.endpoints.table import ENDPOINTS
 from gateway.routes import DESCRIBE
+from shared.apis.chat import AssistantMessage, ChatChoice, ChatCompletion
+from shared.apis.completions import Completion, CompletionChoice
+from shared.apis.generation import PromptTokensDetails, Usage
+from shared.apis.tokenize import DetokenizeResponse, TokenizeResponse
 from shared.bench.cpu import resident_bytes
 from shared.memory import gateway_memory_max
-from shared.openai import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    Completion,
-    CompletionChoice,
-    DetokenizeResponse,
-    PromptTokensDetails,
-    TokenizeResponse,
-    Usage,
-)
 from shared.sse import CLOSING_HEADER, encode_closing
 from tests.gateway.conftest import CHAT, KEY, House, Open, error_of, settings, until
 from tests.gateway.described import EXAMPLES, asked_of

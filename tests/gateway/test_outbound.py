@@ -14,6 +14,7 @@ from gateway.config import ModelConfig, load
 from gateway.outbound import bound_s
 from gateway.relay import credentials
 from gateway.relay.credentials import Credentials
+from shared.apis.completions import CompletionRequest
 from shared.census import VALUES_MAX
 from shared.config import ConfigError
 from shared.errors import InvalidRequest
@@ -27,7 +28,6 @@ from shared.ids import (
     TENANT_HEADER,
     TRACEPARENT_HEADER,
 )
-from shared.openai import CompletionRequest
 from shared.validation import parse
 from tests.gateway.conftest import KEY, PATIENCE_S, House, Open, settings, until
 from tests.gateway.fake_engine import chunk, refusal, unary

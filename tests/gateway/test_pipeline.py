@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from gateway.admission.tokens import estimate_slices
+from shared.apis.chat import ChatRequest
+from shared.apis.messages import ChatMessage
 from shared.fair_threads import at_once
-from shared.openai import ChatMessage, ChatRequest
 from shared.sse import Closing
 from tests.gateway.conftest import CONVERSATIONS, OTHER_KEY, PROMPT, House, Open, error_of, until
 from tests.gateway.fake_engine import (

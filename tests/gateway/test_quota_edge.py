@@ -12,7 +12,7 @@ import pytest
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import Scope, Subject, Windows
 from gateway.config import load
-from gateway.exchange import duration
+from gateway.endpoints.dialect import duration
 from gateway.identity.keys import hash_key
 from gateway.quota_config import QuotaLimits
 from gateway.told_windows import TOLD_S, ToldWindows

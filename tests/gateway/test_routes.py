@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from gateway import openapi
-from gateway.endpoints import ENDPOINTS
+from gateway.endpoints.table import ENDPOINTS
 from gateway.routes import NOTHING, RESOURCES, ROUTES, SCOPES, find
 from shared.probes import PROBES
 from tests.gateway.conftest import House, error_of

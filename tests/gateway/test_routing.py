@@ -26,9 +26,11 @@ from gateway.routing.policy import (
 )
 from gateway.routing.replicas import Placement, Replicas
 from gateway.routing.table import MEMBERS_MAX, Table, key_of
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
+from shared.apis.messages import ChatMessage
 from shared.ids import ReplicaId
 from shared.load_report import DEFAULT, LoadReport
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from tests.fakes import VirtualClock
 
 KEYS = st.integers(0, 2**64 - 1)
@@ -243,8 +245,7 @@ def test_what_is_hashed_is_bounded_however_many_messages_there_are(monkeypatch: 
 
 
 def test_requests_without_a_prompt_go_round() -> None:
-    request = TokenizeRequest(model="m", prompt="Once")
-    turns = [affinity_of(request, "m", "a", 0, turn) for turn in range(50)]
+    turns = [affinity_of(None, "m", "a", 0, turn) for turn in range(50)]
     assert {turn.prompt_len for turn in turns} == {0}
     assert len({turn.session for turn in turns}) == 50
 

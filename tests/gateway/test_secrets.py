@@ -17,7 +17,8 @@ import pytest
 from gateway.config import KeyConfig
 from gateway.identity.keys import KeyTable, mint_key
 from shared import logs, tracing
-from shared.openai import AssistantMessage, ChatChoice, ChatDelta, ChatRequest, CompletionRequest
+from shared.apis.chat import AssistantMessage, ChatChoice, ChatDelta, ChatRequest
+from shared.apis.completions import CompletionRequest
 from shared.tracing import TracePolicy, Tracing
 from shared.validation import parse
 from tests import canary_heads as heads

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
+from shared.apis.generation import GenerationRequest
+from shared.apis.request import Request
 from shared.errors import InvalidRequest
-from shared.openai import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-)
 from shared.validation import parse
 
 REQUESTS: list[type[GenerationRequest]] = [ChatRequest, CompletionRequest]
@@ -31,7 +29,7 @@ def completion(**fields: Any) -> bytes:
     return json.dumps({**COMPLETION, **fields}).encode()
 
 
-def refused(body: bytes, type_: type[msgspec.Struct] = ChatRequest) -> InvalidRequest:
+def refused(body: bytes, type_: type[Request] = ChatRequest) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
         parse(body, type_)
     assert caught.value.status == 400

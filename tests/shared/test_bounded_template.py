@@ -9,12 +9,12 @@ import tracemalloc
 import pytest
 
 from shared import bounded_template
+from shared.apis.messages import ChatMessage
 from shared.bounded_template import SHORT_S, SOURCE_LEN_MAX, Spending, Unbounded
 from shared.chat_template import ChatTemplate, CompiledTemplate
 from shared.clock import SYSTEM_CLOCK
 from shared.errors import ApiError, InvalidRequest, NotInPlace
 from shared.fair_threads import at_once
-from shared.openai import ChatMessage
 from shared.rendering import DOUBTFUL, Renderer
 from tests.shared.chat_templates import TEMPLATES
 

@@ -18,11 +18,11 @@ import pytest
 import trustme
 
 from shared import cli, sse
+from shared.apis.errors import error_envelope
 from shared.cli import chat, running, terminal
 from shared.cli.chat import ChatFailed, Conversation
 from shared.cli.running import Running
 from shared.errors import EngineFailed, Unauthenticated
-from shared.openai import error_envelope
 
 
 def chunk(text: str | None) -> bytes:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
+from shared.apis.nothing import INSTEAD
+from shared.apis.tokenize import DetokenizeRequest, TokenizeRequest
 from shared.errors import UnsupportedParameter
-from shared.fields import INSTEAD, values_for_nothing
-from shared.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from shared.validation import parse
 from tests.shared.request_bodies import chat, completion
 
@@ -66,6 +68,6 @@ def test_what_asks_for_other_tokens_is_refused() -> None:
 
 
 def test_a_field_that_has_another_name_here_is_refused_with_that_name() -> None:
-    assert INSTEAD.keys() <= values_for_nothing(ChatRequest).keys()
+    assert INSTEAD.keys() <= ChatRequest.nothing.keys()
     with pytest.raises(UnsupportedParameter, match=r"^do_sample is not supported; use temperature 0\.$"):
         parse(chat(do_sample=False), ChatRequest).require_supported()

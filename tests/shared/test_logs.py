@@ -23,8 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import logs
+from shared.apis.messages import ChatMessage
 from shared.causes import Cause, CauseCode
-from shared.openai import ChatMessage
 
 CANARY = "the-secret-of-the-prompt"
 

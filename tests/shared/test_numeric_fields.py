@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from shared.apis.completions import CompletionRequest
+from shared.apis.generation import GenerationRequest
 from shared.errors import InvalidRequest
-from shared.openai import (
-    CompletionRequest,
-    GenerationRequest,
-)
 from shared.validation import parse
 from tests.shared.request_bodies import (
     MINIMAL,

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from shared import prompts
+from shared.apis.messages import ChatMessage
+from shared.apis.prompt import ChatPrompt, TextPrompt
 from shared.errors import ApiError, ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.fair_threads import Slices
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 from shared.prompts import prompt_slices, text_slices
 from shared.room import Room
 from shared.tokenizer import Tokenizer
@@ -34,12 +35,12 @@ def finish(slices: Slices[Any]) -> tuple[Any, int]:
         count += 1
 
 
-def completion(prompt: Any) -> CompletionRequest:
-    return CompletionRequest(model="m", prompt=prompt)
+def completion(prompt: Any) -> TextPrompt:
+    return TextPrompt(prompt)
 
 
-def chat(text: str) -> ChatRequest:
-    return ChatRequest(model="m", messages=[ChatMessage("user", text)])
+def chat(text: str) -> ChatPrompt:
+    return ChatPrompt([ChatMessage("user", text)])
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, WITH_BOS, LLAMA2], ids=["plain", "bos", "sentencepiece"])

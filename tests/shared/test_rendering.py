@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from shared import memory
+from shared.apis.messages import ChatMessage
 from shared.chat_template import ChatTemplate
 from shared.errors import ApiError, InvalidRequest, Overloaded
 from shared.fair_threads import FairThreads, Slices, at_once
-from shared.openai import ChatMessage
 from shared.rendering import APART_LEN, Renderer
 from tests.fakes import VirtualClock
 

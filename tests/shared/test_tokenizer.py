@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from shared import checked_bundles
 from shared import tokenizer as tokenizer_module
+from shared.apis.messages import ChatMessage, TextPart
+from shared.apis.prompt import ChatPrompt, TextPrompt
 from shared.checked_bundles import check  # before tests are told to do without a process
 from shared.errors import ApiError, InternalError, InvalidRequest, NotInPlace, TokenizerFailed
 from shared.fair_threads import at_once
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from shared.prompts import prompt_slices
 from shared.tokenizer import (
     TEMPLATE_LEN_MAX,
@@ -91,12 +92,12 @@ def test_chats_render_and_encode_as_transformers_does(name: str, messages: list[
     text = oracle.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
     assert rendered(ours, messages) == text
     ids = oracle.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
-    assert at_once(prompt_slices(ours, ChatRequest(model="m", messages=messages), None)) == [ids]
+    assert at_once(prompt_slices(ours, ChatPrompt(messages), None)) == [ids]
 
 
 def test_a_template_that_writes_bos_gets_it_once() -> None:
     ours = Tokenizer(bundle_of(with_bos(byte_level()), "{{ bos_token }}{{ messages[0].content }}"))
-    (ids,) = ours.prompt_ids(ChatRequest(model="m", messages=says("u:Hi")))
+    (ids,) = ours.prompt_ids(ChatPrompt(says("u:Hi")))
     assert ids == ours.encode("Hi") == [0, *ours.encode("Hi", add_special_tokens=False)]
 
 
@@ -293,7 +294,7 @@ def test_a_tokenizer_that_panics_is_found_before_the_first_answer() -> None:
 @BOTH
 def test_every_kind_of_prompt_is_encoded(tokenizer: Tokenizer) -> None:
     def ids(prompt: Any) -> list[list[int]]:
-        return tokenizer.prompt_ids(CompletionRequest(model="m", prompt=prompt))
+        return tokenizer.prompt_ids(TextPrompt(prompt))
 
     one, two = tokenizer.encode("one"), tokenizer.encode("two")
     assert one[0] == 0
@@ -307,17 +308,17 @@ def test_every_kind_of_prompt_is_encoded(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []], ["a", 1], [1, [1]]])
 def test_empty_and_mixed_prompts_are_refused(tokenizer: Tokenizer, prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        tokenizer.prompt_ids(CompletionRequest(model="m", prompt=prompt))
+        tokenizer.prompt_ids(TextPrompt(prompt))
     assert caught.value.param == "prompt"
 
 
 @BOTH
 def test_token_ids_are_checked(tokenizer: Tokenizer) -> None:
     for fine in (tokenizer.vocab_size, 2**31 - 1):  # a model may have more tokens than its tokenizer
-        tokenizer.prompt_ids(CompletionRequest(model="m", prompt=[0, fine]))
+        tokenizer.prompt_ids(TextPrompt([0, fine]))
     for bad in (-1, 2**31, 2**40):
         with pytest.raises(InvalidRequest) as caught:
-            tokenizer.prompt_ids(CompletionRequest(model="m", prompt=[[1], [0, bad]]))
+            tokenizer.prompt_ids(TextPrompt([[1], [0, bad]]))
         assert (caught.value.param, "between 0 and 2147483647" in caught.value.message) == ("prompt", True)
 
 
@@ -515,7 +516,7 @@ def test_a_file_with_a_mistake_is_usable_or_said_to_be_not(name: str) -> None:
         _, bundle = checked_bundles.outcome(found, text)
         assert isinstance(bundle, checked_bundles.CheckedBundle)
         with contextlib.suppress(ApiError):
-            assert bundle.load().prompt_ids(ChatRequest(model="m", messages=says("u:Hello, 12!")))
+            assert bundle.load().prompt_ids(ChatPrompt(says("u:Hello, 12!")))
     assert usable, "some mistakes are none"
 
 
@@ -545,7 +546,7 @@ def test_parts_without_a_type_as_older_files_have_them_are_no_error(part: str) -
         tokenizer = Tokenizer(TokenizerBundle(tokenizer_json=json.dumps(spec)))
     except UnusableTokenizer:
         return  # the library takes no such part
-    assert tokenizer.prompt_ids(CompletionRequest(model="m", prompt="a"))
+    assert tokenizer.prompt_ids(TextPrompt("a"))
 
 
 def checked_apart(data: bytes, *argv: tuple[str, ...]) -> tuple[str, checked_bundles.CheckedBundle | str]:
@@ -582,7 +583,7 @@ def test_a_tokenizer_that_backtracks_is_used_in_place_once() -> None:
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, spec["pre_tokenizer"]]}
     tokenizer = Tokenizer(TokenizerBundle(tokenizer_json=json.dumps(spec)))
-    request = CompletionRequest(model="m", prompt="a" * 22 + "!")
+    request = TextPrompt("a" * 22 + "!")
     assert tokenizer.slicer is None
     ids = tokenizer.prompt_ids(request)
     with pytest.raises(NotInPlace):

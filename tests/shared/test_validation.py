@@ -13,18 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import validation
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
+from shared.apis.generation import GenerationRequest
+from shared.apis.request import Request
+from shared.apis.shapes import BODY_LEN_MAX, IMAGES_MAX, PROMPTS_MAX
+from shared.apis.tokenize import DetokenizeRequest, TokenizeRequest
 from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
 from shared.fair_threads import at_once
-from shared.openai import (
-    BODY_LEN_MAX,
-    IMAGES_MAX,
-    PROMPTS_MAX,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    TokenizeRequest,
-)
 from shared.validation import IGNORED_NAMED_MAX, Parsed, parse, parse_slices, with_fields
 from tests.shared.request_bodies import (
     CHAT,
@@ -366,7 +362,7 @@ def test_no_message_repeats_a_value(canary: str) -> None:
         (chat(logit_bias={"7": 100, "07": -100}), ChatRequest, "logit_bias"),
     ],
 )
-def test_contradictory_fields_are_refused(body: bytes, type_: type[msgspec.Struct], param: str) -> None:
+def test_contradictory_fields_are_refused(body: bytes, type_: type[Request], param: str) -> None:
     assert refused(body, type_).param == param
 
 
@@ -421,7 +417,7 @@ def test_contradictory_fields_are_refused(body: bytes, type_: type[msgspec.Struc
         (chat(messages=[{**MESSAGE, "refusal": "no"}]), ChatRequest, "messages[0].refusal"),
     ],
 )
-def test_unsupported_parameters_are_refused(body: bytes, type_: type[msgspec.Struct], param: str) -> None:
+def test_unsupported_parameters_are_refused(body: bytes, type_: type[Request], param: str) -> None:
     with pytest.raises(UnsupportedParameter) as error:
         parse(body, type_).require_supported()
     assert error.value.param == param
@@ -561,7 +557,7 @@ def test_tokenize_and_detokenize_requests_parse() -> None:
     ids=["fields", "many fields", "lists", "strings", "tools", "tokens"],
 )
 def test_bodies_that_would_become_too_many_objects_are_refused_before_they_do(
-    body: bytes, type_: type[msgspec.Struct], says: str
+    body: bytes, type_: type[Request], says: str
 ) -> None:
     tracemalloc.start()
     try:

@@ -20,7 +20,7 @@ from engine.api.answer.encoder import (
     told,
 )
 from engine.api.outputs import Delta, Entry
-from shared.openai import (
+from shared.apis.chat import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -30,8 +30,8 @@ from shared.openai import (
     ChatLogprobs,
     TokenLogprob,
     TopLogprob,
-    Usage,
 )
+from shared.apis.generation import Usage
 
 
 class ChatEncoder(ChoicesEncoder[ChatChunkChoice]):

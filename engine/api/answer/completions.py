@@ -25,7 +25,8 @@ from engine.api.answer.encoder import (
 )
 from engine.api.outputs import Delta, Entry
 from engine.api.rows import Echo, Row, Rows
-from shared.openai import Completion, CompletionChoice, CompletionLogprobs, FinishReasonName, Usage
+from shared.apis.completions import Completion, CompletionChoice, CompletionLogprobs
+from shared.apis.generation import FinishReasonName, Usage
 
 
 class CompletionEncoder(ChoicesEncoder[CompletionChoice]):

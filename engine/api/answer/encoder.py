@@ -27,7 +27,7 @@ from msgspec import UNSET, UnsetType
 from engine.api.outputs import ChoiceOutput, Delta, Entry
 from engine.api.rows import Echo, Sliced
 from shared import sse
-from shared.openai import FinishReasonName, Usage
+from shared.apis.generation import FinishReasonName, Usage
 
 T = TypeVar("T")
 C = TypeVar("C", bound=msgspec.Struct)
@@ -100,7 +100,9 @@ class AnswerEncoder(Protocol):
         """The events that a delta makes, in order."""
         ...
 
-    def usage_event(self, usage: Usage) -> bytes: ...
+    def ending(self, usage: Usage) -> bytes:
+        """The events that end a whole answer."""
+        ...
 
     def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
         """The body of an answer that is not streamed, in pieces."""
@@ -181,8 +183,9 @@ class ChoicesEncoder(ABC, Generic[C]):
     def _choice(self, delta: Delta) -> Iterator[bytes]:
         """A choice of an answer that is not streamed, in pieces."""
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return encoded_event(self._chunk([], usage))
+    def ending(self, usage: Usage) -> bytes:
+        told = encoded_event(self._chunk([], usage)) if self._heading.sends_usage else b""
+        return told + sse.DONE
 
     def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
         head, tail = cut(encode(self._empty(usage)), b'"choices":[')

@@ -11,7 +11,11 @@ from msgspec import Struct
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Vocabulary
-from shared.openai import ChatRequest, CompletionRequest, GenerationRequest
+from shared import sse
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
+from shared.apis.generation import GenerationRequest
+from shared.errors import ApiError
 
 
 class AnswerApi(Struct, frozen=True):
@@ -20,6 +24,8 @@ class AnswerApi(Struct, frozen=True):
     id_prefix: str
     """The beginning of the id of each answer."""
     encoder: Callable[[Heading, Vocabulary, Answered], AnswerEncoder]
+    error_event: Callable[[ApiError], bytes] = sse.error_event
+    """Makes the event that ends a stream which fails after its first byte."""
 
 
 ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {

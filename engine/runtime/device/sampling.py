@@ -32,7 +32,7 @@ from engine.runtime.kernels.sampling import (
     weigh_kernel,
 )
 from engine.runtime.seats import temperature_of
-from shared.openai import LOGIT_BIAS_MAX, STOP_MAX, STOP_TOKEN_IDS_MAX
+from shared.apis.shapes import LOGIT_BIAS_MAX, STOP_MAX, STOP_TOKEN_IDS_MAX
 
 EDITS_MAX: Final = 1024
 """The most entries of `logit_bias` per sequence."""

@@ -29,8 +29,11 @@ from engine.api.admission import (
 from engine.core.messages import AddRequest, SamplingParams, ServiceClass
 from engine.core.newcomers import AddSequence, alone, sequences_of
 from engine.core.packing import Biases, packed
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
+from shared.apis.generation import PromptExtension
+from shared.apis.messages import ChatMessage
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest, PromptExtension
 
 CHAT = ChatRequest(model="m", messages=[ChatMessage("user", "x")])
 

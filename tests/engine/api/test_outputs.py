@@ -24,8 +24,9 @@ from engine.api.outputs import (
 )
 from engine.api.stop_strings import StopStrings
 from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
+from shared.apis.chat import ChatChunk
+from shared.apis.completions import Completion
 from shared.errors import EngineFailed, SlowClient
-from shared.openai import ChatChunk, Completion
 from tests.engine.api import tiny
 from tests.engine.api.test_detokenizer import BYTE_FALLBACK, BYTES, Pieces, bundle
 

@@ -19,7 +19,9 @@ from engine.api.detokenizer import Detokenizer
 from engine.api.outputs import ChoiceOutput, Delta, Entry, Part, RequestOutput
 from engine.api.rows import Echo
 from engine.core.messages import TokenLogprobs
-from shared.openai import ChatCompletion, Completion, PromptTokensDetails, Usage
+from shared.apis.chat import ChatCompletion
+from shared.apis.completions import Completion
+from shared.apis.generation import PromptTokensDetails, Usage
 from tests.engine.api.conftest import MODEL, Serve, Served
 
 USAGE = Usage(3, 4, 7, PromptTokensDetails(0))

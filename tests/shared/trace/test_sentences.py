@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from shared import sse
+from shared.apis.shapes import USED_TOKENS_MAX
 from shared.causes import CAUSES_MAX, CODE_LEN_MAX, COUNT_MAX, Cause, CauseCode, most_telling
 from shared.load_report import LoadReport
-from shared.openai import USED_TOKENS_MAX
 from shared.trace.sentences import duration, sentence
 
 

@@ -1,0 +1,66 @@
+"""How an API's answers look beside their content: the last event of a stream, errors, and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from msgspec import Struct
+
+from shared import sse
+from shared.apis.errors import error_envelope
+from shared.errors import ApiError
+
+
+def duration(ms: int) -> str:
+    """A duration as OpenAI writes it: `12ms`, `1.5s`, `6m0s`, `30h0m0s`."""
+    if ms < 1000:
+        return f"{ms}ms"
+    if ms < 60_000:
+        return f"{ms / 1000:g}s"
+    minutes, rest_ms = divmod(ms, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{rest_ms // 1000}s" if hours else f"{minutes}m{rest_ms // 1000}s"
+
+
+class LimitHeaders(Struct, frozen=True):
+    """The headers that tell a caller's limits: for each the names of the limit, of what is left of it, and of
+    the time until it is whole again."""
+
+    requests: tuple[str, str, str]
+    tokens: tuple[str, str, str]
+    day: tuple[str, str, str]
+    month: tuple[str, str, str]
+    reset: Callable[[int], str] = duration
+    """Writes that time, from milliseconds."""
+
+
+class Dialect(Struct, frozen=True):
+    done: bytes
+    """The last event of a whole answer."""
+    limits: LimitHeaders
+    described: str
+    """The events, in words for the API's description."""
+    scanner: Callable[[bytes], sse.TailScanner] = sse.TailScanner
+    """Makes the scanner of an answer of our engines, from `done`. It tells whether the answer is whole."""
+
+    def error_body(self, error: ApiError) -> bytes:
+        return error_envelope(error)
+
+    def error_event(self, error: ApiError) -> bytes:
+        """The event that ends a stream which fails after its first byte."""
+        return sse.event(self.error_body(error))
+
+
+def _names(of: str) -> tuple[str, str, str]:
+    return f"x-ratelimit-limit-{of}", f"x-ratelimit-remaining-{of}", f"x-ratelimit-reset-{of}"
+
+
+CHUNKS: Final = Dialect(
+    done=sse.DONE,
+    described="With `stream`. Each event is a line `data: ` with JSON (see x-event-schema) and an empty line."
+    " The last one is `data: [DONE]`; after an error it is `data: ` with an ErrorEnvelope, and no [DONE]"
+    " follows.",
+    limits=LimitHeaders(_names("requests"), _names("tokens"), _names("tokens-day"), _names("tokens-month")),
+)
+"""OpenAI's dialect of chat and completions, and of whatever belongs to no API."""

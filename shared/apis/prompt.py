@@ -1,0 +1,47 @@
+"""The prompt of a request in one of two forms, a chat or texts: what is counted, rendered, tokenized and
+hashed, whichever API it came by."""
+
+from __future__ import annotations
+
+from shared.apis.messages import ChatMessage
+from shared.apis.shapes import Unshown
+from shared.errors import InvalidRequest
+
+Prompt = str | list[str | int | list[int]]
+"""A text, several of them, the token ids of one, or those of several."""
+
+
+class ChatPrompt(Unshown):
+    """A chat: one prompt, as the model's template writes it."""
+
+    messages: list[ChatMessage]
+    param: str = "messages"
+    """The name of the request's field that holds it."""
+
+    def count(self) -> int:
+        """Count the prompts."""
+        return 1
+
+
+class TextPrompt(Unshown):
+    """Prompts as they are given, as texts or as token ids."""
+
+    prompt: Prompt
+    param: str = "prompt"
+    """The name of the request's field that holds them."""
+
+    def count(self) -> int:
+        """Count the prompts. Raises InvalidRequest when there is none, or kinds are mixed."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return 1
+        kinds = set(map(type, prompt))  # in C: a prompt may have a million ids
+        if not kinds:
+            raise InvalidRequest(f"{self.param} must not be empty.", param=self.param)
+        if len(kinds) > 1:
+            message = f"{self.param} must not mix strings, token ids and lists of token ids."
+            raise InvalidRequest(message, param=self.param)
+        return 1 if kinds == {int} else len(prompt)
+
+
+PromptForm = ChatPrompt | TextPrompt

@@ -1,0 +1,15 @@
+"""The APIs whose requests generate. A further one is a module beside this one, and a line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
+from shared.apis.generation import GenerationRequest
+
+GENERATING: Final[tuple[type[GenerationRequest], ...]] = (ChatRequest, CompletionRequest)
+"""Those whose requests generate tokens."""
+OPERATIONS: Final[Mapping[str, str]] = {kind.path: kind.operation for kind in GENERATING}
+"""The operation of each path that generates, as spans name it."""

@@ -1,0 +1,109 @@
+"""The endpoint table: what an API says of itself there is all that the gateway goes by."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import pytest
+
+from gateway.endpoints.dialect import Dialect, LimitHeaders
+from gateway.endpoints.endpoint import Endpoint
+from gateway.endpoints.table import ENDPOINTS
+from shared.apis.generation import GenerationRequest
+from shared.errors import ApiError
+from shared.sse import closing_comment, event
+from tests.added_api import OVER, EchoAnswer, EchoRequest, error_body, error_event
+from tests.gateway.conftest import House, Open
+from tests.gateway.fake_engine import CUT, Script, closing, unary
+
+LIMITS: Final = LimitHeaders(*(tuple(f"echo-{of}-{what}" for what in "abc") for of in "rtdm"))  # type: ignore[arg-type]
+
+
+class EchoDialect(Dialect, frozen=True):
+    def error_body(self, error: ApiError) -> bytes:
+        return error_body(error)
+
+    def error_event(self, error: ApiError) -> bytes:
+        return error_event(error)
+
+
+ECHOES: Final = Endpoint(
+    shape=EchoRequest,
+    answer=EchoAnswer,
+    event=EchoAnswer,
+    summary="Repeat a text.",
+    passes=frozenset({"model", "text", "stream"}),
+    maxima=("max_output_tokens",),
+    dialect=EchoDialect(done=OVER, limits=LIMITS, described="Events."),
+)
+PIECE: Final = event(b'{"text":"a"}')
+
+
+@pytest.fixture
+def protocol() -> str:
+    """The hop's protocol, which makes no difference here."""
+    return "http2"
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(ENDPOINTS, dict)
+    monkeypatch.setitem(ENDPOINTS, ECHOES.path, ECHOES)
+
+
+async def echo(house: House, **fields: Any) -> tuple[int, Any, bytes]:
+    body = {"model": "tiny", **fields}
+    async with house.client.post(house.url + ECHOES.path, json=body, headers=house.headers) as answer:
+        return answer.status, answer.headers, await answer.read()
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=list(ENDPOINTS))
+def test_what_generates_reserves_tokens(endpoint: Endpoint) -> None:
+    assert endpoint.generates == issubclass(endpoint.shape, GenerationRequest)
+
+
+async def test_an_added_api_is_counted_bounded_and_answered(open_house: Open) -> None:
+    house = await open_house(tenant={"limits": {"tokens_per_min": 1000}})
+    house.engine.script = unary()
+    status, headers, _ = await echo(house, text="hello there", max_output_tokens=20)
+    assert (status, headers["echo-t-a"], "x-ratelimit-limit-tokens" in headers) == (200, "1000", False)
+    line = await house.line()
+    assert (line["endpoint"], line["prompt_tokens"], line["reserved_tokens"]) == (ECHOES.path, 10, 11 + 20)
+    [seen] = house.engine.seen
+    assert (seen.path, seen.body["text"]) == (ECHOES.path, "hello there")
+    assert [*map(len, seen.body["penstock"]["prompt_ids"])] == [11]
+    await house.at_rest()
+
+
+async def test_its_maximum_is_set_by_its_own_name(open_house: Open) -> None:
+    house = await open_house(tenant={"limits": {"tokens_per_min": 1000}})
+    house.engine.script = unary()
+    assert (await echo(house, text="hello there"))[0] == 200
+    assert "max_output_tokens" in house.engine.seen[0].body
+    assert "max_tokens" not in house.engine.seen[0].body
+
+
+async def test_another_make_is_sent_what_its_endpoint_lists(open_house: Open) -> None:
+    house = await open_house(bundle=None)
+    house.engine.script = unary()
+    status, headers, _ = await echo(house, text="hi", max_output_tokens=5, top_k=3)
+    assert (status, headers["x-penstock-ignored-fields"]) == (200, "top_k")
+    assert house.engine.seen[0].body == {"model": "tiny", "text": "hi", "max_output_tokens": 5}
+
+
+async def test_its_errors_are_its_own(house: House) -> None:
+    status, _, body = await echo(house)
+    assert (status, json.loads(body)) == (400, {"type": "error", "problem": "invalid_value"})
+    status, _, body = await echo(house, text="")
+    assert (status, json.loads(body)["type"]) == (400, "error")
+
+
+async def test_its_streams_end_as_it_says(house: House) -> None:
+    house.engine.script = Script([PIECE, OVER, closing_comment(closing())])
+    assert (await echo(house, text="hi", stream=True))[2] == PIECE + OVER
+    house.engine.script = Script([PIECE, CUT])
+    body = (await echo(house, text="hi", stream=True))[2]
+    assert body.startswith(PIECE + b"event: failed\n")
+    assert "ok" in {line["end_reason"] for line in await house.lines(2)}
+    await house.at_rest()
