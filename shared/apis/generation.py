@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -94,9 +95,9 @@ class GenerationRequest(Request, kw_only=True):
     """Set by the gateway; the gateway refuses it from clients."""
 
     @property
+    @abstractmethod
     def prompt_form(self) -> PromptForm:
         """The prompt in one of the two forms."""
-        raise NotImplementedError
 
     def check(self, fields: Mapping[str, Raw]) -> None:
         if self.stream_options is not None and not self.stream:
