@@ -72,7 +72,8 @@ class Resource(Struct, frozen=True, eq=False):
         return "".join(found.groups()) if found is not None else ""
 
 
-def _proxied(endpoint: Endpoint) -> Route:
+def proxied(endpoint: Endpoint) -> Route:
+    """The route of what engines serve."""
     return Route(
         method="POST",
         path=endpoint.path,
@@ -106,7 +107,7 @@ END_REQUESTS: Final = Route(
 DESCRIBE: Final = Route(
     method="GET", path="/openapi.json", summary="Describe the API.", answer=None, is_open=True
 )
-ROUTES: Final = (*map(_proxied, ENDPOINTS.values()), LIST_MODELS, SHOW_MODEL, END_REQUESTS, DESCRIBE)
+ROUTES: Final = (*map(proxied, ENDPOINTS.values()), LIST_MODELS, SHOW_MODEL, END_REQUESTS, DESCRIBE)
 """The table."""
 SCOPES: Final = tuple(dict.fromkeys(route.scope for route in ROUTES if not route.is_open))
 """The endpoints to which a key can be restricted."""
@@ -114,7 +115,8 @@ NOTHING: Final = Resource("unknown", {}, re.compile("(?!)"))
 """What is at a path where nothing is served."""
 
 
-def _resources(table: Iterable[Route]) -> Mapping[str, Resource]:
+def resources(table: Iterable[Route]) -> Mapping[str, Resource]:
+    """What is served by the routes of a table, by path."""
     by_path: dict[str, dict[str, Route]] = {}
     for route in table:
         routes = by_path.setdefault(route.path, {})
@@ -133,7 +135,7 @@ def _resource(path: str, routes: Mapping[str, Route]) -> Resource:
     return Resource(path, routes, pattern, endpoints[0] if endpoints else None, is_open)
 
 
-RESOURCES: Final = _resources(ROUTES)
+RESOURCES: Final = resources(ROUTES)
 """What is served, by the routes' path."""
 _WITH_IDS: Final = tuple(resource for path, resource in RESOURCES.items() if _ID in path)
 

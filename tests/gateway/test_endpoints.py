@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import pytest
 
+from gateway import routes
 from gateway.endpoints.dialect import Dialect, LimitHeaders
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.table import ENDPOINTS
@@ -50,6 +51,7 @@ def protocol() -> str:
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(ENDPOINTS, dict)
     monkeypatch.setitem(ENDPOINTS, ECHOES.path, ECHOES)
+    monkeypatch.setattr(routes, "RESOURCES", routes.resources([*routes.ROUTES, routes.proxied(ECHOES)]))
 
 
 async def echo(house: House, **fields: Any) -> tuple[int, Any, bytes]:
