@@ -151,8 +151,7 @@ class Gateway:
         self._clock, self._worker, self._chats = clock, worker, Chats(self.accounts, self._guests, clock)
         if worker is not None:
             self.replicas.take_drained(worker.drained)
-        self._background = Background(self._works(), clock)
-        self._tokenizers = Background(self._helpers(), clock)
+        self._background, self._tokenizers = (Background(w, clock) for w in (self._works(), self._helpers()))
         self._stack = AsyncExitStack()
 
     def _works(self) -> dict[str, Work]:
