@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from shared import interrupts
+from shared.process import interrupts
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["core"]:
@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from engine.config import CoreStart, EngineConfig, from_args
-from shared import logs
-from shared.environment import unread_in
-from shared.loops import loop_factory
+from shared.process import logs
+from shared.process.environment import unread_in
+from shared.process.loops import loop_factory
 
 if TYPE_CHECKING:
+    from engine.contract.messages import Runner, RunnerInfo
     from engine.core.config import SchedulerConfig
-    from engine.core.messages import Runner, RunnerInfo
     from engine.core.transport import CoreTransport
-    from engine.runtime.config import RunnerConfig
     from engine.runtime.parallel.rendezvous import Rendezvous
+    from engine.runtime.setup.config import RunnerConfig
 
 DEMO: Final = "demo"
 """The built-in model's name for `--model`."""
@@ -65,7 +65,7 @@ def _rank(config: EngineConfig) -> int:
     """Serve, unless this process is another rank than 0 of a model on several machines. Returns its exit
     status."""
     from engine.runtime.parallel.rendezvous import rendezvous_in
-    from shared.config import ConfigError
+    from shared.process.config import ConfigError
 
     try:
         place = rendezvous_in(os.environ, config.tensor_parallel_size)
@@ -82,9 +82,9 @@ def _rank(config: EngineConfig) -> int:
 
 def serve(config: EngineConfig) -> int:
     """The API process, until a stop signal. Returns its exit status."""
-    from engine.api import server
-    from engine.api.core_process import CoreProcess
-    from engine.runtime.errors import ModelError
+    from engine.api.core.process import CoreProcess
+    from engine.api.http import server
+    from engine.runtime.setup.errors import ModelError
 
     def resolve(_model: str) -> Path:
         try:
@@ -102,7 +102,7 @@ def serve(config: EngineConfig) -> int:
 def _model_directory(config: EngineConfig) -> Path:
     """The directory of the model that `config` names, which may be downloaded first. Raises ModelError."""
     from engine.demo import MODEL_DIR
-    from engine.runtime.hub import resolve_model
+    from engine.runtime.setup.hub import resolve_model
 
     if config.model == DEMO and not Path(DEMO).exists():
         return MODEL_DIR
@@ -111,14 +111,14 @@ def _model_directory(config: EngineConfig) -> Path:
 
 def core(start: CoreStart) -> int:
     """The core process, until it is told to stop or its parent is gone. Returns its exit status."""
+    from engine.contract.messages import CoreFailed
     from engine.core.loop import CoreLoop
-    from engine.core.messages import CoreFailed
-    from engine.core.page_files import DirectoryRefused
-    from engine.core.policy import DISCIPLINES
+    from engine.core.pages.page_files import DirectoryRefused
+    from engine.core.queue.policy import DISCIPLINES
     from engine.core.transport import CoreTransport, say_once
     from engine.disk_tier import open_disk_tier
-    from engine.runtime.hardware import computes_on_all_cores
-    from shared.lifecycle import die_with_parent
+    from engine.runtime.setup.hardware import computes_on_all_cores
+    from shared.process.lifecycle import die_with_parent
 
     def lost(reason: str) -> None:
         """The main thread may wait for a rank that is gone, for ever: this one says why and ends both."""
@@ -157,9 +157,9 @@ def core(start: CoreStart) -> int:
 
 def _runner(config: RunnerConfig, transport: CoreTransport, lost: Callable[[str], None]) -> Runner | None:
     """The loaded runner; None, once the API process has been told why, when the model cannot be served."""
+    from engine.contract.messages import CoreFailed, CoreProgress
     from engine.core.loop import last_words
-    from engine.core.messages import CoreFailed, CoreProgress
-    from engine.runtime.errors import ModelError
+    from engine.runtime.setup.errors import ModelError
 
     try:
         return _load(config, lambda stage: transport.outbox.send(CoreProgress(stage)), lost)
@@ -187,8 +187,8 @@ def _place(settings: RunnerConfig) -> Rendezvous | None:
 
 def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
     from engine.core.config import SchedulerConfig
-    from shared.apis.shapes import PROMPTS_MAX
-    from shared.fair_share import held_max
+    from shared.fairness.fair_share import held_max
+    from shared.wire.shapes import PROMPTS_MAX
 
     return SchedulerConfig(
         step_tokens_max=config.max_step_tokens,

@@ -1,4 +1,5 @@
-"""An engine's settings: one frozen value, each of whose fields declares a setting (`shared.settings`).
+"""An engine's settings: one frozen value, each of whose fields declares a setting
+(`shared.process.settings`).
 
 A setting is an option (`--max-model-len 4096`), a variable (`PENSTOCK_ENGINE_MAX_MODEL_LEN=4096`) and a key
 of the TOML file that `--config` names (`max_model_len = 4096`), of which the first that is given wins.
@@ -16,14 +17,14 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.runtime.config import CONTEXT_LEN_MAX, RunnerConfig, Seconds
-from shared import config
-from shared.apis.shapes import BODY_LEN_MAX
-from shared.arguments import Parser, add_settings
-from shared.config import ConfigError
-from shared.holding import memory_max
-from shared.settings import LogLevel, ModelName, Port, Rule, Text, Unit
-from shared.tracing import CollectorUrl, TracingConfig
+from engine.runtime.setup.config import CONTEXT_LEN_MAX, RunnerConfig, Seconds
+from shared.apis.holding import memory_max
+from shared.process import config
+from shared.process.arguments import Parser, add_settings
+from shared.process.config import ConfigError
+from shared.process.settings import LogLevel, ModelName, Port, Rule, Text, Unit
+from shared.telemetry.tracing import CollectorUrl, TracingConfig
+from shared.wire.shapes import BODY_LEN_MAX
 
 ENV_PREFIX: Final = "PENSTOCK_ENGINE_"
 COUNT_MAX: Final = 1 << 30

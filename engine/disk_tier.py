@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import msgspec
 
-from engine.core.disk import DiskThreads
-from engine.core.messages import Runner, RunnerInfo
-from engine.core.page_files import PageFiles, open_directory
-from shared import logs
-from shared.build import version
-from shared.files import open_regular
+from engine.contract.messages import Runner, RunnerInfo
+from engine.core.pages.disk import DiskThreads
+from engine.core.pages.page_files import PageFiles, open_directory
+from shared.process import logs
+from shared.process.build import version
+from shared.process.files import open_regular
 
 if TYPE_CHECKING:
-    from engine.runtime.config import RunnerConfig
-    from engine.runtime.kv_cache import HostPages
+    from engine.runtime.setup.config import RunnerConfig
+    from engine.runtime.step.kv_cache import HostPages
 
 PART_LEN: Final = 256 << 20
 """Bytes of a file of weights that one thread hashes at a time. A core does 1 to 2 GB/s, and the file has just

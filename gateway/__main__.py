@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared import interrupts
+from shared.process import interrupts
 
 if __name__ == "__main__":
     interrupts.end_quietly()
@@ -16,19 +16,19 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from gateway.config import ENV_PREFIX, HEADINGS, GatewayConfig, load
-from gateway.listener import ListenFailed
+from gateway.config.whole import ENV_PREFIX, HEADINGS, GatewayConfig, load
+from gateway.listen.listener import ListenFailed
 from gateway.service import serve, supervise
 from gateway.workers.channel import read_start
-from shared import logs
-from shared.arguments import Parser, add_settings
-from shared.config import ConfigError
-from shared.environment import unread_in
-from shared.exit_codes import ExitCode
-from shared.files import file_version
-from shared.lifecycle import ORPHANED, die_with_parent
-from shared.loops import loop_factory
-from shared.tls import UnusableTls
+from shared.process import logs
+from shared.process.arguments import Parser, add_settings
+from shared.process.config import ConfigError
+from shared.process.environment import unread_in
+from shared.process.exit_codes import ExitCode
+from shared.process.files import file_version
+from shared.process.lifecycle import ORPHANED, die_with_parent
+from shared.process.loops import loop_factory
+from shared.process.tls import UnusableTls
 
 
 def build_parser() -> Parser:

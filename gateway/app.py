@@ -18,11 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gateway import openapi
-from gateway.accounting_config import AccountingConfig
-from gateway.accounts import AccountsReader, IdentityOf
-from gateway.admin import Admin
-from gateway.admin_listener import listen_for_operators
 from gateway.admission.guarded_store import GuardedStore, SharedStore
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import LEASE_TTL_MS, QuotaStore
@@ -31,53 +26,59 @@ from gateway.background import Background, Work
 from gateway.billing.lines import Billing
 from gateway.billing.unsettled import Unsettled
 from gateway.billing.webhook import Webhook, webhook_secret, webhook_tls
-from gateway.config import GatewayConfig, ModelConfig, timeouts_of
-from gateway.console.chats import Chats
-from gateway.console.engines_api import EnginesApi
-from gateway.directory.admin_routes import DirectoryRoutes
+from gateway.config.accounting import AccountingConfig
+from gateway.config.whole import GatewayConfig, ModelConfig, timeouts_of
+from gateway.directory.accounts import AccountsReader, IdentityOf
 from gateway.directory.file_directory import FileDirectory
 from gateway.directory.registry import Registry
 from gateway.discovery.discovery import Discovery
-from gateway.dispatch import watch_replicas
-from gateway.edge import Edge, aborted
+from gateway.discovery.foreign_loads import ForeignLoads
 from gateway.endpoints.table import ENDPOINTS
-from gateway.engines import Engines, Replies
-from gateway.exchange import LiveRequests
-from gateway.foreign_loads import ForeignLoads
 from gateway.identity.caller import Identity, Revoked
 from gateway.identity.callers import callers_of
 from gateway.identity.guests import Guests, WithGuests
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
 from gateway.identity.known import KnownCallers
-from gateway.limits_api import LimitsApi
-from gateway.listener import BoundedServer, Listening, listen
-from gateway.listener_tls import ListenerTls, tls_of
-from gateway.pipeline import Pipeline
-from gateway.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, MEMBERS, forget_replica
-from gateway.recorder import Recorder
+from gateway.listen.listener import BoundedServer, Listening, listen
+from gateway.listen.listener_tls import ListenerTls, tls_of
+from gateway.openapi import public as openapi
+from gateway.operators.chats import Chats
+from gateway.operators.engines import EnginesApi
+from gateway.operators.keys import DirectoryRoutes
+from gateway.operators.limits import LimitsApi
+from gateway.operators.listener import listen_for_operators
+from gateway.operators.replicas import ReplicaRoutes
+from gateway.operators.requests import RequestsApi
+from gateway.operators.server import Admin
+from gateway.operators.usage import UsageReports
+from gateway.relay import checked_bundles
 from gateway.relay.credentials import Credentials
+from gateway.relay.engines import Engines, Replies
 from gateway.relay.upstream import Upstream
-from gateway.replica_api import ReplicaRoutes
-from gateway.requests_api import RequestsApi
+from gateway.request.dispatch import watch_replicas
+from gateway.request.edge import Edge, aborted
+from gateway.request.exchange import LiveRequests
+from gateway.request.pipeline import Pipeline
+from gateway.request.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, MEMBERS, forget_replica
+from gateway.request.recorder import Recorder
+from gateway.request.salts import new_secret, salts_secret
 from gateway.routing.replicas import Replicas
-from gateway.salts import new_secret, salts_secret
-from gateway.usage_api import UsageReports
 from gateway.workers.channel import Door, WorkerStart, listen_on
 from gateway.workers.siblings import Siblings
-from shared import checked_bundles, logs
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.descriptors import fitting
-from shared.errors import GatewayStopped, KeyRevoked
-from shared.fair_share import FairShare
-from shared.fair_threads import FairThreads
-from shared.fair_turns import FairTurns
-from shared.files import FileVersion
-from shared.ids import KeyId, RequestId, TenantId
-from shared.lifecycle import Lifecycle, Phase
-from shared.loops import loop_name
-from shared.otlp import tracing_of
-from shared.probes import Health
+from shared.fairness.fair_share import FairShare
+from shared.fairness.fair_threads import FairThreads
+from shared.fairness.fair_turns import FairTurns
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.descriptors import fitting
+from shared.process.files import FileVersion
+from shared.process.lifecycle import Lifecycle, Phase
+from shared.process.loops import loop_name
+from shared.process.probes import Health
+from shared.telemetry.otlp import tracing_of
+from shared.wire.errors import GatewayStopped, KeyRevoked
+from shared.wire.ids import KeyId, RequestId, TenantId
 
 if TYPE_CHECKING:
     from gateway.admission.redis_store import RedisStore

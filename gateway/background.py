@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
-from shared import logs
-from shared.clock import SYSTEM_CLOCK, Clock
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
 
 RESTART_S_MIN: Final = 1.0
 RESTART_S_MAX: Final = 60.0

@@ -17,21 +17,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gateway.admin_listener import listen_for_operators
 from gateway.app import Gateway
 from gateway.background import Background
-from gateway.config import GatewayConfig
-from gateway.listener import ListenFailed
-from gateway.listener_tls import ListenerTls, tls_of
-from gateway.salts import new_secret
+from gateway.config.whole import GatewayConfig
+from gateway.listen.listener import ListenFailed
+from gateway.listen.listener_tls import ListenerTls, tls_of
+from gateway.operators.listener import listen_for_operators
+from gateway.request.salts import new_secret
 from gateway.workers.channel import WorkerStart
 from gateway.workers.process import ChildWorker, Worker
-from shared import descriptors, logs
-from shared.exit_codes import ExitCode
-from shared.files import FileVersion
-from shared.lifecycle import ORPHANED, Phase, on_stop_signals
-from shared.loops import watch_lag
-from shared.socket_directory import SocketDirectory
+from shared.process import descriptors, logs
+from shared.process.exit_codes import ExitCode
+from shared.process.files import FileVersion
+from shared.process.lifecycle import ORPHANED, Phase, on_stop_signals
+from shared.process.loops import watch_lag
+from shared.process.socket_directory import SocketDirectory
 
 if TYPE_CHECKING:
     from gateway.workers.accepted import Accepted

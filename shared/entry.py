@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from shared import interrupts
+from shared.process import interrupts
 
 RUN_UNTIL_STOPPED: Final = ("engine", "gateway", "up")
 """The commands that a SIGTERM ends as it should. It interrupts the others in their work, and the kernel's own

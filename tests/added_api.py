@@ -11,8 +11,8 @@ from msgspec import Meta, Struct
 from shared.apis.generation import GenerationRequest
 from shared.apis.nothing import EXTENSIONS, Nothing
 from shared.apis.prompt import TextPrompt
-from shared.apis.shapes import TOKENS_MAX
-from shared.errors import ApiError
+from shared.wire.errors import ApiError
+from shared.wire.shapes import TOKENS_MAX
 
 OVER: Final = b"event: over\ndata: {}\n\n"
 """The last event of a whole answer."""

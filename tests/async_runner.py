@@ -4,7 +4,7 @@ when it is collected, so no result can be used before that.
 Overlapped steps are hard because a plan is made while an earlier one still works. So at every launch this
 compares the pages and slots of the new plan with those that steps in flight read and write, and asserts that
 no sequence gets a slot or a page that is still in use for another, or reads a page that is not written yet:
-rules H and I (`engine.core.step`, `engine.core.allocator`) seen from the runner's side.
+rules H and I (`engine.core.step.flight`, `engine.core.step.allocator`) seen from the runner's side.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from engine.core.messages import Plan, RunnerInfo, RunResult
+from engine.contract.messages import Plan, RunnerInfo, RunResult
 from tests.fake_runner import FakeRunner
 
 

@@ -20,8 +20,8 @@ from tests import tracing
 TRACING = tracing.Tracing() if tracing.VARIABLE in os.environ else None
 
 # These import the product, which is to be traced.
-from shared import checked_bundles  # noqa: E402
-from shared.tokenizer_child import checked  # noqa: E402
+from gateway.relay import checked_bundles  # noqa: E402
+from gateway.relay.tokenizer_child import checked  # noqa: E402
 from tests.line_check import SUITES  # noqa: E402
 
 ROOT = Path(__file__).parent.parent

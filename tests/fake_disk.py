@@ -7,16 +7,17 @@ import random
 from array import array
 from collections.abc import Callable, Iterable
 
-from engine.core.block_manager import PageIdentity
-from engine.core.messages import DiskCounts
-from engine.core.tiers import Done
+from engine.contract.messages import DiskCounts
+from engine.core.pages.block_manager import PageIdentity
+from engine.core.pages.tiers import Done
 from tests.fake_runner import FakeRunner
 
 QUEUE_MAX = 8
 
 
 class FakeDisk:
-    """Implements `engine.core.tiers.PageDisk`. Each page is copied at a random moment while it is lent."""
+    """Implements `engine.core.pages.tiers.PageDisk`. Each page is copied at a random moment while it is
+    lent."""
 
     def __init__(self, rng: random.Random, runner: Callable[[], FakeRunner], *, damage: float = 0.1) -> None:
         self._rng = rng

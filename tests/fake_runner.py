@@ -5,7 +5,7 @@ position, as keys and values do. To compute a position it reads the one before *
 page table*; to sample, it reads all of them. So a wrong page, a stale page, a page that another
 sequence overwrote, a skipped or repeated position: each changes the tokens from there on, and they no
 longer equal those of `solo`, which has no pages. On top of that every plan is checked against the
-contract in `engine.core.messages`.
+contract in `engine.contract.messages`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.core.messages import (
+from engine.contract.messages import (
     NUMERIC_FAILURE,
     FinishReason,
     Pending,

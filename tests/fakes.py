@@ -7,11 +7,11 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from shared.clock import Timer
+from shared.process.clock import Timer
 
 
 class VirtualClock:
-    """A `shared.clock.Clock` that moves only when told to.
+    """A `shared.process.clock.Clock` that moves only when told to.
 
     `advance` wakes, in the order of their deadlines, all who sleep until then. It does not run
     them: the test awaits `asyncio.sleep(0)` or the condition that it is after.

@@ -1,4 +1,4 @@
-"""Every completed line that a service writes in this process, held against `shared.completed_line`.
+"""Every completed line that a service writes in this process, held against `shared.wire.completed_line`.
 
 The check is not in the log writer: a line is on every request's way, and checking one takes as long as
 writing it. Nor does it raise where the line is written, as a service goes on whatever happens to its log.
@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from shared import logs
-from shared.completed_line import ENGINE_STAGES, EVENT, GATEWAY_STAGES, schema_problem
+from shared.process import logs
+from shared.wire.completed_line import ENGINE_STAGES, EVENT, GATEWAY_STAGES, schema_problem
 
 PROBLEMS_MAX: Final = 20
 UNNAMED_MS_MAX: Final = 1.0

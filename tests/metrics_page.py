@@ -16,11 +16,11 @@ import msgspec
 import gateway.directory.follower  # these declare the gateway's metrics
 import gateway.service
 import gateway.workers.place  # noqa: F401
-from engine.api.metrics import CoreReading, EngineMetrics
-from engine.api.vllm_metrics import LABELS, PREFIX, VllmNames
-from engine.core.messages import CoreStats, RunnerInfo, ServiceClass
+from engine.api.told.metrics import CoreReading, EngineMetrics
+from engine.api.told.vllm_metrics import LABELS, PREFIX, VllmNames
+from engine.contract.messages import CoreStats, RunnerInfo, ServiceClass
 from gateway.workers.supervisor import PLACES, PLACES_HELP
-from shared.metrics import REGISTRY
+from shared.process.metrics import REGISTRY
 
 PAGE: Final = Path(__file__).parent.parent / "shared" / "METRICS.md"
 HEAD: Final = """# Metrics

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from gateway.bench.mutations import bodies, corpus
-from gateway.listener import BoundedServer
+from gateway.listen.listener import BoundedServer
+from tests.bench.gateway.mutations import bodies, corpus
 
 KEY: Final = "dev-key"
 MODEL: Final = "tiny"

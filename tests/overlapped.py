@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 
-from engine.core.messages import Plan
+from engine.contract.messages import Plan
 from tests.async_runner import AsyncRunner, Flight
 from tests.simulator import Report, _Simulation
 from tests.worlds import SimConfig

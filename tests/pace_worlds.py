@@ -1,5 +1,5 @@
-"""Random worlds of `engine.core.pace`: `python -m tests.pace_worlds N [FIRST] [--out FILE]` runs N, in both
-loops.
+"""Random worlds of `engine.core.estimate.pace`: `python -m tests.pace_worlds N [FIRST] [--out FILE]` runs N,
+in both loops.
 
 A world has a runner of random cost, gap targets, streams of random classes and prompts of random lengths that
 arrive beside them. The scheduler is the real one, in virtual time. The laws:
@@ -26,15 +26,15 @@ from typing import Final
 
 import msgspec
 
-from engine.bench.virtual import timed_steps
+from engine.contract.messages import Plan, RunResult, SamplingParams, ServiceClass
 from engine.core.config import SchedulerConfig
-from engine.core.cost import StepCost, Work
-from engine.core.messages import Plan, RunResult, SamplingParams, ServiceClass
-from engine.core.newcomers import AddSequence
+from engine.core.estimate.cost import StepCost, Work
+from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
-from shared.bench import figures
-from shared.bench.figures import at_most, figure
+from tests.bench import figures
+from tests.bench.engine.virtual import timed_steps
+from tests.bench.figures import at_most, figure
 from tests.fake_runner import runner_info
 
 UNBOUNDED: Final = 1_000_000

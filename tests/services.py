@@ -22,7 +22,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.identity.keys import hash_key
-from shared.completed_line import EVENT, schema_problem
+from shared.wire.completed_line import EVENT, schema_problem
 from tests.line_check import unnamed_time
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ The world and its messages are drawn by `tests.worlds`. A broken law is an Asser
   large worlds only now and then);
 - at every plan, all that `FakeRunner` checks, and that nothing is computed for a paused sequence;
 - at every admission, that no waiting sequence was passed by more later arrivals than the bound of
-  `engine.core.policy` allows;
+  `engine.core.queue.policy` allows;
 - whenever a sequence yields its slot, that it was not the oldest of its tenant, and that one of another
   tenant and of no lower class was admitted;
 - at the end, that every sequence ended exactly once, that its tokens are those of its solo run, that its
@@ -22,8 +22,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from engine.bench.virtual import TurnWatch
-from engine.core.messages import (
+from engine.contract.messages import (
     AbortSequences,
     Finished,
     FinishReason,
@@ -34,10 +33,11 @@ from engine.core.messages import (
     StepOutput,
     TokenLogprobs,
 )
-from engine.core.newcomers import AddSequence
-from engine.core.policy import age
+from engine.core.queue.newcomers import AddSequence
+from engine.core.queue.policy import age
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
+from tests.bench.engine.virtual import TurnWatch
 from tests.fake_disk import FakeDisk
 from tests.fake_runner import FakeRunner, runner_info, solo
 from tests.worlds import PAGE_COPY_S, PREFERENCES, Message, SimConfig, draw_messages

@@ -23,7 +23,7 @@ import openai
 import pytest
 import trustme
 
-from shared.completed_line import schema_problem
+from shared.wire.completed_line import schema_problem
 from tests.engine.demo.questions import ACCURACY_MIN, QUESTIONS, Question
 from tests.services import PATIENCE_S, engine_at_rest, gauges, until
 

@@ -62,7 +62,7 @@ def environment(process: Path) -> bytes:
     ("argv", "moment", "status"),
     [
         (["engine", "serve", *ENGINE], "serve engine.config", INTERRUPTED),
-        (["engine", "serve", *ENGINE], "serve engine.api.server", INTERRUPTED),
+        (["engine", "serve", *ENGINE], "serve engine.api.http.server", INTERRUPTED),
         (["engine", "serve", *ENGINE], "core boot", ENDED_ITSELF),
         (["engine", "serve", *ENGINE], "core engine.config", ENDED_ITSELF),
         (["engine", "serve", *ENGINE], "core torch", ENDED_ITSELF),
@@ -103,7 +103,7 @@ ALONE = ["unshare", "--pid", "--fork", "--mount-proc"]
     [
         (["engine", "serve", *ENGINE], "serve engine.config"),
         (["shared.cli", "engine", *ENGINE], "serve boot"),
-        (["gateway", "--config", "none"], "gateway gateway.config"),
+        (["gateway", "--config", "none"], "gateway gateway.config.whole"),
         (["shared.cli", "gateway", "--config", "none"], "gateway boot"),
         ([*SCRIPT, "gateway", "--config", "none"], "gateway shared.cli"),
         (UP, "shared.cli shared.cli.up"),

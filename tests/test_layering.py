@@ -11,7 +11,8 @@ import importlib.metadata
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -19,52 +20,82 @@ from typing import Final
 import pytest
 from packaging.requirements import Requirement
 
-from shared import cli, errors
-from shared.build import DISTRIBUTION
-from shared.cli import bench, service
+from shared import cli
+from shared.cli import service
+from shared.process.build import DISTRIBUTION
+from shared.wire import errors
+from tests.bench import __main__ as bench
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
     "shared",
-    "gateway.bench",
     "gateway",
+    "engine.contract",
     "engine.api",
-    "engine.bench.gpu",
-    "engine.bench",
     "engine.core",
     "engine.runtime",
     "engine.demo",
     "engine",
+    "tests.bench.gateway",
+    "tests.bench.engine.gpu",
+    "tests.bench.engine",
+    "tests.bench",
+    "tests",
 )
 """Most specific first: the floor of `engine.core.loop` is `engine.core`."""
 
 MAY_IMPORT = {
     "shared": {"shared"},
-    "gateway.bench": {"gateway.bench", "gateway", "shared"},
     "gateway": {"gateway", "shared"},
-    "engine.api": {"engine.api", "engine.core", "engine", "shared"},
-    "engine.bench.gpu": {"engine.bench.gpu", "engine.core", "engine.runtime", "shared"},
-    "engine.bench": {"engine.bench", "engine.api", "engine.core", "shared"},
-    "engine.core": {"engine.core", "shared"},
-    "engine.runtime": {"engine.runtime", "engine.core", "shared"},
+    "engine.contract": {"engine.contract", "shared"},
+    "engine.api": {"engine.api", "engine.contract", "engine", "shared"},
+    "engine.core": {"engine.core", "engine.contract", "shared"},
+    "engine.runtime": {"engine.runtime", "engine.contract", "shared"},
     "engine.demo": {"engine.demo"},
-    "engine": {"engine", "engine.api", "engine.core", "engine.runtime", "engine.demo", "shared"},
+    "engine": {
+        *("engine", "engine.api", "engine.core", "engine.runtime", "engine.contract", "engine.demo"),
+        "shared",
+    },
+    "tests.bench.gateway": {"tests.bench.gateway", "tests.bench", "gateway", "shared", "engine.api"},
+    "tests.bench.engine.gpu": {
+        *("tests.bench.engine.gpu", "tests.bench", "engine.contract", "engine.runtime", "shared"),
+    },
+    "tests.bench.engine": {
+        *("tests.bench.engine", "tests.bench", "engine.api", "engine.core", "engine.contract", "shared"),
+    },
+    "tests.bench": {"tests.bench", "shared"},
 }
 FORBIDDEN_PACKAGES = {
     "shared": {"torch", "aiohttp", "transformers"},
-    "gateway.bench": {"torch", "numpy", "transformers", "zmq"},
     "gateway": {"torch", "numpy", "transformers", "zmq"},
+    "engine.contract": {"torch", "numpy", "transformers", "aiohttp", "httpx", "zmq"},
     "engine.api": {"torch", "numpy", "transformers"},
-    "engine.bench.gpu": {"transformers", "aiohttp", "httpx", "zmq"},
-    "engine.bench": {"torch", "numpy", "transformers", "aiohttp", "httpx", "zmq"},
     "engine.core": {"torch", "numpy", "transformers", "aiohttp", "httpx"},
     "engine.runtime": {"transformers", "aiohttp", "httpx", "zmq"},
     "engine.demo": {"transformers", "aiohttp", "httpx", "zmq"},
     "engine": {"torch", "transformers"},
+    "tests.bench.gateway": {"torch", "numpy", "transformers", "zmq"},
+    "tests.bench.engine.gpu": {"transformers", "aiohttp", "httpx", "zmq"},
+    "tests.bench.engine": {"torch", "numpy", "transformers", "aiohttp", "httpx", "zmq"},
+    "tests.bench": {"torch", "aiohttp", "transformers"},
 }
 NEVER = {"pickle", "cPickle", "dill", "marshal", "shelve", "multiprocessing"}
 
 SOURCES = sorted(path for top in ("shared", "gateway", "engine") for path in (ROOT / top).rglob("*.py"))
+
+
+BENCHES = sorted(
+    [
+        *(ROOT / "tests/bench/gateway").rglob("*.py"),
+        *(ROOT / "tests/bench/engine").rglob("*.py"),
+        *(ROOT / f"tests/bench/{name}.py" for name in ("client", "cpu", "figures", "services", "streams")),
+    ]
+)
+"""The benches of `python -m tests.bench`, which keep to floors of their own; scripts beside them do not."""
+
+
+HTTP2_SERVER: Final = ("engine.api.http.http2_server", "engine.api.http.sniff")
+"""The server's end of the hop, with which the gateway's benches stand in for an engine."""
 
 
 def module_name(path: Path) -> str:
@@ -87,11 +118,7 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-MESSAGES: Final = ("engine.core.messages", "engine.core.packing", "engine.core.records")
-"""The messages that cross the core's walls, and what they are made of."""
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*SOURCES, *BENCHES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_keep_to_their_floor(path: Path) -> None:
     floor = floor_of(module_name(path))
     assert floor is not None
@@ -101,71 +128,117 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
         assert package not in NEVER, f"{package} is never used here"
         target = floor_of(name)
         assert target is None or target in MAY_IMPORT[floor], f"{floor} must not import {name}"
-        if floor in ("engine.api", "engine.runtime") and target == "engine.core" and name != "engine.core":
-            assert name.startswith(MESSAGES), f"{floor} knows the core's messages alone"
+        if (floor, target) == ("tests.bench.gateway", "engine.api") and name != "engine.api.http":
+            assert name.startswith(HTTP2_SERVER), f"{floor} knows the engine's HTTP/2 server alone"
 
 
 GATEWAY_LEVELS = (
     {
-        *("accounting_config", "edge_config", "quota_config", "directory_config", "endpoints"),
-        *("redis_config", "certificate_names"),
+        *(
+            "config.accounting",
+            "config.edge",
+            "config.quotas",
+            "config.directory",
+            "config.redis",
+            "endpoints",
+        ),
+        "config.certificate_names",
     },
-    {"timeout_config", "discovery_config", "holder_config", "ticks", "routes"},
-    {"config", "secret", "hygiene", "background", "shield", "client", "recorder", "openapi_parts"},
+    {"config.timeouts", "config.discovery", "config.holders", "relay.ticks"},
+    {"config.whole", "config.secret", "background", "client", "openapi.parts", "request.recorder"},
+    {"redis"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {
-        "accounts",
-        "operators",
-        "billing",
-        "listener_tls",
-        "heads",
-        "engines",
-        "record",
-        "development",
-        "openapi",
-        "hedging",
-        "pace",
-        "told_windows",
+        *("directory.accounts", "directory.development", "operators.table", "billing", "openapi.public"),
+        *("listen.listener_tls", "listen.heads", "relay.engines", "request.record", "request.hedging"),
     },
-    {"discovery", "foreign_loads", "foreign_fields", "salts", "admin_openapi"},
-    {"exchange", "directory", "usage_api", "replica_api", "model_lists"},
-    {"outbound", "requests_api", "limits_api", "console", "dispatch"},
-    {"pipeline", "admin"},  # the only one that knows the order of the stages
-    {"edge", "accepting"},
-    {"listener"},
-    {"admin_listener"},
+    {
+        "discovery",
+        "request.foreign_fields",
+        "operators.openapi",
+        "request.salts",
+        "request.pace",
+        "request.told_windows",
+    },
+    {"request.exchange", "directory", "operators.usage", "operators.replicas", "request.model_lists"},
+    {
+        *("operators.keys", "operators.inward", "operators.reading", "operators.figures"),
+        *("operators.sessions", "operators.files"),
+    },
+    {
+        *("request.outbound", "request.dispatch", "operators.requests", "operators.limits"),
+        *("operators.gate", "operators.chats", "operators.engines"),
+    },
+    {"request.pipeline", "operators.server"},  # the only one that knows the order of the stages
+    {"request.edge", "listen.accepting"},
+    {"listen.listener"},
+    {"operators.listener"},
     {"workers"},
     {"app"},
     {"service"},
     {"__main__"},
 )
-"""Each module and package of the gateway imports lower levels alone."""
+"""Each module and package of the gateway imports lower levels alone. Most specific first: the level of
+`directory.accounts` is its own, not that of `directory`."""
+
+
+def entry_of(module: str, level_of: Mapping[str, int]) -> str | None:
+    """The name under which `GATEWAY_LEVELS` has a module. None for a package whose modules it has one by
+    one."""
+    parts = module.split(".")[1:]
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((name for name in names if name in level_of), None)
 
 
 def test_only_the_pipeline_knows_the_order_of_stages() -> None:
     level_of = {name: level for level, names in enumerate(GATEWAY_LEVELS) for name in names}
     for path in (ROOT / "gateway").rglob("*.py"):
-        own = path.relative_to(ROOT / "gateway").with_suffix("").parts[0]
-        if own in ("bench", "__init__"):
+        own = entry_of(module_name(path), level_of)
+        if own is None:
+            assert path.name == "__init__.py", f"{path}: give it a level"
+            assert len(ast.parse(path.read_text()).body) == 1, f"{path} has more than a docstring"
             continue
         for name in imports(path):
-            parts = name.split(".")
-            if parts[0] == "gateway" and len(parts) > 1 and parts[1] != own:
-                assert level_of[parts[1]] < level_of[own], f"{path.name}: {own} imports {parts[1]}"
+            target = entry_of(name, level_of) if name.startswith("gateway.") else None
+            if target is not None and target != own:
+                assert level_of[target] < level_of[own], f"{path.name}: {own} imports {target}"
+
+
+HOUSES = ("shared", "gateway", "engine", "engine.api", "engine.core", "engine.runtime")
+
+
+def room_of(module: str, house: str) -> str | None:
+    """The folder, or the module, right within a house. A `__main__` stands above its folder."""
+    if not module.startswith(house + "."):
+        return None
+    if module.endswith(".__main__"):
+        return module
+    parts = module.split(".")[: house.count(".") + 2]
+    return ".".join(parts)
+
+
+@pytest.mark.parametrize("house", HOUSES)
+def test_there_is_no_circle_among_rooms(house: str) -> None:
+    """A room stands above all that it imports."""
+    modules = {module_name(path): path for path in SOURCES}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        own = room_of(module, house)
+        if own is not None:
+            reached = {room_of(name, house) for name in imports(path) if name in modules}
+            graph.setdefault(own, set()).update(room for room in reached if room not in (None, own))
+    assert set(TopologicalSorter(graph).static_order()) == graph.keys()
 
 
 AIOHTTP_IN_THE_GATEWAY = {
     "client": "the client's end of a request",
     "edge": "what the public listener hands on",
-    "hygiene": "a head's bytes, as aiohttp's parser leaves them",
-    **dict.fromkeys(("listener", "heads"), "the listeners' sockets"),
-    **dict.fromkeys(("operators", "admin", "console", "workers"), "what operators ask"),
-    **dict.fromkeys(("limits_api", "replica_api", "requests_api", "usage_api"), "what operators ask"),
-    "directory": "what operators ask",
+    "listen": "the listeners' sockets",
+    **dict.fromkeys(("operators", "workers"), "what operators ask"),
     "discovery": "a client of Kubernetes",
 }
-"""The modules and packages of the gateway that know of aiohttp. No stage of a request is among them, so that
-a caller needs no socket."""
+"""The rooms of the gateway that know of aiohttp, and the edge in `gateway.request`. No stage of a request is
+among them, so that a caller needs no socket."""
 CLIENT_FOR_STAGES = {"body", "deadlines", "interface"}
 """The modules of `gateway.client` by which the others know the client's end of a request."""
 
@@ -173,11 +246,12 @@ CLIENT_FOR_STAGES = {"body", "deadlines", "interface"}
 def test_a_requests_stages_know_nothing_of_aiohttp() -> None:
     knowing = set()
     for path in (ROOT / "gateway").rglob("*.py"):
-        own = path.relative_to(ROOT / "gateway").with_suffix("").parts[0]
+        parts = path.relative_to(ROOT / "gateway").with_suffix("").parts
+        own = parts[1] if parts[0] == "request" and len(parts) > 1 else parts[0]
         names = set(imports(path))
-        if own != "bench" and any(name.split(".")[0] == "aiohttp" for name in names):
+        if any(name.split(".")[0] == "aiohttp" for name in names):
             knowing.add(own)
-        if own in ("bench", *AIOHTTP_IN_THE_GATEWAY):
+        if own in AIOHTTP_IN_THE_GATEWAY:
             continue
         ends = {name.split(".")[2] for name in names if name.startswith("gateway.client.")}
         assert ends <= CLIENT_FOR_STAGES, f"{path.name} imports {sorted(ends - CLIENT_FOR_STAGES)}"
@@ -188,7 +262,7 @@ def test_no_unsafe_loading_in_the_source() -> None:
     unsafe = re.compile(
         r"torch\.load\(|trust_remote_code|jinja2\.Environment\(|yaml\.load\(|(?<![.\w])(eval|exec)\("
     )
-    for path in SOURCES:
+    for path in [*SOURCES, *BENCHES]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert not unsafe.search(line), f"{path}:{number}: {line.strip()}"
 
@@ -230,16 +304,24 @@ class Block:
 sys.meta_path.insert(0, Block())
 package = importlib.import_module({package!r})
 for module in pkgutil.walk_packages(package.__path__, {package!r} + '.'):
-    if not module.name.endswith('__main__') and not module.name.startswith('engine.bench.gpu.'):
+    if not module.name.endswith('__main__') and not module.name.startswith('tests.bench.engine.gpu.'):
         importlib.import_module(module.name)
 """
 
 
-@pytest.mark.parametrize("package", ["gateway", "shared", "engine.api", "engine.bench", "engine.core"])
+@pytest.mark.parametrize(
+    "package",
+    [
+        *("gateway", "shared", "engine.contract", "engine.api", "engine.core"),
+        *("tests.bench.gateway", "tests.bench.engine"),
+    ],
+)
 def test_importing_needs_no_torch(package: str) -> None:
     blocked = {"torch", "triton", "numpy", "safetensors", "transformers"}
     if package in ("gateway", "shared"):
         blocked |= {"zmq", "engine"}
+    if package == "tests.bench.gateway":
+        blocked |= {"zmq"}
     if package == "shared":
         blocked |= {"aiohttp", "gateway"}
     script = BLOCKED_IMPORT.format(blocked=blocked, package=package)
@@ -263,7 +345,7 @@ def test_every_error_of_the_api_is_in_the_one_tree() -> None:
         for path in (ROOT / package).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
-        and path != ROOT / "shared" / "errors.py"
+        and path != ROOT / "shared/wire/errors.py"
         and any(ast.unparse(base).rpartition(".")[2] in API_ERRORS for base in node.bases)
     ]
     assert outside == []
@@ -272,42 +354,52 @@ def test_every_error_of_the_api_is_in_the_one_tree() -> None:
 # -- modules that are reached by a name in a string -----------------------------------------------
 
 REACHED_BY_NAME = {
-    "engine/api/core_process.py": {"'engine'": "the API process starts the core's"},
-    "engine/bench/gpu/supervise.py": {"*self.part.argv": "each part of the bench is a process of its own"},
-    "engine/bench/live.py": {"'engine'": "the bench measures an engine that serves"},
-    "engine/bench/plot.py": {"'matplotlib'": "a package that may be missing"},
-    "engine/bench/served.py": {"'engine'": "the bench measures an engine that serves"},
-    "gateway/bench/recording.py": {"'opentelemetry.sdk'": "a package that may be missing"},
-    "engine/bench/tiers.py": {"'engine'": "the bench measures an engine that serves"},
-    "engine/runtime/backends.py": {"name": "attention libraries that may be missing: FUNCTIONS names them"},
+    "engine/api/core/process.py": {"'engine'": "the API process starts the core's"},
+    "tests/bench/engine/gpu/supervise.py": {
+        "*self.part.argv": "each part of the bench is a process of its own"
+    },
+    "tests/bench/engine/live.py": {"'engine'": "the bench measures an engine that serves"},
+    "tests/bench/engine/plot.py": {"'matplotlib'": "a package that may be missing"},
+    "tests/bench/engine/served.py": {"'engine'": "the bench measures an engine that serves"},
+    "tests/bench/gateway/recording.py": {"'opentelemetry.sdk'": "a package that may be missing"},
+    "tests/bench/engine/tiers.py": {"'engine'": "the bench measures an engine that serves"},
+    "engine/runtime/setup/backends.py": {
+        "name": "attention libraries that may be missing: FUNCTIONS names them"
+    },
     "engine/runtime/device/shipping.py": {
         "'engine.runtime.device.shipping'": "each card is the work of a process of its own"
     },
     "engine/runtime/parallel/ranks.py": {"MODULE": "a rank is a process of its own"},
-    "gateway/bench/attackers.py": {"'gateway.bench.attackers'": "attackers are a process of their own"},
-    "gateway/bench/faults.py": {"'gateway.bench.faulty_engine'": "each engine is a process of its own"},
-    "gateway/bench/hop.py": {"'gateway.bench.bare'": "the ends of a hop are processes of their own"},
-    "gateway/bench/neighbours.py": {
+    "tests/bench/gateway/attackers.py": {
+        "'tests.bench.gateway.attackers'": "attackers are a process of their own"
+    },
+    "tests/bench/gateway/faults.py": {
+        "'tests.bench.gateway.faulty_engine'": "each engine is a process of its own"
+    },
+    "tests/bench/gateway/hop.py": {
+        "'tests.bench.gateway.bare'": "the ends of a hop are processes of their own"
+    },
+    "tests/bench/gateway/neighbours.py": {
         "'engine'": "the bench attacks both services",
         "'gateway'": "the bench attacks both services",
     },
-    "gateway/bench/routing_live.py": {
+    "tests/bench/gateway/routing_live.py": {
         "'engine'": "the bench measures engines that serve",
-        "'gateway.bench.routing_live'": "each rule is tried in a gateway of its own",
+        "'tests.bench.gateway.routing_live'": "each rule is tried in a gateway of its own",
     },
-    "gateway/bench/subjects.py": {
+    "tests/bench/gateway/subjects.py": {
         "'gateway'": "the bench measures a gateway that serves",
-        "'gateway.bench.bare'": "the least that aiohttp needs to relay",
-        "'gateway.bench.paced_engine'": "an engine that answers at a given pace",
+        "'tests.bench.gateway.bare'": "the least that aiohttp needs to relay",
+        "'tests.bench.gateway.paced_engine'": "an engine that answers at a given pace",
         "module": "the paced engine, wherever a version has it",
     },
     "gateway/workers/process.py": {"'gateway'": "a worker is a process of its own"},
-    "shared/bench/services.py": {"'engine.demo'": "the demo model's directory"},
+    "tests/bench/services.py": {"'engine.demo'": "the demo model's directory"},
     "shared/cli/__init__.py": {"f'shared.cli.{name}'": "a command is imported when it is asked for"},
-    "shared/cli/bench.py": {"BENCHES[name][0]": "a bench is its service's own"},
+    "tests/bench/__main__.py": {"BENCHES[name][0]": "a bench is its service's own"},
     "shared/cli/keys.py": {
         "'gateway.directory.local'": "the gateway changes its file, or what its Redis holds",
-        "'gateway.edge_config'": "the gateway says which addresses are of this machine alone",
+        "'gateway.config.edge'": "the gateway says which addresses are of this machine alone",
         "'gateway.identity.keys'": "the gateway says what a new key is",
     },
     "shared/cli/service.py": {
@@ -316,18 +408,20 @@ REACHED_BY_NAME = {
         "package": "packages of a service's extra that may be missing",
     },
     "shared/cli/settings.py": {"CONFIGS[service].module": "a service declares its settings"},
-    "shared/checked_bundles.py": {
-        "'shared.tokenizer_child'": "what may crash or hang is loaded by a process first"
+    "gateway/relay/checked_bundles.py": {
+        "'gateway.relay.tokenizer_child'": "what may crash or hang is loaded by a process first"
     },
-    "shared/rendering.py": {"'shared.rendering_child'": "long chats are the work of a process of its own"},
+    "shared/text/rendering.py": {
+        "'shared.text.rendering_child'": "long chats are the work of a process of its own"
+    },
     "shared/cli/up.py": {
         "'engine.config'": "`up` takes the engine's options, and asks for its drain",
         "'engine.demo'": "the model that `up` serves unless it is told",
-        "'gateway.config'": "`up` asks for the gateway's drain",
-        "'gateway.development'": "`up` asks the gateway for its configuration",
-        "'gateway.edge_config'": "the gateway says which addresses are of this machine alone",
+        "'gateway.config.whole'": "`up` asks for the gateway's drain",
+        "'gateway.directory.development'": "`up` asks the gateway for its configuration",
+        "'gateway.config.edge'": "the gateway says which addresses are of this machine alone",
         "'gateway.identity.keys'": "the gateway says what a key must be",
-        "'gateway.redis_config'": "the gateway says what Redis' URL must be",
+        "'gateway.config.redis'": "the gateway says what Redis' URL must be",
     },
 }
 """By file: each module that is imported, looked for or started by a string or an expression, and why."""
@@ -367,7 +461,7 @@ def test_a_module_that_is_reached_by_name_is_found(source: str, found: str | Non
 
 
 def test_modules_are_reached_by_name_only_where_it_says_why() -> None:
-    for path in SOURCES:
+    for path in [*SOURCES, *BENCHES, ROOT / "tests/bench/__main__.py"]:
         file = str(path.relative_to(ROOT))
         for module in reached_by_name(ast.parse(path.read_text())):
             assert module in REACHED_BY_NAME.get(file, {}), f"{file} reaches {module}: say why in the table"
@@ -375,11 +469,11 @@ def test_modules_are_reached_by_name_only_where_it_says_why() -> None:
 
 def test_what_the_launcher_reaches_is_there_and_nothing_of_the_tests() -> None:
     launched = [config.module for config in service.CONFIGS.values()]
-    launched += [module for module, _ in bench.BENCHES.values()]
     launched += [module for module, *_ in service.MODULES.values()]
     launched += [f"shared.cli.{command}" for command in cli.COMMANDS]
     names = {module_name(path) for path in SOURCES}
     assert set(launched) <= names
+    assert {module for module, _ in bench.BENCHES.values()} <= {module_name(path) for path in BENCHES}
     constants = {
         f"{path.relative_to(ROOT)}: {node.value}"
         for path in SOURCES

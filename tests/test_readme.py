@@ -20,44 +20,40 @@ from typing import Final
 
 import pytest
 
-from engine.api import admission, outputs, packing, state
-from engine.api import exchange as engine_exchange
-from engine.api.answer import encoder
+from engine.api.answer import encoder, outputs
+from engine.api.answer import exchange as engine_exchange
+from engine.api.ask import admission, packing, state
 from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
-from gateway import admin_listener, config, dispatch, hygiene, listener, pipeline
 from gateway.admission import tokens
-from gateway.client import reading
-from gateway.edge_config import LimitsConfig
+from gateway.client import hygiene, reading
+from gateway.config import whole as config
+from gateway.config.edge import LimitsConfig
+from gateway.config.timeouts import TimeoutsConfig
 from gateway.identity import jwt
 from gateway.identity.keys import hash_key
+from gateway.listen import listener
+from gateway.operators import listener as admin_listener
 from gateway.relay import stream
+from gateway.request import dispatch, pipeline
 from gateway.routing import health, retries
-from gateway.timeout_config import TimeoutsConfig
-from shared import (
-    census,
-    cli,
-    errors,
-    fair_share,
-    fair_turns,
-    holding,
-    listening,
-    memory,
-    prompts,
-    rendering,
-    text_slices,
-    validation,
-)
-from shared.apis import shapes
+from shared import cli
+from shared.apis import census, holding, validation
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.cli.service import SERVICES
-from shared.end_reason import MEANINGS
+from shared.fairness import fair_share, fair_turns
 from shared.http2 import limits as http2_limits
+from shared.process import listening, memory
+from shared.text import prompts, rendering, text_slices
+from shared.wire import errors, shapes
+from shared.wire.end_reason import MEANINGS
+from tests.bench import __main__ as bench
 
 ROOT: Final = Path(__file__).parent.parent
 TOPS: Final = ("engine", "gateway", "shared", "tests")
+CODE: Final = ("engine", "gateway", "shared", "tests/bench")
 README_LEN_MAX: Final = 10_000
 """Bytes: what somebody reads before deciding whether to go on."""
 
@@ -176,9 +172,14 @@ def options_of(*command: str) -> frozenset[str]:
 
 
 def bench_names() -> list[str]:
-    """The benches that `penstock bench --help` tells."""
-    text = help_of(cli.build_parser("bench")[0].parse_args, "bench")
+    """The benches that `python -m tests.bench --help` tells."""
+    text = help_of(bench.main)
     return re.findall(r"^    (\w+)", text, re.MULTILINE)
+
+
+def bench_options(name: str) -> frozenset[str]:
+    """The options that `python -m tests.bench NAME --help` tells."""
+    return frozenset(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", help_of(bench.main, name)))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -190,6 +191,10 @@ def test_every_command_that_is_named_is_one_that_the_command_line_knows(document
         given = {word for word in rest if word.startswith("-")}
         for one in of_command:
             assert given <= options_of(command, *filter(None, [one])), words
+    for names, *rest in command_lines(DOCUMENTS[document], "python -m tests.bench"):
+        for one in names.split(r"\|"):
+            assert one in bench_names()
+            assert {word for word in rest if word.startswith("-")} <= bench_options(one), rest
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -203,15 +208,19 @@ def test_every_module_that_is_to_be_run_is_there(document: str) -> None:
 def test_every_option_that_is_named_exists() -> None:
     known = {option for command in ("up", "chat", *SERVICES) for option in options_of(command)}
     known |= options_of("keys", "create")
-    known |= {option for name in bench_names() for option in options_of("bench", name)}
+    known |= {option for name in bench_names() for option in bench_options(name)} | options_of(
+        "bench", "serve"
+    )
     assert set(re.findall(r"`(--[a-z][a-z-]+)`", EVERYTHING)) <= known
 
 
 def test_every_command_is_in_the_readme() -> None:
     lines = list(command_lines(README.read_text(), "penstock"))
     assert {command for command, *_ in lines} == cli.COMMANDS.keys() | SERVICES.keys()
-    benches = {name for command, *rest in lines if command == "bench" for name in rest[0].split(r"\|")}
-    assert benches == set(bench_names())
+
+
+def test_every_bench_is_told_of() -> None:
+    assert {name for name, *_ in command_lines(EVERYTHING, "python -m tests.bench")} == set(bench_names())
 
 
 def test_ci_runs_the_test_command_word_for_word() -> None:
@@ -477,7 +486,7 @@ def _glossary_names() -> list[str]:
 def _names_in_the_code() -> frozenset[str]:
     """The identifiers of all modules, and their strings without quotes."""
     names: set[str] = set()
-    for path in (path for top in ("engine", "gateway", "shared") for path in (ROOT / top).rglob("*.py")):
+    for path in (path for top in CODE for path in (ROOT / top).rglob("*.py")):
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
             if token.type in (tokenize.NAME, tokenize.STRING):
                 names.add(token.string.strip("\"'"))

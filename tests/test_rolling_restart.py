@@ -16,13 +16,13 @@ import aiohttp
 import msgspec
 import pytest
 
-from engine.api.server import Engine
+from engine.api.http.server import Engine
 from engine.config import EngineConfig
 from gateway.app import Gateway
-from gateway.config import load
-from shared import logs
-from shared.listening import bound_socket
-from shared.tokenizer import Tokenizer, TokenizerBundle
+from gateway.config.whole import load
+from shared.process import logs
+from shared.process.listening import bound_socket
+from shared.text.tokenizer import Tokenizer, TokenizerBundle
 from tests.engine.api.fake_core import FakeCore
 from tests.engine.api.tiny import EOS, write_model_dir
 from tests.gateway.conftest import KEY, settings, until

@@ -18,6 +18,7 @@ KERNEL_LINES_MAX = 80
 
 SOURCES = sorted(path for top in ("shared", "gateway", "engine") for path in (ROOT / top).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+BENCHES = sorted((ROOT / "tests/bench").rglob("*.py"))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_functions_can_be_read(path: Path) -> None:
             assert node.end_lineno - node.lineno < most, f"{path.name}: {node.name}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*SOURCES, *BENCHES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_module_says_what_it_is(path: Path) -> None:
     if path.read_text().strip():
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
@@ -73,6 +74,6 @@ def test_a_module_says_what_it_is(path: Path) -> None:
 
 def test_nothing_is_left_for_later() -> None:
     marks = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")
-    for path in SOURCES:
+    for path in [*SOURCES, *BENCHES]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert not any(mark in line for mark in marks), f"{path}:{number}: {line.strip()}"

@@ -10,7 +10,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from shared.build import DISTRIBUTION
+from shared.process.build import DISTRIBUTION
 from tests.test_layering import SOURCES, imports
 
 ROOT = Path(__file__).parent.parent

@@ -12,11 +12,17 @@ from array import array
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from engine.contract.messages import (
+    AbortSequences,
+    PauseSequences,
+    ResumeSequences,
+    SamplingParams,
+    ServiceClass,
+)
+from engine.contract.packing import TOKENS
 from engine.core.config import SchedulerConfig
-from engine.core.messages import AbortSequences, PauseSequences, ResumeSequences, SamplingParams, ServiceClass
-from engine.core.newcomers import AddSequence, Prompt
-from engine.core.packing import TOKENS
-from engine.core.swap import Preference, if_cheaper
+from engine.core.queue.newcomers import AddSequence, Prompt
+from engine.core.step.swap import Preference, if_cheaper
 
 UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, stall_deadline_s=0.5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.core.messages import RunnerInfo, ServiceClass
+from engine.contract.messages import RunnerInfo, ServiceClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class SchedulerConfig:
     deadline, so that clients that do not read hold a bounded number of sequences."""
     gap_targets_s: tuple[float, ...] = (math.inf,) * len(ServiceClass)
     """For each class, FLEX first: the longest gap that its streams are to see beside prompts, in seconds.
-    Infinite: `step_tokens_max` alone bounds prompts. (`engine.core.pace`)"""
+    Infinite: `step_tokens_max` alone bounds prompts. (`engine.core.estimate.pace`)"""
     prompt_share: float = 0.5
     """The least share of the time that prompts have beside decodes when no gap target can be kept."""
 

@@ -13,8 +13,8 @@ The sequences that a step admits, and those that ended between two steps, are re
 all else after it.
 
 The host knows the tokens of a step only after it has planned the next one: why that is safe stands in rules H
-and I (`engine.core.step`, `engine.core.allocator`). Overlap gains nothing with a runner that computes while
-it is launched, as on a CPU.
+and I (`engine.core.step.flight`, `engine.core.step.allocator`). Overlap gains nothing with a runner that
+computes while it is launched, as on a CPU.
 
 One thread, one step after another, and nothing else decides. The loop waits in two places only: for the
 device; and for input when it has no work, until the next stall deadline if there is one, or while the API
@@ -28,9 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from engine.core.config import SchedulerConfig
-from engine.core.intake import Intake
-from engine.core.messages import (
+from engine.contract.messages import (
     AbortSequences,
     AddRequest,
     CoreFailed,
@@ -48,11 +46,13 @@ from engine.core.messages import (
     Runner,
     StopCore,
 )
-from engine.core.newcomers import AddSequence, sequences_of
-from engine.core.policy import RESPONSE_RATIO, Discipline
+from engine.core.config import SchedulerConfig
+from engine.core.pages.tiers import PageDisk
+from engine.core.queue.intake import Intake
+from engine.core.queue.newcomers import AddSequence, sequences_of
+from engine.core.queue.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
-from engine.core.tiers import PageDisk
-from shared.clock import SYSTEM_CLOCK, Clock
+from shared.process.clock import SYSTEM_CLOCK, Clock
 
 LAST_WORDS_LEN_MAX: Final = 500
 """Characters of the line that reports a failure."""

@@ -9,16 +9,16 @@ the device need not wait for the host (`engine.core.loop`).
 A plan first ends the sequences that stayed paused until their stall deadlines, and takes the slots of
 those that were paused since the last plan. It has one token budget, spent in this order:
 
-1. *Growth* (`engine.core.allocator`): every running sequence whose next token needs a new page gets one. When
-   none is available a sequence is preempted (`engine.core.victims`): it releases all its pages, and is
-   restored later in the cheaper way, recomputed through the prefix cache or copied back from host memory
-   (`engine.core.swap`).
-2. *Decodes* (`engine.core.planner`): one token for each running sequence that has one pending.
-3. *Prompts* (`engine.core.planner`), by rank (`engine.core.policy`): chunks of running sequences, and
-   admissions from the waiting queue (`engine.core.waiting`), for as much of the step as prompts may take
-   (`engine.core.pace`).
+1. *Growth* (`engine.core.step.allocator`): every running sequence whose next token needs a new page gets one.
+   When none is available a sequence is preempted (`engine.core.step.victims`): it releases all its pages, and
+   is restored later in the cheaper way, recomputed through the prefix cache or copied back from host memory
+   (`engine.core.step.swap`).
+2. *Decodes* (`engine.core.step.planner`): one token for each running sequence that has one pending.
+3. *Prompts* (`engine.core.step.planner`), by rank (`engine.core.queue.policy`): chunks of running sequences,
+   and admissions from the waiting queue (`engine.core.queue.waiting`), for as much of the step as prompts may
+   take (`engine.core.estimate.pace`).
 
-At the commit, `engine.core.results` takes in what the step brought. This module is the door, the clock's
+At the commit, `engine.core.step.results` takes in what the step brought. This module is the door, the clock's
 side, and what binds the others.
 
 The rules, each in full at the head of the module that keeps it:
@@ -60,12 +60,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from engine.core.allocator import Allocator
-from engine.core.block_manager import pages_for
-from engine.core.config import SchedulerConfig
-from engine.core.cost import CostLearner
-from engine.core.deadlines import Deadlines
-from engine.core.messages import (
+from engine.contract.messages import (
     CoreStats,
     Finished,
     FinishReason,
@@ -75,19 +70,24 @@ from engine.core.messages import (
     SamplingParams,
     StepOutput,
 )
-from engine.core.newcomers import AddSequence, Prompt
-from engine.core.plan_builder import PlanBuilder
-from engine.core.planner import Planner
-from engine.core.policy import RESPONSE_RATIO, Discipline
-from engine.core.records import Lack
-from engine.core.results import Results
+from engine.contract.records import Lack
+from engine.core.config import SchedulerConfig
+from engine.core.estimate.cost import CostLearner
+from engine.core.pages.block_manager import pages_for
+from engine.core.pages.tiers import PageDisk
+from engine.core.queue.deadlines import Deadlines
+from engine.core.queue.newcomers import AddSequence, Prompt
+from engine.core.queue.policy import RESPONSE_RATIO, Discipline
+from engine.core.queue.tenants import TenantCounters, TenantHoldings
+from engine.core.queue.waiting import WaitingQueue
 from engine.core.sequence import Sequence, Status
-from engine.core.step import InFlight, News
-from engine.core.steps import StepBook, lack_of
-from engine.core.swap import Preference, if_cheaper
-from engine.core.tenants import TenantCounters, TenantHoldings
-from engine.core.tiers import PageDisk
-from engine.core.waiting import WaitingQueue
+from engine.core.step.allocator import Allocator
+from engine.core.step.book import StepBook, lack_of
+from engine.core.step.flight import InFlight, News
+from engine.core.step.plan_builder import PlanBuilder
+from engine.core.step.planner import Planner
+from engine.core.step.results import Results
+from engine.core.step.swap import Preference, if_cheaper
 
 FETCH_POLL_S: Final = 0.001
 """The time between two looks at what comes from disk while there is nothing else to do, in seconds."""
@@ -321,7 +321,8 @@ class Scheduler:
         return self._launch(builder, now) if builder.rows else None
 
     def _take_fetched(self, now: float) -> None:
-        """Let newcomers go on whose pages came from disk, or did not come in time (`engine.core.tiers`)."""
+        """Let newcomers go on whose pages came from disk, or did not come in time
+        (`engine.core.pages.tiers`)."""
         disk = self._allocator.disk
         disk.take_done()
         for handle, (sequence, until) in list(self._fetching.items()):

@@ -51,8 +51,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from engine.core.block_manager import BlockManager, PageChain, PageIdentity
-from engine.core.messages import Finished, FinishReason, SamplingParams, ServiceClass, Want
+from engine.contract.messages import Finished, FinishReason, SamplingParams, ServiceClass, Want
+from engine.core.pages.block_manager import BlockManager, PageChain, PageIdentity
 
 
 class Status(Enum):

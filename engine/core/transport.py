@@ -23,9 +23,9 @@ from typing import Final, Self
 import msgspec
 import zmq
 
+from engine.contract.messages import READ_EVERY, CoreInput, CoreOutput, Read
 from engine.core.loop import Disconnected
-from engine.core.messages import READ_EVERY, CoreInput, CoreOutput, Read
-from shared.clock import SYSTEM_CLOCK
+from shared.process.clock import SYSTEM_CLOCK
 
 UNREAD_MAX: Final = 4 * READ_EVERY
 """The number of messages by which the API process may be behind."""

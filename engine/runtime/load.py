@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import BadRunnerConfig
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import BadRunnerConfig
 
 if TYPE_CHECKING:
     from engine.runtime.device.runner import DeviceRunner
     from engine.runtime.host.runner import HostRunner
-    from engine.runtime.starting import Progress
+    from engine.runtime.start.starting import Progress
 
 
 def load_runner(config: RunnerConfig, progress: Progress) -> HostRunner | DeviceRunner:

@@ -48,12 +48,12 @@ from gateway.admission.quota import (
 )
 from gateway.admission.store_failures import failed
 from gateway.admission.usage import Payer, Sheet, UsageRow, Used
-from gateway.quota_config import QuotaLimits
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import QuotaUnavailable
-from shared.ids import TenantId
-from shared.metrics import Counter, Gauge
-from shared.shield import Done
+from gateway.config.quotas import QuotaLimits
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.metrics import Counter, Gauge
+from shared.process.shield import Done
+from shared.wire.errors import QuotaUnavailable
+from shared.wire.ids import TenantId
 
 SHARES_MAX: Final = 16 * 1024
 POSTED_MAX: Final = 100

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from gateway.admission.quota import ReservationId
 from gateway.admission.usage import Payer
-from shared import logs
-from shared.ids import KeyId, TenantId
+from shared.process import logs
+from shared.wire.ids import KeyId, TenantId
 
 log = logs.get(__name__)
 

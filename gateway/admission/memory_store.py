@@ -22,7 +22,6 @@ from typing import Final
 
 from msgspec import Struct
 
-from gateway.accounting_config import AccountingConfig
 from gateway.admission import quota
 from gateway.admission.periods import DAY_MS, day_of
 from gateway.admission.quota import (
@@ -37,9 +36,10 @@ from gateway.admission.quota import (
     Windows,
 )
 from gateway.admission.usage import NOTHING, Payer, UsageRow, UsageRows, Used
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.ids import TenantId
-from shared.shield import Done
+from gateway.config.accounting import AccountingConfig
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.shield import Done
+from shared.wire.ids import TenantId
 
 ACCOUNTS_MIN: Final = 20_000
 """The number of accounts up to which none is forgotten."""

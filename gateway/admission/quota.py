@@ -45,8 +45,8 @@ from msgspec.structs import force_setattr
 
 from gateway.admission.periods import day_end_ms, day_of, month_end_ms, month_of
 from gateway.admission.usage import Payer, UsageRow, Used
-from gateway.quota_config import BUDGET_MAX, QUOTA_MAX, QuotaFail, QuotaLimits
-from shared.ids import TenantId
+from gateway.config.quotas import BUDGET_MAX, QUOTA_MAX, QuotaFail, QuotaLimits
+from shared.wire.ids import TenantId
 
 ReservationId = NewType("ReservationId", str)
 

@@ -14,8 +14,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from gateway.admission.redis_link import Word, packed
 from gateway.admission.usage import Used
+from gateway.redis.link import Word, packed
 
 SCRIPT: Final = (Path(__file__).parent / "quota.lua").read_text()
 SCRIPT_SHA: Final = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()

@@ -35,7 +35,8 @@ from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-from gateway.accounting_config import AccountingConfig
+from msgspec import Struct
+
 from gateway.admission import quota
 from gateway.admission.lapsed import Lapsed, lapsed_of
 from gateway.admission.quota import (
@@ -51,16 +52,16 @@ from gateway.admission.quota import (
     Windows,
 )
 from gateway.admission.redis_calls import SCRIPT, Calls, call, in_full, part, times
-from gateway.admission.redis_held import Held, Noting, Settling
-from gateway.admission.redis_link import Moved, RedisLink, RedisUnavailable, ScriptMissing, Word
-from gateway.admission.redis_links import Links, links_of, tag_of
 from gateway.admission.store_failures import failed
 from gateway.admission.usage import OTHERS, Payer, Sheet, Totals, UsageRow, Used
-from gateway.quota_config import QuotaLimits
-from gateway.redis_config import RedisConfig
-from shared.clock import Clock
-from shared.ids import KeyId, TenantId
-from shared.shield import Done
+from gateway.config.accounting import AccountingConfig
+from gateway.config.quotas import QuotaLimits
+from gateway.config.redis import RedisConfig
+from gateway.redis.link import Moved, RedisLink, RedisUnavailable, ScriptMissing, Word
+from gateway.redis.links import Links, links_of, tag_of
+from shared.process.clock import Clock
+from shared.process.shield import Done
+from shared.wire.ids import KeyId, TenantId
 
 RENEWED_MAX: Final = 256
 """Leases that one call renews."""
@@ -71,6 +72,68 @@ ENCODED_MAX: Final = 16 * 1024
 _SEATED: Final = Decision(None, None)
 _LIMITS: Final = struct.Struct(">6d")
 _NO_ROW: Final = part("-", "-")
+
+
+class Held(Struct):
+    """A reservation of this process's."""
+
+    tenant: TenantId
+    subjects: tuple[Subject, ...] = ()
+    """The subjects whose limits count it. None where it was only noted."""
+    granted: int = 0
+    """Tokens that were granted to it, as far as its caller knows."""
+    used: Used | None = None
+    """The tokens to settle with; None while the request is in progress."""
+    is_settling: bool = False
+    """True while Redis is asked to settle it."""
+    is_counted: bool = False
+    """True if its tokens were granted by Redis, or it was noted there, as far as its caller knows."""
+
+
+class Settling(Struct, eq=False):
+    """The receiver of the answer to a settlement."""
+
+    store: RedisStore
+    reservation: ReservationId
+    held: Held
+    command: bytes
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, reply: object, /) -> None:
+        self.store.settlement_over(self.reservation, self.held, None)
+
+    def set_exception(self, error: RedisUnavailable, /) -> None:
+        if isinstance(error, ScriptMissing | Moved):  # so nothing was done
+            self.store.send_again(self)
+        else:
+            self.store.settlement_over(self.reservation, self.held, error)
+
+
+class Noting(Struct, eq=False):
+    """The receiver of the answer to the note of a request without limits."""
+
+    store: RedisStore
+    reservation: ReservationId
+    held: Held
+    command: bytes
+    noted: Callable[[ReservationId], None]
+    is_again: bool = False
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, reply: list[int], /) -> None:
+        if self.held.used is None:  # else it was settled as one that is not counted there
+            self.held.granted, self.held.is_counted = reply[1], True
+            self.noted(self.reservation)
+
+    def set_exception(self, error: RedisUnavailable, /) -> None:
+        if isinstance(error, ScriptMissing) and not self.is_again and self.held.used is None:
+            self.store.note_in_full(self)
+        else:
+            failed("note", error)
 
 
 def open_store(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from shared import logs
-from shared.metrics import Counter
+from shared.process import logs
+from shared.process.metrics import Counter
 
 FAILURES: Final = Counter(
     "penstock_gateway_quota_store_failures", "Calls that the quota store did not answer.", ["call"]

@@ -31,11 +31,11 @@ from msgspec import Raw, Struct
 from shared.apis.generation import GenerationRequest, PromptExtension
 from shared.apis.messages import ImagePart
 from shared.apis.prompt import ChatPrompt, PromptForm
-from shared.errors import NotInPlace
-from shared.fair_threads import FairThreads, Slices
-from shared.prompts import prompt_slices
-from shared.room import Room
-from shared.tokenizer import Tokenizer
+from shared.fairness.fair_threads import FairThreads, Slices
+from shared.text.prompts import prompt_slices
+from shared.text.tokenizer import Tokenizer
+from shared.wire.errors import NotInPlace
+from shared.wire.room import Room
 
 INLINE_LEN_MAX: Final = 1024
 """About 250 tokens: a tenth of a millisecond."""

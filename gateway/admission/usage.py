@@ -19,7 +19,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from shared.ids import KeyId, TenantId
+from shared.wire.ids import KeyId, TenantId
 
 ROWS_MAX: Final = 20_000
 """The rows of one tenant on one day that have a key and a model of their own."""

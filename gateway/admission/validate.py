@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import Iterable
 from typing import Literal, TypeVar
 
+from shared.apis.census import Census
 from shared.apis.request import Request
-from shared.census import Census
-from shared.errors import InvalidRequest
-from shared.fair_threads import Slices
-from shared.validation import Parsed, parse, parse_slices
+from shared.apis.validation import Parsed, parse, parse_slices
+from shared.fairness.fair_threads import Slices
+from shared.wire.errors import InvalidRequest
 
 T = TypeVar("T", bound=Request)
 

@@ -25,14 +25,14 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from gateway.accounting_config import AccountingConfig
 from gateway.admission.quota import ReservationId
 from gateway.admission.usage import Payer, Used
 from gateway.billing.spool import Spool
-from shared import logs
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.ids import KeyId, RequestId, TenantId
-from shared.metrics import Counter, Gauge
+from gateway.config.accounting import AccountingConfig
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.metrics import Counter, Gauge
+from shared.wire.ids import KeyId, RequestId, TenantId
 
 QUEUE_MAX: Final = 65_536
 SYNC_S: Final = 1.0

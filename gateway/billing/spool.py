@@ -29,8 +29,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from shared.config import ConfigError
-from shared.files import write_all
+from shared.process.config import ConfigError
+from shared.process.files import write_all
 
 BATCH_LEN: Final = 256 * 1024
 """Bytes of lines that are sent at once."""

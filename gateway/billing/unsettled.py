@@ -27,8 +27,8 @@ from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.lapsed import Lapsed
 from gateway.admission.usage import Used
 from gateway.billing.lines import Billing
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.ids import TenantId
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.wire.ids import TenantId
 
 TURN_S: Final = 5.0
 """The time between two turns, in seconds."""

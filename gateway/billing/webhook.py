@@ -28,16 +28,16 @@ from typing import Final
 
 import httpx
 
-from gateway.accounting_config import AccountingConfig
 from gateway.billing.lines import LINES
 from gateway.billing.spool import Batch, Spool
-from gateway.secret import RenewableSecret
-from shared import logs
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.config import ConfigError
-from shared.metrics import Counter
-from shared.renewable_tls import RenewableTls
-from shared.tls import UnusableTls, client_context
+from gateway.config.accounting import AccountingConfig
+from gateway.config.secret import RenewableSecret
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.config import ConfigError
+from shared.process.metrics import Counter
+from shared.process.renewable_tls import RenewableTls
+from shared.process.tls import UnusableTls, client_context
 
 POLL_S: Final = 1.0
 """The time between two looks at the file, in seconds: as long do lines wait for others to go with them."""

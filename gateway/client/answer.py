@@ -29,10 +29,10 @@ from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 from gateway.client.deadlines import Watch
 from gateway.client.responses import error_response
 from gateway.endpoints.dialect import Dialect
-from shared.errors import ApiError, SlowClient
-from shared.http import ClientGone
-from shared.listening import SERVER
-from shared.request_body import send_continue
+from shared.process.listening import SERVER
+from shared.wire.errors import ApiError, SlowClient
+from shared.wire.http import ClientGone
+from shared.wire.request_body import send_continue
 
 BODILESS: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 STATUS_LINES_MAX: Final = 1024

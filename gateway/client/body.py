@@ -9,10 +9,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.client.deadlines import Watch
 from gateway.client.interface import Body, Sink
-from shared.errors import BodyTimeout
-from shared.holding import Holding
-from shared.http import ClientGone
-from shared.request_body import (
+from shared.apis.holding import Holding
+from shared.wire.errors import BodyTimeout
+from shared.wire.http import ClientGone
+from shared.wire.request_body import (
     awaits_continue,
     check_head,
     misframed,
@@ -30,9 +30,9 @@ async def read_body(
     len_max: int,
     within_s: float,
 ) -> bytes:
-    """Read all of a request's body, by the rules of `shared.request_body`: at most `len_max` bytes, within
-    `within_s` seconds, which the watch keeps. The last bytes are not held: the caller holds the whole body
-    with what is made of it. `headers` are looked up by small letters.
+    """Read all of a request's body, by the rules of `shared.wire.request_body`: at most `len_max` bytes,
+    within `within_s` seconds, which the watch keeps. The last bytes are not held: the caller holds the whole
+    body with what is made of it. `headers` are looked up by small letters.
 
     Raises:
         BodyTooLarge: at once when the headers say so, else as soon as the bound is passed.

@@ -19,7 +19,7 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Final, Self
 
-from shared.errors import ApiError, TotalTimeout
+from shared.wire.errors import ApiError, TotalTimeout
 
 TOTALS_MAX: Final = 1024
 """The number of total times whose message is cached. Callers may set a total of their own."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from gateway.endpoints.dialect import Dialect
-from shared.errors import ApiError
+from shared.wire.errors import ApiError
 
 
 class Connection(Protocol):

@@ -2,7 +2,7 @@
 
 A large body is read in pieces of 256 KiB, and a loop that finds a piece on each of a hundred connections is
 held for as long as all of them take. So a connection that has received a large piece reads on in its tenant's
-turn (`shared.fair_turns`). That holds for what is dropped of a refused request's body as well.
+turn (`shared.fairness.fair_turns`). That holds for what is dropped of a refused request's body as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from shared.fair_turns import FairTurns
+from shared.fairness.fair_turns import FairTurns
 
 BUFFER_LEN: Final = 32 * 1024
 """Half of the bytes beyond which what was received of a body pauses its connection."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from gateway.client.reading import ReadsInTurn
-from shared.fair_turns import FairTurns
+from shared.fairness.fair_turns import FairTurns
 
 
 class EndsUnread(ReadsInTurn):

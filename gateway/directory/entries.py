@@ -18,15 +18,15 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from gateway.accounts import Kind
-from gateway.config import KeyConfig, TenantConfig
-from gateway.quota_config import ModelLimits, QuotaLimits
-from shared.config import ConfigError, load
-from shared.errors import Conflict, NotFound, PreconditionFailed
-from shared.undecodable import UNDECODABLE
+from gateway.config.quotas import ModelLimits, QuotaLimits
+from gateway.config.whole import KeyConfig, TenantConfig
+from gateway.directory.accounts import Kind
+from shared.process.config import ConfigError, load
+from shared.wire.errors import Conflict, NotFound, PreconditionFailed
+from shared.wire.undecodable import UNDECODABLE
 
 KEYS_MAX: Final = 100_000
-"""The most keys in Redis. A file has `gateway.edge_config.ENTRIES_MAX` at most."""
+"""The most keys in Redis. A file has `gateway.config.edge.ENTRIES_MAX` at most."""
 TENANTS_MAX: Final = 10_000
 ENTRY_LEN_MAX: Final = 64 * 1024
 """Bytes of an entry's JSON."""

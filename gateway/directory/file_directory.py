@@ -26,8 +26,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
-from gateway.accounts import AccountsReader, Kind
-from gateway.config import ENV_PREFIX, GatewayConfig, KeyConfig, TenantConfig, load
+from gateway.config.edge import OperatorKeyConfig
+from gateway.config.whole import ENV_PREFIX, GatewayConfig, KeyConfig, TenantConfig, load
+from gateway.directory.accounts import AccountsReader, Kind
 from gateway.directory.entries import (
     AnswerLost,
     Change,
@@ -40,10 +41,9 @@ from gateway.directory.entries import (
     place_of,
 )
 from gateway.directory.toml_edit import CannotEdit, document, replace_table
-from gateway.edge_config import OperatorKeyConfig
-from shared.config import FILE_LEN_MAX
-from shared.errors import Conflict, DirectoryUnavailable
-from shared.files import file_version, read_bytes
+from shared.process.config import FILE_LEN_MAX
+from shared.process.files import file_version, read_bytes
+from shared.wire.errors import Conflict, DirectoryUnavailable
 
 LOCK_S: Final = 5.0
 """How long another process's change is waited for, in seconds."""

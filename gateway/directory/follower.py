@@ -23,16 +23,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
-from gateway.accounts import POLL_S, AccountsReader, Kind
-from gateway.admission.redis_link import RedisUnavailable
-from gateway.config import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
+from gateway.config.whole import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
+from gateway.directory.accounts import POLL_S, AccountsReader, Kind
 from gateway.directory.entries import KEYS_MAX, TENANTS_MAX, decode
 from gateway.directory.redis_directory import Place, RawEntry, RedisDirectory
-from shared import logs
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.config import ConfigError
-from shared.ids import KeyId, TenantId
-from shared.metrics import Counter, Gauge
+from gateway.redis.link import RedisUnavailable
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.config import ConfigError
+from shared.process.metrics import Counter, Gauge
+from shared.wire.ids import KeyId, TenantId
 
 SLICE: Final = 200
 """Entries that are read at once: they take a few milliseconds."""

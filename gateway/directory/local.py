@@ -14,15 +14,15 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from gateway.accounts import AccountsReader
-from gateway.config import load
+from gateway.config.whole import load
+from gateway.directory.accounts import AccountsReader
 from gateway.directory.entries import PAGE_MAX
 from gateway.directory.file_directory import FileDirectory
 from gateway.directory.operator_keys import OperatorKeys
 from gateway.directory.registry import Registry
-from shared import logs
-from shared.config import ConfigError
-from shared.errors import ApiError
+from shared.process import logs
+from shared.process.config import ConfigError
+from shared.wire.errors import ApiError
 
 Operation = Literal["create", "list", "rotate", "patch", "delete"]
 Whose = Literal["callers", "operators"]

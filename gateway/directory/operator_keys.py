@@ -22,17 +22,17 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from gateway.accounts import AccountsReader
-from gateway.config import GatewayConfig, operator_problems
+from gateway.config.edge import OperatorKeyConfig
+from gateway.config.whole import GatewayConfig, operator_problems
+from gateway.directory.accounts import AccountsReader
 from gateway.directory.entries import NO_VARIABLES, OUTCOME_UNKNOWN, UNKNOWN
 from gateway.directory.file_directory import FileDirectory
 from gateway.directory.rotation import Rotation, rotated
-from gateway.edge_config import OperatorKeyConfig
 from gateway.identity.keys import mint_key
-from shared import logs
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.config import ConfigError, load
-from shared.errors import ChangeUnknown, Conflict, NotFound
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.config import ConfigError, load
+from shared.wire.errors import ChangeUnknown, Conflict, NotFound
 
 SECTION: Final = "admin.keys"
 ENV: Final = "admin"

@@ -26,10 +26,9 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from gateway.accounts import AccountsReader, Kind
-from gateway.admission.redis_link import Moved, RedisUnavailable, ScriptMissing, Word, packed
-from gateway.admission.redis_links import Links, links_of, tag_of
-from gateway.config import KeyConfig
+from gateway.config.redis import RedisConfig
+from gateway.config.whole import KeyConfig
+from gateway.directory.accounts import AccountsReader, Kind
 from gateway.directory.entries import (
     ENTRY_LEN_MAX,
     KEYS_MAX,
@@ -50,11 +49,12 @@ from gateway.directory.entries import (
     salvage,
     unreadable,
 )
-from gateway.redis_config import RedisConfig
-from shared import logs
-from shared.config import ConfigError
-from shared.errors import Conflict, DirectoryUnavailable, NotFound
-from shared.ids import TenantId
+from gateway.redis.link import Moved, RedisUnavailable, ScriptMissing, Word, packed
+from gateway.redis.links import Links, links_of, tag_of
+from shared.process import logs
+from shared.process.config import ConfigError
+from shared.wire.errors import Conflict, DirectoryUnavailable, NotFound
+from shared.wire.ids import TenantId
 
 SCRIPT: Final = (Path(__file__).parent / "directory.lua").read_text()
 SCRIPT_SHA: Final = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()

@@ -24,8 +24,8 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from gateway.accounts import AccountsReader, Kind
-from gateway.config import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
+from gateway.config.whole import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
+from gateway.directory.accounts import AccountsReader, Kind
 from gateway.directory.entries import (
     NO_VARIABLES,
     OUTCOME_UNKNOWN,
@@ -47,10 +47,10 @@ from gateway.directory.entries import (
 from gateway.directory.operator_keys import OperatorKeysView, operator_keys_of
 from gateway.directory.rotation import Rotation, rotated
 from gateway.identity.keys import mint_key
-from shared import logs
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.config import ConfigError, load
-from shared.errors import ChangeUnknown, Conflict, PreconditionFailed, PreconditionRequired
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.config import ConfigError, load
+from shared.wire.errors import ChangeUnknown, Conflict, PreconditionFailed, PreconditionRequired
 
 PATCHABLE: Final = frozenset(
     {"models", "endpoints", "limits", "model_limits", "env", "labels", "expires", "disabled"}

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Final, TypeVar
 
 from msgspec import Meta
 
-from gateway.config import KeyConfig
-from gateway.edge_config import OperatorKeyConfig
+from gateway.config.edge import OperatorKeyConfig
+from gateway.config.whole import KeyConfig
 from gateway.identity.keys import KEYID_LEN, mint_key
-from shared.errors import Conflict
+from shared.wire.errors import Conflict
 
 OVERLAP_S: Final = 24 * 3600.0
 """How long a replaced secret still works, unless the operator says otherwise, in seconds."""

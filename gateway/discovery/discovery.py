@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Final
 
-from gateway.config import ModelConfig
+from gateway.config.discovery import DiscoveryConfig
+from gateway.config.whole import ModelConfig
 from gateway.discovery.dns import DnsSource
 from gateway.discovery.kubernetes import KubernetesSource
 from gateway.discovery.source import AGE, Progress, Source
-from gateway.discovery_config import DiscoveryConfig
 from gateway.routing.replicas import Replicas
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.config import ConfigError
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.config import ConfigError
 
 FIRST_S: Final = 10.0
 """The time for which a start waits for all sources, in seconds."""

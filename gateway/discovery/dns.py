@@ -20,12 +20,12 @@ from typing import Any, Final, Literal, Protocol, TypeVar
 
 from msgspec import Struct
 
-from gateway.config import REPLICAS_MAX
+from gateway.config.discovery import DiscoveryConfig, host_and_port
+from gateway.config.whole import REPLICAS_MAX
 from gateway.discovery.addresses import url_of, usable
 from gateway.discovery.source import Progress
-from gateway.discovery_config import DiscoveryConfig, host_and_port
 from gateway.routing.members import Listed
-from shared.clock import SYSTEM_CLOCK, Clock
+from shared.process.clock import SYSTEM_CLOCK, Clock
 
 LOOKUP_S: Final = 5.0
 """The time for one question, over all servers that are asked, in seconds."""

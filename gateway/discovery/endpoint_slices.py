@@ -12,7 +12,7 @@ from typing import Final
 
 from msgspec import Raw, Struct, json
 
-from gateway.config import REPLICAS_MAX
+from gateway.config.whole import REPLICAS_MAX
 from gateway.discovery.addresses import url_of, usable
 from gateway.routing.members import Listed, Standing
 

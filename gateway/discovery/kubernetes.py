@@ -26,6 +26,7 @@ from typing import Final
 
 import aiohttp
 
+from gateway.config.discovery import DiscoveryConfig, KubernetesConfig
 from gateway.discovery.endpoint_slices import (
     Event,
     Slices,
@@ -36,11 +37,10 @@ from gateway.discovery.endpoint_slices import (
     decode_status,
 )
 from gateway.discovery.source import Progress
-from gateway.discovery_config import DiscoveryConfig, KubernetesConfig
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.config import ConfigError
-from shared.tls import UnusableTls, client_context
-from shared.undecodable import UNDECODABLE
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.config import ConfigError
+from shared.process.tls import UnusableTls, client_context
+from shared.wire.undecodable import UNDECODABLE
 
 API: Final = "/apis/discovery.k8s.io/v1"
 WATCH_S: Final = 60

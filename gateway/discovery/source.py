@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from gateway.routing.members import Listed
-from shared import logs
-from shared.clock import Clock
-from shared.metrics import Counter, GaugeFamily
+from shared.process import logs
+from shared.process.clock import Clock
+from shared.process.metrics import Counter, GaugeFamily
 
 FAILURES: Final = Counter(
     "penstock_gateway_discovery_failures", "Failed attempts to learn a pool's members.", ("model",)

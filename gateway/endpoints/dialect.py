@@ -7,9 +7,9 @@ from typing import Final
 
 from msgspec import Struct
 
-from shared import sse
-from shared.apis.errors import error_envelope
-from shared.errors import ApiError
+from shared.wire import sse
+from shared.wire.envelope import error_envelope
+from shared.wire.errors import ApiError
 
 
 def duration(ms: int) -> str:

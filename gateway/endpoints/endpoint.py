@@ -10,7 +10,7 @@ from gateway.endpoints.dialect import CHUNKS, Dialect
 from gateway.endpoints.passing import MAXIMA, NESTED, Nested, with_usage
 from shared.apis.generation import GenerationRequest
 from shared.apis.request import Request
-from shared.validation import Parsed
+from shared.apis.validation import Parsed
 
 
 class Endpoint(Struct, frozen=True):

@@ -1,5 +1,5 @@
 """The fields of several APIs that an engine of another make is sent, by the rules of
-`gateway.foreign_fields`."""
+`gateway.request.foreign_fields`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
-from shared.errors import InvalidRequest
+from shared.wire.errors import InvalidRequest
 
 Cleaner = Callable[[Raw, list[str]], Raw]
 """Leaves out of a field's value what an engine of another make is not sent, and adds the names of that to a

@@ -7,8 +7,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Raw
 
-from shared.apis.shapes import Unshown
-from shared.validation import invalid_value
+from shared.apis.validation import invalid_value
+from shared.wire.shapes import Unshown
 
 TOOLS_MAX: Final = 1024
 _object: Final = msgspec.json.Decoder(dict[str, Raw] | None)

@@ -10,9 +10,9 @@ from typing import Final, Protocol
 
 from msgspec import Struct
 
-from gateway.config import ALL_ENDPOINTS, Tier
-from gateway.quota_config import ModelLimits, QuotaLimits
-from shared.ids import KeyId, TenantId
+from gateway.config.quotas import ModelLimits, QuotaLimits
+from gateway.config.whole import ALL_ENDPOINTS, Tier
+from shared.wire.ids import KeyId, TenantId
 
 V6_NETWORK_LEN: Final = 8
 """Bytes of an IPv6 address that tell the network."""
@@ -62,7 +62,7 @@ class Principal(Struct, frozen=True, eq=False, gc=False):
     service_tier: Tier | None = None
     """The highest tier of its requests, where it is below the tenant's; None leaves the tenant's."""
     endpoints: tuple[str, ...] = ALL_ENDPOINTS
-    """The endpoints (`gateway.routes.SCOPES`) that it may use; `*` is all."""
+    """The endpoints (`gateway.endpoints.routes.SCOPES`) that it may use; `*` is all."""
     model_limits: tuple[ModelLimits, ...] = ()
     """The key's own limits for single models."""
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
-from gateway.config import GatewayConfig
+from gateway.config.whole import GatewayConfig
 from gateway.identity.caller import Caller, Identity, Principal, Revoked
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KEY_LEN_MAX, KeyTable
-from shared.errors import Unauthenticated
-from shared.ids import TenantId
-from shared.shield import Done
+from shared.process.shield import Done
+from shared.wire.errors import Unauthenticated
+from shared.wire.ids import TenantId
 
 if TYPE_CHECKING:
     from gateway.identity.certificates import CertificateTable

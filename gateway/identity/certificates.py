@@ -1,8 +1,8 @@
 """Client certificates: the callers that they name, and whether they are still good.
 
-The handshake has verified it by then: the chain, the time, the revocation lists (`gateway.listener_tls`). But
-a connection outlives a handshake: so with each request it is looked at whether the certificate has been
-revoked or has expired since.
+The handshake has verified it by then: the chain, the time, the revocation lists
+(`gateway.listen.listener_tls`). But a connection outlives a handshake: so with each request it is looked at
+whether the certificate has been revoked or has expired since.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPub
 from cryptography.x509.oid import ExtensionOID
 from msgspec import Struct
 
-from gateway.certificate_names import CertificateName, Subject
-from gateway.holder_config import CertificateConfig
+from gateway.config.certificate_names import CertificateName, Subject
+from gateway.config.holders import CertificateConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Principal, Revoked
-from shared import logs
-from shared.errors import Unauthenticated
-from shared.ids import KeyId, TenantId
-from shared.tls import UnusableTls
+from shared.process import logs
+from shared.process.tls import UnusableTls
+from shared.wire.errors import Unauthenticated
+from shared.wire.ids import KeyId, TenantId
 
 KNOWN_MAX: Final = 4096
 """Certificates that have been read, of some kilobytes each."""

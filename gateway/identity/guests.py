@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from gateway.identity.caller import Caller, Identity, Principal
-from shared.shield import Done
+from shared.process.shield import Done
 
 SECRET_LEN: Final = 32
 """Random bytes of a secret."""

@@ -46,17 +46,17 @@ from typing import Final
 
 import httpx
 
-from gateway.edge_config import REFRESH_S_MIN, IssuerConfig
+from gateway.config.edge import REFRESH_S_MIN, IssuerConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.key_set import SET_LEN_MAX, BadKeys, VerificationKey, keys_of, secret_of
 from gateway.identity.waiting import Waiting
-from shared import logs
-from shared.clock import Clock
-from shared.config import ConfigError
-from shared.files import file_version, read_bytes
-from shared.metrics import Counter
-from shared.renewable_tls import RenewableTls
-from shared.tls import UnusableTls, client_context
+from shared.process import logs
+from shared.process.clock import Clock
+from shared.process.config import ConfigError
+from shared.process.files import file_version, read_bytes
+from shared.process.metrics import Counter
+from shared.process.renewable_tls import RenewableTls
+from shared.process.tls import UnusableTls, client_context
 
 FETCH_S: Final = 5.0
 """How long a fetch may take, in seconds."""

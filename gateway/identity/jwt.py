@@ -30,19 +30,19 @@ from typing import Annotated, Any, Final, NoReturn, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from gateway.edge_config import IssuerConfig
-from gateway.holder_config import GrantConfig
+from gateway.config.edge import IssuerConfig
+from gateway.config.holders import GrantConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Principal
 from gateway.identity.jwks import REFETCH_WAIT_S, REFETCH_WITHIN_S, SOUGHT, IssuerKeys, Sought
 from gateway.identity.key_set import KID, VerificationKey, algorithms
-from shared.errors import IdentityUnavailable, Unauthenticated
-from shared.ids import KeyId, TenantId
-from shared.shield import Done
-from shared.undecodable import UNDECODABLE
+from shared.process.shield import Done
+from shared.wire.errors import IdentityUnavailable, Unauthenticated
+from shared.wire.ids import KeyId, TenantId
+from shared.wire.undecodable import UNDECODABLE
 
 TOKEN_LEN_MAX: Final = 8000
-"""Bytes of a token: a header holds hardly more (`shared.listening`)."""
+"""Bytes of a token: a header holds hardly more (`shared.process.listening`)."""
 VERIFIED_MAX: Final = 16 * 1024
 """Tokens that are known to be good, and callers that they name; some 10 MiB."""
 SUB_LEN_MAX: Final = 255

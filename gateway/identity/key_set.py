@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from shared.undecodable import UNDECODABLE
+from shared.wire.undecodable import UNDECODABLE
 
 if TYPE_CHECKING:
     from jwt.algorithms import Algorithm

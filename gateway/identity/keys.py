@@ -31,12 +31,12 @@ from typing import Final, Self
 
 from msgspec import Struct
 
-from gateway.config import ALL_MODELS, HASH_PREFIX, KeyConfig
+from gateway.config.quotas import QuotaLimits
+from gateway.config.whole import ALL_MODELS, HASH_PREFIX, KeyConfig
 from gateway.identity.caller import Caller, Principal
-from gateway.quota_config import QuotaLimits
-from shared.errors import IdentityUnavailable, Unauthenticated
-from shared.ids import KeyId
-from shared.shield import Done
+from shared.process.shield import Done
+from shared.wire.errors import IdentityUnavailable, Unauthenticated
+from shared.wire.ids import KeyId
 
 KEY_LEN_MAX: Final = 256
 ENV_LEN_MAX: Final = 16

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.identity.bounded import BoundedDict
-from shared.ids import TenantId
+from shared.wire.ids import TenantId
 
 CALLERS_MAX: Final = 16_384
 """The headers that are kept. A tenant whose are not any more loses its own turns until its next request."""

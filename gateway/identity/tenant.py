@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, KeysView
 from dataclasses import replace
 from typing import Final, get_args
 
-from gateway.config import ANY, ModelConfig, TenantConfig, Tier, TiersConfig
+from gateway.config.quotas import NO_LIMITS
+from gateway.config.whole import ANY, ModelConfig, TenantConfig, Tier, TiersConfig
+from gateway.endpoints.routes import SCOPES
 from gateway.identity.caller import Principal
-from gateway.quota_config import NO_LIMITS
-from gateway.routes import SCOPES
-from shared.errors import InvalidRequest, ModelNotFound, PermissionDenied
-from shared.ids import TenantId
+from shared.wire.errors import InvalidRequest, ModelNotFound, PermissionDenied
+from shared.wire.ids import TenantId
 
 NAME_SHOWN_LEN: Final = 100
 TIERS: Final[tuple[Tier, ...]] = get_args(Tier)

@@ -1,12 +1,13 @@
 """The requests that wait for one issuer's keys: how many, whose, and in which order they go on.
 
 A caller without any credential can make a request wait, by a token with a made-up key id. So a place among
-those who wait is taken like a tenant's part of anything else (`shared.fair_share`): of who comes from one
-address, or on a connection whose last request was of one tenant, three quarters of the places at most. Who
-finds none is refused at once.
+those who wait is taken like a tenant's part of anything else (`shared.fairness.fair_share`): of who comes
+from one address, or on a connection whose last request was of one tenant, three quarters of the places at
+most. Who finds none is refused at once.
 
 All of them are called together, when keys have come. Each then has an answer to write, so they go on a few in
-each turn of the event loop, as requests begin (`shared.fair_turns`): between two turns all else goes on.
+each turn of the event loop, as requests begin (`shared.fairness.fair_turns`): between two turns all else goes
+on.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from shared.fair_share import FairShare
-from shared.fair_turns import BEGIN_MAX
+from shared.fairness.fair_share import FairShare
+from shared.fairness.fair_turns import BEGIN_MAX
 
 WAITING_MAX: Final = 4096
 """The most requests that wait for one issuer's keys."""

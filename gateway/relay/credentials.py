@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from gateway.config import ModelConfig
-from gateway.secret import RenewableSecret
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.config import ConfigError
+from gateway.config.secret import RenewableSecret
+from gateway.config.whole import ModelConfig
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.config import ConfigError
 
 POLL_S: Final = 1.0
 """The time between two looks at the files, in seconds. No request waits for a disk."""

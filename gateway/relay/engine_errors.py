@@ -25,9 +25,9 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from shared import errors
-from shared.clock import SYSTEM_CLOCK
-from shared.errors import (
+from shared.process.clock import SYSTEM_CLOCK
+from shared.wire import errors
+from shared.wire.errors import (
     ApiError,
     BodyTooLarge,
     InvalidRequest,
@@ -39,7 +39,7 @@ from shared.errors import (
     UpstreamFailed,
     UpstreamRefused,
 )
-from shared.undecodable import UNDECODABLE
+from shared.wire.undecodable import UNDECODABLE
 
 ERROR_LEN_MAX: Final = 64 * 1024
 MESSAGE_LEN_MAX: Final = 4096

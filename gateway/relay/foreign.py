@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import msgspec
 
-from shared.sse import DONE, Closing, TailScanner, UsedTokens
-from shared.undecodable import UNDECODABLE
+from shared.wire.sse import DONE, Closing, TailScanner, UsedTokens
+from shared.wire.undecodable import UNDECODABLE
 
 TAIL_LEN: Final = 4096
 """The number of bytes at a stream's end in which its usage is looked for. An event with it takes a few

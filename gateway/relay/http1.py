@@ -1,4 +1,4 @@
-"""HTTP/1.1 to the engines, with the interface of `shared.http2.client.Http2Transport`.
+"""HTTP/1.1 to the engines, with the interface of `gateway.relay.http2_client.Http2Transport`.
 
 A connection serves one request after the other. What the socket brings in a turn of the loop is unframed in
 that turn and handed to the reader as one piece: no stream object, no task and no future is between the two,
@@ -44,7 +44,7 @@ from gateway.relay.http1_framing import (
     parse_head,
 )
 from gateway.relay.http1_requests import request_head, target_of
-from shared.http2.client import NO_TIMEOUTS, Origin, Timeouts
+from gateway.relay.http2_client import NO_TIMEOUTS, Origin, Timeouts
 from shared.http2.headers import Headers
 from shared.http2.report import Report
 

@@ -9,7 +9,7 @@ from typing import Final
 import httpx
 from msgspec import Struct
 
-from shared.http2.client import Origin
+from gateway.relay.http2_client import Origin
 
 TARGETS_MAX: Final = 1024
 

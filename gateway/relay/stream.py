@@ -11,8 +11,8 @@ Rules:
    While they have room, the bytes of one turn of the loop are written in that turn, as one piece: no task is
    woken for them, and no byte waits for more.
 3. A stream that fails after its first byte ends with an error event and no `[DONE]`. Its client is sent whole
-   events alone (`shared.sse`), so that one can be appended at any moment. Within an event that is too long to
-   be withheld none can, and the connection is cut. It never ends cleanly as if it were whole.
+   events alone (`shared.wire.sse`), so that one can be appended at any moment. Within an event that is too
+   long to be withheld none can, and the connection is cut. It never ends cleanly as if it were whole.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from msgspec import Struct
 
 from gateway.client.deadlines import Watch
 from gateway.client.interface import Sink
+from gateway.config.timeouts import TimeoutsConfig
 from gateway.endpoints.dialect import Dialect
 from gateway.relay.engine_errors import event_is_error, read_back
 from gateway.relay.foreign import BlankingScanner, Blanks, ForeignScanner, UsageFinder, look_into
+from gateway.relay.ticks import Ticks
 from gateway.relay.upstream import Answer
-from gateway.ticks import Ticks
-from gateway.timeout_config import TimeoutsConfig
-from shared.clock import SYSTEM_CLOCK
-from shared.errors import InterTokenTimeout, UpstreamLost
 from shared.http2.report import Report
-from shared.sse import CONTENT_TYPE, Closing, TailScanner, parse_closing
+from shared.process.clock import SYSTEM_CLOCK
+from shared.wire.errors import InterTokenTimeout, UpstreamLost
+from shared.wire.sse import CONTENT_TYPE, Closing, TailScanner, parse_closing
 
 HEAD_LEN_MAX: Final = 256 * 1024
 """Bytes that are held until the status to answer with is decided: a whole unary answer, if it fits."""

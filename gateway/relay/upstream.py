@@ -23,22 +23,11 @@ from typing import Final
 import httpx
 import msgspec
 
-from gateway.config import HopProtocol, ModelConfig
-from gateway.edge_config import HopConfig
+from gateway.config.edge import HopConfig
+from gateway.config.whole import HopProtocol, ModelConfig
 from gateway.relay.engine_errors import ERROR_LEN_MAX, read_back, says_error
 from gateway.relay.http1 import AcceptChunk, Http1Transport, LostTwice
-from shared import errors
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import (
-    ApiError,
-    ConnectTimeout,
-    NotReady,
-    UpstreamFailed,
-    UpstreamLost,
-    UpstreamLostTwice,
-    UpstreamUnreachable,
-)
-from shared.http2.client import (
+from gateway.relay.http2_client import (
     CLIENT_WATCH,
     Draining,
     Http2Transport,
@@ -49,12 +38,23 @@ from shared.http2.client import (
 )
 from shared.http2.config import PulseConfig
 from shared.http2.report import Report
-from shared.ids import TOKENIZER_HEADER
-from shared.load_report import LoadReport, parse_load
-from shared.renewable_tls import RenewableTls
-from shared.shield import shielded
-from shared.sse import CLOSING_HEADER, Closing, parse_closing
-from shared.tls import client_context
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.renewable_tls import RenewableTls
+from shared.process.shield import shielded
+from shared.process.tls import client_context
+from shared.wire import errors
+from shared.wire.errors import (
+    ApiError,
+    ConnectTimeout,
+    NotReady,
+    UpstreamFailed,
+    UpstreamLost,
+    UpstreamLostTwice,
+    UpstreamUnreachable,
+)
+from shared.wire.ids import TOKENIZER_HEADER
+from shared.wire.load_report import LoadReport, parse_load
+from shared.wire.sse import CLOSING_HEADER, Closing, parse_closing
 
 BOUNDS_MAX: Final = 1024
 TYPES_MAX: Final = 256

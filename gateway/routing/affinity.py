@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Final
 
-from gateway.config import Tier
+from gateway.config.whole import Tier
 from gateway.routing.policy import Affinity
 from gateway.routing.table import key_of
 from shared.apis.generation import GenerationRequest
 from shared.apis.messages import ChatMessage
 from shared.apis.prompt import ChatPrompt, Prompt
-from shared.load_report import DEFAULT, FLEX, PRIORITY
+from shared.wire.load_report import DEFAULT, FLEX, PRIORITY
 
 _CLASSES: Final[dict[str | None, int]] = {"flex": FLEX, "default": DEFAULT, "priority": PRIORITY}
 

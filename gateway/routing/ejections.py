@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.routing.health import Ejection
-from shared import logs
-from shared.ids import ReplicaId
-from shared.metrics import Counter
+from shared.process import logs
+from shared.process.metrics import Counter
+from shared.wire.ids import ReplicaId
 
 EJECTIONS: Final = Counter(
     "penstock_gateway_ejections", "Replicas that were left alone for a time, by the reason.", ("reason",)

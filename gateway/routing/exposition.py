@@ -10,7 +10,7 @@ import math
 import re
 from typing import Final
 
-from shared.load_report import LoadReport
+from shared.wire.load_report import LoadReport
 
 EXPOSITION_LEN_MAX: Final = 1024 * 1024
 """Bytes of metrics that are read. vLLM's are about 100 KiB."""

@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from gateway.config import REPLICAS_MAX
+from gateway.config.whole import REPLICAS_MAX
 from gateway.routing.table import key_of
-from shared.ids import ReplicaId
+from shared.wire.ids import ReplicaId
 
 Origin = tuple[str, str, int]
 """Scheme, host and port."""

@@ -34,10 +34,10 @@ count. An engine that does not report tells by its first byte that the prompt is
 A worker learns of what other workers send when it is reported, so all of them may send to one replica within
 an interval what each believes to be little. That is bounded by the rate of requests, and rule 1 spreads them.
 
-Rule 3 has no constant to tune. In the simulation (`penstock bench routing`) it replaces a bound on the load
-above the least of twice the tokens saved, which keeps a hot prefix at its owners while other replicas idle.
-How many owners are right depends on the caches alone: all replicas, unless the prefixes in use exceed one
-replica's cache.
+Rule 3 has no constant to tune. In the simulation (`python -m tests.bench routing`) it replaces a bound on the
+load above the least of twice the tokens saved, which keeps a hot prefix at its owners while other replicas
+idle. How many owners are right depends on the caches alone: all replicas, unless the prefixes in use exceed
+one replica's cache.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from typing import Final
 from msgspec import Struct, field
 
 from gateway.routing.table import Table
-from shared.load_report import DEFAULT, FLEX, INTERVAL_MS, LoadReport
+from shared.wire.load_report import DEFAULT, FLEX, INTERVAL_MS, LoadReport
 
 INTERVALS_MAX: Final = 3
 """The intervals between two reports for which the last is believed in full. An engine says its interval."""

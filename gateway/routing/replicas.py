@@ -23,7 +23,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from gateway.config import HopProtocol, ModelConfig
+from gateway.config.whole import HopProtocol, ModelConfig
 from gateway.routing.ejections import observe_ejection, observe_return
 from gateway.routing.health import FirstEvents, Health, HealthPhase, Outcome, Reason, Ticket, silent, usable
 from gateway.routing.members import (
@@ -42,11 +42,11 @@ from gateway.routing.members import (
 )
 from gateway.routing.policy import SLOW_START_MS, Affinity, Route, View, choose, loads
 from gateway.routing.table import Table, key_of
-from shared import logs
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import ApiError
-from shared.ids import ReplicaId
-from shared.load_report import LoadReport
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.wire.errors import ApiError
+from shared.wire.ids import ReplicaId
+from shared.wire.load_report import LoadReport
 
 SWEEP_S: Final = 1.0
 """The time between two looks for members whose time is over, in seconds."""

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. The supervisor follows the file as each worker does (`gateway.accounts`), by the same rules, and is told of
-   it when they are. A file with mistakes changes nothing: whatever was accepted before it stays, such as the
-   revocation of a key, and else the configuration of the supervisor's start.
+1. The supervisor follows the file as each worker does (`gateway.directory.accounts`), by the same rules, and
+   is told of it when they are. A file with mistakes changes nothing: whatever was accepted before it stays,
+   such as the revocation of a key, and else the configuration of the supervisor's start.
 2. A worker starts with that, and reads the file again before it listens (`gateway.app`). So what it says is
    never older than what the workers beside it go by, nor than a change that was made while it started.
 """
@@ -16,15 +16,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from gateway.accounts import AccountsReader
-from gateway.config import GatewayConfig
+from gateway.config.whole import GatewayConfig
+from gateway.directory.accounts import AccountsReader
 from gateway.identity.caller import Identity
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.config import to_toml
-from shared.files import FileVersion
-from shared.ids import TenantId
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.config import to_toml
+from shared.process.files import FileVersion
+from shared.wire.ids import TenantId
 
 
 class Accepted:

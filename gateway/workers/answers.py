@@ -1,8 +1,8 @@
 """One answer, made of several workers' answers to an operator.
 
 Which of them are asked, and what becomes of each field of their answers, stands at the operation
-(`gateway.operators`). What is asked is told by its method and its path, as a worker tells it. What there is
-not, one worker refuses.
+(`gateway.operators.table`). What is asked is told by its method and its path, as a worker tells it. What
+there is not, one worker refuses.
 
 An answer of which a worker's part is missing says `"partial": true`, and names the worker in
 `silent_workers`. An error of one worker is the answer of all: what the others did is done. What some workers
@@ -19,15 +19,15 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.admin import Admin
-from gateway.console.chats import Chats
-from gateway.console.engines_api import EnginesApi
-from gateway.directory.admin_routes import DirectoryRoutes
-from gateway.limits_api import LimitsApi
-from gateway.operators import Asks, Merge, Operation, Table, operation_of, pattern_of
-from gateway.replica_api import ReplicaRoutes
-from gateway.requests_api import RequestsApi
-from gateway.usage_api import UsageReports
+from gateway.operators.chats import Chats
+from gateway.operators.engines import EnginesApi
+from gateway.operators.keys import DirectoryRoutes
+from gateway.operators.limits import LimitsApi
+from gateway.operators.replicas import ReplicaRoutes
+from gateway.operators.requests import RequestsApi
+from gateway.operators.server import Admin
+from gateway.operators.table import Asks, Merge, Operation, Table, operation_of, pattern_of
+from gateway.operators.usage import UsageReports
 from gateway.workers.channel import Answer
 
 HANDLERS: Final = (

@@ -1,5 +1,5 @@
 """The channel between the supervisor and a worker: HTTP over a socket in a directory that only their user can
-enter (`shared.socket_directory`).
+enter (`shared.process.socket_directory`).
 
 The worker serves on it what the admin listener of a single gateway serves, with the same handlers and the
 same authentication of operators, and for the supervisor and the other workers alone:
@@ -28,13 +28,13 @@ from aiohttp import web
 from msgspec import Struct
 from yarl import URL
 
+from gateway.client.hygiene import path_of
 from gateway.client.responses import json_response
-from gateway.hygiene import path_of
 from gateway.workers import metrics
-from shared.config import FILE_LEN_MAX
-from shared.ids import RequestId, TenantId
-from shared.listening import CLOSE_GRACE_S, http1_options
-from shared.probes import Health
+from shared.process.config import FILE_LEN_MAX
+from shared.process.listening import CLOSE_GRACE_S, http1_options
+from shared.process.probes import Health
+from shared.wire.ids import RequestId, TenantId
 
 T = TypeVar("T")
 STATUS: Final = "/worker/status"
@@ -76,7 +76,7 @@ class Status(Struct, frozen=True):
     """How a worker is."""
 
     phase: str
-    """Its `shared.lifecycle.Phase`."""
+    """Its `shared.process.lifecycle.Phase`."""
     ready: bool
     """True if new requests are welcome."""
     problems: list[str]

@@ -24,23 +24,26 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from gateway.admin import DIGEST_HEADER, OPERATOR, OPERATORS, RELOAD, probe_response, secure
-from gateway.admin_openapi import PATH as DOCUMENT
+from gateway.client.hygiene import check, path_of
 from gateway.client.reading import serves
-from gateway.client.responses import error_response
-from gateway.console.gate import Gate
-from gateway.directory.admin_routes import read_operator_body
-from gateway.hygiene import check, path_of
-from gateway.operators import Asks, Merge
-from gateway.replica_api import REPLICAS
+from gateway.client.responses import error_response, probe_response
+from gateway.operators.gate import Gate
+from gateway.operators.keys import read_operator_body
+from gateway.operators.openapi import PATH as DOCUMENT
+from gateway.operators.replicas import REPLICAS
+from gateway.operators.server import DIGEST_HEADER, OPERATOR, OPERATORS, RELOAD, secure
+from gateway.operators.table import Asks, Merge
 from gateway.workers.answers import asks_of, operation_at, together
 from gateway.workers.channel import Answer, WorkerSilent
 from gateway.workers.metrics import registry_of
 from gateway.workers.place import Place
 from gateway.workers.supervisor import Supervisor
-from shared import logs
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import (
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.listening import SERVER
+from shared.process.probes import PROBES
+from shared.telemetry.stages import exposition
+from shared.wire.errors import (
     ApiError,
     InternalError,
     MethodNotAllowed,
@@ -50,10 +53,7 @@ from shared.errors import (
     Unauthenticated,
     forget_frames,
 )
-from shared.ids import REQUEST_ID_HEADER, accept_request_id
-from shared.listening import SERVER
-from shared.probes import PROBES
-from shared.telemetry import exposition
+from shared.wire.ids import REQUEST_ID_HEADER, accept_request_id
 
 ASKING_MAX: Final = 32
 """Operators' requests that are passed on at a time."""

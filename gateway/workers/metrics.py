@@ -24,7 +24,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from shared.metrics import REGISTRY
+from shared.process.metrics import REGISTRY
 
 LABEL: Final = "worker"
 

@@ -32,10 +32,10 @@ from gateway.workers.channel import ANSWER_S, Status, WorkerClient, WorkerSilent
 from gateway.workers.metrics import Snapshot
 from gateway.workers.process import Worker
 from gateway.workers.restarts import Restarts
-from shared import logs
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.exit_codes import ExitCode
-from shared.metrics import Counter
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.exit_codes import ExitCode
+from shared.process.metrics import Counter
 
 BEAT_S: Final = 1.0
 """The time between two heartbeats, in seconds."""

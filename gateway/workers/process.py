@@ -2,7 +2,7 @@
 
 It leads a process group of its own, so that a Ctrl-C in the terminal reaches the supervisor alone, which then
 drains all workers once. Should the supervisor die, the kernel tells it, and it drains
-(`shared.lifecycle.die_with_parent`).
+(`shared.process.lifecycle.die_with_parent`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from gateway.workers.channel import WorkerClient, WorkerStart
-from shared.child_python import environment
+from shared.process.child_python import environment
 
 
 class Worker(Protocol):

@@ -17,8 +17,8 @@ from typing import Final
 from msgspec import Struct, field
 
 from gateway.workers.channel import Ending, WorkerClient, WorkerSilent
-from shared import logs
-from shared.ids import RequestId, TenantId
+from shared.process import logs
+from shared.wire.ids import RequestId, TenantId
 
 ROUND_MAX: Final = 256
 """The most wishes of one round."""

@@ -25,12 +25,12 @@ from gateway.workers import metrics
 from gateway.workers.metrics import Family, Sample, Snapshot
 from gateway.workers.place import Launch, Place, PlacePhase
 from gateway.workers.restarts import Restarts
-from shared import logs
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.exit_codes import ExitCode
-from shared.lifecycle import Lifecycle, Phase
-from shared.listening import bound_socket
-from shared.probes import Health
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.exit_codes import ExitCode
+from shared.process.lifecycle import Lifecycle, Phase
+from shared.process.listening import bound_socket
+from shared.process.probes import Health
 
 PLACES: Final = "penstock_gateway_workers"
 PLACES_HELP: Final = "Places of workers, by their phase."

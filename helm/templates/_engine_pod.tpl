@@ -42,7 +42,7 @@ spec:
         - |
           import sys
           from pathlib import Path
-          from engine.runtime.hub import download
+          from engine.runtime.setup.hub import download
           print(download(sys.argv[1], sys.argv[2], Path("/models")))
         - {{ .repo | quote }}
         - {{ .revision | quote }}

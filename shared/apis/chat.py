@@ -11,8 +11,8 @@ from shared.apis.generation import FinishReasonName, GenerationRequest, Usage
 from shared.apis.messages import ChatMessage
 from shared.apis.nothing import EXTENSIONS, FALSE, NONE, Nothing
 from shared.apis.prompt import ChatPrompt
-from shared.apis.shapes import LOGPROBS_MAX, MESSAGES_MAX, TOKENS_MAX, Unshown
-from shared.errors import InvalidRequest
+from shared.wire.errors import InvalidRequest
+from shared.wire.shapes import LOGPROBS_MAX, MESSAGES_MAX, TOKENS_MAX, Unshown
 
 
 class ResponseFormat(Struct):

@@ -10,8 +10,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from shared.apis.generation import FinishReasonName, GenerationRequest, Usage
 from shared.apis.nothing import EXTENSIONS, Nothing
 from shared.apis.prompt import Prompt, TextPrompt
-from shared.apis.shapes import CHOICES_MAX, LOGPROBS_MAX, PROMPTS_MAX, TOKENS_MAX, Unshown
-from shared.errors import InvalidRequest
+from shared.wire.errors import InvalidRequest
+from shared.wire.shapes import CHOICES_MAX, LOGPROBS_MAX, PROMPTS_MAX, TOKENS_MAX, Unshown
 
 MAX_TOKENS_DEFAULT: Final = 16
 """The `max_tokens` of completions (never of chat) when it is absent, as OpenAI has it."""

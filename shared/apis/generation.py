@@ -10,7 +10,8 @@ from msgspec import Meta, Raw, Struct
 
 from shared.apis.prompt import PromptForm
 from shared.apis.request import Request
-from shared.apis.shapes import (
+from shared.wire.errors import InvalidRequest
+from shared.wire.shapes import (
     CHOICES_MAX,
     LOGIT_BIAS_MAX,
     STOP_LEN_MAX,
@@ -21,7 +22,6 @@ from shared.apis.shapes import (
     TokenId,
     Unshown,
 )
-from shared.errors import InvalidRequest
 
 _SEED_MAX: Final = 2**63 - 1
 _PRIORITY_MAX: Final = 2**31 - 1

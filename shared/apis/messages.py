@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
-from shared.apis.shapes import MESSAGES_MAX, Unshown
+from shared.wire.shapes import MESSAGES_MAX, Unshown
 
 
 class TextPart(Unshown, tag_field="type", tag="text"):

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from msgspec import UNSET, Struct, UnsetType
 
-from shared.room import Room
+from shared.wire.room import Room
 
 
 class Model(Struct, kw_only=True):

@@ -4,8 +4,8 @@ hashed, whichever API it came by."""
 from __future__ import annotations
 
 from shared.apis.messages import ChatMessage
-from shared.apis.shapes import Unshown
-from shared.errors import InvalidRequest
+from shared.wire.errors import InvalidRequest
+from shared.wire.shapes import Unshown
 
 Prompt = str | list[str | int | list[int]]
 """A text, several of them, the token ids of one, or those of several."""

@@ -23,7 +23,7 @@ from msgspec import Raw
 
 from shared.apis.nothing import Nothing
 from shared.apis.prompt import PromptForm
-from shared.apis.shapes import Unshown
+from shared.wire.shapes import Unshown
 
 
 class Request(Unshown, kw_only=True):

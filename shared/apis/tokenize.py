@@ -11,7 +11,7 @@ from shared.apis.messages import ChatMessage
 from shared.apis.nothing import FALSE, PROMPT, Nothing
 from shared.apis.prompt import ChatPrompt, PromptForm, TextPrompt
 from shared.apis.request import Request
-from shared.apis.shapes import MESSAGES_MAX, TOKENS_MAX, TokenId, Unshown
+from shared.wire.shapes import MESSAGES_MAX, TOKENS_MAX, TokenId, Unshown
 
 
 class TokenizeRequest(Request, kw_only=True):

@@ -2,7 +2,7 @@
 
 A command is a module with `add_parser(commands)`, which sets `run`, a function from the parsed options to the
 exit code. Only the module of the chosen command is imported, so that `penstock chat` does not pay for
-`penstock bench`.
+`penstock up`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from shared.arguments import Parser
-from shared.build import version
 from shared.cli.service import SERVICES, exec_service
-from shared.interrupts import INTERRUPTED
+from shared.process.arguments import Parser
+from shared.process.build import version
+from shared.process.interrupts import INTERRUPTED
 
 COMMANDS: Final = {
     "up": "start an engine and a gateway, ready to be used",
@@ -27,7 +27,7 @@ COMMANDS: Final = {
     "settings": "print what a service can be told",
     "trace": "show what became of a request, from both services' logs",
     "usage": "show what callers used, by tenant, key, model and day",
-    "bench": "measure what README claims",
+    "bench": "say how to measure what README claims",
 }
 """A summary of each command, by the name of its module in this package. `shared.cli.service.SERVICES` are
 commands too."""

@@ -15,10 +15,10 @@ from typing import Final, TypeVar
 import httpx
 import msgspec
 
-from shared.apis.errors import ErrorEnvelope
 from shared.cli.running import read_running
-from shared.tls import client_context
-from shared.undecodable import UNDECODABLE
+from shared.process.tls import client_context
+from shared.wire.envelope import ErrorEnvelope
+from shared.wire.undecodable import UNDECODABLE
 
 DEFAULT_URL: Final = "http://127.0.0.1:9090"
 KEY_VARIABLE: Final = "PENSTOCK_ADMIN_KEY"

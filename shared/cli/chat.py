@@ -16,14 +16,15 @@ from typing import Final
 import httpx
 import msgspec
 
-from shared import sse, tls
-from shared.apis.errors import ErrorEnvelope
 from shared.apis.models import ModelList
-from shared.arguments import Parser, checked
 from shared.cli import terminal
 from shared.cli.running import KEY_VARIABLE, read_running
 from shared.cli.terminal import UnusableInput, harmless
-from shared.undecodable import UNDECODABLE
+from shared.process import tls
+from shared.process.arguments import Parser, checked
+from shared.wire import sse
+from shared.wire.envelope import ErrorEnvelope
+from shared.wire.undecodable import UNDECODABLE
 
 COMMANDS: Final = "/new begins a new conversation; /quit, /exit or Ctrl-D leaves; /help says this."
 DEFAULT_URL: Final = "http://127.0.0.1:8000/v1"

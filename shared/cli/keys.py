@@ -20,13 +20,13 @@ import httpx
 import msgspec
 from msgspec import Struct
 
-from shared.arguments import Parser, checked
 from shared.cli import terminal
 from shared.cli.admin import KEY_VARIABLE
 from shared.cli.running import read_running
 from shared.cli.service import missing_extra, reach
-from shared.ids import is_id
-from shared.undecodable import UNDECODABLE
+from shared.process.arguments import Parser, checked
+from shared.wire.ids import is_id
+from shared.wire.undecodable import UNDECODABLE
 
 ANSWER_S: Final = 30.0
 PAGE: Final = "200"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from shared.cli.supervisor import Service, ServiceDied
-from shared.clock import Clock
+from shared.process.clock import Clock
 
 RESTART_S_MIN: Final = 1.0
 """The time before the first restart in a row, in seconds; it doubles."""

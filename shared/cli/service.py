@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Final
 
-from shared import interrupts
-from shared.build import DISTRIBUTION
-from shared.child_python import environment
+from shared.process import interrupts
+from shared.process.build import DISTRIBUTION
+from shared.process.child_python import environment
 
 SERVICES: Final = {
     "engine": "serve one model in the foreground",
@@ -36,7 +36,7 @@ class ConfigClass:
 
 
 CONFIGS: Final = {
-    "gateway": ConfigClass("gateway.config", "GatewayConfig"),
+    "gateway": ConfigClass("gateway.config.whole", "GatewayConfig"),
     "engine": ConfigClass("engine.config", "EngineConfig"),
 }
 

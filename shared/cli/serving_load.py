@@ -35,10 +35,10 @@ from typing import Final
 import httpx
 import msgspec
 
-from shared.arguments import checked
 from shared.cli import terminal
 from shared.cli.chat import DEFAULT_URL, ChatFailed, key_problem, server_of, url_problem
 from shared.cli.running import KEY_VARIABLE
+from shared.process.arguments import checked
 
 WORDS: Final = (
     *("river", "stone", "light", "green", "house", "water", "paper", "cloud", "music", "table", "seven"),

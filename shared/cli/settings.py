@@ -1,7 +1,7 @@
 """The command `penstock settings SERVICE`: a service's settings as tables, as a JSON schema or as an example
 of its file.
 
-All three follow from the service's declarations (`shared.settings`). README holds the tables.
+All three follow from the service's declarations (`shared.process.settings`). README holds the tables.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import msgspec
 
-from shared import sizes
-from shared.arguments import Parser
 from shared.cli.service import CONFIGS, reach
-from shared.config import toml_value
-from shared.settings import Kind, Setting, settings_of
+from shared.process import sizes
+from shared.process.arguments import Parser
+from shared.process.config import toml_value
+from shared.process.settings import Kind, Setting, settings_of
 
 WIDTH: Final = 100
 """Columns of the comments in the example."""

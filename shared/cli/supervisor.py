@@ -4,7 +4,7 @@ Rules:
 
 1. A child runs in a session of its own, so that Ctrl-C in the terminal reaches the parent alone, which
    then stops the children in order: first the one started last, which depends on those before it.
-2. A child ends with its parent, however that ends (`shared.lifecycle.die_with_parent`).
+2. A child ends with its parent, however that ends (`shared.process.lifecycle.die_with_parent`).
 3. Stopping is SIGTERM, a bounded wait, SIGKILL. After `hurry` it is SIGKILL at once.
 4. What a child writes goes to its log file; the end of that file says why it died. A file that has grown
    to `LOG_LEN_MAX` is moved aside, in place of the one that was moved before: two such files at most.
@@ -26,10 +26,10 @@ from typing import Any, BinaryIO, Final, TypeVar
 import httpx
 import msgspec
 
-from shared import tls
-from shared.child_python import environment
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.lifecycle import die_with_parent
+from shared.process import tls
+from shared.process.child_python import environment
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.lifecycle import die_with_parent
 
 READY_POLL_S: Final = 0.05
 LIVE_POLL_S: Final = 2.0

@@ -13,14 +13,14 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from shared.arguments import Parser, checked
 from shared.cli import admin, terminal
-from shared.completed_line import GatewayLine, Line
-from shared.ids import is_id
+from shared.process.arguments import Parser, checked
 from shared.trace.join import join
 from shared.trace.reading import LINES_MAX, DamagedLine, Reading, SlowestReading, Tail, parse
 from shared.trace.record import RequestPage, RequestRecords
 from shared.trace.table import line_row, printable, record_text, summary_row, table
+from shared.wire.completed_line import GatewayLine, Line
+from shared.wire.ids import is_id
 
 STDIN: Final = "-"
 SLOWEST_MAX: Final = 1000

@@ -18,18 +18,18 @@ from typing import Annotated, Any, Final, TextIO
 
 from msgspec import Meta
 
-from shared.arguments import Parser, cannot_listen, checked, closest, spelt
 from shared.cli import running
 from shared.cli.restarts import raise_first_death
 from shared.cli.running import Running
 from shared.cli.service import command, missing_extra, reach
 from shared.cli.supervisor import Service, ServiceDied, ServiceSpec, parse_line, stop_all, unless
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.config import ConfigError, to_toml
-from shared.environment import settings_in, unread_in
-from shared.lifecycle import on_stop_signals
-from shared.settings import ModelName, Port, Text
-from shared.tls import UnusableTls, names_of
+from shared.process.arguments import Parser, cannot_listen, checked, closest, spelt
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.config import ConfigError, to_toml
+from shared.process.environment import settings_in, unread_in
+from shared.process.lifecycle import on_stop_signals
+from shared.process.settings import ModelName, Port, Text
+from shared.process.tls import UnusableTls, names_of
 
 DEMO_NAME: Final = "penstock-demo"
 DRAIN_S: Final = 20.0
@@ -141,7 +141,7 @@ def _key_problem(key: str) -> str | None:
 
 def _redis_problem(url: str) -> str | None:
     try:
-        reach("gateway.redis_config").redis_hosts(url)
+        reach("gateway.config.redis").redis_hosts(url)
     except ValueError as error:
         return str(error)
     return None
@@ -167,7 +167,7 @@ def check_listener(parser: Parser, options: argparse.Namespace) -> None:
     """Exit with an error if other machines would be served plain text without a word, or half of TLS."""
     if (options.tls_cert is None) != (options.tls_key is None):
         parser.error("--tls-cert and --tls-key belong together")
-    is_ours = reach("gateway.edge_config").is_loopback(options.host)
+    is_ours = reach("gateway.config.edge").is_loopback(options.host)
     if options.tls_cert is None and not (is_ours or options.plaintext):
         parser.error(
             f"--host {options.host} is reached from other machines: give --tls-cert and --tls-key, or "
@@ -248,7 +248,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     tls = _tls(options.tls_cert, options.tls_key)
     certificate_names = names_of(*tls) if tls is not None else ()
     gateway_port = _check_port(options.host, options.port)
-    development = reach("gateway.development")
+    development = reach("gateway.directory.development")
     key = options.api_key or development.development_key()
     run_dir = running.make_run_dir(options.log_dir, gateway_port)
     config = run_dir / "gateway.toml"
@@ -272,7 +272,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     running.write_private(config, f"# Written by `penstock up`.\n{to_toml(gateway_config)}".encode())
     engine_options = ["--model", model, "--served-model-name", name, "--host", "127.0.0.1"]
     last_options = [*_drain_options(os.environ), *options.more]
-    loaded = reach("gateway.config").load(config, os.environ)
+    loaded = reach("gateway.config.whole").load(config, os.environ)
     admin_scheme = "http" if loaded.admin.tls is None else "https"
     admin_url = f"{admin_scheme}://{_reachable(loaded.admin.host)}:{loaded.admin.port}"
     scheme, cert = ("http", None) if tls is None else ("https", tls[0])

@@ -11,10 +11,10 @@ from typing import Final
 import msgspec
 from msgspec import UNSET
 
-from shared.arguments import Parser, checked
 from shared.cli import admin, terminal
 from shared.cli.terminal import harmless
-from shared.usage_report import DIMENSIONS, UsageEntry, UsageReport
+from shared.process.arguments import Parser, checked
+from shared.wire.usage_report import DIMENSIONS, UsageEntry, UsageReport
 
 FORMATS: Final = ("table", "json", "csv")
 _SUMS: Final = tuple(name for name in UsageEntry.__struct_fields__ if name not in DIMENSIONS)

@@ -13,7 +13,7 @@ from itertools import chain
 
 from msgspec import Struct
 
-from shared.completed_line import ENGINE_STAGES, GATEWAY_STAGES, EngineLine, GatewayLine
+from shared.wire.completed_line import ENGINE_STAGES, GATEWAY_STAGES, EngineLine, GatewayLine
 
 BETWEEN = ("preempted", "stalled", "handover")
 """Stages of the engine that come in between others, so that they have no beginning of their own."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from shared.completed_line import EngineLine, GatewayLine, Line
+from shared.wire.completed_line import EngineLine, GatewayLine, Line
 
 
 class Trace(Struct, frozen=True, omit_defaults=True):

@@ -9,8 +9,8 @@ from typing import BinaryIO, Final
 import msgspec
 from msgspec import Struct
 
-from shared.completed_line import EVENT, EngineLine, GatewayLine, Line
-from shared.undecodable import UNDECODABLE
+from shared.wire.completed_line import EVENT, EngineLine, GatewayLine, Line
+from shared.wire.undecodable import UNDECODABLE
 
 LINE_LEN_MAX: Final = 64 * 1024
 """Bytes of the longest line that is read. A completed line has a few thousand at most."""

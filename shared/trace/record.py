@@ -9,8 +9,8 @@ from datetime import datetime
 
 from msgspec import Struct
 
-from shared.completed_line import GatewayLine
 from shared.trace.axis import Axis, Visit
+from shared.wire.completed_line import GatewayLine
 
 
 class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):

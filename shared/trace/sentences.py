@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from shared.causes import Cause, CauseCode
+from shared.wire.causes import Cause, CauseCode
 
 
 def sentence(cause: Cause) -> str:

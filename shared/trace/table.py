@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC
 from typing import Final
 
-from shared.causes import Cause
-from shared.completed_line import EngineLine, GatewayLine, Line
-from shared.end_reason import MEANINGS
 from shared.trace.axis import Axis, Bar, axis, named
 from shared.trace.join import Trace
 from shared.trace.record import RequestRecord, RequestSummary, Tick
 from shared.trace.sentences import duration, sentence
+from shared.wire.causes import Cause
+from shared.wire.completed_line import EngineLine, GatewayLine, Line
+from shared.wire.end_reason import MEANINGS
 
 SHOWN_LEN_MAX: Final = 300
 """Characters of one value that are shown."""

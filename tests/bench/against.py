@@ -17,8 +17,8 @@ from typing import Final
 import httpx
 import msgspec
 
-from shared.bench.figures import Figure, exit_code, figure, write
-from shared.bench.figures import Target as Bound
+from tests.bench.figures import Figure, exit_code, figure, write
+from tests.bench.figures import Target as Bound
 
 STOP_S: Final = 30.0
 POLL_S: Final = 0.5
@@ -26,7 +26,7 @@ POLL_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One run of `penstock bench engine --against`, which has the machine to itself."""
+    """One run of `python -m tests.bench engine --against`, which has the machine to itself."""
 
     rows: Sequence[str]
     streams: int = 1
@@ -103,7 +103,7 @@ def compare(
     bounds = targets or {}
     own_options = [*engine, *(f"--{option}" for option in options.engine)]
     for piece in pieces:
-        argv = [*options.alone, sys.executable, "-m", "shared.cli", "bench", "engine", "--json"]
+        argv = [*options.alone, sys.executable, "-m", "tests.bench", "engine", "--json"]
         argv += ["--model", str(model), "--against", other.url, "--against-model", "bench"]
         argv += ["--against-pid", str(other.pid), "--rows", *piece.rows, "--streams", str(piece.streams)]
         argv += ["--turns", str(piece.turns), "--rounds", str(piece.rounds)]

@@ -13,8 +13,9 @@ The weights are those of `tests.bench.models`, converted by `tests.bench.gguf_mo
 bfloat16 is measured beside bfloat16, and Q8_0 beside this engine's `--weights int8`. llama.cpp gets a slot
 for each stream, all cores, flash attention and no cache of earlier prompts, which are all different here.
 
-Each row is a run of `penstock bench engine --against`, whose figures are printed with the model's name, its
-format and the prompts' length. Targets: more tokens per second and a shorter time to first token in each.
+Each row is a run of `python -m tests.bench engine --against`, whose figures are printed with the model's
+name, its format and the prompts' length. Targets: more tokens per second and a shorter time to first token in
+each.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from typing import Final, get_args
 
 import msgspec
 
-from shared.bench.figures import Figure, at_least, at_most, figure
-from shared.bench.services import free_port
 from tests.bench.against import Piece, add_arguments, compare, server, show
+from tests.bench.figures import Figure, at_least, at_most, figure
 from tests.bench.gguf_model import Format, write_gguf
 from tests.bench.models import SHAPES, make_model
+from tests.bench.services import free_port
 
 START_S: Final = 120.0
 OUTPUT_LEN: Final = 64
-"""As `penstock bench engine` asks for."""
+"""As `python -m tests.bench engine` asks for."""
 SLACK_LEN: Final = 64
 """Context beyond prompt and answer, in tokens."""
 STREAMS: Final = (1, 8, 32)

@@ -14,7 +14,8 @@ vLLM gets what its documentation recommends: libiomp and, with `--tcmalloc FILE`
 gigabyte of KV cache; and of its two ways to share two cores the one that is named: by default it keeps a
 core for its API process, with `--all-cores` it computes on all of them.
 
-Each model is a run of `penstock bench engine --against`, whose figures are printed with the model's name.
+Each model is a run of `python -m tests.bench engine --against`, whose figures are printed with the model's
+name.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from shared.bench.figures import Figure, at_most
-from shared.bench.services import free_port
 from tests.bench.against import Other, Piece, add_arguments, compare, server, show
+from tests.bench.figures import Figure, at_most
 from tests.bench.models import SHAPES, make_model
+from tests.bench.services import free_port
 
 START_S: Final = 400.0
 """The first start of a model compiles it."""

@@ -19,8 +19,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.bench.subjects import Engine, gateway, paced_engine
-from shared.bench.figures import Figure, at_most, figure, write
+from tests.bench.figures import Figure, at_most, figure, write
+from tests.bench.gateway.subjects import Engine, gateway, paced_engine
 from tests.bench.instructions import INTERVAL_MS, Load, add_arguments, load_of
 
 RUNS = 2

@@ -37,7 +37,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shared.bench.figures import Figure, Target, at_most, figure, quantile, write
+from tests.bench.figures import Figure, Target, at_most, figure, quantile, write
 from tests.services import (
     KEY,
     MODEL,

@@ -16,9 +16,9 @@ import tempfile
 import time
 from typing import Final
 
-from shared.bench.cpu import cpu_s, descendants, proportional_bytes, resident_bytes
-from shared.bench.figures import Figure, at_most, figure, quantile, write
-from shared.bench.services import free_port, service
+from tests.bench.cpu import cpu_s, descendants, proportional_bytes, resident_bytes
+from tests.bench.figures import Figure, at_most, figure, quantile, write
+from tests.bench.services import free_port, service
 
 READY_TARGET: Final = at_most(10)
 IDLE_TARGET: Final = at_most(1)

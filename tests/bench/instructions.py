@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gateway.bench.subjects import Engine, ServerUnderTest, gateway, paced_engine
-from shared.bench.figures import Figure, at_most, figure, write
+from tests.bench.figures import Figure, at_most, figure, write
+from tests.bench.gateway.subjects import Engine, ServerUnderTest, gateway, paced_engine
 
 RUNS = 3
 """Runs of each length. The least counts, as a start may do more: it compiles what was changed, or waits."""

@@ -26,14 +26,14 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
-from engine.runtime.config import RunnerConfig
-from engine.runtime.hardware import usable_cores
+from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
 from engine.runtime.models.config import ModelConfig, read_model_config
-from engine.runtime.models.parameters import LayerParameters
-from shared.bench.figures import Figure, at_least, exit_code, figure, write
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.hardware import usable_cores
+from engine.runtime.weights.parameters import LayerParameters
+from tests.bench.figures import Figure, at_least, exit_code, figure, write
 from tests.bench.machine import Memory, Multiplier
 
 PROMPT_LEN: Final = 200

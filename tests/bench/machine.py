@@ -18,8 +18,8 @@ from typing import Final
 
 import torch
 
-from engine.runtime.hardware import usable_cores
 from engine.runtime.native.build import compiler
+from engine.runtime.setup.hardware import usable_cores
 
 BUFFER_BYTES: Final = 1 << 30
 CHUNK: Final = b"\x01" * (1 << 20)

@@ -24,13 +24,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
+from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.demo import MODEL_DIR
-from engine.runtime.batch import assemble
-from engine.runtime.config import RunnerConfig
 from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
-from shared.bench.figures import Figure, figure, write
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.step.batch import assemble
+from tests.bench.figures import Figure, figure, write
 from tests.demo_training.evaluate import Probe, held_out
 from tests.demo_training.text import ANSWER_TOKENS_MAX, END, render, token_id
 from tests.engine.runtime.driver import Driver

@@ -26,14 +26,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.demo import MODEL_DIR
-from engine.runtime.batch import PackedBatch
-from engine.runtime.config import RunnerConfig
-from engine.runtime.fp8 import FP8_MAX, quantise
 from engine.runtime.host.attention import BatchAttention
 from engine.runtime.host.model import TorchModel
 from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
-from shared.bench.figures import Figure, figure, write
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.step.batch import PackedBatch
+from engine.runtime.weights.fp8 import FP8_MAX, quantise
+from tests.bench.figures import Figure, figure, write
 from tests.bench.precision import Tokens, answers, compare, made_up
 from tests.demo_training.evaluate import held_out
 

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import torch
 
-from engine.core.messages import SamplingParams
+from engine.contract.messages import SamplingParams
 from engine.runtime.host.sampler import Draw, draw_by_torch
 from engine.runtime.native.library import built_isas
-from shared.bench.figures import Figure, at_most, exit_code, figure, write
+from tests.bench.figures import Figure, at_most, exit_code, figure, write
 from tests.engine.runtime.host.test_sampler import Seats
 from tests.engine.runtime.test_native import PLAIN, Stage
 

@@ -11,10 +11,10 @@ import pytest
 
 from engine.__main__ import _scheduling
 from engine.config import CoreStart, EngineConfig, build_parser, from_args
-from engine.core.messages import ServiceClass
-from engine.runtime.config import RunnerConfig
-from shared.apis.shapes import PROMPTS_MAX
-from shared.fair_share import FairShare
+from engine.contract.messages import ServiceClass
+from engine.runtime.setup.config import RunnerConfig
+from shared.fairness.fair_share import FairShare
+from shared.wire.shapes import PROMPTS_MAX
 from tests.fake_runner import runner_info
 from tests.shared.test_environment import SERVICE_LINKS
 

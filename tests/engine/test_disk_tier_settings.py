@@ -15,14 +15,14 @@ import torch
 
 from engine import disk_tier
 from engine.config import EngineConfig
-from engine.core.messages import RunnerInfo
-from engine.core.page_files import DirectoryInUse, PageFiles, open_directory
+from engine.contract.messages import RunnerInfo
+from engine.core.pages.page_files import DirectoryInUse, PageFiles, open_directory
 from engine.disk_tier import fingerprint_of, open_disk_tier
-from engine.runtime.config import RunnerConfig
 from engine.runtime.host.load import load_shard
 from engine.runtime.host.runner import HostRunner
 from engine.runtime.native.library import built_isas
-from shared.config import ConfigError
+from engine.runtime.setup.config import RunnerConfig
+from shared.process.config import ConfigError
 from tests.engine.models import make_tiny_model
 from tests.fake_runner import runner_info
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from engine.__main__ import NICENESS
-from engine.api.core_process import SOCKETS_PREFIX
-from engine.runtime.hardware import usable_cores
-from shared.exit_codes import ExitCode
-from shared.socket_directory import remove_abandoned
+from engine.api.core.process import SOCKETS_PREFIX
+from engine.runtime.setup.hardware import usable_cores
+from shared.process.exit_codes import ExitCode
+from shared.process.socket_directory import remove_abandoned
 from tests.services import MODEL_DIR, Service, client, engine, gauges, until
 
 CHAT = {"model": "model", "messages": [{"role": "user", "content": "Who are you?"}], "stream": True}

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from engine.contract.messages import SamplingParams
 from engine.core.config import SchedulerConfig
-from engine.core.messages import SamplingParams
-from engine.core.newcomers import AddSequence
+from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.runtime.parallel import nodes
 from tests.engine.runtime.conftest import load

@@ -16,14 +16,14 @@ import msgspec
 import pytest
 import torch
 
+from engine.contract.messages import FinishReason, SamplingParams, StepOutput, TokenLogprobs
 from engine.core.config import SchedulerConfig
-from engine.core.messages import FinishReason, SamplingParams, StepOutput, TokenLogprobs
-from engine.core.newcomers import AddSequence
+from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
-from engine.core.swap import Preference
-from engine.runtime.config import RunnerConfig
+from engine.core.step.swap import Preference
 from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
+from engine.runtime.setup.config import RunnerConfig
 from tests.engine.models import FAMILIES, VOCAB_SIZE, make_tiny_model, reference_logprobs, reference_model
 
 OUTPUT_LEN = 64

@@ -12,18 +12,18 @@ import aiohttp
 import msgspec
 import pytest
 
-from gateway.accounts import IdentityOf
 from gateway.admission.guarded_store import SharedStore
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import QuotaStore, Scope, Subject
 from gateway.admission.redis_store import RedisStore
 from gateway.app import Gateway
-from gateway.config import load
+from gateway.config.quotas import QuotaLimits
+from gateway.config.whole import load
+from gateway.directory.accounts import IdentityOf
 from gateway.identity.keys import hash_key
-from gateway.quota_config import QuotaLimits
-from shared import logs
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.ids import TenantId
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.fake_engine import FakeEngine, byte_bundle
 from tests.gateway.redis_server import RedisServer, redis_server, redis_store

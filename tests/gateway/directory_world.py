@@ -16,10 +16,10 @@ import msgspec
 import redis
 
 from gateway.app import Gateway
-from gateway.config import load
+from gateway.config.whole import load
 from gateway.directory.follower import Follower
 from gateway.identity.keys import hash_key
-from shared.config import to_toml
+from shared.process.config import to_toml
 from tests.gateway.conftest import House, settings, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, unary
 from tests.gateway.redis_server import RedisServer

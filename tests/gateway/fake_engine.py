@@ -16,15 +16,15 @@ import tokenizers
 from multidict import CIMultiDict
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine.api.app import AioResponder, HttpServer
-from shared import sse
-from shared.apis.shapes import BODY_LEN_MAX
-from shared.http import ClientGone, Request, Responder
+from engine.api.http.app import AioResponder, HttpServer
+from engine.api.http.http2_server import ServerResponder
 from shared.http2.errors import ErrorCode
-from shared.http2.server import ServerResponder
-from shared.ids import TOKENIZER_HEADER
-from shared.load_report import LOAD_HEADER, LoadReport, encode_load
-from shared.tokenizer import TokenizerBundle
+from shared.text.tokenizer import TokenizerBundle
+from shared.wire import sse
+from shared.wire.http import ClientGone, Request, Responder
+from shared.wire.ids import TOKENIZER_HEADER
+from shared.wire.load_report import LOAD_HEADER, LoadReport, encode_load
+from shared.wire.shapes import BODY_LEN_MAX
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:{{ message.content }}\n{% endfor %}assistant:"

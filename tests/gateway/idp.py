@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import pytest
 
-from gateway import pipeline
-from gateway.edge_config import IssuerConfig
+from gateway.config.edge import IssuerConfig
 from gateway.identity import jwks, jwt
 from gateway.identity.jwks import POLL_S, RemoteKeys
+from gateway.request import pipeline
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.issuers import ISSUER, Key, KeyServer

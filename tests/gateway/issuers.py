@@ -20,14 +20,14 @@ from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import get_default_algorithms
 
-from gateway.edge_config import IssuerConfig
-from gateway.holder_config import GrantConfig
+from gateway.config.edge import IssuerConfig
+from gateway.config.holders import GrantConfig
 from gateway.identity.caller import Principal
 from gateway.identity.jwks import KeySources
 from gateway.identity.jwt import TokenTable
-from shared.config import to_toml
-from shared.ids import TenantId
-from shared.shield import Done
+from shared.process.config import to_toml
+from shared.process.shield import Done
+from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock
 
 ISS = "https://idp.test/"

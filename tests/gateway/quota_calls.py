@@ -13,8 +13,8 @@ from gateway.admission.quota import (
     Window,
 )
 from gateway.admission.usage import Payer, Used
-from gateway.quota_config import QuotaLimits
-from shared.ids import TenantId
+from gateway.config.quotas import QuotaLimits
+from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock
 
 Both = tuple[VirtualClock, QuotaStore]

@@ -10,9 +10,9 @@ from typing import Final
 
 from redis.crc import key_slot
 
-from gateway.admission.redis_links import tag_of
-from shared.bench.services import free_port
-from shared.ids import TenantId
+from gateway.redis.links import tag_of
+from shared.wire.ids import TenantId
+from tests.bench.services import free_port
 from tests.gateway.redis_server import RedisServer, redis_server
 
 PATIENCE_S: Final = 30.0

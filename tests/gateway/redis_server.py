@@ -21,9 +21,9 @@ import trustme
 
 from gateway.admission.quota import LEASE_TTL_MS, StoreUnavailable
 from gateway.admission.redis_store import DAYS_KEPT, RedisStore, open_store
-from gateway.redis_config import RedisConfig
-from shared.bench.services import free_port
-from shared.clock import Clock
+from gateway.config.redis import RedisConfig
+from shared.process.clock import Clock
+from tests.bench.services import free_port
 
 START_S: Final = 30.0
 SERVER: Final = "redis-server"

@@ -14,11 +14,11 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import uvloop
 
-from gateway import accepting
-from gateway.accepting import SET_UP_MAX, FairAccepting
 from gateway.identity.caller import network_of
 from gateway.identity.known import KnownCallers
-from shared.ids import TenantId
+from gateway.listen import accepting
+from gateway.listen.accepting import SET_UP_MAX, FairAccepting
+from shared.wire.ids import TenantId
 from tests.gateway.conftest import KEY, PATIENCE_S, House
 from tests.gateway.fake_engine import unary
 

@@ -16,9 +16,9 @@ from gateway.admission.quota import LEASE_TTL_MS, QuotaStore, Scope, StoreUnavai
 from gateway.admission.redis_calls import SCRIPT
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Payer, Totals, UsageRow, Used
-from gateway.quota_config import QuotaFail, QuotaLimits
-from shared.errors import QuotaUnavailable
-from shared.ids import KeyId, TenantId
+from gateway.config.quotas import QuotaFail, QuotaLimits
+from shared.wire.errors import QuotaUnavailable
+from shared.wire.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.quota_calls import Both, remaining, rid, subject, take
 from tests.gateway.redis_server import RedisServer

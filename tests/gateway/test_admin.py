@@ -11,10 +11,10 @@ import aiohttp
 import msgspec
 import pytest
 
-from gateway import admin
 from gateway.app import Gateway
-from gateway.config import load
+from gateway.config.whole import load
 from gateway.identity.keys import hash_key
+from gateway.operators import server
 from tests.gateway.conftest import CHAT, House, Open, error_of, until
 from tests.gateway.fake_engine import Script
 
@@ -67,7 +67,7 @@ async def test_a_handler_that_crashes_is_answered_for(house: House, monkeypatch:
     def broken(accept: str | None) -> bytes:
         raise RuntimeError("a canary")
 
-    monkeypatch.setattr(admin, "exposition", broken)
+    monkeypatch.setattr(server, "exposition", broken)
     async with ask(house, "GET", "/metrics") as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (500, "internal_error")
         assert "canary" not in await answer.text()

@@ -15,8 +15,7 @@ import aiohttp
 import pytest
 import trustme
 
-from gateway import admin, admin_listener
-from gateway.directory import admin_routes
+from gateway.operators import keys, listener, server
 from shared import cli
 from shared.cli.admin import KEY_VARIABLE
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
@@ -127,10 +126,10 @@ async def test_connections_are_bounded_and_those_that_say_nothing_go_first(open_
     house = await open_house(admin={"port": 0})
     victim = await connect(house)
     await scrape(victim)
-    silent = [await connect(house) for _ in range(2 * admin_listener.CONNECTIONS_MAX)]
+    silent = [await connect(house) for _ in range(2 * listener.CONNECTIONS_MAX)]
     assert await probe(house) == 200
     await scrape(victim)
-    for connection in silent[: admin_listener.CONNECTIONS_MAX]:
+    for connection in silent[: listener.CONNECTIONS_MAX]:
         assert await is_closed(connection)
     for _, writer in [victim, *silent]:
         writer.close()
@@ -165,13 +164,13 @@ async def unread(house: House, *, is_known: bool) -> asyncio.StreamWriter:
 def make_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the metrics be more than a connection's buffers hold."""
     told = SimpleNamespace(body=b"a" * 16 * 1024 * 1024, content_type="text/plain")
-    monkeypatch.setattr(admin, "exposition", lambda _: told)
+    monkeypatch.setattr(server, "exposition", lambda _: told)
 
 
 async def test_an_answer_that_is_not_read_holds_its_connection_for_a_bounded_time(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admin_listener, "CONNECTIONS_MAX", 1)
+    monkeypatch.setattr(listener, "CONNECTIONS_MAX", 1)
     make_large(monkeypatch)
     house = await open_house(admin=operator_keys(), timeouts={"slow_client_s": SOON_S})
     writer = await unread(house, is_known=True)
@@ -186,7 +185,7 @@ async def test_an_answer_that_is_not_read_holds_its_connection_for_a_bounded_tim
 async def test_those_without_a_key_hold_no_place_that_another_needs(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admin_listener, "CONNECTIONS_MAX", 4)
+    monkeypatch.setattr(listener, "CONNECTIONS_MAX", 4)
     make_large(monkeypatch)
     house = await open_house(admin=operator_keys(), timeouts={"slow_client_s": 10 * PATIENCE_S})
     operators = await unread(house, is_known=True)
@@ -233,8 +232,8 @@ async def test_it_may_be_called_by_any_name(open_house: Open) -> None:
 async def test_a_body_that_drips_is_given_up_after_its_time(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert admin_routes.BODY_S == 10, "as README says"
-    monkeypatch.setattr(admin_routes, "BODY_S", SOON_S)
+    assert keys.BODY_S == 10, "as README says"
+    monkeypatch.setattr(keys, "BODY_S", SOON_S)
     house = await open_house(admin=operator_keys())
     victim, (reader, writer) = await connect(house), await connect(house)
     head = (

@@ -12,8 +12,8 @@ from typing import Any, Final
 import pytest
 import schemathesis
 
-from gateway import admin_openapi
-from gateway.operators import operation_of
+from gateway.operators import openapi
+from gateway.operators.table import operation_of
 from gateway.workers.answers import operation_at
 from tests.gateway.described import asked_of
 from tests.gateway.directory_world import OPERATOR, World, directory_world
@@ -30,7 +30,7 @@ async def world(tmp_path: Path, log: io.StringIO) -> AsyncIterator[World]:
 
 
 async def described(world: World) -> dict[str, Any]:
-    url = f"http://127.0.0.1:{world.gateways[0].admin_port}{admin_openapi.PATH}"
+    url = f"http://127.0.0.1:{world.gateways[0].admin_port}{openapi.PATH}"
     async with world.client.get(url) as answer:
         assert (answer.status, answer.content_type) == (200, "application/json")
         document: dict[str, Any] = await answer.json()

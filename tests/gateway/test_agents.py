@@ -14,8 +14,8 @@ from pydantic_ai import Agent, BinaryContent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from shared import sse
-from shared.ids import IGNORED_FIELDS_HEADER
+from shared.wire import sse
+from shared.wire.ids import IGNORED_FIELDS_HEADER
 from tests.gateway.conftest import KEY, PATIENCE_S, House, Open
 from tests.gateway.fake_engine import HEADERS, Script, Seen
 

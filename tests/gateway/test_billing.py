@@ -13,14 +13,14 @@ from typing import Final
 import msgspec
 import pytest
 
-from gateway.accounting_config import MIB, AccountingConfig
 from gateway.admission.quota import ReservationId
 from gateway.admission.usage import Payer, Used
 from gateway.billing import lines, spool
 from gateway.billing.lines import Billing, BillingLine
 from gateway.billing.spool import Spool
-from shared.config import ConfigError
-from shared.ids import KeyId, RequestId, TenantId
+from gateway.config.accounting import MIB, AccountingConfig
+from shared.process.config import ConfigError
+from shared.wire.ids import KeyId, RequestId, TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import Script, unary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.config import ModelConfig
+from gateway.config.whole import ModelConfig
 from gateway.routing.affinity import affinity_of
 from gateway.routing.health import RATE_MIN, ROW_MAX, WINDOW_S, HealthPhase, Outcome
 from gateway.routing.policy import Affinity, Route, nowhere

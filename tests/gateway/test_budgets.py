@@ -22,8 +22,8 @@ from gateway.admission.quota import (
     decide,
 )
 from gateway.admission.usage import Used
-from gateway.quota_config import BUDGET_MAX, QuotaLimits
-from shared.ids import TenantId
+from gateway.config.quotas import BUDGET_MAX, QuotaLimits
+from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.quota_calls import Both, of_limits, remaining, rid, subject, take
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from gateway.config import (
+from gateway.config.whole import (
     GatewayConfig,
     load,
 )
 from gateway.identity.caller import Caller
 from gateway.identity.callers import Callers
 from gateway.identity.keys import KeyTable, hash_key
-from shared.config import ConfigError
-from shared.errors import Unauthenticated
-from shared.shield import Done
+from shared.process.config import ConfigError
+from shared.process.shield import Done
+from shared.wire.errors import Unauthenticated
 from tests.gateway.conftest import settings
 from tests.gateway.issuers import (
     EC,

@@ -18,18 +18,18 @@ from cryptography.x509.oid import ExtensionOID, NameOID, ObjectIdentifier
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.accounts import AccountsReader
-from gateway.certificate_names import subject_of
-from gateway.config import load
-from gateway.holder_config import CertificateConfig
+from gateway.config.certificate_names import subject_of
+from gateway.config.holders import CertificateConfig
+from gateway.config.whole import load
+from gateway.directory.accounts import AccountsReader
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.callers import callers_of
 from gateway.identity.certificates import CertificateTable
 from gateway.identity.jwks import KeySources
-from shared import logs
-from shared.config import ConfigError, to_toml
-from shared.errors import Unauthenticated
-from shared.shield import Done
+from shared.process import logs
+from shared.process.config import ConfigError, to_toml
+from shared.process.shield import Done
+from shared.wire.errors import Unauthenticated
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings
 

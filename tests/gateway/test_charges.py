@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from gateway import pipeline
 from gateway.admission.redis_store import RedisStore
-from gateway.config import KeyConfig
+from gateway.config.whole import KeyConfig
 from gateway.identity.keys import hash_key
-from shared import sse
-from shared.errors import EngineFailed
-from shared.ids import KeyId
+from gateway.request import pipeline
+from shared.wire import sse
+from shared.wire.errors import EngineFailed
+from shared.wire.ids import KeyId
 from tests.gateway.conftest import PATIENCE_S, House, Open
 from tests.gateway.fake_engine import (
     CUT,

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.accounts import POLL_S, SETTLED_POLLS, AccountsReader
-from gateway.config import GatewayConfig, TenantConfig, Tier, load, timeouts_of
+from gateway.config.timeouts import TimeoutOverrides, TimeoutsConfig
+from gateway.config.whole import GatewayConfig, TenantConfig, Tier, load, timeouts_of
+from gateway.directory.accounts import POLL_S, SETTLED_POLLS, AccountsReader
 from gateway.identity.caller import Principal
 from gateway.identity.keys import KeyTable, hash_key
-from gateway.timeout_config import TimeoutOverrides, TimeoutsConfig
-from shared import logs
-from shared.config import ConfigError
-from shared.errors import Unauthenticated
+from shared.process import logs
+from shared.process.config import ConfigError
+from shared.wire.errors import Unauthenticated
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings, until
 

@@ -11,8 +11,8 @@ from gateway.admission.tokens import INLINE_LEN_MAX, Count, count_tokens, estima
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.messages import ChatMessage, TextPart
-from shared.fair_threads import FairThreads, at_once
-from shared.tokenizer import Tokenizer
+from shared.fairness.fair_threads import FairThreads, at_once
+from shared.text.tokenizer import Tokenizer
 from tests.gateway.fake_engine import byte_bundle
 
 TEMPLATE: Final = (

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from gateway.accounts import POLL_S
+from gateway.directory.accounts import POLL_S
 from gateway.directory.registry import Registry
-from shared import logs
-from shared.config import ConfigError
-from shared.errors import Conflict, Unauthenticated
+from shared.process import logs
+from shared.process.config import ConfigError
+from shared.wire.errors import Conflict, Unauthenticated
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, until
 from tests.gateway.directory_world import World, directory_world

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.accounts import Kind
-from gateway.config import KeyConfig, TenantConfig
+from gateway.config.whole import KeyConfig, TenantConfig
+from gateway.directory.accounts import Kind
 from gateway.directory.entries import encode
 from gateway.identity.keys import hash_key
 from tests.gateway.conftest import KEY, House

@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from gateway.accounts import AccountsReader
-from gateway.config import KeyConfig, TenantConfig, load
+from gateway.config.quotas import QuotaLimits
+from gateway.config.secret import read_secret
+from gateway.config.whole import KeyConfig, TenantConfig, load
 from gateway.directory import file_directory
+from gateway.directory.accounts import AccountsReader
 from gateway.directory.entries import check_match, decode_object
 from gateway.directory.file_directory import FileDirectory
 from gateway.directory.registry import Registry
 from gateway.directory.toml_edit import CannotEdit, replace_table
 from gateway.identity.keys import hash_key
-from gateway.quota_config import QuotaLimits
-from gateway.secret import read_secret
-from shared.config import ConfigError
-from shared.errors import Conflict, DirectoryUnavailable
-from shared.files import MARK
+from shared.process.config import ConfigError
+from shared.process.files import MARK
+from shared.wire.errors import Conflict, DirectoryUnavailable
 from tests.gateway.conftest import until
 from tests.gateway.directory_world import World, directory_world
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.accounts import POLL_S
-from gateway.config import KeyConfig, TenantConfig
+from gateway.config.whole import KeyConfig, TenantConfig
 from gateway.directory import follower as following
 from gateway.directory import redis_directory
+from gateway.directory.accounts import POLL_S
 from gateway.directory.entries import encode, etag_of, place_of
 from gateway.directory.follower import SLICE, Follower
 from gateway.directory.redis_directory import RawEntry
 from gateway.identity.keys import hash_key
-from shared.clock import SYSTEM_CLOCK
+from shared.process.clock import SYSTEM_CLOCK
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import KEY, PATIENCE_S, until
 from tests.gateway.directory_world import World, at, directory_world, follower, problems, raw

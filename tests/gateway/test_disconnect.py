@@ -12,13 +12,13 @@ import aiohttp
 import msgspec
 import pytest
 
-from gateway import edge
 from gateway.admission.quota import Decision, ReservationId, Subject
 from gateway.admission.usage import Payer, Used
-from shared.errors import EngineFailed
-from shared.fair_turns import BEGIN_MAX
-from shared.ids import RequestId, TenantId
-from shared.sse import DONE, closing_comment, error_event
+from gateway.request import edge
+from shared.fairness.fair_turns import BEGIN_MAX
+from shared.wire.errors import EngineFailed
+from shared.wire.ids import RequestId, TenantId
+from shared.wire.sse import DONE, closing_comment, error_event
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import HEADERS, Script, chunk, closing, stream, unary
@@ -103,7 +103,7 @@ async def test_disconnect_while_the_prompt_is_counted(house: House, monkeypatch:
         counting.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("gateway.pipeline.count_tokens", forever)
+    monkeypatch.setattr("gateway.request.pipeline.count_tokens", forever)
     client = await RawClient.of(house)
     client.post(body())
     await counting.wait()

@@ -21,16 +21,16 @@ import msgspec
 import pytest
 
 from gateway.app import Gateway
-from gateway.config import REPLICAS_MAX, ModelConfig, load
+from gateway.config.discovery import DiscoveryConfig
+from gateway.config.whole import REPLICAS_MAX, ModelConfig, load
 from gateway.discovery import dns as discovery_dns
 from gateway.discovery.addresses import url_of, usable
 from gateway.discovery.discovery import Discovery
 from gateway.discovery.dns import DnsSource, Family, LookupFailed, SystemResolver, Target
 from gateway.discovery.source import FAILURES, Progress
-from gateway.discovery_config import DiscoveryConfig
 from gateway.routing.members import Listed
 from gateway.routing.replicas import Replicas
-from shared.config import ConfigError
+from shared.process.config import ConfigError
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, unary

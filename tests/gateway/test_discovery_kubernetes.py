@@ -14,13 +14,13 @@ import msgspec
 import pytest
 import trustme
 
-from gateway.config import REPLICAS_MAX, ModelConfig
+from gateway.config.discovery import DiscoveryConfig, KubernetesConfig
+from gateway.config.whole import REPLICAS_MAX, ModelConfig
 from gateway.discovery import endpoint_slices, kubernetes
 from gateway.discovery.discovery import Discovery
 from gateway.discovery.endpoint_slices import EndpointSlice, Slices, TooManySlices
 from gateway.discovery.kubernetes import BACKOFF_S_MAX, KubernetesSource
 from gateway.discovery.source import FAILURES, Progress
-from gateway.discovery_config import DiscoveryConfig, KubernetesConfig
 from gateway.routing.health import Outcome
 from gateway.routing.members import Listed, Standing, bounded
 from tests.fakes import VirtualClock

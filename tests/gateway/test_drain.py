@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-from gateway.exchange import Exchange
+from gateway.request.exchange import Exchange
 from tests.gateway.conftest import CONVERSATIONS, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import FakeEngine, Script, Seen, byte_bundle, chunk, stream
 from tests.uncollected import uncollected

@@ -18,10 +18,10 @@ from yarl import URL
 from gateway.client.deadlines import Watch
 from gateway.endpoints.dialect import Dialect
 from gateway.endpoints.endpoint import Endpoint
-from gateway.exchange import Exchange
-from gateway.listener import RECEIVE_BUFFER_LEN
-from shared.errors import ApiError
-from shared.http import ClientGone
+from gateway.listen.listener import RECEIVE_BUFFER_LEN
+from gateway.request.exchange import Exchange
+from shared.wire.errors import ApiError
+from shared.wire.http import ClientGone
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, error_of, until
 from tests.gateway.fake_engine import (
     chunk,

@@ -9,13 +9,13 @@ from http import HTTPStatus
 
 import pytest
 
-from gateway.bench import edge, revoking, rotation
-from gateway.bench.mutations import mutations
-from gateway.bench.revoking import Took
-from gateway.bench.rotation import IN_HASTE, IN_TURN, KEYS, Asked, Plan
-from gateway.bench.subjects import gateway, paced_engine
-from shared.bench.client import TimedRequest
-from shared.bench.figures import Figure
+from tests.bench.client import TimedRequest
+from tests.bench.figures import Figure
+from tests.bench.gateway import edge, revoking, rotation
+from tests.bench.gateway.mutations import mutations
+from tests.bench.gateway.revoking import Took
+from tests.bench.gateway.rotation import IN_HASTE, IN_TURN, KEYS, Asked, Plan
+from tests.bench.gateway.subjects import gateway, paced_engine
 
 
 async def test_refusals_are_measured_on_a_gateway_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import pytest
 
-from gateway import routes
+from gateway.endpoints import routes
 from gateway.endpoints.dialect import Dialect, LimitHeaders
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.table import ENDPOINTS
 from shared.apis.generation import GenerationRequest
-from shared.errors import ApiError
-from shared.sse import closing_comment, event
+from shared.wire.errors import ApiError
+from shared.wire.sse import closing_comment, event
 from tests.added_api import OVER, EchoAnswer, EchoRequest, error_body, error_event
 from tests.gateway.conftest import House, Open
 from tests.gateway.fake_engine import CUT, Script, closing, unary

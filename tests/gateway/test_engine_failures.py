@@ -5,8 +5,8 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from shared.errors import EngineFailed
-from shared.sse import EVENT_LEN_MAX, closing_comment, error_event
+from shared.wire.errors import EngineFailed
+from shared.wire.sse import EVENT_LEN_MAX, closing_comment, error_event
 from tests.gateway.conftest import CONVERSATIONS, House, Open, error_of
 from tests.gateway.fake_engine import (
     CUT,

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from gateway.app import Gateway
-from gateway.config import ModelConfig, load
-from gateway.engines import EngineProfile, Known
-from shared import sse
-from shared.apis.errors import ErrorBody, ErrorEnvelope
-from shared.http import Request, Responder
-from shared.ids import SERVICE_TIER_HEADER, TENANT_HEADER
-from shared.room import Room
+from gateway.config.whole import ModelConfig, load
+from gateway.relay.engines import EngineProfile, Known
+from shared.wire import sse
+from shared.wire.envelope import ErrorBody, ErrorEnvelope
+from shared.wire.http import Request, Responder
+from shared.wire.ids import SERVICE_TIER_HEADER, TENANT_HEADER
+from shared.wire.room import Room
 from tests.gateway.conftest import House, settings
 from tests.gateway.fake_engine import FakeEngine, Script, byte_bundle, chunk, closing, stream
 

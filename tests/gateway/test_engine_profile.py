@@ -13,13 +13,15 @@ import msgspec
 import pytest
 
 from gateway.admission.tokens import estimate_slices
-from gateway.config import EngineMake, ModelConfig
-from gateway.engines import FETCHES_MAX, TOKENIZER, EngineProfile, Engines, Replies
+from gateway.config.whole import EngineMake, ModelConfig
+from gateway.relay import checked_bundles
+from gateway.relay.checked_bundles import CheckedBundle
+from gateway.relay.engines import FETCHES_MAX, TOKENIZER, EngineProfile, Engines, Replies
 from gateway.relay.upstream import Upstream
-from shared import checked_bundles
 from shared.apis.completions import CompletionRequest
-from shared.checked_bundles import CheckedBundle
-from shared.errors import (
+from shared.fairness.fair_threads import at_once
+from shared.text.tokenizer import TokenizerBundle
+from shared.wire.errors import (
     ApiError,
     ConnectTimeout,
     EngineFailed,
@@ -31,10 +33,8 @@ from shared.errors import (
     UpstreamLost,
     UpstreamUnreachable,
 )
-from shared.fair_threads import at_once
-from shared.ids import TOKENIZER_HEADER
-from shared.room import Room
-from shared.tokenizer import TokenizerBundle
+from shared.wire.ids import TOKENIZER_HEADER
+from shared.wire.room import Room
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import until
 from tests.gateway.fake_engine import byte_bundle

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from gateway.billing.lines import BillingLine
-from gateway.config import load
-from shared.config import ConfigError
-from shared.ids import IGNORED_FIELDS_HEADER
-from shared.room import Room
+from gateway.config.whole import load
+from shared.process.config import ConfigError
+from shared.wire.ids import IGNORED_FIELDS_HEADER
+from shared.wire.room import Room
 from tests.gateway.conftest import House, Open, settings, until
 from tests.gateway.fake_engine import CUT, FakeEngine, Script, byte_bundle, chunk, refusal, stream, unary
 

@@ -7,10 +7,10 @@ from typing import get_args
 import msgspec
 import pytest
 
-from gateway.bench import faults
-from gateway.bench.envoy import _config
-from gateway.bench.faulty_engine import Treatment
-from shared.bench.figures import Figure
+from tests.bench.figures import Figure
+from tests.bench.gateway import faults
+from tests.bench.gateway.envoy import _config
+from tests.bench.gateway.faulty_engine import Treatment
 
 SEEN = faults.Seen(lost=0, silent=0, cut=0, recovered_s=1.0, requests=351, retries=2.0, ejections=1.0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 
 from gateway.app import Gateway
-from gateway.config import load
+from gateway.config.whole import load
 from tests.gateway.conftest import CHAT, KEY, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream, unary
 from tests.gateway.test_members import write

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.app import Gateway
-from gateway.config import load
+from gateway.config.whole import load
 from gateway.relay.engine_errors import read_back
 from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, look_into, usage_in
-from shared.apis.shapes import USED_TOKENS_MAX
-from shared.bench.services import free_port
-from shared.errors import InvalidRequest, UpstreamFailed
-from shared.sse import parse_closing
+from shared.wire.errors import InvalidRequest, UpstreamFailed
+from shared.wire.shapes import USED_TOKENS_MAX
+from shared.wire.sse import parse_closing
+from tests.bench.services import free_port
 from tests.gateway import foreign_app
 from tests.gateway.conftest import KEY, PATIENCE_S, settings, until
 from tests.gateway.foreign_app import MODEL, USAGE, WORDS

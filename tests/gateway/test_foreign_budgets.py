@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from gateway.admission.tokens import Count, span
-from gateway.quota_config import QuotaLimits
+from gateway.config.quotas import QuotaLimits
 from shared.apis.chat import ChatRequest
-from shared.validation import parse
+from shared.apis.validation import parse
 from tests.gateway.conftest import CHAT, OTHER_KEY, House, Open
 from tests.gateway.fake_engine import HEADERS, Script, Seen, chunk
 from tests.gateway.quota_calls import Both, of_limits, rid, subject

@@ -10,20 +10,20 @@ from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
 
 from gateway.admission.tokens import SLICE_LEN, Count, estimate_slices
-from gateway.config import ModelConfig
+from gateway.config.whole import ModelConfig
 from gateway.endpoints.chat import OPENAI_CHAT
 from gateway.endpoints.completions import OPENAI_COMPLETION
 from gateway.endpoints.endpoint import Asked
 from gateway.endpoints.passing import EXTENSIONS, MAXIMA
 from gateway.endpoints.table import ENDPOINTS
-from gateway.foreign_fields import Passed, passed_on
+from gateway.request.foreign_fields import Passed, passed_on
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.tokenize import DetokenizeRequest, TokenizeRequest
-from shared.errors import InvalidRequest
-from shared.fair_threads import at_once
-from shared.ids import IGNORED_FIELDS_HEADER
-from shared.validation import Parsed, parse
+from shared.apis.validation import Parsed, parse
+from shared.fairness.fair_threads import at_once
+from shared.wire.errors import InvalidRequest
+from shared.wire.ids import IGNORED_FIELDS_HEADER
 from tests.gateway.conftest import CHAT, House, Open
 from tests.gateway.fake_engine import Script, chunk, unary
 

@@ -10,16 +10,16 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.config import ModelConfig
-from gateway.edge_config import HopConfig
-from gateway.engines import Engines
-from gateway.foreign_loads import RETRY_S, ForeignLoads
+from gateway.config.edge import HopConfig
+from gateway.config.whole import ModelConfig
+from gateway.discovery.foreign_loads import RETRY_S, ForeignLoads
 from gateway.relay.credentials import Credentials
+from gateway.relay.engines import Engines
 from gateway.relay.upstream import Upstream
 from gateway.routing.exposition import EXPOSITION_LEN_MAX, REQUESTS_MAX, WAITING_LEN, parse_exposition
 from gateway.routing.policy import NEVER_MS
 from gateway.routing.replicas import Replicas
-from shared.load_report import DEFAULT, LoadReport
+from shared.wire.load_report import DEFAULT, LoadReport
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import PATIENCE_S
 

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 import pytest
 
-from shared.bench.services import free_port
+from tests.bench.services import free_port
 from tests.gateway.conftest import KEY, OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import unary
 

@@ -8,7 +8,7 @@ import contextlib
 import aiohttp
 import pytest
 
-from shared.lifecycle import Phase
+from shared.process.lifecycle import Phase
 from tests.gateway.conftest import KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import chunk, stream, unary
 

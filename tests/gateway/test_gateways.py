@@ -23,7 +23,7 @@ import pytest
 
 from gateway.billing.lines import BillingLine
 from gateway.identity.keys import hash_key
-from shared.exit_codes import ExitCode
+from shared.process.exit_codes import ExitCode
 from tests.gateway.conftest import CHAT, KEY, PROMPT, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, closing, stream
 from tests.gateway.redis_server import PATIENT_S, RedisServer

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway import listener
-from gateway.heads import is_one_request
-from gateway.hygiene import HEAD_LEN_MAX
-from gateway.listener import BoundedServer, _Protocol
-from shared.fair_turns import FairTurns
-from shared.listening import http1_options
+from gateway.client.hygiene import HEAD_LEN_MAX
+from gateway.listen import listener
+from gateway.listen.heads import is_one_request
+from gateway.listen.listener import BoundedServer, _Protocol
+from shared.fairness.fair_turns import FairTurns
+from shared.process.listening import http1_options
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import chunk, stream
 from tests.gateway.test_disconnect import RawClient, body

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.config import ModelConfig
+from gateway.config.whole import ModelConfig
 from gateway.routing.health import (
     EJECTION_MS_MAX,
     EJECTION_MS_MIN,
@@ -34,7 +34,7 @@ from gateway.routing.health import (
 from gateway.routing.policy import Affinity, Route
 from gateway.routing.replicas import Placement, Replicas
 from gateway.routing.table import key_of
-from shared.ids import ReplicaId
+from shared.wire.ids import ReplicaId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import until
 

@@ -9,11 +9,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.hedging import failure_of, race, succeeded
 from gateway.relay.upstream import Answer
+from gateway.request.hedging import failure_of, race, succeeded
 from gateway.routing.health import SAMPLES_MAX
 from gateway.routing.retries import RetryBudget
-from shared.errors import UpstreamLost
+from shared.wire.errors import UpstreamLost
 from tests.gateway.conftest import OTHER_KEY, House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, FakeEngine, Script, byte_bundle, chunk, closing, stream
 from tests.gateway.test_disconnect import RawClient, body
@@ -255,7 +255,7 @@ async def test_a_client_that_leaves_when_the_second_has_won_leaves_no_stream(
             asyncio.get_running_loop().call_soon(racing.cancel)
         return found
 
-    monkeypatch.setattr("gateway.hedging.succeeded", leaving)
+    monkeypatch.setattr("gateway.request.hedging.succeeded", leaving)
     await leaves_with_nothing_held(house, other)
 
 
@@ -279,7 +279,7 @@ async def test_a_client_that_leaves_while_the_loser_is_closed_leaves_no_stream(
         closing.cancel()
         return aclose(answer)
 
-    monkeypatch.setattr("gateway.dispatch.race", both)
+    monkeypatch.setattr("gateway.request.dispatch.race", both)
     monkeypatch.setattr(Answer, "aclose", leaving)
     await leaves_with_nothing_held(house, other)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import trustme
 
-from engine.api.app import HttpServer
-from gateway.config import ModelConfig
-from gateway.edge_config import HopConfig
+from engine.api.http.app import HttpServer
+from gateway.config.edge import HopConfig
+from gateway.config.whole import ModelConfig
 from gateway.relay import upstream
 from gateway.relay.upstream import Outbound, Upstream
-from shared.errors import UpstreamUnreachable
-from shared.http import Request, Responder
-from shared.tls import HTTP1, HTTP2, UnusableTls, client_context, server_context
+from shared.process.tls import HTTP1, HTTP2, UnusableTls, client_context, server_context
+from shared.wire.errors import UpstreamUnreachable
+from shared.wire.http import Request, Responder
 
 
 @pytest.fixture(scope="module")

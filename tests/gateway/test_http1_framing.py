@@ -25,7 +25,7 @@ from gateway.relay.http1_framing import (
     UntilClosed,
     parse_head,
 )
-from shared.http2.client import Timeouts
+from gateway.relay.http2_client import Timeouts
 from tests.gateway.conftest import PATIENCE_S, until
 
 OK = b"HTTP/1.1 200 OK"

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from aiohttp.web_protocol import RequestHandler
 
-from gateway import heads, hygiene, listener
+from gateway.client import hygiene
+from gateway.listen import heads, listener
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import unary
 

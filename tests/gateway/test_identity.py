@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gateway.accounts import Accounts
 from gateway.admission.quota import Scope
-from gateway.config import KeyConfig, ModelConfig, TenantConfig, TiersConfig
+from gateway.config.quotas import QuotaLimits
+from gateway.config.timeouts import TimeoutsConfig
+from gateway.config.whole import KeyConfig, ModelConfig, TenantConfig, TiersConfig
+from gateway.directory.accounts import Accounts
 from gateway.identity import keys
 from gateway.identity.caller import Principal
 from gateway.identity.keys import KeyTable, hash_key, mint_key
 from gateway.identity.tenant import TenantPolicy
-from gateway.quota_config import QuotaLimits
-from gateway.timeout_config import TimeoutsConfig
-from shared.errors import InvalidRequest, ModelNotFound, Unauthenticated
-from shared.ids import KeyId
+from shared.wire.errors import InvalidRequest, ModelNotFound, Unauthenticated
+from shared.wire.ids import KeyId
 
 NOW_S = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from gateway.accounts import AccountsReader
-from gateway.config import (
+from gateway.config.edge import IssuerConfig
+from gateway.config.whole import (
     load,
 )
-from gateway.edge_config import IssuerConfig
+from gateway.directory.accounts import AccountsReader
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.callers import callers_of
 from gateway.identity.jwks import TRIED_MAX, FileKeys, KeySources
 from gateway.identity.key_set import KEYS_MAX, SET_LEN_MAX, BadKeys, keys_of, secret_of
-from shared.config import ConfigError, to_toml
-from shared.errors import Unauthenticated
-from shared.shield import Done
+from shared.process.config import ConfigError, to_toml
+from shared.process.shield import Done
+from shared.wire.errors import Unauthenticated
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings
 from tests.gateway.issuers import (

@@ -14,22 +14,22 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from msgspec import structs
 
-from gateway.accounts import TERMS_MAX, Accounts
 from gateway.admission.quota import Scope
-from gateway.config import ModelConfig, TenantConfig, TiersConfig, load
-from gateway.edge_config import HMAC_PREFIX, Algorithm, IssuerConfig
-from gateway.holder_config import GrantConfig
+from gateway.config.edge import HMAC_PREFIX, Algorithm, IssuerConfig
+from gateway.config.holders import GrantConfig
+from gateway.config.quotas import QuotaLimits
+from gateway.config.timeouts import TimeoutsConfig
+from gateway.config.whole import ModelConfig, TenantConfig, TiersConfig, load
+from gateway.directory.accounts import TERMS_MAX, Accounts
 from gateway.identity import jwt
 from gateway.identity.caller import Principal
 from gateway.identity.jwks import KeySources
 from gateway.identity.jwt import TOKEN_LEN_MAX, TokenTable, subject_id
 from gateway.identity.keys import KeyTable
 from gateway.identity.tenant import TenantPolicy
-from gateway.quota_config import QuotaLimits
-from gateway.timeout_config import TimeoutsConfig
-from shared.errors import Unauthenticated
-from shared.ids import TenantId
-from shared.listening import HEADER_LEN_MAX
+from shared.process.listening import HEADER_LEN_MAX
+from shared.wire.errors import Unauthenticated
+from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open, settings
 from tests.gateway.issuers import (

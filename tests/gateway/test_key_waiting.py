@@ -6,7 +6,7 @@ import asyncio
 import math
 
 from gateway.identity.waiting import Waiting
-from shared.fair_turns import BEGIN_MAX
+from shared.fairness.fair_turns import BEGIN_MAX
 
 
 async def test_those_who_wait_go_on_a_few_in_each_turn_of_the_loop() -> None:

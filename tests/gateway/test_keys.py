@@ -14,12 +14,12 @@ import aiohttp
 import pytest
 
 from gateway.app import Gateway
-from gateway.config import KeyConfig, load
+from gateway.config.whole import KeyConfig, load
 from gateway.endpoints.table import ENDPOINTS
 from gateway.identity.keys import KeyTable, hash_key, mint_key
-from shared.config import to_toml
-from shared.errors import IdentityUnavailable, Unauthenticated
-from shared.ids import KeyId
+from shared.process.config import to_toml
+from shared.wire.errors import IdentityUnavailable, Unauthenticated
+from shared.wire.ids import KeyId
 from tests.gateway.conftest import KEY, House, Open, error_of, settings, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream, unary
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.admission import service_class
-from engine.core.policy import WEIGHTS as ENGINE_WEIGHTS
+from engine.api.ask.admission import service_class
+from engine.core.queue.policy import WEIGHTS as ENGINE_WEIGHTS
 from gateway.app import Gateway
-from gateway.config import ModelConfig, load
+from gateway.config.whole import ModelConfig, load
 from gateway.routing.affinity import class_of
 from gateway.routing.health import Outcome
 from gateway.routing.members import MemberPhase
@@ -34,7 +34,7 @@ from gateway.routing.replicas import ENGINE_DRAIN_S, Placement, Replica, Replica
 from gateway.routing.table import key_of
 from shared.apis.chat import ChatRequest
 from shared.apis.messages import ChatMessage
-from shared.load_report import (
+from shared.wire.load_report import (
     DEFAULT,
     FLEX,
     IDLE_INTERVAL_MS,
@@ -43,7 +43,7 @@ from shared.load_report import (
     LoadReport,
     parse_load,
 )
-from shared.sse import DONE, Closing, closing_comment
+from shared.wire.sse import DONE, Closing, closing_comment
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import KEY, settings, until
 from tests.gateway.fake_engine import COUNTED, HEADERS, FakeEngine, Script, byte_bundle, chunk, stream, unary

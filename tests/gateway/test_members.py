@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.app import Gateway
-from gateway.config import REPLICAS_MAX, ModelConfig, load
+from gateway.config.whole import REPLICAS_MAX, ModelConfig, load
 from gateway.identity.keys import hash_key
-from gateway.record import UPSTREAM_ATTEMPTS, forget_replica, observe_attempt
+from gateway.request.record import UPSTREAM_ATTEMPTS, forget_replica, observe_attempt
 from gateway.routing import replicas as pools
 from gateway.routing.health import Outcome
 from gateway.routing.members import (
@@ -40,7 +40,7 @@ from gateway.routing.replicas import (
     Replicas,
 )
 from gateway.routing.table import STEP_LEN, Table, key_of
-from shared.ids import ReplicaId
+from shared.wire.ids import ReplicaId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, KEY, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream, unary

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.admission.quota import Meter, Refusal, Scope
 from gateway.admission.usage import Used
-from gateway.quota_config import QuotaLimits
+from gateway.config.quotas import QuotaLimits
 from tests.gateway.quota_calls import Both, of_limits, remaining, rid, subject, take
 
 

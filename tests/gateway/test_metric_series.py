@@ -12,8 +12,8 @@ from typing import Final
 import pytest
 
 from gateway.identity.keys import hash_key
-from gateway.listener import BoundedServer
-from shared import logs
+from gateway.listen.listener import BoundedServer
+from shared.process import logs
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import unary
 from tests.mutations import Connection

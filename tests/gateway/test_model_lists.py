@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.config import ModelConfig, TenantConfig, TiersConfig
-from gateway.engines import EngineProfile, Engines
+from gateway.config.whole import ModelConfig, TenantConfig, TiersConfig
 from gateway.identity.tenant import TenantPolicy
-from gateway.model_lists import ModelLists
+from gateway.relay.checked_bundles import CheckedBundle
+from gateway.relay.engines import EngineProfile, Engines
+from gateway.request.model_lists import ModelLists
 from shared.apis.models import ModelList
-from shared.checked_bundles import CheckedBundle
-from shared.fair_turns import FairTurns
-from shared.room import Room
+from shared.fairness.fair_turns import FairTurns
+from shared.wire.room import Room
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open, error_of, until
 from tests.gateway.test_identity import principal

@@ -15,14 +15,14 @@ import msgspec
 import pytest
 
 from gateway.admission.validate import validate
-from gateway.bench.mutations import mutated
 from gateway.endpoints.table import ENDPOINTS
-from gateway.listener import BoundedServer
-from shared import logs
-from shared.apis.errors import ErrorEnvelope
-from shared.bench.cpu import resident_bytes
-from shared.census import census_of
-from shared.errors import ApiError
+from gateway.listen.listener import BoundedServer
+from shared.apis.census import census_of
+from shared.process import logs
+from shared.wire.envelope import ErrorEnvelope
+from shared.wire.errors import ApiError
+from tests.bench.cpu import resident_bytes
+from tests.bench.gateway.mutations import mutated
 from tests.gateway.conftest import OTHER_KEY, House, Open, until
 from tests.gateway.fake_engine import unary
 from tests.mutations import BODIES, CORPUS, Connection

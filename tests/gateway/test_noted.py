@@ -11,11 +11,11 @@ import pytest
 
 from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.quota import LEASE_TTL_MS
-from gateway.admission.redis_link import Answer, RedisUnavailable
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Totals, Used
 from gateway.app import Gateway as App
-from gateway.config import load
+from gateway.config.whole import load
+from gateway.redis.link import Answer, RedisUnavailable
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings, until
 from tests.gateway.quota_calls import rid

@@ -14,19 +14,20 @@ import msgspec
 import pytest
 import schemathesis
 
-from gateway import edge, openapi
 from gateway.app import Gateway
-from gateway.config import load
-from gateway.edge_config import LimitsConfig
+from gateway.config.edge import LimitsConfig
+from gateway.config.whole import load
+from gateway.endpoints.routes import DESCRIBE
 from gateway.endpoints.table import ENDPOINTS
-from gateway.routes import DESCRIBE
+from gateway.openapi import public
+from gateway.request import edge
 from shared.apis.chat import AssistantMessage, ChatChoice, ChatCompletion
 from shared.apis.completions import Completion, CompletionChoice
 from shared.apis.generation import PromptTokensDetails, Usage
 from shared.apis.tokenize import DetokenizeResponse, TokenizeResponse
-from shared.bench.cpu import resident_bytes
-from shared.memory import gateway_memory_max
-from shared.sse import CLOSING_HEADER, encode_closing
+from shared.process.memory import gateway_memory_max
+from shared.wire.sse import CLOSING_HEADER, encode_closing
+from tests.bench.cpu import resident_bytes
 from tests.gateway.conftest import CHAT, KEY, House, Open, error_of, settings, until
 from tests.gateway.described import EXAMPLES, asked_of
 from tests.gateway.fake_engine import (
@@ -53,7 +54,7 @@ def protocol() -> str:
 
 
 def described() -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(openapi.document())
+    document: dict[str, Any] = json.loads(public.document())
     return document
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from gateway import accounts
-from gateway.accounts import AccountsReader
-from gateway.config import load
-from gateway.console.gate import COOKIE, SESSION
+from gateway.config.whole import load
+from gateway.directory import accounts
+from gateway.directory.accounts import AccountsReader
 from gateway.directory.file_directory import FileDirectory
 from gateway.directory.operator_keys import OperatorKeys
 from gateway.identity.keys import hash_key
-from shared.config import ConfigError
-from shared.errors import ChangeUnknown, Conflict, NotFound
+from gateway.operators.gate import COOKIE, SESSION
+from shared.process.config import ConfigError
+from shared.wire.errors import ChangeUnknown, Conflict, NotFound
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import KEY, PATIENCE_S, settings, until
 from tests.gateway.directory_world import OPERATOR, OPERATORS, World, directory_world

@@ -1,4 +1,4 @@
-"""`penstock bench outages`: its statistics, and one outage, a short one."""
+"""`python -m tests.bench outages`: its statistics, and one outage, a short one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.bench import outages
-from shared.bench.client import ApiServer, TimedRequest
-from shared.bench.figures import Figure
+from tests.bench.client import ApiServer, TimedRequest
+from tests.bench.figures import Figure
+from tests.bench.gateway import outages
 
 STRUCK_S, ENDED_S = 100.0, 103.0
 

@@ -10,15 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.config import ModelConfig, load
-from gateway.outbound import bound_s
+from gateway.config.whole import ModelConfig, load
 from gateway.relay import credentials
 from gateway.relay.credentials import Credentials
+from gateway.request.outbound import bound_s
+from shared.apis.census import VALUES_MAX
 from shared.apis.completions import CompletionRequest
-from shared.census import VALUES_MAX
-from shared.config import ConfigError
-from shared.errors import InvalidRequest
-from shared.ids import (
+from shared.apis.validation import parse
+from shared.process.config import ConfigError
+from shared.wire.errors import InvalidRequest
+from shared.wire.ids import (
     FIRST_TOKEN_TIMEOUT_HEADER,
     IGNORED_FIELDS_HEADER,
     QUEUE_TIMEOUT_HEADER,
@@ -28,7 +29,6 @@ from shared.ids import (
     TENANT_HEADER,
     TRACEPARENT_HEADER,
 )
-from shared.validation import parse
 from tests.gateway.conftest import KEY, PATIENCE_S, House, Open, settings, until
 from tests.gateway.fake_engine import chunk, refusal, unary
 from tests.gateway.fake_engine import stream as script_of

@@ -12,8 +12,8 @@ import pytest
 from gateway.admission.tokens import estimate_slices
 from shared.apis.chat import ChatRequest
 from shared.apis.messages import ChatMessage
-from shared.fair_threads import at_once
-from shared.sse import Closing
+from shared.fairness.fair_threads import at_once
+from shared.wire.sse import Closing
 from tests.gateway.conftest import CONVERSATIONS, OTHER_KEY, PROMPT, House, Open, error_of, until
 from tests.gateway.fake_engine import (
     FakeEngine,
@@ -247,7 +247,7 @@ async def test_a_long_prompt_is_sent_with_its_token_ids_while_the_body_has_room(
     text = "water " * words  # a token for each byte
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
     data, url = io.BytesIO(msgspec.json.encode(body)), f"{house.url}/v1/chat/completions"
-    with unittest.mock.patch("gateway.outbound.BODY_LEN_MAX", room):
+    with unittest.mock.patch("gateway.request.outbound.BODY_LEN_MAX", room):
         async with house.client.post(url, data=data, headers=house.headers) as answer:
             assert answer.status == 200
     sent = house.engine.seen[0].body

@@ -24,16 +24,16 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import ConnectionTerminated
 
-from gateway import listener, listener_tls
-from gateway.edge_config import TlsConfig
-from gateway.holder_config import CertificateConfig
+from gateway.config.edge import TlsConfig
+from gateway.config.holders import CertificateConfig
+from gateway.config.quotas import QuotaLimits
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.certificates import CertificateTable
-from gateway.listener_tls import ListenerTls
-from gateway.quota_config import QuotaLimits
-from shared.errors import Unauthenticated
-from shared.ids import KeyId, TenantId
-from shared.tls import UnusableTls
+from gateway.listen import listener, listener_tls
+from gateway.listen.listener_tls import ListenerTls
+from shared.process.tls import UnusableTls
+from shared.wire.errors import Unauthenticated
+from shared.wire.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import chunk, stream

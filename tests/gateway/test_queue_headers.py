@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.ids import QUEUE_TIMEOUT_HEADER, REQUEST_TIMEOUT_HEADER, SERVICE_TIER_HEADER
+from shared.wire.ids import QUEUE_TIMEOUT_HEADER, REQUEST_TIMEOUT_HEADER, SERVICE_TIER_HEADER
 from tests.gateway.conftest import House, Open
 from tests.gateway.fake_engine import unary
 

@@ -32,8 +32,8 @@ from gateway.admission.quota import (
     wait_ms,
 )
 from gateway.admission.usage import Payer, Used
-from gateway.quota_config import QuotaLimits
-from shared.ids import KeyId, TenantId
+from gateway.config.quotas import QuotaLimits
+from shared.wire.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.quota_calls import Both, of_limits, remaining, rid, subject, take
 

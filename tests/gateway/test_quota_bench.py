@@ -1,10 +1,10 @@
-"""`penstock bench quota`, with few requests."""
+"""`python -m tests.bench quota`, with few requests."""
 
 from __future__ import annotations
 
 import argparse
 
-from gateway.bench import quota
+from tests.bench.gateway import quota
 from tests.gateway.redis_server import RedisServer
 
 ROWS = ("memory", "Redis", "Redis, redis-py's pool", "bare calls", "no limits, noted")

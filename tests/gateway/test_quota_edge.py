@@ -11,13 +11,13 @@ import pytest
 
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import Scope, Subject, Windows
-from gateway.config import load
+from gateway.config.quotas import QuotaLimits
+from gateway.config.whole import load
 from gateway.endpoints.dialect import duration
 from gateway.identity.keys import hash_key
-from gateway.quota_config import QuotaLimits
-from gateway.told_windows import TOLD_S, ToldWindows
-from shared.config import ConfigError
-from shared.ids import TenantId
+from gateway.request.told_windows import TOLD_S, ToldWindows
+from shared.process.config import ConfigError
+from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import KEY, OTHER_KEY, PROMPT, House, Open, error_of, settings
 from tests.gateway.fake_engine import CUT, Script, chunk, stream, unary

@@ -21,12 +21,12 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from gateway import pipeline
 from gateway.app import Gateway
-from gateway.config import load
+from gateway.config.whole import load
 from gateway.relay import http1
 from gateway.relay.foreign import NAME_LEN_MAX, USAGE_LEN_MAX, UsageFinder
 from gateway.relay.stream import HEAD_LEN_MAX
+from gateway.request import pipeline
 from gateway.routing.health import ROW_MAX, Health, HealthPhase, Outcome
 from gateway.routing.replicas import Placement
 from tests.gateway.conftest import KEY, OTHER_KEY, settings, until

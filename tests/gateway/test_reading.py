@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from gateway.client.reading import ReadsInTurn, serves
-from shared.fair_turns import BEGIN_MAX, FairTurns
-from shared.listening import LINGER_S
+from shared.fairness.fair_turns import BEGIN_MAX, FairTurns
+from shared.process.listening import LINGER_S
 
 PIECE_LEN: Final = 256 * 1024
 """Bytes that a loop reads of a socket at once."""

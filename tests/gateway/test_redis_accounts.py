@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gateway.admission.quota import WEIGHT
 from gateway.admission.usage import Used
-from gateway.quota_config import QuotaLimits
+from gateway.config.quotas import QuotaLimits
 from tests.fakes import VirtualClock
 from tests.gateway.redis_server import RedisServer, redis_store
 from tests.gateway.test_redis_store import admitted, rid, tenant

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from gateway.app import Gateway
-from gateway.config import load
+from gateway.config.redis import RedisConfig
+from gateway.config.whole import load
 from gateway.identity.keys import hash_key
-from gateway.redis_config import RedisConfig
-from shared.config import ConfigError
+from shared.process.config import ConfigError
 from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, error_of, settings, until
 from tests.gateway.fake_engine import unary
 from tests.gateway.redis_cluster import formed_cluster

@@ -14,11 +14,11 @@ import pytest
 import redis
 
 from gateway.admission.quota import StoreUnavailable
-from gateway.admission.redis_link import Address, RedisLink, packed
 from gateway.admission.redis_store import RedisStore, open_store
 from gateway.admission.usage import Used
-from gateway.redis_config import RedisConfig
-from shared import logs
+from gateway.config.redis import RedisConfig
+from gateway.redis.link import Address, RedisLink, packed
+from shared.process import logs
 from tests.gateway.conftest import until
 from tests.gateway.redis_server import RedisServer, redis_store, until_well
 from tests.gateway.test_redis_store import ACME, admitted, rid, tenant

@@ -13,8 +13,8 @@ from redis.crc import key_slot
 from gateway.admission.quota import Scope, StoreUnavailable, Subject
 from gateway.admission.redis_store import ONE_TAG, RedisStore
 from gateway.admission.usage import Totals
-from gateway.quota_config import QuotaLimits
-from shared.ids import KeyId, TenantId
+from gateway.config.quotas import QuotaLimits
+from shared.wire.ids import KeyId, TenantId
 from tests.gateway.redis_cluster import Cluster, formed_cluster
 from tests.gateway.redis_server import redis_store
 from tests.gateway.test_redis_store import admitted, rid, tenant

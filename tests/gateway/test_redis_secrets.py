@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import pytest
 
-from gateway.edge_config import IssuerConfig
-from shared.clock import SYSTEM_CLOCK
+from gateway.config.edge import IssuerConfig
+from shared.process.clock import SYSTEM_CLOCK
 from tests.gateway.conftest import PATIENCE_S, House, until
 from tests.gateway.directory_world import OPERATOR, World, directory_world, raw
 from tests.gateway.fake_engine import Script, Seen, chunk, refusal, stream, unary

@@ -31,9 +31,9 @@ from gateway.admission.quota import (
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.store_failures import FAILURES
 from gateway.admission.usage import Payer, UsageRow, Used
-from gateway.quota_config import QuotaFail, QuotaLimits
-from shared.errors import QuotaUnavailable
-from shared.ids import KeyId, TenantId
+from gateway.config.quotas import QuotaFail, QuotaLimits
+from shared.wire.errors import QuotaUnavailable
+from shared.wire.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import until
 from tests.gateway.redis_server import RedisServer, redis_server, redis_store

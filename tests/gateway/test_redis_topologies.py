@@ -15,19 +15,19 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from gateway.accounts import AccountsReader
 from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.quota import StoreUnavailable
-from gateway.admission.redis_link import Address
-from gateway.admission.redis_links import CLIENT_NAME, ClusterLinks, links_of, tag_of
 from gateway.admission.redis_store import open_store
 from gateway.admission.usage import Payer, Totals, Used
-from gateway.config import TenantConfig, load
+from gateway.config.redis import RedisConfig
+from gateway.config.whole import TenantConfig, load
+from gateway.directory.accounts import AccountsReader
 from gateway.directory.redis_directory import TAG, open_directory
-from gateway.redis_config import RedisConfig
-from shared.bench.services import free_port
-from shared.errors import DirectoryUnavailable
-from shared.ids import KeyId, TenantId
+from gateway.redis.link import Address
+from gateway.redis.links import CLIENT_NAME, ClusterLinks, links_of, tag_of
+from shared.wire.errors import DirectoryUnavailable
+from shared.wire.ids import KeyId, TenantId
+from tests.bench.services import free_port
 from tests.fakes import VirtualClock
 from tests.gateway.redis_cluster import Cluster, eventually, formed_cluster
 from tests.gateway.redis_server import (

@@ -15,7 +15,7 @@ import trustme
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from shared import handshakes
+from shared.process import handshakes
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.test_public_tls import DAY, Pki, events, status, with_extension
 

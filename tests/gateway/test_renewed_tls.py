@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway import listener_tls
+from gateway.listen import listener_tls
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.test_public_tls import ENTRIES, Pki, events, status
 

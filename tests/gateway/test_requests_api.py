@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from gateway.operators import Merge
-from gateway.recorder import SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
-from gateway.requests_api import AT_ONCE, LIMIT_MAX, Query, RequestsApi, parse
-from gateway.ticks import TICK_LEN, Ticks
+from gateway.operators.requests import AT_ONCE, LIMIT_MAX, Query, RequestsApi, parse
+from gateway.operators.table import Merge
+from gateway.relay.ticks import TICK_LEN, Ticks
+from gateway.request.recorder import SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
 from gateway.workers.answers import together
 from gateway.workers.channel import Answer
 from shared import cli
-from shared.causes import Cause
-from shared.completed_line import EVENT, GatewayLine
-from shared.end_reason import EndReason
-from shared.errors import InvalidRequest
-from shared.telemetry import Stamps
+from shared.telemetry.stages import Stamps
 from shared.trace.record import RequestSummary, Tick
+from shared.wire.causes import Cause
+from shared.wire.completed_line import EVENT, GatewayLine
+from shared.wire.end_reason import EndReason
+from shared.wire.errors import InvalidRequest
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import Script, chunk, closing, refusal, stream
 from tests.gateway.test_admin import OPERATOR, operator_keys
@@ -34,7 +34,7 @@ def line(request_id: str = "r", /, **changes: Any) -> GatewayLine:
         "ts": BEGUN,
         "level": "info",
         "event": EVENT,
-        "logger": "gateway.record",
+        "logger": "gateway.request.record",
         "service": "gateway",
         "request_id": request_id,
         "trace_id": "a" * 32,

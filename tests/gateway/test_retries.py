@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dispatch import Attempt
 from gateway.relay import http1
+from gateway.request.dispatch import Attempt
 from gateway.routing.retries import FLOOR, PART_PERCENT, RetryBudget
-from shared import sse
-from shared.errors import EngineFailed, UpstreamLost
+from shared.wire import sse
+from shared.wire.errors import EngineFailed, UpstreamLost
 from tests.gateway.conftest import House, Open, error_of, until
 from tests.gateway.fake_engine import (
     CUT,

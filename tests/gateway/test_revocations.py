@@ -9,7 +9,7 @@ import trustme
 from cryptography import x509
 
 from gateway.identity.certificates import CRL_LEN_MAX, revoked_in
-from shared.tls import UnusableTls
+from shared.process.tls import UnusableTls
 from tests.gateway.test_public_tls import Pki
 
 

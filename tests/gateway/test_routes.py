@@ -8,10 +8,10 @@ from typing import Final
 
 import pytest
 
-from gateway import openapi
+from gateway.endpoints.routes import NOTHING, RESOURCES, ROUTES, SCOPES, find
 from gateway.endpoints.table import ENDPOINTS
-from gateway.routes import NOTHING, RESOURCES, ROUTES, SCOPES, find
-from shared.probes import PROBES
+from gateway.openapi import public
+from shared.process.probes import PROBES
 from tests.gateway.conftest import House, error_of
 
 UNKNOWN: Final = NOTHING.path
@@ -73,7 +73,7 @@ async def test_each_route_that_needs_no_engine_has_a_handler(house: House) -> No
 
 def test_scopes_and_the_description_are_those_of_the_table() -> None:
     assert (*ENDPOINTS, "/v1/models", "/v1/requests") == SCOPES
-    paths = json.loads(openapi.document())["paths"]
+    paths = json.loads(public.document())["paths"]
     described = {
         (method.upper(), path) for path, at in paths.items() for method in at if method != "parameters"
     }

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import ModelConfig
+from gateway.config.whole import ModelConfig
 from gateway.routing import affinity
 from gateway.routing.affinity import affinity_of
 from gateway.routing.health import Outcome
@@ -29,8 +29,8 @@ from gateway.routing.table import MEMBERS_MAX, Table, key_of
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.messages import ChatMessage
-from shared.ids import ReplicaId
-from shared.load_report import DEFAULT, LoadReport
+from shared.wire.ids import ReplicaId
+from shared.wire.load_report import DEFAULT, LoadReport
 from tests.fakes import VirtualClock
 
 KEYS = st.integers(0, 2**64 - 1)

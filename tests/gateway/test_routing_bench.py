@@ -8,15 +8,15 @@ from random import Random
 
 import pytest
 
-from gateway.bench import routing, routing_live
-from gateway.bench.routing_live import Seen, figures_of
-from gateway.bench.routing_rules import BLIND, RULES
-from gateway.bench.routing_world import REPORT_MS, Fleet, Result, Traffic, simulate
 from gateway.routing import policy
 from gateway.routing.policy import Choice, Route, View, nowhere
 from gateway.routing.table import Table
-from shared.bench.figures import at_least
-from shared.load_report import DEFAULT, LoadReport
+from shared.wire.load_report import DEFAULT, LoadReport
+from tests.bench.figures import at_least
+from tests.bench.gateway import routing, routing_live
+from tests.bench.gateway.routing_live import Seen, figures_of
+from tests.bench.gateway.routing_rules import BLIND, RULES
+from tests.bench.gateway.routing_world import REPORT_MS, Fleet, Result, Traffic, simulate
 
 SMALL = Traffic(
     "small", replicas=4, prefixes=4, decode_ms=5, think_ms=500, cache_tokens=200_000, conversations=150

@@ -7,14 +7,14 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from gateway.config import load
-from gateway.edge_config import HopConfig
+from gateway.config.edge import HopConfig
+from gateway.config.whole import load
 from gateway.relay.foreign import FIGURE_LEN_MAX, BlankingScanner, Blanks
-from gateway.salts import salt_of, salts_secret
+from gateway.request.salts import salt_of, salts_secret
 from gateway.workers.channel import WorkerStart
-from shared import sse
-from shared.config import ConfigError
-from shared.ids import IGNORED_FIELDS_HEADER
+from shared.process.config import ConfigError
+from shared.wire import sse
+from shared.wire.ids import IGNORED_FIELDS_HEADER
 from tests.gateway.conftest import OTHER_KEY, House, Open, settings, until
 from tests.gateway.fake_engine import HEADERS, Script, chunk, unary
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.secret import RenewableSecret
-from shared import logs
+from gateway.config.secret import RenewableSecret
+from shared.process import logs
 
 
 async def test_a_file_is_read_for_each_use(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from typing import Any, Final
 
 import pytest
 
-from gateway.config import KeyConfig
+from gateway.config.whole import KeyConfig
 from gateway.identity.keys import KeyTable, mint_key
-from shared import logs, tracing
 from shared.apis.chat import AssistantMessage, ChatChoice, ChatDelta, ChatRequest
 from shared.apis.completions import CompletionRequest
-from shared.tracing import TracePolicy, Tracing
-from shared.validation import parse
+from shared.apis.validation import parse
+from shared.process import logs
+from shared.telemetry import tracing
+from shared.telemetry.tracing import TracePolicy, Tracing
 from tests import canary_heads as heads
 from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, Script, Seen, chunk, refusal, stream, unary

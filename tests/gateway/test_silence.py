@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.routing.health import SAMPLES_MIN, SILENT_MIN, SORT_EVERY, HealthPhase, silent
-from shared.load_report import LoadReport
+from shared.wire.load_report import LoadReport
 from tests.gateway.test_health import LATE_MS, Replica, begin, pool_of, replicas, take, wait
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shared.completed_line import GATEWAY_STAGES
-from shared.telemetry import parse_traceparent
-from shared.tracing import STAGE_S_MIN, TracePolicy, Tracing
+from shared.telemetry.stages import parse_traceparent
+from shared.telemetry.tracing import STAGE_S_MIN, TracePolicy, Tracing
+from shared.wire.completed_line import GATEWAY_STAGES
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import refusal
 from tests.span_sink import KeptSpans

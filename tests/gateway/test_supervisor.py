@@ -15,8 +15,8 @@ from typing import cast
 
 import pytest
 
-from gateway.config import load
-from gateway.listener import ListenFailed
+from gateway.config.whole import load
+from gateway.listen.listener import ListenFailed
 from gateway.service import supervise
 from gateway.workers import place as places
 from gateway.workers import supervisor as supervisors
@@ -26,8 +26,8 @@ from gateway.workers.place import MISSED_MAX, START_S, GaveUp, PlacePhase
 from gateway.workers.process import ChildWorker, Worker
 from gateway.workers.restarts import DEATHS_MIN
 from gateway.workers.supervisor import Supervisor
-from shared.exit_codes import ExitCode
-from shared.lifecycle import Phase
+from shared.process.exit_codes import ExitCode
+from shared.process.lifecycle import Phase
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import PATIENCE_S, settings, until
 from tests.gateway.test_process import toml

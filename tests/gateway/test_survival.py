@@ -9,7 +9,6 @@ from typing import Any, Final, cast
 
 import pytest
 
-from gateway.accounts import AccountsReader
 from gateway.admission.guarded_store import GuardedStore, SharedStore
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import (
@@ -23,13 +22,14 @@ from gateway.admission.quota import (
 from gateway.admission.usage import Sheet, Used
 from gateway.app import PROBE_S
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background
-from gateway.config import TenantConfig, load
+from gateway.config.quotas import QuotaFail, QuotaLimits
+from gateway.config.whole import TenantConfig, load
+from gateway.directory.accounts import AccountsReader
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.tenant import TenantPolicy
-from gateway.quota_config import QuotaFail, QuotaLimits
-from shared.errors import QuotaUnavailable
-from shared.ids import TenantId
-from shared.shield import Done
+from shared.process.shield import Done
+from shared.wire.errors import QuotaUnavailable
+from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import OTHER_KEY, Open, until
 
@@ -363,7 +363,7 @@ class SilentIdentity:
 async def test_an_identity_that_does_not_answer_is_a_503(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.pipeline.IDENTITY_S", 0.02)
+    monkeypatch.setattr("gateway.request.pipeline.IDENTITY_S", 0.02)
     house = await open_house(identity_of=lambda *_: SilentIdentity())
     async with house.chat() as answer:
         assert answer.status == 503

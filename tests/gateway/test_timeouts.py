@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gateway import edge
 from gateway.client.deadlines import Watch
-from shared.errors import ApiError, FirstTokenTimeout, InterTokenTimeout, RequestAborted, TotalTimeout
+from gateway.request import edge
+from shared.wire.errors import ApiError, FirstTokenTimeout, InterTokenTimeout, RequestAborted, TotalTimeout
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import HEADERS, Script, Step, chunk, stream
 from tests.gateway.test_disconnect import RawClient, body

@@ -9,7 +9,6 @@ from typing import Final
 
 import pytest
 
-from gateway.accounting_config import AccountingConfig
 from gateway.admission import redis_calls
 from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.quota import LEASE_TTL_MS, Scope, Subject
@@ -18,8 +17,9 @@ from gateway.admission.usage import Payer, Used
 from gateway.billing import unsettled
 from gateway.billing.lines import Billing, BillingLine
 from gateway.billing.unsettled import Unsettled
-from gateway.quota_config import QuotaLimits
-from shared.ids import KeyId, TenantId
+from gateway.config.accounting import AccountingConfig
+from gateway.config.quotas import QuotaLimits
+from shared.wire.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import until
 from tests.gateway.quota_calls import rid

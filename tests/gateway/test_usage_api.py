@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import pytest
 
-from gateway import usage_api
-from gateway.usage_api import parse
+from gateway.operators import usage
+from gateway.operators.usage import parse
 from shared import cli
-from shared.errors import InvalidRequest
-from shared.ids import TenantId
+from shared.wire.errors import InvalidRequest
+from shared.wire.ids import TenantId
 from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, Script, chunk, refusal, stream, unary
 from tests.gateway.redis_server import PATIENT_S, RedisServer, redis_server
@@ -185,7 +185,7 @@ async def test_an_answer_is_whole_or_refused(
         async with house.chat(headers={"authorization": f"Bearer {key}"}):
             pass
     await house.lines(2)
-    monkeypatch.setattr(usage_api, "ROWS_MAX", 1)
+    monkeypatch.setattr(usage, "ROWS_MAX", 1)
     url = f"http://127.0.0.1:{house.gateway.admin_port}/admin/v1/usage"
     async with house.client.get(url, headers=OPERATOR) as answer:
         assert (answer.status, (await answer.json())["error"]["param"]) == (400, "by")

@@ -19,15 +19,15 @@ import pytest
 import trustme
 from aiohttp import web
 
-from gateway.accounting_config import AccountingConfig
 from gateway.app import Gateway
 from gateway.background import Background
 from gateway.billing import lines, webhook
 from gateway.billing.lines import Billing, BillingLine
 from gateway.billing.spool import Spool
 from gateway.billing.webhook import Webhook, signed_headers, webhook_secret, webhook_tls
-from gateway.config import load
-from shared.config import ConfigError
+from gateway.config.accounting import AccountingConfig
+from gateway.config.whole import load
+from shared.process.config import ConfigError
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import Open, settings, until
 from tests.gateway.fake_engine import unary

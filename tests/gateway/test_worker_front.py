@@ -18,19 +18,19 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.admin_listener import listen_for_operators
 from gateway.app import Gateway
-from gateway.config import GatewayConfig, load
+from gateway.config.whole import GatewayConfig, load
 from gateway.identity.keys import hash_key
+from gateway.operators.listener import listen_for_operators
 from gateway.workers import front as fronts
 from gateway.workers.accepted import Accepted
 from gateway.workers.channel import Answer, WorkerClient, WorkerSilent, WorkerStart
 from gateway.workers.front import Front
 from gateway.workers.process import Worker
 from gateway.workers.supervisor import Supervisor, hold_port
-from shared.errors import Unauthenticated
-from shared.exit_codes import ExitCode
-from shared.lifecycle import Phase
+from shared.process.exit_codes import ExitCode
+from shared.process.lifecycle import Phase
+from shared.wire.errors import Unauthenticated
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream, unary
 from tests.gateway.test_admin import OPERATOR, operator_keys

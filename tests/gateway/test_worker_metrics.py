@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.operators import Asks, Merge
+from gateway.operators.table import Asks, Merge
 from gateway.workers import metrics
 from gateway.workers.answers import asks_of, operation_at, operations, together
 from gateway.workers.channel import Answer
@@ -25,8 +25,8 @@ from gateway.workers.restarts import (
     WINDOW_S,
     Restarts,
 )
-from shared.metrics import Counter, Gauge, Histogram
-from shared.telemetry import exposition
+from shared.process.metrics import Counter, Gauge, Histogram
+from shared.telemetry.stages import exposition
 
 # -- metrics --------------------------------------------------------------------------------------
 

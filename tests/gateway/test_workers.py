@@ -18,8 +18,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.__main__ import main
-from shared.exit_codes import ExitCode
-from shared.lifecycle import ORPHANED
+from shared.process.exit_codes import ExitCode
+from shared.process.lifecycle import ORPHANED
 from tests.gateway.conftest import CHAT, KEY
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream
 from tests.gateway.test_admin import OPERATOR, operator_keys

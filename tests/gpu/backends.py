@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.bench.gpu.measuring import check
-from engine.runtime.attention import AttentionSpec, Chunk
 from engine.runtime.attention.build import Bounds, build_backends
-from engine.runtime.backends import NAMES, Choice, Need, Phase, choose
-from engine.runtime.errors import BadRunnerConfig
-from engine.runtime.kv_cache import KVCache, KVGeometry
+from engine.runtime.setup.backends import NAMES, Choice, Need, Phase, choose
+from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.step.kv_cache import KVCache, KVGeometry
+from engine.runtime.step.protocols import AttentionSpec, Chunk
+from tests.bench.engine.gpu.measuring import check
 from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
 from tests.gpu.near import near
 

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import torch
 
-from engine.bench.gpu.measuring import check
-from engine.core.messages import FinishReason, Pending, Plan, RunnerInfo, SamplingParams
-from engine.core.newcomers import AddSequence
-from engine.core.packing import Biases
-from engine.runtime.config import RunnerConfig
+from engine.contract.messages import FinishReason, Pending, Plan, RunnerInfo, SamplingParams
+from engine.contract.packing import Biases
+from engine.core.queue.newcomers import AddSequence
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.load import load_runner
+from engine.runtime.setup.config import RunnerConfig
+from tests.bench.engine.gpu.measuring import check
 from tests.engine.models import FAMILIES, VOCAB_SIZE, make_tiny_model, not_greedy
 from tests.gpu.loop import Served, serve
 from tests.gpu.near import near

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from engine.bench.gpu.measuring import check
-from engine.core.messages import SamplingParams
-from engine.runtime.fp8 import Fp8Weight, quantise
+from engine.contract.messages import SamplingParams
 from engine.runtime.host.layers import rms_norm, rotate
 from engine.runtime.kernels import fused
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable, begin_norm, end_norm
@@ -33,7 +31,9 @@ from engine.runtime.kernels.matmul import (
 from engine.runtime.kernels.restoring import restored
 from engine.runtime.kernels.split_matmul import split_matmul, split_tiles_for
 from engine.runtime.models.rope import RopeConfig
-from engine.runtime.rotary import Rotary
+from engine.runtime.models.rotary import Rotary
+from engine.runtime.weights.fp8 import Fp8Weight, quantise
+from tests.bench.engine.gpu.measuring import check
 from tests.engine.runtime.kernels import test_decode_attention as decode
 from tests.engine.runtime.kernels import test_prefill_attention as prefill
 from tests.engine.runtime.kernels import test_sampling as sampling

@@ -7,9 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.core.config import SchedulerConfig
-from engine.core.loop import CoreLoop
-from engine.core.messages import (
+from engine.contract.messages import (
     CoreInput,
     CoreOutput,
     CoreStats,
@@ -20,7 +18,9 @@ from engine.core.messages import (
     StepOutput,
     StopCore,
 )
-from engine.core.newcomers import AddSequence, alone
+from engine.core.config import SchedulerConfig
+from engine.core.loop import CoreLoop
+from engine.core.queue.newcomers import AddSequence, alone
 from engine.runtime.device.runner import DeviceRunner
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from engine.bench.gpu.results import path
-from engine.bench.gpu.supervise import Part, run_part
+from tests.bench.engine.gpu.results import path
+from tests.bench.engine.gpu.supervise import Part, run_part
 
 
 def main(argv: list[str]) -> int:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from engine.bench.gpu.measuring import check
-from engine.bench.gpu.results import write
-from engine.runtime.config import RunnerConfig
+from engine.runtime.collective.group import Group
+from engine.runtime.collective.shard import Shard
 from engine.runtime.device.graphs import CudaGraphDevice
 from engine.runtime.load import load_runner
-from engine.runtime.parallel.group import Group
 from engine.runtime.parallel.leader import lead
-from engine.runtime.parallel.shard import Shard
+from engine.runtime.setup.config import RunnerConfig
+from tests.bench.engine.gpu.measuring import check
+from tests.bench.engine.gpu.results import write
 from tests.engine.models import make_tiny_model
 
 

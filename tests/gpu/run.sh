@@ -4,7 +4,7 @@
 #   tests/gpu/run.sh [--out DIR] [--floors FILE] [--cache-in DIR] [--cache-out DIR] [PART...]
 #
 # Parts, in this order; all of them when none is named. Those that measure are the product's own
-# (`penstock bench gpu`, engine/bench/gpu, where the floors are explained); those that check are here.
+# (`python -m tests.bench gpu`, tests/bench/engine/gpu, where the floors are explained); those that check are here.
 #
 #   floors     measures what this card does at best: every share below is of that.
 #   kernels    each kernel against the reference that the CPU's tests use, in fp32, fp16 and bf16; in float64
@@ -27,7 +27,7 @@
 #              captured, as kernels does ours.
 #
 # Each part is a process of its own, or several that share its rows where it only checks. One that ends or hangs
-# in a row is started again behind it: that row says how, and costs no other (engine/bench/gpu/supervise.py).
+# in a row is started again behind it: that row says how, and costs no other (tests/bench/engine/gpu/supervise.py).
 #
 # Time. All together take at most TOTAL_S seconds, table included. A part's limit is its weight's share of that
 # among the parts that run, so a part that is named alone has all of it; what one does not use, later ones may.
@@ -131,7 +131,7 @@ for part in "${parts[@]}"; do
     echo "== $part (at most $limit s)"
     began=$(date +%s)
     case $MEASURING in
-        *" $part "*) command=(engine.bench.gpu "$part") ;;
+        *" $part "*) command=(tests.bench.engine.gpu "$part") ;;
         *) command=("tests.gpu.$part") ;;
     esac
     python3 -m tests.gpu.part "$part" "$limit" "${SHARES[$part]:-1}" "${command[@]}"

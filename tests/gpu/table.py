@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from engine.bench.gpu.results import read, write
-from engine.bench.gpu.targets import failures, table
-from shared.bench import figures
+from tests.bench import figures
+from tests.bench.engine.gpu.results import read, write
+from tests.bench.engine.gpu.targets import failures, table
 
 
 def main() -> int:

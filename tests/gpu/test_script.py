@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.bench.gpu import LIMITS_S
-from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, kv_bytes, prefill_floor_s
-from engine.bench.gpu.targets import TARGETS
 from engine.config import EngineConfig
 from engine.runtime.device.runner import DeviceRunner
+from tests.bench.engine.gpu import LIMITS_S
+from tests.bench.engine.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, kv_bytes, prefill_floor_s
+from tests.bench.engine.gpu.targets import TARGETS
 from tests.engine.models import make_tiny_model
 from tests.engine.runtime.device.card import load_fake
 from tests.engine.runtime.device.test_runner import SMALL
@@ -67,7 +67,7 @@ def test_the_script_parses_and_its_parts_import(tmp_path: Path) -> None:
     assert all(f"[{part}]=" in text for part in parts)
     measuring = text.split('MEASURING="')[1].split('"')[0].split()
     assert set(measuring) == LIMITS_S.keys(), "the product's parts"
-    modules = [f"engine.bench.gpu.{p}" if p in measuring else f"tests.gpu.{p}" for p in parts]
+    modules = [f"tests.bench.engine.gpu.{p}" if p in measuring else f"tests.gpu.{p}" for p in parts]
     done = run(sys.executable, "-c", "import " + ", ".join(modules), results=tmp_path / "none")
     assert done.returncode == 0, done.stderr
 

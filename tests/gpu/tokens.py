@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.bench.gpu.measuring import check
-from engine.core.messages import SamplingParams
-from engine.runtime.attention import AttentionSpec
+from engine.contract.messages import SamplingParams
 from engine.runtime.attention.triton_paged import TritonDecode, TritonPrefill
-from engine.runtime.batch import PackedBatch
-from engine.runtime.config import RunnerConfig
 from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs, batch_buckets
 from engine.runtime.device.network import DecodeStep, DeviceDecoder, DeviceModel
 from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
 from engine.runtime.host.runner import HostRunner
-from engine.runtime.kv_cache import KVCache
 from engine.runtime.load import load_runner
 from engine.runtime.models.config import read_model_config
-from engine.runtime.weights import Checkpoint, checkpoint_files
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.kv_cache import KVCache
+from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.weights.reading import Checkpoint, checkpoint_files
+from tests.bench.engine.gpu.measuring import check
 from tests.engine.models import FAMILIES, make_tiny_model, not_greedy
 from tests.engine.runtime.driver import Driver
 

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from engine.runtime.models.config import ModelConfig
-from engine.runtime.models.parameters import read_all
-from engine.runtime.weights import ALL, Part
+from engine.runtime.weights.parameters import read_all
+from engine.runtime.weights.reading import ALL, Part
 
 SHARD_BYTES = 4 << 30
 

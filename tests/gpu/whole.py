@@ -35,17 +35,17 @@ from unittest.mock import patch
 
 import torch
 
-from engine.bench.gpu.measuring import check
-from engine.bench.gpu.results import floors
-from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, prefill_floor_s
-from engine.core.messages import SamplingParams
-from engine.core.newcomers import AddSequence
-from engine.runtime.config import RunnerConfig
+from engine.contract.messages import SamplingParams
+from engine.core.queue.newcomers import AddSequence
 from engine.runtime.device.graphs import Captured, DecodeGraphs
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.load import load_runner
 from engine.runtime.models.config import ModelConfig
-from shared.bench.figures import quantile
+from engine.runtime.setup.config import RunnerConfig
+from tests.bench.engine.gpu.measuring import check
+from tests.bench.engine.gpu.results import floors
+from tests.bench.engine.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, prefill_floor_s
+from tests.bench.figures import quantile
 from tests.gpu.loop import Joined, join, serve, vacate
 from tests.gpu.weights import write_model
 
@@ -301,9 +301,9 @@ class Streams:
 async def served(path: Path, streams: Streams, options: Sequence[str]) -> dict[str, Any]:
     """An engine as its operators start it: how long until it is ready, and a load through its API."""
     # The other rows need nothing that speaks HTTP.
-    from engine.bench.load import Load, Sample, Server, measure, warm_up
-    from shared.bench.client import ApiServer
-    from shared.bench.services import free_port, service
+    from tests.bench.client import ApiServer
+    from tests.bench.engine.load import Load, Sample, Server, measure, warm_up
+    from tests.bench.services import free_port, service
 
     load = Load(streams.count, rounds=1, prompt_len=streams.prompt, output_len=streams.outputs)
     port = free_port()

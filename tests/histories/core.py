@@ -13,9 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.core.config import SchedulerConfig
-from engine.core.loop import CoreLoop, last_words
-from engine.core.messages import (
+from engine.contract.messages import (
     AddRequest,
     CoreFailed,
     CoreInput,
@@ -27,8 +25,10 @@ from engine.core.messages import (
     RunnerInfo,
     StepOutput,
 )
-from engine.core.newcomers import sequences_of
-from shared.clock import Clock
+from engine.core.config import SchedulerConfig
+from engine.core.loop import CoreLoop, last_words
+from engine.core.queue.newcomers import sequences_of
+from shared.process.clock import Clock
 from tests.async_runner import AsyncRunner
 from tests.fake_runner import FakeRunner
 

@@ -28,7 +28,7 @@ from typing import Final
 
 import msgspec
 
-from engine.core.messages import FinishReason
+from engine.contract.messages import FinishReason
 from tests.histories.caller import Caller
 from tests.histories.core import Computed
 from tests.histories.draw import BUDGET, TENANTS, End, History, Trouble

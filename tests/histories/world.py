@@ -17,36 +17,36 @@ from unittest import mock
 import aiohappyeyeballs
 import msgspec
 
-import engine.api.app
-import engine.api.exchange
-import engine.api.generate
-import engine.api.outputs
-import engine.api.server
+import engine.api.answer.exchange
+import engine.api.answer.outputs
+import engine.api.http.app
+import engine.api.http.generate
+import engine.api.http.http2_server
+import engine.api.http.server
 import gateway.client.answer
 import gateway.client.deadlines
-import gateway.engines
-import gateway.exchange
-import gateway.listener
-import gateway.record
+import gateway.listen.listener
+import gateway.relay.engines
 import gateway.relay.stream
+import gateway.request.exchange
+import gateway.request.record
 import gateway.routing.replicas
-import shared.clock
-import shared.fair_threads
-import shared.http2.server
+import shared.fairness.fair_threads
 import shared.http2.stream
-from engine.api.model import load_model
-from engine.api.server import Engine
+import shared.process.clock
+from engine.api.ask.model import load_model
+from engine.api.http.server import Engine
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from gateway.admission.memory_store import Ledger, MemoryStore
 from gateway.admission.quota import Account
 from gateway.app import Gateway
-from gateway.config import KeyConfig, load
+from gateway.config.whole import KeyConfig, load
 from gateway.identity.keys import hash_key
 from gateway.routing.table import Table
-from shared import logs
-from shared.ids import KeyId
-from shared.tokenizer import Tokenizer, TokenizerBundle
+from shared.process import logs
+from shared.text.tokenizer import Tokenizer, TokenizerBundle
+from shared.wire.ids import KeyId
 from tests.fake_runner import runner_info
 from tests.histories.caller import LEAST_STAY_S, Caller, call
 from tests.histories.core import Computed, InProcessCore
@@ -61,18 +61,18 @@ TURN_S: Final = 1.0
 CONTEXT_LEN: Final = 256
 HANG_S: Final = 1.0
 OF_A_REQUEST: Final = (
-    gateway.exchange.Exchange,
-    gateway.record.RequestRecord,
+    gateway.request.exchange.Exchange,
+    gateway.request.record.RequestRecord,
     gateway.client.answer.Client,
     gateway.relay.stream.Progress,
     gateway.client.deadlines.Watch,
-    engine.api.exchange.Exchange,
-    engine.api.generate.Arrival,
-    engine.api.generate.Generation,
-    engine.api.outputs.ChoiceOutput,
-    engine.api.outputs.RequestOutput,
-    shared.http2.server.ServerRequest,
-    shared.http2.server.ServerResponder,
+    engine.api.answer.exchange.Exchange,
+    engine.api.http.generate.Arrival,
+    engine.api.http.generate.Generation,
+    engine.api.answer.outputs.ChoiceOutput,
+    engine.api.answer.outputs.RequestOutput,
+    engine.api.http.http2_server.ServerRequest,
+    engine.api.http.http2_server.ServerResponder,
     shared.http2.stream.Stream,
 )
 """The types of objects that are made for one request, and must be gone with it."""
@@ -81,7 +81,7 @@ Line = dict[str, Any]
 
 
 class LoopClock:
-    """A `shared.clock.Clock` of the loop's virtual time."""
+    """A `shared.process.clock.Clock` of the loop's virtual time."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.monotonic = loop.time
@@ -181,14 +181,14 @@ def _in_virtual_time(loop: VirtualLoop) -> Iterator[None]:
 
     with ExitStack() as stack:
         for target, name, new in (
-            (shared.clock._SystemClock, "monotonic", staticmethod(loop.time)),
-            (shared.fair_threads, "ThreadPoolExecutor", LoopPool),
+            (shared.process.clock._SystemClock, "monotonic", staticmethod(loop.time)),
+            (shared.fairness.fair_threads, "ThreadPoolExecutor", LoopPool),
             (aiohappyeyeballs, "start_connection", start_connection),
-            (gateway.listener, "FairAccepting", accepting),
-            (engine.api.app, "Accepting", accepting),
-            (engine.api.server, "_in_daemon_thread", inline),
-            (engine.api.server, "load_model", lru_cache(load_model)),
-            (gateway.engines, "_warm", _tokenizer),
+            (gateway.listen.listener, "FairAccepting", accepting),
+            (engine.api.http.app, "Accepting", accepting),
+            (engine.api.http.server, "_in_daemon_thread", inline),
+            (engine.api.http.server, "load_model", lru_cache(load_model)),
+            (gateway.relay.engines, "_warm", _tokenizer),
             (gateway.routing.replicas, "Table", _table),
         ):
             stack.enter_context(mock.patch.object(target, name, new))

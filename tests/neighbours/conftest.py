@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.bench.attack import Attack, Ends, Who
-from gateway.bench.attackers import RequestOutcome, send
-from gateway.bench.neighbourhood import (
+from shared.process.config import to_toml
+from tests.bench.gateway.attack import Attack, Ends, Who
+from tests.bench.gateway.attackers import RequestOutcome, send
+from tests.bench.gateway.neighbourhood import (
     CORE_MEMORY_MAX,
     ENGINE_MEMORY_MAX,
     ENGINE_OPTIONS,
@@ -26,8 +27,7 @@ from gateway.bench.neighbourhood import (
     peak_bytes,
     rest_bytes,
 )
-from gateway.bench.victim import Victim
-from shared.config import to_toml
+from tests.bench.gateway.victim import Victim
 from tests.services import (
     MODEL_DIR,
     Line,

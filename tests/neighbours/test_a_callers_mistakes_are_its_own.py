@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from gateway.bench.attack import Who, chat
-from shared.census import DEPTH_MAX
+from shared.apis.census import DEPTH_MAX
+from tests.bench.gateway.attack import Who, chat
 from tests.neighbours.conftest import House
 from tests.services import PATIENCE_S, until
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 import httpx
 import pytest
 
-from gateway.bench.attack import Attack, Ends, Law, Who, chat
-from gateway.bench.attackers import RequestOutcome, send
-from gateway.bench.victim import CHATS
+from tests.bench.gateway.attack import Attack, Ends, Law, Who, chat
+from tests.bench.gateway.attackers import RequestOutcome, send
+from tests.bench.gateway.victim import CHATS
 from tests.neighbours.conftest import House, engines, gateway
 from tests.services import PATIENCE_S, Line, Service, engine_at_rest, engine_url, gauges, until
 

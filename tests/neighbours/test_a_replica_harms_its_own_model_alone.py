@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.bench.attack import Attack, Law, Rogue
-from gateway.bench.attacks import against
-from shared.bench.services import free_port
+from tests.bench.gateway.attack import Attack, Law, Rogue
+from tests.bench.gateway.attacks import against
+from tests.bench.services import free_port
 from tests.neighbours.conftest import House, gateway
 from tests.services import MODEL_DIR, service, until
 
@@ -18,7 +18,7 @@ from tests.services import MODEL_DIR, service, until
 def beside_rogues(pair: House) -> Iterator[House]:
     """A gateway before the folder's engine, and before a rogue for each kind of harm."""
     port = free_port()
-    argv = ["gateway.bench.rogue_engine", "--port", str(port), "--tokenizer", str(MODEL_DIR)]
+    argv = ["tests.bench.gateway.rogue_engine", "--port", str(port), "--tokenizer", str(MODEL_DIR)]
     with service(argv), gateway([pair.engine], rogue_url=f"http://127.0.0.1:{port}") as front:
         house = House(front, pair.engine)
         asyncio.run(house.warm_up())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.bench.attack import Attack, Law
-from gateway.bench.attacks import against
+from tests.bench.gateway.attack import Attack, Law
+from tests.bench.gateway.attacks import against
 from tests.neighbours.conftest import House
 
 

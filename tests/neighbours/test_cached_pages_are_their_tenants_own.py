@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.bench.attack import MIB, PLAIN_ID, Who, completion
-from gateway.bench.attackers import named, send
+from tests.bench.gateway.attack import MIB, PLAIN_ID, Who, completion
+from tests.bench.gateway.attackers import named, send
 from tests.neighbours.conftest import House, engines, gateway
 from tests.services import until
 

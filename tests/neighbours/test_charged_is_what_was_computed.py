@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 import pytest
 
-from gateway.bench.attack import POOR_TOKEN_BUDGET, Attack, Ends, Law, Who
-from gateway.bench.attacks import against
+from tests.bench.gateway.attack import POOR_TOKEN_BUDGET, Attack, Ends, Law, Who
+from tests.bench.gateway.attacks import against
 from tests.neighbours.conftest import House
 
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from gateway.bench.attack import MODEL, Who
+from tests.bench.gateway.attack import MODEL, Who
 from tests.neighbours.conftest import House
 from tests.services import PATIENCE_S, until
 

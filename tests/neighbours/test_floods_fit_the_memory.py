@@ -22,10 +22,15 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from gateway.bench.attack import BODY_LEN, CHATS, COMPLETION_HEAD, MODEL, Attack, Ends, Law, Who, chat
-from gateway.bench.attackers import named, send
-from gateway.bench.issuing import Certificate
-from gateway.bench.neighbourhood import (
+from gateway.config.edge import TlsConfig
+from gateway.config.whole import ModelConfig
+from shared.process.config import to_toml
+from shared.process.memory import gateway_memory_max
+from tests.bench.client import ApiServer
+from tests.bench.gateway.attack import BODY_LEN, CHATS, COMPLETION_HEAD, MODEL, Attack, Ends, Law, Who, chat
+from tests.bench.gateway.attackers import named, send
+from tests.bench.gateway.issuing import Certificate
+from tests.bench.gateway.neighbourhood import (
     CONNECTIONS_MAX,
     REQUEST_MEMORY,
     TOKENIZER_THREADS,
@@ -35,13 +40,8 @@ from gateway.bench.neighbourhood import (
     peak_bytes,
     rest_bytes,
 )
-from gateway.bench.paced_engine import MODEL as PACED
-from gateway.bench.subjects import ServerUnderTest, paced_engine
-from gateway.config import ModelConfig
-from gateway.edge_config import TlsConfig
-from shared.bench.client import ApiServer
-from shared.config import to_toml
-from shared.memory import gateway_memory_max
+from tests.bench.gateway.paced_engine import MODEL as PACED
+from tests.bench.gateway.subjects import ServerUnderTest, paced_engine
 from tests.services import (
     PATIENCE_S,
     Service,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.bench.attack import CHATS, Attack, Law, Who, chat
+from tests.bench.gateway.attack import CHATS, Attack, Law, Who, chat
 from tests.neighbours.conftest import House, engines, gateway
 from tests.services import Service, engine_at_rest, engine_url, until
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.bench.attack import MIB, PLAIN_ID, Attack, Law, completion
+from tests.bench.gateway.attack import MIB, PLAIN_ID, Attack, Law, completion
 from tests.neighbours.conftest import House, engines, gateway
 from tests.services import MODEL_DIR
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.bench.attack import Attack, Law, completion
-from gateway.bench.attackers import named
-from gateway.bench.attacks import against
+from tests.bench.gateway.attack import Attack, Law, completion
+from tests.bench.gateway.attackers import named
+from tests.bench.gateway.attacks import against
 from tests.neighbours.conftest import House
 
 FRAMED_LEN = len(b"1\r\n7\r\n")

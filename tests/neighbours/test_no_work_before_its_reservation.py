@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.bench.attack import Attack, Law
-from gateway.bench.attackers import named
-from gateway.bench.attacks import against
-from gateway.bench.neighbourhood import LIVE_MAX
+from tests.bench.gateway.attack import Attack, Law
+from tests.bench.gateway.attackers import named
+from tests.bench.gateway.attacks import against
+from tests.bench.gateway.neighbourhood import LIVE_MAX
 from tests.neighbours.conftest import House
 
 

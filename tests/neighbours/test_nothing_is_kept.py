@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.bench.attack import MIB, Attack, Ends, chat
-from gateway.bench.attackers import named
-from gateway.bench.neighbourhood import rest_bytes
+from tests.bench.gateway.attack import MIB, Attack, Ends, chat
+from tests.bench.gateway.attackers import named
+from tests.bench.gateway.neighbourhood import rest_bytes
 from tests.neighbours.conftest import House
 from tests.services import gauges
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.bench.attack import MODEL, Attack, Law, padded
-from gateway.bench.attackers import named
-from gateway.bench.attacks import against
+from tests.bench.gateway.attack import MODEL, Attack, Law, padded
+from tests.bench.gateway.attackers import named
+from tests.bench.gateway.attacks import against
 from tests.neighbours.conftest import House
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.bench.attackers import named
+from tests.bench.gateway.attackers import named
 from tests.neighbours.conftest import House, gateway
 
 WORKERS = 2

@@ -20,24 +20,24 @@ from unittest import mock
 
 import msgspec
 
-import shared.fair_threads
-from engine.api.server import Engine
+import shared.fairness.fair_threads
+from engine.api.http.server import Engine
 from engine.config import EngineConfig
+from engine.contract.messages import Plan
 from engine.core.config import SchedulerConfig
-from engine.core.messages import Plan
-from gateway.accounts import by_keys
 from gateway.admission.memory_store import MemoryStore
 from gateway.app import Gateway
-from gateway.config import load
+from gateway.config.whole import load
+from gateway.directory.accounts import by_keys
 from gateway.identity.caller import Caller as Claims
 from gateway.identity.caller import Identity, Principal
 from gateway.identity.keys import hash_key
-from shared import logs
-from shared.completed_line import EngineLine, GatewayLine, Line
-from shared.tokenizer import TokenizerBundle
+from shared.process import logs
+from shared.text.tokenizer import TokenizerBundle
 from shared.trace.join import join
 from shared.trace.reading import Reading
 from shared.trace.table import table
+from shared.wire.completed_line import EngineLine, GatewayLine, Line
 from tests.fake_runner import runner_info
 from tests.histories.caller import Caller
 from tests.histories.core import Broken, InProcessCore
@@ -336,7 +336,7 @@ def play(scene: Callable[[Stage], Awaitable[None]], setting: Setting, model_dir:
         try:
             with (
                 _in_virtual_time(loop),
-                mock.patch.object(shared.fair_threads, "ThreadPoolExecutor", setting.pool),
+                mock.patch.object(shared.fairness.fair_threads, "ThreadPoolExecutor", setting.pool),
             ):
                 runner.run(Stage(setting, loop, model_dir).run(scene))
         finally:

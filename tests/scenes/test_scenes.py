@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gateway.routing.health import SAMPLES_MIN
-from shared.completed_line import EngineLine, GatewayLine
 from shared.trace.sentences import sentence
+from shared.wire.completed_line import EngineLine, GatewayLine
 from tests.engine.api.tiny import write_model_dir
 from tests.histories.world import until
 from tests.scenes.stage import Setting, SlowPool, Stage, Told, play

@@ -11,8 +11,8 @@ from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.request import Request
-from shared.errors import InvalidRequest
-from shared.validation import parse
+from shared.apis.validation import parse
+from shared.wire.errors import InvalidRequest
 
 REQUESTS: list[type[GenerationRequest]] = [ChatRequest, CompletionRequest]
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -14,8 +14,8 @@ import trustme
 import uvloop
 from structlog.testing import capture_logs
 
-from shared import accepting
-from shared.accepting import ACCEPTS_FAILED, Accepting
+from shared.process import accepting
+from shared.process.accepting import ACCEPTS_FAILED, Accepting
 
 PATIENCE_S = 30.0
 CALLERS = 5

@@ -8,14 +8,14 @@ import tracemalloc
 
 import pytest
 
-from shared import bounded_template
 from shared.apis.messages import ChatMessage
-from shared.bounded_template import SHORT_S, SOURCE_LEN_MAX, Spending, Unbounded
-from shared.chat_template import ChatTemplate, CompiledTemplate
-from shared.clock import SYSTEM_CLOCK
-from shared.errors import ApiError, InvalidRequest, NotInPlace
-from shared.fair_threads import at_once
-from shared.rendering import DOUBTFUL, Renderer
+from shared.fairness.fair_threads import at_once
+from shared.process.clock import SYSTEM_CLOCK
+from shared.text import bounded_template
+from shared.text.bounded_template import SHORT_S, SOURCE_LEN_MAX, Spending, Unbounded
+from shared.text.chat_template import ChatTemplate, CompiledTemplate
+from shared.text.rendering import DOUBTFUL, Renderer
+from shared.wire.errors import ApiError, InvalidRequest, NotInPlace
 from tests.shared.chat_templates import TEMPLATES
 
 CHAT = [ChatMessage("user", "a " * 450), ChatMessage("user", "b")]

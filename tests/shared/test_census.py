@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import census
-from shared.census import Census, census_slices, take_census
+from shared.apis import census
+from shared.apis.census import Census, census_slices, take_census
 
 TEXT = st.text(st.sampled_from('ab",:[]{}\\é\N{WATER WAVE}\n') | st.characters(exclude_categories=["Cs"]))
 JSON = st.recursive(

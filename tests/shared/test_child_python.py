@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.child_python import environment
-from shared.fair_threads import at_once
-from shared.rendering import APART_LEN, Chat, Renderer
+from shared.fairness.fair_threads import at_once
+from shared.process.child_python import environment
+from shared.text.rendering import APART_LEN, Chat, Renderer
 
 ROOT = Path(__file__).parent.parent.parent
 DECOY = "raise SystemExit('this is not Penstock')"

@@ -18,18 +18,19 @@ import trustme
 
 from engine.config import ENV_PREFIX as ENGINE_PREFIX
 from gateway.__main__ import _named
-from gateway.config import ENV_PREFIX as GATEWAY_PREFIX
-from gateway.config import GatewayConfig, ModelConfig
-from gateway.config import load as load_gateway_config
-from gateway.development import development_config, development_key
+from gateway.config.whole import ENV_PREFIX as GATEWAY_PREFIX
+from gateway.config.whole import GatewayConfig, ModelConfig
+from gateway.config.whole import load as load_gateway_config
+from gateway.directory.development import development_config, development_key
 from gateway.identity.keys import KeyTable, key_problem
-from shared import cli, probe
-from shared.arguments import closest
+from shared import cli
 from shared.cli import admin, running, service, up
 from shared.cli.running import Running
-from shared.config import to_toml
-from shared.environment import OTHERS, SERVICE_PREFIXES
-from shared.settings import walk
+from shared.process import probe
+from shared.process.arguments import closest
+from shared.process.config import to_toml
+from shared.process.environment import OTHERS, SERVICE_PREFIXES
+from shared.process.settings import walk
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +203,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_line_needs_no_service_and_no_tensors() -> None:
-    heavy = "{'torch', 'aiohttp', 'gateway', 'engine', 'engine.bench.served'}"
+    heavy = "{'torch', 'aiohttp', 'gateway', 'engine', 'tests.bench.engine.served'}"
     script = "import sys; from shared import cli; cli.build_parser('up'); "
     script += f"print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run(

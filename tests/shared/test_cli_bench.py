@@ -1,4 +1,4 @@
-"""The command `penstock bench`."""
+"""The command `penstock bench`, and `python -m tests.bench`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from types import ModuleType
 import pytest
 import structlog
 
-from shared import cli, logs
-from shared.bench.figures import Figure, figure
-from shared.cli import bench
+from shared import cli
+from shared.cli import bench as cli_bench
+from shared.process import logs
+from tests.bench import __main__ as bench
+from tests.bench.figures import Figure, figure
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,18 @@ def test_what_is_printed_is_figures_alone(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(bench, "BENCHES", {"a": (module.__name__, "nothing")})
     module.run, module.add_arguments, module.BenchFailed = run, lambda _: None, OSError  # type: ignore[attr-defined]
-    assert cli.main(["bench", "a"]) == 0
+    assert bench.main(["a"]) == 0
     printed = capsys.readouterr()
     assert [json.loads(line)["name"] for line in printed.out.splitlines()] == ["a"]
     assert [json.loads(line)["event"] for line in printed.err.splitlines()] == ["redis.down"]
+
+
+def test_the_command_of_an_installation_knows_every_bench() -> None:
+    assert tuple(bench.BENCHES) == cli_bench.OF_A_CHECKOUT
+
+
+def test_the_command_of_an_installation_says_how_a_bench_is_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "gateway", "--rows", "a row"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.endswith("python -m tests.bench gateway --rows 'a row'\n")

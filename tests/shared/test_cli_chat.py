@@ -17,12 +17,13 @@ import httpx
 import pytest
 import trustme
 
-from shared import cli, sse
-from shared.apis.errors import error_envelope
+from shared import cli
 from shared.cli import chat, running, terminal
 from shared.cli.chat import ChatFailed, Conversation
 from shared.cli.running import Running
-from shared.errors import EngineFailed, Unauthenticated
+from shared.wire import sse
+from shared.wire.envelope import error_envelope
+from shared.wire.errors import EngineFailed, Unauthenticated
 
 
 def chunk(text: str | None) -> bytes:

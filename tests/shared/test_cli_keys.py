@@ -17,14 +17,14 @@ import pytest
 import structlog
 
 from gateway.app import Gateway
-from gateway.config import KeyConfig, load
-from gateway.development import development_config
+from gateway.config.whole import KeyConfig, load
+from gateway.directory.development import development_config
 from gateway.identity.keys import KeyTable, hash_key
 from shared import cli
 from shared.cli import running
 from shared.cli.admin import KEY_VARIABLE
 from shared.cli.running import Running, write_running
-from shared.config import to_toml
+from shared.process.config import to_toml
 from tests.gateway.conftest import KEY, settings
 from tests.gateway.directory_world import OPERATOR, World, directory_world
 from tests.gateway.fake_engine import FakeEngine, byte_bundle

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.clock import SYSTEM_CLOCK
+from shared.process.clock import SYSTEM_CLOCK
 from tests.fakes import VirtualClock
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shared import logs
-from shared.completed_line import (
+from shared.process import logs
+from shared.wire.completed_line import (
     ENGINE_STAGES,
     EVENT,
     GATEWAY_STAGES,
@@ -19,7 +19,7 @@ from shared.completed_line import (
     GatewayLine,
     schema_problem,
 )
-from shared.end_reason import MEANINGS, EndReason
+from shared.wire.end_reason import MEANINGS, EndReason
 from tests.line_check import SUITES, LineCheck
 
 BOTH: dict[str, Any] = {
@@ -110,12 +110,12 @@ def test_the_suites_hook_finds_a_line_that_breaks_the_schema(check: LineCheck) -
     logs.configure("gateway", stream=stream)
     fields = {name: value for name, value in OF_THE_GATEWAY.items() if name not in ("ts", "level", "event")}
     del fields["service"]
-    logs.write(EVENT, {**fields, "logger": "gateway.record"})
+    logs.write(EVENT, {**fields, "logger": "gateway.request.record"})
     assert check.take() == []
-    logs.write(EVENT, {**fields, "logger": "engine.api.exchange"})
+    logs.write(EVENT, {**fields, "logger": "engine.api.answer.exchange"})
     [problem] = check.take()
     assert "no field of EngineLine: attempts" in problem
-    logs.write(EVENT, {**fields, "logger": "gateway.record", "total_ms": 4.0, "wait_ms": 1.0})
+    logs.write(EVENT, {**fields, "logger": "gateway.request.record", "total_ms": 4.0, "wait_ms": 1.0})
     assert "1.500 ms are in no stage" in check.take()[0]
     logs.close()
     assert check.checked == 3

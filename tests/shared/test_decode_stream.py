@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from shared.token_text import PROMPT_TAIL_LEN
-from shared.tokenizer import Tokenizer, TokenizerBundle
+from shared.text.token_text import PROMPT_TAIL_LEN
+from shared.text.tokenizer import Tokenizer, TokenizerBundle
 from tests.shared.toy_tokenizers import (
     BOTH,
     BYTE_LEVEL,
@@ -78,7 +78,7 @@ def crooked(seed: int = 0, count: int = 300) -> Tokenizer:
 
 
 def pre_tokenizer_alphabet() -> dict[str, int]:
-    from shared.words import byte_level_alphabet
+    from shared.text.words import byte_level_alphabet
 
     return byte_level_alphabet()
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from shared import descriptors
+from shared.process import descriptors
 
 CHILD = """
 import os, resource
-from shared import descriptors
+from shared.process import descriptors
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (32, 64))
 descriptors.raise_limit()

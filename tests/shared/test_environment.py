@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 import pytest
 from msgspec import Meta
 
-from shared.arguments import Parser, add_settings
-from shared.config import ConfigError, load
-from shared.environment import OTHERS, settings_in, unread_in
-from shared.settings import Text
+from shared.process.arguments import Parser, add_settings
+from shared.process.config import ConfigError, load
+from shared.process.environment import OTHERS, settings_in, unread_in
+from shared.process.settings import Text
 
 PREFIX = "PENSTOCK_ENGINE_"
 SERVICE_LINKS = {

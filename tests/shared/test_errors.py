@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared import errors
-from shared.end_reason import EndReason, end_reason_of
-from shared.errors import ApiError, error_headers
+from shared.wire import errors
+from shared.wire.end_reason import EndReason, end_reason_of
+from shared.wire.errors import ApiError, error_headers
 
 
 def tree(root: type[ApiError] = ApiError) -> Iterator[type[ApiError]]:

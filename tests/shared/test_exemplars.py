@@ -8,10 +8,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Exemplar as ShownExemplar
 
 from gateway.workers.metrics import Snapshot, decode, encode, merged, registry_of, retired, snapshot
-from shared.ids import RequestId
-from shared.metrics import Counter, Exemplar, Gauge, Histogram
-from shared.telemetry import Stages, exposition
-from shared.tracing import TracePolicy, Tracing
+from shared.process.metrics import Counter, Exemplar, Gauge, Histogram
+from shared.telemetry.stages import Stages, exposition
+from shared.telemetry.tracing import TracePolicy, Tracing
+from shared.wire.ids import RequestId
 from tests.fakes import VirtualClock
 from tests.span_sink import KeptSpans
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.fair_share import ALPHA, FairShare, held_max
+from shared.fairness.fair_share import ALPHA, FairShare, held_max
 
 
 def greedy(share: FairShare, tenant: str) -> int:

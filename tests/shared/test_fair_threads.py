@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from shared.errors import Overloaded
-from shared.fair_threads import FairThreads, Slices
+from shared.fairness.fair_threads import FairThreads, Slices
+from shared.wire.errors import Overloaded
 from tests.fakes import VirtualClock
 
 PATIENCE_S = 20.0

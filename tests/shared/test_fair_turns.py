@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
-from shared.fair_turns import BEGIN_MAX, FairTurns
+from shared.fairness.fair_turns import BEGIN_MAX, FairTurns
 
 FLOOD = 5 * BEGIN_MAX
 TURNS_MAX = 100

@@ -10,8 +10,8 @@ from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.nothing import INSTEAD
 from shared.apis.tokenize import DetokenizeRequest, TokenizeRequest
-from shared.errors import UnsupportedParameter
-from shared.validation import parse
+from shared.apis.validation import parse
+from shared.wire.errors import UnsupportedParameter
 from tests.shared.request_bodies import chat, completion
 
 ASKING: dict[str, Any] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.files import read_bytes, read_text, write_all
+from shared.process.files import read_bytes, read_text, write_all
 
 
 def test_all_is_written_by_calls_that_write_a_part_each(

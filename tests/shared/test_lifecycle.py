@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shared.lifecycle import MOVES, IllegalMove, Lifecycle, Phase, on_stop_signals
+from shared.process.lifecycle import MOVES, IllegalMove, Lifecycle, Phase, on_stop_signals
 
 ROUTES = {
     Phase.STARTING: [],
@@ -68,7 +68,7 @@ async def test_stop_signals_reach_the_loop() -> None:
 
 CHILD = """
 import os, signal, sys
-from shared.lifecycle import die_with_parent
+from shared.process.lifecycle import die_with_parent
 die_with_parent(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 signal.pause()

@@ -22,9 +22,9 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import logs
 from shared.apis.messages import ChatMessage
-from shared.causes import Cause, CauseCode
+from shared.process import logs
+from shared.wire.causes import Cause, CauseCode
 
 CANARY = "the-secret-of-the-prompt"
 
@@ -284,7 +284,7 @@ def test_without_a_lock_a_pipe_takes_each_text_as_a_whole() -> None:
 
 _WRITES: Final = """
 import sys
-from shared import logs
+from shared.process import logs
 for _ in range(20):  # a writer each, so that many writes contend
     writer = logs._Writer(sys.stderr, "test", "info", is_shared=True)
     for _ in range(5):

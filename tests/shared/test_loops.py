@@ -8,7 +8,16 @@ import sys
 import pytest
 import uvloop
 
-from shared.loops import IDLE_TICK_S, SWITCH_S, TICK_S, WORK_S, LagMeter, loop_factory, loop_name, watch_lag
+from shared.process.loops import (
+    IDLE_TICK_S,
+    SWITCH_S,
+    TICK_S,
+    WORK_S,
+    LagMeter,
+    loop_factory,
+    loop_name,
+    watch_lag,
+)
 
 
 async def running() -> tuple[type, str]:

@@ -10,8 +10,8 @@ from prometheus_client import Counter as TheirCounter
 from prometheus_client import Histogram as TheirHistogram
 from prometheus_client.registry import Collector
 
-from shared.metrics import REGISTRY, Counter, Gauge, Histogram, registry_of_service
-from shared.telemetry import exposition
+from shared.process.metrics import REGISTRY, Counter, Gauge, Histogram, registry_of_service
+from shared.telemetry.stages import exposition
 
 BOUNDS = (0.125, 0.5, 1, 10)
 

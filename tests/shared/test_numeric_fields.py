@@ -13,8 +13,8 @@ from msgspec import inspect
 
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
-from shared.errors import InvalidRequest
-from shared.validation import parse
+from shared.apis.validation import parse
+from shared.wire.errors import InvalidRequest
 from tests.shared.request_bodies import (
     MINIMAL,
     REQUESTS,

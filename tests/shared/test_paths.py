@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.paths import no_such_path
+from shared.wire.paths import no_such_path
 
 PATHS = {"/v1/chat/completions", "/v1/models", "/tokenize"}
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import trustme
 
-from shared.probe import main
+from shared.process.probe import main
 
 
 class Handler(BaseHTTPRequestHandler):

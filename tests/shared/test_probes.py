@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shared.lifecycle import Lifecycle, Phase
-from shared.probes import Health, Probe, answer_probe
+from shared.process.lifecycle import Lifecycle, Phase
+from shared.process.probes import Health, Probe, answer_probe
 
 WAYS = {
     "starting": (),

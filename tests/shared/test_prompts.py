@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from shared import prompts
 from shared.apis.messages import ChatMessage
 from shared.apis.prompt import ChatPrompt, TextPrompt
-from shared.errors import ApiError, ContextLengthExceeded, InvalidRequest, NeverFits
-from shared.fair_threads import Slices
-from shared.prompts import prompt_slices, text_slices
-from shared.room import Room
-from shared.tokenizer import Tokenizer
+from shared.fairness.fair_threads import Slices
+from shared.text import prompts
+from shared.text.prompts import prompt_slices, text_slices
+from shared.text.tokenizer import Tokenizer
+from shared.wire.errors import ApiError, ContextLengthExceeded, InvalidRequest, NeverFits
+from shared.wire.room import Room
 from tests.shared.test_text_slices import sentence_piece
 from tests.shared.toy_tokenizers import BYTE_LEVEL, bundle_of, byte_level, with_bos
 

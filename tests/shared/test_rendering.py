@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from shared import memory
 from shared.apis.messages import ChatMessage
-from shared.chat_template import ChatTemplate
-from shared.errors import ApiError, InvalidRequest, Overloaded
-from shared.fair_threads import FairThreads, Slices, at_once
-from shared.rendering import APART_LEN, Renderer
+from shared.fairness.fair_threads import FairThreads, Slices, at_once
+from shared.process import memory
+from shared.text.chat_template import ChatTemplate
+from shared.text.rendering import APART_LEN, Renderer
+from shared.wire.errors import ApiError, InvalidRequest, Overloaded
 from tests.fakes import VirtualClock
 
 SPLITTING = (

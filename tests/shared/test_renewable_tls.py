@@ -13,8 +13,8 @@ import pytest
 import structlog
 import trustme
 
-from shared.renewable_tls import POLL_S, RenewableTls
-from shared.tls import HTTP1, UnusableTls, client_context, server_context
+from shared.process.renewable_tls import POLL_S, RenewableTls
+from shared.process.tls import HTTP1, UnusableTls, client_context, server_context
 from tests.fakes import VirtualClock
 
 PATIENCE_S = 60.0

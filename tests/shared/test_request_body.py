@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest, Overloaded
-from shared.request_body import check_page, read_body
+from shared.wire.errors import BodyTimeout, BodyTooLarge, InvalidRequest, Overloaded
+from shared.wire.request_body import check_page, read_body
 
 LEN_MAX = 10
 

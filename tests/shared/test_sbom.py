@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from shared import sbom
-from shared.build import DISTRIBUTION
+from shared.process import sbom
+from shared.process.build import DISTRIBUTION
 
 
 def test_every_package_is_listed_once_with_its_version(capsys: pytest.CaptureFixture[str]) -> None:

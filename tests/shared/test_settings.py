@@ -15,12 +15,12 @@ import pytest
 from msgspec import Meta
 
 from engine.config import EngineConfig
-from gateway.config import GatewayConfig
+from gateway.config.whole import GatewayConfig
 from shared import cli
 from shared.cli.service import CONFIGS
 from shared.cli.settings import text_of
-from shared.config import load, to_toml
-from shared.settings import (
+from shared.process.config import load, to_toml
+from shared.process.settings import (
     Kind,
     Port,
     Rule,
@@ -30,7 +30,7 @@ from shared.settings import (
     settings_of,
     walk,
 )
-from shared.sizes import parse_size, show_size
+from shared.process.sizes import parse_size, show_size
 from tests.ship import values_schema
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shared.shield import shielded
+from shared.process.shield import shielded
 from tests.uncollected import uncollected
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.socket_directory import SocketDirectory, remove_abandoned
+from shared.process.socket_directory import SocketDirectory, remove_abandoned
 
 PREFIX = "penstock-core-"
 

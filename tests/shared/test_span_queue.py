@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from shared import logs
-from shared.config import ConfigError
-from shared.metrics import REGISTRY
-from shared.otlp import tracing_of
-from shared.span_queue import BATCH_MAX, SpanQueue
-from shared.telemetry import TraceContext
-from shared.tracing import NO_TRACING, Span, TracingConfig, spans_of
+from shared.process import logs
+from shared.process.config import ConfigError
+from shared.process.metrics import REGISTRY
+from shared.telemetry.otlp import tracing_of
+from shared.telemetry.span_queue import BATCH_MAX, SpanQueue
+from shared.telemetry.stages import TraceContext
+from shared.telemetry.tracing import NO_TRACING, Span, TracingConfig, spans_of
 from tests.fakes import VirtualClock
 from tests.shared.test_tracing import LINE, SPAN_ID, TRACE_ID, walked
 from tests.span_sink import Collector, collecting
@@ -81,7 +81,7 @@ def test_a_receiver_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch) -> 
             done.release()
 
     said: list[str] = []
-    from shared import span_queue
+    from shared.telemetry import span_queue
 
     def warned(event: str, problem: str) -> None:
         assert problem, "it says what is wrong, also where the library does not raise"

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shared import sse
-from shared.errors import EngineFailed
-from shared.sse import CLOSING_LEN_MAX, DONE, EVENT_LEN_MAX, Closing, TailScanner
+from shared.wire import sse
+from shared.wire.errors import EngineFailed
+from shared.wire.sse import CLOSING_LEN_MAX, DONE, EVENT_LEN_MAX, Closing, TailScanner
 
 CLOSING = Closing(
     end_reason="stop",

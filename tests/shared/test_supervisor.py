@@ -15,10 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.bench.services import free_port
 from shared.cli import restarts, running, supervisor, up
 from shared.cli.running import Running
 from shared.cli.supervisor import ServiceSpec
+from tests.bench.services import free_port
 
 CHILD = Path(__file__).with_name("cli_child.py")
 PATIENCE_S = 60

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from shared import telemetry
-from shared.metrics import REGISTRY
-from shared.telemetry import Stages, TraceContext, parse_traceparent
+from shared.process.metrics import REGISTRY
+from shared.telemetry import stages as telemetry
+from shared.telemetry.stages import Stages, TraceContext, parse_traceparent
 from tests.fakes import VirtualClock
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 
-from shared import text_slices
-from shared.errors import InvalidRequest
-from shared.text_slices import Slicer
+from shared.text import text_slices
+from shared.text.text_slices import Slicer
+from shared.wire.errors import InvalidRequest
 from tests.shared.test_words import GPT2, KNOWN, made, split
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

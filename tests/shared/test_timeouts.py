@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import InvalidRequest
-from shared.timeouts import TIMEOUT_S_MAX, stated_timeout_s
+from shared.wire.errors import InvalidRequest
+from shared.wire.timeouts import TIMEOUT_S_MAX, stated_timeout_s
 
 
 @pytest.mark.parametrize(

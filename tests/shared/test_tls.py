@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from shared.tls import HTTP1, UnusableTls, server_context
+from shared.process.tls import HTTP1, UnusableTls, server_context
 
 
 @pytest.fixture

@@ -14,21 +14,21 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import checked_bundles
-from shared import tokenizer as tokenizer_module
+from gateway.relay import checked_bundles
+from gateway.relay.checked_bundles import check  # before tests are told to do without a process
+from gateway.relay.tokenizer_child import checked
 from shared.apis.messages import ChatMessage, TextPart
 from shared.apis.prompt import ChatPrompt, TextPrompt
-from shared.checked_bundles import check  # before tests are told to do without a process
-from shared.errors import ApiError, InternalError, InvalidRequest, NotInPlace, TokenizerFailed
-from shared.fair_threads import at_once
-from shared.prompts import prompt_slices
-from shared.tokenizer import (
+from shared.fairness.fair_threads import at_once
+from shared.text import tokenizer as tokenizer_module
+from shared.text.prompts import prompt_slices
+from shared.text.tokenizer import (
     TEMPLATE_LEN_MAX,
     Tokenizer,
     TokenizerBundle,
     UnusableTokenizer,
 )
-from shared.tokenizer_child import checked
+from shared.wire.errors import ApiError, InternalError, InvalidRequest, NotInPlace, TokenizerFailed
 from tests.shared.chat_templates import CHATML, MISTRAL, TEMPLATES
 from tests.shared.toy_tokenizers import (
     BOTH,

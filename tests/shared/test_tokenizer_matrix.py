@@ -19,8 +19,8 @@ import pytest
 
 from shared.apis.chat import ChatRequest
 from shared.apis.messages import ChatMessage
-from shared.fair_threads import at_once
-from shared.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
+from shared.fairness.fair_threads import at_once
+from shared.text.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
 from tests.shared.toy_tokenizers import byte_level, sentencepiece, with_bos
 
 DRAWN = 120

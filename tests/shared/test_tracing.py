@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shared.telemetry import Stages
-from shared.tracing import NO_TRACING, STAGE_S_MIN, TracePolicy, Tracing, has_failed, spans_of
+from shared.telemetry.stages import Stages
+from shared.telemetry.tracing import NO_TRACING, STAGE_S_MIN, TracePolicy, Tracing, has_failed, spans_of
 from tests.fakes import VirtualClock
 from tests.span_sink import KeptSpans
 

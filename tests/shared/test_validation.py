@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import validation
+from shared.apis import validation
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.request import Request
-from shared.apis.shapes import BODY_LEN_MAX, IMAGES_MAX, PROMPTS_MAX
 from shared.apis.tokenize import DetokenizeRequest, TokenizeRequest
-from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
-from shared.fair_threads import at_once
-from shared.validation import IGNORED_NAMED_MAX, Parsed, parse, parse_slices, with_fields
+from shared.apis.validation import IGNORED_NAMED_MAX, Parsed, parse, parse_slices, with_fields
+from shared.fairness.fair_threads import at_once
+from shared.wire.errors import InvalidJson, InvalidRequest, UnsupportedParameter
+from shared.wire.shapes import BODY_LEN_MAX, IMAGES_MAX, PROMPTS_MAX
 from tests.shared.request_bodies import (
     CHAT,
     MESSAGE,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 
-from shared import words
-from shared.words import _IN_ASCII, WordEncoder
+from shared.text import words
+from shared.text.words import _IN_ASCII, WordEncoder
 
 CORPUS = ["The valve's opening lets the water flow; we'll see 2,048 turns.\n\n\tAt 10:45, it'S done!! " * 20]
 SPECIALS = ["<s>", "<s>>", "<|im_start|>", "<|im_end|>"]

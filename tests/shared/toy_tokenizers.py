@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from shared.tokenizer import (
+from shared.text.tokenizer import (
     Tokenizer,
     TokenizerBundle,
 )

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from gateway.console.gate import SESSION
+from gateway.operators.gate import SESSION
 from tests.ship.browser import Page, opened
 
 UP_S: Final = 240.0

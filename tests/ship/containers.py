@@ -100,7 +100,7 @@ class Container:
         )
 
     def is_ready(self) -> bool:
-        return self.exec("python", "-m", "shared.probe").returncode == 0
+        return self.exec("python", "-m", "shared.process.probe").returncode == 0
 
     def lines(self) -> list[dict[str, object]]:
         """Its log."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from gateway.config import GatewayConfig
-from shared.memory import ADMIN, MIB, SOCKET, gateway_memory_max
+from gateway.config.whole import GatewayConfig
+from shared.process.memory import ADMIN, MIB, SOCKET, gateway_memory_max
 
 REST: Final = 192 * MIB
 """Bytes of a gateway's process at rest, with the tokenizer of a large model."""

@@ -19,11 +19,11 @@ from typing import Any, Final
 
 import yaml
 
+from gateway.config.discovery import DiscoveryConfig, KubernetesConfig
 from gateway.discovery.kubernetes import KubernetesSource
 from gateway.discovery.source import Progress
-from gateway.discovery_config import DiscoveryConfig, KubernetesConfig
 from gateway.routing.members import Listed, Standing
-from shared.clock import SYSTEM_CLOCK
+from shared.process.clock import SYSTEM_CLOCK
 from tests.ship.rendering import NAMESPACE, Manifest
 
 GROUP: Final = "/apis/discovery.k8s.io/v1"

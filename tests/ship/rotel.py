@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import httpx
 
-from shared.bench.services import free_port
+from tests.bench.services import free_port
 from tests.span_sink import Collector
 
 PATIENCE_S: Final = 120.0

@@ -15,7 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.cli.settings import text_of
-from shared.metrics import REGISTRY, Counter, GaugeFamily, Histogram
+from shared.process.metrics import REGISTRY, Counter, GaugeFamily, Histogram
 from tests import metrics_page
 from tests.services import KEY, MODEL, PATIENCE_S, admin_url, engine, engine_url, gateway, gateway_url
 from tests.ship import tools

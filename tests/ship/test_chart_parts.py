@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from engine.api.metrics import CoreReading, EngineMetrics
+from engine.api.told.metrics import CoreReading, EngineMetrics
 from engine.config import EngineConfig, from_args
-from gateway.config import ENV_PREFIX, GatewayConfig
-from shared import config
+from gateway.config.whole import ENV_PREFIX, GatewayConfig
+from shared.process import config
 from tests.ship import judging
 from tests.ship.gateway_memory import container_max, size
 from tests.ship.rendering import (

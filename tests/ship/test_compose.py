@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.config import load
+from gateway.config.whole import load
 from tests.ship.gateway_memory import container_max, size
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,7 +46,7 @@ def test_every_service_is_watched(name: str) -> None:
     assert check["test"][0] == "CMD"
     assert {"interval", "timeout", "retries", "start_period"} <= check.keys()
     if name in OURS:
-        assert check["test"][1:] == ["python", "-m", "shared.probe"]
+        assert check["test"][1:] == ["python", "-m", "shared.process.probe"]
 
 
 @pytest.mark.parametrize("name", SERVICES)

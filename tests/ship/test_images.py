@@ -34,7 +34,7 @@ def test_what_runs_is_no_root_and_has_a_health_check(name: str) -> None:
     stage = dict(last_stage(FILES[name]))
     assert stage["USER"] == USER
     assert stage["STOPSIGNAL"] == "SIGTERM"
-    assert stage["HEALTHCHECK"].endswith('CMD ["python", "-m", "shared.probe"]')
+    assert stage["HEALTHCHECK"].endswith('CMD ["python", "-m", "shared.process.probe"]')
     command = json.loads(stage["ENTRYPOINT"])
     assert command[:3] == ["python", "-m", name], "the service is the first process: it gets the signals"
     labels = re.findall(r"org\.opencontainers\.image\.(\w+)=", stage["LABEL"])

@@ -2,8 +2,8 @@
 it.
 
 `python -m tests.ship.values_schema` writes both. Every object is closed, so helm refuses a name that is not
-here. The settings of the services are taken from their own declarations (`shared.settings`), without those
-that the chart sets itself: a new setting can be given in values as soon as this has run again.
+here. The settings of the services are taken from their own declarations (`shared.process.settings`), without
+those that the chart sets itself: a new setting can be given in values as soon as this has run again.
 """
 
 from __future__ import annotations

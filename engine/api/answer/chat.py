@@ -19,7 +19,7 @@ from engine.api.answer.encoder import (
     known,
     told,
 )
-from engine.api.outputs import Delta, Entry
+from engine.api.answer.outputs import Delta, Entry
 from shared.apis.chat import (
     AssistantMessage,
     ChatChoice,

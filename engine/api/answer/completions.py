@@ -23,8 +23,8 @@ from engine.api.answer.encoder import (
     known,
     told,
 )
-from engine.api.outputs import Delta, Entry
-from engine.api.rows import Echo, Row, Rows
+from engine.api.answer.outputs import Delta, Entry
+from engine.api.answer.rows import Echo, Row, Rows
 from shared.apis.completions import Completion, CompletionChoice, CompletionLogprobs
 from shared.apis.generation import FinishReasonName, Usage
 

@@ -24,10 +24,10 @@ from typing import Final, Generic, Protocol, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.api.outputs import ChoiceOutput, Delta, Entry
-from engine.api.rows import Echo, Sliced
-from shared import sse
+from engine.api.answer.outputs import ChoiceOutput, Delta, Entry
+from engine.api.answer.rows import Echo, Sliced
 from shared.apis.generation import FinishReasonName, Usage
+from shared.wire import sse
 
 T = TypeVar("T")
 C = TypeVar("C", bound=msgspec.Struct)

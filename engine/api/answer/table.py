@@ -11,11 +11,11 @@ from msgspec import Struct
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Vocabulary
-from shared import sse
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
-from shared.errors import ApiError
+from shared.wire import sse
+from shared.wire.errors import ApiError
 
 
 class AnswerApi(Struct, frozen=True):

@@ -9,7 +9,6 @@ from typing import Final
 
 import torch
 
-from engine.runtime.attention import AttentionSpec, DecodePages, PrefillPages
 from engine.runtime.attention.flash_attention import (
     FlashDecode,
     FlashPrefill,
@@ -24,8 +23,9 @@ from engine.runtime.attention.flashinfer_paged import (
     workspace,
 )
 from engine.runtime.attention.reference import ReferenceDecode, ReferencePrefill
-from engine.runtime.backends import Backend, Choice, Chosen
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.setup.backends import Backend, Choice, Chosen
+from engine.runtime.step.kv_cache import KVCache
+from engine.runtime.step.protocols import AttentionSpec, DecodePages, PrefillPages
 
 VERSIONS: Final[Mapping[Backend, Callable[[ModuleType], Version]]] = {
     Backend.FLASH_ATTN_2: Version2,

@@ -28,9 +28,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from engine.runtime.attention import AttentionSpec, Chunk, chunks_of, to_device
-from engine.runtime.batch import PackedBatch
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.kv_cache import KVCache
+from engine.runtime.step.protocols import AttentionSpec, Chunk, chunks_of, to_device
 
 WORKSPACE_BYTES: Final = 128 << 20
 """The size of a workspace that FlashInfer's documentation asks for."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.runtime.attention import AttentionSpec, Chunk, chunks_of, to_device
-from engine.runtime.batch import PackedBatch
-from engine.runtime.fp8 import taken
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.kv_cache import KVCache
+from engine.runtime.step.protocols import AttentionSpec, Chunk, chunks_of, to_device
+from engine.runtime.weights.fp8 import taken
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The Triton kernels as attention back ends (`engine.runtime.attention`).
+"""The Triton kernels as attention back ends (`engine.runtime.step.protocols`).
 
 Lengths, page tables and lists of work are prepared once per step and serve every layer. Decode takes them
 from tensors on the device alone (`on_device`), so that a CUDA graph can hold the preparation too; for a
@@ -16,9 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.runtime.attention import AttentionSpec, Chunk, PrefillRows, chunks_of, to_device
-from engine.runtime.batch import PackedBatch
-from engine.runtime.fp8 import taken
 from engine.runtime.kernels.decode_attention import (
     DecodeScratch,
     DecodeWork,
@@ -28,7 +25,10 @@ from engine.runtime.kernels.decode_attention import (
     tile_tokens,
 )
 from engine.runtime.kernels.prefill_attention import paged_prefill, tile_list
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.kv_cache import KVCache
+from engine.runtime.step.protocols import AttentionSpec, Chunk, PrefillRows, chunks_of, to_device
+from engine.runtime.weights.fp8 import taken
 
 FRESH_TOKENS_MIN: Final = 4096
 """The fewest tokens of a prompt that goes to the library. It needs a copy of keys and values and several

@@ -6,7 +6,7 @@
                largest and the smallest graph are captured, and the memory that this took is set aside
     build      the cache, the slots' tables, graphs for all batch sizes
 
-`engine.runtime.starting` calls these in order, so that several ranks can agree on sizes between them.
+`engine.runtime.start.starting` calls these in order, so that several ranks can agree on sizes between them.
 
 Memory that is too small is reported before the first request: later steps allocate nothing that the largest
 step did not allocate while its memory was being measured.
@@ -27,12 +27,11 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotAssignment, Want
-from engine.runtime.attention import AttentionSpec
+from engine.contract.messages import Plan, RunnerInfo, SamplingParams, SlotAssignment, Want
 from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
-from engine.runtime.backends import Backend, Choice, Chosen, Need, choose
-from engine.runtime.config import RunnerConfig
+from engine.runtime.collective.collective import ALONE, Collective
+from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.device.card import Card, MemoryReading, OwnCard
 from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, GraphDevice, Overlap, batch_buckets
 from engine.runtime.device.memory import MemoryProfile, kv_page_count, out_of_memory
@@ -43,22 +42,15 @@ from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehears
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.device.sampling import SamplingScratch
 from engine.runtime.device.slots import DeviceSlots
-from engine.runtime.errors import DoesNotFit, UnsupportedModel
-from engine.runtime.hardware import usable_cores
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kernels.folding import fold_norms
-from engine.runtime.kv_cache import (
-    HostPages,
-    KVCache,
-    KVGeometry,
-    page_count,
-    useful_pages,
-)
 from engine.runtime.models.config import ModelConfig
-from engine.runtime.parallel.collective import ALONE, Collective
-from engine.runtime.parallel.shard import WHOLE, Shard
-from engine.runtime.starting import (
+from engine.runtime.setup.backends import Backend, Choice, Chosen, Need, choose
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import DoesNotFit, UnsupportedModel
+from engine.runtime.setup.hardware import usable_cores
+from engine.runtime.start.starting import (
     Progress,
     checked_checkpoint,
     choose_dtype,
@@ -69,7 +61,15 @@ from engine.runtime.starting import (
     start_alone,
     untimed_info,
 )
-from engine.runtime.weights import WeightSource
+from engine.runtime.step.kv_cache import (
+    HostPages,
+    KVCache,
+    KVGeometry,
+    page_count,
+    useful_pages,
+)
+from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.weights.reading import WeightSource
 
 GRAPH_ROWS_MAX: Final = 512
 """The most rows of a decode step that is captured. A step of more rows takes longer than launching its

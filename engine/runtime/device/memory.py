@@ -8,8 +8,8 @@ from typing import Final
 
 import torch
 
-from engine.runtime.errors import DoesNotFit
-from engine.runtime.kv_cache import PAGES_MIN
+from engine.runtime.setup.errors import DoesNotFit
+from engine.runtime.step.kv_cache import PAGES_MIN
 
 OUT_OF_MEMORY: Final = ("out of memory", "ALLOC_FAILED")
 """The words for memory that ends in the errors of CUDA and Triton, and of cuBLAS and cuDNN."""

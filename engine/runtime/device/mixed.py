@@ -33,16 +33,16 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from engine.runtime.attention import AttentionSpec, Chunk
 from engine.runtime.attention.triton_paged import FRESH_TOKENS_MIN, TritonDecode, TritonPrefillStep
-from engine.runtime.batch import Row
 from engine.runtime.device.graphs import Captured, DecodeInputs, GraphDevice
 from engine.runtime.device.network import DeviceDecoder
 from engine.runtime.device.slots import DeviceBatch
 from engine.runtime.device.transfer import ALIGNMENT
 from engine.runtime.kernels.autotune import Timer
 from engine.runtime.kernels.prefill_attention import BLOCK_M, tile_list
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.step.batch import Row
+from engine.runtime.step.kv_cache import KVCache
+from engine.runtime.step.protocols import AttentionSpec, Chunk
 
 TOKEN_COUNTS: Final = (16, 64, 128, 192, 256, 384, 512)
 """The buckets, in tokens, behind the number of tokens that the smallest is compared with. Beyond, kernels

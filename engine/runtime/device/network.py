@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.runtime.attention import DecodePages, PrefillPages
-from engine.runtime.batch import PackedBatch
+from engine.runtime.collective.collective import ALONE, Collective
+from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.device.sampling import DeviceSampling, SamplingScratch, sample
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable, Pair
@@ -30,20 +30,20 @@ from engine.runtime.kernels.begin import StepRows, begin_step
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kernels.fused import Norm, QKNorm, Stream, norm_rotate_store, norm_stream
 from engine.runtime.kernels.matmul import Weight
-from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.features import lacking
-from engine.runtime.models.parameters import (
+from engine.runtime.models.rotary import Rotary
+from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.kv_cache import KVCache
+from engine.runtime.step.protocols import DecodePages, PrefillPages
+from engine.runtime.weights.parameters import (
     EMBEDDING,
     FINAL_NORM,
     LayerParameters,
     LinearParameters,
     read_lm_head,
 )
-from engine.runtime.parallel.collective import ALONE, Collective
-from engine.runtime.parallel.shard import WHOLE, Shard
-from engine.runtime.rotary import Rotary
-from engine.runtime.weights import WeightSource
+from engine.runtime.weights.reading import WeightSource
 
 IMPLEMENTED: Final = frozenset(
     {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}

@@ -8,10 +8,10 @@ from typing import Final
 
 import torch
 
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.models.config import ModelConfig
-from engine.runtime.weights import Fp8Source, WeightSource
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.weights.reading import Fp8Source, WeightSource
 
 FP8_CAPABILITY: Final = (8, 9)
 """The least compute capability whose hardware converts e4m3."""

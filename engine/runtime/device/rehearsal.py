@@ -22,13 +22,13 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
+from engine.runtime.collective.shard import Shard
 from engine.runtime.device.card import Card, Compiler, MemoryReading
 from engine.runtime.device.graphs import GraphDevice
-from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.autotune import Timer, once
 from engine.runtime.models.quantization import Fp8Scheme
-from engine.runtime.parallel.shard import Shard
-from engine.runtime.weights import ALL, Part
+from engine.runtime.weights.fp8 import Fp8Weight
+from engine.runtime.weights.reading import ALL, Part
 
 T = TypeVar("T")
 META: Final = torch.device("meta")

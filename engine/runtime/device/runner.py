@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, RunnerInfo, RunResult
+from engine.contract.messages import Plan, RunnerInfo, RunResult
 from engine.runtime.device.network import DeviceModel, DeviceSampler
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.device.transfer import Arrival, download, upload
-from engine.runtime.kv_cache import HostPages, KVCache
-from engine.runtime.logprobs import LogprobColumns, distinct_topk
-from engine.runtime.results import Computed, asked_logprobs, asked_prompt_logprobs
+from engine.runtime.step.kv_cache import HostPages, KVCache
+from engine.runtime.step.logprobs import LogprobColumns, distinct_topk
+from engine.runtime.step.results import Computed, asked_logprobs, asked_prompt_logprobs
 
 Decode = Callable[[Sequence[int], Sequence[int]], tuple[Tensor, Tensor]]
 """Slots, and the number of tokens that each has -> tokens and log-probabilities: a row per slot, then

@@ -1,5 +1,5 @@
 """Sampling on the device: every slot's parameters and token counts, and the launches of the sampling kernels
-(`engine.runtime.kernels.sampling`), which make the edits of `engine.runtime.edits`.
+(`engine.runtime.kernels.sampling`), which make the edits of `engine.runtime.step.edits`.
 
 A plan may seat many sequences: their parameters are sent in one copy, and each column is written once. Biases
 and held stop tokens, which few requests have, are sent separately.
@@ -16,9 +16,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from engine.core.messages import END_TOKENS_MAX, SamplingParams
+from engine.contract.messages import END_TOKENS_MAX, SamplingParams
 from engine.runtime.device.transfer import upload
-from engine.runtime.edits import bias_of, held_stops_of, penalties_of
 from engine.runtime.kernels.dependent_launch import dependent
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.masses import MASS_BITS, RUNGS
@@ -31,8 +30,9 @@ from engine.runtime.kernels.sampling import (
     measure_kernel,
     weigh_kernel,
 )
-from engine.runtime.seats import temperature_of
-from shared.apis.shapes import LOGIT_BIAS_MAX, STOP_MAX, STOP_TOKEN_IDS_MAX
+from engine.runtime.step.edits import bias_of, held_stops_of, penalties_of
+from engine.runtime.step.seats import temperature_of
+from shared.wire.shapes import LOGIT_BIAS_MAX, STOP_MAX, STOP_TOKEN_IDS_MAX
 
 EDITS_MAX: Final = 1024
 """The most entries of `logit_bias` per sequence."""

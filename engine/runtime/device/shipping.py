@@ -24,14 +24,14 @@ from typing import Any, Final, cast
 import msgspec
 import torch
 
-from engine.runtime.config import RunnerConfig, Weights
+from engine.runtime.collective.shard import WHOLE
 from engine.runtime.device.load import Design, rehearse
 from engine.runtime.device.rehearsal import META, Blueprint
 from engine.runtime.kernels.absent_card import compile_as_for, keep_compiled_in
 from engine.runtime.kernels.launching import compiling_in
 from engine.runtime.models.config import ModelConfig, parse_model_config
-from engine.runtime.parallel.shard import WHOLE
-from shared.child_python import environment
+from engine.runtime.setup.config import RunnerConfig, Weights
+from shared.process.child_python import environment
 
 
 @dataclass(frozen=True, slots=True)

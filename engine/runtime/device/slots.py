@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, SlotAssignment
-from engine.runtime.batch import PackedBatch, rows_of
+from engine.contract.messages import Plan, SlotAssignment
 from engine.runtime.device.sampling import DeviceSampling
 from engine.runtime.device.transfer import upload
-from engine.runtime.kv_cache import TokenPlaces
-from engine.runtime.seats import Seat, Seats
+from engine.runtime.step.batch import PackedBatch, rows_of
+from engine.runtime.step.kv_cache import TokenPlaces
+from engine.runtime.step.seats import Seat, Seats
 
 
 class DeviceSlots(Seats):

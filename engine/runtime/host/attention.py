@@ -6,9 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.runtime.attention import DecodeRows
-from engine.runtime.batch import PackedBatch
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.kv_cache import KVCache
+from engine.runtime.step.protocols import DecodeRows
 
 
 class HostPrefillRows(Protocol):

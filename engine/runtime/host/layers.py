@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared import logs
+from shared.process import logs
 
 log: Final = logs.get(__name__)
 

@@ -11,24 +11,21 @@ from typing import Protocol
 
 import torch
 
-from engine.core.messages import RunnerInfo
-from engine.runtime.attention import AttentionSpec
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import BadRunnerConfig, UnsupportedModel
-from engine.runtime.hardware import available_memory_bytes
+from engine.contract.messages import RunnerInfo
+from engine.runtime.collective.collective import ALONE, Collective
+from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.host.model import PagedModel, TorchModel
 from engine.runtime.host.network import TorchDecoder
 from engine.runtime.host.runner import HostRunner
 from engine.runtime.host.sampler import Draw
-from engine.runtime.host.slots import HostSlots
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
-from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, page_count
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.native.decoder import NativeDecoder, misfit
 from engine.runtime.native.library import built_isas
-from engine.runtime.parallel.collective import ALONE, Collective
-from engine.runtime.parallel.shard import WHOLE, Shard
-from engine.runtime.starting import (
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import BadRunnerConfig, UnsupportedModel
+from engine.runtime.setup.hardware import available_memory_bytes
+from engine.runtime.start.starting import (
     Progress,
     checked_checkpoint,
     choose_dtype,
@@ -39,7 +36,10 @@ from engine.runtime.starting import (
     start_alone,
     untimed_info,
 )
-from engine.runtime.weights import WeightSource
+from engine.runtime.step.host_slots import HostSlots
+from engine.runtime.step.kv_cache import HostPages, KVCache, KVGeometry, page_count
+from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.weights.reading import WeightSource
 
 
 def load_on_host(config: RunnerConfig, progress: Progress) -> HostRunner:

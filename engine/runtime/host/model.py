@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.runtime.batch import PackedBatch
 from engine.runtime.host.attention import BatchAttention, DecodeBackend, PrefillBackend
 from engine.runtime.host.network import TorchDecoder
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.kv_cache import KVCache
 
 
 class PagedModel(Protocol):

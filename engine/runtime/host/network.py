@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.runtime.collective.collective import ALONE, Collective
+from engine.runtime.collective.shard import Shard
 from engine.runtime.host.layers import PackedLinear, rms_norm, rotate
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.features import lacking
-from engine.runtime.models.parameters import EMBEDDING, FINAL_NORM, LayerParameters, read_lm_head
-from engine.runtime.parallel.collective import ALONE, Collective
-from engine.runtime.parallel.shard import Shard
-from engine.runtime.rotary import Rotary
-from engine.runtime.weights import WeightSource
+from engine.runtime.models.rotary import Rotary
+from engine.runtime.weights.parameters import EMBEDDING, FINAL_NORM, LayerParameters, read_lm_head
+from engine.runtime.weights.reading import WeightSource
 
 IMPLEMENTED: Final = frozenset(
     {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}

@@ -1,4 +1,4 @@
-"""Executes plans on a CPU: the implementation of `engine.core.messages.Runner`.
+"""Executes plans on a CPU: the implementation of `engine.contract.messages.Runner`.
 
     leave, seat, grow         slots.apply
     swap out, fork, swap in   host.copy
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, RunnerInfo, RunResult
-from engine.runtime.batch import PackedBatch, assemble
+from engine.contract.messages import Plan, RunnerInfo, RunResult
 from engine.runtime.host.model import PagedModel
 from engine.runtime.host.sampler import Draw, sample
-from engine.runtime.host.slots import HostSlots
-from engine.runtime.kv_cache import HostPages, KVCache
-from engine.runtime.logprobs import stable_topk
-from engine.runtime.results import Computed, asked_logprobs, asked_prompt_logprobs
+from engine.runtime.step.batch import PackedBatch, assemble
+from engine.runtime.step.host_slots import HostSlots
+from engine.runtime.step.kv_cache import HostPages, KVCache
+from engine.runtime.step.logprobs import stable_topk
+from engine.runtime.step.results import Computed, asked_logprobs, asked_prompt_logprobs
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 The reference distribution, in this order:
 
-  1.-3. the edits (`engine.runtime.edits`)
+  1.-3. the edits (`engine.runtime.step.edits`)
   4. temperature 0, or one too small for float32: the largest logit, lowest id among equals, and done; else
      logits / temperature
   5. top-k: the k likeliest stay, lower ids first among equals
@@ -31,11 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.core.messages import NUMERIC_FAILURE
+from engine.contract.messages import NUMERIC_FAILURE
 from engine.runtime.host.philox import uniforms
-from engine.runtime.host.slots import SamplingColumns
-from engine.runtime.logprobs import stable_topk
-from engine.runtime.seats import Seat
+from engine.runtime.step.host_slots import SamplingColumns
+from engine.runtime.step.logprobs import stable_topk
+from engine.runtime.step.seats import Seat
 
 CANDIDATES: Final = 256
 """The number of likeliest tokens that are put in order at first: sorting a vocabulary of 152k takes 15 times

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.runtime.attention import AttentionSpec
-from engine.runtime.batch import PackedBatch, Row
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.step.batch import PackedBatch, Row
+from engine.runtime.step.kv_cache import KVCache
+from engine.runtime.step.protocols import AttentionSpec
 
 WORKSPACE_BYTES_MAX: Final = 16 << 20
 """Bytes of the gathered keys (or values) of one bucket, unless a single row needs more."""

@@ -40,7 +40,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton import OutOfResources
 
-from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.fused import Norm, Stream, norm_stream, silu_mul
 from engine.runtime.kernels.matmul import (
     ROWS_FP8,
@@ -56,6 +55,7 @@ from engine.runtime.kernels.matmul import (
 )
 from engine.runtime.kernels.restoring import restored
 from engine.runtime.kernels.split_matmul import adding_matmul, split_matmul, split_tiles_for
+from engine.runtime.weights.fp8 import Fp8Weight
 
 FEW_ROWS: Final = (1, 4, 8)
 """Fewer rows than kernels are compiled for, measured apart. One row is a matrix times a vector, for which the

@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.fp8 import FP8_MAX
 from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
+from engine.runtime.weights.fp8 import FP8_MAX
 
 NORM_WARPS: Final = 8
 """Warps per row of a norm: a row of 4,096 is then 16 elements per thread, two wide loads."""

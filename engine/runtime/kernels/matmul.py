@@ -58,11 +58,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.dependent_launch import dependent, prefetch, wait_for_earlier
 from engine.runtime.kernels.fused import Norm, Stream, Unscaled
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.widening import widened
+from engine.runtime.weights.fp8 import Fp8Weight
 
 Weight = Tensor | Fp8Weight
 

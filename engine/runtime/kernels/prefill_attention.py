@@ -31,10 +31,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.attention import Chunk
 from engine.runtime.kernels.decode_attention import HEAD_DIMS, LOG2_E, tile_tokens
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.widening import beside, widened
+from engine.runtime.step.protocols import Chunk
 
 BLOCK_M: Final = 128
 """Query rows of a tile: two groups of four warps, each with the 64 rows of one `wgmma`."""

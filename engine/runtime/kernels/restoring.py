@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.widening import widened
 from engine.runtime.models.quantization import GROUP_MULTIPLE
+from engine.runtime.weights.fp8 import Fp8Weight
 
 ROWS_BLOCK: Final = 16
 COLUMNS_BLOCK: Final = 256

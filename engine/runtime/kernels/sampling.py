@@ -38,7 +38,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from engine.core.messages import NUMERIC_FAILURE
+from engine.contract.messages import NUMERIC_FAILURE
 from engine.runtime.kernels.dependent_launch import wait_for_earlier
 from engine.runtime.kernels.masses import (
     NEAR,

@@ -23,12 +23,12 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.runtime.errors import ModelUnavailable, UnsupportedModel
 from engine.runtime.models.keys import CONFIG_KEYS
 from engine.runtime.models.quantization import Fp8Scheme, read_fp8_scheme
 from engine.runtime.models.rope import RopeConfig, UnsupportedRope, read_rope, unread_rope_keys
-from shared.files import read_bytes
-from shared.model_files import FILE_LEN_MAX, BadModelFile, parse_object, refusals, shown, unexplained
+from engine.runtime.setup.errors import ModelUnavailable, UnsupportedModel
+from shared.process.files import read_bytes
+from shared.text.model_files import FILE_LEN_MAX, BadModelFile, parse_object, refusals, shown, unexplained
 
 SIZE_MAX: Final = 2**31 - 1
 LAYERS_MAX: Final = 4096
@@ -65,7 +65,7 @@ class ModelConfig:
     """Per layer, the number of latest tokens that a token sees, itself included. None: all."""
     tied_embeddings: bool
     """True if the embedding is also the head. A checkpoint with a head of its own overrides config.json
-    (`engine.runtime.starting.checked_checkpoint`)."""
+    (`engine.runtime.start.starting.checked_checkpoint`)."""
     activation: str = "silu"
     """The function of the MLP's gate, by config.json's name."""
     norm: str = "rms"

@@ -1,4 +1,4 @@
-"""The meaning of each key of config.json, as a table in the form that `shared.model_files` describes.
+"""The meaning of each key of config.json, as a table in the form that `shared.text.model_files` describes.
 
 `config.py`, `rope.py` and `quantization.py` decide which values of the used keys are served. A key that is
 used in one family and has no effect in another (`attention_bias` in Mistral) counts as used.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from shared.generation_keys import GENERATION_KEYS
-from shared.model_files import NO_EFFECT, USED, KeyMeanings, only
+from engine.contract.generation_keys import GENERATION_KEYS
+from shared.text.model_files import NO_EFFECT, USED, KeyMeanings, only
 
 _READ: Final = (
     "architectures",

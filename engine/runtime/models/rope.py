@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from shared.model_files import USED, KeyMeanings, shown, unexplained
+from shared.text.model_files import USED, KeyMeanings, shown, unexplained
 
 DEFAULT_THETA: Final = 10_000.0
 SUPPORTED_TYPES: Final = ("default", "llama3")

@@ -10,15 +10,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.runtime.batch import PackedBatch
-from engine.runtime.host.slots import SamplingColumns
-from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.features import lacking
-from engine.runtime.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, LayerParameters
+from engine.runtime.models.rotary import Rotary
 from engine.runtime.native.library import Draw, Shape, Step, library
-from engine.runtime.rotary import Rotary
-from engine.runtime.weights import WeightSource
+from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.host_slots import SamplingColumns
+from engine.runtime.step.kv_cache import KVCache
+from engine.runtime.weights.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, LayerParameters
+from engine.runtime.weights.reading import WeightSource
 
 _QKV, _OUTPUT, _GATE_UP, _DOWN, _LM_HEAD = range(5)
 _INPUT_NORM, _MLP_NORM, _FINAL_NORM, _QK_NORM = range(4)

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from engine.runtime.hardware import PROC, processor_flags
 from engine.runtime.native.build import ISAS, library_path
+from engine.runtime.setup.hardware import PROC, processor_flags
 
 _AVX512: Final = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 NEEDED_FLAGS: Final[Mapping[str, frozenset[str]]] = {

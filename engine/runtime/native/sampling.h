@@ -20,7 +20,7 @@
 
 namespace penstock {
 
-constexpr int64_t NUMERIC_FAILURE = -1;  // engine/core/messages.py
+constexpr int64_t NUMERIC_FAILURE = -1;  // engine/contract/messages.py
 
 // The number in [0, 1) of (seed, position): Philox4x32-10, as in engine/runtime/host/philox.py.
 inline double uniform(uint64_t seed, uint64_t position) {

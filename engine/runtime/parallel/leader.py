@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.core.messages import Pending, Plan, RunnerInfo, RunResult
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import BadRunnerConfig
+from engine.contract.messages import Pending, Plan, RunnerInfo, RunResult
+from engine.runtime.collective.shard import Shard
 from engine.runtime.models.config import read_model_config
 from engine.runtime.parallel.ranks import OnLost, Ranks
 from engine.runtime.parallel.rendezvous import Rendezvous
-from engine.runtime.parallel.shard import Shard
 from engine.runtime.parallel.wire import Build, Execute, Here, Landed, Loaded, digest_of
-from shared.clock import SYSTEM_CLOCK, Clock
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import BadRunnerConfig
+from shared.process.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
-    from engine.runtime.parallel.group import Meeting
-    from engine.runtime.starting import LoadedShard, Progress, ShardRunner
+    from engine.runtime.collective.group import Meeting
+    from engine.runtime.start.starting import LoadedShard, Progress, ShardRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LeadingRunner:
 
 @dataclass(frozen=True, slots=True)
 class OtherRanks:
-    """Implements `engine.runtime.starting.Others`."""
+    """Implements `engine.runtime.start.starting.Others`."""
 
     ranks: Ranks
     neighbours: int
@@ -127,7 +127,7 @@ def _refuse(config: RunnerConfig) -> None:
 def _load(config: RunnerConfig, ranks: Ranks, progress: Progress, meeting: Meeting | None) -> LeadingRunner:
     """Start as the other ranks do: all import torch, and then load, at the same time."""
     from engine.runtime.parallel import loading
-    from engine.runtime.starting import start
+    from engine.runtime.start.starting import start
 
     ranks.answers(Here)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import BadRunnerConfig
+from engine.runtime.collective.group import Group, Meeting
+from engine.runtime.collective.shard import Shard
 from engine.runtime.load import choose_device
-from engine.runtime.parallel.group import Group, Meeting
-from engine.runtime.parallel.shard import Shard
-from engine.runtime.starting import LoadedShard, Progress, ShardRunner
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.start.starting import LoadedShard, Progress, ShardRunner
 
 
 def connect(config: RunnerConfig, rank: int, store_file: str, meeting: Meeting | None = None) -> Group:

@@ -31,13 +31,13 @@ from typing import Any, Final, Self
 import msgspec
 import torch.distributed
 
-from engine.runtime.errors import BadRunnerConfig, RankLost
-from engine.runtime.parallel.group import Meeting
+from engine.runtime.collective.group import Meeting
 from engine.runtime.parallel.rendezvous import Rendezvous
-from shared import logs
-from shared.build import version
-from shared.files import open_regular
-from shared.undecodable import UNDECODABLE
+from engine.runtime.setup.errors import BadRunnerConfig, RankLost
+from shared.process import logs
+from shared.process.build import version
+from shared.process.files import open_regular
+from shared.wire.undecodable import UNDECODABLE
 
 HELLO_LEN_MAX: Final = 1024
 """Bytes of an introduction."""

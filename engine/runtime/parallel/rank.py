@@ -15,7 +15,6 @@ import sys
 from collections import deque
 from typing import TYPE_CHECKING
 
-from engine.runtime.errors import CollectiveFailed, ModelError, RankLost
 from engine.runtime.parallel.wire import (
     Build,
     Closed,
@@ -30,12 +29,13 @@ from engine.runtime.parallel.wire import (
     Start,
     digest_of,
 )
-from shared import logs
-from shared.lifecycle import die_with_parent
+from engine.runtime.setup.errors import CollectiveFailed, ModelError, RankLost
+from shared.process import logs
+from shared.process.lifecycle import die_with_parent
 
 if TYPE_CHECKING:
-    from engine.core.messages import Pending, Runner
-    from engine.runtime.parallel.group import Meeting
+    from engine.contract.messages import Pending, Runner
+    from engine.runtime.collective.group import Meeting
 
 log = logs.get(__name__)
 

@@ -32,8 +32,6 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import CollectiveFailed, RankLost
 from engine.runtime.parallel.wire import (
     RECEIVE_LEN,
     Build,
@@ -47,9 +45,11 @@ from engine.runtime.parallel.wire import (
     Start,
     frame,
 )
-from shared import logs
-from shared.child_python import environment
-from shared.clock import SYSTEM_CLOCK, Clock
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import CollectiveFailed, RankLost
+from shared.process import logs
+from shared.process.child_python import environment
+from shared.process.clock import SYSTEM_CLOCK, Clock
 
 MODULE: Final = "engine.runtime.parallel.rank"
 WATCH_INTERVAL_S: Final = 0.1

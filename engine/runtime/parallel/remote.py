@@ -28,12 +28,12 @@ from typing import Final
 
 import msgspec
 
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import ModelError, RankLost
 from engine.runtime.parallel import rank
 from engine.runtime.parallel.rendezvous import Rendezvous
 from engine.runtime.parallel.wire import Closed, RankEnd, Start
-from shared import logs
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import ModelError, RankLost
+from shared.process import logs
 
 FAILED: Final = 1
 LEADER_GONE: Final = 3

@@ -14,8 +14,8 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from engine.core.messages import Plan, RunnerInfo
-from engine.runtime.config import RunnerConfig
+from engine.contract.messages import Plan, RunnerInfo
+from engine.runtime.setup.config import RunnerConfig
 
 FRAME_LEN_MAX: Final = 1 << 30
 """The most bytes of a message. A plan that seats every slot with a full context is a tenth of it."""

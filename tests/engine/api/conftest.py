@@ -12,13 +12,13 @@ import httpx
 import openai
 import pytest
 
-from engine.api.server import Engine
+from engine.api.http.server import Engine
 from engine.config import EngineConfig
-from shared import logs
-from shared.clock import SYSTEM_CLOCK, Clock
-from shared.completed_line import EVENT
-from shared.http2.client import Http2Transport
-from shared.tokenizer import Tokenizer, TokenizerBundle
+from gateway.relay.http2_client import Http2Transport
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.text.tokenizer import Tokenizer, TokenizerBundle
+from shared.wire.completed_line import EVENT
 from tests.engine.api.fake_core import FakeCore, Script
 from tests.engine.api.tiny import EOS, write_model_dir
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.api.core_client import CoreDied
-from engine.core.messages import (
+from engine.api.core.client import CoreDied
+from engine.contract.messages import (
     AbortSequences,
     AddRequest,
     CoreInput,
@@ -29,7 +29,7 @@ from engine.core.messages import (
     StopCore,
     TokenLogprobs,
 )
-from engine.core.newcomers import AddSequence, sequences_of
+from engine.core.queue.newcomers import AddSequence, sequences_of
 
 Script = Callable[[AddSequence], list[int]]
 

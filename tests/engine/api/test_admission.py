@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.admission import (
+from engine.api.ask.admission import (
     ANSWER_LEN_MAX,
     Choice,
     Limits,
@@ -26,14 +26,14 @@ from engine.api.admission import (
     service_class,
     trusted_ids,
 )
-from engine.core.messages import AddRequest, SamplingParams, ServiceClass
-from engine.core.newcomers import AddSequence, alone, sequences_of
-from engine.core.packing import Biases, packed
+from engine.contract.messages import AddRequest, SamplingParams, ServiceClass
+from engine.contract.packing import Biases, packed
+from engine.core.queue.newcomers import AddSequence, alone, sequences_of
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import PromptExtension
 from shared.apis.messages import ChatMessage
-from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
+from shared.wire.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 
 CHAT = ChatRequest(model="m", messages=[ChatMessage("user", "x")])
 

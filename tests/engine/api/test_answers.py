@@ -9,14 +9,14 @@ from functools import partial
 import pytest
 
 from engine.api.answer.encoder import Answered, Heading, Vocabulary, encode
+from engine.api.answer.outputs import Delta
 from engine.api.answer.table import ANSWERS, AnswerApi
-from engine.api.generate import generate
-from engine.api.handlers import EXACT
-from engine.api.outputs import Delta
-from shared import sse
+from engine.api.http.generate import generate
+from engine.api.http.handlers import EXACT
 from shared.apis.generation import Usage
-from shared.errors import RequestTimeout
-from shared.ids import REQUEST_TIMEOUT_HEADER
+from shared.wire import sse
+from shared.wire.errors import RequestTimeout
+from shared.wire.ids import REQUEST_TIMEOUT_HEADER
 from tests.added_api import OVER, EchoAnswer, EchoRequest, error_event
 from tests.engine.api.conftest import MODEL, Served
 

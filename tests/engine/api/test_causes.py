@@ -7,9 +7,9 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from engine.api.causes import INTERRUPTIONS_MAX, Interruption, SequenceMarks, Spent, causes_of
-from engine.api.halts import Halts
-from engine.api.steps import (
+from engine.api.told.causes import INTERRUPTIONS_MAX, Interruption, SequenceMarks, Spent, causes_of
+from engine.api.told.halts import Halts
+from engine.api.told.steps import (
     BEGINNING,
     GAPS_MAX,
     LONG_MAX,
@@ -20,10 +20,10 @@ from engine.api.steps import (
     StepMark,
     StepRing,
 )
-from engine.core.messages import Move, ServiceClass
-from engine.core.records import Lack, StepRecord
-from shared.causes import Cause, CauseCode
+from engine.contract.messages import Move, ServiceClass
+from engine.contract.records import Lack, StepRecord
 from shared.trace.sentences import sentence
+from shared.wire.causes import Cause, CauseCode
 
 DEFAULT = ServiceClass.DEFAULT
 

@@ -6,7 +6,7 @@ import json
 
 from openai.types.chat import ChatCompletionMessageParam
 
-from shared import sse
+from shared.wire import sse
 from tests.engine.api.conftest import MODEL, Served
 from tests.engine.api.tiny import EOS
 

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from engine.api import generate
-from engine.api.stop_strings import StopStrings
+from engine.api.answer.stop_strings import StopStrings
+from engine.api.http import generate
 from tests.engine.api.conftest import MODEL, Serve, Served
 from tests.engine.api.tiny import EOS
 

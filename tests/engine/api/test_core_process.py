@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import zmq
 
-from engine.api.core_process import TURN_S, CoreProcess
+from engine.api.core.process import TURN_S, CoreProcess
 from engine.config import CoreStart, EngineConfig
-from engine.core.messages import Pong
+from engine.contract.messages import Pong
 from tests.fakes import VirtualClock
 
 

@@ -8,10 +8,11 @@ from collections import Counter
 import httpx
 import pytest
 
-from engine.api import asking, generate
-from engine.api.admission import Choice, plan_choices
-from engine.api.generate import Generation
-from engine.api.state import IN_ONE_TURN
+from engine.api.ask import asking
+from engine.api.ask.admission import Choice, plan_choices
+from engine.api.ask.state import IN_ONE_TURN
+from engine.api.http import generate
+from engine.api.http.generate import Generation
 from tests.engine.api.conftest import Serve, Served, until
 
 CROWD = 24

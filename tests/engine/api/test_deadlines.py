@@ -12,10 +12,10 @@ import httpx
 import msgspec
 import pytest
 
-from engine.api import core_client
-from engine.api.outputs import ChoiceOutput
-from engine.core.messages import AddRequest, FinishReason, Ping
-from shared import sse
+from engine.api.answer.outputs import ChoiceOutput
+from engine.api.core import client
+from engine.contract.messages import AddRequest, FinishReason, Ping
+from shared.wire import sse
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 from tests.fakes import VirtualClock
 
@@ -215,7 +215,7 @@ async def test_a_first_token_timeout_that_is_none_is_refused_by_name(served: Ser
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pings without pauses between them."""
-    monkeypatch.setattr(core_client, "PING_EVERY_S", 0.0)
+    monkeypatch.setattr(client, "PING_EVERY_S", 0.0)
 
 
 async def test_a_core_that_hangs_is_not_ready_until_it_answers_again(serve: Serve, hurried: None) -> None:

@@ -9,9 +9,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api.detokenizer import Detokenizer
-from engine.api.stop_strings import StopMatcher, StopStrings
-from shared.tokenizer import Tokenizer, TokenizerBundle
+from engine.api.answer.detokenizer import Detokenizer
+from engine.api.answer.stop_strings import StopMatcher, StopStrings
+from shared.text.tokenizer import Tokenizer, TokenizerBundle
 from tests.engine.api import tiny
 
 TEXTS = [

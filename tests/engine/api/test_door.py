@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.apis.shapes import BODY_LEN_MAX
+from shared.wire.shapes import BODY_LEN_MAX
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers, processors
 
-from engine.api import echo
-from engine.api.echo import starts_of
-from shared import prompts, text_slices
-from shared.tokenizer import Tokenizer, TokenizerBundle
+from engine.api.ask import echo
+from engine.api.ask.echo import starts_of
+from shared.text import prompts, text_slices
+from shared.text.tokenizer import Tokenizer, TokenizerBundle
 from tests.shared.test_prompts import finish
 from tests.shared.toy_tokenizers import HARD, byte_level, sentencepiece, with_bos
 

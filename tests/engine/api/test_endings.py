@@ -13,15 +13,15 @@ import httpx
 import pytest
 import zmq
 
-from engine.api.core_client import CoreDied
-from engine.api.exchange import Exchange
-from engine.api.generate import Generation
-from engine.api.outputs import ChoiceOutput, RequestOutput
-from engine.api.server import Engine, StartFailed
-from engine.api.service import Service
+from engine.api.answer.exchange import Exchange
+from engine.api.answer.outputs import ChoiceOutput, RequestOutput
+from engine.api.core.client import CoreDied
+from engine.api.http.generate import Generation
+from engine.api.http.server import Engine, StartFailed
+from engine.api.http.service import Service
 from engine.config import EngineConfig
-from engine.core.messages import CoreFailed, CoreInput, FinishReason
-from shared.http import ClientGone
+from engine.contract.messages import CoreFailed, CoreInput, FinishReason
+from shared.wire.http import ClientGone
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 from tests.engine.api.fake_core import FakeCore
 from tests.uncollected import uncollected

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.api.admission import SamplingDefaults
-from engine.api.model import GenerationDefaults, UnusableModel, read_generation_defaults
-from shared.generation_keys import GENERATION_KEYS
-from shared.model_files import Meaning, Only
+from engine.api.ask.admission import SamplingDefaults
+from engine.api.ask.model import GenerationDefaults, UnusableModel, read_generation_defaults
+from engine.contract.generation_keys import GENERATION_KEYS
+from shared.text.model_files import Meaning, Only
 
 VOCAB_SIZE = 100
 

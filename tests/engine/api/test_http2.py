@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.core.messages import FinishReason
+from engine.contract.messages import FinishReason
 from shared.http2.config import ConnectionConfig
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Served, until
 from tests.shared.http2.pair import REQUEST, End

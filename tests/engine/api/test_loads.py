@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api.steps import NO_STEP
-from engine.core.messages import ServiceClass, StepOutput
-from engine.core.records import StepRecord
-from shared.http2.client import Http2Transport
+from engine.api.told.steps import NO_STEP
+from engine.contract.messages import ServiceClass, StepOutput
+from engine.contract.records import StepRecord
+from gateway.relay.http2_client import Http2Transport
 from shared.http2.report import Report
-from shared.load_report import (
+from shared.wire.load_report import (
     DEFAULT,
     FLEX,
     IDLE_INTERVAL_MS,
@@ -27,7 +27,7 @@ from shared.load_report import (
     encode_load,
     parse_load,
 )
-from shared.sse import CLOSING_HEADER, parse_closing
+from shared.wire.sse import CLOSING_HEADER, parse_closing
 from tests.engine.api.conftest import MODEL, Serve, Served, until
 from tests.fakes import VirtualClock
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from engine.api.model import ServedModel, UnusableModel, load_model
-from engine.core.messages import END_TOKENS_MAX
-from shared.tokenizer import UnusableTokenizer
+from engine.api.ask.model import ServedModel, UnusableModel, load_model
+from engine.contract.messages import END_TOKENS_MAX
+from shared.text.tokenizer import UnusableTokenizer
 from tests.engine.api.tiny import EOS, write_model_dir
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
+from engine.api.answer.detokenizer import Detokenizer
 from engine.api.answer.encoder import Answered, Heading
-from engine.api.detokenizer import Detokenizer
-from engine.api.outputs import (
+from engine.api.answer.outputs import (
     TRAIL_MAX,
     UNSENT_TEXT_LEN_MAX,
     UNSENT_TOKENS_MAX,
@@ -22,11 +22,11 @@ from engine.api.outputs import (
     Part,
     RequestOutput,
 )
-from engine.api.stop_strings import StopStrings
-from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
+from engine.api.answer.stop_strings import StopStrings
+from engine.contract.messages import Finished, FinishReason, Started, TokenLogprobs
 from shared.apis.chat import ChatChunk
 from shared.apis.completions import Completion
-from shared.errors import EngineFailed, SlowClient
+from shared.wire.errors import EngineFailed, SlowClient
 from tests.engine.api import tiny
 from tests.engine.api.test_detokenizer import BYTE_FALLBACK, BYTES, Pieces, bundle
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api import packing
-from engine.api.packing import INLINE_IDS_MAX, pack, pack_slices
-from engine.core.packing import unpacked
-from shared.fair_threads import FairThreads, Slices
-from shared.prompts import SLICE_IDS
+from engine.api.ask import packing
+from engine.api.ask.packing import INLINE_IDS_MAX, pack, pack_slices
+from engine.contract.packing import unpacked
+from shared.fairness.fair_threads import FairThreads, Slices
+from shared.text.prompts import SLICE_IDS
 
 VOCAB = 1000
 IDS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)

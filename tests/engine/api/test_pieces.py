@@ -9,16 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api import rows
-from engine.api.answer import completions
+from engine.api.answer import completions, rows
 from engine.api.answer import encoder as encoding
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
+from engine.api.answer.detokenizer import Detokenizer
 from engine.api.answer.encoder import Answered, Heading
-from engine.api.detokenizer import Detokenizer
-from engine.api.outputs import ChoiceOutput, Delta, Entry, Part, RequestOutput
-from engine.api.rows import Echo
-from engine.core.messages import TokenLogprobs
+from engine.api.answer.outputs import ChoiceOutput, Delta, Entry, Part, RequestOutput
+from engine.api.answer.rows import Echo
+from engine.contract.messages import TokenLogprobs
 from shared.apis.chat import ChatCompletion
 from shared.apis.completions import Completion
 from shared.apis.generation import PromptTokensDetails, Usage

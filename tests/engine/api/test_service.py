@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.ids import IGNORED_FIELDS_HEADER
-from shared.tokenizer import Tokenizer, TokenizerBundle
+from shared.text.tokenizer import Tokenizer, TokenizerBundle
+from shared.wire.ids import IGNORED_FIELDS_HEADER
 from tests.engine.api.conftest import MODEL, Serve, Served
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
@@ -162,7 +162,8 @@ async def test_metrics(served: Served) -> None:
 
 def test_the_api_process_imports_no_torch() -> None:
     code = (
-        "import sys, engine.__main__, engine.api.server, engine.api.core_process, engine.runtime.hub;"
+        "import sys, engine.__main__, engine.api.http.server, engine.api.core.process;"
+        "import engine.runtime.setup.hub;"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -6,9 +6,9 @@ import io
 
 import pytest
 
-from shared import logs
-from shared.completed_line import ENGINE_STAGES
-from shared.tracing import TracePolicy, Tracing
+from shared.process import logs
+from shared.telemetry.tracing import TracePolicy, Tracing
+from shared.wire.completed_line import ENGINE_STAGES
 from tests import canary_heads as heads
 from tests.engine.api.conftest import MODEL, Serve, until
 from tests.span_sink import KeptSpans, collecting
@@ -21,7 +21,7 @@ async def test_a_sampled_request_is_a_tree_under_the_gateways_span(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = KeptSpans()
-    monkeypatch.setattr("engine.api.server.tracing_of", lambda *_: Tracing(TracePolicy(), sink))
+    monkeypatch.setattr("engine.api.http.server.tracing_of", lambda *_: Tracing(TracePolicy(), sink))
     async with serve() as served:
         served.says("the lazy dog")
         for flags in ("00", "01"):

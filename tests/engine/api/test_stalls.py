@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.api.outputs import UNSENT_TOKENS_MAX
-from engine.api.service import Service
-from engine.core.messages import FinishReason, PauseSequences, ResumeSequences
-from shared.http import ClientGone
-from shared.http2.client import Http2Transport
+from engine.api.answer.outputs import UNSENT_TOKENS_MAX
+from engine.api.http.service import Service
+from engine.contract.messages import FinishReason, PauseSequences, ResumeSequences
+from gateway.relay.http2_client import Http2Transport
+from shared.wire.http import ClientGone
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3000}

@@ -15,9 +15,9 @@ import httpx
 import pytest
 import structlog
 
-from engine.api.server import StartFailed, serve
+from engine.api.http.server import StartFailed, serve
 from engine.config import EngineConfig
-from shared.exit_codes import ExitCode
+from shared.process.exit_codes import ExitCode
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve
 from tests.engine.api.fake_core import FakeCore
 
@@ -91,7 +91,7 @@ def events() -> Iterator[list[MutableMapping[str, Any]]]:
 
 
 class Process:
-    """`engine.api.server.serve` in this process: its core, its exit status, and what it logs."""
+    """`engine.api.http.server.serve` in this process: its core, its exit status, and what it logs."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, logged: list[MutableMapping[str, Any]]) -> None:
         self.core = FakeCore(lambda _: [5])  # one token, and then it waits for ever

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine.api import admission, text_room
-from engine.api.outputs import RequestOutput
-from engine.api.text_room import STEP_LEN, TextRoom
-from shared.errors import Overloaded
-from shared.fair_share import FairShare
-from shared.holding import Holding
+from engine.api.answer import text_room
+from engine.api.answer.outputs import RequestOutput
+from engine.api.answer.text_room import STEP_LEN, TextRoom
+from engine.api.ask import admission
+from shared.apis.holding import Holding
+from shared.fairness.fair_share import FairShare
+from shared.wire.errors import Overloaded
 from tests.engine.api.conftest import MODEL, Served
 
 TEXT_LEN = 100

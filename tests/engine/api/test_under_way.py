@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import engine.api.generate
-from engine.core.messages import FinishReason
+import engine.api.http.generate
+from engine.contract.messages import FinishReason
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Served, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
@@ -114,7 +114,7 @@ async def test_a_request_without_an_answer_is_charged_for_none(
 async def test_a_core_that_does_not_say_is_waited_for_no_longer_than_a_gateway_waits(
     served: Served, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.api.generate, "UNDER_WAY_S", 0.0)
+    monkeypatch.setattr(engine.api.http.generate, "UNDER_WAY_S", 0.0)
     async with left(served, steps=2):
         await until(lambda: bool(lines))
     assert lines[0]["completion_tokens"] == 2

@@ -11,10 +11,10 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.api.metrics import CoreReading, EngineMetrics
-from engine.api.vllm_metrics import VllmNames, one_two_five
-from engine.core.messages import CoreStats, RunnerInfo, StepOutput
-from engine.core.records import Lack, StepRecord
+from engine.api.told.metrics import CoreReading, EngineMetrics
+from engine.api.told.vllm_metrics import VllmNames, one_two_five
+from engine.contract.messages import CoreStats, RunnerInfo, StepOutput
+from engine.contract.records import Lack, StepRecord
 from tests.engine.api.conftest import MODEL, Serve, Served, until
 
 DASHBOARD: Final = (

@@ -61,7 +61,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
 
 
 def write_model_dir(directory: Path) -> Path:
-    """A directory that `shared.tokenizer` and `engine.api.model` can read."""
+    """A directory that `shared.text.tokenizer` and `engine.api.ask.model` can read."""
     tokenizer = byte_level()
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(

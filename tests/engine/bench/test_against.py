@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from shared.bench.figures import at_least
 from tests.bench import against, against_llama_cpp, against_vllm
 from tests.bench.against import Other, Piece, compare, show
+from tests.bench.figures import at_least
 from tests.bench.gguf_model import gguf_name
 from tests.bench.models import SHAPES, make_model
 

@@ -1,4 +1,5 @@
-"""`penstock bench gpu` on a machine without a GPU, and its table. tests/gpu/run.sh runs the measurements."""
+"""`python -m tests.bench gpu` on a machine without a GPU, and its table. tests/gpu/run.sh runs the
+measurements."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.bench import gpu
-from engine.bench.gpu.targets import TARGETS, failures, table
-from shared.bench import figures
+from tests.bench import figures
+from tests.bench.engine import gpu
+from tests.bench.engine.gpu.targets import TARGETS, failures, table
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test is without")
 def test_the_gpu_bench_without_a_gpu_says_so_and_exits_2() -> None:
-    argv = [sys.executable, "-m", "shared.cli", "bench", "gpu", "--only", "steps", "--check"]
+    argv = [sys.executable, "-m", "tests.bench", "gpu", "--only", "steps", "--check"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stdout == ""

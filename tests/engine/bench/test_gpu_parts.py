@@ -1,4 +1,4 @@
-"""The measurements of `penstock bench gpu` at toy size, in Triton's interpreter on a CPU.
+"""The measurements of `python -m tests.bench gpu` at toy size, in Triton's interpreter on a CPU.
 
 The figures mean nothing, but all of the code runs.
 """
@@ -18,9 +18,6 @@ import torch
 from torch.nn.attention import SDPBackend
 from triton import OutOfResources
 
-from engine.bench.gpu import attention, matmul, measuring, profile, results, steps
-from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s
-from engine.bench.gpu.supervise import LOST
 from engine.runtime.attention.triton_paged import LibraryPrefill
 from engine.runtime.kernels.autotune import (
     DeviceLinear,
@@ -31,6 +28,9 @@ from engine.runtime.kernels.autotune import (
     folded_shape,
 )
 from engine.runtime.kernels.matmul import Tile
+from tests.bench.engine.gpu import attention, matmul, measuring, profile, results, steps
+from tests.bench.engine.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s
+from tests.bench.engine.gpu.supervise import LOST
 from tests.engine.runtime.kernels.interpreter import prepare_interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")

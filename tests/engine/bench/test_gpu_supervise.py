@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from engine.bench.gpu import supervise
-from engine.bench.gpu.results import read
-from engine.bench.gpu.supervise import TIMED_OUT, Part, run_part
+from tests.bench.engine.gpu import supervise
+from tests.bench.engine.gpu.results import read
+from tests.bench.engine.gpu.supervise import TIMED_OUT, Part, run_part
 
 ROOT = Path(__file__).parents[3]
 BREAKING = """
 import os, sys, threading
 import torch
-from engine.bench.gpu.measuring import check
+from tests.bench.engine.gpu.measuring import check
 
 def killed():
     os.kill(os.getpid(), 9)
@@ -73,7 +73,7 @@ def test_a_row_that_ends_its_process_costs_no_other(tmp_path: Path, monkeypatch:
 def test_rows_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = """
 import os
-from engine.bench.gpu.measuring import check
+from tests.bench.engine.gpu.measuring import check
 
 for number in range(7):
     check("shared", f"row {number}", lambda: {"pid": os.getpid()})

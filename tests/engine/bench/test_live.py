@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engine.bench import live
-from engine.bench.live import LIVE, Served
-from engine.bench.virtual import Request
-from shared.bench.client import ApiServer
-from shared.bench.streams import BenchFailed
+from tests.bench.client import ApiServer
+from tests.bench.engine import live
+from tests.bench.engine.live import LIVE, Served
+from tests.bench.engine.virtual import Request
+from tests.bench.streams import BenchFailed
 
 SHORT, LONG = Request(0.0, 50, 16), Request(0.0, 1000, 32)
 

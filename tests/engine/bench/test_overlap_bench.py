@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.bench import overlap
-from engine.bench.overlap import DEVICE_STEP_S, OUTPUT_LEN, Device
+from tests.bench.engine import overlap
+from tests.bench.engine.overlap import DEVICE_STEP_S, OUTPUT_LEN, Device
 
 HOST_S = DEVICE_STEP_S / 5
 

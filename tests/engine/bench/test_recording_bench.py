@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.api.steps import StepRing
-from engine.bench import recording
-from engine.core.steps import StepBook
+from engine.api.told.steps import StepRing
+from engine.core.step.book import StepBook
+from tests.bench.engine import recording
 
 
 def test_a_round_of_each_is_measured_in_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:

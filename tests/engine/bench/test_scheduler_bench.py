@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench import comparison, disciplines, plot, scheduler, served
-from engine.bench.comparison import ttft_p99
-from engine.bench.virtual import UNBOUNDED_GAPS, Engine, Request, run
-from engine.bench.workloads import CHAT
 from engine.config import EngineConfig
-from engine.core.cost import StepCost
-from shared.bench.figures import Figure
-from shared.cli.bench import BENCHES
+from engine.core.estimate.cost import StepCost
+from tests.bench.__main__ import BENCHES
+from tests.bench.engine import comparison, disciplines, plot, scheduler, served
+from tests.bench.engine.comparison import ttft_p99
+from tests.bench.engine.virtual import UNBOUNDED_GAPS, Engine, Request, run
+from tests.bench.engine.workloads import CHAT
+from tests.bench.figures import Figure
 
 COST = StepCost(token_s=1e-3, row_s=1e-3, pair_s=0.0, fixed_s=0.01)
 
@@ -177,7 +177,7 @@ async def test_one_part_runs_alone() -> None:
     assert {figure.name.split(",")[0] for figure in figures} == {"KV at 1.2x need"}
 
 
-def test_penstock_bench_lists_the_scheduler_bench() -> None:
+def test_the_scheduler_bench_is_listed() -> None:
     assert BENCHES["scheduler"][0] == scheduler.__name__
 
 

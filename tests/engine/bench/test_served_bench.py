@@ -8,12 +8,12 @@ import random
 
 import pytest
 
-from engine.bench import interference, served
-from engine.bench.interference import REFUSED_AT_ONCE_S, Beside, Ending, ending
-from engine.bench.load import BenchFailed, Load, Sample, Server, measure
 from engine.config import EngineConfig
-from shared.bench.client import ApiServer, TimedRequest
-from shared.bench.figures import Figure
+from tests.bench.client import ApiServer, TimedRequest
+from tests.bench.engine import interference, served
+from tests.bench.engine.interference import REFUSED_AT_ONCE_S, Beside, Ending, ending
+from tests.bench.engine.load import BenchFailed, Load, Sample, Server, measure
+from tests.bench.figures import Figure
 
 
 def judged(figures: list[Figure]) -> list[bool | None]:

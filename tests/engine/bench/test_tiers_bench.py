@@ -7,9 +7,9 @@ import asyncio
 
 import pytest
 
-from engine.bench import served
-from engine.bench.load import BenchFailed
-from engine.bench.tiers import pages_on_disk
+from tests.bench.engine import served
+from tests.bench.engine.load import BenchFailed
+from tests.bench.engine.tiers import pages_on_disk
 
 
 def test_the_gauge_of_pages_on_disk_is_read() -> None:

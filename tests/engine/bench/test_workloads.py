@@ -6,9 +6,9 @@ import statistics
 
 import pytest
 
-from engine.bench import workloads
-from engine.bench.workloads import CHAT, TRACE
-from shared.bench.figures import quantile
+from tests.bench.engine import workloads
+from tests.bench.engine.workloads import CHAT, TRACE
+from tests.bench.figures import quantile
 
 DRAWN = 20_000
 

@@ -6,8 +6,7 @@ import math
 
 import msgspec
 
-from engine.core.config import SchedulerConfig
-from engine.core.messages import (
+from engine.contract.messages import (
     Finished,
     FinishReason,
     Plan,
@@ -18,10 +17,11 @@ from engine.core.messages import (
     TimedStep,
     TokenLogprobs,
 )
-from engine.core.newcomers import AddSequence
-from engine.core.policy import RESPONSE_RATIO, Discipline
+from engine.core.config import SchedulerConfig
+from engine.core.queue.newcomers import AddSequence
+from engine.core.queue.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
-from engine.core.swap import Preference, if_cheaper
+from engine.core.step.swap import Preference, if_cheaper
 from tests.fake_runner import FakeRunner, Solo, runner_info, solo
 
 STEP_S = 0.01

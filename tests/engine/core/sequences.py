@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-from engine.core.block_manager import PageChain
-from engine.core.cost import StepCost
-from engine.core.messages import ServiceClass
+from engine.contract.messages import ServiceClass
+from engine.core.estimate.cost import StepCost
+from engine.core.pages.block_manager import PageChain
 from engine.core.sequence import Sequence
 from tests.engine.core.harness import greedy
 

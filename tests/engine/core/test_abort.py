@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.messages import FinishReason
+from engine.contract.messages import FinishReason
 from tests.engine.core.harness import Harness, greedy
 
 PROMPT = list(range(1, 11))

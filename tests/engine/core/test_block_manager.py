@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.core.block_manager import BlockManager, PageChain, PageIdentity, pages_for
+from engine.core.pages.block_manager import BlockManager, PageChain, PageIdentity, pages_for
 
 SIZE = 4
 

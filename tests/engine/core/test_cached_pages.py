@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.core.cached_pages import STALE_MAX, CachedPages
+from engine.core.pages.cached_pages import STALE_MAX, CachedPages
 
 TENANTS = "abcdefg"
 PAGES = 400

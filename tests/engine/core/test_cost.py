@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.bench.virtual import timed_steps
-from engine.core.cost import ERROR_AT_FIRST, ERROR_MAX, ERROR_MIN, CostLearner, StepCost, Work
-from engine.core.messages import TimedStep
+from engine.contract.messages import TimedStep
+from engine.core.estimate.cost import ERROR_AT_FIRST, ERROR_MAX, ERROR_MIN, CostLearner, StepCost, Work
+from tests.bench.engine.virtual import timed_steps
 
 RUNNERS = {
     "a large GPU": StepCost(token_s=5e-5, row_s=1e-4, pair_s=2e-9, context_s=5e-8, fixed_s=6e-3),

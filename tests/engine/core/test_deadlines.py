@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from engine.bench.virtual import Engine, Outcome, Request
-from engine.core import deadlines
-from engine.core.cost import StepCost
-from engine.core.deadlines import (
+from engine.contract.messages import FinishReason
+from engine.core.estimate.cost import StepCost
+from engine.core.queue import deadlines
+from engine.core.queue.deadlines import (
     HURRY_PART,
     HURRY_S,
     HURRY_SHARE,
@@ -23,9 +23,9 @@ from engine.core.deadlines import (
     HurryCredits,
     Rate,
 )
-from engine.core.messages import FinishReason
-from engine.core.plan_builder import PlanBuilder
-from engine.core.planner import HURRIED_OF
+from engine.core.step.plan_builder import PlanBuilder
+from engine.core.step.planner import HURRIED_OF
+from tests.bench.engine.virtual import Engine, Outcome, Request
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.sequences import sequence
 from tests.engine.core.test_long_prompts import CALM_STEPS, RUNNERS, beside_streams, decodes_s

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.core import policy
-from engine.core.messages import ServiceClass
-from engine.core.policy import Circumstances
-from shared.settings import settings_of
+from engine.contract.messages import ServiceClass
+from engine.core.queue import policy
+from engine.core.queue.policy import Circumstances
+from shared.process.settings import settings_of
 from tests.engine.core.sequences import COST, handles, sequence, stalled
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.cost import StepCost
-from engine.core.disk import WRITES_MAX, DiskThreads
-from engine.core.messages import DiskCounts
-from engine.core.page_files import HEADER_LEN, PageFiles, open_directory
-from engine.core.records import Lack
+from engine.contract.messages import DiskCounts
+from engine.contract.records import Lack
+from engine.core.estimate.cost import StepCost
+from engine.core.pages.disk import WRITES_MAX, DiskThreads
+from engine.core.pages.page_files import HEADER_LEN, PageFiles, open_directory
+from engine.core.pages.tiers import DiskLink
 from engine.core.scheduler import FETCH_POLL_S, Scheduler
-from engine.core.tiers import DiskLink
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.test_host_tier import HISTORY, always, evict, identity, tiered, told
 from tests.engine.core.test_steps import recorded
@@ -300,7 +300,7 @@ def test_a_disk_whose_queues_are_full_takes_nothing(monkeypatch: pytest.MonkeyPa
     link._due.append((identity(2), page))
     link.take_done()
     assert not link._due, "it is kept no more, so it is not written"
-    monkeypatch.setattr("engine.core.tiers.DUE_MAX", 0)
+    monkeypatch.setattr("engine.core.pages.tiers.DUE_MAX", 0)
     host.plan_made(2, [page])
     link.landed(2, [page])
     assert link.counts().dropped == 1

@@ -1,4 +1,4 @@
-"""Fairness between tenants, which share the slots (rule J in `engine.core.victims`)."""
+"""Fairness between tenants, which share the slots (rule J in `engine.core.step.victims`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core import victims
-from engine.core.messages import FinishReason, ServiceClass
-from engine.core.planner import PASSED_MAX
-from engine.core.policy import DISPLACED
+from engine.contract.messages import FinishReason, ServiceClass
+from engine.core.queue.policy import DISPLACED
+from engine.core.queue.tenants import TenantHoldings
 from engine.core.sequence import Sequence, Status
-from engine.core.tenants import TenantHoldings
+from engine.core.step import victims
+from engine.core.step.planner import PASSED_MAX
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.sequences import PRIORITY, sequence
 from tests.overlapped import OverlappedSimulation
@@ -145,7 +145,7 @@ def test_yields_whose_pages_were_taken_are_paid_for_by_time_without_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """None follows until the sequence could have been restored, but for what may be ahead."""
-    monkeypatch.setattr("engine.core.allocator.YIELDS_AHEAD_S", 0.0)
+    monkeypatch.setattr("engine.core.step.allocator.YIELDS_AHEAD_S", 0.0)
     h = flooded(pages=36, answer_len=60)
     while h.scheduler.stats().pages_owned < 32:
         h.step()
@@ -169,7 +169,7 @@ def test_a_yield_for_a_slot_alone_costs_nothing(
     monkeypatch: pytest.MonkeyPatch, swaps: dict[str, Any], prefix_cache: bool
 ) -> None:
     """The sequence keeps its pages: none are copied, no token is computed again, no other yield waits."""
-    monkeypatch.setattr("engine.core.allocator.YIELDS_AHEAD_S", 0.0)
+    monkeypatch.setattr("engine.core.step.allocator.YIELDS_AHEAD_S", 0.0)
     h = flooded(prefix_cache=prefix_cache, **swaps)
     h.steps(20)
     for handle, tenant in ((100, "b"), (101, "c"), (102, "d")):

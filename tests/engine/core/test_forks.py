@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.messages import Plan
-from engine.core.policy import OLDEST_EVERY
+from engine.contract.messages import Plan
+from engine.core.queue.policy import OLDEST_EVERY
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.test_overlap import Overlapped
 

@@ -9,10 +9,10 @@ import random
 
 import pytest
 
-from engine.core.block_manager import PageIdentity
-from engine.core.cost import StepCost
-from engine.core.host_pool import HostPool
-from engine.core.swap import Restoration
+from engine.core.estimate.cost import StepCost
+from engine.core.pages.block_manager import PageIdentity
+from engine.core.pages.host_pool import HostPool
+from engine.core.step.swap import Restoration
 from tests.engine.core.harness import Harness, greedy
 
 HISTORY = list(range(1, 18))

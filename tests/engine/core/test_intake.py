@@ -9,9 +9,7 @@ import random
 import msgspec
 import pytest
 
-from engine.core import intake
-from engine.core.intake import TAKEN_MAX, Intake
-from engine.core.messages import (
+from engine.contract.messages import (
     AbortSequences,
     AddPrompt,
     AddRequest,
@@ -22,8 +20,10 @@ from engine.core.messages import (
     ResumeSequences,
     SamplingParams,
 )
-from engine.core.newcomers import AddSequence, alone, sequences_of
-from engine.core.packing import packed
+from engine.contract.packing import packed
+from engine.core.queue import intake
+from engine.core.queue.intake import TAKEN_MAX, Intake
+from engine.core.queue.newcomers import AddSequence, alone, sequences_of
 from engine.core.scheduler import Scheduler
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.test_loop import World

@@ -1,4 +1,5 @@
-"""A long prompt beside streams, in virtual time: the laws of `engine.core.pace`, seen from outside."""
+"""A long prompt beside streams, in virtual time: the laws of `engine.core.estimate.pace`, seen from
+outside."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.bench.virtual import Engine, Outcome, Request, run
-from engine.core.cost import StepCost, Work
-from engine.core.messages import FinishReason, ServiceClass
-from shared.bench.figures import quantile
+from engine.contract.messages import FinishReason, ServiceClass
+from engine.core.estimate.cost import StepCost, Work
+from tests.bench.engine.virtual import Engine, Outcome, Request, run
+from tests.bench.figures import quantile
 
 STREAMS, CALM_STEPS, PROMPT_LEN = 8, 60, 4000
 SEEDS = (1, 2, 3, 4, 5)

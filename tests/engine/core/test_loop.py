@@ -4,9 +4,7 @@ from math import inf
 
 import pytest
 
-from engine.core.config import SchedulerConfig
-from engine.core.loop import CoreLoop, Disconnected, last_words
-from engine.core.messages import (
+from engine.contract.messages import (
     AbortSequences,
     AddRequest,
     CoreFailed,
@@ -21,7 +19,9 @@ from engine.core.messages import (
     StepOutput,
     StopCore,
 )
-from engine.core.newcomers import AddSequence, alone
+from engine.core.config import SchedulerConfig
+from engine.core.loop import CoreLoop, Disconnected, last_words
+from engine.core.queue.newcomers import AddSequence, alone
 from tests.engine.core.harness import STEP_S, greedy
 from tests.fake_runner import FakeRunner, runner_info, solo
 from tests.fakes import VirtualClock

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.config import SchedulerConfig
-from engine.core.loop import CoreLoop
-from engine.core.messages import (
+from engine.contract.messages import (
     AbortSequences,
     CoreInput,
     CoreReady,
@@ -23,7 +21,9 @@ from engine.core.messages import (
     ServiceClass,
     StopCore,
 )
-from engine.core.newcomers import AddSequence, alone
+from engine.core.config import SchedulerConfig
+from engine.core.loop import CoreLoop
+from engine.core.queue.newcomers import AddSequence, alone
 from engine.core.scheduler import STEPS_AHEAD_MAX
 from tests.async_runner import AsyncRunner, Flight
 from tests.engine.core.harness import STEP_S, Harness, greedy

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from engine.core import pace
-from engine.core.cost import StepCost
-from engine.core.pace import Budget, Credit
-from engine.core.plan_builder import chunk_len
+from engine.core.estimate import pace
+from engine.core.estimate.cost import StepCost
+from engine.core.estimate.pace import Budget, Credit
+from engine.core.step.plan_builder import chunk_len
 
 GPU = StepCost(token_s=2.5e-5, row_s=1e-5, pair_s=2e-10, context_s=3e-8, fixed_s=6e-3)
 CPU = StepCost(token_s=1.8e-3, row_s=7e-4, pair_s=7e-7, context_s=6.3e-6, fixed_s=0.068)

@@ -11,8 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.core.block_manager import PageIdentity
-from engine.core.page_files import HEADER_LEN, DirectoryInUse, DirectoryNotPrivate, PageFiles, open_directory
+from engine.core.pages.block_manager import PageIdentity
+from engine.core.pages.page_files import (
+    HEADER_LEN,
+    DirectoryInUse,
+    DirectoryNotPrivate,
+    PageFiles,
+    open_directory,
+)
 
 PAGE_BYTES = 64
 MODEL, OTHER_MODEL = b"m" * 32, b"n" * 32

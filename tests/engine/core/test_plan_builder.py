@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.core import pace
-from engine.core.cost import StepCost, Work
-from engine.core.pace import Budget, Credit
-from engine.core.plan_builder import PlanBuilder
+from engine.core.estimate import pace
+from engine.core.estimate.cost import StepCost, Work
+from engine.core.estimate.pace import Budget, Credit
 from engine.core.sequence import Sequence
+from engine.core.step.plan_builder import PlanBuilder
 from tests.engine.core.sequences import sequence
 
 COSTLY_CONTEXT = StepCost(token_s=2.7e-5, row_s=4.4e-5, context_s=1.1e-7, fixed_s=4.1e-4)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core import policy
-from engine.core.messages import ServiceClass
-from engine.core.policy import Circumstances
+from engine.contract.messages import ServiceClass
+from engine.core.queue import policy
+from engine.core.queue.policy import Circumstances
 from engine.core.sequence import Sequence
 from tests.engine.core.sequences import COST, FLEX, PRIORITY, handles, sequence, stalled
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.policy import FIFO
+from engine.core.queue.policy import FIFO
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.sequences import DEFAULT, FLEX, PRIORITY
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.messages import Want
-from engine.core.planner import PASSED_MAX, Planner
-from engine.core.waiting import WaitingQueue
+from engine.contract.messages import Want
+from engine.core.queue.waiting import WaitingQueue
+from engine.core.step.planner import PASSED_MAX, Planner
 from tests.engine.core.harness import Harness, greedy
 
 PROMPT = list(range(1, 11))

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from engine.core import plan_builder, planner
-from engine.core.messages import FinishReason, RunResult, ServiceClass, TokenLogprobs, Want
+from engine.contract.messages import FinishReason, RunResult, ServiceClass, TokenLogprobs, Want
+from engine.core.step import plan_builder, planner
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.fake_runner import NUMERIC_SEEDS, solo
 

@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
-from engine.core.block_manager import PageChain, PageIdentity
-from engine.core.messages import FinishReason, Want
+from engine.contract.messages import FinishReason, Want
+from engine.core.pages.block_manager import PageChain, PageIdentity
 from engine.core.sequence import MOVES, Hold, IllegalMove, Sequence, Status, Swapped
 from tests.engine.core.harness import greedy
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from engine.core.messages import FinishReason
+from engine.contract.messages import FinishReason
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.fake_runner import NUMERIC_SEEDS
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.core.messages import Move, ServiceClass
-from engine.core.records import Lack, StepRecord
+from engine.contract.messages import Move, ServiceClass
+from engine.contract.records import Lack, StepRecord
 from tests.engine.core.harness import STEP_S, Harness, greedy
 
 FLEX, _, PRIORITY = ServiceClass

@@ -10,12 +10,12 @@ from array import array
 
 import pytest
 
-from engine.core.block_manager import BlockManager, PageChain, pages_for
-from engine.core.cost import StepCost
-from engine.core.host_pool import HostPool
-from engine.core.messages import FinishReason, Plan, ServiceClass
+from engine.contract.messages import FinishReason, Plan, ServiceClass
+from engine.core.estimate.cost import StepCost
+from engine.core.pages.block_manager import BlockManager, PageChain, pages_for
+from engine.core.pages.host_pool import HostPool
 from engine.core.sequence import Sequence, Status, Swapped
-from engine.core.swap import COPY_SHARE, Prefix, Restoration, Swapper, if_cheaper
+from engine.core.step.swap import COPY_SHARE, Prefix, Restoration, Swapper, if_cheaper
 from tests.engine.core.harness import Harness, greedy
 
 SIZE = 4

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.tenants import ARRIVAL_TOKENS, SPAN_TOKENS, TenantCounters
+from engine.core.queue.tenants import ARRIVAL_TOKENS, SPAN_TOKENS, TenantCounters
 
 
 def test_fairness_counts_how_far_a_tenant_is_ahead_of_its_competitors() -> None:

@@ -12,9 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from engine.core import transport
-from engine.core.loop import Disconnected
-from engine.core.messages import (
+from engine.contract.messages import (
     READ_EVERY,
     AbortSequences,
     AddPrompt,
@@ -31,8 +29,10 @@ from engine.core.messages import (
     StepOutput,
     StopCore,
 )
-from engine.core.newcomers import AddSequence, alone
-from engine.core.packing import Biases, packed
+from engine.contract.packing import Biases, packed
+from engine.core import transport
+from engine.core.loop import Disconnected
+from engine.core.queue.newcomers import AddSequence, alone
 from engine.core.transport import UNREAD_MAX, CoreTransport
 from tests.engine.core.harness import Harness, greedy
 

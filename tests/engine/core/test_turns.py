@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.messages import ServiceClass
-from engine.core.policy import OLDEST_EVERY
+from engine.contract.messages import ServiceClass
+from engine.core.queue.policy import OLDEST_EVERY
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.sequences import DEFAULT, FLEX, PRIORITY
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from engine.core.queue.tenants import TenantHoldings
 from engine.core.sequence import Sequence
-from engine.core.tenants import TenantHoldings
-from engine.core.victims import choose_victims, choose_waiting
+from engine.core.step.victims import choose_victims, choose_waiting
 from tests.engine.core.sequences import FLEX, PRIORITY, handles, sequence, stalled
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from engine.core.messages import CoreStats, ServiceClass
+from engine.contract.messages import CoreStats, ServiceClass
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Status
 from tests.engine.core.harness import Harness, greedy

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.api import state
+from engine.api.ask import state
 from engine.config import EngineConfig
-from engine.core import deadlines, intake, pace, planner, policy, tenants, victims
 from engine.core.config import SchedulerConfig
-from shared import fair_share
+from engine.core.estimate import pace
+from engine.core.queue import deadlines, intake, policy, tenants
+from engine.core.step import planner, victims
+from shared.fairness import fair_share
 
 ROOT = Path(__file__).parents[3]
 ROWS = 11

@@ -7,8 +7,8 @@ import tracemalloc
 from types import FrameType
 from typing import Any
 
-from engine.core import least_squares
-from engine.core.messages import Plan
+from engine.contract.messages import Plan
+from engine.core.estimate import least_squares
 from tests.engine.core.harness import STEP_S, Harness, greedy
 
 PAGE_SIZE = 16

@@ -21,14 +21,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
-from engine.runtime import starting
-from engine.runtime.batch import assemble
-from engine.runtime.config import Kernels, RunnerConfig
-from engine.runtime.errors import ModelError
+from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.host.load import host_network
-from engine.runtime.host.slots import HostSlots
-from engine.runtime.kv_cache import KVCache, KVGeometry
+from engine.runtime.setup.config import Kernels, RunnerConfig
+from engine.runtime.setup.errors import ModelError
+from engine.runtime.start import starting
+from engine.runtime.step.batch import assemble
+from engine.runtime.step.host_slots import HostSlots
+from engine.runtime.step.kv_cache import KVCache, KVGeometry
 
 TOLERANCE = 1e-4
 ROUNDING_MAX = 3e-4

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config import RunnerConfig
 from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
 from engine.runtime.native.build import build
+from engine.runtime.setup.config import RunnerConfig
 from tests.engine.models import make_tiny_model
 
 MakeModel = Callable[..., Path]

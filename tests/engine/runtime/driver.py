@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.core.messages import Plan, RunResult, SamplingParams, SlotAssignment, TokenLogprobs, Want
+from engine.contract.messages import Plan, RunResult, SamplingParams, SlotAssignment, TokenLogprobs, Want
 from engine.runtime.host.runner import HostRunner
 
 if TYPE_CHECKING:  # it imports Triton, which a CPU's tests do without

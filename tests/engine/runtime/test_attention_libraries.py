@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runtime.attention import AttentionSpec, Chunk, DecodePages, PrefillPages
 from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.attention.flashinfer_paged import FlashInferDecode, workspace
-from engine.runtime.backends import Backend, Choice, Chosen
-from engine.runtime.kv_cache import KVCache, KVGeometry
+from engine.runtime.setup.backends import Backend, Choice, Chosen
+from engine.runtime.step.kv_cache import KVCache, KVGeometry
+from engine.runtime.step.protocols import AttentionSpec, Chunk, DecodePages, PrefillPages
 from tests.engine.runtime import attention_libraries as libraries
 from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
 

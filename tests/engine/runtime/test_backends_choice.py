@@ -11,11 +11,11 @@ from types import ModuleType
 
 import pytest
 
-from engine.runtime import backends
-from engine.runtime.backends import Backend, Find, FoundLibrary, Need, Phase, choose, parse
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import BadRunnerConfig
-from shared.config import ConfigError
+from engine.runtime.setup import backends
+from engine.runtime.setup.backends import Backend, Find, FoundLibrary, Need, Phase, choose, parse
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import BadRunnerConfig
+from shared.process.config import ConfigError
 
 HOPPER = Need(32, 8, 128, 64, "bfloat16", "bfloat16", (9, 0))
 EVERY_LIBRARY = tuple(backends.FUNCTIONS)

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.core.messages import SamplingParams
-from engine.runtime.errors import UnsupportedModel, WeightsMismatch
-from engine.runtime.fp8 import quantise
+from engine.contract.messages import SamplingParams
 from engine.runtime.host.network import TorchDecoder
 from engine.runtime.models.config import parse_model_config, read_model_config
 from engine.runtime.models.quantization import Fp8Scheme, read_fp8_scheme
-from engine.runtime.weights import Checkpoint, Inspection, Part, checkpoint_files
+from engine.runtime.setup.errors import UnsupportedModel, WeightsMismatch
+from engine.runtime.weights.fp8 import quantise
+from engine.runtime.weights.reading import Checkpoint, Inspection, Part, checkpoint_files
 from tests.engine.models import make_tiny_model, reference_greedy
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver

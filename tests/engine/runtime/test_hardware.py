@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime import hardware
-from engine.runtime.hardware import available_memory_bytes, multiplies_bf16, usable_cores
+from engine.runtime.setup import hardware
+from engine.runtime.setup.hardware import available_memory_bytes, multiplies_bf16, usable_cores
 
 TWO_CORES = ["0-1", "0-1", "2-3", "2-3"]
 """The siblings of four processors."""

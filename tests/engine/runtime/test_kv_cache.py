@@ -10,12 +10,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.runtime import kv_cache
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import DoesNotFit
-from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, host_page_count, page_count, step_bytes
 from engine.runtime.models.config import parse_model_config
-from shared.config import ConfigError
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import DoesNotFit
+from engine.runtime.step import kv_cache
+from engine.runtime.step.kv_cache import (
+    HostPages,
+    KVCache,
+    KVGeometry,
+    host_page_count,
+    page_count,
+    step_bytes,
+)
+from shared.process.config import ConfigError
 from tests.engine.runtime.device.waits import no_waits
 from tests.engine.runtime.test_model_config import BASE
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runtime.logprobs import distinct_topk, stable_topk
+from engine.runtime.step.logprobs import distinct_topk, stable_topk
 
 VALUES = st.sampled_from([0.0, -0.0, -1e-40, -0.5, -3.0, -1e30, float("-inf")])
 

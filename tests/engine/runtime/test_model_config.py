@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.errors import ModelUnavailable, UnsupportedModel
 from engine.runtime.models.config import (
     FAMILIES,
     ModelConfig,
@@ -17,6 +16,7 @@ from engine.runtime.models.config import (
     read_model_config,
 )
 from engine.runtime.models.rope import Llama3Scaling
+from engine.runtime.setup.errors import ModelUnavailable, UnsupportedModel
 
 BASE: dict[str, Any] = {
     "vocab_size": 100,

@@ -16,24 +16,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
-from engine.runtime.attention import AttentionSpec
-from engine.runtime.batch import assemble
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import BadRunnerConfig
+from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.host import load as loading
 from engine.runtime.host.model import PagedModel, TorchModel
 from engine.runtime.host.network import TorchDecoder
-from engine.runtime.host.slots import HostSlots
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
-from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.load import load_runner
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.rope import RopeConfig
 from engine.runtime.native import build
 from engine.runtime.native.decoder import NativeDecoder, misfit
 from engine.runtime.native.library import Shape, Step, built_isas
-from engine.runtime.weights import ALL, Part
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.step.batch import assemble
+from engine.runtime.step.host_slots import HostSlots
+from engine.runtime.step.kv_cache import KVCache, KVGeometry
+from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.weights.reading import ALL, Part
 from tests.engine.runtime.conftest import MakeModel, load
 
 PAGE_SIZE, MAX_LEN, VOCAB = 16, 256, 100

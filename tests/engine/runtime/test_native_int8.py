@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runtime.models.parameters import EMBEDDING
 from engine.runtime.native import build
 from engine.runtime.native.library import library
-from engine.runtime.weights import ALL, Part
+from engine.runtime.weights.parameters import EMBEDDING
+from engine.runtime.weights.reading import ALL, Part
 from tests.engine.runtime.test_native import ISAS, PLAIN, RAGGED, Stage, Weights, company
 
 GROUP: Final = 128

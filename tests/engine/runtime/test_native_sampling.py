@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.core.messages import NUMERIC_FAILURE, SamplingParams
-from engine.core.packing import Biases
+from engine.contract.messages import NUMERIC_FAILURE, SamplingParams
+from engine.contract.packing import Biases
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.sampler import Draw
 from engine.runtime.native.library import built_isas

@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runtime.config import RunnerConfig
 from engine.runtime.device import load as device_load
 from engine.runtime.device import network as device_network
 from engine.runtime.device.load import load_on_card
 from engine.runtime.device.network import DeviceDecoder
-from engine.runtime.errors import BadRunnerConfig, UnsupportedModel
 from engine.runtime.host import load as host_load
 from engine.runtime.host import network as torch_network
 from engine.runtime.host.network import TorchDecoder
@@ -25,12 +23,14 @@ from engine.runtime.load import load_runner
 from engine.runtime.models import features
 from engine.runtime.models.config import FAMILIES, ModelConfig, read_model_config
 from engine.runtime.models.features import features_of
-from engine.runtime.models.parameters import read_all
 from engine.runtime.models.rope import Llama3Scaling, RopeConfig
 from engine.runtime.native import decoder as native_network
 from engine.runtime.native.decoder import NativeDecoder
 from engine.runtime.native.library import built_isas
-from engine.runtime.weights import ALL, Part
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import BadRunnerConfig, UnsupportedModel
+from engine.runtime.weights.parameters import read_all
+from engine.runtime.weights.reading import ALL, Part
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, fake_config
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import SamplingParams, TokenLogprobs
+from engine.contract.messages import SamplingParams, TokenLogprobs
 from tests.engine.models import VOCAB_SIZE, reference_logprobs, reference_model
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver, Life

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.runtime import starting, weights
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import ModelUnavailable, WeightsMismatch
-from engine.runtime.weights import Checkpoint, Inspection, checkpoint_files
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import ModelUnavailable, WeightsMismatch
+from engine.runtime.start import starting
+from engine.runtime.weights import reading
+from engine.runtime.weights.reading import Checkpoint, Inspection, checkpoint_files
 from tests.engine.runtime.conftest import MakeModel, load
 
 A, B = torch.arange(6.0).reshape(2, 3), -torch.arange(9.0).reshape(3, 3)
@@ -130,7 +131,7 @@ def test_a_name_that_the_index_puts_in_the_wrong_shard(tmp_path: Path) -> None:
 
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "COMPARED_ROWS", 100)
+    monkeypatch.setattr(reading, "COMPARED_ROWS", 100)
 
 
 @pytest.mark.usefixtures("few_rows")

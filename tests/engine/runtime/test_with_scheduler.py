@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.config import SchedulerConfig
-from engine.core.messages import (
+from engine.contract.messages import (
     FinishReason,
     Pending,
     Plan,
@@ -22,8 +21,9 @@ from engine.core.messages import (
     StepOutput,
     TokenLogprobs,
 )
-from engine.core.newcomers import AddSequence
-from engine.core.packing import Biases
+from engine.contract.packing import Biases
+from engine.core.config import SchedulerConfig
+from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from tests.engine.models import FAMILIES, VOCAB_SIZE, reference_logprobs, reference_model
 from tests.engine.runtime.conftest import MakeModel, load

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from gateway.console import chats
-from gateway.console.chats import CHATS
-from gateway.console.reading import TEXT_LEN_MAX
 from gateway.identity.caller import Caller
 from gateway.identity.guests import Guests, WithGuests
 from gateway.identity.keys import hash_key
-from shared.errors import Unauthenticated
+from gateway.operators import chats
+from gateway.operators.chats import CHATS
+from gateway.operators.reading import TEXT_LEN_MAX
+from shared.wire.errors import Unauthenticated
 from tests.gateway.conftest import KEY, PATIENCE_S, House, Open, until
 from tests.gateway.console.test_gate import Page, page_of
 from tests.gateway.fake_engine import CUT, HEADERS, Script, chunk, refusal, stream

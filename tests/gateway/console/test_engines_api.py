@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gateway.console import engines_api
-from gateway.console.engines_api import ENGINES, EVERY_S
-from gateway.limits_api import LIMITS, parse
-from gateway.quota_config import QuotaLimits
-from shared.errors import InvalidRequest
+from gateway.config.quotas import QuotaLimits
+from gateway.operators import engines
+from gateway.operators.engines import ENGINES, EVERY_S
+from gateway.operators.limits import LIMITS, parse
+from shared.wire.errors import InvalidRequest
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open
 from tests.gateway.test_admin import OPERATOR, operator_keys
@@ -84,7 +84,7 @@ async def test_engines_are_asked_while_somebody_looks_and_once_a_second_at_most(
 async def test_an_engine_that_is_slow_or_of_another_make_costs_its_own_figures_alone(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines_api, "ASK_S", 0.2)
+    monkeypatch.setattr(engines, "ASK_S", 0.2)
     async with telling() as slow, telling() as foreign:
         house = await open_house(slow.url, foreign.url, admin=operator_keys())
         slow.gate, foreign.text = asyncio.Event(), "vllm:num_requests_running 3\n"
@@ -98,7 +98,7 @@ async def test_an_engine_that_is_slow_or_of_another_make_costs_its_own_figures_a
 async def test_the_engines_that_are_asked_are_bounded(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines_api, "ENGINES_MAX", 1)
+    monkeypatch.setattr(engines, "ENGINES_MAX", 1)
     async with telling() as metrics:
         house = await open_house(metrics.url, admin=operator_keys())
         told = await ask(house, ENGINES)

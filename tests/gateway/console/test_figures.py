@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.console.figures import EngineFigures, figures, parse_sample
+from gateway.operators.figures import EngineFigures, figures, parse_sample
 
 TEXT = b"""\
 # HELP penstock_engine_running_sequences Sequences that hold a slot.

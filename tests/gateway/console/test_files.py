@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 
-from gateway.console.files import STATIC
-from shared.end_reason import EndReason
+from gateway.operators.files import STATIC
+from shared.wire.end_reason import EndReason
 
 VENDOR = STATIC / "vendor"
 ROW = re.compile(r"^\| ([\w.]+) \| ([\d.]+) \|.*\| ([0-9a-f]{64}) \| [\w.]+, ([\w.]+) \|$", re.MULTILINE)

@@ -9,11 +9,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from gateway.config import load
-from gateway.console.files import CSP
-from gateway.console.gate import COOKIE, SESSION
-from gateway.console.sessions import FAILURES_MAX, FAILURES_PER_NETWORK_MAX, IDLE_S
+from gateway.config.whole import load
 from gateway.identity.keys import hash_key
+from gateway.operators.files import CSP
+from gateway.operators.gate import COOKIE, SESSION
+from gateway.operators.sessions import FAILURES_MAX, FAILURES_PER_NETWORK_MAX, IDLE_S
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open, settings
 from tests.gateway.test_admin import operator_keys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.console.reading import TICKS_MAX, Reading, error_text
+from gateway.operators.reading import TICKS_MAX, Reading, error_text
 
 
 def event(text: str) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.console.sessions import (
+from gateway.operators.sessions import (
     FAILURES_MAX,
     FAILURES_PER_NETWORK_MAX,
     IDLE_S,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.bench.client import ApiServer, LoadConnection, TimedRequest
+from tests.bench.client import ApiServer, LoadConnection, TimedRequest
 
 EVENT = b'data: {"choices":[],"n":%d}\n\n'
 USAGE = (

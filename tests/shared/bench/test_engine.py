@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
-from engine.bench import served as engine
-from engine.bench.load import BenchFailed, Load, Sample, Server, alone, token_times
-from engine.bench.served import TOKENS_TARGET, add_arguments
-from shared.bench.client import ApiServer, TimedRequest
+from tests.bench.client import ApiServer, TimedRequest
+from tests.bench.engine import served as engine
+from tests.bench.engine.load import BenchFailed, Load, Sample, Server, alone, token_times
+from tests.bench.engine.served import TOKENS_TARGET, add_arguments
 
 USAGE = b'data: {"usage":{"prompt_tokens":1,"completion_tokens":%d,"total_tokens":1}}'
 

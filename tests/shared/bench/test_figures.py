@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shared.bench.figures import Target, at_least, at_most, exit_code, figure, quantile, write
+from tests.bench.figures import Target, at_least, at_most, exit_code, figure, quantile, write
 
 
 @pytest.mark.parametrize(

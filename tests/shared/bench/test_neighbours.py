@@ -1,4 +1,4 @@
-"""What `penstock bench neighbours` sends, and what it makes of what it sees."""
+"""What `python -m tests.bench neighbours` sends, and what it makes of what it sees."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import tomllib
 
 import pytest
 
-from gateway.bench.attack import Attack, Law
-from gateway.bench.attackers import named
-from gateway.bench.attacks import ATTACKS, against
-from gateway.bench.neighbourhood import LIVE_MAX, REQUEST_MEMORY, gateway_config
-from gateway.bench.neighbours import _charged, _is_wanted, _parsed
-from gateway.bench.victim import Account, Cost
-from gateway.config import load
-from shared.bench.client import TimedRequest
-from shared.config import to_toml
-from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
+from gateway.config.whole import load
+from shared.process.config import to_toml
+from shared.process.memory import core_memory_max, engine_memory_max, gateway_memory_max
+from tests.bench.client import TimedRequest
+from tests.bench.gateway.attack import Attack, Law
+from tests.bench.gateway.attackers import named
+from tests.bench.gateway.attacks import ATTACKS, against
+from tests.bench.gateway.neighbourhood import LIVE_MAX, REQUEST_MEMORY, gateway_config
+from tests.bench.gateway.neighbours import _charged, _is_wanted, _parsed
+from tests.bench.gateway.victim import Account, Cost
 
 DETAILS = b'"prompt_tokens_details": {"cached_tokens": %d}'
 USAGE = b'{"usage": {"prompt_tokens": %d, ' + DETAILS + b', "completion_tokens": %d}}'

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.bench.paced_engine import EVENT_LEN, MODEL, Http1Connection, PacedEngine, Ticker
-from gateway.bench.streams import Load, _against, _ours
-from shared.bench.client import ApiServer
-from shared.bench.figures import at_most
-from shared.bench.services import demo_model
-from shared.bench.streams import BenchFailed, Measurement, streaming
+from tests.bench.client import ApiServer
+from tests.bench.figures import at_most
+from tests.bench.gateway.paced_engine import EVENT_LEN, MODEL, Http1Connection, PacedEngine, Ticker
+from tests.bench.gateway.streams import Load, _against, _ours
+from tests.bench.services import demo_model
+from tests.bench.streams import BenchFailed, Measurement, streaming
 
 PATIENCE_S = 10.0
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import httpx
 
-from shared.http2.client import ClientEndpoint, Http2Transport
+from engine.api.http.http2_server import Http2Server, ServerRequest, ServerResponder
+from gateway.relay.http2_client import ClientEndpoint, Http2Transport
 from shared.http2.config import ConnectionConfig
-from shared.http2.server import Http2Server, ServerRequest, ServerResponder
 
 Handler = Callable[[ServerRequest, ServerResponder], Awaitable[None]]
 PATIENCE_S = 30.0

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from shared.http import CONNECTED
+from engine.api.http.http2_server import Http2Server, ServerEndpoint, ServerRequest, ServerResponder
+from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport, RequestUnprocessed
 from shared.http2 import limits
-from shared.http2.client import STREAM_EXTENSION, Http2Transport, RequestUnprocessed
 from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ErrorCode
 from shared.http2.phase import ConnectionPhase
-from shared.http2.server import Http2Server, ServerEndpoint, ServerRequest, ServerResponder
 from shared.http2.stream import Stream
+from shared.wire.http import CONNECTED
 from tests.shared.http2.loopback import (
     EVENTS,
     Silent,
@@ -142,7 +142,7 @@ async def test_the_caller_is_told_when_a_request_is_dispatched() -> None:
 
 
 async def test_pools_of_unused_origins_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.http2.client.ORIGINS_MAX", 2)
+    monkeypatch.setattr("gateway.relay.http2_client.ORIGINS_MAX", 2)
     transport = Http2Transport()
     async with client(transport) as http, serving(hello) as first, serving(hello) as third:
         async with serving(hello) as second:

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.relay.http2_client import Http2Transport, NotHttp2
 from shared.http2 import frames, limits
-from shared.http2.client import Http2Transport, NotHttp2
 from shared.http2.config import WatchConfig
 from shared.http2.phase import ConnectionPhase
 from tests.fakes import VirtualClock

@@ -19,11 +19,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.bench.services import free_port
+from engine.api.http.http2_server import ServerRequest, ServerResponder
+from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
 from shared.http2 import limits
-from shared.http2.client import STREAM_EXTENSION, Http2Transport
 from shared.http2.config import ConnectionConfig
-from shared.http2.server import ServerRequest, ServerResponder
+from tests.bench.services import free_port
 from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, echo, endpoints, serving, until
 
 EVENT_COUNT = 200

@@ -8,11 +8,11 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from engine.api.http.http2_server import ServerRequest, ServerResponder
+from gateway.relay.http2_client import CLIENT_WATCH, ClientEndpoint, Http2Transport
+from gateway.relay.http2_pulse import PING
 from shared.http2 import frames
-from shared.http2.client import CLIENT_WATCH, ClientEndpoint, Http2Transport
 from shared.http2.config import PulseConfig
-from shared.http2.pulse import PING
-from shared.http2.server import ServerRequest, ServerResponder
 from tests.fakes import VirtualClock
 from tests.shared.http2.loopback import EVENTS, Silent, client, endpoints, hello, listening, serving, until
 from tests.shared.http2.test_client_timeouts import Deaf

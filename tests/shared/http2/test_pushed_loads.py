@@ -8,12 +8,12 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 
+from engine.api.http.http2_server import ServerRequest, ServerResponder
+from gateway.relay.http2_client import Http2Transport, Origin
 from shared.http2 import frames, limits
-from shared.http2.client import Http2Transport, Origin
 from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ProtocolViolation
 from shared.http2.report import Report
-from shared.http2.server import ServerRequest, ServerResponder
 from tests.shared.http2.loopback import PATIENCE_S, Silent, hello, serving, until
 from tests.shared.http2.pair import REQUEST, Pair
 

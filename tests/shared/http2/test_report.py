@@ -6,13 +6,14 @@ import asyncio
 
 import pytest
 
-from shared.http2 import client, frames, limits
-from shared.http2.client import Http2Transport
+from engine.api.http.http2_server import ServerRequest, ServerResponder
+from gateway.relay import http2_client
+from gateway.relay.http2_client import Http2Transport
+from shared.http2 import frames, limits
 from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ConnectionLost, ProtocolViolation
 from shared.http2.phase import ConnectionPhase
 from shared.http2.report import Report
-from shared.http2.server import ServerRequest, ServerResponder
 from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, endpoints, serving, until
 from tests.shared.http2.pair import REQUEST, RESPONSE, Pair
 
@@ -130,7 +131,7 @@ async def test_a_connection_that_retires_waits_for_the_report_of_its_last_stream
 async def test_a_connection_that_retires_waits_for_reports_no_longer_than_stated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client, "REPORTS_S", 0.01)
+    monkeypatch.setattr(http2_client, "REPORTS_S", 0.01)
     async with serving(Silent(start=True)) as served:
         transport, report = Http2Transport(), Report()
         answer = await transport.exchange("GET", served.url + "/", [], b"", report=report)

@@ -9,16 +9,16 @@ import hpack
 import httpx
 import pytest
 
-from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
-from shared.http import ClientGone
+from engine.api.http.http2_server import Http2Server, ServerRequest, ServerResponder
+from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
 from shared.http2 import frames, limits
-from shared.http2.client import STREAM_EXTENSION, Http2Transport
 from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ErrorCode
 from shared.http2.phase import ConnectionPhase
-from shared.http2.server import Http2Server, ServerRequest, ServerResponder
-from shared.http2.sockets import SEND_BUFFER_LEN, UNSENT_LEN_MAX, bound_transport
-from shared.listening import bound_socket
+from shared.process.listening import bound_socket
+from shared.process.sockets import SEND_BUFFER_LEN, UNSENT_LEN_MAX, bound_transport
+from shared.wire.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+from shared.wire.http import ClientGone
 from tests.fakes import VirtualClock
 from tests.shared.http2.loopback import (
     EVENTS,

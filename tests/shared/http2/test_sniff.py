@@ -10,10 +10,10 @@ import httpx
 import pytest
 from aiohttp import web
 
+from engine.api.http.http2_server import Http2Server
+from engine.api.http.sniff import SniffingProtocol
+from gateway.relay.http2_client import Http2Transport
 from shared.http2 import frames
-from shared.http2.client import Http2Transport
-from shared.http2.server import Http2Server
-from shared.http2.sniff import SniffingProtocol
 from tests.fakes import VirtualClock
 from tests.shared.http2.loopback import PATIENCE_S, hello, listening, until
 from tests.shared.http2.test_server import raw

@@ -11,9 +11,9 @@ import pytest
 import trustme
 from aiohttp import web
 
-from shared.http2.client import Http2Transport
-from shared.http2.server import Http2Server
-from shared.http2.sniff import SniffingProtocol
+from engine.api.http.http2_server import Http2Server
+from engine.api.http.sniff import SniffingProtocol
+from gateway.relay.http2_client import Http2Transport
 from tests.shared.http2.loopback import echo, hello, listening, serving
 from tests.shared.http2.test_interop import run
 

@@ -8,12 +8,12 @@ import socket
 import httpx
 import pytest
 
-from shared.http import ClientGone
-from shared.http2.client import Http2Transport
+from engine.api.http.http2_server import ServerRequest, ServerResponder
+from gateway.relay.http2_client import Http2Transport
+from gateway.relay.http2_pool import Place
 from shared.http2.errors import StreamRefused, StreamReset
-from shared.http2.pool import Place
-from shared.http2.server import ServerRequest, ServerResponder
 from shared.http2.stream import Stream
+from shared.wire.http import ClientGone
 from tests.shared.http2.loopback import EVENTS, Silent, serving, until
 from tests.uncollected import uncollected
 

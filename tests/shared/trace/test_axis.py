@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.completed_line import EngineLine, GatewayLine
 from shared.trace.axis import Axis, Visit, axis
+from shared.wire.completed_line import EngineLine, GatewayLine
 from tests.shared.trace.test_trace import line_of
 
 STAGES = {name: ... for name in line_of("gateway", "left") if name.endswith("_ms")}

@@ -5,11 +5,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared import sse
-from shared.apis.shapes import USED_TOKENS_MAX
-from shared.causes import CAUSES_MAX, CODE_LEN_MAX, COUNT_MAX, Cause, CauseCode, most_telling
-from shared.load_report import LoadReport
 from shared.trace.sentences import duration, sentence
+from shared.wire import sse
+from shared.wire.causes import CAUSES_MAX, CODE_LEN_MAX, COUNT_MAX, Cause, CauseCode, most_telling
+from shared.wire.load_report import LoadReport
+from shared.wire.shapes import USED_TOKENS_MAX
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from shared import cli
-from shared.completed_line import schema_problem
 from shared.trace import reading
 from shared.trace.axis import axis
 from shared.trace.join import Trace, join
 from shared.trace.reading import Reading, bounded_lines
 from shared.trace.record import RequestRecord, RequestSummary
 from shared.trace.table import record_text, table
+from shared.wire.completed_line import schema_problem
 
 REAL = Path(__file__).with_name("lines.jsonl")
 """What `penstock up` wrote of these requests: `twice` (a stream, and two choices), `refused`, `left` by its

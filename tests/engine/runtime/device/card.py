@@ -13,14 +13,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from engine.runtime import starting
-from engine.runtime.config import RunnerConfig
 from engine.runtime.device.card import MemoryReading
 from engine.runtime.device.graphs import GraphDevice
 from engine.runtime.device.load import load_on_card
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.kernels.autotune import Timer
 from engine.runtime.kernels.launching import compiling
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.start import starting
 from tests.engine.runtime.kernels.interpreter import prepare_interpreter
 
 prepare_interpreter()

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.core.messages import RunnerInfo
-from engine.runtime.config import RunnerConfig
+from engine.contract.messages import RunnerInfo
 from engine.runtime.device import load as loading
 from engine.runtime.device.card import CudaCard, MemoryReading
 from engine.runtime.device.load import enough_memory, largest_plans, load_on_card
 from engine.runtime.device.memory import MemoryProfile
-from engine.runtime.errors import DoesNotFit
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import DoesNotFit
 from tests.engine.models import reference_greedy
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, fake_config, load_fake

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, SlotAssignment, Want
-from engine.runtime.attention import AttentionSpec
-from engine.runtime.batch import Row
+from engine.contract.messages import Plan, SlotAssignment, Want
+from engine.runtime.collective.shard import Shard
 from engine.runtime.device import load as loading
 from engine.runtime.device.card import MemoryReading
 from engine.runtime.device.load import load_shard
@@ -19,7 +18,8 @@ from engine.runtime.device.mixed import CHUNKS_MAX, MixedGraphs, MixedInputs, Mi
 from engine.runtime.device.rehearsal import Unjoined
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.device.slots import DeviceBatch
-from engine.runtime.parallel.shard import Shard
+from engine.runtime.step.batch import Row
+from engine.runtime.step.protocols import AttentionSpec
 from tests.engine.models import reference_greedy
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.device.card import FakeCard, fake_config, load_fake

@@ -12,16 +12,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.core.messages import SamplingParams
-from engine.runtime.attention import AttentionSpec, Chunk, triton_paged
-from engine.runtime.config import RunnerConfig
+from engine.contract.messages import SamplingParams
+from engine.runtime.attention import triton_paged
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.runner import DeviceRunner
-from engine.runtime.errors import BadRunnerConfig
-from engine.runtime.fp8 import Fp8Weight
-from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import read_model_config
 from engine.runtime.models.quantization import Fp8Scheme
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.step.kv_cache import KVCache, KVGeometry
+from engine.runtime.step.protocols import AttentionSpec, Chunk
+from engine.runtime.weights.fp8 import Fp8Weight
 from tests.engine.models import reference_greedy
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, load_fake

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine.runtime.collective.shard import Shard
 from engine.runtime.device.load import load_shard
 from engine.runtime.device.rehearsal import Unjoined, Workers, rehearsed
-from engine.runtime.errors import WeightsMismatch
 from engine.runtime.kernels.launching import compiling
-from engine.runtime.parallel.shard import Shard
-from engine.runtime.starting import warm_up
+from engine.runtime.setup.errors import WeightsMismatch
+from engine.runtime.start.starting import warm_up
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, Specialized, fake_config, load_fake, specialized
 from tests.engine.runtime.device.test_runner import COMPANY, SMALL, lead

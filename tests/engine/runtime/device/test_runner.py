@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment, Want
-from engine.core.packing import Biases
+from engine.contract.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment, Want
+from engine.contract.packing import Biases
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.host.runner import HostRunner
 from tests.engine.models import VOCAB_SIZE, reference_greedy

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
-from engine.core.packing import Biases
+from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
+from engine.contract.packing import Biases
 from engine.runtime.device import sampling
 from engine.runtime.device import slots as module
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots

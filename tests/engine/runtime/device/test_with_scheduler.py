@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.contract.messages import FinishReason, Pending, Plan, RunnerInfo, SamplingParams
 from engine.core.config import SchedulerConfig
-from engine.core.messages import FinishReason, Pending, Plan, RunnerInfo, SamplingParams
-from engine.core.newcomers import AddSequence
+from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.runtime.device.runner import DeviceRunner
 from tests.engine.models import VOCAB_SIZE

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.core.messages import SamplingParams
-from engine.runtime.history import History
+from engine.contract.messages import SamplingParams
+from engine.runtime.step.history import History
 from tests.engine.runtime.host.test_sampler import Seats
 
 VOCAB = 4096

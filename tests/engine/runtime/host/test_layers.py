@@ -8,7 +8,7 @@ import torch
 from engine.runtime.host import layers
 from engine.runtime.host.layers import PackedLinear, rotate
 from engine.runtime.models.rope import Llama3Scaling, RopeConfig
-from engine.runtime.rotary import Rotary
+from engine.runtime.models.rotary import Rotary
 
 
 @pytest.mark.parametrize("packed", [True, False])

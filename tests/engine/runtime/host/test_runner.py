@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment, Want
-from engine.core.packing import Biases
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import BadRunnerConfig, ModelUnavailable
+from engine.contract.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment, Want
+from engine.contract.packing import Biases
 from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import choose_device, load_runner
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import BadRunnerConfig, ModelUnavailable
 from tests.engine.models import CONTEXT_LEN, VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver
@@ -98,7 +98,7 @@ def test_settings_for_the_other_device_are_refused(
 def test_loading_imports_no_compiler(tiny_model: MakeModel, kernels: str) -> None:
     """Some operations on tensors without data do, and a third of the engine's memory is gone."""
     program = (
-        "import sys; from engine.runtime.config import RunnerConfig; "
+        "import sys; from engine.runtime.setup.config import RunnerConfig; "
         "from engine.runtime.load import load_runner; "
         f"load_runner(RunnerConfig({str(tiny_model('qwen3'))!r}, kernels={kernels!r}, threads=1), print); "
         "assert not {'torch._dynamo', 'sympy', 'triton'} & sys.modules.keys()"
@@ -110,7 +110,7 @@ def test_loading_imports_no_compiler(tiny_model: MakeModel, kernels: str) -> Non
 def test_auto_is_what_the_processor_multiplies(
     tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch, native: bool, dtype: str
 ) -> None:
-    monkeypatch.setattr("engine.runtime.starting.multiplies_bf16", lambda: native)
+    monkeypatch.setattr("engine.runtime.start.starting.multiplies_bf16", lambda: native)
     assert load(tiny_model("qwen2"), dtype="auto").info.dtype == dtype
 
 

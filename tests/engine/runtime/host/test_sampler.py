@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment
-from engine.core.packing import Biases
+from engine.contract.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment
+from engine.contract.packing import Biases
 from engine.runtime.host import sampler
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.sampler import inverse_cdf
-from engine.runtime.host.slots import HostSlots, SamplingColumns
+from engine.runtime.step.host_slots import HostSlots, SamplingColumns
 
 VOCAB = 40
 SEED = 0x9E3779B97F4A7C15

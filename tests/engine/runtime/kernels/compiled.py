@@ -27,7 +27,6 @@ from triton.compiler import ASTSource
 
 from engine.runtime.device import sampling
 from engine.runtime.device.sampling import DeviceSampling
-from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels import (
     autotune,
     begin,
@@ -40,6 +39,7 @@ from engine.runtime.kernels import (
     split_matmul,
 )
 from engine.runtime.kernels.dependent_launch import dependent_launches
+from engine.runtime.weights.fp8 import Fp8Weight
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INSTRUCTIONS = (

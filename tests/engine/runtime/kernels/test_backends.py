@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.runtime.attention import AttentionSpec, Chunk, triton_paged
+from engine.runtime.attention import triton_paged
 from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
-from engine.runtime.kv_cache import KVCache, KVGeometry
+from engine.runtime.step.kv_cache import KVCache, KVGeometry
+from engine.runtime.step.protocols import AttentionSpec, Chunk
 
 
 def test_decode_prepares_from_the_device_alone() -> None:

@@ -8,7 +8,7 @@ import torch
 from engine.runtime.kernels import begin
 from engine.runtime.kernels.begin import begin_step
 from engine.runtime.models.rope import RopeConfig
-from engine.runtime.rotary import Rotary
+from engine.runtime.models.rotary import Rotary
 
 SLOTS, PAGE = 5, 16
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runtime.fp8 import quantise
 from engine.runtime.kernels import autotune, matmul
 from engine.runtime.kernels.autotune import DeviceLinear, FusedMeasured, MatmulTable
 from engine.runtime.kernels.fused import Norm, Stream
+from engine.runtime.weights.fp8 import quantise
 
 EPS = 1e-5
 

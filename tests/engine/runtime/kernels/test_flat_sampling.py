@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import NUMERIC_FAILURE
-from engine.core.packing import Biases
+from engine.contract.messages import NUMERIC_FAILURE
+from engine.contract.packing import Biases
 from engine.runtime.device import sampling as device_sampling
 from tests.engine.runtime.kernels.test_sampling import VOCAB, histories, on_cpu, on_device, params
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from engine.runtime.fp8 import Fp8Weight, quantise
 from engine.runtime.kernels import autotune, folding
 from engine.runtime.kernels.autotune import (
     DeviceLinear,
@@ -25,6 +24,7 @@ from engine.runtime.kernels.folding import fold_norms
 from engine.runtime.kernels.fused import Norm, Stream, Unscaled
 from engine.runtime.kernels.matmul import Tile, Weight
 from engine.runtime.kernels.split_matmul import _counters
+from engine.runtime.weights.fp8 import Fp8Weight, quantise
 from tests.engine.runtime.kernels.test_matmul import expected_of
 
 WHOLE = Tile(32, 32, 4, 3)

@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from engine.runtime.host.layers import rms_norm, rotate
 from engine.runtime.kernels import fused
 from engine.runtime.models.rope import RopeConfig
-from engine.runtime.rotary import Rotary
+from engine.runtime.models.rotary import Rotary
 
 DTYPES = (torch.float32, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}

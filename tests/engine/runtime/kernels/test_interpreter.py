@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterError
 
-from engine.core.packing import Biases
+from engine.contract.packing import Biases
 from tests.engine.runtime.kernels import test_decode_attention, test_prefill_attention
 from tests.engine.runtime.kernels.cases import Shape, paged_case
 from tests.engine.runtime.kernels.interpreter import _own, as_triton_has_it

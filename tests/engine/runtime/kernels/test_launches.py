@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.bench.gpu.shapes import QWEN3_06B, RandomWeights
-from engine.runtime.attention import AttentionSpec
 from engine.runtime.attention.triton_paged import TritonDecode
 from engine.runtime.device import sampling as device_sampling
 from engine.runtime.device.graphs import DecodeInputs
@@ -24,8 +22,10 @@ from engine.runtime.device.network import DecodeStep, DeviceDecoder
 from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
 from engine.runtime.kernels import begin, decode_attention, fused, matmul, split_matmul
 from engine.runtime.kernels.autotune import MatmulTable
-from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import ModelConfig
+from engine.runtime.step.kv_cache import KVCache, KVGeometry
+from engine.runtime.step.protocols import AttentionSpec
+from tests.bench.engine.gpu.shapes import QWEN3_06B, RandomWeights
 from tests.engine.runtime.kernels.tables import all_by_tiles, all_folded
 
 CPU = torch.device("cpu")

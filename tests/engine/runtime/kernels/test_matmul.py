@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 from triton import OutOfResources
 
-from engine.runtime.fp8 import FP8_MAX, Fp8Weight, quantise
 from engine.runtime.kernels import autotune, matmul
 from engine.runtime.kernels.autotune import (
     DeviceLinear,
@@ -26,6 +25,7 @@ from engine.runtime.kernels.autotune import (
 from engine.runtime.kernels.fused import Norm, Stream
 from engine.runtime.kernels.matmul import TILES, Tile, Weight, normed_matmul, row_bucket, skinny_matmul
 from engine.runtime.kernels.restoring import restored
+from engine.runtime.weights.fp8 import FP8_MAX, Fp8Weight, quantise
 
 SMALL = Tile(16, 32, 4, 3)
 WIDER = Tile(32, 32, 4, 3)

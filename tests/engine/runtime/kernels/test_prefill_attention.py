@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.runtime.attention import Chunk
 from engine.runtime.kernels import prefill_attention as kernels
 from engine.runtime.kernels.prefill_attention import BLOCK_M, tile_list
+from engine.runtime.step.protocols import Chunk
 from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
 
 CPU = torch.device("cpu")

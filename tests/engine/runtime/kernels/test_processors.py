@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.runtime.hardware import processor_flags
+from engine.runtime.setup.hardware import processor_flags
 
 ROOT = Path(__file__).parents[4]
 CORES: dict[str, set[str]] = {

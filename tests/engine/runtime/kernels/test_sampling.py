@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import NUMERIC_FAILURE, SamplingParams, SlotAssignment
-from engine.core.packing import Biases
+from engine.contract.messages import NUMERIC_FAILURE, SamplingParams, SlotAssignment
+from engine.contract.packing import Biases
 from engine.runtime.device import sampling as device_sampling
 from engine.runtime.device.sampling import DeviceSampling
-from engine.runtime.edits import Edits
 from engine.runtime.host import sampler
-from engine.runtime.host.slots import SamplingColumns
-from engine.runtime.seats import Seat
+from engine.runtime.step.edits import Edits
+from engine.runtime.step.host_slots import SamplingColumns
+from engine.runtime.step.seats import Seat
 from tests.engine.runtime.host.test_sampler import CUTS, EXTREMES, extreme_logits, extreme_params
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where a row is not finite

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from engine.runtime.fp8 import Fp8Weight, quantise
 from engine.runtime.kernels import autotune
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulShape, MatmulTable, Measured
 from engine.runtime.kernels.matmul import Tile, Weight, skinny_matmul
 from engine.runtime.kernels.split_matmul import _counters, split_matmul, split_tiles_for
+from engine.runtime.weights.fp8 import Fp8Weight, quantise
 
 CPU = torch.device("cpu")
 TWO, THREE = Tile(16, 32, 4, 3, splits=2), Tile(32, 16, 4, 3, splits=3)

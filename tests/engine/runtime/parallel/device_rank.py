@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from engine.runtime.config import RunnerConfig
+from engine.runtime.collective.group import Group
 from engine.runtime.device import load as device
 from engine.runtime.device.load import DeviceShard
 from engine.runtime.parallel import loading, rank
-from engine.runtime.parallel.group import Group
-from engine.runtime.starting import Progress
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.start.starting import Progress
 from tests.engine.runtime.device.card import FakeCard
 
 

@@ -8,7 +8,7 @@ import socket
 import sys
 
 from engine.runtime.parallel.wire import Closed, Done, Execute, Failed, Here, RankEnd, Start
-from shared.lifecycle import die_with_parent
+from shared.process.lifecycle import die_with_parent
 
 
 def main() -> None:

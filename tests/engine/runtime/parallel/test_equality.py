@@ -17,20 +17,28 @@ from typing import Any
 import pytest
 import torch
 
+from engine.contract.messages import (
+    CoreStats,
+    FinishReason,
+    Plan,
+    Runner,
+    SamplingParams,
+    SlotAssignment,
+    Want,
+)
+from engine.contract.packing import Biases
 from engine.core.config import SchedulerConfig
-from engine.core.messages import CoreStats, FinishReason, Plan, Runner, SamplingParams, SlotAssignment, Want
-from engine.core.newcomers import AddSequence
-from engine.core.packing import Biases
+from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
-from engine.core.swap import if_cheaper
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import BadRunnerConfig, RankLost
-from engine.runtime.kv_cache import KVGeometry
+from engine.core.step.swap import if_cheaper
+from engine.runtime.collective.shard import Shard
 from engine.runtime.models.config import read_model_config
 from engine.runtime.parallel.leader import LeadingRunner, lead
-from engine.runtime.parallel.shard import Shard
 from engine.runtime.parallel.wire import Done, Landed
-from shared.config import ConfigError
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import BadRunnerConfig, RankLost
+from engine.runtime.step.kv_cache import KVGeometry
+from shared.process.config import ConfigError
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped

@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.core.messages import Plan, Want
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import BadRunnerConfig, RankLost
+from engine.contract.messages import Plan, Want
 from engine.runtime.parallel import nodes
 from engine.runtime.parallel.nodes import Gathered, Hello, gather, join
 from engine.runtime.parallel.ranks import Ranks
 from engine.runtime.parallel.rendezvous import Rendezvous
 from engine.runtime.parallel.wire import Closed, Execute, Goodbye, Here, RankEnd, Start
-from shared.build import version
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import BadRunnerConfig, RankLost
+from shared.process.build import version
 from tests.services import MODEL_DIR, PATIENCE_S, until
 
 LOOPBACK = "127.0.0.1"

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.exit_codes import ExitCode
+from shared.process.exit_codes import ExitCode
 from tests.engine.test_engine_process import CHAT, LONG, is_running
 from tests.services import ROOT, Service, client, engine, until
 
@@ -73,8 +73,8 @@ def test_a_rank_that_stops_answering(short_tmp: Path) -> None:
 SICK_RANK = """
 import sys
 if "engine.runtime.parallel.rank" in sys.orig_argv:
-    from engine.runtime.errors import DoesNotFit
-    from engine.runtime.weights import Checkpoint
+    from engine.runtime.setup.errors import DoesNotFit
+    from engine.runtime.weights.reading import Checkpoint
     def stack(*args, **kwargs):
         raise DoesNotFit("there is no room for the shard")
     Checkpoint.stack = stack
@@ -114,7 +114,7 @@ def test_a_stopped_rank_does_not_outlive_a_killed_engine(short_tmp: Path) -> Non
 STUCK_CORE = """
 import os, sys, threading
 if sys.orig_argv[-2:] == ["engine", "core"]:
-    from engine.runtime.parallel.group import Group
+    from engine.runtime.collective.group import Group
     add_up = Group.all_reduce_
     def all_reduce_(self, x):
         if os.path.exists(os.environ["STUCK_IF"]):

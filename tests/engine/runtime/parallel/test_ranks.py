@@ -15,9 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.messages import Plan, SamplingParams, SlotAssignment, Want
-from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import CollectiveFailed, RankLost
+from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.parallel import ranks as parallel_ranks
 from engine.runtime.parallel.ranks import Ranks
 from engine.runtime.parallel.wire import (
@@ -31,6 +29,8 @@ from engine.runtime.parallel.wire import (
     digest_of,
     frame,
 )
+from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.errors import CollectiveFailed, RankLost
 from tests.fakes import VirtualClock
 from tests.services import PATIENCE_S, ROOT, until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.runtime.parallel.rendezvous import Rendezvous, rendezvous_in
-from shared.config import ConfigError
+from shared.process.config import ConfigError
 
 TORCHRUN = {
     "RANK": "9",

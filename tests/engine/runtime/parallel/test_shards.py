@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runtime import weights
-from engine.runtime.errors import BadRunnerConfig, CollectiveFailed, WeightsMismatch
+from engine.runtime.collective.collective import ALONE, Collective
+from engine.runtime.collective.group import Group
+from engine.runtime.collective.shard import Shard
 from engine.runtime.host.network import TorchDecoder
 from engine.runtime.models.config import ModelConfig, read_model_config
-from engine.runtime.models.parameters import EMBEDDING
-from engine.runtime.parallel.collective import ALONE, Collective
-from engine.runtime.parallel.group import Group
-from engine.runtime.parallel.shard import Shard
-from engine.runtime.weights import Checkpoint, Inspection, Part, checkpoint_files
+from engine.runtime.setup.errors import BadRunnerConfig, CollectiveFailed, WeightsMismatch
+from engine.runtime.weights import reading
+from engine.runtime.weights.parameters import EMBEDDING
+from engine.runtime.weights.reading import Checkpoint, Inspection, Part, checkpoint_files
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel
 
@@ -139,7 +139,7 @@ def test_a_rank_reads_its_part(
     path = tiny_model(family, **overrides)
     config, files = read_model_config(path), checkpoint_files(path)
     asked: dict[str, int] = {}
-    monkeypatch.setattr(weights, "_open", counting(weights._open, asked))
+    monkeypatch.setattr(reading, "_open", counting(reading._open, asked))
 
     def bytes_of(shard: Shard) -> dict[str, int]:
         asked.clear()
@@ -291,7 +291,7 @@ def test_a_torch_that_lacks_what_a_group_is_made_of_fails_it_by_name(
     class Other:
         FileStore = staticmethod(torch.distributed.FileStore)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr("engine.runtime.parallel.group._c10d", Other)
+    monkeypatch.setattr("engine.runtime.collective.group._c10d", Other)
     with pytest.raises(CollectiveFailed, match="no attribute 'ProcessGroupGloo'"):
         Group(Shard(), str(tmp_path / "store"), CPU)
 

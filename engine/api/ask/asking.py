@@ -1,0 +1,286 @@
+"""From a request's bytes to sequences that may be submitted, within its caller's deadlines.
+
+Everything that holds the request's body is local to `ask`, and is freed when `ask` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from engine.api.answer.exchange import Exchange
+from engine.api.answer.rows import Echo
+from engine.api.answer.table import ANSWERS, AnswerApi
+from engine.api.ask.admission import (
+    Choice,
+    Limits,
+    answer_len,
+    cache_salt,
+    check_fields,
+    out_of_vocab,
+    plan_choices,
+    prompts_of,
+    service_class,
+    stop_ids,
+    trusted_ids,
+)
+from engine.api.ask.echo import echoed
+from engine.api.ask.model import ServedModel
+from engine.api.ask.packing import pack
+from engine.api.ask.state import EngineState
+from engine.api.core.client import Share
+from engine.contract.messages import AddPrompt
+from shared.apis.generation import GenerationRequest
+from shared.apis.holding import Holding, weigh, weigh_long
+from shared.apis.prompt import PromptForm, TextPrompt
+from shared.apis.request import Request
+from shared.apis.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices
+from shared.fairness.fair_threads import Slices
+from shared.process.clock import Clock
+from shared.text.prompts import prompt_slices
+from shared.wire.errors import ApiError, QueueTimeout, RequestTimeout
+from shared.wire.ids import (
+    FIRST_TOKEN_TIMEOUT_HEADER,
+    QUEUE_TIMEOUT_HEADER,
+    REQUEST_TIMEOUT_HEADER,
+    SERVICE_TIER_HEADER,
+)
+from shared.wire.request_body import check_page
+from shared.wire.shapes import BODY_LEN_MAX
+from shared.wire.timeouts import stated_timeout_ms, stated_timeout_s
+
+_AT_ONCE: Final = 0.0
+"""A time of any loop's that has passed."""
+T = TypeVar("T")
+S = TypeVar("S", bound=Request)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """The time limits that the caller set, in seconds from the request's arrival. Each is None where the
+    caller set none."""
+
+    queue_s: float | None
+    in_all_s: float | None
+    first_token_s: float | None
+    started_at_s: float
+    """The request's arrival, in seconds on `clock`."""
+    clock: Clock
+
+    @classmethod
+    def of(cls, exchange: Exchange, clock: Clock) -> Deadlines:
+        """The deadlines that the request's headers state. Raises InvalidRequest where one is not a
+        number in range."""
+        headers = exchange.request.headers
+        return cls(
+            stated_timeout_s(QUEUE_TIMEOUT_HEADER, headers.get(QUEUE_TIMEOUT_HEADER)),
+            stated_timeout_s(REQUEST_TIMEOUT_HEADER, headers.get(REQUEST_TIMEOUT_HEADER)),
+            stated_timeout_ms(FIRST_TOKEN_TIMEOUT_HEADER, headers.get(FIRST_TOKEN_TIMEOUT_HEADER)),
+            exchange.started_at,
+            clock,
+        )
+
+    @property
+    def first_token_left_s(self) -> float:
+        """The time for which a first token is still of use, in seconds; infinite where none is stated."""
+        if self.first_token_s is None:
+            return math.inf
+        return max(0.0, self.started_at_s + self.first_token_s - self.clock.monotonic())
+
+    async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run the work that comes before the queue, within both limits. Raises RequestTimeout and
+        QueueTimeout."""
+        bounds = [bound for bound in (self.queue_s, self.in_all_s) if bound is not None]
+        if not bounds:
+            return await work
+        try:
+            async with asyncio.timeout(None) as scope:
+                timer = self.clock.call_at(
+                    self.started_at_s + min(bounds), partial(scope.reschedule, _AT_ONCE)
+                )
+                try:
+                    return await work
+                finally:
+                    timer.cancel()
+        except TimeoutError:
+            raise _late(queued=self.queue_s == min(bounds)) from None
+
+    def watch(self, expire: Callable[[ApiError], None], is_waiting: Callable[[], bool]) -> ExitStack:
+        """Call `expire` with the error when a deadline has passed, until the returned stack is
+        closed. `is_waiting` says whether the request still waits for its first admission."""
+        timers = ExitStack()
+
+        def queue_is_over() -> None:
+            if is_waiting():
+                expire(_late(queued=True))
+
+        if self.queue_s is not None:
+            timers.callback(self.clock.call_at(self.started_at_s + self.queue_s, queue_is_over).cancel)
+        if self.in_all_s is not None:
+            end_s = self.started_at_s + self.in_all_s
+            timers.callback(self.clock.call_at(end_s, lambda: expire(_late(queued=False))).cancel)
+        return timers
+
+
+def _late(*, queued: bool) -> ApiError:
+    if queued:
+        return QueueTimeout(f"The engine did not begin within {QUEUE_TIMEOUT_HEADER}.")
+    return RequestTimeout(f"The answer was not complete within {REQUEST_TIMEOUT_HEADER}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that may be submitted. It holds nothing of the body."""
+
+    api: AnswerApi
+    model: str
+    streams: bool
+    n: int
+    sends_usage: bool
+    sends_token_ids: bool
+    logprobs: int | None
+    stop_strings: Sequence[str]
+    stop_ids: frozenset[int]
+    share: Share
+    choices: Sequence[Choice]
+    prompts: list[AddPrompt]
+    echoes: Sequence[Echo] | None
+    answer_len: int
+    """The most bytes that the answer holds at any time."""
+
+
+async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: Holding) -> Parsed[S]:
+    """Read and parse a request's body, and check that it names the model that is served. Raises
+    ApiError."""
+    check_page(exchange.request.headers)
+    with exchange.enter("body"):
+        body = await exchange.request.body(
+            len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s, hold=holding.hold
+        )
+        if (turn := state.begins.ask(exchange.tenant)) is not None:
+            await turn
+    with exchange.enter("validate"):
+        if len(body) <= INLINE_LEN_MAX:
+            parsed = parse(body, kind, weigh(body, holding))
+        else:
+            await weigh_long(body, holding, state.threads, exchange.tenant)
+            parsed = await state.threads.run(exchange.tenant, parse_slices(body, kind), holds=True)
+        if (name := parsed.request.model) is not None:
+            state.check_name(name)
+            exchange.model = name
+        exchange.ignored_fields = parsed.ignored_header
+    return parsed
+
+
+async def ask(
+    state: EngineState, exchange: Exchange, kind: type[GenerationRequest], holding: Holding
+) -> Asked:
+    """Read, validate and tokenize a request, and plan its sequences. Raises ApiError."""
+    model, limits = state.ready_model()
+    tenant = exchange.tenant
+    parsed = await read(state, exchange, kind, holding)
+    exchange.streams = bool(parsed.request.stream)
+    parsed.require_supported()
+    with exchange.enter("tokenize"):
+        request = parsed.request
+        check_fields(request, limits.vocab_size)
+        prompt = request.prompt_form
+        prompts, packed = await _prompt_ids(state, tenant, model, request, prompt, limits)
+        stops = stop_ids(request, model.eos_ids, model.special_ids)
+        choices = plan_choices(request, prompts, limits, stops, model.sampling)
+        echoes = await _echoes(state, tenant, model, request, prompt, prompts)
+    return Asked(
+        api=ANSWERS[type(request)],
+        model=request.model,
+        streams=bool(request.stream),
+        n=request.n or 1,
+        sends_usage=request.include_usage,
+        sends_token_ids=bool(request.return_token_ids),
+        logprobs=request.logprobs_asked,
+        stop_strings=request.stop_strings,
+        stop_ids=stops,
+        share=_share(exchange, request),
+        choices=choices,
+        prompts=prompts_of(choices, packed, request.n or 1),
+        echoes=echoes,
+        answer_len=answer_len(request, choices),
+    )
+
+
+async def _prompt_ids(
+    state: EngineState,
+    tenant: str,
+    model: ServedModel,
+    request: GenerationRequest,
+    prompt: PromptForm,
+    limits: Limits,
+) -> tuple[list[list[int]], list[bytes]]:
+    """The token ids of each prompt, and the same packed: the gateway's where they can be trusted, else made
+    here. Raises InvalidRequest, and what `CoreClient.check_room` raises."""
+
+    async def make() -> list[list[int]]:
+        return await state.threads.run(tenant, prompt_slices(model.tokenizer, prompt, limits.room))
+
+    trusted = trusted_ids(request, model.tokenizer.hash, prompt.count())
+    ids = await make() if trusted is None else trusted
+    n = request.n or 1
+    # a request that finds no room costs nothing more
+    state.core.check_room(tenant, n * len(ids), n * sum(map(len, ids)))
+    packed = await pack(ids, limits.vocab_size, state.threads, tenant)
+    if packed is None and trusted is not None:
+        ids = await make()
+        packed = await pack(ids, limits.vocab_size, state.threads, tenant)
+    if packed is None:
+        raise out_of_vocab(request.prompt_param, limits.vocab_size)
+    return ids, packed
+
+
+async def _echoes(
+    state: EngineState,
+    tenant: str,
+    model: ServedModel,
+    request: GenerationRequest,
+    prompt: PromptForm,
+    prompts: list[list[int]],
+) -> list[Echo] | None:
+    """The prompts as the answer repeats them; None where that is not asked for, or they are a chat."""
+    if not request.echoes or not isinstance(prompt, TextPrompt):
+        return None
+    wants_starts, texts = request.logprobs_asked is not None, _texts(prompt, prompts)
+    return await state.threads.run(tenant, _echo_slices(model, texts, wants_starts))
+
+
+def _echo_slices(
+    model: ServedModel, texts: list[tuple[str | None, list[int]]], wants_starts: bool
+) -> Slices[list[Echo]]:
+    echoes = []
+    for given, ids in texts:
+        if wants_starts or given is None:
+            text, starts = yield from echoed(model.tokenizer, given, ids)
+        else:
+            text, starts = given, []
+        echoes.append(Echo(text, ids, starts if wants_starts else []))
+        yield
+    return echoes
+
+
+def _texts(given: TextPrompt, prompts: list[list[int]]) -> list[tuple[str | None, list[int]]]:
+    """Each prompt's text with its token ids. The text is None where the prompt was given as ids."""
+    if isinstance(given.prompt, str):
+        return [(given.prompt, prompts[0])]
+    texts = [item if isinstance(item, str) else None for item in given.prompt]
+    return list(zip(texts if len(prompts) > 1 else texts[:1], prompts, strict=True))
+
+
+def _share(exchange: Exchange, request: GenerationRequest) -> Share:
+    headers = exchange.request.headers
+    return Share(
+        tenant=exchange.tenant,
+        service_class=service_class(request, headers.get(SERVICE_TIER_HEADER)),
+        cache_salt=cache_salt(exchange.tenant, request.cache_salt),
+    )

@@ -1,0 +1,228 @@
+"""The API process's view of the model: its name, its tokenizer, its end tokens and its default sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine.api.ask.admission import SamplingDefaults
+from engine.contract.generation_keys import GENERATION_KEYS
+from engine.contract.messages import END_TOKENS_MAX
+from shared.apis.chat import ChatRequest
+from shared.apis.completions import CompletionRequest
+from shared.apis.messages import ChatMessage
+from shared.apis.validation import parse
+from shared.fairness.fair_threads import at_once
+from shared.process import logs
+from shared.text.model_files import BadModelFile, parse_object, read_text, refusals, shown, unexplained
+from shared.text.prompts import prompt_slices
+from shared.text.tokenizer import Tokenizer, TokenizerBundle, read_files
+from shared.text.tokenizer_files import CONFIG as TOKENIZER_CONFIG
+from shared.wire.errors import InvalidRequest, TokenizerFailed
+
+S = TypeVar("S", bound=msgspec.Struct)
+GENERATION_CONFIG = "generation_config.json"
+MODEL_CONFIG = "config.json"
+_ANSWER = "Good morning"
+VALUE_MAX = 2**31
+"""Every default of sampling must be below this number."""
+
+log = logs.get(__name__)
+
+
+class UnusableModel(Exception):
+    """A file of the model directory cannot be read, or asks for what is not implemented. The message is
+    for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str
+    created: int
+    """Unix time at which this process began to serve it."""
+    tokenizer: Tokenizer
+    bundle_json: bytes
+    """The body of the answer to `GET /penstock/tokenizer`."""
+    eos_ids: frozenset[int]
+    special_ids: Mapping[str, int]
+    """The id of each special token that the model has, by its text."""
+    sampling: SamplingDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """The end tokens and the default sampling, from the model's own files."""
+
+    eos_ids: frozenset[int]
+    """Tokens that end an answer. Empty where neither file names one."""
+    sampling: SamplingDefaults
+    vocab_size: int
+    """The number of token ids that the model has."""
+    unread: tuple[str, ...] = ()
+    """Keys of generation_config.json that have no meaning here; they are logged."""
+
+
+def load_model(directory: Path, *, name: str, created: int) -> ServedModel:
+    """Read the directory's tokenizer and configuration. Blocks for as long as that takes.
+
+    Raises UnusableTokenizer and UnusableModel.
+    """
+    _check_files(directory)
+    files = read_files(directory)
+    bundle = TokenizerBundle.of(files)
+    tokenizer = Tokenizer(bundle)
+    try:
+        tokenizer.probe()
+        _warm_up(tokenizer)
+    except TokenizerFailed as error:
+        raise UnusableModel(f"the tokenizer of {directory} cannot be used: {error.detail}") from error
+    defaults = read_generation_defaults(directory, tokenizer.vocab_size)
+    for file, unread in ((TOKENIZER_CONFIG, files.unread), (GENERATION_CONFIG, defaults.unread)):
+        if unread:
+            log.warning("engine.keys_ignored", file=file, names=unread)
+    eos_ids = _all_ends(defaults, tokenizer)
+    if not eos_ids:
+        log.warning("engine.no_end_token", reason="no file of the model names one: answers end by max_tokens")
+    return ServedModel(
+        name=name,
+        created=created,
+        tokenizer=tokenizer,
+        bundle_json=msgspec.json.encode(bundle),
+        eos_ids=eos_ids,
+        special_ids={
+            text: token_id
+            for text, token_id in tokenizer.special_ids.items()
+            if token_id < defaults.vocab_size
+        },
+        sampling=defaults.sampling,
+    )
+
+
+def _check_files(directory: Path) -> None:
+    """Look at the files that the core reads later: it takes seconds to start. Raises UnusableModel."""
+    if _fields(directory / MODEL_CONFIG) is None:
+        raise UnusableModel(f"{directory} has no {MODEL_CONFIG}")
+    for path in directory.glob("*.safetensors"):
+        if path.exists() and not path.is_file():
+            raise UnusableModel(f"{path} is not a regular file")
+
+
+def _warm_up(tokenizer: Tokenizer) -> None:
+    """Encode and decode once, so that whatever the tokenizer builds at its first use does not slow the
+    first request."""
+    chat = parse(b'{"model": "", "messages": [{"role": "user", "content": "Hello"}]}', ChatRequest).request
+    text = parse(b'{"model": "", "prompt": "Hello"}', CompletionRequest).request
+    for request in (chat, text):
+        try:
+            tokenizer.decode_stream(at_once(prompt_slices(tokenizer, request.prompt_form, None))[0]).step(0)
+        except InvalidRequest as error:  # a template may well refuse this message
+            if request is chat and tokenizer.bundle.chat_template is not None:
+                log.warning("engine.chat_template_fails", problem=error.message, detail=error.detail)
+
+
+def _all_ends(defaults: GenerationDefaults, tokenizer: Tokenizer) -> frozenset[int]:
+    """The end tokens of the model's files and the tokenizer's own. They differ where a model was trained
+    further with other ends than its base's, whose files it kept. Raises UnusableModel."""
+    eos_ids, own = defaults.eos_ids, tokenizer.end_id
+    if own is not None and own < defaults.vocab_size and own not in eos_ids:
+        if eos_ids:
+            log.warning("engine.end_tokens_differ", model=sorted(eos_ids), tokenizer=own)
+        eos_ids |= {own}
+    if len(eos_ids) > END_TOKENS_MAX:
+        raise UnusableModel(
+            f"eos_token_id: the model has {len(eos_ids)} end tokens, more than {END_TOKENS_MAX}"
+        )
+    turns_end = _turns_end(tokenizer)
+    if turns_end is not None and tokenizer.special_ids[turns_end] not in eos_ids:
+        reason = "the chat template ends an answer with it, and no file says that it does"
+        log.warning("engine.turn_end_is_no_end", named=turns_end, reason=reason)
+    return eos_ids
+
+
+def _turns_end(tokenizer: Tokenizer) -> str | None:
+    """The special token that the chat template writes behind an assistant's message. None without one."""
+    turns = [ChatMessage("user", "Hello"), ChatMessage("assistant", _ANSWER)]
+    try:
+        rendered = at_once(tokenizer.chat_template.slices(turns))
+    except InvalidRequest:  # there is no template, or `_warm_up` has told of it
+        return None
+    behind = rendered.rpartition(_ANSWER)[2].lstrip()
+    return max(filter(behind.startswith, tokenizer.special_ids), key=len, default=None)
+
+
+class _EndTokens(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+class _Mode(msgspec.Struct):
+    do_sample: bool = True
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab_size: int | None = None
+
+
+def read_generation_defaults(directory: Path, vocab_size: int) -> GenerationDefaults:
+    """Read the end tokens and the default sampling from generation_config.json.
+
+    Where there is no such file, config.json is read in its place, as transformers does. End tokens are
+    read from config.json, too, where generation_config.json names none. `vocab_size` is the tokenizer's,
+    and used where config.json states none. Raises UnusableModel.
+    """
+    files = {name: _fields(directory / name) for name in (GENERATION_CONFIG, MODEL_CONFIG)}
+    own, config = files.values()
+    where, fields = (MODEL_CONFIG, config or {}) if own is None else (GENERATION_CONFIG, own)
+    refused = list(refusals(fields, GENERATION_KEYS))
+    if refused:
+        raise UnusableModel(f"{where} of {directory}: {'; '.join(refused)}")
+    vocab_size = _read(MODEL_CONFIG, config or {}, _Vocabulary).vocab_size or vocab_size
+    eos_ids: frozenset[int] = frozenset()
+    for name, stated in files.items():
+        eos_ids = eos_ids or _end_tokens(name, stated or {}, vocab_size)
+    unread = () if own is None else unexplained(own, GENERATION_KEYS)
+    return GenerationDefaults(eos_ids, _sampling(where, fields), vocab_size, unread)
+
+
+def _end_tokens(name: str, fields: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
+    """The end tokens that one file names. Empty where it names none."""
+    stated = _read(name, fields, _EndTokens).eos_token_id
+    eos_ids = [stated] if isinstance(stated, int) else stated or []
+    outside = [token_id for token_id in eos_ids if not 0 <= token_id < vocab_size]
+    if outside:
+        raise UnusableModel(
+            f"{name}: eos_token_id {outside[0]} is no token of this model, which has {vocab_size}: answers "
+            "would not end by it"
+        )
+    return frozenset(eos_ids)
+
+
+def _sampling(name: str, fields: Mapping[str, Any]) -> SamplingDefaults:
+    sampling = _read(name, fields, SamplingDefaults)
+    for key, value in msgspec.structs.asdict(sampling).items():
+        if not value < VALUE_MAX:  # false for NaN, too
+            raise UnusableModel(f"{name}: {key} {shown(value)} is too large")
+    if _read(name, fields, _Mode).do_sample:
+        return sampling
+    return msgspec.structs.replace(sampling, temperature=0.0)
+
+
+def _fields(path: Path) -> dict[str, Any] | None:
+    """The keys and values of a JSON file; None where there is no such file. Raises UnusableModel."""
+    try:
+        text = read_text(path)
+        return None if text is None else parse_object(text)
+    except BadModelFile as error:
+        raise UnusableModel(f"{path} {error}") from error
+
+
+def _read(name: str, fields: Mapping[str, Any], kind: type[S]) -> S:
+    """The Struct `kind`, filled from `fields`. A null is treated as an absent key. Raises
+    UnusableModel."""
+    try:
+        return msgspec.convert({key: value for key, value in fields.items() if value is not None}, kind)
+    except msgspec.ValidationError as error:
+        raise UnusableModel(f"{name} cannot be read: {error}") from error

@@ -1,0 +1,1 @@
+"""The API process's side of the core."""

@@ -1,0 +1,403 @@
+"""Chat and completions. The way of one request is:
+
+    read -> validate -> tokenize -> admit -> submit -> (stream | collect) -> settle
+
+A `Generation` exists from the moment its sequences are in the core's queue. Whatever its end (complete, an
+error, a deadline, a client that leaves at any await), `_end` runs once, tells the core to end exactly the
+sequences that have not ended, and hears what it had under way for them.
+
+Rules
+
+1. No work before its reservation: the bytes of a body, what is made of them, and what the answer may hold are
+   reserved with the tenant before they are held. What a request holds of its body is freed once it is
+   submitted.
+2. Deadlines count from the request's arrival, on this process's clock: they hold whether or not the core
+   steps.
+3. Requests begin and end in turns, one in each turn of the loop, of one tenant after another.
+4. A prompt counts as computed once one of its choices has begun. What a request has cost is reported at its
+   end, whatever that is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+from engine.api.answer.detokenizer import Detokenizer
+from engine.api.answer.encoder import Answered, AnswerEncoder, Heading
+from engine.api.answer.exchange import WRITE_LEN, Exchange, Tally
+from engine.api.answer.outputs import ChoiceOutput, Delta, RequestOutput
+from engine.api.answer.stop_strings import StopStrings
+from engine.api.answer.text_room import TextRoom
+from engine.api.ask.admission import text_len
+from engine.api.ask.asking import Asked, Deadlines, ask
+from engine.api.ask.model import ServedModel
+from engine.api.ask.state import EngineState
+from engine.api.told.vllm_metrics import EndedSequence
+from shared.apis.generation import GenerationRequest, PromptTokensDetails, Usage
+from shared.apis.holding import Holding
+from shared.process.shield import shielded
+from shared.wire import sse
+from shared.wire.errors import ApiError, RequestAborted
+
+UNDER_WAY_S: Final = 0.2
+"""The time in which the core is heard out about the sequences of a request that ended before them, in
+seconds: less than the time for which a gateway waits for the report (`gateway.request.pipeline.REPORT_S`)."""
+
+
+async def generate(state: EngineState, exchange: Exchange, kind: type[GenerationRequest]) -> None:
+    """Answer a request of one of the APIs that generate."""
+    exchange.is_generation = True
+    model, _ = state.ready_model()
+    with state.working(), Holding(state.memory, exchange.tenant) as holding:
+        deadlines = Deadlines.of(exchange, state.clock)
+        arrival = Arrival()
+        with state.listed(exchange.request_id, exchange.tenant, arrival):
+            asked = await deadlines.bounded(ask(state, exchange, kind, holding))
+        if arrival.is_aborted:
+            raise RequestAborted("The request was aborted.")
+        exchange.error_event = asked.api.error_event
+        holding.hold(asked.answer_len)
+        exchange.stage = "queue"
+        prompt_lens = [len(choice.prompt_ids) for choice in asked.choices]
+        state.core.check_room(exchange.tenant, len(prompt_lens), sum(prompt_lens))
+        generation = Generation(state, exchange, asked, model, deadlines, holding)
+        del asked  # frees the prompts, which the core has once they are submitted
+        with state.listed(exchange.request_id, exchange.tenant, generation):
+            await generation.run()
+
+
+class Arrival:
+    """A request that is read and tokenized. If it is aborted meanwhile, it does not reach the core."""
+
+    is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class Generation:
+    """A request whose sequences are in the core."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        exchange: Exchange,
+        asked: Asked,
+        model: ServedModel,
+        deadlines: Deadlines,
+        holding: Holding,
+    ) -> None:
+        """`holding` holds the memory of the answer."""
+        self._state = state
+        self._exchange = exchange
+        self._deadlines = deadlines
+        self._streams = asked.streams
+        self._n = asked.n
+        self._share = asked.share
+        self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
+        self._prompt_lens = [len(choice.prompt_ids) for choice in asked.choices[:: asked.n]]
+        lens = [len(choice.prompt_ids) for choice in asked.choices]
+        self._bearer = lens.index(min(lens))
+        """The choice whose first token has a deadline, that of the request: of those with the shortest prompt
+        the first one, which begins before the others, as things stand."""
+        self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
+        room = None if asked.streams else TextRoom(holding, asked.answer_len, text_len(asked.choices))
+        self._output = RequestOutput(
+            len(asked.choices), whole=not asked.streams, on_end=self._on_end, room=room
+        )
+        self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
+        self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
+        self._encoder = self._make_encoder(asked, model)
+        self._awaits_scores = asked.echoes is not None and asked.logprobs is not None
+        self._handles: list[int] = []
+        self._is_settled = False
+
+    async def run(self) -> None:
+        submitted_at = self._exchange.stages.enter("handover")
+        for output in self._outputs:
+            output.submitted_at = submitted_at
+        try:
+            with self._deadlines.watch(self._expire, self._is_waiting):
+                prompts, self._prompts = self._prompts, []
+                self._handles = self._state.core.submit(
+                    self._exchange.request_id,
+                    prompts,
+                    self._sampling,
+                    self._outputs,
+                    self._share,
+                    self._deadlines.first_token_left_s,
+                    self._bearer,
+                )
+                del prompts
+                self._exchange.tally = self._tally(submitted_at)
+                if not self._streams:
+                    self._exchange.tell_load()
+                await (self._stream() if self._streams else self._respond())
+        finally:
+            await self._end()
+
+    def abort(self) -> None:
+        """End the request, as `DELETE /v1/requests/{id}` asks."""
+        self._expire(RequestAborted("The request was aborted."))
+
+    def _expire(self, error: ApiError) -> None:
+        """End the request with `error`. The core is told at once, because the request's own task may
+        be waiting for a client that does not read."""
+        if not self._is_settled:
+            self._state.core.abort(self._handles)
+            self._output.fail(error)
+
+    def _is_waiting(self) -> bool:
+        return not self._output.has_begun
+
+    def _on_end(self) -> None:
+        """Hold a client that stops reading what is left of its answer to the stall deadline. The core
+        cannot: the sequence has ended."""
+        self._exchange.end_within(self._state.config.stall_deadline_s)
+
+    # -- answering --------------------------------------------------------------------------------
+
+    async def _stream(self) -> None:
+        exchange, output, responder = self._exchange, self._output, self._exchange.responder
+        core, held = self._state.core, list[Delta]()
+        await exchange.start_stream()
+        bearer: ChoiceOutput | None = self._outputs[self._bearer]
+        while not output.is_done:
+            deltas = await output.take()
+            if bearer is not None:  # once, with the first event
+                if bearer.first_token_at is None:
+                    core.lift_deadline(self._handles[self._bearer])
+                bearer = None
+            exchange.answers()
+            core.resume(self._handles)
+            if self._awaits_scores:
+                deltas, held = self._with_scores(held + deltas)
+            pieces: list[bytes] = []
+            size = 0
+            for delta in deltas:
+                for event in self._encoder.events(delta):
+                    pieces.append(event)
+                    size += len(event)
+                    if size >= WRITE_LEN:
+                        await exchange.write(b"".join(pieces))
+                        await asyncio.sleep(0)
+                        pieces, size = [], 0
+            if output.is_done:
+                if (turn := self._state.ends.ask(exchange.tenant)) is not None:
+                    await exchange.write(b"".join(pieces))
+                    await turn
+                    pieces = []
+                pieces.append(self._ending())
+            await exchange.write(b"".join(pieces))
+        exchange.is_served = True
+        await responder.finish()
+
+    def _with_scores(self, deltas: list[Delta]) -> tuple[list[Delta], list[Delta]]:
+        """The deltas that can be sent, and those that must wait because the log-probabilities of
+        their prompt, which are sent first, have not come. The first choice of a prompt computes them
+        for all of its choices."""
+        can_be: list[Delta] = []
+        cannot: list[Delta] = []
+        for delta in deltas:
+            scored = self._outputs[delta.index - delta.index % self._n]
+            waits = scored.first_token_at is None and scored.finish_reason is None
+            (cannot if waits else can_be).append(delta)
+        return can_be, cannot
+
+    def _ending(self) -> bytes:
+        self._settle()
+        return self._encoder.ending(self._usage()) + self._exchange.closing_comment()
+
+    async def _respond(self) -> None:
+        deltas: list[Delta] = sorted(await self._output.take(), key=lambda delta: delta.index)
+        if (turn := self._state.ends.ask(self._exchange.tenant)) is not None:
+            await turn
+        self._settle()
+        self._exchange.answers()
+        closing = sse.encode_closing(self._exchange.closing()).decode()
+        headers = {sse.CLOSING_HEADER: closing}
+        await self._write_whole(self._encoder.whole(deltas, self._usage()), headers)
+
+    async def _write_whole(self, pieces: Iterator[bytes], headers: Mapping[str, str]) -> None:
+        """Send a small answer at once, with its length, and a large one in pieces as they are
+        made."""
+        exchange = self._exchange
+        made: list[bytes] = []
+        size, is_begun = 0, False
+        for piece in pieces:
+            made.append(piece)
+            size += len(piece)
+            if size < WRITE_LEN:
+                continue
+            if not is_begun:
+                await exchange.start_body(headers)
+                is_begun = True
+            await exchange.write(b"".join(made))
+            await asyncio.sleep(0)
+            made, size = [], 0
+        if not is_begun:
+            await exchange.send(b"".join(made), headers=headers)
+            return
+        await exchange.write(b"".join(made))
+        exchange.is_served = True
+        await exchange.responder.finish()
+
+    # -- accounts ---------------------------------------------------------------------------------
+
+    async def _end(self) -> None:
+        """Settle, after the core was heard out about the sequences that have not ended, and forget them."""
+        core, exchange, output = self._state.core, self._exchange, self._output
+        try:
+            if self._handles and not self._is_settled:
+                exchange.fate = exchange.fate or output.error
+                core.abort(self._handles)
+                await shielded(output.wait_left_core(UNDER_WAY_S))
+        finally:
+            if not self._is_settled:
+                self._settle()
+            core.release(self._handles)
+            output.close()
+
+    def _settle(self) -> None:
+        """Note what the request has cost, once: its tally, its stages, the metrics."""
+        assert not self._is_settled
+        self._is_settled = True
+        exchange, metrics = self._exchange, self._state.metrics
+        now = exchange.stages.enter("flush")
+        exchange.stage = min((output.stage for output in self._outputs), key=_STAGES.index)
+        exchange.tally = tally = self._tally(now)
+        timing = tally.timing
+        parts = {
+            "stalled": timing.stalled_s,
+            "preempted": timing.preempted_s,
+            "queue": timing.queue_s,
+            "prefill": timing.prefill_s,
+            "decode": timing.decode_s,
+        }
+        exchange.stages.carve("handover", {stage: seconds for stage, seconds in parts.items() if seconds})
+        if not self._handles:
+            return
+        last = max(self._outputs, key=lambda output: output.timing(now).life_s)
+        exchange.causes += last.causes(now, shared=len(self._outputs) > 1)
+        metrics.prompt_tokens.inc(by=tally.prompt_tokens)
+        metrics.count_uncharged(choice=self._prompt_tokens_again())
+        request_s = now - exchange.started_at
+        exemplar = exchange.exemplar(request_s)
+        first_token_at = [
+            output.first_token_at for output in self._outputs if output.first_token_at is not None
+        ]
+        first_token_s = min(first_token_at) - exchange.started_at if first_token_at else None
+        if metrics.vllm is not None:
+            ended = [self._ended(index, output, now) for index, output in enumerate(self._outputs)]
+            metrics.vllm.on_end(ended, first_token_s, request_s, exemplar)
+        if first_token_s is not None:
+            metrics.ttft_s.observe(first_token_s, exemplar=exemplar)
+        for output in self._outputs:
+            metrics.queue_s.observe(output.timing(now).queue_s, exemplar=exemplar)
+            if output.finish_reason is not None and output.completion_tokens > 1:
+                gap_s = output.timing(now).decode_s / (output.completion_tokens - 1)
+                metrics.tpot_s.observe(gap_s, exemplar=exemplar)
+
+    def _ended(self, index: int, output: ChoiceOutput, now: float) -> EndedSequence:
+        error, timing = self._exchange.fate or self._output.error, output.timing(now)
+        is_abort = error is None or isinstance(error, RequestAborted)
+        return EndedSequence(
+            reason=output.finish_reason or ("abort" if is_abort else "error"),
+            prompt_len=self._prompt_lens[index // self._n],
+            tokens=output.completion_tokens,
+            tokens_max=self._tokens_max[index],
+            queue_s=timing.queue_s,
+            prefill_s=timing.prefill_s,
+            decode_s=timing.decode_s,
+            run_s=timing.life_s - timing.queue_s,
+        )
+
+    def _tally(self, now: float) -> Tally:
+        timings = [output.timing(now) for output in self._outputs]
+        last = max(timings, key=lambda timing: timing.life_s)
+        return Tally(
+            sequences=len(self._outputs),
+            prompt_tokens=self._prompt_tokens(),
+            completion_tokens=sum(output.completion_tokens for output in self._outputs),
+            cached_tokens=sum(output.cached_len for output in self._outputs[:: self._n]),
+            host_tokens=sum(output.host_len for output in self._outputs[:: self._n]),
+            disk_tokens=sum(output.disk_len for output in self._outputs[:: self._n]),
+            timing=replace(
+                last,
+                preemptions=sum(timing.preemptions for timing in timings),
+                swaps=sum(timing.swaps for timing in timings),
+            ),
+        )
+
+    def _prompt_tokens(self) -> int:
+        """The number of prompt tokens that count as computed. A prompt counts once, however many
+        choices it has, and only when one of them has begun."""
+        n, outputs = self._n, self._outputs
+        return sum(
+            length
+            for i, length in enumerate(self._prompt_lens)
+            if any(output.has_begun for output in outputs[i * n : (i + 1) * n])
+        )
+
+    def _prompt_tokens_again(self) -> int:
+        """The number of prompt tokens that choices computed beside the one of each prompt that is charged for
+        them. All but the last could have been found in the prefix cache."""
+        lacking = [
+            [
+                length - 1 - output.cached_len
+                for output in self._outputs[i * self._n : (i + 1) * self._n]
+                if output.has_begun
+            ]
+            for i, length in enumerate(self._prompt_lens)
+        ]
+        return sum(sum(lens) - max(lens, default=0) for lens in lacking)
+
+    def _usage(self) -> Usage:
+        tally = self._exchange.tally
+        assert tally is not None
+        return Usage(
+            tally.prompt_tokens,
+            tally.completion_tokens,
+            tally.prompt_tokens + tally.completion_tokens,
+            PromptTokensDetails(tally.cached_tokens),
+        )
+
+    # -- making -----------------------------------------------------------------------------------
+
+    def _choice_output(self, asked: Asked, model: ServedModel, index: int) -> ChoiceOutput:
+        choice, core = asked.choices[index], self._state.core
+        decoder = model.tokenizer.decode_stream(choice.prompt_ids)
+        return ChoiceOutput(
+            index,
+            self._output,
+            Detokenizer(decoder, self._stops, choice.sampling.min_tokens),
+            stop_token_ids=asked.stop_ids,
+            keeps_entries=asked.sends_token_ids or asked.logprobs is not None,
+            submitted_at=self._state.clock.monotonic(),
+            steps=core.steps,
+            prompt_len=len(choice.prompt_ids),
+            service_class=asked.share.service_class,
+        )
+
+    def _make_encoder(self, asked: Asked, model: ServedModel) -> AnswerEncoder:
+        heading = Heading(
+            id=asked.api.id_prefix + secrets.token_hex(12),
+            created=int(self._state.clock.wall()),
+            model=asked.model,
+            system_fingerprint=self._state.fingerprint(),
+            sends_usage=asked.sends_usage,
+            sends_token_ids=asked.sends_token_ids,
+            logprobs=asked.logprobs,
+        )
+        prompts = [choice.prompt_ids for choice in asked.choices] if asked.sends_token_ids else []
+        scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
+        echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
+        return asked.api.encoder(heading, model.tokenizer, Answered(scored, prompts, echoes))
+
+
+_STAGES = ("queue", "prefill", "preempted", "decode", "stalled")
+"""The stages of a sequence, in order. A request is in the stage of its sequence that is furthest behind."""

@@ -1,0 +1,114 @@
+"""The times in which a sequence was not computed, as the API process sees them: it was preempted, or paused
+because its client did not read. They do not overlap: while it is paused, nothing else holds it up.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import Struct
+
+from engine.api.told.causes import Interruption, preemption_code
+from engine.api.told.steps import StepRing
+from engine.contract.messages import Move
+from shared.wire.causes import CauseCode
+
+
+class _Halt(Struct, frozen=True):
+    """A time in which a sequence is not computed, from its beginning on."""
+
+    code: CauseCode
+    since: float
+    after: int
+    """The number of the last step before it."""
+    swapped: bool
+
+
+class Halts:
+    """The halts of one sequence."""
+
+    __slots__ = (
+        *("_halt", "_is_paused", "_over", "_preempted", "_preempted_s", "_ring", "_stalled_s"),
+        *("preemptions", "swaps"),
+    )
+
+    def __init__(self, ring: StepRing) -> None:
+        self._ring: Final = ring
+        self._halt: _Halt | None = None
+        """The halt that is not over."""
+        self._over: list[tuple[_Halt, float]] = []
+        """Halts that are over, with their seconds, after which no token has come yet."""
+        self._preempted: tuple[CauseCode, bool] | None = None
+        """The reason for which it was preempted, and whether it was swapped; None when it is not."""
+        self._is_paused = False
+        self._preempted_s = self._stalled_s = 0.0
+        self.preemptions = self.swaps = 0
+        """Preemptions while it ran, and those of them after which its pages were kept in host memory."""
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    @property
+    def is_preempted(self) -> bool:
+        return self._preempted is not None
+
+    def stalled_s(self, now: float) -> float:
+        halt = self._halt
+        return self._stalled_s + (now - halt.since if halt is not None and self._is_paused else 0.0)
+
+    def preempted_s(self, now: float) -> float:
+        halt = self._halt
+        return self._preempted_s + (now - halt.since if halt is not None and not self._is_paused else 0.0)
+
+    def pause(self, now: float) -> None:
+        assert not self._is_paused
+        self._end(now)
+        self._is_paused = True
+        self._begin(CauseCode.STALLED, False, now)
+
+    def resume(self, now: float) -> None:
+        assert self._is_paused
+        self._end(now)
+        self._is_paused = False
+        if self._preempted is not None:
+            self._begin(*self._preempted, now)
+
+    def moved(self, move: Move, swapped: bool, now: float) -> None:
+        if move is Move.READMITTED:
+            self._preempted = None
+        else:
+            self._preempted = preemption_code(move), swapped
+            if move is not Move.PREEMPTED_STALLED:
+                self.preemptions += 1
+                self.swaps += swapped
+        if self._is_paused:
+            return
+        self._end(now)
+        if self._preempted is not None:
+            self._begin(*self._preempted, now)
+
+    def take_over(self, now: float, *, is_last: bool) -> list[Interruption]:
+        """The halts that are over, now that a token has come; with `is_last` that which is not over, too."""
+        if is_last:
+            self._end(now)
+        over, self._over = self._over, []
+        last = self._ring.last.number
+        return [Interruption(h.code, seconds, h.after, last, h.swapped) for h, seconds in over]
+
+    def _begin(self, code: CauseCode, swapped: bool, now: float) -> None:
+        self._halt = _Halt(code, now, self._ring.last.number, swapped)
+
+    def _end(self, now: float) -> None:
+        halt, self._halt = self._halt, None
+        if halt is None:
+            return
+        self._over.append((halt, now - halt.since))
+        if self._is_paused:
+            self._stalled_s += now - halt.since
+        else:
+            self._preempted_s += now - halt.since
+
+    def __bool__(self) -> bool:
+        """True if a halt is over and no token has come since."""
+        return bool(self._over)

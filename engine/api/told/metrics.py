@@ -1,0 +1,225 @@
+"""The engine's metrics, `penstock_engine_*`.
+
+Gauges and counters that the core keeps are read from its last statistics at each scrape; a step costs two
+observations and one addition, a request a handful, a token nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.api.told.vllm_metrics import VllmMetrics, VllmNames, VllmReading
+from engine.contract.messages import CoreStats, RunnerInfo, ServiceClass, StepOutput
+from shared.process.metrics import Counter, Gauge, Histogram, registry_of_service
+from shared.telemetry.stages import Exposition, exposition
+
+PREFIX: Final = "penstock_engine_"
+_LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_STEP_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_SHARES: Final = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class CoreReading:
+    """The core client's figures at one moment."""
+
+    stats: CoreStats | None
+    waiting: int
+    live: int
+    is_ready: bool
+
+
+class EngineMetrics:
+    """The metrics of one engine."""
+
+    def __init__(self, step_tokens_max: int, vllm: VllmNames | None = None) -> None:
+        """`step_tokens_max` is the budget of one step. With `vllm` the figures have vLLM's names, too."""
+        self._step_tokens_max = step_tokens_max
+        self._vllm_names = vllm
+        self._read: Callable[[], CoreReading] | None = None
+        self.vllm: VllmMetrics | None = None
+        """The figures under vLLM's names. None where they are not wanted, and before the core is ready."""
+        self._last_step = 0
+        self.registry = registry_of_service()
+        self.requests = self._counter("requests", "Requests, by how they ended.", "end_reason")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were taken.")
+        self.generated_tokens = self._counter("generated_tokens", "Tokens sampled, charged or not.")
+        self.uncharged_tokens = self._counter(
+            "uncharged_tokens", "Tokens that were computed and are charged to nobody.", "reason"
+        )
+        for reason in ("late", "preempted", "choice"):  # a rate needs a series from the start
+            self.uncharged_tokens.inc(reason, by=0)
+        self.step_s = self._histogram("step_seconds", "How long the runner took for one step.", _STEP_S)
+        self.budget_use = self._histogram(
+            "step_budget_use", "Of the tokens that one step may compute, those that it did.", _SHARES
+        )
+        self.ttft_s = self._histogram(
+            "time_to_first_token_seconds", "From the request's head to its first token.", _LATENCY_S
+        )
+        self.tpot_s = self._histogram(
+            "time_per_output_token_seconds",
+            "Mean gap between one sequence's tokens, observed at its end.",
+            _STEP_S,
+        )
+        self.queue_s = self._histogram(
+            "queue_seconds",
+            "One sequence's waiting for its first admission, observed at its end, also where none came.",
+            _LATENCY_S,
+        )
+        self.e2e_s = self._histogram("request_seconds", "From the request's head to its end.", _LATENCY_S)
+        self.http2_streams = self._gauge("http2_streams", "Streams that are open.")
+        self.held_bytes = self._gauge("held_bytes", "Of --request-memory, what requests hold.")
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, documentation, labels, registry=self.registry)
+
+    def _gauge(self, name: str, documentation: str) -> Gauge:
+        return Gauge(PREFIX + name, documentation, registry=self.registry)
+
+    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(PREFIX + name, documentation, (), buckets, registry=self.registry)
+
+    def on_step(self, step: StepOutput) -> None:
+        """Count what a step computed, and how long it took."""
+        if step.step != self._last_step:  # there is news without a step
+            self._last_step = step.step
+            self.step_s.observe(step.stats.step_s)
+            self.budget_use.observe(step.stats.step_tokens / self._step_tokens_max)
+            if self.vllm is not None:
+                self.vllm.on_step(step)
+        if sampled := len(step.tokens) + sum(finished.late_tokens for finished in step.finished):
+            self.generated_tokens.inc(by=sampled)
+
+    def count_uncharged(self, **tokens: int) -> None:
+        """Count tokens that were computed and are charged to nobody, by reason: `late` were sampled after
+        their sequence's end, `preempted` were computed again after a preemption, and `choice` are those of a
+        prompt that a further choice did not find in the prefix cache."""
+        for reason, number in tokens.items():
+            if number:
+                self.uncharged_tokens.inc(reason, by=number)
+
+    def core_ready(self, info: RunnerInfo) -> None:
+        """Take note of what the core has. Its sizes are in vLLM's metrics."""
+        if self._vllm_names is not None and self.vllm is None:
+            self.vllm = VllmMetrics(self._vllm_names, info, self.registry)
+            self.vllm.watch(self._vllm_reading)
+
+    def _vllm_reading(self) -> VllmReading:
+        reading = None if self._read is None else self._read()
+        return VllmReading(
+            stats=None if reading is None else reading.stats,
+            waiting=0 if reading is None else reading.waiting,
+            prompt_tokens=self.prompt_tokens.value(),
+            generated_tokens=self.generated_tokens.value(),
+        )
+
+    def exposition(self, accept: str | None = None) -> Exposition:
+        """The answer to a scrape: the process's metrics and the engine's."""
+        return exposition(accept, self.registry)
+
+    def watch_core(self, read: Callable[[], CoreReading]) -> None:
+        """Ask `read` for the figures of the core at each scrape."""
+        self._read = read
+        self.registry.register(_CoreCollector(read))
+
+
+class _CoreCollector(Collector):
+    def __init__(self, read: Callable[[], CoreReading]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        reading = self._read()
+        yield _gauge("ready", "1 while requests are taken.", float(reading.is_ready))
+        yield _gauge("queue_depth", "Sequences that wait for their first admission.", reading.waiting)
+        yield _gauge("open_sequences", "Sequences that a client waits for.", reading.live)
+        stats = reading.stats
+        if stats is None:
+            return
+        yield _gauge("running_sequences", "Sequences that hold a slot.", stats.running)
+        yield _gauge("stalled_sequences", "Sequences whose client does not read.", stats.stalled)
+        yield _gauge("core_waiting_sequences", "Sequences that wait in the core.", stats.waiting)
+        yield _gauge(
+            "waiting_tokens", "Prompt tokens that wait for their first admission.", stats.waiting_tokens
+        )
+        yield from _by_class(stats)
+        yield from _memory(stats)
+        yield _counter("prefix_query_tokens", "Prompt tokens looked up.", stats.prefix_query_tokens)
+        yield _counter("prefix_hit_tokens", "Prompt tokens found cached.", stats.prefix_hit_tokens)
+
+
+def _by_class(stats: CoreStats) -> Iterator[Metric]:
+    depth = GaugeMetricFamily(
+        f"{PREFIX}class_waiting", "Sequences that wait for a slot.", labels=["service_class"]
+    )
+    age = GaugeMetricFamily(
+        f"{PREFIX}class_waiting_age_seconds",
+        "How long ago the first of those that wait came.",
+        labels=["service_class"],
+    )
+    tokens = GaugeMetricFamily(
+        f"{PREFIX}class_waiting_tokens",
+        "Prompt tokens that are to be computed and are not.",
+        labels=["service_class"],
+    )
+    readings = (depth, stats.class_waiting), (age, stats.class_waited_s), (tokens, stats.class_tokens)
+    for family, values in readings:
+        for service_class, value in zip(ServiceClass, values, strict=False):
+            family.add_metric([service_class.name.lower()], value)
+        yield family
+
+
+def _memory(stats: CoreStats) -> Iterator[Metric]:
+    pages = GaugeMetricFamily(f"{PREFIX}kv_pages", "Pages of the KV cache.", labels=["state"])
+    pages.add_metric(["free"], stats.pages_free)
+    pages.add_metric(["cached"], stats.pages_cached)
+    pages.add_metric(["owned"], stats.pages_owned)
+    yield pages
+    host = GaugeMetricFamily(f"{PREFIX}host_pages", "Pages in host memory.", labels=["state"])
+    host.add_metric(["free"], stats.host_pages_free)
+    host.add_metric(["used"], stats.host_pages_used)
+    host.add_metric(["kept"], stats.host_pages_kept)
+    yield host
+    hits = CounterMetricFamily(
+        f"{PREFIX}prefix_tier_tokens", "Prompt tokens that the prefix cache had, and where.", labels=["tier"]
+    )
+    slower = stats.prefix_host_tokens + stats.prefix_disk_tokens
+    hits.add_metric(["device"], stats.prefix_hit_tokens - slower)
+    hits.add_metric(["host"], stats.prefix_host_tokens)
+    hits.add_metric(["disk"], stats.prefix_disk_tokens)
+    yield hits
+    yield _gauge("disk_pages", "Pages of the KV cache on disk.", stats.disk.files)
+    disk = CounterMetricFamily(
+        f"{PREFIX}disk_page_events", "What happened to pages on disk.", labels=["event"]
+    )
+    disk.add_metric(["written"], stats.disk.written)
+    disk.add_metric(["dropped"], stats.disk.dropped)
+    disk.add_metric(["read"], stats.disk.read)
+    disk.add_metric(["missed"], stats.disk.missed)
+    yield disk
+    preemptions = CounterMetricFamily(
+        f"{PREFIX}preemptions", "Sequences that gave up their pages, or a slot alone.", labels=["kind"]
+    )
+    preemptions.add_metric(["recompute"], stats.preemptions - stats.yields - stats.swaps_out)
+    preemptions.add_metric(["swap"], stats.swaps_out)
+    preemptions.add_metric(["yield"], stats.yields)
+    yield preemptions
+    yield _counter("swaps_in", "Sequences whose pages came back from host memory.", stats.swaps_in)
+    swapped = CounterMetricFamily(
+        f"{PREFIX}swapped_bytes", "Copied to host memory, and back.", labels=["direction"]
+    )
+    swapped.add_metric(["out"], stats.swapped_out_bytes)
+    swapped.add_metric(["in"], stats.swapped_in_bytes)
+    yield swapped
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, text, value=value)

@@ -1,0 +1,1 @@
+"""The pages of the KV cache, on the device, in host memory and on disk."""

@@ -1,0 +1,1 @@
+"""The sequences that wait, and the order in which they are admitted."""

@@ -1,0 +1,52 @@
+"""The scheduler's record of a step from its plan to its commit, and of the news since the last report.
+
+Rule H. A plan with a step in flight goes by lengths, which are known ahead, and not by tokens, which are not:
+the runner finds a token that is coming where the step in flight leaves it. A sequence that reaches
+`max_tokens` by what is in flight gets no further row. One that ends otherwise (by a stop token, an abort, a
+stall deadline, a numeric failure) may leave rows in flight behind; these are *late*, and bring nothing. Its
+slot and its pages are held back until the last step that works on them is committed, and count as taken until
+then. Pages are given to the prefix cache when a commit knows their tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.contract.messages import Finished, Plan, Started, TokenLogprobs
+from engine.contract.records import Lack
+from engine.core.estimate.cost import Work
+from engine.core.sequence import Sequence
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step from its plan to its commit: what `commit` must know of it, and what it holds back."""
+
+    plan: Plan
+    rows: list[Sequence]
+    """The sequence of each row of the plan."""
+    prefills: list[Sequence]
+    """Sequences that had more than one token to compute when the step was planned."""
+    work: Work
+    planned_at: float
+    """The core's clock when the step was planned, in seconds."""
+    lack: Lack = Lack.NOTHING
+    """The reason why sequences still waited for admission when it was planned."""
+    tables: list[list[int]] = field(default_factory=list)
+    """Pages of sequences that ended and whose last row is in this step; released at its commit."""
+    slots: list[int] = field(default_factory=list)
+    """Slots of sequences that left them and whose last row is in this step; free from its commit on."""
+
+
+@dataclass(slots=True)
+class News:
+    """The news since the last report; `handles[i]` got `tokens[i]` with `logprobs[i]`."""
+
+    handles: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, list[TokenLogprobs]]] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    is_due: bool = False
+    """True if a report is due in any case, since a step was committed or a sequence was paused."""

@@ -1,0 +1,1 @@
+"""The runner's settings, and the machine that it finds. No torch here."""

@@ -1,0 +1,1 @@
+"""The tensors of a step, whatever device computes it: rows, seats, pages and results."""

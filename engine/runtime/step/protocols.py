@@ -1,0 +1,118 @@
+"""Attention over the paged cache, behind one call per layer.
+
+Prefill and decode are different problems (many queries of one sequence against its own keys; one
+query of many sequences, each against its own pages), so each has a back end of its own, chosen
+apart. A back end prepares a step once, and is then called for every layer.
+
+A query at position p sees the keys at positions (p - window, p].
+
+The back ends of a device are here: `DecodePages` and `PrefillPages`. Another kernel has stored the step's
+keys and values before they run, page tables lie on the device, and decode can be part of a CUDA graph.
+`engine.runtime.setup.backends` chooses among them. Those of a CPU are in `engine.runtime.host.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.runtime.step.batch import PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The shape of a model's attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: Sequence[int | None]
+    """Per layer, the latest tokens that a query sees, itself included; None: all."""
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+class DecodeRows(Protocol):
+    """A step's rows of one token, bound to their lengths and page tables."""
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """q [decode_rows, H, D] -> the same shape. The rows' keys and values are in the cache already."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens that a step computes of one row: `length` from position `start`, at `offset` of the packed
+    ones."""
+
+    start: int
+    length: int
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+def chunks_of(batch: PackedBatch) -> list[Chunk]:
+    """The rows behind the decode rows, with offsets from the first of them."""
+    rows = batch.rows[batch.decode_rows :]
+    return [Chunk(row.start, row.length, row.offset - rows[0].offset) for row in rows]
+
+
+def to_device(
+    numbers: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.int32
+) -> Tensor:
+    """The numbers as a tensor on `device`, copied from pinned memory, so that the host does not wait."""
+    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+class PrefillRows(Protocol):
+    """A step's rows of several tokens, over keys and values that are in the cache."""
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """q [T', H, D] -> the same shape."""
+        ...
+
+
+class PrefillPages(Protocol):
+    """A prefill back end that reads the cache alone."""
+
+    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
+        """Prepare what depends on a prompt's length, for lengths up to `tokens_max` and queries in
+        `dtype`."""
+        ...
+
+    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PrefillRows:
+        """tables [R, P], a row per chunk, on the device."""
+        ...
+
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PrefillRows:
+        """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
+        ...
+
+
+class DecodePages(Protocol):
+    """A decode back end that reads the cache alone, and can be captured."""
+
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> DecodeRows:
+        """Bind a step that is launched kernel by kernel. `tables`: the decode rows' page tables, where they
+        are on the device already."""
+        ...
+
+    def plan(self, lengths: Sequence[int]) -> None:
+        """The host's part of a step by `on_device`, to be called before it is captured and before each
+        replay. `lengths`: keys per row, padding rows included."""
+        ...
+
+    def on_device(self, tables: Tensor, lengths: Tensor) -> DecodeRows:
+        """Bind a step that launches only and reads nothing back. tables [R, P], lengths [R] int32, on the
+        device."""
+        ...

@@ -1,0 +1,107 @@
+"""The occupants of the runner's slots, as the host knows them, and the plan's rules for them.
+
+A `Seat` holds what the host can always predict of a slot's sequence (its lengths) and its request's
+parameters. The tables that steps are gathered from (`tokens`, `page_table`, sampling parameters: one row per
+slot) lie where the network computes: `engine.runtime.step.host_slots` and `engine.runtime.device.slots`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from torch import Tensor
+
+from engine.contract.messages import Plan, SamplingParams, SlotAssignment
+from engine.runtime.step.edits import NO_EDITS, Edits
+
+TEMPERATURE_MIN: Final = 2.0**-126
+"""The lowest temperature that logits are divided by, float32's smallest normal number. At a lower one the
+largest logit is taken, as at 0."""
+TEMPERATURE_MAX: Final = 1e30
+"""The highest temperature that logits are divided by. There all tokens are equally likely, except those
+to which edits have given float32's smallest logit."""
+
+
+def temperature_of(params: SamplingParams) -> float:
+    """The divisor of the logits; 0 when the largest logit is taken."""
+    return min(params.temperature, TEMPERATURE_MAX) if params.temperature >= TEMPERATURE_MIN else 0.0
+
+
+@dataclass(slots=True)
+class Seat:
+    """The sequence in a slot, as the host knows it."""
+
+    sampling: SamplingParams
+    prompt_len: int
+    known_len: int
+    """The number of tokens in the buffer: the prompt and the output."""
+    pages: int = 0
+    """The number of pages in the slot's page table."""
+    edits: Edits = NO_EDITS
+    """The edits of its logits. A device makes them from tables of its own, and has none here."""
+
+    @property
+    def output_len(self) -> int:
+        return self.known_len - self.prompt_len
+
+
+@dataclass(slots=True)
+class Seats(ABC):
+    """All slots: the sequence in each, and its numbers of tokens and pages. Asserts that a plan follows from
+    these. A subclass holds the tables."""
+
+    slots: int
+    max_model_len: int
+    page_size: int
+    vocab_size: int
+    tokens: Tensor = field(init=False)
+    """The known tokens by slot, at least [slots, max_model_len] int32."""
+    page_table: Tensor = field(init=False)
+    """The pages by slot, at least [slots, pages per sequence] int32."""
+    _seats: list[Seat | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._seats = [None] * self.slots
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+    def seat(self, slot: int) -> Seat:
+        """The sequence in a slot. Asserts that the slot is not empty."""
+        seat = self._seats[slot]
+        assert seat is not None, f"slot {slot} is empty"
+        return seat
+
+    def apply(self, plan: Plan) -> None:
+        """Apply a plan's changes to the slots: sequences that leave, that are seated, that get pages or other
+        pages."""
+        for slot in plan.left:
+            assert self._seats[slot] is not None, f"slot {slot} left twice"
+            self._seats[slot] = None
+        for start in plan.seated:
+            assert self._seats[start.slot] is None, f"slot {start.slot} is taken"
+            known_len = len(start.token_ids)
+            assert 1 <= start.prompt_len <= known_len <= self.max_model_len
+            seat = Seat(start.sampling, start.prompt_len, known_len)
+            self._take(start, seat)
+            self._seats[start.slot] = seat
+        for slot, pages in plan.grown:
+            seat = self.seat(slot)
+            assert seat.pages + len(pages) <= self.pages_per_sequence, f"slot {slot} outgrows the context"
+            self._place(slot, seat.pages, pages)
+            seat.pages += len(pages)
+        for slot, index, page in plan.replaced:
+            assert index < self.seat(slot).pages, f"slot {slot} has no page {index}"
+            self._place(slot, index, [page])
+
+    @abstractmethod
+    def _take(self, start: SlotAssignment, seat: Seat) -> None:
+        """Store the tokens and the parameters of a sequence that is seated."""
+
+    @abstractmethod
+    def _place(self, slot: int, index: int, pages: Sequence[int]) -> None:
+        """Store entries of the slot's page table, from `index` on."""

@@ -1,0 +1,1 @@
+"""The weights of a model, from its files to tensors."""

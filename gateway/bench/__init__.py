@@ -1,1 +1,0 @@
-"""Benches of the gateway, and what its tenants notice of each other: `penstock bench gateway`."""

@@ -1,0 +1,61 @@
+"""The settings of `[accounting]`: how long usage is kept, and where settled requests are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Final
+from urllib.parse import urlsplit
+
+from msgspec import Meta
+
+from shared.process.config import ConfigError
+from shared.process.settings import Text, Unit
+
+DAYS_MAX: Final = 400
+MIB: Final = 1024 * 1024
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class AccountingConfig:
+    """Callers' usage: how long it is kept, and to whom it is told."""
+
+    days: Annotated[int, Meta(ge=1, le=DAYS_MAX), Unit("days")] = 62
+    """How long the usage of a day is kept."""
+    file: Text | None = None
+    """File to which one JSON line is appended for each settled request, for billing. Each gateway process has
+    one of its own. Unset: none."""
+    webhook: Text | None = None
+    """https URL to which those lines are posted. It needs file, which keeps them until they are taken."""
+    webhook_secret_env: Text | None = None
+    """Variable with the secret that signs what is posted: whsec_ and its base64."""
+    webhook_secret_file: Text | None = None
+    """File with that secret. It is read for each post."""
+    webhook_ca: Text | None = None
+    """File with the authorities that are trusted when lines are posted, PEM. It is read again when it
+    changes. Unset: the system's."""
+    spool_max: Annotated[int, Meta(ge=MIB, le=1024**4), Unit("bytes")] = 256 * MIB
+    """How large file may become where there is a webhook. Lines that do not fit are dropped and counted."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.webhook is not None:
+            if self.file is None:
+                problems.append("webhook needs file")
+            if (self.webhook_secret_env is None) == (self.webhook_secret_file is None):
+                problems.append("webhook needs exactly one of webhook_secret_env and webhook_secret_file")
+            if not _is_safe_url(self.webhook):
+                problems.append("webhook must be an https URL (http on this machine alone), without user")
+        if problems:
+            raise ConfigError(problems)
+
+
+def _is_safe_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        host, _ = parts.hostname, parts.port
+    except ValueError:  # a port or an IPv6 address that is none
+        return False
+    if host is None or "@" in parts.netloc or not text.isprintable() or " " in text:
+        return False
+    return parts.scheme == "https" or (parts.scheme == "http" and host in _LOOPBACK)

@@ -1,0 +1,333 @@
+"""The settings of the listeners, of TLS and of the issuers of tokens, and the bounds on what the gateway
+holds: the part of the configuration (`gateway.config.whole`) that says how the gateway is reached and which
+signatures it trusts."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Annotated, Final, Literal
+from urllib.parse import urlsplit
+
+from msgspec import Meta
+
+from shared.apis.holding import memory_max
+from shared.fairness.fair_share import FairShare
+from shared.process.config import ConfigError
+from shared.process.settings import Port, Rule, Text, Unit
+from shared.wire.shapes import BODY_LEN_MAX, TOKENS_MAX
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+ENTRIES_MAX: Final = 10_000
+"""The most keys, and the most tenants: they are held in memory, each with its usage."""
+AUDIENCES_MAX: Final = 16
+ISSUERS_MAX: Final = 32
+SKEW_S_MAX: Final = 60.0
+REFRESH_S_MIN: Final = 30.0
+"""The shortest time between two fetches of keys that an unknown key id causes, in seconds."""
+_BASE_URL: Final = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
+HMAC_PREFIX: Final = "HS"
+"""The beginning of the names of the algorithms that take a shared secret."""
+
+Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+"""An id, which logs, metrics and a header of the hop show."""
+KeyHash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+Bytes = Annotated[int, Unit("bytes")]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+HostName = Annotated[str, Meta(pattern=r"^(\*|[a-z0-9]([a-z0-9._-]{0,251}[a-z0-9])?)$")]
+"""The name of a host, in small letters; `*` is any."""
+Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+PingSeconds = Annotated[float, Meta(ge=0.1, le=60.0)]
+MetricsSeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
+Algorithm = Literal[
+    "HS256", "HS384", "HS512", "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384",
+    "ES512", "EdDSA",
+]  # fmt: skip
+"""A signature algorithm of JWS (RFC 7518, RFC 8037)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """A listener's certificate, and whether it asks clients for theirs. The files are read again when they
+    change."""
+
+    cert: Text
+    """File with the certificate chain, PEM."""
+    key: Text
+    """File with its private key, PEM."""
+    client_certificates: Literal["none", "optional", "required"] = "none"
+    """True if clients are asked for a certificate (mTLS). optional: one that is shown must be good. required:
+    without one there is no connection, for probes neither."""
+    client_ca: Text | None = None
+    """File with the authorities that sign clients' certificates, PEM."""
+    crl: Text | None = None
+    """File with a revocation list of each authority that signs clients' certificates, PEM. Unset: nothing is
+    revoked."""
+
+    def __post_init__(self) -> None:
+        if (self.client_certificates == "none") != (self.client_ca is None):
+            raise ConfigError(["client_ca belongs to client_certificates that are optional or required"])
+        if self.crl is not None and self.client_ca is None:
+            raise ConfigError(["crl needs client_ca, with the authorities that sign it"])
+
+
+@dataclass(frozen=True, slots=True)
+class HopConfig:
+    """The connections to engines: TLS, and the sign of life that is asked for while streams are open."""
+
+    ca: Text | None = None
+    """File with the authorities that are trusted when a replica's URL is https, PEM. Unset: the system's."""
+    cert: Text | None = None
+    """File with the gateway's own certificate chain, PEM, for engines that ask for one (mTLS)."""
+    key: Text | None = None
+    """File with its private key, PEM."""
+    ping_interval_s: PingSeconds = 1.0
+    """Time between two PINGs on a connection with open streams, over HTTP/2."""
+    ping_timeout_s: PingSeconds = 3.0
+    """How long a PING may be unanswered, and nothing else come, before the connection is dead and its
+    streams are lost."""
+    salt_env: Name | None = None
+    """Variable with the secret that tenants' cached prefixes are kept apart by at engines of another make.
+    Gateways before the same engines need the same. Unset: a random one at each start."""
+    salt_file: Text | None = None
+    """File with that secret."""
+    metrics_interval_s: MetricsSeconds = 1.0
+    """Time between two looks at the metrics of an engine of another make (vLLM, SGLang, llama.cpp): its queue
+    counts as load. 0 asks for none."""
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError(["cert and key belong together"])
+        if self.salt_env is not None and self.salt_file is not None:
+            raise ConfigError(["salt_env and salt_file exclude each other"])
+        if self.ping_timeout_s < self.ping_interval_s:
+            raise ConfigError(["ping_timeout_s must be at least ping_interval_s"])
+
+
+@dataclass(frozen=True, slots=True)
+class ListenConfig:
+    """The public listener."""
+
+    host: Text = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 8000
+    """Port to listen on; 0 takes any free one, which the log line gateway.listening names."""
+    tls: TlsConfig | None = None
+    """Serve https. Unset: plain text."""
+    plaintext: bool = False
+    """Serve plain text on an address beyond this machine: only where TLS ends in front of the gateway, since
+    keys and prompts can be read on the way."""
+
+    def __post_init__(self) -> None:
+        check_plaintext(self.host, self.tls, self.plaintext)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """Sizes and counts that bound what the gateway holds."""
+
+    body_len_max: Annotated[Bytes, Meta(ge=KIB, le=BODY_LEN_MAX)] = BODY_LEN_MAX
+    """Length of a request body; a longer one is refused with 413."""
+    request_memory: Annotated[int, Meta(ge=MIB, le=1024**4)] = 512 * MIB
+    """Memory that the bodies of requests and what is made of them may take until they are answered, all
+    together. A tenant has three quarters of it at most; beyond it requests get 503 at once."""
+    live_max: Annotated[int, Meta(ge=1, le=100_000), Unit("requests")] = 4096
+    """Requests in progress; beyond it requests get 503 at once. A tenant has three quarters of it at most."""
+    connections_max: Annotated[int, Meta(ge=1, le=1_000_000), Unit("connections")] = 16_384
+    """Client connections, idle ones too, or as many as the process may open files for; beyond it the oldest
+    that has sent nothing is closed, else the oldest idle one, else the newest."""
+    send_buffer_len: Annotated[Bytes, Meta(ge=4 * KIB, le=16 * MIB)] = 64 * KIB
+    """The kernel's send buffer of a client connection (SO_SNDBUF)."""
+    write_buffer_len: Annotated[Bytes, Meta(ge=KIB, le=16 * MIB)] = 16 * KIB
+    """The gateway's own buffer of a client connection: with more than this unsent, the relay stops reading
+    from the engine."""
+    tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Threads that tokenize long texts and parse large bodies."""
+
+    def __post_init__(self) -> None:
+        needed = memory_max(self.body_len_max)
+        if FairShare(self.request_memory).most < needed:
+            raise ConfigError(
+                [
+                    f"request_memory must be at least {-(-needed * 4 // 3)} bytes, so that a body of "
+                    f"body_len_max ({self.body_len_max}) bytes fits into one tenant's part of it"
+                ]
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """The settings of admission."""
+
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """The answer to fields of a request that OpenAI's API does not have. ignore: name them in the answer.
+    refuse: answer 400."""
+    completion_estimate: Annotated[int, Meta(ge=1, le=TOKENS_MAX), Unit("tokens")] = 1024
+    """Tokens that are reserved at least for each choice of a request that states no maximum."""
+
+
+@dataclass(frozen=True, slots=True)
+class IssuerConfig:
+    """A signer of tokens (JWT) that this gateway accepts."""
+
+    id: Id
+    """Its name in logs and metrics, and the first part of its callers' key ids."""
+    issuer: Name
+    """The claim iss of its tokens, character for character."""
+    audiences: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=AUDIENCES_MAX)]
+    """The claim aud of its tokens names one of these at least."""
+    algorithms: Annotated[tuple[Algorithm, ...], Meta(min_length=1)]
+    """The signature algorithms that it uses: those with a shared secret (HS...), or others, never both."""
+    jwks_url: Name | None = None
+    """https URL of its public keys, a JWK set. It is asked directly, not through a proxy."""
+    jwks_file: Text | None = None
+    """File with its public keys, a JWK set. It is read again when it changes."""
+    secret_file: Text | None = None
+    """File with the secret that it shares with this gateway, at least as long as the signature. It is read
+    again when it changes."""
+    ca: Text | None = None
+    """File with the authorities that are trusted when keys are fetched, PEM. It is read again when it
+    changes. Unset: the system's."""
+    skew_s: Annotated[float, Meta(ge=0.0, le=SKEW_S_MAX)] = 30.0
+    """How far its clock may be off."""
+    refresh_s: Annotated[float, Meta(ge=REFRESH_S_MIN, le=86_400.0)] = 300.0
+    """Time between two fetches of its keys. A token with an unknown key id causes one earlier."""
+    refetch_s: Annotated[float, Meta(ge=1.0, le=300.0)] = 1.0
+    """Shortest time between two fetches that unknown key ids cause. Above 1, whoever makes up key ids delays
+    the first tokens of a new key by so long, with 503."""
+    stale_s: Annotated[float, Meta(ge=REFRESH_S_MIN, le=86_400.0)] = 3600.0
+    """How long its keys are trusted when they cannot be fetched any more; then its tokens get 503."""
+
+    def __post_init__(self) -> None:
+        if problems := list(_issuer_problems(self)):
+            raise ConfigError(problems)
+
+
+def _issuer_problems(issuer: IssuerConfig) -> Iterator[str]:
+    if sum(one is not None for one in (issuer.jwks_url, issuer.jwks_file, issuer.secret_file)) != 1:
+        yield "needs exactly one of jwks_url, jwks_file and secret_file"
+    is_secret = issuer.secret_file is not None
+    if any(name.startswith(HMAC_PREFIX) != is_secret for name in issuer.algorithms):
+        yield "algorithms HS... need secret_file, all others jwks_url or jwks_file"
+    if issuer.jwks_url is not None and not _is_https(issuer.jwks_url):
+        yield f"jwks_url {issuer.jwks_url!r} is no https URL"
+    if issuer.stale_s < issuer.refresh_s:
+        yield "stale_s must be at least refresh_s"
+
+
+def _is_https(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        named = parts.scheme == "https" and bool(parts.hostname) and parts.port != 0
+        return named and parts.username is None and text.isprintable() and " " not in text
+    except ValueError:  # a port or an IPv6 address that is none
+        return False
+
+
+def is_base_url(text: str) -> bool:
+    """True if the text is an http or https URL without a user, a query and a fragment."""
+    try:
+        parts = urlsplit(text)
+        return bool(_BASE_URL.fullmatch(text) and parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine reaches a listener on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+LABEL_LEN_MAX: Final = 128
+Label = Annotated[
+    str,
+    Meta(min_length=1, max_length=LABEL_LEN_MAX),
+    Rule(f"be a printable text of 1 to {LABEL_LEN_MAX} characters", str.isprintable),
+]
+"""A text that operators give to a key."""
+LABELS_MAX: Final = 16
+Labels = Annotated[tuple[Label, ...], Meta(max_length=LABELS_MAX)]
+
+
+def check_plaintext(host: str, tls: TlsConfig | None, plaintext: bool) -> None:
+    """Raises ConfigError unless a listener has TLS, is of this machine alone, or was asked for plain text by
+    name: keys and prompts are sent to it."""
+    if tls is None and not plaintext and not is_loopback(host):
+        raise ConfigError(
+            [
+                f"host {host!r} is reached from other machines: give tls, or set plaintext = true where TLS "
+                "ends in front of the gateway, or nobody else reads the network"
+            ]
+        )
+    if tls is not None and plaintext:
+        raise ConfigError(["plaintext and tls exclude each other"])
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorKeyConfig:
+    """A key of an operator. It opens the admin listener's changes, and nothing on the public port."""
+
+    id: Id
+    """The keyid of a minted key; any name for a development key. Audit lines name it."""
+    hash: KeyHash = field(repr=False)
+    """sha256: and the hex digest of the whole key."""
+    labels: Labels = ()
+    """Texts for operators, such as the key's owner; lists show them."""
+    created: datetime | None = None
+    """When it was created, with the offset from UTC. Unset: not known."""
+    expires: datetime | None = None
+    """When it stops working, with the offset from UTC. Unset: never."""
+    disabled: bool = False
+    """True if the key is revoked."""
+    previous_hash: KeyHash | None = field(default=None, repr=False)
+    """The hash of the whole key as it was before its secret was replaced, which still works until
+    previous_expires."""
+    previous_expires: datetime | None = None
+    """When the secret before the last replacement stops working, with the offset from UTC."""
+
+    def __post_init__(self) -> None:
+        if (self.previous_hash is None) != (self.previous_expires is None):
+            raise ConfigError(["previous_hash and previous_expires belong together"])
+
+
+@dataclass(frozen=True, slots=True)
+class AdminConfig:
+    """A second listener: `/metrics` and the probes for everybody who reaches it, changes for operators' keys.
+
+    It is not on the public port because label values name tenants and models.
+    """
+
+    host: Text = "127.0.0.1"
+    """Address that /metrics and the probes are served on, without authentication: for the operator's network
+    only."""
+    port: Port | None = None
+    """Port for them. Unset: there is no such listener."""
+    names: Annotated[tuple[HostName, ...], Meta(max_length=64)] = ()
+    """Names by which it may be called, in URLs and in the header Host, beside addresses and localhost; `*` is
+    any. Under another it answers 403: a page in an operator's browser may have any name point here (DNS
+    rebinding)."""
+    keys: Annotated[tuple[OperatorKeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
+    """Keys that may change something. Without one, nothing can be changed."""
+    tls: TlsConfig | None = None
+    """Serve https. Unset: plain text."""
+    plaintext: bool = False
+    """Serve plain text on an address beyond this machine: only on a network that nobody else reads, since
+    operators' keys and the keys that they make are sent over it."""
+    records: Annotated[int, Meta(ge=0, le=100_000)] = 2048
+    """Completed requests that are kept for `/admin/v1/requests`, the latest of them, in 8 MiB at most. 0:
+    none."""
+
+    def __post_init__(self) -> None:
+        check_plaintext(self.host, self.tls, self.plaintext)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The names by which it may be called: that which it listens on, too."""
+        return (self.host, *self.names)

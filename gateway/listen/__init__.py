@@ -1,0 +1,1 @@
+"""The listeners: sockets, TLS, and the framing of what clients send."""

@@ -1,0 +1,175 @@
+"""The parts of both descriptions: of the public API (`gateway.openapi.public`) and of the operators'
+(`gateway.operators.openapi`)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Iterator, Mapping
+from http import HTTPStatus
+from typing import Any, Final, get_origin
+
+from msgspec import inspect
+
+from shared.apis.request import Request
+from shared.process.build import DISTRIBUTION
+from shared.process.docstrings import field_docstrings
+from shared.wire.envelope import ErrorEnvelope
+from shared.wire.errors import ApiError, InvalidRequest
+
+REF: Final = "#/components/schemas/{name}"
+JSON: Final = "application/json"
+
+Json = dict[str, Any]
+"""A part of a document."""
+
+
+def info(title: str, description: str) -> Json:
+    """The head of a document: its title, and the version that it is of."""
+    return {"title": title, "version": _version(), "description": description}
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:  # run from its source
+        return "0"
+
+
+# -- schemas --------------------------------------------------------------------------------------
+
+
+def describe(schema: Json, type_: type) -> None:
+    """Complete a schema by what the docstrings of its type say."""
+    texts = field_docstrings(type_)
+    nothing: Mapping[str, Any] = {}
+    schema.pop("title", None)
+    if issubclass(type_, Request):
+        nothing = type_.nothing
+    for name, told in schema.get("properties", {}).items():
+        if name in nothing:
+            values = [None, *nothing[name]]
+            told.clear()
+            told |= {"enum": values, "default": None, "description": "Only values that ask for nothing."}
+        elif (text := texts.get(name)) is not None:
+            told["description"] = text.replace("`", "")
+
+
+def classes_of(types: Iterable[Any]) -> dict[str, type]:
+    """The classes with fields that these types consist of, by their names."""
+    return {one.__name__: one for info in inspect.multi_type_info(types) for one in _classes(info, set())}
+
+
+def _classes(found: object, seen: set[type]) -> Iterator[type]:
+    """The classes with fields that a type consists of."""
+    if isinstance(found, inspect.StructType | inspect.DataclassType):
+        class_ = get_origin(found.cls) or found.cls
+        if class_ in seen:
+            return
+        seen.add(class_)
+        yield class_
+        for one in found.fields:
+            yield from _classes(one.type, seen)
+    for name in ("type", "item_type", "value_type"):
+        yield from _classes(getattr(found, name, None), seen) if hasattr(found, name) else ()
+    for name in ("types", "item_types"):
+        for one in getattr(found, name, ()):
+            yield from _classes(one, seen)
+
+
+# -- paths ----------------------------------------------------------------------------------------
+
+
+def probe(path: str) -> Json:
+    """The operation of a probe."""
+    state = {"type": "object", "properties": {"phase": {"type": "string"}, "ok": {"type": "boolean"}}}
+    answer = {"content": {JSON: {"schema": state}}, "headers": headers_of("x-request-id")}
+    answers = {"200": {"description": "Yes.", **answer}, "503": {"description": "No.", **answer}}
+    if path == "/livez":
+        answers["500"] = answers.pop("503")
+    return {
+        "summary": f"Probe: {path[1:]}.",
+        "security": [],
+        "responses": answers | errors_of([InvalidRequest]),
+    }
+
+
+def ref(type_: type) -> Json:
+    """The schema of a type, by its name."""
+    return {"$ref": REF.format(name=type_.__name__)}
+
+
+def path_parameter(name: str, description: str) -> Json:
+    """A part of a path."""
+    schema = {"type": "string", "minLength": 1}
+    return {"name": name, "in": "path", "required": True, "description": description, "schema": schema}
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def errors_of(classes: Iterable[type[ApiError]]) -> Json:
+    """The answers with errors of these classes and those below them, by status."""
+    codes: dict[int, dict[str, None]] = {}
+    for class_ in classes:
+        for one in _with_subclasses(class_):
+            codes.setdefault(int(one.status), {})[one.code] = None
+    return {str(status): _error(status, codes[status]) for status in sorted(codes)}
+
+
+def _with_subclasses(class_: type[ApiError]) -> Iterator[type[ApiError]]:
+    yield class_
+    for below in class_.__subclasses__():
+        yield from _with_subclasses(below)
+
+
+def _error(status: int, codes: Iterable[str]) -> Json:
+    names = ["x-request-id", "x-should-retry"]
+    if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        names += ["retry-after", "retry-after-ms"]
+    if status == HTTPStatus.UNAUTHORIZED:
+        names.append("www-authenticate")
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        names.append("allow")
+    told = " or ".join(f"`{code}`" for code in codes)
+    content = {JSON: {"schema": ref(ErrorEnvelope)}}
+    return {"description": f"`error.code` is {told}.", "content": content, "headers": headers_of(*names)}
+
+
+# -- headers --------------------------------------------------------------------------------------
+
+
+def header(description: str, pattern: str | None = None) -> Json:
+    return {
+        "description": description,
+        "schema": {"type": "string"} | ({"pattern": pattern} if pattern else {}),
+    }
+
+
+RATE_LIMITS: Final = tuple(
+    f"x-ratelimit-{what}-{unit}"
+    for unit in ("requests", "tokens", "tokens-day", "tokens-month")
+    for what in ("limit", "remaining", "reset")
+)
+HEADERS: Final[Mapping[str, Json]] = {
+    "x-request-id": header("The request's name in both services' logs.", r"^[A-Za-z0-9._-]{1,64}$"),
+    "server-timing": header("Milliseconds of each stage until the first byte."),
+    "x-penstock-ignored-fields": header(
+        "The unknown fields of the request, or those that its engine was not sent."
+    ),
+    "x-penstock-fallback": header("The model that answered, where it was not the requested one."),
+    "x-should-retry": header("Whether a retry can help.", "^(true|false)$"),
+    "retry-after": header("Seconds until a retry can help.", "^[0-9]+$"),
+    "retry-after-ms": header("The same in milliseconds.", "^[0-9]+$"),
+    "www-authenticate": header("How to authenticate."),
+    "allow": header("The methods that the path has."),
+    **{name: header("Where the key or its tenant has such a limit.") for name in RATE_LIMITS},
+}
+
+
+def headers_of(*names: str) -> Json:
+    assert all(name in HEADERS for name in names)
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+
+
+def request_header(name: str, description: str, schema: Json) -> Json:
+    return {"name": name, "in": "header", "description": description, "schema": schema}

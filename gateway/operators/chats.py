@@ -1,0 +1,307 @@
+"""The console's chats: an operator's own, each a request through the gateway's pipeline in the name of a key.
+
+    POST   /admin/v1/console/chats          {"key": ID, "model": NAME, "messages": [...]}: begin one
+    GET    /admin/v1/console/chats/{id}     what came since: ?text=CHARACTERS&ticks=NUMBER that are known
+    DELETE /admin/v1/console/chats/{id}     end it and forget it
+
+The page asks again and again, so that an answer needs no connection of its own, and works through several
+workers, too.
+
+Rules:
+
+1. A chat has the quotas, the models and the deadlines of the key that is named. Each one that is begun leaves
+   an audit line, without its text.
+2. Its text is shown to the operator who began it, and to nobody else. It is kept in memory until it is
+   forgotten, for `KEPT_S` at most.
+3. `CHATS_MAX` are kept, and of them any number may run. One for which nobody asks in `UNSEEN_S` is ended: its
+   page was closed. An answer is cut at `TEXT_LEN_MAX`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from http import HTTPStatus
+from typing import Annotated, Final
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from gateway.client.responses import JSON, json_response
+from gateway.directory.accounts import AccountsReader
+from gateway.directory.entries import decode_object
+from gateway.identity.caller import Principal
+from gateway.identity.guests import Guests
+from gateway.operators.inward import Inward
+from gateway.operators.keys import read_operator_body
+from gateway.operators.reading import LINE_LEN_MAX, TEXT_LEN_MAX, Reading, error_text
+from gateway.operators.table import Asked, Asks, Body, Merge, Operation, Parameter, Table, does
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.wire.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
+from shared.wire.ids import REQUEST_ID_HEADER, KeyId, RequestId, mint_request_id
+
+CHATS: Final = "/admin/v1/console/chats"
+CHAT: Final = f"{CHATS}/{{id}}"
+PATH: Final = "/v1/chat/completions"
+CHATS_MAX: Final = 64
+KEPT_S: Final = 600.0
+UNSEEN_S: Final = 30.0
+WATCH_S: Final = 5.0
+"""The time between two looks at whether somebody still asks, in seconds."""
+MESSAGES_MAX: Final = 256
+ERROR_LEN_MAX: Final = 64 * 1024
+"""Bytes of a refusal that are read."""
+_NUMBER_MAX: Final = 10**9
+
+log = logs.get(__name__)
+
+Role = Annotated[str, Meta(pattern="^(system|user|assistant)$")]
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True):
+    """A message of the conversation."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAsked:
+    """The body that begins a chat."""
+
+    key: Annotated[str, Meta(min_length=1, max_length=64)]
+    """The id of the key in whose name it runs."""
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    """The model's name, or an alias."""
+    messages: Annotated[tuple[Message, ...], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    """The conversation so far."""
+    max_tokens: Annotated[int, Meta(ge=1, le=_NUMBER_MAX)] | None = None
+    """Tokens of the answer, at most."""
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    """How much chance there is in the answer."""
+
+
+_REQUIRED: Final = frozenset(("key", "model", "messages"))
+_FIELDS: Final = frozenset(field.name for field in fields(ChatAsked))
+_ASKED: Final = Body("ChatAsked", ChatAsked, _FIELDS, _REQUIRED)
+
+
+class ChatView(Struct, frozen=True, kw_only=True):
+    """A chat, as far as it came since the page asked last."""
+
+    id: str
+    """The request's id, by which its record is found."""
+    is_over: bool
+    status: int | None
+    """The answer's status. None until its head is there."""
+    text: str
+    """The answer, after the characters that are known."""
+    text_len: int
+    """Its characters so far."""
+    ticks_ms: Sequence[float]
+    """When its pieces came, in milliseconds since it was begun, after those that are known."""
+    problem: str | None
+    """Why there is no whole answer."""
+
+
+_WHOLE: Final = {"type": "integer", "minimum": 0, "maximum": 99_999_999}
+_KNOWN: Final = (
+    Parameter("text", "Characters of the answer that are known.", _WHOLE),
+    Parameter("ticks", "Times of pieces that are known.", _WHOLE),
+)
+
+_OF_ONE: Final = {"ticks_ms": Merge.FIRST}
+
+
+class _Sent(Struct, frozen=True, omit_defaults=True):
+    """The request as the pipeline is given it."""
+
+    model: str
+    messages: tuple[Message, ...]
+    stream: bool
+    max_tokens: int | None = None
+    temperature: float | None = None
+
+
+class _Chat:
+    """One chat."""
+
+    def __init__(self, operator: KeyId, now_s: float) -> None:
+        self.id: Final = mint_request_id()
+        self.operator: Final = operator
+        self.began_s: Final = now_s
+        self.seen_s = now_s
+        self.reading = Reading()
+        self.status: int | None = None
+        self.problem: str | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.task is not None and self.task.done()
+
+
+class Chats:
+    """The handlers."""
+
+    def __init__(self, accounts: AccountsReader, guests: Guests, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._accounts: Final = accounts
+        self._guests: Final = guests
+        self._clock: Final = clock
+        self._chats: Final[dict[RequestId, _Chat]] = {}
+        self.serve: Callable[[], asyncio.Protocol] | None = None
+        """Makes the public listener's protocol of a connection. None until there is one."""
+
+    @property
+    def table(self) -> Table:
+        """The handlers."""
+        return {CHATS: {"POST": self._begin}, CHAT: {"GET": self._show, "DELETE": self._end}}
+
+    async def aclose(self) -> None:
+        """End all of them."""
+        tasks = [chat.task for chat in self._chats.values() if chat.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._chats.clear()
+
+    @does(
+        Operation(
+            "Begin a chat in the name of a key.", ChatView, body=_ASKED, errors=(Overloaded,), asks=Asks.ONE
+        )
+    )
+    async def _begin(self, asked: Asked) -> web.Response:
+        """Raises InvalidRequest, Overloaded."""
+        body = await read_operator_body(asked.request)
+        try:
+            told = decode_object(body)
+            if unknown := sorted(told.keys() - _FIELDS):
+                raise InvalidRequest("There is no such field in a chat.", param=unknown[0][:64])
+            wanted = msgspec.convert(told, ChatAsked)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"The chat cannot be read: {str(error)[:200]}") from None
+        try:
+            principal = self._accounts.keys.of_id(KeyId(wanted.key), self._clock.wall())
+        except Unauthenticated as error:
+            raise InvalidRequest(
+                f"No chat runs in the name of this key: {error.message}", param="key"
+            ) from None
+        self._make_room()
+        chat = _Chat(asked.operator.key, self._clock.monotonic())
+        self._chats[chat.id] = chat
+        chat.task = asyncio.create_task(self._run(chat, principal, wanted), name="console's chat")
+        fields = {"action": "chat", "key": principal.key, "tenant": principal.tenant, "request_id": chat.id}
+        logs.audit("admin.change", {"logger": __name__, "operator": asked.operator.key, **fields})
+        return _answer(chat, 0, 0)
+
+    @does(
+        Operation(
+            "Tell what came of a chat.", ChatView, _KNOWN, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE
+        )
+    )
+    async def _show(self, asked: Asked) -> web.Response:
+        chat = self._find(asked)
+        chat.seen_s = self._clock.monotonic()
+        query = asked.request.query
+        return _answer(chat, _known(query, "text"), _known(query, "ticks"))
+
+    @does(
+        Operation("End a chat, and forget it.", ChatView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE)
+    )
+    async def _end(self, asked: Asked) -> web.Response:
+        chat = self._find(asked)
+        del self._chats[chat.id]
+        assert chat.task is not None
+        chat.task.cancel()
+        await asyncio.wait((chat.task,))
+        chat.problem = chat.problem or "It was ended."
+        return _answer(chat, chat.reading.text_len, len(chat.reading.ticks_ms))
+
+    def _find(self, asked: Asked) -> _Chat:
+        """Rule 2. Raises NotFound."""
+        chat = self._chats.get(RequestId(asked.id))
+        if chat is None or chat.operator != asked.operator.key:
+            raise NotFound("There is no such chat of this operator's.")
+        return chat
+
+    def _make_room(self) -> None:
+        """Forget old chats. Raises Overloaded when none can be."""
+        now_s = self._clock.monotonic()
+        over = [chat for chat in self._chats.values() if chat.is_over]
+        for at, chat in enumerate(over):
+            if now_s - chat.seen_s > KEPT_S or (at == 0 and len(self._chats) >= CHATS_MAX):
+                del self._chats[chat.id]
+        if len(self._chats) >= CHATS_MAX:
+            raise Overloaded(f"{CHATS_MAX} chats run already.", retry_after_s=5.0)
+
+    # -- one chat ---------------------------------------------------------------------------------
+
+    async def _run(self, chat: _Chat, principal: Principal, wanted: ChatAsked) -> None:
+        """Send the request, and read its answer for as long as somebody asks for it."""
+        asking = asyncio.create_task(self._ask(chat, principal, wanted))
+        try:
+            while not (await asyncio.wait((asking,), timeout=WATCH_S))[0]:
+                if self._clock.monotonic() - chat.seen_s > UNSEEN_S:
+                    chat.problem = "Nobody asked for its answer any more."
+                    break
+        finally:
+            asking.cancel()
+            await asyncio.wait((asking,))
+
+    async def _ask(self, chat: _Chat, principal: Principal, wanted: ChatAsked) -> None:
+        assert self.serve is not None, "chats begin once the gateway serves"
+        sent = _Sent(wanted.model, wanted.messages, True, wanted.max_tokens, wanted.temperature)
+        body = msgspec.json.encode(sent)
+        session = aiohttp.ClientSession(
+            "http://gateway",
+            connector=Inward(self.serve),
+            timeout=aiohttp.ClientTimeout(total=None),  # the pipeline has the deadlines
+            read_bufsize=LINE_LEN_MAX,
+        )
+        try:
+            with self._guests.vouched(principal) as authorization:
+                headers = {"authorization": authorization, "content-type": JSON, REQUEST_ID_HEADER: chat.id}
+                async with session, session.post(PATH, data=body, headers=headers) as answer:
+                    await self._read(chat, answer)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            chat.problem = f"The answer broke off: {type(error).__name__}."
+        except Exception:
+            chat.problem = "The gateway failed; its log says how."
+            log.exception("console.chat_crashed")
+
+    async def _read(self, chat: _Chat, answer: aiohttp.ClientResponse) -> None:
+        chat.status = answer.status
+        if answer.status != HTTPStatus.OK:
+            chat.problem = error_text(await answer.content.read(ERROR_LEN_MAX))
+            return
+        async for line in answer.content:
+            chat.reading.take(line, (self._clock.monotonic() - chat.began_s) * 1e3)
+            if chat.reading.text_len > TEXT_LEN_MAX:
+                chat.problem = f"The answer was cut after {TEXT_LEN_MAX:,} characters."
+                return
+        chat.problem = chat.reading.problem
+
+
+def _known(query: Mapping[str, str], name: str) -> int:
+    """Raises InvalidRequest."""
+    text = query.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 9):
+        raise InvalidRequest(f"{name} must be a whole number.", param=name)
+    return int(text)
+
+
+def _answer(chat: _Chat, text_from: int, ticks_from: int) -> web.Response:
+    view = ChatView(
+        id=chat.id,
+        is_over=chat.is_over,
+        status=chat.status,
+        text=chat.reading.text_after(text_from),
+        text_len=chat.reading.text_len,
+        ticks_ms=chat.reading.ticks_ms[ticks_from:],
+        problem=chat.problem,
+    )
+    return json_response(HTTPStatus.OK, msgspec.json.encode(view), {})

@@ -1,0 +1,304 @@
+"""Keys and tenants on the admin listener: `/admin/v1/keys` and `/admin/v1/tenants`.
+
+    GET /admin/v1/keys?tenant=&after=&limit=    a page of keys
+    POST /admin/v1/keys                         create one; its secret is in this answer alone
+    GET PATCH DELETE /admin/v1/keys/{id}        show it, change fields of it, delete it
+    POST /admin/v1/keys/{id}/rotate             replace its secret
+    GET /admin/v1/tenants?after=&limit=         a page of tenants
+    GET PUT DELETE /admin/v1/tenants/{id}       show one, create or replace it, delete it
+    GET /admin/v1/operators                     the operators' keys, which the file alone changes
+
+What is shown has an `etag`; a change with that in `if-match` is refused with 412 when another one came first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from gateway.client.responses import json_response
+from gateway.config.whole import KeyConfig, TenantConfig
+from gateway.directory.accounts import Kind
+from gateway.directory.entries import ENTRY_LEN_MAX, PAGE_MAX, KeyView, NoObject, decode_object
+from gateway.directory.operator_keys import OperatorKeysView
+from gateway.directory.registry import CREATABLE, PATCHABLE, MintedView, Page, Registry, Shown
+from gateway.directory.rotation import Rotation
+from gateway.operators.table import Asked, Asks, Body, Operation, Parameter, Table, does
+from shared.process.config import ConfigError
+from shared.wire.envelope import ErrorBody
+from shared.wire.errors import (
+    ApiError,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    PreconditionFailed,
+    PreconditionRequired,
+)
+from shared.wire.request_body import read_body, send_continue
+
+KEYS: Final = "/admin/v1/keys"
+TENANTS: Final = "/admin/v1/tenants"
+OPERATORS: Final = "/admin/v1/operators"
+PAGE_LEN: Final = 100
+"""Entries on a page, unless the operator says otherwise."""
+BODY_S: Final = 10.0
+"""From the headers of a request to the last byte of its body, in seconds."""
+PLACE_LEN_MAX: Final = 160
+_PAGED: Final = (
+    Parameter("after", "What the page before told as `next`."),
+    Parameter("limit", "Entries at most.", {"type": "integer", "minimum": 1, "maximum": PAGE_MAX}),
+)
+_OF_TENANT: Final = Parameter("tenant", "Only the keys of this one.")
+_NEW_KEY: Final = Body("NewKey", KeyConfig, CREATABLE, frozenset({"tenant"}))
+_KEY_CHANGE: Final = Body("KeyChange", KeyConfig, PATCHABLE)
+_TENANT: Final = Body("TenantFields", TenantConfig, frozenset(one.name for one in fields(TenantConfig)))
+_ROTATION: Final = Body("Rotation", Rotation, frozenset(one.name for one in fields(Rotation)))
+_CHANGES: Final = (NotFound, Conflict, PreconditionFailed)
+
+
+class Problem(Struct, frozen=True):
+    """One thing that is wrong with a change."""
+
+    field: str
+    """The field's name, such as limits.concurrent. Empty when it is none in particular."""
+    problem: str
+
+
+class Refused(Struct, frozen=True):
+    """The answer to a change that was not made: OpenAI's envelope, and all that is wrong."""
+
+    error: ErrorBody
+    problems: list[Problem]
+
+
+class DirectoryRoutes:
+    """The handlers of keys and tenants."""
+
+    def __init__(self, registry: Registry, refresh: Callable[[], Awaitable[None]]) -> None:
+        """`refresh` makes a change count in this gateway at once."""
+        self._registry: Final = registry
+        self._refresh: Final = refresh
+
+    @property
+    def table(self) -> Table:
+        """The handlers."""
+        return {
+            KEYS: {"GET": self._list_keys, "POST": self._create_key},
+            f"{KEYS}/{{id}}": {"GET": self._key, "PATCH": self._patch_key, "DELETE": self._delete_key},
+            f"{KEYS}/{{id}}/rotate": {"POST": self._rotate_key},
+            OPERATORS: {"GET": self._list_operators},
+            TENANTS: {"GET": self._list_tenants},
+            f"{TENANTS}/{{id}}": {
+                "GET": self._tenant,
+                "PUT": self._put_tenant,
+                "DELETE": self._delete_tenant,
+            },
+        }
+
+    @does(Operation("List keys, by their tenants.", Page[KeyView], (_OF_TENANT, *_PAGED), asks=Asks.ONE))
+    async def _list_keys(self, asked: Asked) -> web.Response:
+        return await self._page(asked, "keys", (_OF_TENANT, *_PAGED))
+
+    @does(
+        Operation(
+            "List operators' keys. They are changed in the file alone.", OperatorKeysView, asks=Asks.ONE
+        )
+    )
+    async def _list_operators(self, asked: Asked) -> web.Response:
+        return json_response(HTTPStatus.OK, msgspec.json.encode(self._registry.operators()), {})
+
+    @does(Operation("List tenants, by their ids.", Page[TenantConfig], _PAGED, asks=Asks.ONE))
+    async def _list_tenants(self, asked: Asked) -> web.Response:
+        return await self._page(asked, "tenants", _PAGED)
+
+    async def _page(self, asked: Asked, kind: Kind, parameters: Sequence[Parameter]) -> web.Response:
+        query = asked.request.query
+        for name in query:
+            if name not in {one.name for one in parameters}:
+                raise InvalidRequest(f"There is no parameter {name[:64]!r} here.", param=name[:64])
+        tenant = query.get("tenant") if kind == "keys" else None
+        page = await self._registry.page(
+            kind, tenant, query.get("after", "")[:PLACE_LEN_MAX], _limit(query.get("limit"))
+        )
+        return json_response(HTTPStatus.OK, msgspec.json.encode(page), {})
+
+    @does(
+        Operation(
+            "Create a key. Only this answer has its secret.",
+            MintedView,
+            (),
+            _NEW_KEY,
+            _CHANGES,
+            asks=Asks.CHANGE,
+        )
+    )
+    async def _create_key(self, asked: Asked) -> web.Response:
+        return await self._minted(self._registry.create_key(await _body(asked), asked.operator.key))
+
+    @does(
+        Operation(
+            "Replace a key's secret.",
+            MintedView,
+            body=_ROTATION,
+            errors=_CHANGES,
+            takes_version=True,
+            asks=Asks.CHANGE,
+        )
+    )
+    async def _rotate_key(self, asked: Asked) -> web.Response:
+        body = await _body(asked)
+        return await self._minted(
+            self._registry.rotate_key(asked.id, body, asked.operator.key, _if_match(asked))
+        )
+
+    @does(Operation("Show a key.", KeyView, errors=(NotFound,), is_versioned=True, asks=Asks.ONE))
+    async def _key(self, asked: Asked) -> web.Response:
+        return _answer(await self._registry.get("keys", asked.id))
+
+    @does(Operation("Show a tenant.", TenantConfig, errors=(NotFound,), is_versioned=True, asks=Asks.ONE))
+    async def _tenant(self, asked: Asked) -> web.Response:
+        return _answer(await self._registry.get("tenants", asked.id))
+
+    @does(
+        Operation(
+            "Change fields of a key.",
+            KeyView,
+            body=_KEY_CHANGE,
+            errors=_CHANGES,
+            is_versioned=True,
+            takes_version=True,
+            asks=Asks.CHANGE,
+        )
+    )
+    async def _patch_key(self, asked: Asked) -> web.Response:
+        body = await _body(asked)
+        return await self._changed(
+            self._registry.patch_key(asked.id, body, asked.operator.key, _if_match(asked))
+        )
+
+    @does(
+        Operation(
+            "Delete a key.", KeyView, errors=_CHANGES, is_versioned=True, takes_version=True, asks=Asks.CHANGE
+        )
+    )
+    async def _delete_key(self, asked: Asked) -> web.Response:
+        return await self._changed(self._registry.delete_key(asked.id, asked.operator.key, _if_match(asked)))
+
+    @does(
+        Operation(
+            "Create a tenant, or replace it.",
+            TenantConfig,
+            body=_TENANT,
+            errors=(*_CHANGES, PreconditionRequired),
+            is_versioned=True,
+            takes_version=True,
+            takes_absence=True,
+            asks=Asks.CHANGE,
+        )
+    )
+    async def _put_tenant(self, asked: Asked) -> web.Response:
+        body = await _body(asked)
+        return await self._changed(
+            self._registry.put_tenant(
+                asked.id, body, asked.operator.key, _if_match(asked), _etags(asked, "if-none-match")
+            )
+        )
+
+    @does(
+        Operation(
+            "Delete a tenant.",
+            TenantConfig,
+            errors=_CHANGES,
+            is_versioned=True,
+            takes_version=True,
+            asks=Asks.CHANGE,
+        )
+    )
+    async def _delete_tenant(self, asked: Asked) -> web.Response:
+        return await self._changed(
+            self._registry.delete_tenant(asked.id, asked.operator.key, _if_match(asked))
+        )
+
+    async def _minted(self, change: Awaitable[MintedView]) -> web.Response:
+        minted = await change
+        await self._refresh()
+        headers = {"cache-control": "no-store"}
+        return json_response(HTTPStatus.OK, msgspec.json.encode(minted), headers)
+
+    async def _changed(self, change: Awaitable[Shown]) -> web.Response:
+        shown = await change
+        await self._refresh()
+        return _answer(shown)
+
+
+def refusal(error: ConfigError) -> web.Response:
+    """The answer to a change with mistakes."""
+    is_of_fields = not isinstance(error, NoObject)
+    problems = [_problem(text) if is_of_fields else Problem("", text) for text in error.problems]
+    told = InvalidRequest(
+        f"Nothing was changed. {'; '.join(error.problems)}"[:ENTRY_LEN_MAX],
+        param=problems[0].field or None if problems else None,
+    )
+    body = ErrorBody(message=told.message, type=told.type, param=told.param, code=told.code)
+    return json_response(told.status, msgspec.json.encode(Refused(body, problems)), {})
+
+
+def _problem(text: str) -> Problem:
+    """The problem that a text names, behind its field where it has one."""
+    field, colon, problem = text.partition(": ")
+    return Problem(field, problem) if colon else Problem("", text)
+
+
+def _answer(shown: Shown) -> web.Response:
+    return json_response(HTTPStatus.OK, msgspec.json.encode(shown.view), {"etag": f'"{shown.etag}"'})
+
+
+def _if_match(asked: Asked) -> str | None:
+    return _etags(asked, "if-match")
+
+
+def _etags(asked: Asked, name: str) -> str | None:
+    """The etags in a header, however many lines it has. None without it."""
+    return ", ".join(asked.request.headers.getall(name, ())) or None
+
+
+def _limit(text: str | None) -> int:
+    """Raises InvalidRequest."""
+    if text is None:
+        return PAGE_LEN
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= PAGE_MAX):
+        raise InvalidRequest(f"limit must be a whole number from 1 to {PAGE_MAX}.", param="limit")
+    return int(text)
+
+
+async def _body(asked: Asked) -> Mapping[str, Any]:
+    """The fields of a request's body; none for an empty one. Raises ApiError, ConfigError."""
+    body = await read_operator_body(asked.request)
+    return decode_object(body) if body else {}
+
+
+async def read_operator_body(request: web.BaseRequest, within_s: float | None = None) -> bytes:
+    """The body of a request on the admin listener, which may take `within_s`, with None `BODY_S`. Raises
+    ApiError."""
+
+    try:
+        return await read_body(
+            request.headers,
+            request.content.readany,
+            partial(send_continue, request.writer),
+            len_max=ENTRY_LEN_MAX,
+            deadline_s=BODY_S if within_s is None else within_s,
+            hold=lambda _: None,
+        )
+    except (ApiError, ConnectionError):
+        raise
+    except Exception as error:
+        detail = type(error).__name__
+        raise InvalidRequest("The request body is not framed as its headers say.", detail=detail) from None

@@ -1,0 +1,149 @@
+"""`GET /admin/v1/limits`: tenants' limits, and what of them is used at the moment, for operators.
+
+    after, limit        a page of tenants, by id: `LIMIT` of them without it, `LIMIT_MAX` at most
+    tenant              only this one
+
+Rules:
+
+1. The answer is this process's: the live requests are its own, and so are the windows where quotas are
+   kept in memory. Where they are kept in Redis, every process tells the same windows.
+2. A page is bounded, and the store is asked for one tenant after the other, for those with limits alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from gateway.admission.quota import QuotaStore, Scope, StoreUnavailable, Subject, Windows
+from gateway.client.responses import json_response
+from gateway.config.quotas import NO_LIMITS, ModelLimits, QuotaLimits
+from gateway.config.whole import TenantConfig
+from gateway.directory.accounts import AccountsReader
+from gateway.operators.table import Asked, Asks, Merge, Operation, Parameter, Table, does
+from gateway.request.exchange import LiveRequests
+from shared.wire.errors import InvalidRequest, QuotaUnavailable
+from shared.wire.ids import TenantId
+
+LIMITS: Final = "/admin/v1/limits"
+LIMIT: Final = 100
+LIMIT_MAX: Final = 200
+NAME_LEN_MAX: Final = 512
+_LENGTHS: Final = {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX}
+_TOLD: Final = (
+    Parameter("after", "Tenants after this id."),
+    Parameter(
+        "limit",
+        f"Tenants at most. {LIMIT} without it.",
+        {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX},
+    ),
+    Parameter("tenant", "Only this one."),
+)
+_PARAMETERS: Final = tuple(parameter.name for parameter in _TOLD)
+
+
+class TenantLimits(Struct, frozen=True, kw_only=True):
+    """A tenant's limits, and how they stand."""
+
+    tenant: str
+    service_tier: str
+    limits: QuotaLimits
+    """The tenant's own; null is no limit."""
+    model_limits: tuple[ModelLimits, ...]
+    """Its limits for single models."""
+    windows: Windows
+    """The rest of requests and tokens per minute, of the day's and of the month's budget; null where
+    there is no such limit."""
+    live: int
+    """Its requests in progress in this process."""
+
+
+class LimitsPage(Struct, frozen=True):
+    """A part of the tenants."""
+
+    data: tuple[TenantLimits, ...]
+    has_more: bool
+    """True if there are more after the last one's id."""
+
+
+class Query(Struct, frozen=True):
+    """An operator's question."""
+
+    after: str = ""
+    limit: int = LIMIT
+    tenant: str | None = None
+
+
+def parse(parameters: Mapping[str, str]) -> Query:
+    """The question in a query string. Raises InvalidRequest, naming the parameter."""
+    for name, text in parameters.items():
+        if name not in _PARAMETERS:
+            raise InvalidRequest(f"There are the parameters {', '.join(_PARAMETERS)}.", param=name[:64])
+        if len(text) > NAME_LEN_MAX:
+            raise InvalidRequest(f"{name} must have at most {NAME_LEN_MAX} characters.", param=name)
+    limit = parameters.get("limit", str(LIMIT))
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= LIMIT_MAX):
+        raise InvalidRequest(f"limit must be a whole number from 1 to {LIMIT_MAX}.", param="limit")
+    return Query(parameters.get("after", ""), int(limit), parameters.get("tenant"))
+
+
+class LimitsApi:
+    """The handler."""
+
+    def __init__(self, quotas: QuotaStore, accounts: AccountsReader, live: LiveRequests) -> None:
+        self._quotas: Final = quotas
+        self._accounts: Final = accounts
+        self._live: Final = live
+
+    @property
+    def table(self) -> Table:
+        """The handlers."""
+        return {LIMITS: {"GET": self._answer}}
+
+    @does(
+        Operation(
+            "Tell tenants' limits, and what of them is used.",
+            LimitsPage,
+            _TOLD,
+            errors=(QuotaUnavailable,),
+            asks=Asks.EVERY,
+            merges={"data": Merge.JOIN, "has_more": Merge.ANY},
+        )
+    )
+    async def _answer(self, asked: Asked) -> web.Response:
+        """Raises InvalidRequest, and QuotaUnavailable when the store cannot be asked."""
+        query = parse(asked.request.query)
+        found = sorted(
+            (one for one in self._accounts.now.tenants.all() if one.id > query.after), key=lambda one: one.id
+        )
+        if query.tenant is not None:
+            found = [one for one in found if one.id == query.tenant]
+        live = Counter(one.principal.tenant for one in self._live if one.principal is not None)
+        shown = found[: query.limit]
+        try:
+            rows = [await self._row(tenant, live[TenantId(tenant.id)]) for tenant in shown]
+        except StoreUnavailable as error:
+            message = "The store of quotas does not answer."
+            raise QuotaUnavailable(message, retry_after_s=1.0, detail=str(error)) from None
+        page = LimitsPage(tuple(rows), has_more=len(found) > len(shown))
+        return json_response(HTTPStatus.OK, msgspec.json.encode(page), {})
+
+    async def _row(self, tenant: TenantConfig, live: int) -> TenantLimits:
+        windows = Windows()
+        if tenant.limits != NO_LIMITS:
+            id_ = TenantId(tenant.id)
+            windows = await self._quotas.windows((Subject(Scope.TENANT, tenant.id, tenant.limits, id_),))
+        return TenantLimits(
+            tenant=tenant.id,
+            service_tier=tenant.service_tier,
+            limits=tenant.limits,
+            model_limits=tenant.model_limits,
+            windows=windows,
+            live=live,
+        )

@@ -1,0 +1,170 @@
+"""The replicas on the admin listener: `/admin/v1/replicas`.
+
+    GET /admin/v1/replicas?model=&after=&limit=   a page of them, by id
+    GET /admin/v1/replicas/ID                     one
+    POST /admin/v1/replicas/ID/drain              send it no new requests; the open ones finish
+    POST /admin/v1/replicas/ID/undrain            take that back
+
+An ID is as the list shows it, with the host and the port of the replica's URL; a slash in it is sent as %2F.
+What an operator drains stays so until it is undrained, or nothing lists the replica any more. Of several
+workers all drain it, those included that replace others. It is one gateway's knowledge: others are asked by
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Final
+from urllib.parse import unquote
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from gateway.client.responses import json_response
+from gateway.operators.table import Asked, Asks, Merge, Operation, Parameter, Table, does
+from gateway.routing.members import DrainCause, MemberPhase
+from gateway.routing.replicas import Replica, Replicas
+from shared.process import logs
+from shared.wire.errors import InvalidRequest, NotFound
+
+REPLICAS: Final = "/admin/v1/replicas"
+PAGE_LEN: Final = 100
+PAGE_MAX: Final = 1000
+_PARAMETERS: Final = ("model", "after", "limit")
+_TOLD: Final = (
+    Parameter("model", "Only those of this model's pool."),
+    Parameter("after", "Only those behind this id."),
+    Parameter("limit", "Entries at most.", {"type": "integer", "minimum": 1, "maximum": PAGE_MAX}),
+)
+
+
+class ReplicaView(Struct, frozen=True):
+    """A replica as operators see it."""
+
+    id: str
+    url: str
+    models: list[str]
+    """The models whose pools list it; none when it is leaving."""
+    phase: MemberPhase
+    drained_by: list[DrainCause]
+    """Who wants it to drain, besides what lists it."""
+    health: str
+    """well; ejected: it failed too often and is left alone for a time; trial: one request decides."""
+    ejections: int
+    """How often it was ejected."""
+    requests: int
+    """The requests of this process that are there."""
+    waiting_tokens: int
+    """Prompt tokens to be computed there, as far as this process knows."""
+    routes: dict[str, int]
+    """The requests that it was chosen for, by the reason."""
+
+
+class ReplicaPage(Struct, frozen=True):
+    """A part of the list."""
+
+    data: list[ReplicaView]
+    has_more: bool
+    """True if there are more after the last one's id."""
+
+
+_OF_ONE: Final = {
+    **dict.fromkeys(("models", "drained_by"), Merge.FIRST),
+    **dict.fromkeys(("ejections", "requests", "waiting_tokens", "routes"), Merge.SUM),
+}
+
+
+class ReplicaRoutes:
+    """The handlers."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas: Final = replicas
+
+    @property
+    def table(self) -> Table:
+        """The handlers."""
+        one = f"{REPLICAS}/{{replica}}"
+        return {
+            REPLICAS: {"GET": self._list},
+            one: {"GET": self._show},
+            f"{one}/drain": {"POST": self._drain},
+            f"{one}/undrain": {"POST": self._undrain},
+        }
+
+    @does(
+        Operation(
+            "List replicas, by their ids.",
+            ReplicaPage,
+            _TOLD,
+            asks=Asks.EVERY,
+            merges={"data": Merge.JOIN, "has_more": Merge.ANY},
+        )
+    )
+    async def _list(self, asked: Asked) -> web.Response:
+        query = asked.request.query
+        for name in query:
+            if name not in _PARAMETERS:
+                raise InvalidRequest(f"There is no parameter {name[:64]!r} here.", param=name[:64])
+        limit = query.get("limit", str(PAGE_LEN))
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= PAGE_MAX):
+            raise InvalidRequest(f"limit must be a whole number from 1 to {PAGE_MAX}.", param="limit")
+        after = query.get("after", "")
+        members = self._replicas.members(query.get("model"))
+        found = sorted((one for one in members if one.id > after), key=lambda one: one.id)
+        page = [self._view(replica) for replica in found[: int(limit)]]
+        body = msgspec.json.encode(ReplicaPage(page, has_more=len(found) > len(page)))
+        return json_response(HTTPStatus.OK, body, {})
+
+    @does(Operation("Show a replica.", ReplicaView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE))
+    async def _show(self, asked: Asked) -> web.Response:
+        return self._answer(self._find(asked))
+
+    @does(
+        Operation(
+            "Send it no new requests.", ReplicaView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE
+        )
+    )
+    async def _drain(self, asked: Asked) -> web.Response:
+        return self._changed(asked, "drain", self._replicas.drain)
+
+    @does(
+        Operation("Send it requests again.", ReplicaView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE)
+    )
+    async def _undrain(self, asked: Asked) -> web.Response:
+        return self._changed(asked, "undrain", self._replicas.undrain)
+
+    def _changed(
+        self, asked: Asked, action: str, change: Callable[[Replica, DrainCause], None]
+    ) -> web.Response:
+        """Change the replica that is asked for, and leave an audit line."""
+        replica = self._find(asked)
+        change(replica, DrainCause.OPERATOR)
+        fields = {"action": action, "replica": replica.id, "phase": replica.phase.value}
+        logs.audit("admin.change", {"logger": __name__, "operator": asked.operator.key, **fields})
+        return self._answer(replica)
+
+    def _find(self, asked: Asked) -> Replica:
+        """Raises NotFound."""
+        id_ = unquote(asked.id)
+        if (replica := self._replicas.find(id_)) is None:
+            raise NotFound(f"There is no replica {id_[:256]!r}.")
+        return replica
+
+    def _answer(self, replica: Replica) -> web.Response:
+        return json_response(HTTPStatus.OK, msgspec.json.encode(self._view(replica)), {})
+
+    def _view(self, replica: Replica) -> ReplicaView:
+        return ReplicaView(
+            id=replica.id,
+            url=replica.url,
+            models=sorted(replica.standings),
+            phase=replica.phase,
+            drained_by=sorted(replica.drained_by),
+            health=replica.health.phase.value,
+            ejections=replica.health.ejections,
+            requests=replica.view.requests,
+            waiting_tokens=replica.view.waiting_tokens,
+            routes={route.value: count for route, count in sorted(replica.routes.items())},
+        )

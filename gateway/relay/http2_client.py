@@ -1,0 +1,492 @@
+"""The gateway's end of the hop: `Http2Transport`, a transport of httpx.
+
+    async with httpx.AsyncClient(transport=Http2Transport()) as client:
+        async with client.stream("POST", url, json=body) as response:
+            stream = response.extensions["penstock_stream"]
+            while (data := await stream.read()) is not None: ...
+
+`stream.read()` returns everything that is queued, and is cheaper than `response.aiter_raw()`, which works as
+well. Cheaper by far is `transport.exchange(...)`, which makes none of httpx's objects and returns such a
+stream, with the response's status and headers.
+
+Promises.
+
+- A response that is left before its end, and a call that is cancelled before its headers, reset their stream:
+  the server knows at once.
+- A request that the server did not process (GOAWAY, REFUSED_STREAM) is sent again, on another connection if
+  need be, when its body can be sent again; else RequestUnprocessed says that repeating it is safe. No other
+  request is ever repeated.
+- `http://` is HTTP/2 with prior knowledge; `https://` must agree on `h2` by ALPN. There is no fall-back: a
+  server that does not speak HTTP/2 is NotHttp2, a ConnectError.
+- Of httpx's timeouts, `connect` bounds making the connection, `pool` waiting for a free stream, `read` each
+  wait for headers or data, `write` each piece of the request's body. An attempt to connect ends after the
+  watch's `greeting_timeout_s`, or later if a waiting request's `connect` is longer.
+- A callable in the extension `CONNECTED` (shared.wire.http) is called once there is a connection with room:
+  whatever fails before was not dispatched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from types import TracebackType
+from typing import Final
+
+import httpx
+
+from gateway.relay.http2_pool import OriginPool
+from gateway.relay.http2_pulse import Pulse
+from shared.http2.config import ConnectionConfig, WatchConfig
+from shared.http2.endpoint import ConnectionEndpoint
+from shared.http2.errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
+from shared.http2.headers import BadHeader, HeaderList, Headers, header_list
+from shared.http2.phase import ConnectionPhase
+from shared.http2.report import Report
+from shared.http2.stream import Stream
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.wire.http import CONNECTED
+
+ATTEMPTS_MAX: Final = 3
+CONNECTIONS_MAX: Final = 16
+ORIGINS_MAX: Final = 1024
+TARGETS_MAX: Final = 1024
+"""Methods and URLs whose parsed form is cached: there are few, and parsing one takes as long as sending."""
+REPORTS_S: Final = 1.0
+"""The time for which a retiring connection is kept for the reports of its last streams, in seconds."""
+CLIENT_WATCH: Final = WatchConfig(idle_timeout_s=60.0)
+STREAM_EXTENSION: Final = "penstock_stream"
+
+
+Origin = tuple[str, str, int]
+"""Scheme, host and port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """The four timeouts of httpx, in seconds, as the module's docstring says. None is no timeout."""
+
+    connect_s: float | None = None
+    pool_s: float | None = None
+    read_s: float | None = None
+    write_s: float | None = None
+
+
+NO_TIMEOUTS: Final = Timeouts()
+
+
+class RequestUnprocessed(httpx.RemoteProtocolError):
+    """The server did not process the request, whose body cannot be sent again: the caller may repeat it."""
+
+
+class Draining(httpx.ConnectError):
+    """The server accepts connections, and no requests: it sent GOAWAY right after its SETTINGS."""
+
+
+class NotHttp2(httpx.ConnectError):
+    """The server's first bytes were not those of HTTP/2, or it closed the connection without sending any."""
+
+
+def _mapped(error: Http2Error) -> httpx.TransportError:
+    if isinstance(error, StreamRefused):
+        return RequestUnprocessed(str(error))
+    if isinstance(error, ConnectionLost):
+        return httpx.ReadError(str(error))
+    return httpx.RemoteProtocolError(str(error))
+
+
+class ClientEndpoint(ConnectionEndpoint):
+    """A connection of a pool, ready once the server's SETTINGS have come."""
+
+    def __init__(
+        self,
+        pool: OriginPool,
+        on_load: Callable[[bytes], None],
+        *,
+        config: ConnectionConfig,
+        watch: WatchConfig,
+        clock: Clock,
+    ) -> None:
+        super().__init__(client=True, config=config, watch=watch, clock=clock)
+        self._pool = pool
+        self._on_load = on_load
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._lingers = False
+        """True if no stream is open any more and the connection is kept for reports alone."""
+        self._pulse = None if watch.pulse is None else Pulse(self.connection, watch.pulse)
+        self._beating: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if (config := self._watch_config.pulse) is not None:
+            self._beating = self._loop.create_task(self._beat(config.interval_s))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._beating is not None:
+            self._beating.cancel()
+
+    @property
+    def is_mute(self) -> bool:
+        """True if the server has sent nothing in a whole beat after it was asked for a sign of life."""
+        return self._pulse is not None and self._pulse.silent_beats > 0
+
+    async def _beat(self, interval_s: float) -> None:
+        assert self._pulse is not None
+        while self.connection.phase is not ConnectionPhase.CLOSED:
+            await self._clock.sleep(interval_s)
+            if not self._pulse.beat():
+                self._fail("the peer left a PING unanswered")
+
+    def close_if_done(self) -> None:
+        """Close a retiring connection after its last stream, and after the reports on its streams, though no
+        later than `REPORTS_S`."""
+        if not self.connection.awaits_reports:
+            super().close_if_done()
+        elif self.connection.may_close and not self._lingers:
+            self._lingers = True
+            self._loop.call_later(REPORTS_S, super().close_if_done)
+
+    async def wait_ready(self) -> None:
+        await self._ready
+        if self.connection.phase is not ConnectionPhase.OPEN:
+            if self.connection.greeted:
+                raise Draining("the server is shutting down")
+            raise NotHttp2(f"the server does not serve HTTP/2: {self.connection.error}")
+
+    def stream_closed(self, stream: Stream) -> None:
+        super().stream_closed(stream)
+        if self._pool.waiting:
+            self._loop.call_soon(self._pool.changed)
+
+    def load_told(self, payload: bytes) -> None:
+        self._on_load(payload)
+
+    def peer_changed(self) -> None:
+        super().peer_changed()
+        if not self._ready.done():
+            self._ready.set_result(None)
+        self._loop.call_soon(self._pool.changed)
+
+
+class ResponseStream(httpx.AsyncByteStream):
+    """A response whose body is still to be read, and the upload of its request while that runs."""
+
+    __slots__ = ("_read_timeout_s", "_stream", "_upload", "head")
+
+    def __init__(
+        self, head: HeaderList, stream: Stream, upload: _Upload, read_timeout_s: float | None
+    ) -> None:
+        self.head = head
+        self._stream = stream
+        self._upload = upload
+        self._read_timeout_s = read_timeout_s
+
+    @property
+    def status(self) -> int:
+        return int(self.head[0][1])
+
+    @property
+    def headers(self) -> Headers:
+        return Headers(self.head)
+
+    async def read(self) -> bytes | None:
+        """All bytes that are queued, at least one. None at the end. Raises httpx's errors."""
+        try:
+            if self._read_timeout_s is None:
+                return await self._stream.read()
+            async with asyncio.timeout(self._read_timeout_s):
+                return await self._stream.read()
+        except StreamFailed as error:
+            raise self._upload.error or _mapped(error) from error
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no data within {self._read_timeout_s:g} s") from None
+
+    async def pass_on(self, accept: Callable[[bytes], bool], accept_chunk: object = None) -> bool:
+        """Call `accept` as `Stream.pass_on` does. The read timeout is not applied. HTTP/2 has no chunks."""
+        try:
+            return await self._stream.pass_on(accept)
+        except StreamFailed as error:
+            raise self._upload.error or _mapped(error) from error
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while (data := await self.read()) is not None:
+            yield data
+
+    async def aclose(self) -> None:
+        self._upload.cancel()
+        self._stream.reset()
+
+
+class Http2Transport(httpx.AsyncBaseTransport):
+    def __init__(
+        self,
+        *,
+        ssl_context: ssl.SSLContext | None = None,
+        config: ConnectionConfig | None = None,
+        watch: WatchConfig = CLIENT_WATCH,
+        clock: Clock = SYSTEM_CLOCK,
+        connections_max: int = CONNECTIONS_MAX,
+        on_load: Callable[[Origin, bytes], None] = lambda _origin, _payload: None,
+    ) -> None:
+        """`on_load` is called with every report of a server on its load. It must not raise."""
+        self._ssl = ssl_context
+        self._config = config or ConnectionConfig()
+        self._watch = watch
+        self._clock = clock
+        self._connections_max = connections_max
+        self._on_load = on_load
+        self._pools: dict[Origin, OriginPool] = {}
+
+    async def __aenter__(self) -> Http2Transport:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_value: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        pools = list(self._pools.values())
+        self._pools.clear()
+        for pool in pools:
+            await pool.close()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        content = request.stream
+        assert isinstance(content, httpx.AsyncByteStream)
+        response = await self.exchange(
+            request.method,
+            str(request.url),
+            request.headers.raw,
+            b"".join(content) if isinstance(content, httpx.ByteStream) else content,
+            timeouts=_timeouts(request.extensions.get("timeout", {})),
+            connected=request.extensions.get(CONNECTED),
+        )
+        return httpx.Response(
+            status_code=response.status,
+            headers=response.head[1:],
+            stream=response,
+            extensions={"http_version": b"HTTP/2", STREAM_EXTENSION: response},
+        )
+
+    async def exchange(
+        self,
+        method: str,
+        url: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        content: bytes | httpx.AsyncByteStream,
+        *,
+        timeouts: Timeouts = NO_TIMEOUTS,
+        connected: Callable[[], None] | None = None,
+        report: Report | None = None,
+        is_repeated: bool = False,
+    ) -> ResponseStream:
+        """Send a request, and wait for the response's headers. The caller closes the response.
+
+        The same as `handle_async_request`, without the objects of httpx, which cost as much as all the rest.
+        `is_repeated` changes nothing: servers of HTTP/2 say what they did not process.
+        `report` takes the server's report on the stream, which comes even when the call is cancelled or the
+        response is closed before its end.
+        """
+        target = _target(method, url)
+        try:
+            head = header_list(target.head, headers)
+        except BadHeader as error:
+            raise httpx.LocalProtocolError(str(error)) from error
+        upload = _Upload(content, timeouts.write_s)
+        for attempts_left in reversed(range(ATTEMPTS_MAX)):
+            try:
+                return await self._attempt(target.origin, head, upload, timeouts, connected, report)
+            except StreamRefused as error:
+                if not attempts_left or not upload.whole:
+                    raise _mapped(error) from error
+            except StreamFailed as error:
+                raise upload.error or _mapped(error) from error
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _attempt(
+        self,
+        origin: Origin,
+        head: HeaderList,
+        upload: _Upload,
+        timeouts: Timeouts,
+        connected: Callable[[], None] | None,
+        report: Report | None,
+    ) -> ResponseStream:
+        pool, end = self._pools.get(origin) or self._new_pool(origin), upload.empty
+        stream = pool.open_now(head, end=end) or await pool.open(
+            head, end=end, connect_timeout_s=timeouts.connect_s, pool_timeout_s=timeouts.pool_s
+        )
+        stream.report = report
+        try:
+            if connected is not None:
+                connected()
+            if not upload.empty:
+                upload.start(stream)
+            if timeouts.read_s is None:
+                received = await stream.wait_head()
+            else:
+                async with asyncio.timeout(timeouts.read_s):
+                    received = await stream.wait_head()
+        except BaseException as error:
+            upload.cancel()
+            stream.reset()
+            if isinstance(error, TimeoutError):
+                raise httpx.ReadTimeout(f"no response within {timeouts.read_s or 0:g} s") from None
+            raise
+        upload.forget()
+        return ResponseStream(received, stream, upload, timeouts.read_s)
+
+    # -- connections --------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> int:
+        """The number of open streams, on all connections."""
+        return sum(len(one.connection.streams) for pool in self._pools.values() for one in pool.endpoints)
+
+    def is_mute(self, url: str) -> bool:
+        """True if all connections with streams to the URL's server owe a sign of life (`pulse`)."""
+        pool = self._pools.get(_target("GET", url).origin)
+        busy = () if pool is None else [one for one in pool.endpoints if one.connection.streams]
+        return bool(busy) and all(isinstance(one, ClientEndpoint) and one.is_mute for one in busy)
+
+    def _new_pool(self, origin: Origin) -> OriginPool:
+        if len(self._pools) >= ORIGINS_MAX:
+            self._pools = {origin: pool for origin, pool in self._pools.items() if pool.used}
+        if len(self._pools) >= ORIGINS_MAX:
+            raise httpx.PoolTimeout("too many origins")
+
+        async def connect(pool: OriginPool, patience_s: float) -> ConnectionEndpoint:
+            return await self._connect(origin, pool, patience_s)
+
+        pool = self._pools[origin] = OriginPool(connect, self._connections_max)
+        return pool
+
+    async def _connect(self, origin: Origin, pool: OriginPool, patience_s: float) -> ConnectionEndpoint:
+        """Make one connection. Raises ConnectError, ConnectTimeout."""
+        scheme, host, port = origin
+        limit_s = max(self._watch.greeting_timeout_s, patience_s)
+        watch = replace(self._watch, greeting_timeout_s=limit_s)
+
+        def protocol() -> ClientEndpoint:
+            on_load = partial(self._on_load, origin)
+            return ClientEndpoint(pool, on_load, config=self._config, watch=watch, clock=self._clock)
+
+        try:
+            async with asyncio.timeout(limit_s):
+                transport, endpoint = await asyncio.get_running_loop().create_connection(
+                    protocol, host, port, ssl=self._tls() if scheme == "https" else None
+                )
+                try:
+                    _check_alpn(transport)
+                    await endpoint.wait_ready()
+                except BaseException:
+                    transport.abort()
+                    raise
+                return endpoint
+        except TimeoutError:
+            raise httpx.ConnectTimeout(f"no HTTP/2 connection to {host}:{port} in time") from None
+        except (OSError, UnicodeError) as error:  # TLS's and the resolver's errors are OSErrors
+            raise httpx.ConnectError(f"{host}:{port}: {error}") from error
+
+    def _tls(self) -> ssl.SSLContext:
+        if self._ssl is None:
+            self._ssl = ssl.create_default_context()
+        self._ssl.set_alpn_protocols(["h2"])
+        return self._ssl
+
+
+def _check_alpn(transport: asyncio.BaseTransport) -> None:
+    tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+    if tls is not None and (chosen := tls.selected_alpn_protocol()) != "h2":
+        raise NotHttp2(f"the server chose {chosen or 'no protocol'} by ALPN, and not h2")
+
+
+def _timeouts(given: Mapping[str, float | None]) -> Timeouts:
+    """Timeouts as httpx's extension names them."""
+    return Timeouts(given.get("connect"), given.get("pool"), given.get("read"), given.get("write"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    origin: Origin
+    head: HeaderList
+    """The pseudo-headers `:method`, `:scheme`, `:path` and, last, `:authority`, which a Host header
+    replaces."""
+
+
+@lru_cache(maxsize=TARGETS_MAX)
+def _target(method: str, url: str) -> _Target:
+    """Parse a method and a URL. Raises UnsupportedProtocol."""
+    parsed = httpx.URL(url)
+    scheme = parsed.scheme
+    if scheme not in ("http", "https"):
+        raise httpx.UnsupportedProtocol(f"{scheme!r} is neither http nor https")
+    return _Target(
+        (scheme, parsed.host, parsed.port or (443 if scheme == "https" else 80)),
+        [
+            (b":method", method.encode("ascii")),
+            (b":scheme", parsed.raw_scheme),
+            (b":path", parsed.raw_path),
+            (b":authority", parsed.netloc),
+        ],
+    )
+
+
+class _Upload:
+    """The upload of a request's body. `whole` says whether the body can still be sent, or sent again."""
+
+    __slots__ = ("_content", "_task", "_timeout_s", "empty", "error", "whole")
+
+    def __init__(self, content: bytes | httpx.AsyncByteStream, timeout_s: float | None) -> None:
+        self._content = content
+        self._timeout_s = timeout_s
+        self._task: asyncio.Task[None] | None = None
+        self.empty = content == b""
+        self.whole = True
+        self.error: Exception | None = None  # why this end reset the stream
+
+    def start(self, stream: Stream) -> None:
+        """Send what fits the windows at once, and the rest in a task."""
+        content = self._content
+        if not isinstance(content, bytes):
+            self.whole = False
+            self._task = asyncio.create_task(self._run(stream, content))
+        elif (rest := stream.write_nowait(content, end=True)) is not None:
+            self._task = asyncio.create_task(self._run(stream, _one(rest)))
+        else:
+            stream.finish()
+
+    def forget(self) -> None:
+        """Release the content, as an answer has begun and it will not be sent again. A running task goes
+        on."""
+        self._content, self.whole = b"", False
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self, stream: Stream, content: AsyncIterable[bytes | memoryview]) -> None:
+        try:
+            async for piece in content:
+                async with asyncio.timeout(self._timeout_s):
+                    await stream.write(piece)
+            stream.finish()
+        except StreamFailed:
+            return  # not an error: the response may be complete without the rest of the request
+        except TimeoutError:
+            self.error = httpx.WriteTimeout("the server did not take the request's body in time")
+            stream.reset()
+        except Exception as error:
+            self.error = error  # `ResponseStream.read` raises it
+            stream.reset()
+
+
+async def _one(piece: memoryview) -> AsyncIterator[memoryview]:
+    yield piece

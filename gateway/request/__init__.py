@@ -1,0 +1,1 @@
+"""The way of one request, from its head to its completed line."""

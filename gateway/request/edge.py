@@ -1,0 +1,383 @@
+"""Every request of the public listener, from its headers to its completed line.
+
+Rules:
+
+1. Default deny, by the path that routes: without a valid key there is no answer but 401, except from the
+   three probes and the API's description.
+2. Every answer carries the request's id, and every error OpenAI's envelope, also those that aiohttp finds by
+   itself before there is a request.
+3. Every request has one completed line, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import Final
+from urllib.parse import unquote
+
+import msgspec
+from aiohttp import web
+
+from gateway.admission.quota import QuotaStore, ReservationId
+from gateway.client.answer import Client
+from gateway.client.deadlines import Watch
+from gateway.client.hygiene import check, path_of
+from gateway.client.interface import Body, Connection, Sink
+from gateway.client.reading import ReadsInTurn
+from gateway.client.responses import JSON, error_response, probe_response
+from gateway.config.whole import GatewayConfig
+from gateway.directory.accounts import AccountsReader
+from gateway.endpoints.dialect import CHUNKS
+from gateway.endpoints.routes import DESCRIBE, END_REQUESTS, LIST_MODELS, NOTHING, SHOW_MODEL, Route, find
+from gateway.identity.caller import Principal
+from gateway.openapi.public import document
+from gateway.relay.engines import Engines
+from gateway.relay.stream import Progress
+from gateway.request.exchange import Exchange, LiveRequests
+from gateway.request.model_lists import ModelLists
+from gateway.request.pace import Pace
+from gateway.request.pipeline import Pipeline
+from gateway.request.record import Reporter, RequestRecord
+from gateway.request.recorder import Recorder
+from gateway.request.told_windows import ToldWindows
+from shared.apis.requests import AbortResponse
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.lifecycle import Phase
+from shared.process.probes import PROBES, Health
+from shared.telemetry.stages import Stages
+from shared.telemetry.tracing import NO_TRACING, Tracing
+from shared.wire.completed_line import UNPARSED
+from shared.wire.errors import (
+    ApiError,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    Overloaded,
+    RateLimited,
+    RequestAborted,
+    RouteNotFound,
+    forget_frames,
+)
+from shared.wire.http import ClientGone
+from shared.wire.ids import (
+    REQUEST_ID_HEADER,
+    TRACEPARENT_HEADER,
+    TRACESTATE_HEADER,
+    RequestId,
+    TenantId,
+    accept_request_id,
+    is_id,
+    mint_request_id,
+)
+from shared.wire.paths import no_such_path
+
+DESCRIBING_MAX: Final = 64
+"""Callers that are sent the API's description at a time: they have no key, and each may hold it in its
+connection's buffers for as long as a slow client may."""
+
+ENDS_PER_S: Final = 32.0
+"""Ends of requests that a tenant may ask one worker for each second. Every worker looks for each, among all
+of its requests."""
+ENDS_AT_ONCE: Final = 1024
+"""Those that it may ask for at once, as a client that gives up all that it asked."""
+
+log = logs.get(__name__)
+
+Handler = Callable[[Exchange, str], Awaitable[None]]
+"""Answers a request, by the id in its path; empty where it has none."""
+
+
+class Edge:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        accounts: AccountsReader,
+        pipeline: Pipeline,
+        live: LiveRequests,
+        engines: Engines,
+        quotas: QuotaStore,
+        health: Health,
+        clock: Clock = SYSTEM_CLOCK,
+        tracing: Tracing = NO_TRACING,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._config = config
+        self._tracing = tracing
+        self._accounts = accounts
+        self._pipeline = pipeline
+        self._live = live
+        self._windows = ToldWindows(quotas, clock)
+        self._ends = Pace(ENDS_PER_S, ENDS_AT_ONCE)
+        self._health = health
+        self._clock = clock
+        timeouts = config.timeouts
+        self._soonest_s = min(
+            timeouts.body_s, timeouts.first_token_s, timeouts.inter_token_s, timeouts.slow_client_s
+        )
+        self._lists = ModelLists(engines, int(clock.wall()))
+        self._reporter = Reporter(tracing, recorder)
+        self._name = secrets.token_hex(8)
+        """A name of this process in the ids of its reservations, which makes them differ from other
+        gateways'."""
+        self._count = itertools.count()
+        self.end_elsewhere: Callable[[TenantId, RequestId], Awaitable[int]] = _nowhere
+        """Ends a tenant's requests of an id that other workers have, and returns how many."""
+        self._describing = 0
+        """The number of callers that are being sent the API's description."""
+        self._handlers: Final[Mapping[Route, Handler]] = {
+            LIST_MODELS: self._list_models,
+            SHOW_MODEL: self._show_model,
+            END_REQUESTS: self._end_requests,
+            DESCRIBE: self._describe,
+        }
+        """The handlers of the routes that need no engine."""
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request of the public listener."""
+        path = path_of(request)
+        if self._health.lifecycle.phase is Phase.DRAINING:  # its connection is closed after the answer
+            request._message = request._message._replace(should_close=True)
+        if path in PROBES:
+            return self._probe(request)
+        timeouts, connection = self._config.timeouts, request.protocol
+        assert isinstance(connection, ReadsInTurn)
+        watch = Watch(timeouts.total_s, self._soonest_s)
+        client = Client(request, watch, timeouts.slow_client_s)
+        sent = request.method, path, request.headers, request.content
+        try:
+            await self.answer(self.open(*sent, connection, client, watch), request)
+        except ClientGone:
+            raise ConnectionResetError("the client left") from None
+        assert client.response is not None
+        return client.response
+
+    def _probe(self, request: web.BaseRequest) -> web.Response:
+        try:
+            check(request)
+        except InvalidRequest as error:
+            response = error_response(error, {REQUEST_ID_HEADER: mint_request_id()})
+            response.force_close()
+            return response
+        return probe_response(self._health, request)
+
+    async def answer(self, exchange: Exchange, request: web.BaseRequest | None = None) -> None:
+        """Answer a request, and write its completed line. `request` is what came by HTTP, whose head is
+        checked; None where the caller has no socket. Raises ClientGone."""
+        logs.REQUEST_ID.set(exchange.request_id)
+        try:
+            await self._answer(exchange, request)
+        except (ClientGone, asyncio.CancelledError):
+            _client_left(exchange)
+            raise
+        finally:
+            self._complete(exchange)
+            forget_frames(exchange.record.error)
+            forget_frames(exchange.watch.reason)
+
+    async def _answer(self, exchange: Exchange, request: web.BaseRequest | None) -> None:
+        try:
+            self._live.enter(exchange)
+            try:
+                with exchange.watch:
+                    await self._serve(exchange, request)
+            finally:
+                self._live.leave(exchange)
+            assert exchange.client.status is not None
+            exchange.record.status = exchange.client.status
+        except ApiError as error:
+            await self._fail(exchange, error)
+        except ClientGone:
+            raise
+        except Exception:
+            log.exception("request.crashed")
+            await self._fail(exchange, InternalError("The gateway failed. It is not your fault."))
+
+    def _serve(self, exchange: Exchange, request: web.BaseRequest | None) -> Awaitable[None]:
+        """Answer by path and method."""
+        if request is not None:
+            check(request)
+        route = exchange.resource.routes.get(exchange.method)
+        if route is None or route.endpoint is None:
+            return self._answer_here(exchange, route)
+        return self._pipeline.run(exchange, route.endpoint)
+
+    async def _answer_here(self, exchange: Exchange, route: Route | None) -> None:
+        """Answer without an engine. Authentication comes before any answer that depends on the path. `route`
+        is None where nothing is served."""
+        resource, path = exchange.resource, exchange.path
+        if not resource.is_open:
+            await self._pipeline.begin(exchange)
+            exchange.stages.enter("answer")
+        if resource is NOTHING:
+            raise RouteNotFound(no_such_path(path, lambda other: find(other) is not NOTHING))
+        if route is None:
+            raise _not_allowed(exchange)
+        await self._handlers[route](exchange, resource.id_of(path))
+
+    # -- the routes that need no engine -----------------------------------------------------------
+
+    async def _list_models(self, exchange: Exchange, _: str) -> None:
+        principal = _principal_of(exchange)
+        self._live.claim(exchange, principal.tenant)  # who reads a long list slowly holds a part of it
+        await self._send(exchange, self._lists.all(exchange.accounts.tenants, principal))
+
+    async def _show_model(self, exchange: Exchange, id_: str) -> None:
+        name = unquote(id_)  # SDKs escape the slash of org/model
+        model = exchange.accounts.tenants.resolve(_principal_of(exchange), name)
+        await self._send(exchange, msgspec.json.encode(self._lists.one(name, model)))
+
+    async def _end_requests(self, exchange: Exchange, id_: str) -> None:
+        tenant, request_id = _principal_of(exchange).tenant, RequestId(id_)
+        if (wait_s := self._ends.wait_s(tenant, self._clock.monotonic())) > 0:
+            raise RateLimited("Too many requests are ended one by one.", retry_after_s=wait_s)
+        ended = self._live.end(tenant, request_id, aborted, exchange)
+        if is_id(request_id):  # no request has another, and the other workers are asked in few words
+            ended += await self.end_elsewhere(tenant, request_id)
+        await self._send(exchange, msgspec.json.encode(AbortResponse(request_id, ended)))
+
+    async def _describe(self, exchange: Exchange, _: str) -> None:
+        """Send the API's description. It is for everybody, so those who read it slowly are bounded."""
+        if self._describing >= DESCRIBING_MAX:
+            raise Overloaded("Too many callers read this at the moment.", retry_after_s=1.0)
+        self._describing += 1
+        try:
+            exchange.stages.enter("answer")
+            await self._write(exchange, document(), {"cache-control": "public, max-age=3600"})
+        finally:
+            self._describing -= 1
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    async def _send(self, exchange: Exchange, body: bytes) -> None:
+        await self._look_up_windows(exchange)
+        await self._write(exchange, body, {})
+
+    async def _write(self, exchange: Exchange, body: bytes, headers: Mapping[str, str]) -> None:
+        """Write a whole answer as fast as its client reads it."""
+        client, all_headers = exchange.client, {**exchange.answer_headers(), "content-type": JSON, **headers}
+        await client.begin(int(HTTPStatus.OK), all_headers, body, whole=True)
+        await client.drain()
+        await client.finish()
+
+    async def _fail(self, exchange: Exchange, error: ApiError) -> None:
+        """Answer with an error, or end an answer that has begun with it."""
+        client = exchange.client
+        if (begun := client.status) is not None and client.finished:
+            exchange.record.status = begun  # its whole answer was sent already
+            return
+        exchange.record.failed(error, begun)
+        endpoint = exchange.resource.endpoint
+        dialect = CHUNKS if endpoint is None else endpoint.dialect
+        if begun is not None:
+            at_boundary = exchange.progress.scanner.at_boundary
+            await client.fail(error, dialect.error_event(error) if at_boundary else None)
+            return
+        await self._look_up_windows(exchange)
+        closes = exchange.stages.now == "edge" or not exchange.body.is_eof()
+        client.refuse(error, exchange.answer_headers(), dialect, closes=closes)
+        if closes:  # its head was refused, or the rest of its body is dropped
+            exchange.connection.tenant = exchange.record.tenant or ""
+
+    async def _look_up_windows(self, exchange: Exchange) -> None:
+        """Look up the caller's quotas for the `x-ratelimit-*` headers, where no reservation did."""
+        if exchange.principal is not None and exchange.windows is None:
+            exchange.windows = await self._windows.of(exchange.accounts.subjects(exchange.principal))
+
+    # -- the life of a request --------------------------------------------------------------------
+
+    def open(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: Body,
+        connection: Connection,
+        client: Sink,
+        watch: Watch,
+    ) -> Exchange:
+        """The exchange of a request. `headers` are looked up by small letters."""
+        stages = self._tracing.stages(
+            "gateway",
+            self._clock,
+            traceparent=headers.get(TRACEPARENT_HEADER),
+            tracestate=headers.get(TRACESTATE_HEADER),
+        )
+        request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
+        resource = find(path)
+        endpoint = resource.endpoint
+        dialect = CHUNKS if endpoint is None else endpoint.dialect
+        return Exchange(
+            method=method,
+            path=path,
+            resource=resource,
+            headers=headers,
+            body=body,
+            connection=connection,
+            request_id=request_id,
+            record=RequestRecord(request_id, method[:16], resource.path),
+            stages=stages,
+            watch=watch,
+            client=client,
+            accounts=self._accounts.now,
+            timeouts=self._config.timeouts,
+            clock=self._clock,
+            reservation=ReservationId(f"{self._name}-{next(self._count)}"),
+            arrived_s=stages.enter("edge"),
+            progress=Progress(dialect.scanner(dialect.done)),
+        )
+
+    def _complete(self, exchange: Exchange) -> None:
+        record, stages = exchange.record, exchange.stages
+        record.stage = record.stage or stages.now
+        record.stream = exchange.streams
+        record.reserved += exchange.reserved
+        record.decision = exchange.decision
+        record.set_progress(exchange.progress)
+        self._reporter.completed(record, stages, stages.enter(stages.now) - exchange.arrived_s)
+
+    def refuse_unparsed(self, cause: str) -> web.Response:
+        """The answer to a request that is not well-formed HTTP, or whose head is too large. Its completed
+        line is written here."""
+        message = "The request is not well-formed HTTP, or its headers are too large."
+        error = InvalidRequest(message, detail=cause)
+        record = RequestRecord(mint_request_id(), "", UNPARSED, stage="parse")
+        record.failed(error, None)
+        self._reporter.completed(record, Stages("gateway", self._clock), 0.0)
+        response = error_response(error, {REQUEST_ID_HEADER: record.request_id})
+        response.force_close()
+        return response
+
+
+async def _nowhere(_: TenantId, __: RequestId) -> int:
+    return 0
+
+
+def aborted() -> ApiError:
+    """The error of a request that its caller ended."""
+    return RequestAborted("It was aborted.")
+
+
+def _principal_of(exchange: Exchange) -> Principal:
+    """The caller of a route that is not open."""
+    assert exchange.principal is not None
+    return exchange.principal
+
+
+def _client_left(exchange: Exchange) -> None:
+    if (status := exchange.client.status) is not None and exchange.progress.delivered:
+        exchange.record.status = status  # the whole answer was sent
+    else:
+        exchange.record.client_left()
+
+
+def _not_allowed(exchange: Exchange) -> MethodNotAllowed:
+    routes = exchange.resource.routes
+    methods = " or ".join(dict.fromkeys(route.method for route in routes.values()))
+    what = "This" if exchange.resource.endpoint is None else exchange.path
+    message = f"{what} takes {methods}, not {exchange.method[:16]}."
+    return MethodNotAllowed(message, allow=", ".join(routes))

@@ -1,0 +1,200 @@
+"""A request as it goes to a replica: the body's fields, and the headers of the hop.
+
+An engine of ours is sent everything: the token ids that were counted, the tenant and the highest class that
+it may have, the deadlines. Ids count as values of the body there, so they are left out where there are too
+many. An engine of another make is sent the fields on a list alone (`foreign_fields`): it would not hold down
+a caller's `priority`, and may know fields by which more is generated than was reserved. It is told one
+maximum, which is the reserved one, and its streams are asked for their usage, by which the request is
+charged. One that takes a salt for its cached prefixes is sent the tenant's (`salts`), never the caller's own.
+
+What goes out is chosen before it is counted (`draft`), and is what is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Final
+
+from msgspec import Raw, Struct
+
+from gateway.admission.tokens import Count
+from gateway.config.whole import ModelConfig, Tier
+from gateway.directory.accounts import Terms
+from gateway.endpoints.endpoint import Asked, Endpoint
+from gateway.relay.engines import Known
+from gateway.relay.upstream import HeaderPairs, Outbound
+from gateway.request.exchange import Exchange
+from gateway.request.foreign_fields import check_images, passed_on, shaped
+from shared.apis.census import SURE_LEN, most_of
+from shared.apis.generation import GenerationRequest
+from shared.apis.validation import FIELDS_MAX, Parsed, named, with_fields
+from shared.wire.ids import (
+    FIRST_TOKEN_TIMEOUT_HEADER,
+    QUEUE_TIMEOUT_HEADER,
+    REQUEST_ID_HEADER,
+    REQUEST_TIMEOUT_HEADER,
+    SERVICE_TIER_HEADER,
+    TENANT_HEADER,
+    TRACEPARENT_HEADER,
+    TRACESTATE_HEADER,
+)
+from shared.wire.shapes import BODY_LEN_MAX
+from shared.wire.timeouts import TIMEOUT_S_MAX, stated_timeout_s
+
+TENANTS_KEPT_MAX: Final = 1024
+"""The number of tenants, and times for a first token, whose headers are cached."""
+_RANKS: Final[dict[object, int]] = {"flex": 0, "default": 1, "auto": 1, "scale": 2, "priority": 2}
+"""OpenAI's `scale` costs more than its `default`."""
+
+
+_JSON: Final = (b"content-type", b"application/json")
+_REQUEST_ID: Final = REQUEST_ID_HEADER.encode()
+_TRACEPARENT: Final = TRACEPARENT_HEADER.encode()
+_TRACESTATE: Final = TRACESTATE_HEADER.encode()
+_TENANT: Final = TENANT_HEADER.encode()
+_SERVICE_TIER: Final = SERVICE_TIER_HEADER.encode()
+_FIRST_TOKEN_TIMEOUT: Final = FIRST_TOKEN_TIMEOUT_HEADER.encode()
+
+
+class Draft(Struct, frozen=True):
+    """The fields of a request that go out."""
+
+    ours: bool
+    """True if the engine is told what one of ours is told."""
+    fields: dict[str, Raw]
+    left_out: tuple[str, ...] = ()
+    """The names of those that an engine of another make is not sent."""
+
+
+def draft(asked: Asked, model: ModelConfig, engine: Known) -> Draft:
+    """Choose what goes out. Raises InvalidRequest for what another make may not be sent."""
+    if not engine.counts_as_ours:
+        passed = passed_on(asked, model)
+        return Draft(False, passed.fields, passed.left_out)
+    if not engine.is_ours:
+        check_images(asked.parsed.request.prompt_form, model.image_hosts)
+    return Draft(True, shaped(asked.parsed))
+
+
+def outbound(
+    exchange: Exchange,
+    terms: Terms,
+    asked: Asked,
+    draft: Draft,
+    count: Count,
+    *,
+    maximum: int | None,
+    salt: str | None,
+    credentials: HeaderPairs,
+) -> Outbound:
+    """The request as it is sent to a replica.
+
+    `maximum` is the most tokens that each choice may have, where the request states none; None leaves that
+    open. Where the engine is none of ours, the exchange is told which fields were left out. `salt` is for its
+    cached prefixes, in place of the caller's; None where none is sent, or the caller's as it is.
+    `credentials` are the gateway's own towards this model's replicas; the caller's key goes nowhere. Raises
+    InvalidRequest.
+    """
+    headers = (
+        _JSON,
+        (_REQUEST_ID, exchange.request_id.encode()),
+        (_TRACEPARENT, exchange.stages.trace.traceparent.encode()),
+        *credentials,
+    )
+    if exchange.stages.state:
+        headers += ((_TRACESTATE, exchange.stages.state.encode()),)
+    overrides: dict[str, object] = {"model": terms.model.upstream_model or terms.model.name}
+    fields, ours, generation = draft.fields, draft.ours, asked.generation
+    if salt is not None:
+        overrides["cache_salt"] = salt
+    if ours:
+        headers += _for_ours(exchange, terms)
+        if maximum is not None and generation is not None:
+            overrides[generation.max_tokens_param] = maximum
+    else:
+        is_unsalted = salt is None and "cache_salt" in asked.parsed.fields
+        exchange.ignored_fields = named((*draft.left_out, "cache_salt") if is_unsalted else draft.left_out)
+        if generation is not None:
+            overrides |= _instead(asked.endpoint, generation, fields, terms, maximum)
+    ids = _ids(asked.parsed, count) if ours else {}
+    body = with_fields(fields, **overrides, **ids)
+    if ids and len(body) > SURE_LEN and not _is_taken(body):
+        body = with_fields(fields, **overrides)  # the engine tokenizes the prompt again
+    asks_for_usage, is_salted = "stream_options" in overrides, salt is not None and not ours
+    return Outbound("POST", exchange.path, headers, body, asks_for_usage, is_salted)
+
+
+def _ids(parsed: Parsed[Any], count: Count) -> dict[str, object]:
+    """The field with the prompts' ids, unless they were not counted, or there is no room for a field."""
+    if count.extension is None or len(parsed.fields) >= FIELDS_MAX:
+        return {}
+    return {"penstock": count.extension}
+
+
+def _is_taken(body: bytes) -> bool:
+    """True if an engine takes a body with the ids in it: they count as values of the caller's there."""
+    return len(body) <= BODY_LEN_MAX and most_of(body).excess is None
+
+
+def _for_ours(exchange: Exchange, terms: Terms) -> HeaderPairs:
+    tenant, model = terms.tenant, terms.model
+    headers = _same_for_all(tenant.id, tenant.service_tier, _first_token_s(exchange))
+    deadlines = (
+        (QUEUE_TIMEOUT_HEADER, tenant.queue_timeout_s or model.queue_timeout_s),
+        (REQUEST_TIMEOUT_HEADER, tenant.request_timeout_s or model.request_timeout_s),
+    )
+    for name, most_s in deadlines:
+        asked = exchange.headers.get(name)
+        if asked is None and most_s is None:  # as nearly always
+            continue
+        if (seconds := bound_s(name, asked, most_s)) is not None:
+            headers += ((name.encode(), repr(seconds).removesuffix(".0").encode()),)
+    return headers
+
+
+@lru_cache(maxsize=TENANTS_KEPT_MAX)
+def _same_for_all(tenant: str, tier: Tier, first_token_s: float) -> HeaderPairs:
+    """The headers that are the same for all requests of a tenant with the same time for a first token."""
+    return (
+        (_TENANT, tenant.encode()),
+        (_SERVICE_TIER, tier.encode()),
+        (_FIRST_TOKEN_TIMEOUT, b"%d" % max(1, round(1e3 * first_token_s))),
+    )
+
+
+def _first_token_s(exchange: Exchange) -> float:
+    """The time for which a first token is of use: a stream is given up without one, and another answer when
+    it is not complete."""
+    timeouts = exchange.timeouts
+    if exchange.streams:
+        return min(timeouts.first_token_s, timeouts.total_s, TIMEOUT_S_MAX)
+    return min(timeouts.total_s, TIMEOUT_S_MAX)
+
+
+def bound_s(header: str, asked: str | None, most_s: float | None) -> float | None:
+    """A deadline for the engine, in seconds: the caller's own, or the configured one where the caller names
+    none or a longer one. Raises InvalidRequest for a value that is none."""
+    asked_s = stated_timeout_s(header, asked)
+    if asked_s is None or most_s is None:
+        return most_s if asked_s is None else asked_s
+    return min(asked_s, most_s)
+
+
+def _instead(
+    endpoint: Endpoint,
+    request: GenerationRequest,
+    fields: Mapping[str, Raw],
+    terms: Terms,
+    maximum: int | None,
+) -> dict[str, object]:
+    """The fields whose values are replaced for an engine of another make: a `service_tier` above the
+    tenant's, the maximum, and what asks for a stream's usage. `fields` are those that it is sent."""
+    instead: dict[str, object] = {}
+    tier, tier_max = request.service_tier, terms.tenant.service_tier
+    if "service_tier" in fields and tier is not None and _RANKS[tier] > _RANKS[tier_max]:
+        instead["service_tier"] = tier_max
+    most = maximum if request.output_tokens_max is None else request.output_tokens_max
+    if most is not None:  # also what a completion has by default
+        instead[endpoint.maximum_param(request, terms.model.maximum_field)] = most
+    return instead | endpoint.usage_asked(request, fields)

@@ -1,0 +1,1 @@
+"""What tenants share, and how: room, threads, turns of an event loop."""

@@ -1,0 +1,1 @@
+"""A service as a process: settings, life cycle, sockets, TLS, logs, metrics."""

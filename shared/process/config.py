@@ -1,0 +1,215 @@
+"""Values for declared settings (`shared.process.settings`): read from a command line, variables and a TOML
+file, and written as TOML.
+
+The command line wins over variables, these over the file, and the file over defaults, for each setting by
+itself. Every bad value is reported at once, by the name under which it was given. A setting that does not
+exist is a mistake like any other, in the file and in the environment (`shared.process.environment` says which
+variables are meant).
+
+What no single value shows, a dataclass checks in its `__post_init__`, which raises ConfigError.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from shared.process.environment import no_such_setting, settings_in
+from shared.process.files import MARK, read_text
+from shared.process.settings import Kind, Setting, option_of, settings_of, variable_of, walk
+
+T = TypeVar("T")
+
+NONE_MOVED: Final[Mapping[str, str]] = {}
+"""The settings' former paths, where each has the one that it always had."""
+FILE_LEN_MAX: Final = 16 * 1024 * 1024
+SHOWN_LEN_MAX: Final = 64
+"""Characters of a wrong value that a message repeats."""
+
+
+class ConfigError(Exception):
+    """A configuration with mistakes: one `name: problem` for each bad value."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def load(
+    type_: type[T],
+    source: Path | Mapping[str, Any],
+    env: Mapping[str, str],
+    prefix: str,
+    options: Mapping[str, object] | None = None,
+    moved: Mapping[str, str] = NONE_MOVED,
+) -> T:
+    """A value of the dataclass `type_`. Raises ConfigError.
+
+    `source` is a TOML file, or what one holds. `prefix` is that of the variables, and ends with an
+    underscore. `options` are those of a command line (`shared.process.arguments.add_settings`), by the
+    settings' names; None for a service that has none. `moved` are the paths of settings by those that they
+    had before, under which they are refused.
+    """
+    assert prefix.endswith("_")
+    texts, problems = _variables(type_, settings_in(env, prefix), prefix, moved)
+    for name, given in (options or {}).items():
+        texts[name] = _Text(option_of(name), str(given))
+    builder = _Builder(texts, moved, has_options=options is not None)
+    document = _read(source) if isinstance(source, Path) else source
+    value = builder.section(type_, document, "")
+    if problems := builder.problems + problems:
+        raise ConfigError(problems)
+    return typing.cast(T, value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A value as it was given in an option or a variable, and the name of that."""
+
+    name: str
+    text: str
+
+
+def _variables(
+    type_: type, given: Mapping[str, str], prefix: str, moved: Mapping[str, str]
+) -> tuple[dict[str, _Text], list[str]]:
+    """The variables' texts by the paths of the settings, and what is wrong with the variables' names. `given`
+    has the names without the prefix."""
+    known: dict[str, tuple[Setting, bool]] = {}
+    for setting in walk(type_):
+        if (variable := setting.variable(prefix)) is not None:
+            known[variable] = (setting, False)
+            if setting.can_be_denied:
+                known[setting.denial(prefix)] = (setting, True)
+    now = {variable_of(old, prefix): variable_of(new, prefix) for old, new in moved.items()}
+    texts: dict[str, _Text] = {}
+    problems = []
+    for name, text in given.items():
+        variable = prefix + name
+        if variable not in known:
+            problems.append(no_such_setting(variable, known, now))
+            continue
+        setting, is_denial = known[variable]
+        if setting.path in texts:
+            problems.append(f"{texts[setting.path].name} and {variable} set the same option")
+        value = setting.kind.parse(text)
+        is_denied = is_denial and isinstance(value, bool)
+        texts[setting.path] = _Text(variable, str(not value) if is_denied else text)
+    return texts, problems
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_text(path, FILE_LEN_MAX).removeprefix(MARK))
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror or error}"]) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError([f"{path}: not valid TOML: {error}"]) from error
+
+
+class _Builder:
+    """Walks declarations and values side by side. A value that cannot be built is None, and adds to
+    `problems`."""
+
+    def __init__(self, texts: Mapping[str, _Text], moved: Mapping[str, str], *, has_options: bool) -> None:
+        self.problems: list[str] = []
+        self._texts = texts
+        """The options and variables that are given, by the settings' paths."""
+        self._moved = moved
+        """The paths of settings by their former ones."""
+        self._has_options = has_options
+
+    def section(self, type_: type, values: Mapping[str, Any], path: str) -> Any:
+        """A value of the dataclass, from those of a table in TOML and the texts."""
+        settings, known = settings_of(type_, path), len(self.problems)
+        names, paths = {setting.name for setting in settings}, [setting.path for setting in settings]
+        built: dict[str, Any] = {}
+        for name in values:
+            if name not in names:
+                former = f"{path}.{name}".lstrip(".")
+                self.problems.append(no_such_setting(former, paths, self._moved))
+        for setting in settings:
+            here, text = setting.path, self._texts.get(setting.path)
+            if text is not None:
+                built[setting.name] = self._value(setting.kind, setting.kind.parse(text.text), here, text)
+            elif setting.name in values:
+                built[setting.name] = self._value(setting.kind, values[setting.name], here)
+            elif any(other.startswith(here + ".") for other in self._texts):
+                built[setting.name] = self._value(setting.kind, {}, here)
+            elif setting.is_required:
+                is_option = self._has_options and setting.is_option
+                self.problems.append(f"{option_of(here) if is_option else here}: is required")
+        if len(self.problems) > known:
+            return None
+        try:
+            return type_(**built)
+        except ConfigError as error:
+            self.problems += [f"{path}: {problem}" if path else problem for problem in error.problems]
+            return None
+
+    def _value(self, kind: Kind, value: Any, path: str, text: _Text | None = None) -> Any:
+        name = path if text is None else text.name
+        if kind.section is not None and isinstance(value, Mapping):
+            return self.section(kind.section, value, path)
+        if kind.item is not None and isinstance(value, list):
+            items = [self._value(kind.item, item, f"{path}[{at}]") for at, item in enumerate(value)]
+            least, most = kind.meta.min_length or 0, kind.meta.max_length
+            if len(items) < least or (most is not None and len(items) > most):
+                self.problems.append(f"{name}: must {kind.requirement}")
+            return tuple(items)
+        try:
+            return kind.convert(value)
+        except ValueError as error:
+            is_secret = text is None or not (kind.choices or kind.base in (bool, int, float))
+            shown = "" if text is None or is_secret else f", got {text.text[:SHOWN_LEN_MAX]!r}"
+            self.problems.append(f"{name}: {error}{shown}")
+            return None
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def to_toml(value: Any, path: str = "") -> str:
+    """A file that `load` makes the value of a dataclass from, or the part of one that is below the header of
+    the table at `path`. Settings that have their defaults are left out."""
+    return "\n".join(_lines(value, path)) + "\n"
+
+
+def _lines(value: Any, path: str) -> Iterator[str]:
+    """A table's own values, then the tables in it: a value after one of those would belong to it."""
+    tables: list[tuple[str, str, Any]] = []
+    type_: type = type(value)
+    for setting in settings_of(type_, path):
+        inside = getattr(value, setting.name)
+        if inside is None or inside == setting.default:
+            continue
+        if is_dataclass(inside):
+            tables.append((f"[{setting.path}]", setting.path, inside))
+        elif setting.section is not None:
+            tables += [(f"[[{setting.path}]]", setting.path, item) for item in inside]
+        else:
+            yield f"{setting.name} = {toml_value(inside)}"
+    for head, inner_path, inside in tables:
+        yield f"\n{head}"
+        yield from _lines(inside, inner_path)
+
+
+def toml_value(value: object) -> str:
+    """A text, number, truth, date or list of them as TOML spells it."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():  # JSON's spelling, but for one control character that TOML escapes too
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case datetime():
+            return value.isoformat()
+        case tuple() | list():
+            return f"[{', '.join(map(toml_value, value))}]"
+        case _:
+            return repr(value)

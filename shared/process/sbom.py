@@ -1,0 +1,84 @@
+"""`python -m shared.process.sbom`: print the packages of this Python environment as a CycloneDX document
+(JSON).
+
+The images have theirs in /opt/penstock/sbom.cdx.json. It names what is installed, not what was asked for, and
+is the same for the same packages: it holds no time and no random number.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from shared.process.build import DISTRIBUTION
+
+
+class License(Struct, frozen=True, omit_defaults=True):
+    name: str
+
+
+class LicenseChoice(Struct, frozen=True):
+    license: License
+
+
+class Component(Struct, frozen=True, omit_defaults=True):
+    """One package."""
+
+    type: str
+    name: str
+    version: str
+    purl: str
+    licenses: list[LicenseChoice] = []
+
+
+class Metadata(Struct, frozen=True):
+    component: Component
+
+
+class Bom(Struct, frozen=True, rename="camel"):
+    """A CycloneDX document."""
+
+    bom_format: str
+    spec_version: str
+    version: int
+    metadata: Metadata
+    components: list[Component]
+
+
+LICENSE_LEN_MAX: Final = 200
+"""Characters of a licence's name; some packages put its whole text there."""
+
+
+def component(package: importlib.metadata.Distribution) -> Component:
+    """A package, as its metadata describe it."""
+    name = re.sub(r"[-_.]+", "-", package.metadata["Name"]).lower()
+    known = package.metadata
+    stated = next((known[field] for field in ("License-Expression", "License") if field in known), "")
+    named = stated.partition("\n")[0][:LICENSE_LEN_MAX]
+    licenses = [LicenseChoice(License(named))] if named else []
+    return Component("library", name, package.version, f"pkg:pypi/{name}@{package.version}", licenses)
+
+
+def bom(packages: Iterable[importlib.metadata.Distribution]) -> Bom:
+    """The document about these packages, one of which is Penstock."""
+    by_purl = {one.purl: one for one in map(component, packages)}
+    components = [by_purl[purl] for purl in sorted(by_purl)]
+    own = next(one for one in components if one.name == DISTRIBUTION)
+    rest = [one for one in components if one is not own]
+    return Bom("CycloneDX", "1.5", 1, Metadata(msgspec.structs.replace(own, type="application")), rest)
+
+
+def main() -> int:
+    document = bom(importlib.metadata.distributions())
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""A model's chat template, rendered in a sandbox, to the letter as transformers renders it.
+
+Templates come from the model directory alone, never from a client. Still they are code of another author, and
+a gateway has them from any replica. So they run in Jinja's immutable sandbox, they see nothing but plain
+data, and the rendered chat is bounded, as is any string or list made by multiplication.
+
+Rules:
+
+1. A chat is rendered in place where its template is *bounded* (`shared.text.bounded_template`): that costs no
+   more than the template's own work, and stops after `SHORT_S` where the chat is short, else after
+   `IN_PLACE_S`.
+2. Everything else is rendered by processes of their own (`shared.text.rendering`), where time and memory are
+   bounded by the kernel: long chats of bounded templates by one, and by another one all chats of the others,
+   and those that needed too much. So no template delays the chats of another that is bounded.
+3. A template that needs too much for a short chat is not rendered in place again: no honest one does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Final
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.apis.messages import ChatMessage
+from shared.fairness.fair_threads import Slices
+from shared.process import logs
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.text.bounded_template import (
+    KEEP,
+    SOURCE_LEN_MAX,
+    SPEND,
+    Spending,
+    StepCounter,
+    Unbounded,
+    bound,
+    bounded_range,
+    kept,
+    spent,
+)
+from shared.text.rendering import APART_LEN, DOUBTFUL, RENDERER, TOO_MUCH, Chat, Renderer
+from shared.wire.errors import InvalidRequest, NotInPlace, TooMuch
+from shared.wire.shapes import BODY_LEN_MAX
+
+RENDERED_LEN_MAX: Final = 2 * BODY_LEN_MAX
+"""Characters of a rendered chat: a body at its limit, and as much again for what the template adds."""
+MESSAGE_LEN_MAX: Final = 200
+"""Characters of a template's own error message that reach the client."""
+
+NUMBER_MAX: Final = 2**64
+"""The largest factor of a product of numbers."""
+
+log = logs.get(__name__)
+
+_FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""The exceptions that a template's code can raise, beside Jinja's own, on messages that it does not
+expect."""
+
+
+class ChatTemplate:
+    """A template that any number of threads may use. Raises ValueError when it is not valid Jinja."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], clock: Clock = SYSTEM_CLOCK) -> None:
+        """`special_tokens` maps names as templates know them (`bos_token`) to their text."""
+        self._source, self._special_tokens, self._clock = source, special_tokens, clock
+        self._compiled: CompiledTemplate | None = None
+        """What renders in place. None where nothing is."""
+        self._apart = RENDERER
+        """The process for long chats."""
+        self._knows_developer = "developer" in source
+        if len(source) > SOURCE_LEN_MAX:
+            self._leave_place("it is long")
+            return
+        try:
+            self._compiled = CompiledTemplate(source, special_tokens, clock, bounded=True)
+        except Unbounded as reason:
+            self._leave_place(str(reason))
+
+    def render(self, messages: list[ChatMessage]) -> str:
+        """The prompt of a short chat, up to where the assistant's turn begins, in place. Raises
+        InvalidRequest where the template refuses, and NotInPlace where another process is to render it."""
+        compiled = self._compiled
+        if compiled is None:
+            raise NotInPlace(TOO_MUCH, param="messages")
+        try:
+            return compiled.render(self._all_plain(messages))
+        except Unbounded as reason:
+            self._leave_place(str(reason))
+            raise NotInPlace(TOO_MUCH, param="messages") from None
+
+    def slices(self, messages: list[ChatMessage], renderer: Renderer | None = None) -> Slices[str]:
+        """The prompt of any chat, as a job: what is not rendered in place is rendered by another process,
+        `renderer` where that is given. Raises Overloaded, too."""
+        plain = self._all_plain(messages)
+        length = sum(len(text) for message in plain for text in message.values())
+        compiled = self._compiled
+        if compiled is not None and length <= APART_LEN:
+            try:
+                return compiled.render(plain, length)
+            except Unbounded:
+                pass  # of a long chat, which says nothing about the template
+        chat = Chat(self._source, self._special_tokens, plain, self._clock.wall())
+        try:
+            return (yield from (renderer or self._apart).slices(chat, length))
+        except TooMuch:
+            self._apart = DOUBTFUL
+            raise
+
+    def _leave_place(self, reason: str) -> None:
+        """Render nothing in place from now on."""
+        self._compiled, self._apart = None, DOUBTFUL
+        log.info("template.rendered_apart", reason=reason)
+
+    def _all_plain(self, messages: list[ChatMessage]) -> list[dict[str, str]]:
+        return [self._plain(message) for message in messages]
+
+    def _plain(self, message: ChatMessage) -> dict[str, str]:
+        """The message as templates expect it, keys in the order that they have in transformers, which gives
+        reasoning a second name, `thinking`. For a template that does not know the role `developer`, it is
+        `system`."""
+        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        reasoning = message.reasoning_content
+        plain = {} if reasoning is None else {"thinking": reasoning}
+        plain |= {"role": role, "content": message.text}
+        if message.name is not None:
+            plain["name"] = message.name
+        if reasoning is not None:
+            plain["reasoning_content"] = reasoning
+        return plain
+
+
+class CompiledTemplate:
+    """A template compiled for this process. Raises ValueError when it is not valid Jinja, and Unbounded where
+    it is to be bounded and is not."""
+
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], clock: Clock, *, bounded: bool = False
+    ) -> None:
+        environment = _BoundedEnvironment(clock) if bounded else _Environment(clock)
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
+            raise ValueError(f"the chat template does not compile: {error}") from error
+        self._given = {
+            **self._template.globals,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **special_tokens,
+        }
+        """The variables of every rendering, beside the messages. The template's own `generate` would collect
+        them from two dicts each time, and pass every block through a generator of its own; its `new_context`
+        would note for each rendering which of them are globals, which `include` alone asks."""
+
+    def render(self, messages: list[dict[str, str]], length: int | None = None) -> str:
+        """The prompt of messages as templates expect them, which have so many characters; None for a short
+        chat. Raises InvalidRequest, and Unbounded where that was to be."""
+        blocks: list[str] = []
+        room = RENDERED_LEN_MAX
+        try:
+            seen = {**self._given, "messages": messages}
+            context = Spending(self._template.environment, seen, self._template.name, self._template.blocks)
+            if length is not None:
+                context.start(length)
+            for block in self._template.root_render_func(context):
+                blocks.append(block)
+                room -= len(block)
+                if room < 0:
+                    raise InvalidRequest("The chat is too long.", param="messages")
+        except _Refused as error:
+            message = f"The model's chat template refuses these messages: {error}"
+            raise InvalidRequest(message[:MESSAGE_LEN_MAX], param="messages") from None
+        except (jinja2.TemplateError, *_FAILURES) as error:
+            raise InvalidRequest(
+                "The model's chat template cannot render these messages.",
+                param="messages",
+                detail=f"the chat template raised {type(error).__name__}",
+            ) from None
+        return "".join(blocks)
+
+
+class _Refused(jinja2.TemplateError):
+    """The error of a template that called `raise_exception`."""
+
+
+def _raise_exception(message: object) -> None:
+    raise _Refused(str(message))
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; for serving it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  Jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        self.filters["tojson"] = _tojson
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now(clock)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise jinja2.exceptions.SecurityError("powers are not for chat templates")
+        for sequence, times in ((left, right), (right, left)):
+            if isinstance(sequence, str | list | tuple) and len(sequence) * times > RENDERED_LEN_MAX:
+                raise OverflowError("a product that is larger than any chat")
+            if isinstance(sequence, int) and abs(sequence) > NUMBER_MAX:
+                raise OverflowError("a factor that is larger than any chat")
+        return super().call_binop(context, operator, left, right)
+
+
+class _BoundedEnvironment(_Environment):
+    """The environment of bounded templates: it counts what they do. Its `from_string` raises Unbounded."""
+
+    code_generator_class = StepCounter
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.filters |= {KEEP: kept, SPEND: spent}
+        self.globals["range"] = bounded_range
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        bound(template)
+        return template
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        for sequence, times in ((left, right), (right, left)):
+            if isinstance(sequence, str | list | tuple):
+                context.keep(8 * len(sequence) * max(0, times))
+        return super().call_binop(context, operator, left, right)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson`, without the escapes of HTML that Jinja's own writes and no model has seen in
+    training."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(clock: Clock) -> Callable[[str], str]:
+    """The global function `strftime_now`: local time, as in transformers."""
+    return lambda format_: datetime.fromtimestamp(clock.wall()).strftime(format_)

@@ -1,0 +1,147 @@
+"""A request's prompts as token ids, in slices that can be stopped between any two
+(`shared.fairness.fair_threads`).
+
+Rules
+
+1. The ids are those that the tokenizer gives for the whole text (`shared.text.text_slices` says why).
+2. A prompt that cannot fit is refused as early as that is known: by its length before anything is encoded, or
+   in the slice in which the count passes the bound.
+3. A job holds the text, the ids so far and the data of one slice; ids are bounded by `TOKENS_MAX`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from shared.apis.holding import TOKENS_MAX
+from shared.apis.prompt import ChatPrompt, PromptForm
+from shared.fairness.fair_threads import Slices
+from shared.text.text_slices import SLICE_LEN, WHOLE_LEN_MAX
+from shared.text.tokenizer import Tokenizer, check_ids
+from shared.wire.errors import ApiError, InvalidRequest
+from shared.wire.room import Room
+
+SLICE_IDS: Final = 16384
+"""Token ids of one slice, where a prompt is given as ids: to look at them, or to pack them, takes 0.7 ms."""
+CharSpan = tuple[int, int]
+"""Characters of a text: the index of the first, and that behind the last."""
+
+
+def prompt_slices(tokenizer: Tokenizer, given: PromptForm, room: Room | None) -> Slices[list[list[int]]]:
+    """The ids of `Tokenizer.prompt_ids`, in slices. No prompt may have more tokens than there is room for.
+
+    Raises InvalidRequest; for a prompt that is too long ContextLengthExceeded, or NeverFits.
+    """
+    param = given.param
+    if isinstance(given, ChatPrompt):
+        text = yield from tokenizer.chat_template.slices(given.messages)
+        yield
+        ids = yield from text_slices(tokenizer, text, room, param, add_special_tokens=False)
+        return _checked([ids], param)
+    given.count()
+    prompt = [given.prompt] if isinstance(given.prompt, str) else given.prompt
+    if not isinstance(prompt[0], str):  # all are of one kind
+        longest = len(prompt) if isinstance(prompt[0], int) else max(map(len, prompt))  # type: ignore[arg-type]
+        if longest > _most(room):
+            raise _too_long(room, param, longest)
+        lists: list[list[int]] = [prompt] if isinstance(prompt[0], int) else prompt  # type: ignore[list-item,assignment]
+        seen_len = 0
+        for ids in lists:
+            for at in range(0, len(ids), SLICE_IDS):
+                part = ids[at : at + SLICE_IDS]
+                check_ids(part)
+                seen_len += len(part)
+                if seen_len >= SLICE_IDS:
+                    seen_len = 0
+                    yield
+        return _checked(lists, param)
+    texts = [item for item in prompt if isinstance(item, str)]
+    if not all(texts):
+        raise _empty(param)
+    prompts: list[list[int]] = []
+    tokens = encoded_len = 0
+    for text in texts:
+        prompts.append((yield from text_slices(tokenizer, text, room, param)))
+        tokens += len(prompts[-1])
+        if tokens > TOKENS_MAX:
+            raise _too_many(param)
+        encoded_len += len(text)
+        if encoded_len >= SLICE_LEN:
+            encoded_len = 0
+            yield
+    return _checked(prompts, param)
+
+
+def text_slices(
+    tokenizer: Tokenizer,
+    text: str,
+    room: Room | None,
+    param: str,
+    *,
+    add_special_tokens: bool = True,
+) -> Slices[list[int]]:
+    """The ids of `Tokenizer.encode`, in slices. `param` names the text in errors, which are those of
+    `prompt_slices`."""
+    most, slicer = _most(room), tokenizer.slicer
+    if slicer is not None and len(text) > most * slicer.longest:
+        raise _too_long(room, param, -(-len(text) // slicer.longest))
+    if slicer is None or len(text) <= SLICE_LEN:
+        if len(text) > WHOLE_LEN_MAX:
+            message = f"{param} has more than {WHOLE_LEN_MAX} characters, the most that this model's "
+            raise InvalidRequest(f"{message}tokenizer takes at once.", param=param)
+        ids = tokenizer.encode(text, add_special_tokens)
+        if len(ids) > most:
+            raise _too_long(room, param, len(ids))
+        return ids
+    before, after = tokenizer.around if add_special_tokens else ((), ())
+    ids = list(before)
+    for piece in slicer.slices(text):
+        ids += tokenizer.encode(piece, add_special_tokens=False)
+        if len(ids) > most:
+            raise _too_long(room, param, len(ids))
+        yield
+    return [*ids, *after]
+
+
+def span_slices(tokenizer: Tokenizer, text: str) -> Slices[tuple[list[int], list[CharSpan]]]:
+    """The ids and spans of `Tokenizer.encode_spans`, in slices, for a text that is known to fit."""
+    slicer = tokenizer.slicer
+    if slicer is None or len(text) <= SLICE_LEN:
+        return tokenizer.encode_spans(text)
+    before, after = tokenizer.around
+    ids, spans, at = list(before), [(0, 0)] * len(before), 0
+    for piece in slicer.slices(text):
+        at = text.index(piece, at)  # where the one before ends, or behind the space between them
+        more, own = tokenizer.encode_spans(piece, add_special_tokens=False)
+        ids += more
+        spans += [(at + start, at + end) for start, end in own]
+        at += len(piece)
+        yield
+    return [*ids, *after], [*spans, *[(0, 0)] * len(after)]
+
+
+def _checked(prompts: list[list[int]], param: str) -> list[list[int]]:
+    if not all(prompts):
+        raise _empty(param)
+    return prompts
+
+
+def _empty(param: str) -> ApiError:
+    return InvalidRequest(f"{param} must not be empty.", param=param)
+
+
+def _most(room: Room | None) -> int:
+    """The most tokens of one prompt."""
+    return TOKENS_MAX if room is None else min(room.most, TOKENS_MAX)
+
+
+def _too_long(room: Room | None, param: str, tokens: int) -> ApiError:
+    """The error of a prompt that has so many tokens, or more."""
+    if room is None or room.most >= TOKENS_MAX:
+        return _too_many(param)
+    error, holds = room.refused(tokens)
+    return error(f"{holds}, and the {param} has more.", param=param)
+
+
+def _too_many(param: str) -> ApiError:
+    return InvalidRequest(f"{param} has more than {TOKENS_MAX} tokens.", param=param)

@@ -1,0 +1,94 @@
+"""The benched models, by shape alone: random weights, made on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.rope import RopeConfig
+from engine.runtime.weights.reading import ALL, Part
+
+LLAMA_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    norm_eps=1e-5,
+    context_len=131_072,
+    rope=RopeConfig(500_000.0),
+    windows=(None,) * 32,
+    tied_embeddings=False,
+)
+QWEN3_06B = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    heads=16,
+    kv_heads=8,
+    head_dim=128,
+    norm_eps=1e-6,
+    context_len=40_960,
+    rope=RopeConfig(1_000_000.0),
+    windows=(None,) * 28,
+    tied_embeddings=True,
+    qk_norm=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """A WeightSource of normal numbers, small enough that activations stay finite."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+        whole = torch.empty(part.shape(rows, columns), dtype=self.dtype, device=self.device)
+        return whole.normal_(std=0.02) if columns else whole.fill_(1.0)
+
+
+def layer_parameters(config: ModelConfig) -> int:
+    """The number of parameters in all layers' matrices, without the head."""
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = config.hidden_size * (q + 2 * kv) + q * config.hidden_size
+    return config.layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def head_parameters(config: ModelConfig) -> int:
+    return config.vocab_size * config.hidden_size
+
+
+def kv_bytes(config: ModelConfig, itemsize: int = 2) -> int:
+    """Bytes of one token's keys and values, in all layers."""
+    return 2 * config.layers * config.kv_heads * config.head_dim * itemsize
+
+
+def decode_floor_s(
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    floors: tuple[float, float],
+    weight_bytes: float = 2.0,
+    kv_itemsize: int = 2,
+) -> float:
+    """The least time of a decode step, by the package's formula. `weight_bytes`: bytes per parameter of the
+    layers; the head is in bf16."""
+    bandwidth, flops = floors
+    layers, head = layer_parameters(config), head_parameters(config)
+    reads = layers * weight_bytes + head * 2
+    weights = max(reads / bandwidth, 2 * (layers + head) * batch / flops)
+    return weights + batch * context * kv_bytes(config, kv_itemsize) / bandwidth
+
+
+def prefill_floor_s(config: ModelConfig, tokens: int, flops: float) -> float:
+    """The least time of one prompt with a causal mask; the head's single row is left out."""
+    attention = 2 * config.heads * config.head_dim * config.layers * tokens
+    return tokens * (2 * layer_parameters(config) + attention) / flops

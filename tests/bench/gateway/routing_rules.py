@@ -1,0 +1,94 @@
+"""The rules that `python -m tests.bench routing` compares: the product's own, what others do, and an exact
+index.
+
+*index*: an exact index with perfect knowledge, which no deployment has: each request goes where it is served
+first. *last report*: the least of what was reported last, without what a worker has sent since: the herd that
+the others avoid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Final
+
+from gateway.routing import policy
+from gateway.routing.policy import Choice, Route
+from tests.bench.gateway.routing_world import TOKEN_MS, Fleet, Rule, Turn
+
+
+def affinity(owners: int | None = None) -> Rule:
+    """The product's own rule."""
+
+    def choose(turn: Turn, fleet: Fleet, worker: int) -> Choice:
+        choice = policy.choose(fleet.table, fleet.loads(worker), turn.affinity, owners, fleet.usable)
+        assert choice is not None
+        return choice
+
+    return choose
+
+
+def round_robin() -> Rule:
+    turns = count()
+    return lambda turn, fleet, _: Choice(next(turns) % len(fleet.free_ms), Route.LOAD, turn.prompt)
+
+
+def least_load() -> Rule:
+    def choose(turn: Turn, fleet: Fleet, worker: int) -> Choice:
+        return Choice(_least(fleet, fleet.loads(worker)), Route.LOAD, turn.prompt)
+
+    return choose
+
+
+def last_report() -> Rule:
+    def choose(turn: Turn, fleet: Fleet, _: int) -> Choice:
+        return Choice(_least(fleet, fleet.told), Route.LOAD, turn.prompt)
+
+    return choose
+
+
+def random_of_two() -> Rule:
+    def choose(turn: Turn, fleet: Fleet, worker: int) -> Choice:
+        loads = fleet.loads(worker)
+        replica = min(fleet.random.sample(range(len(loads)), 2), key=loads.__getitem__)
+        return Choice(replica, Route.LOAD, turn.prompt)
+
+    return choose
+
+
+def exact_index() -> Rule:
+    """Where the first token comes first: the best of those that hold the conversation, of those that hold
+    the prefix, and of all."""
+
+    def choose(turn: Turn, fleet: Fleet, _: int) -> Choice:
+        free_ms, now_ms = fleet.free_ms, fleet.now_ms
+        prefix, session = turn.cached_as
+        best = free_ms.index(min(free_ms))
+        candidates = {best, *fleet.holders.get(session, ())}
+        if holders := fleet.holders.get(prefix):
+            candidates.add(min(holders, key=free_ms.__getitem__))
+
+        def first_token_ms(replica: int) -> float:
+            return max(free_ms[replica], now_ms) + TOKEN_MS * (turn.prompt - fleet.hit(replica, turn))
+
+        return Choice(min(candidates, key=first_token_ms), Route.AFFINITY, turn.prompt)
+
+    return choose
+
+
+def _least(fleet: Fleet, loads: Sequence[int]) -> int:
+    least = min(loads)
+    return fleet.random.choice([i for i, load in enumerate(loads) if load == least])
+
+
+RULES: Final[dict[str, Callable[[], Rule]]] = {
+    "own": affinity,
+    "index": exact_index,
+    "round robin": round_robin,
+    "least load": least_load,
+    "random of two": random_of_two,
+    "last report": last_report,
+    "two owners": lambda: affinity(2),
+}
+BLIND: Final = frozenset({"index", "round robin"})
+"""Those that do not look at reports."""
