@@ -85,7 +85,7 @@ def _named(config: GatewayConfig) -> Iterator[str | None]:
     """The variables that settings name, as they hold secrets."""
     yield from (model.api_key_env for model in config.models)
     yield from (config.redis.password_env, config.redis.sentinel_password_env)
-    yield config.accounting.webhook_secret_env
+    yield from (config.accounting.webhook_secret_env, config.hop.salt_env)
 
 
 def _log(config: GatewayConfig) -> GatewayConfig:

@@ -24,7 +24,6 @@ from typing import Final
 
 import msgspec
 import torch
-import triton
 from torch import Tensor
 
 from engine.contract.messages import Plan, RunnerInfo, SamplingParams, SlotAssignment, Want
@@ -42,6 +41,7 @@ from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehears
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.device.sampling import SamplingScratch
 from engine.runtime.device.slots import DeviceSlots
+from engine.runtime.kernels import launching
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kernels.folding import fold_norms
@@ -155,7 +155,7 @@ class DeviceShard:
         """The runner's sizes and type, with times and host memory left at 0."""
         design, major, minor = self.design, *self.card.capability
         shards = self.decoder.ranks.shard.size
-        kernels = f"triton {triton.__version__}, torch {torch.__version__}, capability {major}.{minor}"
+        kernels = f"triton {launching.VERSION}, torch {torch.__version__}, capability {major}.{minor}"
         arithmetic = f"{kernels}, {design.attention.arithmetic}, {design.precision}, {shards} shards"
         sizes = self.geometry, self.decoder.dtype, self.max_model_len, pages
         info = untimed_info(design.config, self.model, *sizes, arithmetic)

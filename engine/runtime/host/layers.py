@@ -56,7 +56,7 @@ def packs(dtype: torch.dtype) -> bool:
         product = _product(x, _packed(weight), None)
     except (AttributeError, RuntimeError, TypeError) as error:
         log.warning(
-            "runtime.no_packed_weights", torch=torch.__version__, reason=str(error).partition("\n")[0]
+            "runtime.no_packed_weights", torch=str(torch.__version__), reason=str(error).partition("\n")[0]
         )
         return False
     return bool((product == 16).all())

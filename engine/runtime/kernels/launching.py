@@ -22,6 +22,7 @@ Compile = Callable[[Any, Sequence[int], Sequence[Any], Mapping[str, Any]], objec
 """Takes a launch's kernel, grid, arguments and named arguments, in place of launching."""
 
 _COMPILE: ContextVar[Compile | None] = ContextVar("compile", default=None)
+VERSION: Final[str] = triton.__version__
 FUSED_ARITHMETIC: Final = {"enable_fp_fusion": True}
 """An option of every launch: a * b + c is rounded once. Triton's default changes with 3.10."""
 
