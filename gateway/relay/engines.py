@@ -63,8 +63,9 @@ FRESH_S: Final = 60.0
 """The time between two looks at a model's engine of which a tokenizer was fetched before, in seconds."""
 LOAD_SHARE: Final = 1 / 600
 """The share of the time that loading a model's tokenizers takes at most."""
-SALTED: Final = frozenset({"vllm", "sglang"})
-"""The `owned_by` of engines that take a `cache_salt`: vLLM from 0.9 on, SGLang from 0.5.4 on."""
+SALTED: Final = frozenset({"vllm", "sglang", "penstock"})
+"""The `owned_by` of engines that take a `cache_salt`: vLLM from 0.9 on, SGLang from 0.5.4 on, and ours, where
+they are configured as of another make."""
 
 
 log = logs.get(__name__)

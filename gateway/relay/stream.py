@@ -158,11 +158,11 @@ async def open_answer(
         progress.header_closing = answer.closing
         watch.expect(inter_token_s, InterTokenTimeout, STOPPED)
         return Opened(answer, await _unary_head(answer, progress, watch), streams)
+    kind = BlankingScanner if progress.blanks_cached else ForeignScanner
     if answer.tokenizer is None:
-        kind = BlankingScanner if progress.blanks_cached else ForeignScanner
         progress.scanner = progress.foreign = kind(dialect.done, hides_usage=hides_usage)
-    elif hides_usage:  # one of ours that was not known to be
-        progress.scanner = ForeignScanner(dialect.done, hides_usage=True)
+    elif hides_usage or progress.blanks_cached:  # one of ours that is not taken for one
+        progress.scanner = kind(dialect.done, hides_usage=hides_usage)
     head, first = await _first_event(answer, progress)
     if first.is_error:
         await _read_to_end(answer, progress)

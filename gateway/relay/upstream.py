@@ -91,8 +91,10 @@ class Outbound(msgspec.Struct, frozen=True):
     content: bytes = b""
     asks_for_usage: bool = False
     """True if the gateway asks an engine of another make for usage that the client did not ask for."""
+    names_tenant: bool = False
+    """True if it tells the engine the tenant, by which one of ours keeps cached prefixes apart."""
     is_salted: bool = False
-    """True if an engine of another make was sent a salt that keeps the tenant's cached prefixes apart."""
+    """True if it has a salt by which an engine of another make does."""
 
     def __repr__(self) -> str:
         """Nothing of the headers, which have the engine's key, nor of the content."""

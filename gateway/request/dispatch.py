@@ -408,7 +408,8 @@ class Dispatcher:
             self._replicas.observe(replica, load)
             self._replicas.counted(place)  # the engine's own count has it
         try:
-            progress.blanks_cached = answer.tokenizer is None and not request.is_salted
+            knows_tenant = answer.tokenizer is not None and request.names_tenant
+            progress.blanks_cached = not (knows_tenant or request.is_salted)
             opened = await open_answer(
                 answer,
                 progress,

@@ -121,8 +121,9 @@ def outbound(
     body = with_fields(fields, **overrides, **ids)
     if ids and len(body) > SURE_LEN and not _is_taken(body):
         body = with_fields(fields, **overrides)  # the engine tokenizes the prompt again
-    asks_for_usage, is_salted = "stream_options" in overrides, salt is not None and not ours
-    return Outbound("POST", exchange.path, headers, body, asks_for_usage, is_salted)
+    asks_for_usage = "stream_options" in overrides
+    is_salted = salt is not None and not ours
+    return Outbound("POST", exchange.path, headers, body, asks_for_usage, ours, is_salted)
 
 
 def _ids(parsed: Parsed[Any], count: Count) -> dict[str, object]:

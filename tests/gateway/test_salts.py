@@ -14,7 +14,7 @@ from gateway.request.salts import salt_of, salts_secret
 from gateway.workers.channel import WorkerStart
 from shared.process.config import ConfigError
 from shared.wire import sse
-from shared.wire.ids import IGNORED_FIELDS_HEADER
+from shared.wire.ids import IGNORED_FIELDS_HEADER, TENANT_HEADER
 from tests.gateway.conftest import OTHER_KEY, House, Open, settings, until
 from tests.gateway.fake_engine import HEADERS, Script, chunk, unary
 
@@ -60,6 +60,23 @@ async def test_an_engine_that_takes_no_salt_is_sent_none_and_its_model_is_named(
     lines = [msgspec.json.decode(line) for line in house.log.getvalue().splitlines()]
     [line] = [line for line in lines if line["event"] == "prefixes.shared"]
     assert (line["model"], line["owned_by"]) == ("tiny", owner)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("salted", ["auto", "never"])
+async def test_an_engine_of_ours_that_is_told_no_tenant_is_one_of_another_make(
+    open_house: Open, salted: str, streams: bool
+) -> None:
+    house = await open_house(owned_by="penstock", model={"engine": "openai", "cache_salt": salted})
+    house.engine.script = answer_of("x", streams=streams)
+    options = {"stream_options": {"include_usage": True}} if streams else {}
+    async with house.chat(stream=streams, **options) as answer:
+        body = await answer.read()
+    shown = SHOWN if salted == "never" else LATEST
+    last = read(body)[-1] if streams else msgspec.json.decode(body)
+    assert (last["usage"], last["timings"]) == (shown["usage"], shown["timings"])
+    assert ("cache_salt" in house.engine.seen[-1].body) == (salted == "auto")
+    assert TENANT_HEADER not in house.engine.seen[-1].headers
 
 
 async def test_an_engine_of_ours_is_sent_the_callers_salt_beside_its_tenant(house: House) -> None:
