@@ -88,6 +88,7 @@ class AddSequence(msgspec.Struct, frozen=True):
     service_class: ServiceClass = ServiceClass.DEFAULT
     first_token_s: float = math.inf
     """The time from its arrival after which its first token is of no use, in seconds."""
+    grammar: str = ""
 
 
 def sequences_of(request: AddRequest) -> Iterator[AddSequence]:
@@ -112,6 +113,7 @@ def sequences_of(request: AddRequest) -> Iterator[AddSequence]:
                 request.tenant,
                 request.service_class,
                 request.first_token_s if handle - request.handle == request.bearer else math.inf,
+                request.grammar,
             )
             handle += 1
 
@@ -129,4 +131,5 @@ def alone(sequence: AddSequence) -> AddRequest:
         sequence.tenant,
         sequence.service_class,
         sequence.first_token_s,
+        grammar=sequence.grammar,
     )
