@@ -1,5 +1,5 @@
-"""The endpoints by path, made ready before the first request. A further API is a module beside this one, and a
-line."""
+"""The endpoints by path, made ready before the first request. A further API is a module beside this one, and
+a line."""
 
 from __future__ import annotations
 
