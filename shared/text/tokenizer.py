@@ -228,7 +228,7 @@ class Tokenizer:
         began_s = None if self.slicer is not None else time.thread_time()
         try:
             if isinstance(prompt, ChatPrompt):
-                prompts = [self._chat_ids(self.chat_template.render(prompt.messages))]
+                prompts = [self._chat_ids(self.chat_template.render(prompt))]
             else:
                 prompts = self._text_ids(prompt)
         finally:

@@ -15,6 +15,7 @@ from engine.contract.messages import END_TOKENS_MAX
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.messages import ChatMessage
+from shared.apis.prompt import ChatPrompt
 from shared.apis.validation import parse
 from shared.fairness.fair_threads import at_once
 from shared.process import logs
@@ -147,7 +148,7 @@ def _turns_end(tokenizer: Tokenizer) -> str | None:
     """The special token that the chat template writes behind an assistant's message. None without one."""
     turns = [ChatMessage("user", "Hello"), ChatMessage("assistant", _ANSWER)]
     try:
-        rendered = at_once(tokenizer.chat_template.slices(turns))
+        rendered = at_once(tokenizer.chat_template.slices(ChatPrompt(turns)))
     except InvalidRequest:  # there is no template, or `_warm_up` has told of it
         return None
     behind = rendered.rpartition(_ANSWER)[2].lstrip()
