@@ -67,14 +67,23 @@ class GenerationDefaults:
     """Keys of generation_config.json that have no meaning here; they are logged."""
 
 
-def load_model(directory: Path, *, name: str, created: int) -> ServedModel:
-    """Read the directory's tokenizer and configuration. Blocks for as long as that takes.
+def load_model(
+    directory: Path,
+    *,
+    name: str,
+    created: int,
+    template_arguments: tuple[str, ...] | None = None,
+    template_defaults: str | None = None,
+) -> ServedModel:
+    """Read the directory's tokenizer and configuration. Blocks for as long as that takes. The last two are
+    those of `TokenizerBundle.of`, the defaults as JSON.
 
     Raises UnusableTokenizer and UnusableModel.
     """
     _check_files(directory)
     files = read_files(directory)
-    bundle = TokenizerBundle.of(files)
+    defaults_given = msgspec.json.decode(template_defaults or "{}", type=dict[str, Any])
+    bundle = TokenizerBundle.of(files, template_arguments, defaults_given)
     tokenizer = Tokenizer(bundle)
     try:
         tokenizer.probe()
