@@ -115,6 +115,11 @@ class Spending(Context):
         self._room = KEPT_MAX * (chat_len + ROOM_LEN)
         self.left = self._steps()
 
+    def derived(self, locals: dict[str, Any] | None = None) -> Spending:  # noqa: A002  Jinja's name
+        """The context for a function that is called in a loop, which Jinja would make anew with the loop's
+        variables. None of the functions asks for those, and what they use is counted here."""
+        return self
+
     def _steps(self) -> int:
         return max(1, STEPS * STEP_LEN // self._longest)
 

@@ -205,8 +205,9 @@ class CompiledTemplate:
             message = f"The model's chat template refuses these messages: {error}"
             raise InvalidRequest(message[:MESSAGE_LEN_MAX], param="messages") from None
         except (jinja2.TemplateError, *_FAILURES) as error:
+            what = "these messages with these tools" if variables.get("tools") else "these messages"
             raise InvalidRequest(
-                "The model's chat template cannot render these messages.",
+                f"The model's chat template cannot render {what}.",
                 param="messages",
                 detail=f"the chat template raised {type(error).__name__}",
             ) from None

@@ -27,6 +27,7 @@ import tokenizers
 from shared.apis.prompt import ChatPrompt, PromptForm, TextPrompt
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.text.chat_template import NO_DEFAULTS, ChatTemplate, variables_read
+from shared.text.fill import Fill
 from shared.text.model_files import BadModelFile, shown
 from shared.text.text_slices import Slicer
 from shared.text.token_text import DecodeStream, piece_spelling, whole_spelling
@@ -209,6 +210,8 @@ class Tokenizer:
         self._words = WordEncoder.of(self.raw, spec)
         self.around: tuple[list[int], list[int]] = around or ([], [])
         """The special tokens that are added before and behind a text."""
+        self.fill = Fill.of(self.raw.token_to_id, lambda text: self.encode(text, False), self.around[0])
+        """The prompts with a suffix. None for a tokenizer without tokens for them."""
         self.slicer = None if around is None else Slicer.of(self.raw, spec, vocabulary)
         """The cuts of long text. None for a tokenizer whose cuts are not known."""
         self._is_slow = False
@@ -265,6 +268,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if ids is None else ids
 
     def _text_ids(self, given: TextPrompt) -> list[list[int]]:
+        if given.suffix:
+            raise NotInPlace("A prompt with a suffix is put together elsewhere.", param="suffix")
         prompt = given.prompt
         given.count()
         if isinstance(prompt, str):
