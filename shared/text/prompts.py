@@ -29,7 +29,7 @@ CharSpan = tuple[int, int]
 
 
 def prompt_slices(tokenizer: Tokenizer, given: PromptForm, room: Room | None) -> Slices[list[list[int]]]:
-    """The ids of each of a request's prompts, in slices. No prompt may have more tokens than there is room for.
+    """The ids of a request's prompts, in slices. No prompt may have more tokens than there is room for.
 
     Raises InvalidRequest; for a prompt that is too long ContextLengthExceeded, or NeverFits.
     """
