@@ -47,6 +47,10 @@ NO_NAMES: Final = "none"
 TEMPLATE_LEN_MAX: Final = 32 * 1024
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
 def _is_object(text: str) -> bool:
     try:
         msgspec.json.decode(text, type=dict[str, Any])
@@ -58,7 +62,7 @@ def _is_object(text: str) -> bool:
 TemplateNames = Annotated[
     str,
     Meta(min_length=1, max_length=TEMPLATE_LEN_MAX),
-    Rule("be names separated by commas, or none", lambda text: all(map(str.isidentifier, text.split(",")))),
+    Rule("be names separated by commas, or none", lambda text: all(map(str.isidentifier, _names(text)))),
 ]
 TemplateDefaults = Annotated[
     str, Meta(min_length=1, max_length=TEMPLATE_LEN_MAX), Rule("be a JSON object", _is_object)
@@ -195,7 +199,7 @@ class EngineConfig(RunnerConfig):
     def template_names(self) -> tuple[str, ...] | None:
         """The variables of the chat template that requests may set. None for those that it reads."""
         names = self.template_arguments
-        return None if names is None else () if names == NO_NAMES else tuple(names.split(","))
+        return None if names is None else () if names == NO_NAMES else _names(names)
 
     @property
     def tracing(self) -> TracingConfig:

@@ -502,8 +502,8 @@ def _arguments(node: nodes.Filter | nodes.Test) -> list[nodes.Expr]:
 
 def _filter_growth(node: nodes.Filter) -> int:
     """How much longer a filter makes its text at most. Raises Unbounded."""
-    values = [one.value if isinstance(one, nodes.Const) else None for one in node.args]
-    named = {str(one.key): getattr(one.value, "value", None) for one in node.kwargs}
+    values = [_constant(one) for one in node.args]
+    named = {str(one.key): _constant(one.value) for one in node.kwargs}
     if node.name in CHOOSING:
         if set(named) - {"attribute", "default"} or (node.name == "map" and named and values):
             raise Unbounded(f"the filter {node.name} has arguments that are not known")
@@ -553,8 +553,18 @@ def _indent(node: nodes.Filter) -> int:
     return max((int(number) for number in numbers if isinstance(number, int)), default=0)
 
 
+def _constant(node: nodes.Node) -> Any:
+    """The value of a constant, or of a tuple of them. None for anything else."""
+    if isinstance(node, nodes.Tuple):
+        return tuple(map(_constant, node.items))
+    return node.value if isinstance(node, nodes.Const) else None
+
+
 def _is_small(value: object) -> bool:
-    """True for a constant that does not make JSON longer than `FILTERS` says."""
+    """True for a constant that does not make JSON longer than `FILTERS` says: a flag, an indent that is
+    weighed, or separators."""
+    if isinstance(value, tuple):
+        return all(isinstance(one, str) and len(one) <= len(": ") for one in value)
     return value in (True, False) or (isinstance(value, int) and 0 <= value <= 4)
 
 

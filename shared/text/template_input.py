@@ -169,7 +169,7 @@ def _tool(tool: Tool, index: int) -> dict[str, Any]:
         value = getattr(spec, name)
         if isinstance(value, msgspec.Raw):
             value = _decoded(value, f"tools[{index}].{kind}.{name}")
-        if value is not None:
+        if value is not None and value is not msgspec.UNSET:
             plain[name] = value
     return {"type": kind, kind: plain}
 
