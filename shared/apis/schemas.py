@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, Final, Literal, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 from urllib.parse import unquote
 
 from shared.apis.patterns import check_pattern
