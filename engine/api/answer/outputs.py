@@ -24,13 +24,13 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from itertools import takewhile
 from typing import Final, NamedTuple
 
 import msgspec
 
 from engine.api.answer.detokenizer import Detokenizer
+from engine.api.answer.parts import Part, PartKind
 from engine.api.answer.text_room import TextRoom
 from engine.api.told.causes import SequenceMarks, Spent, causes_of
 from engine.api.told.halts import Halts
@@ -63,20 +63,6 @@ class Entry(NamedTuple):
     logprobs: TokenLogprobs | None
     """The token's log-probabilities. None when they were not asked for, and for a stop token, which is
     not part of the text."""
-
-
-class PartKind(Enum):
-    """The kind of a part of an answer."""
-
-    TEXT = "text"
-    """The answer itself."""
-
-
-class Part(NamedTuple):
-    """A piece of an answer that is of one kind."""
-
-    text: str
-    kind: PartKind = PartKind.TEXT
 
 
 class Delta(msgspec.Struct, frozen=True):
