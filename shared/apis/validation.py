@@ -28,11 +28,11 @@ from msgspec import Raw, Struct
 
 from shared.apis.census import SLICE_LEN, Census, census_of
 from shared.apis.fields import survey
-from shared.apis.nothing import INSTEAD
+from shared.apis.nothing import unsupported
 from shared.apis.repeated import PLAIN_NAME, Key
 from shared.apis.request import Request
 from shared.fairness.fair_threads import Slices
-from shared.wire.errors import InvalidJson, InvalidRequest, UnsupportedParameter
+from shared.wire.errors import InvalidJson, InvalidRequest
 from shared.wire.undecodable import UNDECODABLE
 
 T = TypeVar("T", bound=Request)
@@ -58,13 +58,19 @@ class Parsed(Struct, Generic[T], frozen=True):
     """The first field that asks for what no engine of ours can do. None without one."""
     shapeless: tuple[str, ...] = ()
     """The names of the fields within messages that no shape of `shared.apis.messages` has."""
+    is_plain: bool = True
+    """True if it has no field that our engines look into, and no message that is more than a text."""
 
     def require_supported(self) -> None:
-        """Refuse an unsupported field. Raises UnsupportedParameter."""
-        if (param := self.unsupported) is not None:
-            if (instead := INSTEAD.get(param)) is not None:
-                raise UnsupportedParameter(f"{param} is not supported; use {instead}.", param=param)
-            raise UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)
+        """Refuse what no engine of ours takes. Raises InvalidRequest, and UnsupportedParameter."""
+        if self.unsupported is not None:
+            raise unsupported(self.unsupported)
+        if not self.is_plain:
+            self.request.check_for_ours(self.fields)
+
+    def closer_look(self) -> Slices[tuple[str, ...]] | None:
+        """The checks for our engines that take long (`Request.closer_look`)."""
+        return None if self.is_plain else self.request.closer_look()
 
     @property
     def ignored_header(self) -> str:
@@ -133,7 +139,7 @@ def _parsed(request: T, fields: dict[str, Raw], type_: type[T]) -> Parsed[T]:
         found = survey(request, fields, _names(type_))
     except msgspec.ValidationError:
         raise _out_of_range(fields) from None
-    return Parsed(request, fields, found.unknown, found.unsupported, found.shapeless)
+    return Parsed(request, fields, found.unknown, found.unsupported, found.shapeless, found.is_plain)
 
 
 def _out_of_range(fields: dict[str, Raw]) -> InvalidJson:
