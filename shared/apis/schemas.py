@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 from urllib.parse import unquote
 
 from shared.apis.patterns import check_pattern
-from shared.apis.repeated import PLAIN_NAME
+from shared.apis.validation import PLAIN_NAME
 from shared.wire.errors import InvalidRequest
 
 SCHEMA_LEN_MAX: Final = 120_000
