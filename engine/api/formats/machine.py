@@ -395,7 +395,7 @@ class AnswerMachine:
         if calls.arguments is ArgumentsKind.TAGGED:
             self._begin(name)
             assert tables.tags is not None
-            yield from notations.tagged(source, emit, tables.tags, self._properties(name), plain)
+            yield from notations.tagged(source, emit, tables.tags, self._schema(name), plain)
             return
         if (yield from source.space()) != "{":
             raise Broken
@@ -409,10 +409,9 @@ class AnswerMachine:
         if self._source.holds:
             self._begin(name)
 
-    def _properties(self, name: str) -> Mapping[str, Any]:
+    def _schema(self, name: str) -> Mapping[str, Any]:
         schema = self._tools.get(name)
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        return properties if isinstance(properties, Mapping) else {}
+        return schema if isinstance(schema, Mapping) else {}
 
     def _envelope(self, calls: CallFormat) -> Reading[None]:
         """A call that is a JSON object with name and arguments as members, in any order."""
