@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -144,9 +145,15 @@ def test_tools_of_a_long_chat_reach_the_process_that_renders_it() -> None:
         assert renderer.pid is not None
         assert json.dumps(WEATHER, ensure_ascii=False) in text
         assert text.endswith("</think>\n\n")
-        long["tool_calls"] = [call("now", json.dumps({"n": 2**64}))]
-        with pytest.raises(InvalidRequest, match="64 bits"):
-            at_once(template.slices(prompt_of(long), renderer))
+        wide = json.dumps({"n": [2**64, -(2**63) - 1, 2**63]})
+        long["tool_calls"] = [call("now", wide)]
+        assert f'"arguments": {wide}' in at_once(template.slices(prompt_of(long), renderer))
+        first = renderer.pid
+        for depth in range(980, 1000):
+            long["tool_calls"] = [call("now", '{"n": ' + "[" * depth + "]" * depth + "}")]
+            with contextlib.suppress(InvalidRequest):
+                at_once(template.slices(prompt_of(long), renderer))
+        assert renderer.pid == first, "it outlives what is nested too deeply"
     finally:
         renderer.close()
 
