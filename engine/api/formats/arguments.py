@@ -20,6 +20,7 @@ from shared.wire.errors import InvalidRequest
 
 _BARE_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NOTHING: Final = '""'
 _INTEGER: Final = "/-?(0|[1-9][0-9]{0,30})/"
 _NUMBER: Final = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,2})?/"
 _KEPT: Final = frozenset(
@@ -31,10 +32,22 @@ _KEPT: Final = frozenset(
 """The keywords that the rules for values of notations other than JSON know."""
 _MEANINGLESS: Final = frozenset(
     (
-        *("title", "description", "default", "examples", "$defs", "definitions", "$schema", "$id", "$comment"),
+        *(
+            "title",
+            "description",
+            "default",
+            "examples",
+            "$defs",
+            "definitions",
+            "$schema",
+            "$id",
+            "$comment",
+        ),
         *("$anchor", "id", "readOnly", "writeOnly", "deprecated", "contentMediaType", "contentEncoding"),
     )
 )
+_NO_JSON: Final = r"/([^{\[ \t\r\n0-9-](?s:.*))?/"
+"""A text that is read as none but a string, where it may also be a number, a list or an object."""
 _TEXTUAL: Final = frozenset(("minLength", "maxLength", "pattern"))
 
 Schema = dict[str, Any]
@@ -88,7 +101,7 @@ class Arguments:
             begin, middle = self.format.pieces(tag.begin), self.format.pieces(tag.middle)
             value_rule = self._raw(tag, [])
             parts.append(f"({lark.row([*begin, (key_rule,), *middle, (value_rule,)])})*")
-        return " ".join(parts) or '""'
+        return " ".join(parts) or _NOTHING
 
     def _tagged_value(self, schema: Any, tag: TaggedArgument) -> str:
         """A value and its end: a text as it is if it is a string, else JSON."""
@@ -99,9 +112,12 @@ class Arguments:
         texts = _texts(schema)
         if texts is not None:
             return lark.row([(lark.any_of(map(lark.literal, texts)),), *end])
+        others = _beside_string(schema)
+        if others is not None:
+            shown = [lark.row([(self._tagged_json(other),), *end]) for other in others]
+            return lark.any_of([*shown, self._raw(tag, [_NO_JSON])])
         if schema.get("type") != "string":
-            definitions = {} if self.schema is None else _definitions(self.schema)
-            return lark.row([(lark.schema(json.dumps({**schema, **definitions}), strict=self.strict),), *end])
+            return lark.row([(self._tagged_json(schema),), *end])
         held = []
         for keyword in schema.keys() - _MEANINGLESS - {"type"}:
             if keyword not in _TEXTUAL:
@@ -112,6 +128,10 @@ class Arguments:
             most = schema.get("maxLength", "")
             held.append(lark.regex(f"(?s:.{{{schema.get('minLength', 0)},{most}}})"))
         return self._raw(tag, held)
+
+    def _tagged_json(self, schema: Schema) -> str:
+        definitions = {} if self.schema is None else _definitions(self.schema)
+        return lark.schema(json.dumps({**schema, **definitions}), strict=self.strict)
 
     def _raw(self, tag: TaggedArgument, held: list[str]) -> str:
         return lark.text_before(self.rules, self.format.pieces(tag.end), held)
@@ -131,13 +151,13 @@ class Arguments:
             head = f"({member} {tail})?"
         for key in reversed(properties):
             member = lark.row([*self._key(key, is_argument), colon, (self._value(properties[key]),)])
-            rest = self.rules.fresh("rest", f"{tail}" or '""')
+            rest = self.rules.fresh("rest", tail or _NOTHING)
             comma = lark.literal(self._comma)
             if key in required:
                 head, tail = f"{member} {rest}", f"{comma} {member} {rest}"
             else:
-                head, tail = f"({member} {rest} | {head or '""'})", f"({comma} {member})? {rest}"
-        return head or '""'
+                head, tail = f"({member} {rest} | {head or _NOTHING})", f"({comma} {member})? {rest}"
+        return head or _NOTHING
 
     @property
     def _comma(self) -> str:
@@ -173,7 +193,7 @@ class Arguments:
             return True
         name = schema["$ref"]
         if name not in self._known:
-            rule = self._known[name] = self.rules.fresh("ref", '""')
+            rule = self._known[name] = self.rules.fresh("ref", _NOTHING)
             self.rules.add(rule, self._value(_target(self.schema or {}, name)))
         return self._known[name]
 
@@ -197,7 +217,7 @@ class Arguments:
 
     def _any_value(self) -> str:
         if "any" not in self._known:
-            rule = self._known["any"] = self.rules.fresh("any", '""')
+            rule = self._known["any"] = self.rules.fresh("any", _NOTHING)
             self.rules.add(rule, lark.any_of(self._of_type(kind, {}) for kind in sorted(TYPES - {"integer"})))
         return self._known["any"]
 
@@ -223,7 +243,7 @@ class Arguments:
             return [str(value) if python else json.dumps(value)]
         if isinstance(value, int | float):
             return [json.dumps(value)]
-        self._refuse("enum")
+        return self._refuse("enum")
 
     def _key(self, key: str, is_argument: bool) -> list[lark.Atom]:
         python = self.calls.arguments is ArgumentsKind.PYTHON
@@ -243,7 +263,9 @@ class Arguments:
     def _resolved(self, schema: Any) -> Any:
         """The schema that a chain of references leads to."""
         for _ in range(8):
-            if not (isinstance(schema, dict) and "$ref" in schema and not schema.keys() - _MEANINGLESS - {"$ref"}):
+            if not (
+                isinstance(schema, dict) and "$ref" in schema and not schema.keys() - _MEANINGLESS - {"$ref"}
+            ):
                 break
             schema = _target(self.schema or {}, schema["$ref"])
         return schema
@@ -269,6 +291,19 @@ def _texts(schema: Schema) -> list[str] | None:
     if not values or not all(isinstance(value, str) for value in values):
         return None
     return list(values)
+
+
+def _beside_string(schema: Schema) -> list[Schema] | None:
+    """The other schemas of a union with any string. None for another schema."""
+    kinds = schema.get("type")
+    if isinstance(kinds, list) and "string" in kinds and len(kinds) > 1:
+        rest = {keyword: value for keyword, value in schema.items() if keyword not in ("type", *_TEXTUAL)}
+        return [{**rest, "type": kind} for kind in kinds if kind != "string"]
+    for union in ("anyOf", "oneOf"):
+        options = schema.get(union, ())
+        if any(isinstance(option, dict) and option.get("type") == "string" for option in options):
+            return [option for option in options if option.get("type") != "string"]
+    return None
 
 
 def _definitions(schema: Schema) -> Schema:

@@ -20,6 +20,7 @@ SPACE: Final = "SPACE"
 """The name of the terminal of white space behind a marker."""
 _OPTIONS: Final = {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
 _BEHIND_ESCAPE: Final = re.compile(r"\\.|/|[\r\n]", re.DOTALL)
+_ESCAPED: Final = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 
 Atom = str | int | tuple[str]
 """A part of a row: a text, a token's id, or an expression (in a tuple)."""
@@ -56,12 +57,7 @@ def token(token_id: int) -> str:
 
 def regex(pattern: str) -> str:
     """A regular expression that was checked (`check_pattern`), as a terminal."""
-
-    def escaped(found: re.Match[str]) -> str:
-        part = found.group()
-        return {"/": r"\/", "\\/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}.get(part, part)
-
-    body = _BEHIND_ESCAPE.sub(escaped, pattern)
+    body = _BEHIND_ESCAPE.sub(lambda part: _ESCAPED.get(part.group()[-1], part.group()), pattern)
     assert not (len(body) - len(body.rstrip("\\"))) % 2, "it would end behind its slash"
     return f"/(?:{body})/"
 
