@@ -12,7 +12,8 @@ Rules:
    silently ignored: the caller would get another answer than the one asked for, with a 200. So OpenAI's own
    fields that are not implemented, and the extensions of other engines that are in use (vLLM, SGLang,
    llama.cpp, TGI), are listed (`shared.apis`) with the values that ask for nothing; any other value is
-   unsupported. Whether to refuse it is decided by the caller, which knows the engine.
+   unsupported. Those of which our engines do a part are left to the request. Whether to refuse it is decided
+   by the caller, which knows the engine.
 4. A field that is in no list is unknown: it is accepted, and named to the caller unless it is null, which
    asks for nothing. Fields inside messages and their parts obey the same policy as those outside.
 5. A body with an object that has a field twice is refused, as readers of JSON differ in which of the two
@@ -37,11 +38,11 @@ import msgspec
 from msgspec import Raw, Struct
 
 from shared.apis.holding import SLICE_LEN, Census, census_of, refuse_excess
-from shared.apis.messages import ChatMessage, ImagePart, TextPart
-from shared.apis.nothing import FALSE, INSTEAD, NONE, Nothing
+from shared.apis.messages import ChatMessage, CustomToolCall, ImagePart
+from shared.apis.nothing import FALSE, LOOKED_INTO, NONE, Nothing, unsupported
 from shared.apis.request import Request
 from shared.fairness.fair_threads import Slices
-from shared.wire.errors import InvalidJson, InvalidRequest, UnsupportedParameter
+from shared.wire.errors import InvalidJson, InvalidRequest
 from shared.wire.shapes import IMAGES_MAX
 from shared.wire.undecodable import UNDECODABLE
 
@@ -97,8 +98,8 @@ def _refuse_pairs(path: str, pairs: dict[Key, Raw]) -> None:
 
 _MESSAGE: Final[Mapping[str, Nothing]] = {"audio": NONE, "prefix": FALSE, "partial": FALSE}
 """Fields of messages that no shape has."""
-_MESSAGE_SHAPED: Final = ("tool_calls", "tool_call_id", "function_call", "refusal", "reasoning")
-"""Fields that messages have, and that ask for nothing where they are empty."""
+_CONTENTS: Final = ("tool_calls", "function_call", "refusal", "reasoning", "reasoning_content")
+"""Fields of which the assistant's messages may have one in place of content."""
 _OF_TOOLS: Final = frozenset({"tool", "function"})
 """The roles of messages that answer a call."""
 _NOT_NAMED: Final = frozenset({f"messages.{name}" for name in (*_MESSAGE, "annotations")})
@@ -117,6 +118,8 @@ class Survey(Struct, frozen=True):
     """The first field that asks for what no engine of ours can do. None without one."""
     shapeless: tuple[str, ...] = ()
     """The names of the fields within messages that no shape of `shared.apis.messages` has, known or not."""
+    is_plain: bool = True
+    """True if no field is in the request's table, and all messages are texts alone."""
 
 
 def survey(request: Request, fields: Mapping[str, Raw], known: frozenset[str]) -> Survey:
@@ -125,7 +128,11 @@ def survey(request: Request, fields: Mapping[str, Raw], known: frozenset[str]) -
     says nothing."""
     table = request.nothing
     unknown = [] if fields.keys() <= known else _unknown(fields, known | table.keys())
-    unsupported = None if table.keys().isdisjoint(fields) else next(_unsupported(fields, table), None)
+    unsupported = None
+    is_plain = table.keys().isdisjoint(fields)
+    if not is_plain:
+        unsupported = next(_unsupported(fields, table), None)
+        unknown += request.unknown_within(fields)
     if request.taken_from is not None:
         unsupported = unsupported or request.surplus
     if "stream_options" in fields and getattr(request, "stream_options", None) is not None:
@@ -136,12 +143,13 @@ def survey(request: Request, fields: Mapping[str, Raw], known: frozenset[str]) -
     chat: list[ChatMessage] | None = getattr(request, "messages", None) if request.has_messages else None
     shapeless: tuple[str, ...] = ()
     if chat is not None and not _are_plain(chat, fields["messages"]):
+        is_plain = False
         _check_contents(chat)
         shapeless = tuple(dict.fromkeys(_shapeless(chat, fields["messages"], "messages", "messages")))
         unknown += [name for name in shapeless if name not in _NOT_NAMED]
         unsupported = unsupported or _unsupported_in_messages(chat, fields["messages"], shapeless)
-    if unknown or unsupported or shapeless:
-        return Survey(tuple(unknown), unsupported, shapeless)
+    if unknown or unsupported or shapeless or not is_plain:
+        return Survey(tuple(unknown), unsupported, shapeless, is_plain)
     return _NOTHING_TO_SAY
 
 
@@ -190,7 +198,7 @@ def _are_spaced(messages: list[_PlainMessage], raw: Raw) -> bool:
 
 def _unsupported(fields: Mapping[str, Raw], table: Mapping[str, Nothing]) -> Iterator[str]:
     for name in fields:
-        if name in table:
+        if name in table and table[name] is not LOOKED_INTO:
             value = msgspec.json.decode(fields[name])
             if value is not None and value not in table[name]:
                 yield name
@@ -202,17 +210,27 @@ def _unsupported_in_messages(chat: Sequence[ChatMessage], raw: Raw, shapeless: S
             for name in _unsupported(fields, _MESSAGE):
                 return f"messages[{index}].{name}"
     for index, message in enumerate(chat):
-        if message.role in _OF_TOOLS:
-            return f"messages[{index}].role"
-        for name in _MESSAGE_SHAPED:
-            if getattr(message, name):
-                return f"messages[{index}].{name}"
-        if not isinstance(message.content, str | list):
-            return f"messages[{index}].content"
-        for at, part in enumerate(message.parts):
-            if type(part) is not TextPart:
-                return f"messages[{index}].content[{at}]"
+        for name in _unsupported_in(message):
+            return f"messages[{index}].{name}"
     return None
+
+
+def _unsupported_in(message: ChatMessage) -> Iterator[str]:
+    """The fields of a message that ask for what no engine of ours does."""
+    if message.role == "function":
+        yield "role"
+    if message.function_call is not None:
+        yield "function_call"
+    if message.tool_calls and message.role != "assistant":
+        yield "tool_calls"
+    if message.tool_call_id and message.role != "tool":
+        yield "tool_call_id"
+    for at, call in enumerate(message.tool_calls or ()):
+        if type(call) is CustomToolCall:
+            yield f"tool_calls[{at}]"
+    for at, part in enumerate(message.parts):
+        if type(part) is ImagePart:
+            yield f"content[{at}]"
 
 
 def _check_contents(chat: Iterable[ChatMessage]) -> None:
@@ -222,10 +240,7 @@ def _check_contents(chat: Iterable[ChatMessage]) -> None:
     for index, message in enumerate(chat):
         if not isinstance(message.content, str | list) and not (
             message.role == "function"
-            or (
-                message.role == "assistant"
-                and any(getattr(message, name) for name in (*_MESSAGE_SHAPED, "reasoning_content"))
-            )
+            or (message.role == "assistant" and any(getattr(message, name) for name in _CONTENTS))
         ):
             where = f"messages[{index}].content"
             raise InvalidRequest(f"{where} is required.", param=where)
@@ -295,13 +310,19 @@ class Parsed(Struct, Generic[T], frozen=True):
     """The first field that asks for what no engine of ours can do. None without one."""
     shapeless: tuple[str, ...] = ()
     """The names of the fields within messages that no shape of `shared.apis.messages` has."""
+    is_plain: bool = True
+    """True if it has no field that our engines look into, and no message that is more than a text."""
 
     def require_supported(self) -> None:
-        """Refuse an unsupported field. Raises UnsupportedParameter."""
-        if (param := self.unsupported) is not None:
-            if (instead := INSTEAD.get(param)) is not None:
-                raise UnsupportedParameter(f"{param} is not supported; use {instead}.", param=param)
-            raise UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)
+        """Refuse what no engine of ours takes. Raises InvalidRequest, and UnsupportedParameter."""
+        if self.unsupported is not None:
+            raise unsupported(self.unsupported)
+        if not self.is_plain:
+            self.request.check_for_ours(self.fields)
+
+    def closer_look(self) -> Slices[tuple[str, ...]] | None:
+        """The checks for our engines that take long (`Request.closer_look`)."""
+        return None if self.is_plain else self.request.closer_look()
 
     @property
     def ignored_header(self) -> str:
@@ -360,7 +381,7 @@ def _parsed(request: T, fields: dict[str, Raw], type_: type[T]) -> Parsed[T]:
         found = survey(request, fields, _names(type_))
     except msgspec.ValidationError:
         raise _out_of_range(fields) from None
-    return Parsed(request, fields, found.unknown, found.unsupported, found.shapeless)
+    return Parsed(request, fields, found.unknown, found.unsupported, found.shapeless, found.is_plain)
 
 
 def _out_of_range(fields: dict[str, Raw]) -> InvalidJson:
