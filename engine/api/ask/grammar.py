@@ -30,23 +30,22 @@ Rules
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from engine.api.formats import lark
 from engine.api.formats.arguments import Arguments
-from engine.api.formats.format import AnswerFormat, ArgumentsKind, CallFormat
-from engine.api.formats.lark import Atom, Rules
+from engine.api.formats.format import AnswerFormat, CallFormat
+from engine.api.formats.lark import Rules
 from engine.api.formats.own_grammars import checked_grammar
 from engine.contract.grammars import BadGrammar, Vocabulary, compiled
 from shared.apis.patterns import check_pattern
 from shared.apis.schemas import SIZE_MAX, HeldSchema, held_schema
 from shared.apis.structure import Structure, StructureKind
-from shared.apis.tools import FunctionSpec, ToolChoice, ToolMode
+from shared.apis.tools import NO_CALLS, FunctionSpec, ToolChoice, ToolMode
 from shared.wire.errors import InvalidRequest, UnsupportedParameter
-
-_NOT_HELD: Final = "the whole schema"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Asked:
     """What of a request shapes its answer."""
 
     functions: tuple[FunctionSpec, ...] = ()
-    choice: ToolChoice = ToolChoice(ToolMode.NONE)
+    choice: ToolChoice = NO_CALLS
     is_parallel: bool = True
     structure: Structure | None = None
     thinking_budget: int | None = None
@@ -72,8 +71,8 @@ class Grammar:
 
 
 def checked(vocabulary: Vocabulary, format_: AnswerFormat | None, asked: Asked, *, reasons: bool) -> Grammar:
-    """The grammar of an answer, which was compiled once: a job for a thread. `reasons`: the prompt's end opened
-    reasoning. Raises InvalidRequest."""
+    """The grammar of an answer, which was compiled once: a job for a thread. `reasons` says that the prompt's
+    end opened reasoning. Raises InvalidRequest."""
     grammar = grammar_of(format_, asked, reasons=reasons)
     if not grammar.text:
         return grammar
@@ -91,9 +90,7 @@ def checked(vocabulary: Vocabulary, format_: AnswerFormat | None, asked: Asked, 
     return grammar
 
 
-def grammar_of(
-    format_: AnswerFormat | None, asked: Asked, *, reasons: bool, is_lax: bool = False
-) -> Grammar:
+def grammar_of(format_: AnswerFormat | None, asked: Asked, *, reasons: bool, is_lax: bool = False) -> Grammar:
     """The grammar of an answer. `is_lax`: no schema is held that is not strict, as one cannot be compiled.
     Raises InvalidRequest."""
     if not (asked.functions or asked.structure is not None or asked.thinking_budget is not None):
@@ -104,6 +101,20 @@ def grammar_of(
 def _refusal(asked: Asked, error: BadGrammar) -> InvalidRequest:
     param = "tools" if asked.structure is None else asked.structure.param
     return InvalidRequest(f"{param} cannot be held: {error}", param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Expressions of an answer behind its reasoning."""
+
+    whole: str
+    from_call: str = ""
+    """Of one that begins with a call. Empty where none can."""
+    is_text: bool = False
+    """True if it begins with any text."""
+
+
+_FREE: Final = _Answer(lark.TEXT, is_text=True)
 
 
 @dataclass(slots=True)
@@ -120,37 +131,29 @@ class _Composer:
     """The size of all schemas so far."""
 
     def compose(self) -> Grammar:
-        asked = self.asked
-        calls = self.format.calls
-        if asked.functions and asked.choice.mode is not ToolMode.NONE and calls is None:
-            message = "tools are not supported by this model: no format of its calls is known."
-            raise UnsupportedParameter(message, param="tools")
-        if asked.structure is not None:
-            text = self._structure(asked.structure)
-        elif asked.choice.mode is ToolMode.NONE and not (asked.functions and calls is not None):
-            text = lark.TEXT
-        else:
-            text = ""
-        answer = self._answer(calls, text) if calls is not None and asked.functions else _Answer(text)
+        structure = "" if self.asked.structure is None else self._structure(self.asked.structure)
+        answer = _Answer(structure) if structure else _FREE
+        if self.asked.functions:
+            answer = self._with_functions(structure)
         start = self._behind_reasoning(answer)
         if not start:
             return Grammar()
-        rules = f"start: {start}\n{self.rules}"
+        text = f"start: {start}\n{self.rules}"
         if self.own:
-            named = [("answer", rules), ("own", self.own)]
-            rules = json.dumps({"grammars": [{"name": name, "lark_grammar": one} for name, one in named]})
-        return Grammar(rules, tuple(dict.fromkeys(self.ignored)))
+            named = [("answer", text), ("own", self.own)]
+            text = json.dumps({"grammars": [{"name": name, "lark_grammar": one} for name, one in named]})
+        return Grammar(text, tuple(dict.fromkeys(self.ignored)))
 
     # -- structure ------------------------------------------------------------------------------------
 
     def _structure(self, structure: Structure) -> str:
-        """The expression of a structure. Raises InvalidRequest."""
+        """The name of a structure's rule. Raises InvalidRequest."""
         match structure.kind:
             case StructureKind.JSON_OBJECT:
-                return lark.schema(lark.ANY_OBJECT, strict=False)
+                return self.rules.add("structure", lark.schema(lark.ANY_OBJECT, strict=False))
             case StructureKind.JSON_SCHEMA:
                 held = self._held(structure.source, structure.strict, structure.param)
-                return lark.schema(held.text, strict=structure.strict)
+                return self.rules.add("structure", lark.schema(held.text, strict=structure.strict))
             case StructureKind.REGEX:
                 check_pattern(structure.source, structure.param)
                 return self.rules.add("REGEX", lark.regex(structure.source))
@@ -158,116 +161,186 @@ class _Composer:
                 return self.rules.add("CHOICE", lark.any_of(map(lark.literal, structure.choices)))
             case StructureKind.GRAMMAR:
                 self.own = checked_grammar(structure.source, structure.param)
-                return "@own"
+                return self.rules.add("structure", "@own")
 
     def _held(self, source: bytes | str, strict: bool, param: str) -> HeldSchema:
         """A schema, or that of any object where it is not to be held. Raises InvalidRequest."""
-        held = HeldSchema(lark.ANY_OBJECT, (_NOT_HELD,))
+        held = None
         if strict or not self.is_lax:
             held = held_schema(source, strict=strict, param=param)
             if self.size + held.size > SIZE_MAX:
                 if strict:
-                    message = f"{param} and the other schemas together are too large."
+                    message = f"{param} is too large, with the other schemas of the request."
                     raise InvalidRequest(message, param=param)
-                held = HeldSchema(lark.ANY_OBJECT, (_NOT_HELD,))
-            self.size += held.size
-        self.ignored += [param if place is _NOT_HELD else f"{param}.{place}" for place in held.ignored]
+                held = None
+        if held is None:
+            self.ignored.append(param)
+            return HeldSchema(lark.ANY_OBJECT)
+        self.size += held.size
+        self.ignored += [f"{param}.{place}" for place in held.ignored]
         return held
 
     # -- reasoning ------------------------------------------------------------------------------------
 
     def _behind_reasoning(self, answer: _Answer) -> str:
-        """The whole answer; empty where nothing is constrained."""
-        reasoning = self.format.reasoning
-        budget = self.asked.thinking_budget
-        if not (answer.text or answer.calls):  # nothing but a budget, or not even that
-            answer = _Answer(lark.TEXT)
-        if reasoning is None or not (opens := self.format.pieces(reasoning.opener)):
-            return "" if answer.is_free else answer.expression
-        if answer.is_free and budget is None:
-            return ""
-        closes = self.format.pieces(reasoning.closer)
+        """The expression of the whole answer; empty where nothing is constrained."""
+        reasoning, budget = self.format.reasoning, self.asked.thinking_budget
+        if reasoning is None:
+            return "" if answer is _FREE else answer.whole
+        opens, closes = self.format.pieces(reasoning.opener), self.format.pieces(reasoning.closer)
         if budget is not None and not isinstance(closes[0], int):
-            message = "thinking_token_budget is not supported by this model, whose mark is no token."
+            message = (
+                "thinking_token_budget is not supported by this model: what ends its reasoning is no token."
+            )
             raise UnsupportedParameter(message, param="thinking_token_budget")
-        end = answer.expression if answer.is_text else f"{lark.SPACE}? {answer.expression}"
+        may_open = bool(opens) and isinstance(opens[0], int)
+        if answer is _FREE and (budget is None or not (self.reasons or may_open)):
+            return ""
+        if not (self.reasons or may_open):
+            return answer.whole
+        thought = self._thought(closes, answer)
+        return thought if self.reasons else lark.any_of([lark.row([*opens, (thought,)]), answer.whole])
+
+    def _thought(self, closes: Sequence[str | int], answer: _Answer) -> str:
+        """Reasoning whose opening mark is there, and what follows it."""
+        behind = answer.whole if answer.is_text else f"{lark.SPACE}? {answer.whole}"
         if not isinstance(closes[0], int):
-            thought = f"{lark.text_before(self.rules, closes)} {end}"
-        else:
-            bound = () if budget is None else (f"max_tokens={budget}",)
-            thought = self.rules.add("thought", lark.TEXT, *bound)
-            ways = [lark.row([*closes, (end,)])]
-            if self.format.call_ends_reasoning and answer.calls:
-                ways.append(answer.calls)
-            thought = f"{thought} {lark.any_of(ways)}"
-        if self.reasons:
-            return thought
-        if not isinstance(opens[0], int):
-            return answer.expression
-        return lark.any_of([lark.row([*opens, (thought,)]), answer.expression])
+            return f"{lark.text_before(self.rules, closes)} {behind}"
+        budget = self.asked.thinking_budget
+        thought = self.rules.add("thought", lark.TEXT, *(() if budget is None else (f"max_tokens={budget}",)))
+        ways = [lark.row([*closes, (behind,)])]
+        if self.format.call_ends_reasoning and answer.from_call:
+            ways.append(answer.from_call)
+        return f"{thought} {lark.any_of(ways)}"
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    def _answer(self, calls: CallFormat, structure: str) -> _Answer:
+    def _with_functions(self, structure: str) -> _Answer:
         """The answer of a request with functions. `structure`: of its text, empty for any text."""
-        choice = self.asked.choice
+        calls, choice = self.format.calls, self.asked.choice
+        if calls is None:
+            if choice.mode is ToolMode.NONE:
+                return _Answer(structure) if structure else _FREE
+            message = "tools are not supported by this model: the format of its calls is not known."
+            raise UnsupportedParameter(message, param="tools")
         if choice.mode is ToolMode.NONE:
-            return _Answer(structure or self._text_without(calls))
-        wanted = [spec for spec in self.asked.functions if choice.name in (None, spec.name)]
-        is_forced = choice.mode is ToolMode.REQUIRED
-        one = [self._call(calls, spec, is_forced) for spec in wanted]
-        call = self.rules.add("call", lark.any_of(one))
-        every = self._calls(calls, call)
-        if is_forced:
-            return _Answer("", every)
+            return _Answer(structure) if structure else self._without_calls(calls)
+        writer = _Calls(self, calls, is_with_text=bool(structure))
+        if choice.mode is ToolMode.REQUIRED:
+            every = writer.every()
+            return _Answer(every, every)
         if structure:
-            return _Answer(structure, every)
-        return self._in_text(calls, every)
+            every = writer.every()
+            return _Answer(lark.any_of([structure, every]), every)
+        return writer.in_text()
 
-    def _call(self, calls: CallFormat, spec: FunctionSpec, is_forced: bool) -> str:
-        """One call of a function, without what opens and closes it."""
-        strict = spec.strict is True
-        index = self.asked.functions.index(spec)
-        param = f"tools[{index}].function.parameters"
-        held = None
-        if spec.schema and (strict or is_forced):
-            held = self._held(spec.schema, strict, param)
-        schema = None if held is None else json.loads(held.text)
-        writer = Arguments(self.rules, self.format, calls, schema, strict, param)
-        arguments = writer.expression()
-        self.ignored += [f"{param}.{keyword}" for keyword in writer.ignored]
-        name = json.dumps(spec.name)[1:-1] if calls.envelope is not None else spec.name
-        return lark.row([*self._pieces(calls.begin + name + calls.middle), (arguments,), *self._pieces(calls.end)])
+    def _without_calls(self, calls: CallFormat) -> _Answer:
+        """Any text without what triggers a call. A bare call has no trigger."""
+        if calls.is_bare and not calls.triggers:
+            return _FREE
+        texts = [
+            head for head in (self.format.pieces(one)[0] for one in calls.triggers) if isinstance(head, str)
+        ]
+        return _Answer(lark.text_without(self.rules, texts), is_text=True)
 
-    def _calls(self, calls: CallFormat, call: str) -> str:
-        """All calls of an answer, or the one that it may have, with what opens and closes them."""
-        opener, closer, separator = map(self._pieces, (calls.opener, calls.closer, calls.separator))
-        if calls.is_list:
-            more = f"({lark.row([*separator, (call,)])})*" if self.asked.is_parallel else ""
-            return self.rules.add("calls", lark.row([*opener, (f"{call} {more}",), *closer]))
-        whole = self.rules.add("whole", lark.row([*opener, (call,), *closer]))
-        if not self.asked.is_parallel:
-            return whole
-        return self.rules.add("calls", f"{whole} ({lark.row([*separator, (whole,)])})*")
 
-    def _in_text(self, calls: CallFormat, every: str) -> _Answer:
+@dataclass(slots=True)
+class _Calls:
+    """The calls of an answer."""
+
+    of: _Composer
+    calls: CallFormat
+    is_with_text: bool
+    """True if the answer may be a structure instead."""
+
+    @property
+    def _opener(self) -> str:
+        """What the first call begins with; white space before it is the text's."""
+        return (self.calls.opener + self.calls.begin).lstrip()[: len(self.calls.opener)]
+
+    def every(self) -> str:
+        """The name of a rule for nothing but calls: all of an answer's, or the one that it may have."""
+        rules, calls = self.of.rules, self.calls
+        one = self._one()
+        if calls.is_list or not self.of.asked.is_parallel:
+            return one
+        return rules.add("calls", f"{one} ({lark.row([*self.of.format.pieces(calls.separator), (one,)])})*")
+
+    def in_text(self) -> _Answer:
         """Any text, with calls from where one is triggered."""
-        head = self._head(calls)
-        if not head:
-            return _Answer(self._bare_text(calls), every)
-        again = "*" if self.asked.is_parallel and not calls.is_list else ""
-        if isinstance(head[0], int):
-            more = f"({every} {lark.TEXT}){again or '?'}"
-            return _Answer(f"{lark.TEXT} {more}", "", is_text=True, ends=f"{every} {lark.TEXT} {more}")
-        return _Answer(self._triggered(calls, head[0]), "", is_text=True)
+        rules, calls = self.of.rules, self.calls
+        if calls.is_bare and not calls.opener.strip():
+            first = re.escape((calls.opener + calls.begin).lstrip()[0])
+            text = rules.add("NO_CALL", rf"/[ \t\r\n]*([^ \t\r\n{first}](?s:.*))?/")
+            every = self.every()
+            return _Answer(lark.any_of([text, every]), every, is_text=True)
+        several = self.of.asked.is_parallel and not calls.is_list
+        trigger = self.of.format.pieces(self._head)[0]
+        if isinstance(trigger, int):
+            one = self._one()
+            if not several:
+                return _Answer(f"{lark.TEXT} ({one})?", one, is_text=True)
+            more = f"({one} {lark.TEXT})*"
+            return _Answer(f"{lark.TEXT} {more}", f"{one} {lark.TEXT} {more}", is_text=True)
+        before = rules.add("before", f"{lark.TEXT} {lark.literal(trigger)}", "lazy")
+        one = f"{before} {self._one(skipped=len(trigger))}"
+        if several:
+            return _Answer(f"({one})* {lark.TEXT}", is_text=True)
+        return _Answer(lark.any_of([one, lark.TEXT]), is_text=True)
 
-    def _triggered(self, calls: CallFormat, trigger: str) -> str:
-        """Any text, with calls that are triggered by a text."""
-        raise AssertionError
+    @property
+    def _head(self) -> str:
+        """The text that stands before each name, and triggers what follows."""
+        return self._opener if self.calls.opener.strip() else self.calls.begin
 
-    def _pieces(self, text: str) -> Sequence[Atom]:
-        return self.format.pieces(text)
+    def _one(self, skipped: int = 0) -> str:
+        """The name of a rule for one call with what opens and closes it, or for a list of calls, without the
+        first `skipped` characters."""
+        of, calls = self.of, self.calls
+        choice = of.asked.choice
+        wanted = [spec for spec in of.asked.functions if choice.name in (None, spec.name)]
+        if calls.is_list:
+            call = of.rules.add("call", lark.any_of(self._call(spec, "", "") for spec in wanted))
+            separator = of.format.pieces(calls.separator)
+            more = f"({lark.row([*separator, (call,)])})*" if of.asked.is_parallel else ""
+            around = of.format.pieces(self._opener[skipped:]), of.format.pieces(calls.closer)
+            return of.rules.add("one", lark.row([*around[0], (f"{call} {more}",), *around[1]]))
+        one = [self._call(spec, self._opener, calls.closer, skipped) for spec in wanted]
+        return of.rules.add("one", lark.any_of(one))
 
-    def _head(self, calls: CallFormat) -> Sequence[str | int]:
-        """What triggers a call. Empty where nothing does: a bare one."""
-        return () if calls.is_bare and not calls.opener else self.format.pieces(calls.opener or calls.begin)
+    def _call(self, spec: FunctionSpec, before: str, behind: str, skipped: int = 0) -> str:
+        """One call of a function."""
+        of, calls = self.of, self.calls
+        strict = spec.strict is True
+        param = f"tools[{of.asked.functions.index(spec)}].function.parameters"
+        held = None
+        if spec.schema and (strict or of.asked.choice.mode is ToolMode.REQUIRED):
+            held = json.loads(of._held(spec.schema, strict, param).text)
+        if calls.is_bare and calls.envelope is not None and self.is_with_text:
+            return self._as_schema(spec.name, held, strict, param)
+        arguments = Arguments(of.rules, of.format, calls, held, strict, param)
+        expression = arguments.expression()
+        of.ignored += [f"{param}.{keyword}" for keyword in arguments.ignored]
+        name = json.dumps(spec.name)[1:-1] if calls.envelope is not None else spec.name
+        head = (before + calls.begin + name + calls.middle)[skipped:]
+        return lark.row([*of.format.pieces(head), (expression,), *of.format.pieces(calls.end + behind)])
+
+    def _as_schema(self, name: str, held: dict[str, object] | None, strict: bool, param: str) -> str:
+        """A bare call beside a structure. Both may begin with the same words, which only schemas can tell
+        apart."""
+        envelope = self.calls.envelope
+        assert envelope is not None
+        if held is not None and '"$ref"' in json.dumps(held):
+            if strict:
+                message = f"{param} cannot have a $ref beside response_format, with this model."
+                raise InvalidRequest(message, param=param)
+            self.of.ignored.append(param)
+            held = None
+        members = {envelope.name: {"const": name}, envelope.arguments: held or {"type": "object"}}
+        call = {
+            "type": "object",
+            "properties": members,
+            "required": [*members],
+            "additionalProperties": False,
+        }
+        return lark.schema(json.dumps(call), strict=strict)
