@@ -19,8 +19,8 @@ Rules:
    English, 1.8 times JSON), and random letters are twice as many. What it overstates comes back when the
    request settles.
 5. The bound is never passed: a token for each byte of the text, a frame for each message, what templates say
-   about tools, the model's number for each image. A caller with a budget reserves it as long as the budget has
-   so much left.
+   about tools, the model's number for each image. A caller with a budget reserves it as long as the budget
+   has so much left.
 """
 
 from __future__ import annotations
