@@ -1,5 +1,5 @@
 """The fields of several APIs that an engine of another make is sent, by the rules of
-`gateway.request.foreign_fields`."""
+`gateway.request.outbound`."""
 
 from __future__ import annotations
 

@@ -44,19 +44,17 @@ from typing import Final
 from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal, ReservationId, Scope
 from gateway.admission.tokens import Count, check_fits, count_tokens, estimate_slices, span
 from gateway.admission.usage import NOTHING, Used
-from gateway.admission.validate import validate, validate_slices
 from gateway.billing.lines import Billing
-from gateway.client.body import read_body
+from gateway.client.body import read_body, validate, validate_slices
 from gateway.config.whole import ALL_ENDPOINTS, GatewayConfig, ModelConfig
 from gateway.directory.accounts import Terms
 from gateway.endpoints.endpoint import Asked, Endpoint
 from gateway.identity.caller import Caller, Principal
-from gateway.identity.known import KnownCallers
+from gateway.identity.callers import KnownCallers
 from gateway.identity.tenant import check_endpoint
-from gateway.relay.credentials import Credentials
 from gateway.relay.engines import Engines, Known
 from gateway.relay.stream import Progress, Relay
-from gateway.relay.upstream import Outbound, Upstream
+from gateway.relay.upstream import Credentials, Outbound, Upstream
 from gateway.request.dispatch import REPEATED, Dispatched, Dispatcher, Prepared
 from gateway.request.exchange import Exchange, LiveRequests
 from gateway.request.outbound import Draft, draft, outbound

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from msgspec import Raw
 
-from shared.apis.census import SURE_LEN, Census, census_slices
+from shared.apis.holding import SURE_LEN, Census, census_slices
 from shared.apis.messages import ChatMessage, FunctionToolCall
 from shared.apis.prompt import ChatPrompt
 from shared.apis.structure import Schema, schema_slices

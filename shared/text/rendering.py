@@ -31,7 +31,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator
-from typing import IO, Final
+from typing import IO, Any, Final
 
 import msgspec
 from msgspec import Struct
@@ -40,11 +40,12 @@ from shared.fairness.fair_threads import Slices
 from shared.process.child_python import scant_environment
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.memory import RENDERING
+from shared.text.bounded_template import LONGEST_LEN
 from shared.wire.errors import InvalidRequest, Overloaded, TooMuch
 from shared.wire.shapes import BODY_LEN_MAX
 
-APART_LEN: Final = 256 * 1024
-"""Characters of a chat that is rendered in place: each step of its template takes 6 ms at most."""
+APART_LEN: Final = LONGEST_LEN
+"""Characters of the longest chat that is rendered in place."""
 RENDER_S: Final = 10.0
 """The time for a chat of a whole body, in seconds: twenty times what 8 MiB take."""
 RENDER_S_MIN: Final = 2.0
@@ -70,7 +71,9 @@ class Chat(Struct, frozen=True):
     source: str
     """The template."""
     special_tokens: dict[str, str]
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    """The variables beside the messages and the special tokens."""
     now_s: float
     """The time since the Unix epoch, which templates may print."""
 
@@ -86,6 +89,18 @@ class Rendered(Struct, frozen=True, omit_defaults=True):
 
 class Failed(Exception):
     """The child ended, or answered what is no answer."""
+
+
+def _encoded(chat: Chat) -> bytes:
+    """Raises InvalidRequest for values that are none of MessagePack."""
+    try:
+        return msgspec.msgpack.encode(chat)
+    except OverflowError:
+        raise InvalidRequest(
+            "A number of the tools or calls has more than 64 bits.", param="messages"
+        ) from None
+    except RecursionError:
+        raise InvalidRequest("The tools or calls are nested too deeply.", param="messages") from None
 
 
 class _Turns:
@@ -155,7 +170,7 @@ class Renderer:
         is_over = False
         try:
             render_s = RENDER_S_MIN + (RENDER_S - RENDER_S_MIN) * min(1.0, length / BODY_LEN_MAX)
-            answer = yield from self._asked(msgspec.msgpack.encode(chat), render_s)
+            answer = yield from self._asked(_encoded(chat), render_s)
             is_over = True
         except Failed as error:
             raise TooMuch(TOO_MUCH, param="messages", detail=str(error)) from None

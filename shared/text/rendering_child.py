@@ -21,7 +21,7 @@ import msgspec
 
 from shared.process.child_python import answer_pipe
 from shared.process.clock import SYSTEM_CLOCK
-from shared.text.chat_template import CompiledTemplate
+from shared.text.chat_template import CompiledTemplate, Environment
 from shared.text.rendering import HEAD_LEN, RENDER_S, TOO_MUCH, Chat, Rendered
 from shared.wire.errors import InvalidRequest
 
@@ -47,7 +47,7 @@ _NOW: Final = _Told()
 
 @lru_cache(TEMPLATES_MAX)
 def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> CompiledTemplate:
-    return CompiledTemplate(source, dict(special_tokens), _NOW)
+    return CompiledTemplate(source, dict(special_tokens), Environment(_NOW))
 
 
 def rendered(chat: Chat) -> Rendered:
@@ -55,7 +55,7 @@ def rendered(chat: Chat) -> Rendered:
     _NOW.wall_s = chat.now_s
     try:
         template = _template(chat.source, tuple(chat.special_tokens.items()))
-        return Rendered(template.render(chat.messages))
+        return Rendered(template.render(chat.messages, variables=chat.variables))
     except InvalidRequest as error:
         return Rendered(problem=error.message, detail=error.detail)
     except ValueError:  # a long template is compiled here for the first time

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +26,8 @@ import tokenizers
 
 from shared.apis.prompt import ChatPrompt, PromptForm, TextPrompt
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.text.chat_template import ChatTemplate
+from shared.text.chat_template import NO_DEFAULTS, ChatTemplate, variables_read
+from shared.text.fill import Fill
 from shared.text.model_files import BadModelFile, shown
 from shared.text.text_slices import Slicer
 from shared.text.token_text import DecodeStream, piece_spelling, whole_spelling
@@ -72,6 +73,8 @@ BUNDLE_LEN_MAX: Final = 64 * 1024 * 1024
 """Bytes of a bundle's JSON. That of a tokenizer of 250,000 tokens has about 30 MB."""
 TEMPLATE_LEN_MAX: Final = 1024 * 1024
 """Characters of a chat template. Those of models have 20,000 at most."""
+ARGUMENTS_LEN_MAX: Final = 64 * 1024
+"""Bytes of the names and the values of a template's variables, as JSON."""
 SLOW_S: Final = 0.02
 """The CPU time for a short prompt, in seconds, above which a tokenizer whose cuts are not known counts as
 slow: so is one that has a regular expression which backtracks."""
@@ -90,6 +93,10 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     """Special tokens beside those four, by the names that templates know them by."""
     added_tokens: tuple[AddedToken, ...] = ()
     """The tokens that other files add to those of tokenizer.json."""
+    template_arguments: tuple[str, ...] = ()
+    """The variables of the chat template that requests may set."""
+    template_defaults: dict[str, Any] = {}
+    """Values for variables of the chat template that a request does not set."""
 
     @property
     def hash(self) -> str:
@@ -102,14 +109,24 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
         return cls.of(read_files(path))
 
     @classmethod
-    def of(cls, files: TokenizerFiles) -> TokenizerBundle:
+    def of(
+        cls,
+        files: TokenizerFiles,
+        template_arguments: tuple[str, ...] | None = None,
+        template_defaults: Mapping[str, Any] = NO_DEFAULTS,
+    ) -> TokenizerBundle:
+        """Without `template_arguments`, they are the variables that the chat template reads."""
         named = dict(files.special_tokens)
+        if template_arguments is None:
+            template_arguments = variables_read(files.chat_template or "", named)
         own = {name: named.pop(name, None) for name in _SPECIAL_NAMES}
         return cls(
             tokenizer_json=files.tokenizer_json,
             chat_template=files.chat_template,
             named_tokens=named,
             added_tokens=files.added_tokens,
+            template_arguments=template_arguments,
+            template_defaults=dict(template_defaults),
             **own,
         )
 
@@ -163,12 +180,17 @@ class Tokenizer:
     def _load(self, bundle: TokenizerBundle, special: dict[str, str], clock: Clock) -> None:
         if len(bundle.chat_template or "") > TEMPLATE_LEN_MAX:
             raise UnusableTokenizer(f"its chat template has more than {TEMPLATE_LEN_MAX} characters")
+        if (
+            len(msgspec.json.encode((bundle.template_arguments, bundle.template_defaults)))
+            > ARGUMENTS_LEN_MAX
+        ):
+            raise UnusableTokenizer(f"the variables of its template take more than {ARGUMENTS_LEN_MAX} bytes")
         self.raw = tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
         self.raw.no_truncation()
         self.raw.no_padding()
-        self._template = (
-            None if bundle.chat_template is None else ChatTemplate(bundle.chat_template, special, clock)
-        )
+        arguments, defaults = bundle.template_arguments, bundle.template_defaults
+        source = bundle.chat_template
+        self._template = None if source is None else ChatTemplate(source, special, clock, arguments, defaults)
         _add(self.raw, bundle.added_tokens)
         added_tokens = self.raw.get_added_tokens_decoder()
         self._added = {token_id: added.content for token_id, added in added_tokens.items()}
@@ -188,6 +210,8 @@ class Tokenizer:
         self._words = WordEncoder.of(self.raw, spec)
         self.around: tuple[list[int], list[int]] = around or ([], [])
         """The special tokens that are added before and behind a text."""
+        self.fill = Fill.of(self.raw.token_to_id, lambda text: self.encode(text, False), self.around[0])
+        """The prompts with a suffix. None for a tokenizer without tokens for them."""
         self.slicer = None if around is None else Slicer.of(self.raw, spec, vocabulary)
         """The cuts of long text. None for a tokenizer whose cuts are not known."""
         self._is_slow = False
@@ -228,7 +252,7 @@ class Tokenizer:
         began_s = None if self.slicer is not None else time.thread_time()
         try:
             if isinstance(prompt, ChatPrompt):
-                prompts = [self._chat_ids(self.chat_template.render(prompt.messages))]
+                prompts = [self._chat_ids(self.chat_template.render(prompt))]
             else:
                 prompts = self._text_ids(prompt)
         finally:
@@ -244,6 +268,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if ids is None else ids
 
     def _text_ids(self, given: TextPrompt) -> list[list[int]]:
+        if given.suffix:
+            raise NotInPlace("A prompt with a suffix is put together elsewhere.", param="suffix")
         prompt = given.prompt
         given.count()
         if isinstance(prompt, str):

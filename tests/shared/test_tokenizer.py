@@ -53,7 +53,7 @@ def says(*turns: str) -> list[ChatMessage]:
 
 
 def rendered(tokenizer: Tokenizer, messages: list[ChatMessage]) -> str:
-    return at_once(tokenizer.chat_template.slices(messages))
+    return at_once(tokenizer.chat_template.slices(ChatPrompt(messages)))
 
 
 CHATS = [
