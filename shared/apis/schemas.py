@@ -88,6 +88,8 @@ class HeldSchema:
     """Its JSON, without what is ignored."""
     ignored: tuple[str, ...] = ()
     """The places of the keywords that were left out or are held in part, none if it is strict."""
+    size: int = 1
+    """The schemas that are left when its alternatives are multiplied out."""
 
 
 def check_schema(schema_json: bytes | str, *, strict: bool, param: str) -> tuple[str, ...]:
@@ -108,8 +110,9 @@ def held_schema(schema_json: bytes | str, *, strict: bool, param: str) -> HeldSc
         raise InvalidRequest(f"{param} must be a JSON schema that is an object.", param=param)
     _check_levels(schema, param)
     walk = _Walk(schema, strict, param)
-    walk.go()
-    return HeldSchema(json.dumps(schema, allow_nan=False), tuple(dict.fromkeys(walk.ignored))[:IGNORED_MAX])
+    size = walk.go()
+    ignored = tuple(dict.fromkeys(walk.ignored))[:IGNORED_MAX]
+    return HeldSchema(json.dumps(schema, allow_nan=False), ignored, size)
 
 
 def _no_number(_name: str) -> NoReturn:
@@ -163,7 +166,8 @@ class _Walk:
     properties: int = 0
     values: int = 0
 
-    def go(self) -> None:
+    def go(self) -> int:
+        """Returns the schema's size."""
         if self.strict:
             self._check_strict_root()
         self._begin(self.root, ())
@@ -173,8 +177,10 @@ class _Walk:
             self._visit(node)
         if sum(self.deepest) > REF_LEVELS_MAX:
             self._refuse((), f"goes through references to more than {REF_LEVELS_MAX} levels")
-        if _Cost(self.refs, self._too_large).of_all(self.targets) > SIZE_MAX:
+        size = _Cost(self.refs, self._too_large).of_all(self.targets)
+        if size > SIZE_MAX:
             self._too_large()
+        return size
 
     def _too_large(self) -> NoReturn:
         message = f"has more than {SIZE_MAX:,} schemas when its alternatives are multiplied out"

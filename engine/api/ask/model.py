@@ -175,9 +175,9 @@ def _all_ends(defaults: GenerationDefaults, tokenizer: Tokenizer) -> frozenset[i
 
 def _turns_end(tokenizer: Tokenizer) -> str | None:
     """The special token that the chat template writes behind an assistant's message. None without one."""
-    turns = [ChatMessage("user", "Hello"), ChatMessage("assistant", _ANSWER)]
+    turns = ChatPrompt([ChatMessage("user", "Hello"), ChatMessage("assistant", _ANSWER)])
     try:
-        rendered = at_once(tokenizer.chat_template.slices(ChatPrompt(turns)))
+        rendered = at_once(tokenizer.template_of(turns).slices(turns))
     except InvalidRequest:  # there is no template, or `_warm_up` has told of it
         return None
     behind = rendered.rpartition(_ANSWER)[2].lstrip()
