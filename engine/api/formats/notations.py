@@ -438,7 +438,7 @@ def keywords(
             source.at += 1
             break
         found = yield from source.matched(_KEYWORD, _KEYWORD_BEGUN)
-        word = None if found is None or found.group(2) is None else _scalar_json(found.group(2))
+        word = None if found is None or found.group(2) is None else scalar_json(found.group(2))
         if found is None or (word is None and found.group(2) is not None):
             break
         source.at = found.end()
@@ -521,7 +521,7 @@ class _Literals:
 
     def _scalar(self) -> Reading[str]:
         found = yield from self.source.matched(_PYTHON_SCALAR, _PYTHON_SCALAR)
-        word = None if found is None else _scalar_json(found.group())
+        word = None if found is None else scalar_json(found.group())
         if found is None or word is None:
             raise Broken
         self.source.at = found.end()
@@ -597,7 +597,7 @@ def _code_point(digits: str) -> str:
     return escaped(chr(number)) if number <= 0x10FFFF else "\\ufffd"
 
 
-def _scalar_json(word: str) -> str | None:
+def scalar_json(word: str) -> str | None:
     """A number or a constant as JSON. None for anything else."""
     if word in _JSON_WORDS or _NUMBER.fullmatch(word):
         return word
