@@ -1,4 +1,4 @@
-"""llm-comply's tests of chat completions, which hold answers against OpenAI's own schemas, on `penstock up`."""
+"""llm-comply's tests of chat completions on `penstock up`: answers against OpenAI's own schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LangChain's own integration tests of chat models (langchain-tests), with its ChatOpenAI on `penstock up`."""
+"""LangChain's integration tests of chat models, langchain-tests, with its ChatOpenAI on `penstock up`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.suites.serving import up
 SUMMARY: Final = "LangChain's integration tests of chat models"
 PACKAGES: Final = ("langchain-tests==1.1.9", "langchain-openai==1.7.4", "openai==3.57.0", "pytest==9.2.0")
 OPTIONS: Final = (
+    "--config-file=/dev/null",
     "--override-ini=asyncio_mode=auto",
     "--override-ini=asyncio_default_test_loop_scope=session",  # its client is shared by all tests, too
     "--override-ini=asyncio_default_fixture_loop_scope=session",

@@ -1,4 +1,4 @@
-"""What a new user runs first: the examples of OpenAI's SDK, and of LangChain and pydantic-ai, on `penstock up`.
+"""What a new user runs first on `penstock up`: the examples of OpenAI's SDK, LangChain and pydantic-ai.
 
 Four are the SDK's own files, run as they lie in its sources; the others, in `scripts/`, follow the first
 pages of the guides. A script that ends with a sentence says that the model, not the server, did otherwise.

@@ -1,4 +1,4 @@
-"""`penstock up` of this checkout on the demo model, as a stranger starts it, for suites that need a server."""
+"""`penstock up` of this checkout on the demo model, as a stranger starts it, for suites of clients."""
 
 from __future__ import annotations
 

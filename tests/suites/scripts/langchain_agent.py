@@ -18,7 +18,8 @@ result = agent.invoke({"messages": [{"role": "user", "content": "what is the wea
 kinds = [message.type for message in result["messages"]]
 if kinds == ["human", "ai"]:
     raise SystemExit(f"The model calls nothing: {result['messages'][-1].content}")
-assert kinds[:3] == ["human", "ai", "tool"] and kinds[-1] == "ai", kinds
+assert kinds[:3] == ["human", "ai", "tool"], kinds
+assert kinds[-1] == "ai", kinds
 assert result["messages"][2].content.startswith("It's always sunny in"), result["messages"][2]
 answer = result["messages"][-1].content
 if "sunny" not in answer:

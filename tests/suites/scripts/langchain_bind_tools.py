@@ -22,7 +22,9 @@ required = model.bind_tools([GetWeather], strict=True, tool_choice="any").invoke
     "what is the weather like in San Francisco"
 )
 [call] = required.tool_calls
-assert call["name"] == "GetWeather" and list(call["args"]) == ["location"] and call["id"], call
+assert call["name"] == "GetWeather"
+assert list(call["args"]) == ["location"], call
+assert call["id"]
 for method in ("json_schema", "function_calling"):
     joke = model.with_structured_output(Joke, method=method).invoke("Tell me a joke about cats")
     assert isinstance(joke, Joke)

@@ -1,4 +1,4 @@
-"""The stream helper of OpenAI's SDK, with the tool of its guide to function calling, called because it must be."""
+"""The stream helper of OpenAI's SDK, with the tool of its guide to function calling, which must be called."""
 
 import openai
 from openai import OpenAI
