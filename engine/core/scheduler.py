@@ -44,8 +44,8 @@ from another running one or is preempted itself; the last one left has the whole
 running. Hence as long as any sequence is due, every plan has rows, and by rules C and E what they compute is
 thrown away a bounded number of times; by rule J more often, but only while others of its tenant run that came
 before it, and the oldest of a tenant stays. So every sequence finishes that becomes due again and again, as
-each does that is not paused; and one that stays paused ends at the stall deadline: when none is due there is
-no plan, and `idle_s` says until when.
+each does that is not paused; and one that stays paused ends at the stall deadline: and one whose mask is
+coming gets it, or ends. When none is due there is no plan, and `idle_s` says until when.
 With steps in flight a plan may have no rows, or wait by rule I; but then nothing new is launched, what is in
 flight is committed, and the argument above holds for the plan after that.
 
@@ -73,6 +73,7 @@ from engine.contract.messages import (
 from engine.contract.records import Lack
 from engine.core.config import SchedulerConfig
 from engine.core.estimate.cost import CostLearner
+from engine.core.grammars.masks import Grammars, Masks
 from engine.core.pages.block_manager import pages_for
 from engine.core.pages.tiers import PageDisk
 from engine.core.queue.deadlines import Deadlines
@@ -107,6 +108,7 @@ class Scheduler:
         prefers_swap: Preference = if_cheaper,
         book: type[StepBook] = StepBook,
         disk: PageDisk | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         config.check_against(runner)
         self._config = config
@@ -120,6 +122,7 @@ class Scheduler:
         self._allocator = Allocator(
             config, runner, self._waiting, self._in_flight, self._learner, prefers_swap, disk
         )
+        self.masks: Final = Masks(grammars)
         self._fetching: dict[int, tuple[Sequence, float]] = {}
         """Newcomers that wait for pages from disk, and the times at which they stop waiting, by handle."""
         self._book = book(self._allocator)
@@ -166,7 +169,7 @@ class Scheduler:
     def idle_s(self, now: float) -> float:
         """The time until there is something to do without a new message, in seconds: 0.0 while there is work,
         else until the next stall deadline, infinite when no sequence is paused. While one waits for the disk,
-        `FETCH_POLL_S` at most."""
+        `FETCH_POLL_S` at most. A mask that comes ends the wait before."""
         if self.has_work or self._in_flight:
             return 0.0
         first = next(iter(self._paused.values()), None)
@@ -213,6 +216,8 @@ class Scheduler:
             self._planner.outlook.add(sequence)
         if coming_len:
             self._fetching[sequence.handle] = sequence, now + compute_s
+        if message.grammar and not sequence.is_only_read:
+            self.masks.open(sequence, message.grammar)
 
     def refuse(self, handle: int, reason: FinishReason, expected_s: float = 0.0) -> None:
         """End a sequence that is not queued."""
@@ -311,6 +316,8 @@ class Scheduler:
         self._now, self._planner.outlook = now, None
         self._end_overdue(now)
         self._take_fetched(now)
+        if self.masks.sequences:
+            self._take_masks(now)
         self._allocator.stall_paused(now)
         if self._allocator.must_wait():
             return None
@@ -319,6 +326,11 @@ class Scheduler:
         self._planner.fill(builder, self._news, now)
         assert self._in_flight or bool(builder.rows) == self.has_work, "there is work, and the plan has none"
         return self._launch(builder, now) if builder.rows else None
+
+    def await_masks(self) -> None:
+        """Wait a moment for masks that are about to come (`engine.core.grammars.masks`, rule 1). To be called
+        before a plan while `masks.sequences` has any."""
+        self.masks.wait(self._step_s)
 
     def _take_fetched(self, now: float) -> None:
         """Let newcomers go on whose pages came from disk, or did not come in time
@@ -335,6 +347,14 @@ class Scheduler:
             self._wake(now)
             del self._fetching[handle]
             sequence.awaits = None
+
+    def _take_masks(self, now: float) -> None:
+        """Let sequences go on whose masks came, and end those whose grammars failed, or are complete."""
+        for sequence, reason in self.masks.take_filled():
+            if reason is not None:
+                self._finish(sequence, reason, now)
+            elif sequence.status is Status.WAITING:
+                self._wake(now)
 
     def _launch(self, builder: PlanBuilder, now: float) -> Plan:
         """Make the plan, and count its step as in flight from here on."""
@@ -353,6 +373,7 @@ class Scheduler:
             swapped_in=swapped_in,
             replaced=self._allocator.take_replaced(),
             forked=self._allocator.take_forked(),
+            masks=self.masks.of(builder.rows, builder.wants) if self.masks.sequences else [],
         )
         for sequence, length, want in zip(builder.rows, builder.lengths, builder.wants, strict=True):
             sequence.launch(self._step, length, want)
@@ -378,6 +399,9 @@ class Scheduler:
         self._news.is_due = True
         for sequence, reason in self._results.take(flight, result, self._news, now):
             self._finish(sequence, reason, now)
+        if self._results.matched:
+            self.masks.advance(self._results.matched)
+            self._results.matched = []
         self._allocator.settle(flight)
 
     # -- ending -----------------------------------------------------------------------------------
@@ -390,6 +414,8 @@ class Scheduler:
         self._tenants.leave(sequence.tenant)
         self._paused.pop(sequence.handle, None)
         self._fetching.pop(sequence.handle, None)
+        if sequence.handle in self.masks.sequences:
+            self.masks.close(sequence.handle)
         sequence.finish(now)
         self._news.finished.append(sequence.finished(reason))
 
@@ -471,6 +497,7 @@ class Scheduler:
         assert len(living) == len(self._sequences), "a sequence is in two places"
         waiting_for_disk = {s.handle for s in living if s.awaits is not None}
         assert waiting_for_disk == self._fetching.keys()
+        self.masks.check(self._sequences)
         assert self.due == [s for s in self._waiting if s.hold is None]
         assert self._paused == {s.handle: s for s in living if s.is_paused}
         pauses = [self._deadline(sequence) for sequence in self._paused.values()]
