@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from ctypes import byref, c_int64
+from ctypes import byref, c_char_p, c_int64
 from typing import Final
 
 import torch
@@ -148,10 +148,13 @@ class NativeDecoder:
         slots: Sequence[int],
         positions: Sequence[int],
         columns: SamplingColumns,
+        masks: Sequence[bytes] = (),
     ) -> Tensor:
         """Implements `engine.runtime.host.sampler.Draw`."""
         assert logits.is_contiguous()
         column = c_int64 * len(rows)
+        mask_len = max(map(len, masks), default=0)
+        assert all(len(mask) in (0, mask_len) for mask in masks)
         wanted = Draw(
             count=len(rows),
             vocab=logits.shape[1],
@@ -164,6 +167,8 @@ class NativeDecoder:
             top_k=columns.top_k.data_ptr(),
             top_p=columns.top_p.data_ptr(),
             seed=columns.seed.data_ptr(),
+            masks=(c_char_p * len(masks))(*(mask or None for mask in masks)) if mask_len else None,
+            mask_len=mask_len,
         )
         tokens = torch.empty(len(slots), dtype=torch.int64)
         self._library.penstock_draw(self._model, byref(wanted), tokens.data_ptr())

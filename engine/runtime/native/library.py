@@ -77,6 +77,8 @@ class Draw(ctypes.Structure):
         ("top_k", c_void_p),
         ("top_p", c_void_p),
         ("seed", c_void_p),
+        ("masks", POINTER(c_char_p)),
+        ("mask_len", c_int64),
     )
 
 
