@@ -186,6 +186,12 @@ class CoreStart:
     """ZeroMQ endpoint the core writes `CoreOutput` to."""
     parent_pid: int
     """The API process: the core ends when it does."""
+    tokenizer_json: str = ""
+    """The whole tokenizer, for grammars."""
+    vocab_size: int = 0
+    """The number of token ids that the model has."""
+    end_ids: tuple[int, ...] = ()
+    """The tokens that end an answer."""
 
     def encode(self) -> bytes:
         """MessagePack, because JSON has no infinity, which `gap_target_ms` may be."""

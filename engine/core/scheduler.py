@@ -45,7 +45,8 @@ running. Hence as long as any sequence is due, every plan has rows, and by rules
 thrown away a bounded number of times; by rule J more often, but only while others of its tenant run that came
 before it, and the oldest of a tenant stays. So every sequence finishes that becomes due again and again, as
 each does that is not paused; and one that stays paused ends at the stall deadline: and one whose mask is
-coming gets it, or ends. When none is due there is no plan, and `idle_s` says until when.
+coming gets it, or ends. When none is due there is no plan, and `idle_s` says until when. Nor is there one when
+all that run lack their masks, and so keep pages and slots from those that are due; but only until one comes.
 With steps in flight a plan may have no rows, or wait by rule I; but then nothing new is launched, what is in
 flight is committed, and the argument above holds for the plan after that.
 
@@ -81,7 +82,7 @@ from engine.core.queue.newcomers import AddSequence, Prompt
 from engine.core.queue.policy import RESPONSE_RATIO, Discipline
 from engine.core.queue.tenants import TenantCounters, TenantHoldings
 from engine.core.queue.waiting import WaitingQueue
-from engine.core.sequence import Sequence, Status
+from engine.core.sequence import Hold, Sequence, Status
 from engine.core.step.allocator import Allocator
 from engine.core.step.book import StepBook, lack_of
 from engine.core.step.flight import InFlight, News
@@ -123,6 +124,9 @@ class Scheduler:
             config, runner, self._waiting, self._in_flight, self._learner, prefers_swap, disk
         )
         self.masks: Final = Masks(grammars)
+        self._lacks_masks = False
+        """True if the last plan had no rows because all that run lack their masks, and others find no room
+        beside them."""
         self._fetching: dict[int, tuple[Sequence, float]] = {}
         """Newcomers that wait for pages from disk, and the times at which they stop waiting, by handle."""
         self._book = book(self._allocator)
@@ -168,12 +172,16 @@ class Scheduler:
 
     def idle_s(self, now: float) -> float:
         """The time until there is something to do without a new message, in seconds: 0.0 while there is work,
-        else until the next stall deadline, infinite when no sequence is paused. While one waits for the disk,
-        `FETCH_POLL_S` at most. A mask that comes ends the wait before."""
-        if self.has_work or self._in_flight:
+        else until the next deadline of a sequence that is paused or waits for its first mask, infinite when
+        there is none. While one waits for the disk, `FETCH_POLL_S` at most. A mask that comes ends the wait
+        before."""
+        if self._in_flight or (self.has_work and not self._lacks_masks):
             return 0.0
         first = next(iter(self._paused.values()), None)
-        idle_s = math.inf if first is None else max(0.0, self._deadline(first) - now)
+        until = math.inf if first is None else self._deadline(first)
+        if self.masks.sequences:
+            until = min(until, self.masks.first_token_by)
+        idle_s = max(0.0, until - now)
         return min(idle_s, FETCH_POLL_S) if self._fetching else idle_s
 
     # -- adding and aborting ----------------------------------------------------------------------
@@ -309,8 +317,9 @@ class Scheduler:
     def plan(self, now: float) -> Plan | None:
         """The plan of the next step; up to `STEPS_AHEAD_MAX` steps before it may be in flight.
 
-        None when all sequences are paused or none is here, or when all that could run must wait until the
-        step in flight is committed: then commit, and plan again.
+        None when no sequence is due, or when all that could run must wait until the step in flight is
+        committed: then commit, and plan again. Or all of those that run lack their masks, and hold what those
+        that wait need: then plan again once a mask is there.
         """
         assert len(self._in_flight) <= STEPS_AHEAD_MAX
         self._now, self._planner.outlook = now, None
@@ -324,8 +333,13 @@ class Scheduler:
         self._allocator.lack = Lack.NOTHING
         builder = PlanBuilder(self._config.step_tokens_max)
         self._planner.fill(builder, self._news, now)
-        assert self._in_flight or bool(builder.rows) == self.has_work, "there is work, and the plan has none"
-        return self._launch(builder, now) if builder.rows else None
+        self._lacks_masks = False
+        if builder.rows:
+            return self._launch(builder, now)
+        if not self._in_flight and self.has_work:
+            self._lacks_masks = any(s.hold is Hold.MASK for s in self._allocator.running.values())
+            assert self._lacks_masks, "there is work, and the plan has none"
+        return None
 
     def await_masks(self) -> None:
         """Wait a moment for masks that are about to come (`engine.core.grammars.masks`, rule 1). To be called

@@ -35,6 +35,7 @@ import shared.fairness.fair_threads
 import shared.http2.stream
 import shared.process.clock
 from engine.api.ask.model import load_model
+from engine.api.ask.model import ServedModel
 from engine.api.http.server import Engine
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
@@ -278,7 +279,7 @@ class _World:
         )
         cores: list[InProcessCore] = []
 
-        def make_core(_: EngineConfig) -> InProcessCore:
+        def make_core(_: EngineConfig, __: ServedModel) -> InProcessCore:
             cores.append(self._make_core())
             return cores[0]
 

@@ -21,6 +21,7 @@ from unittest import mock
 import msgspec
 
 import shared.fairness.fair_threads
+from engine.api.ask.model import ServedModel
 from engine.api.http.server import Engine
 from engine.config import EngineConfig
 from engine.contract.messages import Plan
@@ -229,7 +230,7 @@ class Stage:
             max_queue_len=setting.max_queue_len,
         )
 
-        def make_core(_: EngineConfig) -> SceneCore:
+        def make_core(_: EngineConfig, __: ServedModel) -> SceneCore:
             tokenizer = _tokenizer(TokenizerBundle.from_dir(self._model_dir))
             info = runner_info(
                 pages=setting.pages,

@@ -51,6 +51,14 @@ class ServedModel:
     special_ids: Mapping[str, int]
     """The id of each special token that the model has, by its text."""
     sampling: SamplingDefaults
+    vocab_size: int
+    """The number of token ids that the model has."""
+
+    @property
+    def tokenizer_json(self) -> str:
+        """The whole tokenizer, with the tokens that other files add to it."""
+        bundle = self.tokenizer.bundle
+        return self.tokenizer.raw.to_str() if bundle.added_tokens else bundle.tokenizer_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,7 @@ def load_model(directory: Path, *, name: str, created: int) -> ServedModel:
             if token_id < defaults.vocab_size
         },
         sampling=defaults.sampling,
+        vocab_size=defaults.vocab_size,
     )
 
 

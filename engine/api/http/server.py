@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from engine.api.ask.model import UnusableModel, load_model
+from engine.api.ask.model import ServedModel, UnusableModel, load_model
 from engine.api.ask.state import EngineState
 from engine.api.core.client import CoreClient, CoreLink
 from engine.api.http.app import HttpServer
@@ -51,7 +51,7 @@ log = logs.get(__name__)
 
 Resolve = Callable[[str], Path]
 """Turns a hub id or a path into a model directory. May block. Raises StartFailed."""
-MakeLink = Callable[[EngineConfig], CoreLink]
+MakeLink = Callable[[EngineConfig, ServedModel], CoreLink]
 
 
 class StartFailed(Exception):
@@ -129,7 +129,7 @@ class Engine:
             )
         except (UnusableTokenizer, UnusableModel) as error:
             raise StartFailed(str(error)) from error
-        link = self._make_link(dataclasses.replace(config, model=str(directory)))
+        link = self._make_link(dataclasses.replace(config, model=str(directory)), state.model)
         self._core_task = asyncio.create_task(self._follow_core(link), name="core")
         try:
             async with asyncio.timeout(config.startup_timeout_s):

@@ -24,6 +24,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -143,6 +144,12 @@ class Masks:
                 assert sequence.mask is None
                 yield sequence, None
                 sequence.mask = filled.mask
+
+    @property
+    def first_token_by(self) -> float:
+        """The earliest clock at which the first token of one that lacks its first mask is of no use any more."""
+        lacking = (s.first_token_by for s in self.sequences.values() if s.mask is None and not s.output_len)
+        return min(lacking, default=math.inf)
 
     def of(self, rows: Sequence[Sequence_], wants: Sequence[Want]) -> list[bytes]:
         """The masks of those of a plan's rows that sample; empty where all of them are free."""
