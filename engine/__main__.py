@@ -165,9 +165,11 @@ def _grammars(start: CoreStart, transport: CoreTransport) -> Future[GrammarThrea
     from engine.contract.grammars import BadGrammar, vocabulary_of
     from engine.core.grammars.threads import GrammarThreads
 
+    tokens = start.tokens
+
     def read() -> GrammarThreads | None:
         try:
-            vocabulary = vocabulary_of(start.tokenizer_json, start.vocab_size, start.end_ids)
+            vocabulary = vocabulary_of(tokens.tokenizer_json, tokens.vocab_size, tokens.end_ids)
         except BadGrammar as error:
             logs.get(__name__).warning("core.no_grammars", reason=str(error))
             return None

@@ -76,9 +76,7 @@ def logits_of(kv: array[int]) -> int:
     return zlib.crc32(kv.tobytes())
 
 
-def sample(
-    sampling: SamplingParams, logits: int, output_len: int, vocab_size: int, mask: bytes = b""
-) -> int:
+def sample(sampling: SamplingParams, logits: int, output_len: int, vocab_size: int, mask: bytes = b"") -> int:
     mixed = hash((sampling.seed, logits, output_len))
     if sampling.seed % NUMERIC_SEEDS == 0 and mixed % 8 == 0:
         return NUMERIC_FAILURE
@@ -106,9 +104,7 @@ class Solo:
     reason: FinishReason
 
 
-def solo(
-    prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, grammar: str = ""
-) -> Solo:
+def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, grammar: str = "") -> Solo:
     kv = array("q")
     for position, token in enumerate(prompt_ids):
         kv.append(kv_of(kv[-1] if kv else START, token, position))

@@ -19,7 +19,16 @@ from llguidance import LLMatcher as Matcher
 from llguidance import LLParserLimits
 from llguidance import LLTokenizer as Vocabulary
 
-__all__ = ["LIMITS", "WHITESPACE", "BadGrammar", "Matcher", "Vocabulary", "compiled", "failure", "vocabulary_of"]
+__all__ = [
+    "LIMITS",
+    "WHITESPACE",
+    "BadGrammar",
+    "Matcher",
+    "Vocabulary",
+    "compiled",
+    "failure",
+    "vocabulary_of",
+]
 
 LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=200_000,

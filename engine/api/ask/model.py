@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.api.ask.admission import SamplingDefaults
+from engine.config import ModelTokens
 from engine.contract.generation_keys import GENERATION_KEYS
 from engine.contract.messages import END_TOKENS_MAX
 from shared.apis.chat import ChatRequest
@@ -55,10 +56,10 @@ class ServedModel:
     """The number of token ids that the model has."""
 
     @property
-    def tokenizer_json(self) -> str:
-        """The whole tokenizer, with the tokens that other files add to it."""
+    def tokens(self) -> ModelTokens:
         bundle = self.tokenizer.bundle
-        return self.tokenizer.raw.to_str() if bundle.added_tokens else bundle.tokenizer_json
+        whole = self.tokenizer.raw.to_str() if bundle.added_tokens else bundle.tokenizer_json
+        return ModelTokens(whole, self.vocab_size, tuple(sorted(self.eos_ids)))
 
 
 @dataclass(frozen=True, slots=True)

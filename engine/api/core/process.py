@@ -24,9 +24,8 @@ from typing import Final
 import msgspec
 import zmq
 
-from engine.api.ask.model import ServedModel
 from engine.api.core.client import CoreDied
-from engine.config import CoreStart, EngineConfig
+from engine.config import CoreStart, EngineConfig, ModelTokens
 from engine.contract.messages import READ_EVERY, CoreInput, CoreOutput, Read
 from shared.process import logs
 from shared.process.child_python import environment
@@ -49,9 +48,9 @@ log = logs.get(__name__)
 class CoreProcess:
     """The `CoreLink` to a real core process."""
 
-    def __init__(self, config: EngineConfig, model: ServedModel, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, config: EngineConfig, tokens: ModelTokens, clock: Clock = SYSTEM_CLOCK) -> None:
         self._config = config
-        self._model = model
+        self._tokens = tokens
         self._clock = clock
         self._turn_ends_at = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -75,9 +74,7 @@ class CoreProcess:
             inbox=self._directory.endpoint(INBOX),
             outbox=self._directory.endpoint(OUTBOX),
             parent_pid=os.getpid(),
-            tokenizer_json=self._model.tokenizer_json,
-            vocab_size=self._model.vocab_size,
-            end_ids=tuple(sorted(self._model.eos_ids)),
+            tokens=self._tokens,
         )
         self._bind(start)
         self._process = await asyncio.create_subprocess_exec(

@@ -22,14 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from engine.api.ask.model import ServedModel, UnusableModel, load_model
+from engine.api.ask.model import UnusableModel, load_model
 from engine.api.ask.state import EngineState
 from engine.api.core.client import CoreClient, CoreLink
 from engine.api.http.app import HttpServer
 from engine.api.http.service import Service
 from engine.api.told.metrics import EngineMetrics
 from engine.api.told.vllm_metrics import VllmNames
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelTokens
 from shared.process import descriptors, logs, tls
 from shared.process.arguments import cannot_listen
 from shared.process.clock import SYSTEM_CLOCK, Clock
@@ -51,7 +51,7 @@ log = logs.get(__name__)
 
 Resolve = Callable[[str], Path]
 """Turns a hub id or a path into a model directory. May block. Raises StartFailed."""
-MakeLink = Callable[[EngineConfig, ServedModel], CoreLink]
+MakeLink = Callable[[EngineConfig, ModelTokens], CoreLink]
 
 
 class StartFailed(Exception):
@@ -129,7 +129,7 @@ class Engine:
             )
         except (UnusableTokenizer, UnusableModel) as error:
             raise StartFailed(str(error)) from error
-        link = self._make_link(dataclasses.replace(config, model=str(directory)), state.model)
+        link = self._make_link(dataclasses.replace(config, model=str(directory)), state.model.tokens)
         self._core_task = asyncio.create_task(self._follow_core(link), name="core")
         try:
             async with asyncio.timeout(config.startup_timeout_s):

@@ -80,7 +80,9 @@ class Lane:
                         self._turns[tenant] = jobs
                     self._busy.add(tenant)
                     return tenant, job
-                until = min((self._resting[tenant] for tenant in self._turns if tenant in self._resting), default=None)
+                until = min(
+                    (self._resting[tenant] for tenant in self._turns if tenant in self._resting), default=None
+                )
                 self._changed.wait(None if until is None else until - now)
 
     def _end(self, tenant: str, seconds: float) -> None:

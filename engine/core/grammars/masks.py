@@ -161,7 +161,6 @@ class Masks:
         """Wait for masks that are about to come (rule 1), the last step having taken `step_s`."""
         self._grammars.wait(min(GRACE_S_MAX, GRACE_PART * step_s))
 
-
     def check(self, living: Mapping[int, Sequence_]) -> None:
         """Assert that no sequence is kept that ended, and that none lacks a mask without a grammar."""
         assert self.sequences.items() <= living.items()

@@ -7,17 +7,17 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import Mock
 
 import msgspec
 import pytest
 import zmq
 
-from engine.api.ask.model import ServedModel
 from engine.api.core.process import TURN_S, CoreProcess
-from engine.config import CoreStart, EngineConfig
+from engine.config import CoreStart, EngineConfig, ModelTokens
 from engine.contract.messages import Pong
 from tests.fakes import VirtualClock
+
+TOKENS = ModelTokens("{}", 0, ())
 
 
 class TickingClock(VirtualClock):
@@ -33,7 +33,7 @@ def wire(directory: Path) -> Iterator[tuple[CoreProcess, zmq.Socket[bytes]]]:
     """The API process's end, and the socket of a core."""
     config = EngineConfig(model="m")
     start = CoreStart(config, f"ipc://{directory}/in", f"ipc://{directory}/out", parent_pid=1)
-    process = CoreProcess(config, Mock(ServedModel), TickingClock())
+    process = CoreProcess(config, TOKENS, TickingClock())
     process._bind(start)
     with zmq.Context() as context, context.socket(zmq.PUSH) as core:
         core.connect(start.outbox)
