@@ -160,8 +160,8 @@ def core(start: CoreStart) -> int:
 
 
 def _grammars(start: CoreStart, transport: CoreTransport) -> Future[GrammarThreads | None]:
-    """The threads that matchers work on, once the vocabulary is read, beside the loading of weights: that takes
-    the interpreter's lock for a third of a second. None where llguidance cannot read the tokenizer."""
+    """The threads that matchers work on, once the vocabulary is read, beside the loading of weights: that
+    takes the interpreter's lock for a third of a second. None where llguidance cannot read the tokenizer."""
     from engine.contract.grammars import BadGrammar, vocabulary_of
     from engine.core.grammars.threads import GrammarThreads
 

@@ -1,9 +1,8 @@
 """Grammars without llguidance: what a fake one allows depends on all tokens before, so that a mask of another
 sequence, or of an earlier token, changes the tokens from there on.
 
-A grammar's text is its number. It allows about two tokens in three, is complete after some tokens or never, and may
-fail; by `BAD` it cannot be compiled.
-"""
+A grammar's text is its number. It allows about two tokens in three, is complete after some tokens or never,
+and may fail; by `BAD` it cannot be compiled. """
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ running. Hence as long as any sequence is due, every plan has rows, and by rules
 thrown away a bounded number of times; by rule J more often, but only while others of its tenant run that came
 before it, and the oldest of a tenant stays. So every sequence finishes that becomes due again and again, as
 each does that is not paused; and one that stays paused ends at the stall deadline: and one whose mask is
-coming gets it, or ends. When none is due there is no plan, and `idle_s` says until when. Nor is there one when
-all that run lack their masks, and so keep pages and slots from those that are due; but only until one comes.
-With steps in flight a plan may have no rows, or wait by rule I; but then nothing new is launched, what is in
-flight is committed, and the argument above holds for the plan after that.
+coming gets it, or ends. When none is due there is no plan, and `idle_s` says until when. Nor is there one
+when all that run lack their masks, and so keep pages and slots from those that are due; but only until one
+comes. With steps in flight a plan may have no rows, or wait by rule I; but then nothing new is launched, what
+is in flight is committed, and the argument above holds for the plan after that.
 
 No step takes time that grows with a sequence's length: a decode touches its newest token and at most one
 page.
@@ -84,11 +84,10 @@ from engine.core.queue.tenants import TenantCounters, TenantHoldings
 from engine.core.queue.waiting import WaitingQueue
 from engine.core.sequence import Hold, Sequence, Status
 from engine.core.step.allocator import Allocator
-from engine.core.step.book import StepBook, lack_of
 from engine.core.step.flight import InFlight, News
 from engine.core.step.plan_builder import PlanBuilder
 from engine.core.step.planner import Planner
-from engine.core.step.results import Results
+from engine.core.step.results import Results, StepBook, lack_of
 from engine.core.step.swap import Preference, if_cheaper
 
 FETCH_POLL_S: Final = 0.001

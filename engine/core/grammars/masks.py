@@ -3,22 +3,22 @@
     core thread    open, advance, close   -> threads: engine.core.grammars.threads
                    take_filled            <-
 
-A sequence with a grammar samples under a mask: the tokens with which its text may go on. The mask of its first
-token follows from the grammar alone, the next one from the token before. So a sequence whose mask is not there
-yet has nothing to do (`Hold.MASK`): it sits out a step, and nobody waits for it, but for this:
+A sequence with a grammar samples under a mask: the tokens with which its text may go on. The mask of its
+first token follows from the grammar alone, the next one from the token before. So a sequence whose mask is
+not there yet has nothing to do (`Hold.MASK`): it sits out a step, and nobody waits for it, but for this:
 
 Rules
 
 1. A plan waits for the masks that are about to come (`Grammars.wait`), for `GRACE_PART` of the last step's
-   time and `GRACE_S_MAX` at most. Those are masks that took a moment when they were filled last: what takes longer
-   is filled in a lane that no plan waits for. So a stream without a grammar loses a few percent of a step at most,
-   and usually as long as a mask takes.
+   time and `GRACE_S_MAX` at most. Those are masks that took a moment when they were filled last: what takes
+   longer is filled in a lane that no plan waits for. So a stream without a grammar loses a few percent of a
+   step at most, and usually as long as a mask takes.
 2. When nothing else is due, the loop sleeps until a mask is there or a message comes.
 3. A grammar that cannot be compiled, a matcher in error, and a sampled token that it does not take end the
    sequence with `FinishReason.GRAMMAR`. llguidance itself would allow the end alone, which reads as a short
    answer.
-4. A matcher that is complete allows the end tokens alone, and the sequence ends by one. Where none of these ends
-   it, since its request ignores them, it ends as soon as the matcher is complete.
+4. A matcher that is complete allows the end tokens alone, and the sequence ends by one. Where none of these
+   ends it, since its request ignores them, it ends as soon as the matcher is complete.
 5. Preemption, pauses and recomputation leave matcher and mask alone: they depend on tokens, not on pages.
 """
 
@@ -67,7 +67,8 @@ class Grammars(Protocol):
         ...
 
     def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """Take in the tokens of sequences, (handle, token) each, whose masks were there; the next ones come."""
+        """Take in the tokens of sequences, (handle, token) each, whose masks were there; the next ones
+        come."""
         ...
 
     def close(self, handle: int) -> None:
@@ -129,8 +130,8 @@ class Masks:
         self._grammars.close(handle)
 
     def take_filled(self) -> Iterator[tuple[Sequence_, FinishReason | None]]:
-        """Give sequences the masks that came. Yields each of them, with the reason if it ends; the caller ends
-        it before it asks for the next one."""
+        """Give sequences the masks that came. Yields each of them, with the reason if it ends; the caller
+        ends it before it asks for the next one."""
         for filled in self._grammars.take_filled():
             sequence = self.sequences.get(filled.handle)
             if sequence is None:
@@ -147,7 +148,8 @@ class Masks:
 
     @property
     def first_token_by(self) -> float:
-        """The earliest clock at which the first token of one that lacks its first mask is of no use any more."""
+        """The earliest clock at which the first token of one that lacks its first mask is of no use any
+        more."""
         lacking = (s.first_token_by for s in self.sequences.values() if s.mask is None and not s.output_len)
         return min(lacking, default=math.inf)
 

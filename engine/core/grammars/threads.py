@@ -1,23 +1,25 @@
-"""Grammars compiled, matched and turned into masks on threads. llguidance frees the interpreter's lock meanwhile.
+"""Grammars compiled, matched and turned into masks on threads. llguidance frees the interpreter's lock
+meanwhile.
 
     open       a compiled grammar is found in the cache, with its first mask, or compiled
     advance    the matcher takes in a token, and fills the next mask
 
-Matchers are the threads' while they work, and nobody's between two tokens: the core's thread hands a sequence's
-token over only once its mask has come back, so no two threads ever have one matcher.
+Matchers are the threads' while they work, and nobody's between two tokens: the core's thread hands a
+sequence's token over only once its mask has come back, so no two threads ever have one matcher.
 
 Rules
 
-1. Compiled grammars are cached by their text: `CACHED_MAX` of them, `CACHED_LEN_MAX` bytes of text and first masks
-   in all, the one that was asked for last is dropped last. A grammar that fails is cached, too.
-2. A sequence has a matcher of its own, a copy of the compiled one, from its first token on. One that waits has none.
-3. Masks are filled in two lanes (`engine.core.grammars.lanes`). The fast one takes all that a tenant's sequences
-   advanced by with a step in one job, and is what plans wait for. A row whose mask took longer than `SLOW_S` goes
-   to the slow one, as do new rows of its grammar, and comes back after `PROVEN` masks in time; what stood behind
-   it in its job is put back, so that other tenants come between. Neither can be interrupted: the lanes keep them
-   from each other's way.
-4. Compiling is a slow job. A grammar that several tenants ask for is compiled by whichever has its turn first.
-   One that nobody waits for any more is not compiled.
+1. Compiled grammars are cached by their text: `CACHED_MAX` of them, `CACHED_LEN_MAX` bytes of text and first
+   masks in all, the one that was asked for last is dropped last. A grammar that fails is cached, too.
+2. A sequence has a matcher of its own, a copy of the compiled one, from its first token on. One that waits
+   has none.
+3. Masks are filled in two lanes (`engine.core.grammars.lanes`). The fast one takes all that a tenant's
+   sequences advanced by with a step in one job, and is what plans wait for. A row whose mask took longer than
+   `SLOW_S` goes to the slow one, as do new rows of its grammar, and comes back after `PROVEN` masks in time;
+   what stood behind it in its job is put back, so that other tenants come between. Neither can be
+   interrupted: the lanes keep them from each other's way.
+4. Compiling is a slow job. A grammar that several tenants ask for is compiled by whichever has its turn
+   first. One that nobody waits for any more is not compiled.
 5. Whatever a thread's work raises ends its sequences, and no thread. No text of a grammar is logged.
 """
 

@@ -69,7 +69,8 @@ class DeviceSampling:
     held_until: Tensor
     """The position before which stop tokens are not sampled, [slots] int32."""
     masks: Tensor
-    """The tokens that a grammar allows now, a bit for each, [slots, words] int32. Read for masked slots only."""
+    """The tokens that a grammar allows now, a bit for each, [slots, words] int32. Read for masked slots
+    only."""
     are_masked: Tensor
     """1 in slots whose sequences follow a grammar, else 0: [slots] int32."""
 

@@ -18,9 +18,9 @@ depends on the rest of the batch. Top-k and top-p take the tokens in order, like
 either, a top-k of the whole vocabulary being none, draws in the order of ids.
 
 Edits are made on copies of the rows that ask for them. The mask, and the steps behind it, are a `Draw`'s: the
-network's own, or `draw_by_torch`, which sorts what top-k and top-p may keep. Of a large vocabulary that takes so long
-that only the likeliest few are put in order (`CANDIDATES`); rows that need more are sorted one by one.
-"""
+network's own, or `draw_by_torch`, which sorts what top-k and top-p may keep. Of a large vocabulary that takes
+so long that only the likeliest few are put in order (`CANDIDATES`); rows that need more are sorted one by
+one. """
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ from torch import Tensor
 from engine.contract.messages import NUMERIC_FAILURE
 from engine.runtime.host.philox import uniforms
 from engine.runtime.step.edits import forbid
-from engine.runtime.step.host_slots import SamplingColumns
 from engine.runtime.step.logprobs import stable_topk
-from engine.runtime.step.seats import Seat
+from engine.runtime.step.seats import SamplingColumns, Seat
 
 CANDIDATES: Final = 256
 """The number of likeliest tokens that are put in order at first: sorting a vocabulary of 152k takes 15 times
@@ -58,8 +57,8 @@ class Draw(Protocol):
         masks: Sequence[bytes] = (),
     ) -> Tensor:
         """Steps 4 to 9: tokens [r] int64 for these rows of logits [R, vocab] float32, each of a slot and at a
-        position; NUMERIC_FAILURE where not finite. `masks`: a row's each, or none. Implementations draw the same tokens, unless u is nearer
-        to the border between two than float32 weights are exact."""
+        position; NUMERIC_FAILURE where not finite. `masks`: a row's each, or none. Implementations draw the
+        same tokens, unless u is nearer to the border between two than float32 weights are exact."""
         ...
 
 
@@ -71,8 +70,8 @@ def sample(
     draw: Draw | None = None,
     masks: Sequence[bytes] = (),
 ) -> Tensor:
-    """logits [S, vocab] float32, left unchanged -> tokens [S] int64, NUMERIC_FAILURE where not finite. `masks`:
-    those of the plan."""
+    """logits [S, vocab] float32, left unchanged -> tokens [S] int64, NUMERIC_FAILURE where not finite.
+    `masks`: those of the plan."""
     draw = draw or draw_by_torch
     editors = [i for i, seat in enumerate(seats) if seat.edits.are_due(seat.output_len)]
 

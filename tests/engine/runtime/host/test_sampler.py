@@ -20,7 +20,7 @@ from engine.contract.packing import Biases
 from engine.runtime.host import sampler
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.sampler import inverse_cdf
-from engine.runtime.step.host_slots import HostSlots, SamplingColumns
+from engine.runtime.step.seats import HostSlots, SamplingColumns
 
 VOCAB = 40
 SEED = 0x9E3779B97F4A7C15
@@ -431,7 +431,8 @@ def test_edits_take_no_new_memory_of_the_vocabularys_size() -> None:
 
 
 def test_a_mask_is_the_last_edit_and_beats_held_stops_and_biases() -> None:
-    """A token that is allowed is drawn even if an edit before made its logit as small as a forbidden one's."""
+    """A token that is allowed is drawn even if an edit before made its logit as small as a forbidden
+    one's."""
     bias = Biases.of([(0, 100.0), (5, -100.0)])
     held = SamplingParams(
         seed=1, max_tokens=9, temperature=0.0, min_tokens=5, stop_token_ids=(7,), logit_bias=bias
