@@ -82,7 +82,8 @@ class NamedFunction(Unshown):
 class ChoiceObject(Unshown):
     """A choice as an object: OpenAI's that names a function, or another one, which our engines refuse."""
 
-    type: str
+    type: str = ""
+    """`function`."""
     function: NamedFunction | None = None
 
 
@@ -135,6 +136,8 @@ def check_choice(choice: str | ChoiceObject | None, tools: Sequence[Tool] | None
             if choice.function is None:
                 where = "tool_choice.function"
                 raise InvalidRequest(f"{where} is required.", param=where)
+        case ChoiceObject(type=""):
+            raise InvalidRequest("tool_choice.type is required.", param="tool_choice.type")
         case ChoiceObject():
             if choice.type == "allowed_tools":
                 raise unsupported("tool_choice.allowed_tools", "tools, with those alone")
