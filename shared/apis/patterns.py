@@ -29,9 +29,12 @@ _PART: Final = re.compile(
 
 
 def check_pattern(pattern: str, param: str) -> None:
-    """Refuse a regular expression that is too long, as it is or unrolled. Raises InvalidRequest."""
+    """Refuse a regular expression that is too long, as it is or unrolled, or that is not ended. Raises
+    InvalidRequest."""
     if len(pattern) > PATTERN_LEN_MAX:
         raise InvalidRequest(f"{param} is longer than {PATTERN_LEN_MAX:,} characters.", param=param)
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise InvalidRequest(f"{param} ends with a backslash.", param=param)
     if unrolled_len(pattern) > UNROLLED_LEN_MAX:
         message = f"{param} is longer than {UNROLLED_LEN_MAX:,} characters when its repeats are written out."
         raise InvalidRequest(message, param=param)

@@ -43,6 +43,8 @@ MULTIPLE_MAX: Final = 5_000
 IGNORED_MAX: Final = 32
 """The most keywords that are named as ignored."""
 
+Schema = dict[str, Any]
+
 STRICT_PROPERTIES_MAX: Final = 5_000
 STRICT_LEVELS_MAX: Final = 10
 STRICT_VALUES_MAX: Final = 1_000
@@ -50,6 +52,15 @@ STRICT_VALUES_MAX: Final = 1_000
 FORMATS: Final = frozenset(
     "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()  # noqa: SIM905
 )
+_NO_LEAP_SECOND: Final = {"pattern": "^[^:]*:[^:]*:[0-5]"}
+FORMATS_AND: Final[dict[str, Schema]] = {
+    "email": {"maxLength": 64},
+    "hostname": {"maxLength": 253},
+    "date-time": _NO_LEAP_SECOND,
+    "time": _NO_LEAP_SECOND,
+}
+"""Keywords that hold what the matcher lets through of some formats: names of any length, and leap seconds at
+any time of day."""
 NOT_HELD: Final = frozenset(
     (
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
@@ -77,8 +88,6 @@ _OWN: Final = (_ASSERTING | {"pattern", "format"}) - {"allOf", "anyOf", "oneOf"}
 """The keywords that are one part of a schema together; each of `allOf`, `anyOf`, `oneOf` and `$ref` is
 another, and all parts are multiplied."""
 
-Schema = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class HeldSchema:
@@ -88,6 +97,8 @@ class HeldSchema:
     """Its JSON, without what is ignored."""
     ignored: tuple[str, ...] = ()
     """The places of the keywords that were left out or are held in part, none if it is strict."""
+    size: int = 1
+    """The schemas that are left when its alternatives are multiplied out."""
 
 
 def check_schema(schema_json: bytes | str, *, strict: bool, param: str) -> tuple[str, ...]:
@@ -108,8 +119,9 @@ def held_schema(schema_json: bytes | str, *, strict: bool, param: str) -> HeldSc
         raise InvalidRequest(f"{param} must be a JSON schema that is an object.", param=param)
     _check_levels(schema, param)
     walk = _Walk(schema, strict, param)
-    walk.go()
-    return HeldSchema(json.dumps(schema, allow_nan=False), tuple(dict.fromkeys(walk.ignored))[:IGNORED_MAX])
+    size = walk.go()
+    ignored = tuple(dict.fromkeys(walk.ignored))[:IGNORED_MAX]
+    return HeldSchema(json.dumps(schema, allow_nan=False), ignored, size)
 
 
 def _no_number(_name: str) -> NoReturn:
@@ -163,7 +175,8 @@ class _Walk:
     properties: int = 0
     values: int = 0
 
-    def go(self) -> None:
+    def go(self) -> int:
+        """Returns the schema's size."""
         if self.strict:
             self._check_strict_root()
         self._begin(self.root, ())
@@ -173,8 +186,10 @@ class _Walk:
             self._visit(node)
         if sum(self.deepest) > REF_LEVELS_MAX:
             self._refuse((), f"goes through references to more than {REF_LEVELS_MAX} levels")
-        if _Cost(self.refs, self._too_large).of_all(self.targets) > SIZE_MAX:
+        size = _Cost(self.refs, self._too_large).of_all(self.targets)
+        if size > SIZE_MAX:
             self._too_large()
+        return size
 
     def _too_large(self) -> NoReturn:
         message = f"has more than {SIZE_MAX:,} schemas when its alternatives are multiplied out"
@@ -207,6 +222,8 @@ class _Walk:
         if len(names) > OPTIONAL_MAX:
             self._refuse((*node.place, "properties"), f"has more than {OPTIONAL_MAX} that are not required")
         self._descend(node)
+        if (more := FORMATS_AND.get(schema.get("format", ""))) is not None:
+            schema["allOf"] = [*schema.get("allOf", ()), more]
 
     def _leave_out(self, node: _Node, keyword: str) -> None:
         value = node.schema[keyword]
