@@ -20,7 +20,8 @@ from shared.apis.nothing import unsupported
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import TOOLS_MAX, Unshown
 
-NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NAME_LEN_MAX: Final = 64
+NAME: Final = re.compile(rf"[a-zA-Z0-9_-]{{1,{NAME_LEN_MAX}}}")
 """The names of functions, and of schemas, as OpenAI has them."""
 _NULL: Final = b"null"
 

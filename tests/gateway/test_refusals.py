@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from gateway.identity.keys import hash_key
+from shared.wire.ids import IGNORED_FIELDS_HEADER
 from tests.gateway.conftest import PATIENCE_S, PROMPT, House, Open, error_of
+from tests.gateway.fake_engine import unary
 
 DONE = b"data: [DONE]\n\n"
 

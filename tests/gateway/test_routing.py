@@ -29,7 +29,7 @@ from gateway.routing.table import MEMBERS_MAX, Table, key_of
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.messages import ChatMessage
-from shared.apis.tools import FunctionSpec, FunctionTool
+from shared.apis.tools import FunctionSpec, FunctionTool, Tool
 from shared.wire.ids import ReplicaId
 from shared.wire.load_report import DEFAULT, LoadReport
 from tests.fakes import VirtualClock
@@ -228,7 +228,7 @@ def test_other_chats_have_other_sessions_and_other_system_prompts_other_prefixes
 
 def test_tools_are_a_part_of_a_chats_prefix() -> None:
     def of(*names: str, system: str = "sys") -> Affinity:
-        tools = [FunctionTool(FunctionSpec(name, "d")) for name in names]
+        tools: list[Tool] = [FunctionTool(FunctionSpec(name, "d")) for name in names]
         messages = [ChatMessage("system", system), ChatMessage("user", "Hello?")]
         request = ChatRequest(model="m", messages=messages, tools=tools or None)
         return affinity_of(request, "m", "acme", 1000, 1)
@@ -256,7 +256,7 @@ def test_what_is_hashed_is_bounded_however_many_messages_there_are(monkeypatch: 
     monkeypatch.setattr(affinity, "key_of", counted)
     for text in ("x" * 1000, ""):
         system = [ChatMessage("system", text) for _ in range(20_000)]
-        tools = [FunctionTool(FunctionSpec("f", text)) for _ in range(1024)]
+        tools: list[Tool] = [FunctionTool(FunctionSpec("f", text)) for _ in range(1024)]
         request = ChatRequest(
             model="m", messages=[*system, ChatMessage("user", "x" * 1_000_000)], tools=tools if text else None
         )
