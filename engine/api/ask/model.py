@@ -135,7 +135,7 @@ def _answer_format(
 ) -> AnswerFormat | None:
     """The format of the model's answers. Raises UnusableModel."""
     token_ids = {text: token_id for text, token_id in tokenizer.added_ids.items() if token_id < vocab_size}
-    template, own = files.chat_template, files.response_template
+    template, own = files.tool_template or files.chat_template, files.response_template
     try:
         return read_format(choice, own=own, chat_template=template, token_ids=token_ids)
     except BadFormat as error:
