@@ -83,6 +83,7 @@ from shared.wire.errors import (
     Unauthenticated,
     forget_frames,
 )
+from shared.wire.ids import IGNORED_FIELDS_HEADER
 from shared.wire.request_body import check_page
 
 _WHOSE: Final = {
@@ -311,6 +312,7 @@ class Pipeline:
             parsed = await self._threads.run(principal.tenant, work, holds=True)
         if parsed.ignored:
             exchange.ignored_fields = parsed.ignored_header
+        exchange.is_plain = parsed.is_plain
         generation = parsed.request if isinstance(parsed.request, GenerationRequest) else None
         exchange.streams = generation is not None and bool(generation.stream)
         return Asked(endpoint, parsed, generation)
@@ -424,7 +426,10 @@ class Pipeline:
             exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
             return exchange.answer_headers()
 
-        self._engines.of(dispatched.model).observe(answer.tokenizer)
+        engine = self._engines.of(dispatched.model)
+        engine.observe(answer.tokenizer)
+        if not exchange.is_plain and engine.is_ours:
+            exchange.add_ignored(answer.headers.get(IGNORED_FIELDS_HEADER, ""))
         exchange.set_engine_timing(answer.headers.get("server-timing", ""))
         relay = Relay(
             exchange.client,

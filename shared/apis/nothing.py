@@ -88,13 +88,12 @@ INSTEAD: Final[Mapping[str, str]] = {
     "regex": "structured_outputs.regex",
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
-    "tool_choice.allowed_tools": "tools with those alone",
 }
 """The fields to use in place of fields that are refused, by these."""
 
 
-def unsupported(param: str) -> UnsupportedParameter:
-    """The error of a field that asks for what no engine of ours does."""
-    if (instead := INSTEAD.get(param)) is not None:
+def unsupported(param: str, instead: str | None = None) -> UnsupportedParameter:
+    """The error of a field that asks for what no engine of ours does. `instead` is what does it."""
+    if (instead := instead or INSTEAD.get(param)) is not None:
         return UnsupportedParameter(f"{param} is not supported; use {instead}.", param=param)
     return UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)

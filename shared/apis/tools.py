@@ -136,8 +136,9 @@ def check_choice(choice: str | ChoiceObject | None, tools: Sequence[Tool] | None
                 where = "tool_choice.function"
                 raise InvalidRequest(f"{where} is required.", param=where)
         case ChoiceObject():
-            is_known = choice.type == "allowed_tools"
-            raise unsupported("tool_choice.allowed_tools" if is_known else "tool_choice.type")
+            if choice.type == "allowed_tools":
+                raise unsupported("tool_choice.allowed_tools", "tools, with those alone")
+            raise unsupported("tool_choice.type")
         case _:
             message = "tool_choice must be none, auto, required, or an object that names a function."
             raise InvalidRequest(message, param="tool_choice")

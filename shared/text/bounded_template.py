@@ -40,6 +40,8 @@ SHORT_S: Final = 0.02
 """The CPU time for a short chat, in seconds. It is rendered on event loops."""
 IN_PLACE_S: Final = 0.25
 """The CPU time for the longest chat that is rendered in place, in seconds. A shorter one has its share."""
+THREAD_S: Final = 0.05
+"""The least of it, for what is not rendered on an event loop, in seconds: forty tools take half as much."""
 LONGEST_LEN: Final = 256 * 1024
 """Characters of the longest chat that is rendered in place: each step of its template takes 6 ms at most."""
 STEPS: Final = 2048
@@ -110,7 +112,7 @@ class Spending(Context):
 
     def start(self, chat_len: int) -> None:
         """Begin the rendering of a chat that may be long."""
-        self.time_s = max(SHORT_S, IN_PLACE_S * min(1.0, chat_len / LONGEST_LEN))
+        self.time_s = max(THREAD_S, IN_PLACE_S * min(1.0, chat_len / LONGEST_LEN))
         self._longest = max(STEP_LEN, chat_len)
         self._room = KEPT_MAX * (chat_len + ROOM_LEN)
         self.left = self._steps()

@@ -35,7 +35,7 @@ def prompt_slices(tokenizer: Tokenizer, given: PromptForm, room: Room | None) ->
     """
     param = given.param
     if isinstance(given, ChatPrompt):
-        text = yield from tokenizer.chat_template.slices(given)
+        text = yield from tokenizer.template_of(given).slices(given)
         yield
         ids = yield from text_slices(tokenizer, text, room, param, add_special_tokens=False)
         return _checked([ids], param)

@@ -62,6 +62,7 @@ PIECE_LEN: Final = 1024 * 1024
 """Bytes that are read at once."""
 HEAD_LEN: Final = 8
 """Bytes of a message's length, before it."""
+TOO_DEEP: Final = "The tools or the calls of this chat are nested too deeply."
 TOO_MUCH: Final = "This chat is too long for the model's chat template."
 
 
@@ -91,16 +92,34 @@ class Failed(Exception):
     """The child ended, or answered what is no answer."""
 
 
-def _encoded(chat: Chat) -> bytes:
-    """Raises InvalidRequest for values that are none of MessagePack."""
+def encoded(chat: Chat) -> bytes:
+    """The chat for the child. Raises InvalidRequest where it is nested too deeply."""
     try:
-        return msgspec.msgpack.encode(chat)
-    except OverflowError:
-        raise InvalidRequest(
-            "A number of the tools or calls has more than 64 bits.", param="messages"
-        ) from None
+        try:
+            return msgspec.msgpack.encode(chat)
+        except OverflowError:
+            wide = msgspec.structs.replace(
+                chat, messages=_wide(chat.messages), variables=_wide(chat.variables)
+            )
+            return msgspec.msgpack.encode(wide)
     except RecursionError:
-        raise InvalidRequest("The tools or calls are nested too deeply.", param="messages") from None
+        raise InvalidRequest(TOO_DEEP, param="messages") from None
+
+
+def decoded(data: bytes) -> Chat:
+    """The inverse of `encoded`."""
+    return msgspec.msgpack.decode(data, type=Chat, ext_hook=lambda _, number: int(bytes(number)))
+
+
+def _wide(value: Any) -> Any:
+    """The value with its numbers of more than 64 bits as texts of a kind of their own, since MessagePack has
+    none."""
+    if isinstance(value, dict):
+        return {key: _wide(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_wide(one) for one in value]
+    is_wide = isinstance(value, int) and not -(2**63) <= value < 2**63
+    return msgspec.msgpack.Ext(0, str(value).encode()) if is_wide else value
 
 
 class _Turns:
@@ -170,7 +189,7 @@ class Renderer:
         is_over = False
         try:
             render_s = RENDER_S_MIN + (RENDER_S - RENDER_S_MIN) * min(1.0, length / BODY_LEN_MAX)
-            answer = yield from self._asked(_encoded(chat), render_s)
+            answer = yield from self._asked(encoded(chat), render_s)
             is_over = True
         except Failed as error:
             raise TooMuch(TOO_MUCH, param="messages", detail=str(error)) from None

@@ -85,6 +85,8 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer_json: str
     chat_template: str | None = None
+    tool_template: str | None = None
+    """The template for chats with tools, where that is another one."""
     bos_token: str | None = None
     eos_token: str | None = None
     unk_token: str | None = None
@@ -118,11 +120,15 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
         """Without `template_arguments`, they are the variables that the chat template reads."""
         named = dict(files.special_tokens)
         if template_arguments is None:
-            template_arguments = variables_read(files.chat_template or "", named)
+            sources = files.chat_template or "", files.tool_template or ""
+            template_arguments = tuple(
+                sorted({name for each in sources for name in variables_read(each, named)})
+            )
         own = {name: named.pop(name, None) for name in _SPECIAL_NAMES}
         return cls(
             tokenizer_json=files.tokenizer_json,
             chat_template=files.chat_template,
+            tool_template=files.tool_template,
             named_tokens=named,
             added_tokens=files.added_tokens,
             template_arguments=template_arguments,
@@ -178,19 +184,11 @@ class Tokenizer:
             raise UnusableTokenizer(f"the tokenizer cannot be loaded: {reason}") from error
 
     def _load(self, bundle: TokenizerBundle, special: dict[str, str], clock: Clock) -> None:
-        if len(bundle.chat_template or "") > TEMPLATE_LEN_MAX:
-            raise UnusableTokenizer(f"its chat template has more than {TEMPLATE_LEN_MAX} characters")
-        if (
-            len(msgspec.json.encode((bundle.template_arguments, bundle.template_defaults)))
-            > ARGUMENTS_LEN_MAX
-        ):
-            raise UnusableTokenizer(f"the variables of its template take more than {ARGUMENTS_LEN_MAX} bytes")
         self.raw = tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
         self.raw.no_truncation()
         self.raw.no_padding()
-        arguments, defaults = bundle.template_arguments, bundle.template_defaults
-        source = bundle.chat_template
-        self._template = None if source is None else ChatTemplate(source, special, clock, arguments, defaults)
+        self._template, own = _templates(bundle, special, clock)
+        self._tool_template = own or self._template
         _add(self.raw, bundle.added_tokens)
         added_tokens = self.raw.get_added_tokens_decoder()
         self._added = {token_id: added.content for token_id, added in added_tokens.items()}
@@ -237,12 +235,12 @@ class Tokenizer:
             (encoding,) = self.raw.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.offsets
 
-    @property
-    def chat_template(self) -> ChatTemplate:
-        """Raises InvalidRequest where the model has none."""
-        if self._template is None:
+    def template_of(self, prompt: ChatPrompt) -> ChatTemplate:
+        """The template that a chat is rendered with. Raises InvalidRequest where the model has none."""
+        template = self._tool_template if prompt.tools else self._template
+        if template is None:
             raise InvalidRequest("This model has no chat template. Use /v1/completions.", param="messages")
-        return self._template
+        return template
 
     def prompt_ids(self, prompt: PromptForm) -> list[list[int]]:
         """The token ids of each of a request's prompts; a chat is one prompt, and short. Raises NotInPlace
@@ -252,7 +250,7 @@ class Tokenizer:
         began_s = None if self.slicer is not None else time.thread_time()
         try:
             if isinstance(prompt, ChatPrompt):
-                prompts = [self._chat_ids(self.chat_template.render(prompt))]
+                prompts = [self._chat_ids(self.template_of(prompt).render(prompt))]
             else:
                 prompts = self._text_ids(prompt)
         finally:
@@ -282,6 +280,11 @@ class Tokenizer:
         for prompt_ids in prompts:
             check_ids(prompt_ids)
         return prompts
+
+    @property
+    def added_ids(self) -> dict[str, int]:
+        """The id of each token that is searched for in the text itself, by its text."""
+        return {content: token_id for token_id, content in self._added.items()}
 
     @property
     def end_id(self) -> int | None:
@@ -334,6 +337,22 @@ class Tokenizer:
     def is_textless(self, token_id: int, skip_special_tokens: bool) -> bool:
         """True if decoding passes over this token: a special one, or an id without a token."""
         return token_id >= self.vocab_size or (skip_special_tokens and token_id in self._special_ids)
+
+
+def _templates(
+    bundle: TokenizerBundle, special: dict[str, str], clock: Clock
+) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    """The chat template, and that for chats with tools. Raises UnusableTokenizer for what is too long, and
+    what `ChatTemplate` raises."""
+    arguments, defaults = bundle.template_arguments, bundle.template_defaults
+    if len(msgspec.json.encode((arguments, defaults))) > ARGUMENTS_LEN_MAX:
+        raise UnusableTokenizer(f"the variables of its template take more than {ARGUMENTS_LEN_MAX} bytes")
+    made = []
+    for source in (bundle.chat_template, bundle.tool_template):
+        if len(source or "") > TEMPLATE_LEN_MAX:
+            raise UnusableTokenizer(f"its chat template has more than {TEMPLATE_LEN_MAX} characters")
+        made.append(None if source is None else ChatTemplate(source, special, clock, arguments, defaults))
+    return made[0], made[1]
 
 
 def check_ids(ids: Sequence[int]) -> None:

@@ -158,7 +158,7 @@ def test_a_chat_of_middle_length_that_needs_too_much_in_place_has_its_time_elsew
     )
     long = ChatPrompt([ChatMessage("user", "a" * 50_000)])
     renderer = Renderer()
-    for name in ("SHORT_S", "IN_PLACE_S"):
+    for name in ("THREAD_S", "IN_PLACE_S"):
         monkeypatch.setattr(bounded_template, name, 0.0)
     try:
         assert at_once(template.slices(long, renderer)) == "50001" * 30

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,10 +104,32 @@ def test_variables_travel_with_the_tokenizer_and_are_part_of_its_hash() -> None:
 
     given = {"template_arguments": ("enable_thinking",), "template_defaults": {"enable_thinking": False}}
     assert len({bundle().hash, *(bundle(**{name: given[name]}).hash for name in given)}) == 3
-    text = at_once(Tokenizer(bundle(**given)).chat_template.slices(prompt_of(USER)))
+    text = at_once(Tokenizer(bundle(**given)).template_of(prompt_of(USER)).slices(prompt_of(USER)))
     assert text.endswith("</think>\n\n")
     with pytest.raises(UnusableTokenizer, match="messages is no variable"):
         Tokenizer(bundle(template_arguments=("messages",)))
+
+
+def test_a_template_of_its_own_for_tools_is_used_for_chats_with_tools(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_level().to_str())
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools|length }}{{ x }}"},
+    ]
+
+    def texts() -> list[str]:
+        tokenizer = Tokenizer(TokenizerBundle.from_dir(tmp_path))
+        chats = prompt_of(USER), prompt_of(USER, tools=[WEATHER])
+        return [at_once(tokenizer.template_of(chat).slices(chat)) for chat in chats]
+
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert texts() == ["plain", "1"]
+    assert TokenizerBundle.from_dir(tmp_path).template_arguments == ("x",)
+    (tmp_path / "chat_template.jinja").write_text("file, {{ tools is none }}")
+    assert texts() == ["file, True", "file, False"]
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("for tools")
+    assert texts() == ["file, True", "for tools"]
 
 
 def test_tools_and_calls_that_a_template_does_not_read_are_refused() -> None:
@@ -144,9 +168,15 @@ def test_tools_of_a_long_chat_reach_the_process_that_renders_it() -> None:
         assert renderer.pid is not None
         assert json.dumps(WEATHER, ensure_ascii=False) in text
         assert text.endswith("</think>\n\n")
-        long["tool_calls"] = [call("now", json.dumps({"n": 2**64}))]
-        with pytest.raises(InvalidRequest, match="64 bits"):
-            at_once(template.slices(prompt_of(long), renderer))
+        wide = json.dumps({"n": [2**64, -(2**63) - 1, 2**63]})
+        long["tool_calls"] = [call("now", wide)]
+        assert f'"arguments": {wide}' in at_once(template.slices(prompt_of(long), renderer))
+        first = renderer.pid
+        for depth in range(980, 1000):
+            long["tool_calls"] = [call("now", '{"n": ' + "[" * depth + "]" * depth + "}")]
+            with contextlib.suppress(InvalidRequest):
+                at_once(template.slices(prompt_of(long), renderer))
+        assert renderer.pid == first, "it outlives what is nested too deeply"
     finally:
         renderer.close()
 

@@ -87,17 +87,26 @@ class CallFormat:
         return self.middles[0]
 
     @property
+    def bare_opener(self) -> str | None:
+        """The opener that is no marker: nothing, or a bracket. None if every call has a marker."""
+        if self.envelope is None and self.arguments is not ArgumentsKind.PYTHON:
+            return None
+        return next((opener for opener in self.openers if opener.strip() in ("", "[")), None)
+
+    @property
     def is_bare(self) -> bool:
         """True if a call may come without any marker. It is looked for at the beginning of the text alone,
         and what it begins with (`{` or `[`) may begin other text as well."""
-        return "" in self.openers and (self.envelope is not None or self.arguments is ArgumentsKind.PYTHON)
+        return self.bare_opener is not None
 
     @property
     def triggers(self) -> tuple[str, ...]:
         """The texts from each of which on a call can be expected. Empty where calls are only bare: such a
         format has no trigger, and a call is the whole answer or none of it."""
-        heads = (opener if opener or self.is_bare else self.begin for opener in self.openers)
-        return tuple(head.strip() for head in heads if head.strip())
+        heads = [
+            opener.strip() or self.begin.strip() for opener in self.openers if opener != self.bare_opener
+        ]
+        return tuple(heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +141,7 @@ class AnswerFormat:
     already, by the template or by a prefill."""
     ignored: tuple[str, ...] = ()
     """Other markers, which are left out of the text."""
-    token_ids: Mapping[str, int] = field(default_factory=dict)
+    token_ids: Mapping[str, int] = field(default_factory=dict, hash=False)
     """The ids of those markers, or parts of markers, that are one token each."""
 
     def pieces(self, text: str) -> tuple[str | int, ...]:
@@ -140,17 +149,17 @@ class AnswerFormat:
         what is between them."""
         return tuple(_pieces(text, self.token_ids))
 
-    def texts(self) -> Iterator[str]:
+    def texts(self, *, with_calls: bool = True) -> Iterator[str]:
         """Every text of the format that may hold a marker."""
+        yield from self.ignored
         if self.reasoning is not None:
             yield from (*self.reasoning.openers, *self.reasoning.closers)
         calls = self.calls
-        if calls is not None:
+        if calls is not None and with_calls:
             yield from (*calls.openers, calls.begin, *calls.middles, calls.end, calls.closer)
             yield from (calls.separator, calls.delimiter)
             if calls.argument is not None:
                 yield from (calls.argument.begin, calls.argument.middle, calls.argument.end)
-        yield from self.ignored
 
 
 def _pieces(text: str, token_ids: Mapping[str, int]) -> Iterator[str | int]:
