@@ -133,6 +133,9 @@ class EngineConfig(RunnerConfig):
     template_defaults: TemplateDefaults | None = None
     """JSON object with values for variables of the chat template that a request does not set, or may not set,
     such as {"enable_thinking": false}."""
+    answer_format: Text = "auto"
+    """How the model marks reasoning and calls: the name of a family, or a file (see "Answers" in the README);
+    none: neither is looked for. auto: the checkpoint's response_template, else its family's."""
     tls_cert: Text | None = None
     """File with the certificate chain, PEM: serve TLS, HTTP/2 by ALPN. Unset: plain text."""
     tls_key: Text | None = None

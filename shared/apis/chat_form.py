@@ -16,7 +16,6 @@ from msgspec import Raw
 from shared.apis.holding import SURE_LEN, Census, census_slices
 from shared.apis.messages import ChatMessage, FunctionToolCall
 from shared.apis.prompt import ChatPrompt
-from shared.apis.structure import Schema, schema_slices
 from shared.apis.tools import Tool, check_tools
 from shared.fairness.fair_threads import Slices
 from shared.wire.errors import InvalidRequest
@@ -94,20 +93,7 @@ def _check_final(asked: ChatFields, final: ChatMessage) -> None:
         raise InvalidRequest(f"{where} needs a last message without calls.", param=where)
 
 
-# -- what takes long ------------------------------------------------------------------------------
-
-
-def closer_look(messages: Sequence[ChatMessage], schemas: Sequence[Schema]) -> Slices[tuple[str, ...]] | None:
-    """The checks of `Request.closer_look`: of a chat's calls, and of schemas."""
-    arguments = long_arguments(messages)
-    return _closer_slices(arguments, schemas) if arguments or schemas else None
-
-
-def _closer_slices(
-    arguments: Sequence[tuple[str, str]], schemas: Sequence[Schema]
-) -> Slices[tuple[str, ...]]:
-    yield from argument_slices(arguments)
-    return (yield from schema_slices(schemas))
+# -- the calls of a history -----------------------------------------------------------------------
 
 
 def long_arguments(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:

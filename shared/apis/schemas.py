@@ -43,6 +43,8 @@ MULTIPLE_MAX: Final = 5_000
 IGNORED_MAX: Final = 32
 """The most keywords that are named as ignored."""
 
+Schema = dict[str, Any]
+
 STRICT_PROPERTIES_MAX: Final = 5_000
 STRICT_LEVELS_MAX: Final = 10
 STRICT_VALUES_MAX: Final = 1_000
@@ -50,6 +52,15 @@ STRICT_VALUES_MAX: Final = 1_000
 FORMATS: Final = frozenset(
     "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()  # noqa: SIM905
 )
+_NO_LEAP_SECOND: Final = {"pattern": "^[^:]*:[^:]*:[0-5]"}
+FORMATS_AND: Final[dict[str, Schema]] = {
+    "email": {"maxLength": 64},
+    "hostname": {"maxLength": 253},
+    "date-time": _NO_LEAP_SECOND,
+    "time": _NO_LEAP_SECOND,
+}
+"""Keywords that hold what the matcher lets through of some formats: names of any length, and leap seconds at
+any time of day."""
 NOT_HELD: Final = frozenset(
     (
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
@@ -76,8 +87,6 @@ _ASSERTING: Final = _ONE | _MANY | _NAMED | _COUNTS | _BOUNDS | {"type", "enum",
 _OWN: Final = (_ASSERTING | {"pattern", "format"}) - {"allOf", "anyOf", "oneOf"}
 """The keywords that are one part of a schema together; each of `allOf`, `anyOf`, `oneOf` and `$ref` is
 another, and all parts are multiplied."""
-
-Schema = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +222,8 @@ class _Walk:
         if len(names) > OPTIONAL_MAX:
             self._refuse((*node.place, "properties"), f"has more than {OPTIONAL_MAX} that are not required")
         self._descend(node)
+        if (more := FORMATS_AND.get(schema.get("format", ""))) is not None:
+            schema["allOf"] = [*schema.get("allOf", ()), more]
 
     def _leave_out(self, node: _Node, keyword: str) -> None:
         value = node.schema[keyword]

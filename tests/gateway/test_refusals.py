@@ -106,7 +106,8 @@ HOSTILE = [
     b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "penstock": '
     b'{"tokenizer": "", "prompt_ids": [[1]]}}',
     b'{"model": "tiny", "model": "tiny", "messages": [{"role": "user", "content": "x"}]}',
-    b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": [{}]}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": '
+    b'[{"type": "custom", "custom": {"name": "f"}}]}',
 ]
 
 

@@ -22,8 +22,8 @@ Rules
 1. Nothing that is not constrained has a grammar, which would cost each of its tokens a mask.
 2. An answer that follows a grammar has the tokens of the format's marks in their places alone, and no other
    special token. Its end is one of the model's own ends.
-3. A schema that is not strict, and that cannot be held or makes the grammar too large, is held in part or
-   not at all (`any object`), and what is left out is named.
+3. Of a schema that is not strict, what cannot be held is left out and named. Where the rest cannot be held
+   either, or makes the grammar too large, a function's arguments are any object, and that is named.
 4. What cannot be compiled is the caller's mistake, by the name of the field that it came in.
 """
 
@@ -33,7 +33,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from engine.api.formats import lark
 from engine.api.formats.arguments import Arguments
@@ -91,8 +91,8 @@ def checked(vocabulary: Vocabulary, format_: AnswerFormat | None, asked: Asked, 
 
 
 def grammar_of(format_: AnswerFormat | None, asked: Asked, *, reasons: bool, is_lax: bool = False) -> Grammar:
-    """The grammar of an answer. `is_lax`: no schema is held that is not strict, as one cannot be compiled.
-    Raises InvalidRequest."""
+    """The grammar of an answer. `is_lax`: no function's schema is held that is not strict, as one of them cannot
+    be compiled. Raises InvalidRequest."""
     if not (asked.functions or asked.structure is not None or asked.thinking_budget is not None):
         return Grammar()
     return _Composer(format_ or AnswerFormat("plain"), asked, reasons, is_lax).compose()
@@ -164,21 +164,25 @@ class _Composer:
                 return self.rules.add("structure", "@own")
 
     def _held(self, source: bytes | str, strict: bool, param: str) -> HeldSchema:
-        """A schema, or that of any object where it is not to be held. Raises InvalidRequest."""
-        held = None
-        if strict or not self.is_lax:
-            held = held_schema(source, strict=strict, param=param)
-            if self.size + held.size > SIZE_MAX:
-                if strict:
-                    message = f"{param} is too large, with the other schemas of the request."
-                    raise InvalidRequest(message, param=param)
-                held = None
-        if held is None:
-            self.ignored.append(param)
-            return HeldSchema(lark.ANY_OBJECT)
+        """A schema, as far as it can be held. Raises InvalidRequest."""
+        held = held_schema(source, strict=strict, param=param)
         self.size += held.size
+        if self.size > SIZE_MAX:
+            raise InvalidRequest(f"{param} is too large, with the other schemas of the request.", param=param)
         self.ignored += [f"{param}.{place}" for place in held.ignored]
         return held
+
+    def held_arguments(self, source: bytes, strict: bool, param: str) -> dict[str, Any] | None:
+        """The schema of a function's arguments. None, and named, where it can only be that of any object."""
+        try:
+            if strict or not self.is_lax:
+                held: dict[str, Any] = json.loads(self._held(source, strict, param).text)
+                return held
+        except InvalidRequest:
+            if strict:
+                raise
+        self.ignored.append(param)
+        return None
 
     # -- reasoning ------------------------------------------------------------------------------------
 
@@ -187,7 +191,7 @@ class _Composer:
         reasoning, budget = self.format.reasoning, self.asked.thinking_budget
         if reasoning is None:
             return "" if answer is _FREE else answer.whole
-        opens, closes = self.format.pieces(reasoning.opener), self.format.pieces(reasoning.closer)
+        opens, closes = map(self.format.pieces, (reasoning.opener.strip(), reasoning.closer.strip()))
         if budget is not None and not isinstance(closes[0], int):
             message = (
                 "thinking_token_budget is not supported by this model: what ends its reasoning is no token."
@@ -315,7 +319,7 @@ class _Calls:
         param = f"tools[{of.asked.functions.index(spec)}].function.parameters"
         held = None
         if spec.schema and (strict or of.asked.choice.mode is ToolMode.REQUIRED):
-            held = json.loads(of._held(spec.schema, strict, param).text)
+            held = of.held_arguments(spec.schema, strict, param)
         if calls.is_bare and calls.envelope is not None and self.is_with_text:
             return self._as_schema(spec.name, held, strict, param)
         arguments = Arguments(of.rules, of.format, calls, held, strict, param)
@@ -325,7 +329,7 @@ class _Calls:
         head = (before + calls.begin + name + calls.middle)[skipped:]
         return lark.row([*of.format.pieces(head), (expression,), *of.format.pieces(calls.end + behind)])
 
-    def _as_schema(self, name: str, held: dict[str, object] | None, strict: bool, param: str) -> str:
+    def _as_schema(self, name: str, held: dict[str, Any] | None, strict: bool, param: str) -> str:
         """A bare call beside a structure. Both may begin with the same words, which only schemas can tell
         apart."""
         envelope = self.calls.envelope

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.api.ask.admission import SamplingDefaults
+from engine.api.formats.format import AnswerFormat
+from engine.api.formats.reading import AUTO, read_format
+from engine.api.formats.response_template import BadFormat
 from engine.contract.generation_keys import GENERATION_KEYS
 from engine.contract.messages import END_TOKENS_MAX
 from shared.apis.chat import ChatRequest
@@ -23,6 +26,7 @@ from shared.text.model_files import BadModelFile, parse_object, read_text, refus
 from shared.text.prompts import prompt_slices
 from shared.text.tokenizer import Tokenizer, TokenizerBundle, read_files
 from shared.text.tokenizer_files import CONFIG as TOKENIZER_CONFIG
+from shared.text.tokenizer_files import TokenizerFiles
 from shared.wire.errors import InvalidRequest, TokenizerFailed
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -52,6 +56,8 @@ class ServedModel:
     special_ids: Mapping[str, int]
     """The id of each special token that the model has, by its text."""
     sampling: SamplingDefaults
+    answer_format: AnswerFormat | None = None
+    """How the model marks reasoning and calls. None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +80,10 @@ def load_model(
     created: int,
     template_arguments: tuple[str, ...] | None = None,
     template_defaults: str | None = None,
+    answer_format: str = AUTO,
 ) -> ServedModel:
-    """Read the directory's tokenizer and configuration. Blocks for as long as that takes. The last two are
-    those of `TokenizerBundle.of`, the defaults as JSON.
+    """Read the directory's tokenizer and configuration. Blocks for as long as that takes. What concerns the
+    template is for `TokenizerBundle.of`, the defaults as JSON; `answer_format` is for `read_format`.
 
     Raises UnusableTokenizer and UnusableModel.
     """
@@ -109,7 +116,20 @@ def load_model(
             if token_id < defaults.vocab_size
         },
         sampling=defaults.sampling,
+        answer_format=_answer_format(answer_format, files, tokenizer, defaults.vocab_size),
     )
+
+
+def _answer_format(
+    choice: str, files: TokenizerFiles, tokenizer: Tokenizer, vocab_size: int
+) -> AnswerFormat | None:
+    """The format of the model's answers. Raises UnusableModel."""
+    token_ids = {text: token_id for text, token_id in tokenizer.added_ids.items() if token_id < vocab_size}
+    template, own = files.chat_template, files.response_template
+    try:
+        return read_format(choice, own=own, chat_template=template, token_ids=token_ids)
+    except BadFormat as error:
+        raise UnusableModel(str(error)) from error
 
 
 def _check_files(directory: Path) -> None:

@@ -71,6 +71,8 @@ class _Meaning(Enum):
     REASONING = "reasoning"
     ANSWER = "answer"
     """The end of reasoning."""
+    CLOSER = "closer"
+    """The closing marker of a call that ended before it."""
     IGNORED = "ignored"
 
 
@@ -139,6 +141,7 @@ def _tables(format_: AnswerFormat, is_looking: bool) -> _Tables:
     heads = () if calls is None else markers(spelling, format_, _heads(calls))
     text = (_Meaning.CALL, heads), (_Meaning.REASONING, opens), (_Meaning.IGNORED, ignored)
     closer = () if calls is None else spelling.marker(format_, calls.closer)
+    late = (closer,) if len("".join(closer)) > 1 else ()  # a lone bracket may be anything
     tags_end = () if calls is None or calls.argument is None else markers(spelling, format_, (calls.end,))
     interrupting = heads if format_.call_ends_reasoning else ()
 
@@ -148,7 +151,7 @@ def _tables(format_: AnswerFormat, is_looking: bool) -> _Tables:
     return _Tables(
         spelling=spelling,
         text=_Watch.of(*text),
-        unclosed=_Watch.of(*text, (_Meaning.IGNORED, (closer, *tags_end))),
+        unclosed=_Watch.of(*text, (_Meaning.IGNORED, tags_end), (_Meaning.CLOSER, late)),
         reasoning=_Watch.of((_Meaning.ANSWER, closes), (_Meaning.CALL, interrupting)),
         is_looking=calls is not None,
         bare="" if calls is None or calls.bare_opener is None else calls.bare_opener or "{",
@@ -267,9 +270,9 @@ class AnswerMachine:
                 continue
             self._source.drop()
             self._is_trimming = True
-            if meaning is _Meaning.IGNORED:
+            if meaning is _Meaning.CLOSER:
                 self._is_unclosed = False
-            else:
+            elif meaning is not _Meaning.IGNORED:
                 self.is_reasoning = meaning is _Meaning.REASONING
 
     def _prose(self) -> Reading[tuple[_Meaning | None, int]]:
@@ -395,7 +398,7 @@ class AnswerMachine:
         if calls.arguments is ArgumentsKind.TAGGED:
             self._begin(name)
             assert tables.tags is not None
-            yield from notations.tagged(source, emit, tables.tags, self._properties(name), plain)
+            yield from notations.tagged(source, emit, tables.tags, self._schema(name), plain)
             return
         if (yield from source.space()) != "{":
             raise Broken
@@ -409,10 +412,9 @@ class AnswerMachine:
         if self._source.holds:
             self._begin(name)
 
-    def _properties(self, name: str) -> Mapping[str, Any]:
+    def _schema(self, name: str) -> Mapping[str, Any]:
         schema = self._tools.get(name)
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        return properties if isinstance(properties, Mapping) else {}
+        return schema if isinstance(schema, Mapping) else {}
 
     def _envelope(self, calls: CallFormat) -> Reading[None]:
         """A call that is a JSON object with name and arguments as members, in any order."""
@@ -428,11 +430,11 @@ class AnswerMachine:
             if key == envelope.name and not name and source.holds:
                 name = yield from self._name()
             elif key in (envelope.arguments, "arguments", "parameters") and not held and source.holds:
-                if name:
+                if name and (yield from source.peek()) == "{":
                     self._begin(name)
-                    yield from self._argument_value()
+                    yield from notations.json_value(source, self._arguments)
                 else:
-                    held = yield from self._held_value()
+                    held = _object_text((yield from self._held_value()))
             else:
                 yield from self._held_value()
             char = yield from source.space()
@@ -448,7 +450,7 @@ class AnswerMachine:
             if not name or (not held and self._is_bare_here(calls)):
                 raise Broken
             self._begin(name)
-            self._arguments(_object_text(held))
+            self._arguments(held or "{}")
 
     def _is_bare_here(self, calls: CallFormat) -> bool:
         return calls.is_bare and self._source.text.lstrip()[:1] == self._tables.bare
@@ -472,14 +474,6 @@ class AnswerMachine:
             raise Broken
         return name
 
-    def _argument_value(self) -> Reading[None]:
-        """The arguments, at whose first character the source is: passed on as they come, if they are an
-        object."""
-        if (yield from self._source.peek()) in ("{", "["):
-            yield from notations.json_value(self._source, self._arguments)
-        else:
-            self._arguments(_object_text((yield from self._held_value())))
-
     def _held_value(self) -> Reading[str]:
         """Pass a JSON value, and return its text, if it may still have to be given back."""
         source, pieces = self._source, list[str]()
@@ -492,7 +486,10 @@ class AnswerMachine:
             if source.is_whole and source.at == len(source.text):
                 raise Broken
             return "".join(pieces)
-        return (yield from notations.json_scalar(source))
+        scalar = notations.scalar_json((yield from notations.json_scalar(source)))
+        if scalar is None:
+            raise Broken
+        return scalar
 
 
 def _forget(_: str) -> None:
@@ -500,19 +497,16 @@ def _forget(_: str) -> None:
 
 
 def _object_text(value: str) -> str:
-    """The arguments of a call as an object: nothing and null are an empty one, and a string that holds an
-    object's JSON is that object. Anything else is passed on as it is."""
-    if value in ("", "null"):
+    """The arguments of a call, which were not passed on as they came, as an object: null is an empty one, and
+    a string that holds an object's JSON is that object. Raises Broken for anything else."""
+    if value == "null":
         return "{}"
-    if value.startswith('"'):
-        inner = _decoded(value).strip()
-        if inner.startswith("{"):
-            try:
-                msgspec.json.decode(inner.encode())
-            except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-                return value
-            return inner
-    return value
+    inner = _decoded(value).strip() if value.startswith('"') else value
+    try:
+        msgspec.json.decode(inner.encode(), type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        raise Broken from None
+    return inner
 
 
 def _decoded(text: str) -> str:

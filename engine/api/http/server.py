@@ -128,9 +128,13 @@ class Engine:
                 created=int(self._clock.wall()),
                 template_arguments=config.template_names,
                 template_defaults=config.template_defaults,
+                answer_format=config.answer_format,
             )
         except (UnusableTokenizer, UnusableModel) as error:
             raise StartFailed(str(error)) from error
+        format_ = state.model.answer_format
+        if format_ is not None:
+            log.info("engine.answer_format", name=format_.name, tools=format_.calls is not None)
         link = self._make_link(dataclasses.replace(config, model=str(directory)))
         self._core_task = asyncio.create_task(self._follow_core(link), name="core")
         try:
