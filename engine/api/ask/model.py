@@ -13,6 +13,7 @@ from engine.api.ask.admission import SamplingDefaults
 from engine.api.formats.format import AnswerFormat
 from engine.api.formats.reading import AUTO, read_format
 from engine.api.formats.response_template import BadFormat
+from engine.config import ModelTokens
 from engine.contract.generation_keys import GENERATION_KEYS
 from engine.contract.messages import END_TOKENS_MAX
 from shared.apis.chat import ChatRequest
@@ -56,8 +57,16 @@ class ServedModel:
     special_ids: Mapping[str, int]
     """The id of each special token that the model has, by its text."""
     sampling: SamplingDefaults
+    vocab_size: int
+    """The number of token ids that the model has."""
     answer_format: AnswerFormat | None = None
     """How the model marks reasoning and calls. None where that is not known."""
+
+    @property
+    def tokens(self) -> ModelTokens:
+        bundle = self.tokenizer.bundle
+        whole = self.tokenizer.raw.to_str() if bundle.added_tokens else bundle.tokenizer_json
+        return ModelTokens(whole, self.vocab_size, tuple(sorted(self.eos_ids)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,7 @@ def load_model(
         },
         sampling=defaults.sampling,
         answer_format=_answer_format(answer_format, files, tokenizer, defaults.vocab_size),
+        vocab_size=defaults.vocab_size,
     )
 
 
