@@ -246,5 +246,10 @@ def _victims(core: _Core, vocab_len: int) -> list[Figure]:
     alone_ms, beside_ms = quantile(alone, 0.99), quantile(beside, 0.99)
     return [
         figure(f"{name}, alone", alone_ms, "ms"),
-        figure(f"{name}, beside hostile grammars", beside_ms, "ms", at_most(round(1.5 * alone_ms + VICTIM_TARGET_MS, 1))),
+        figure(
+            f"{name}, beside hostile grammars",
+            beside_ms,
+            "ms",
+            at_most(round(1.5 * alone_ms + VICTIM_TARGET_MS, 1)),
+        ),
     ]
