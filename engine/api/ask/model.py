@@ -14,6 +14,7 @@ from engine.api.formats.format import AnswerFormat
 from engine.api.formats.reading import AUTO, read_format
 from engine.api.formats.response_template import BadFormat
 from engine.contract.generation_keys import GENERATION_KEYS
+from engine.contract.grammars import BadGrammar, Vocabulary, vocabulary_of
 from engine.contract.messages import END_TOKENS_MAX
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
@@ -58,6 +59,8 @@ class ServedModel:
     sampling: SamplingDefaults
     answer_format: AnswerFormat | None = None
     """How the model marks reasoning and calls. None where that is not known."""
+    vocabulary: Vocabulary | None = None
+    """The tokens as grammars know them. None where llguidance cannot read them, or no answer ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,19 @@ def load_model(
         },
         sampling=defaults.sampling,
         answer_format=_answer_format(answer_format, files, tokenizer, defaults.vocab_size),
+        vocabulary=_vocabulary(tokenizer, defaults.vocab_size, eos_ids) if eos_ids else None,
     )
+
+
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> Vocabulary | None:
+    """The tokens as grammars know them. It takes a third of a second for 150,000 of them."""
+    bundle = tokenizer.bundle
+    tokenizer_json = tokenizer.raw.to_str() if bundle.added_tokens else bundle.tokenizer_json
+    try:
+        return vocabulary_of(tokenizer_json, vocab_size, sorted(eos_ids))
+    except BadGrammar as error:
+        log.warning("engine.no_grammars", reason=str(error))
+        return None
 
 
 def _answer_format(
