@@ -16,6 +16,7 @@ from engine.api.ask import forms, grammar
 from engine.contract.messages import FinishReason
 from shared.text.tokenizer import Tokenizer, TokenizerBundle
 from shared.wire import sse
+from shared.wire.ids import TENANT_HEADER
 from tests.engine.api import tiny
 from tests.engine.api.conftest import MODEL, Serve, Served, until
 from tests.engine.api.tiny import EOS, write_model_dir
@@ -79,7 +80,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer(TokenizerBundle.from_dir(model_dir))
 
 
-ROOM = {"max_model_len": 2048, "pages": 256}
+ROOM = {"max_model_len": 8192, "pages": 1024}
 
 
 @pytest.fixture
@@ -322,6 +323,29 @@ async def test_the_same_tools_are_compiled_once(served: Served, monkeypatch: pyt
     await served.sdk.chat.completions.create(**create, messages=MESSAGES, parallel_tool_calls=False)
     assert len(made) == 2
     assert served.core.asked[-1].grammar not in ("", served.core.asked[0].grammar)
+
+
+async def test_a_schema_whose_references_branch_without_end_holds_up_nobody(serve: Serve) -> None:
+    """Its arguments' types are asked for, each reference once; another tenant is served meanwhile."""
+    branches = {union: [{"$ref": "#/$defs/d"}] * 32 for union in ("anyOf", "oneOf", "allOf")}
+    schema = {
+        "type": "object",
+        "properties": {"days": {"$ref": "#/$defs/d"}},
+        "$defs": {"d": {**branches, "enum": [1, 2]}},
+    }
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    body = {"model": MODEL, "messages": MESSAGES}
+    async with serve(answer_format="qwen3-coder", core=ROOM) as served:
+        call = "<function=weather>\n<parameter=days>\n2\n</parameter>\n</function>"
+        served.says(f"<tool_call>\n{call}\n</tool_call>")
+        post = served.http.post
+        own = asyncio.create_task(
+            post("/v1/chat/completions", json={**body, "tools": tools}, headers={TENANT_HEADER: "a"})
+        )
+        victim = await post("/v1/chat/completions", json=body, headers={TENANT_HEADER: "b"})
+        assert victim.status_code == 200
+        [told] = (await own).json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(told["function"]["arguments"]) == {"days": 2}
 
 
 async def test_a_plain_request_has_no_grammar(served: Served) -> None:
