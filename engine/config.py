@@ -216,6 +216,18 @@ class EngineConfig(RunnerConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelTokens:
+    """The tokens of a model, as grammars need to know them."""
+
+    tokenizer_json: str
+    """The whole tokenizer, with the tokens that other files add to it."""
+    vocab_size: int
+    """The number of token ids that the model has."""
+    end_ids: tuple[int, ...]
+    """The tokens that end an answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoreStart:
     """The core process's standard input."""
 
@@ -226,6 +238,7 @@ class CoreStart:
     """ZeroMQ endpoint the core writes `CoreOutput` to."""
     parent_pid: int
     """The API process: the core ends when it does."""
+    tokens: ModelTokens = ModelTokens("", 0, ())
 
     def encode(self) -> bytes:
         """MessagePack, because JSON has no infinity, which `gap_target_ms` may be."""

@@ -40,11 +40,11 @@ class Overlapped(Harness):
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         self.runner: AsyncRunner = AsyncRunner(
-            self.runner.info, fields.get("step_tokens_max", 64), self._unread_slots
+            self.runner.info, fields.get("step_tokens_max", 64), self._held_slots
         )
         self.flying: deque[tuple[Plan, Flight]] = deque()
 
-    def _unread_slots(self) -> list[int]:
+    def _held_slots(self) -> list[int]:
         return [slot for slot in self.seated.values() if self.scheduler.running(slot).is_paused]
 
     @property
