@@ -78,7 +78,7 @@ def test_the_format_of_answers_is_the_checkpoints_its_familys_or_the_operators(t
     change(config, response_template={"start_anchor": "a", "fields": {"tool_calls": own}})
     assert name() == "checkpoint"
     change(config, chat_template="{{ messages[0].content }}", response_template={"fields": {"x": {}}})
-    with pytest.raises(UnusableModel, match="response_template.*fields.x.*--answer-format"):
+    with pytest.raises(UnusableModel, match=r"response_template.*fields.x.*--answer-format"):
         name()
     with pytest.raises(UnusableModel, match="--answer-format: nothing"):
         name("nothing")
