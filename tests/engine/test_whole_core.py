@@ -31,6 +31,7 @@ from engine.core.step.swap import Preference
 from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
 from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.step.results import Computed
 from tests.engine.models import (
     EOS_ID,
     FAMILIES,
@@ -133,7 +134,7 @@ class Engine:
 
     def _overlapped(self, plan: Plan) -> None:
         """Launch steps as long as one can be planned before the one before it is committed."""
-        flying = plan, self.runner.launch(plan)
+        flying: tuple[Plan, Computed] | None = plan, self.runner.launch(plan)
         while flying is not None:
             following = self.scheduler.plan(0.0)
             then = None if following is None else (following, self.runner.launch(following))

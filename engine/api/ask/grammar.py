@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -91,8 +91,8 @@ def checked(vocabulary: Vocabulary, format_: AnswerFormat | None, asked: Asked, 
 
 
 def grammar_of(format_: AnswerFormat | None, asked: Asked, *, reasons: bool, is_lax: bool = False) -> Grammar:
-    """The grammar of an answer. `is_lax`: no function's schema is held that is not strict, as one of them cannot
-    be compiled. Raises InvalidRequest."""
+    """The grammar of an answer. `is_lax`: no function's schema is held that is not strict, as one of them
+    cannot be compiled. Raises InvalidRequest."""
     if not (asked.functions or asked.structure is not None or asked.thinking_budget is not None):
         return Grammar()
     return _Composer(format_ or AnswerFormat("plain"), asked, reasons, is_lax).compose()
@@ -132,6 +132,8 @@ class _Composer:
 
     def compose(self) -> Grammar:
         structure = "" if self.asked.structure is None else self._structure(self.asked.structure)
+        if structure and (frame := self._frame()):
+            structure = f"{frame}? {structure} {frame}?"
         answer = _Answer(structure) if structure else _FREE
         if self.asked.functions:
             answer = self._with_functions(structure)
@@ -240,12 +242,23 @@ class _Composer:
 
     def _without_calls(self, calls: CallFormat) -> _Answer:
         """Any text without what triggers a call. A bare call has no trigger."""
-        if calls.is_bare and not calls.triggers:
-            return _FREE
-        texts = [
-            head for head in (self.format.pieces(one)[0] for one in calls.triggers) if isinstance(head, str)
-        ]
-        return _Answer(lark.text_without(self.rules, texts), is_text=True)
+        return _Answer(self.text(calls.triggers), is_text=True)
+
+    def text(self, never: Iterable[str]) -> str:
+        """Any text without the texts `never`, in the frames that the format has for it."""
+        text, frame = self.terminal(never), self._frame()
+        return self.rules.add("prose", f"{text} ({frame} {text})*") if frame else text
+
+    def terminal(self, never: Iterable[str]) -> str:
+        """Any text without the texts `never`. Marks that are tokens are in no text."""
+        heads = [self.format.pieces(one)[0] for one in never]
+        return lark.text_without(self.rules, [head for head in heads if isinstance(head, str)])
+
+    def _frame(self) -> str:
+        """What the format has around text. Empty where that is nothing, or no token."""
+        marks = [self.format.pieces(mark.strip()) for mark in self.format.ignored]
+        framed = [lark.row(mark) for mark in marks if isinstance(mark[0], int)]
+        return self.rules.add("frame", lark.any_of(framed)) if framed else ""
 
 
 @dataclass(slots=True)
@@ -273,24 +286,26 @@ class _Calls:
     def in_text(self) -> _Answer:
         """Any text, with calls from where one is triggered."""
         rules, calls = self.of.rules, self.calls
-        if calls.is_bare and not calls.opener.strip():
+        if calls.opener == calls.bare_opener:
             first = re.escape((calls.opener + calls.begin).lstrip()[0])
             text = rules.add("NO_CALL", rf"/[ \t\r\n]*([^ \t\r\n{first}](?s:.*))?/")
             every = self.every()
             return _Answer(lark.any_of([text, every]), every, is_text=True)
         several = self.of.asked.is_parallel and not calls.is_list
         trigger = self.of.format.pieces(self._head)[0]
+        others = [one for one in calls.triggers if one != self._head.strip()]
+        text = self.of.text(others)
         if isinstance(trigger, int):
             one = self._one()
             if not several:
-                return _Answer(f"{lark.TEXT} ({one})?", one, is_text=True)
-            more = f"({one} {lark.TEXT})*"
-            return _Answer(f"{lark.TEXT} {more}", f"{one} {lark.TEXT} {more}", is_text=True)
-        before = rules.add("before", f"{lark.TEXT} {lark.literal(trigger)}", "lazy")
+                return _Answer(f"{text} ({one})?", one, is_text=True)
+            more = f"({one} {text})*"
+            return _Answer(f"{text} {more}", f"{one} {text} {more}", is_text=True)
+        before = rules.add("before", f"{self.of.terminal(others)} {lark.literal(trigger)}", "lazy")
         one = f"{before} {self._one(skipped=len(trigger))}"
         if several:
-            return _Answer(f"({one})* {lark.TEXT}", is_text=True)
-        return _Answer(lark.any_of([one, lark.TEXT]), is_text=True)
+            return _Answer(f"({one})* {text}", is_text=True)
+        return _Answer(lark.any_of([one, text]), is_text=True)
 
     @property
     def _head(self) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import random
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema_rs
@@ -14,18 +14,13 @@ import msgspec
 import pytest
 
 from engine.api.ask.grammar import Asked, Grammar, checked, grammar_of
-from engine.api.formats.format import (
-    AnswerFormat,
-    ArgumentsKind,
-    CallFormat,
-    Envelope,
-    ReasoningFormat,
-    TaggedArgument,
-)
+from engine.api.formats.format import AnswerFormat, ArgumentsKind
+from engine.api.formats.machine import AnswerMachine
 from engine.contract.grammars import compiled, failure
 from shared.apis.structure import Structure, StructureKind
 from shared.apis.tools import FunctionSpec, ToolChoice, ToolMode
 from shared.wire.errors import InvalidRequest, UnsupportedParameter
+from tests import answer_texts
 from tests.engine.api import walks
 
 DRAWN = int(os.environ.get("GRAMMAR_SCHEMAS", "60"))
@@ -33,90 +28,16 @@ DRAWN = int(os.environ.get("GRAMMAR_SCHEMAS", "60"))
 ENDS = ("\n</parameter>\n", "</param>", "</function>")
 REQUIRED = ToolChoice(ToolMode.REQUIRED)
 AUTO = ToolChoice(ToolMode.AUTO)
-THINK = ReasoningFormat(("<think>\n",), ("\n</think>\n\n",))
 IDS = {mark: walks.token_id(mark) for mark in walks.MARKS}
-_JSON = {"arguments": ArgumentsKind.JSON, "is_list": False, "separator": "\n", "closer": "\n</tool_call>"}
-HERMES = CallFormat(
-    openers=("<tool_call>\n",),
-    begin='{"name": "',
-    middles=('", "arguments": ',),
-    end="}",
-    envelope=Envelope(),
-    **_JSON,  # type: ignore[arg-type]
-)
-XML = CallFormat(
-    openers=("<tool_call>\n",),
-    begin="<function=",
-    middles=(">\n",),
-    arguments=ArgumentsKind.TAGGED,
-    end="</function>",
-    closer="\n</tool_call>",
-    separator="\n",
-    is_list=False,
-    argument=TaggedArgument("<parameter=", ">\n", "\n</parameter>\n"),
-)
-LLAMA = CallFormat(
-    openers=("",),
-    begin='{"name": "',
-    middles=('", "parameters": ',),
-    arguments=ArgumentsKind.JSON,
-    end="}",
-    closer="",
-    separator="; ",
-    is_list=False,
-    envelope=Envelope(arguments="parameters"),
-)
-PYTHON = CallFormat(
-    openers=("[",),
-    begin="",
-    middles=("(",),
-    arguments=ArgumentsKind.PYTHON,
-    end=")",
-    closer="]",
-    separator=", ",
-    is_list=True,
-)
-MISTRAL = CallFormat(
-    openers=("[TOOL_CALLS]",),
-    begin="",
-    middles=("[ARGS]",),
-    arguments=ArgumentsKind.JSON,
-    end="",
-    closer="",
-    separator="",
-    is_list=False,
-)
-GEMMA = CallFormat(
-    openers=("<tool_call>call:",),
-    begin="",
-    middles=("",),
-    arguments=ArgumentsKind.RELAXED,
-    end="",
-    closer="</tool_call>",
-    separator="",
-    is_list=False,
-    delimiter='<|"|>',
-)
-TEXTUAL = CallFormat(
-    openers=("",),
-    begin='<function name="',
-    middles=('">',),
-    arguments=ArgumentsKind.TAGGED,
-    end="",
-    closer="</function>",
-    separator="",
-    is_list=False,
-    argument=TaggedArgument('<param name="', '">', "</param>"),
-)
+SPELLED = {name: own for name, own in answer_texts.FORMATS.items() if own.calls is not None}
+"""Of families that write calls; their marks are no tokens, but texts."""
+MARKED = {name: answer_texts.family(name, IDS) for name in SPELLED}
 FORMATS = {
-    "hermes": HERMES,
-    "xml": XML,
-    "llama": LLAMA,
-    "python": PYTHON,
-    "mistral": MISTRAL,
-    "gemma": GEMMA,
-    "textual": TEXTUAL,
+    **MARKED,
+    **{f"{name}, spelled": SPELLED[name] for name in ("hermes", "lfm2", "minicpm5", "qwen3.5")},
 }
+EACH = pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
+HERMES, QWEN = MARKED["hermes"], MARKED["qwen3"]
 ADD = {
     "type": "object",
     "properties": {
@@ -130,8 +51,31 @@ ADD = {
 PLAIN = {**ADD, "properties": {**ADD["properties"], "a": {"type": "integer"}}}  # type: ignore[dict-item]
 
 
-def of(calls: CallFormat | None, *, reasons: bool = False, **more: Any) -> AnswerFormat:
-    return AnswerFormat("test", THINK if reasons else None, calls, token_ids=IDS, **more)
+KINDS = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "maybe": {"type": ["string", "null"]},
+        "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "flag": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "integer"}},
+        "at": {"$ref": "#/$defs/place"},
+        "unit": {"enum": ["km", 'it\'s "x"']},
+    },
+    "required": ["text", "tags", "at"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {
+                "x": {"type": "integer"},
+                "next": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+            },
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
 
 
 def function(name: str, schema: Any = None, *, strict: bool | None = None) -> FunctionSpec:
@@ -143,8 +87,12 @@ def structure(schema: Any, *, strict: bool = False) -> Structure:
     return Structure(StructureKind.JSON_SCHEMA, json.dumps(schema), strict=strict, param="here")
 
 
+def is_marked(format_: AnswerFormat | None) -> bool:
+    return format_ is None or bool(format_.token_ids)
+
+
 def made(asked: Asked, format_: AnswerFormat | None = None, *, reasons: bool = False) -> Grammar:
-    return checked(walks.vocabulary(), format_, asked, reasons=reasons)
+    return checked(walks.vocabulary(marked=is_marked(format_)), format_, asked, reasons=reasons)
 
 
 def answers(grammar: Grammar, count: int = 6) -> list[str]:
@@ -155,11 +103,11 @@ def answers(grammar: Grammar, count: int = 6) -> list[str]:
     return ended
 
 
-def accepts(grammar: Grammar, *parts: str) -> bool:
-    """True if an answer may be these texts; a mark among them is its token."""
-    matcher = compiled(walks.vocabulary(), grammar.text)
+def accepts(grammar: Grammar, *parts: str, marked: bool = True) -> bool:
+    """True if an answer may be these texts; what is a mark in them is its token, where marks are tokens."""
+    matcher = compiled(walks.vocabulary(marked=marked), grammar.text)
     for part in parts:
-        for token in [IDS[part]] if part in IDS else walks.tokenizer().encode(part).ids:
+        for token in walks.tokenizer(marked=marked).encode(part).ids:
             if not matcher.consume_token(token):
                 return False
     assert not failure(matcher)
@@ -286,165 +234,171 @@ def test_a_schema_that_is_not_strict_is_held_in_part_and_the_rest_is_named() -> 
 
 
 def test_nothing_to_hold_costs_nothing() -> None:
-    assert made(Asked(), of(HERMES, reasons=True)).text == ""
-    assert made(Asked((function("f"),)), of(None)).text == ""
+    assert made(Asked(), QWEN).text == ""
+    assert made(Asked((function("f"),)), None).text == ""
 
 
 # -- reasoning ----------------------------------------------------------------------------------------
 
 
 def test_a_structure_begins_behind_reasoning() -> None:
-    grammar = made(Asked(structure=structure(ADD)), of(None, reasons=True), reasons=True)
+    grammar = made(Asked(structure=structure(ADD)), QWEN, reasons=True)
     answer = '{"a": 1, "unit": "km", "note": ""}'
     assert accepts(grammar, "so {\n", "</think>", "\n\n" + answer)
     assert not accepts(grammar, answer)
     assert not accepts(grammar, "so", "<tool_call>")
-    closed = made(Asked(structure=structure(ADD)), of(None, reasons=True))
+    closed = made(Asked(structure=structure(ADD)), QWEN)
     assert accepts(closed, answer)
     assert accepts(closed, "<think>", "so", "</think>", answer)
     assert not accepts(closed, "so", "</think>", answer)
+    spelled = made(Asked(structure=structure(ADD)), SPELLED["qwen3"], reasons=True)
+    assert accepts(spelled, "so {\n</think>\n\n" + answer, marked=False)
+    assert not accepts(spelled, "so {\n</think>\n\nHello", marked=False)
 
 
 def test_a_thinking_budget_ends_reasoning_and_only_that() -> None:
     asked = Asked(structure=structure(ADD), thinking_budget=3)
-    grammar = made(asked, of(None, reasons=True), reasons=True)
-    matcher = compiled(walks.vocabulary(), grammar.text)
+    matcher = compiled(walks.vocabulary(), made(asked, QWEN, reasons=True).text)
     for _ in range(3):
         assert len(walks.allowed(matcher)) > 100
         assert matcher.consume_token(walks.token_id("a"))
     assert walks.allowed(matcher) == [IDS["</think>"]]
-    alone = made(Asked(thinking_budget=0), of(None, reasons=True), reasons=True)
+    alone = made(Asked(thinking_budget=0), QWEN, reasons=True)
     assert walks.allowed(compiled(walks.vocabulary(), alone.text)) == [IDS["</think>"]]
-    spelled = AnswerFormat("spelled", THINK)
     with pytest.raises(UnsupportedParameter):
-        grammar_of(spelled, asked, reasons=True)
+        grammar_of(SPELLED["qwen3"], asked, reasons=True)
 
 
-def test_a_call_ends_reasoning_where_the_family_has_it_so() -> None:
-    asked = Asked((function("add", ADD),), REQUIRED)
-    call = ("<tool_call>", '\n{"name": "add", "arguments": {"a":1,"unit":"km","note":""}}\n', "</tool_call>")
-    for ends in (False, True):
-        grammar = made(asked, of(HERMES, reasons=True, call_ends_reasoning=ends), reasons=True)
-        assert accepts(grammar, "so", "</think>", *call)
-        assert accepts(grammar, "so", *call) is ends
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
+def test_a_call_ends_reasoning_where_the_family_has_it_so(name: str) -> None:
+    grammar = made(Asked((function("f", {}),), REQUIRED), MARKED[name], reasons=True)
+    body = {"qwen3": '\n{"name": "f", "arguments": {}}\n', "qwen3.5": "\n<function=f>\n</function>\n"}[name]
+    assert accepts(grammar, "so", "</think>", "<tool_call>", body, "</tool_call>")
+    assert accepts(grammar, "so", "<tool_call>", body, "</tool_call>") is MARKED[name].call_ends_reasoning
+
+
+def test_text_and_structure_stand_in_the_familys_frames() -> None:
+    grammar = made(Asked(structure=structure({"type": "integer"})), MARKED["gpt-oss"])
+    assert accepts(grammar, "<|channel|>", "final", "<|message|>", "12")
+    assert accepts(made(Asked((function("f"),), AUTO), MARKED["granite"]), "<response>", "Hi", "</response>")
 
 
 # -- calls --------------------------------------------------------------------------------------------
 
 
-def arguments_in(name: str, text: str) -> Any:
-    """The arguments of the first call in an answer."""
-    match name:
-        case "hermes" | "llama":
-            envelope = json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
-            return envelope.get("arguments", envelope.get("parameters"))
-        case "mistral":
-            return json.JSONDecoder().raw_decode(text.split("[ARGS]")[1])[0]
-        case "python":
-            (first, *_) = ast.parse(text, mode="eval").body.elts  # type: ignore[attr-defined]
-            return {one.arg: ast.literal_eval(one.value) for one in first.keywords}
-        case "xml" | "textual":
-            tag = (
-                ("<parameter=", ">\n", "\n</parameter>")
-                if name == "xml"
-                else ('<param name="', '">', "</param>")
-            )
-            found = re.findall(r"(\w+)".join(tag[:2]) + "(.*?)" + tag[2], text, re.DOTALL)
-            return {key: int(value) if key == "a" else value for key, value in found}
-    string = r'<\|"\|>(.*?)<\|"\|>'
-    call = re.match(rf"<tool_call>call:add\{{a:(-?\d+),unit:{string},note:{string}\}}", text, re.DOTALL)
-    assert call is not None
-    return {"a": int(call[1]), "unit": call[2], "note": call[3]}
+def calls_in(grammar: Grammar, format_: AnswerFormat, schema: Any) -> Iterator[list[tuple[str, str]]]:
+    """The calls of some random answers, as the machine reads them: names and arguments."""
+    marked = is_marked(format_)
+    for seed in range(2):
+        tokens = walks.walk(grammar.text, random.Random(seed), ENDS, marked=marked)
+        machine = AnswerMachine(format_, "", tools={"add": schema, "other": {}})
+        parts, held = [], list[int]()
+        for token in tokens or ():
+            held.append(token)
+            text = walks.text_of(held, marked=marked)
+            done = not text.endswith("\ufffd")
+            parts += machine.feed(token, text if done else "")
+            held = [] if done else held
+        answer = answer_texts.answer_of([*parts, *machine.finish()])
+        if tokens is not None:
+            assert not answer.text, walks.text_of(tokens, marked=marked)
+            yield answer.calls
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_call_that_must_come_has_the_familys_form_and_follows_its_schema(name: str) -> None:
-    schema = PLAIN if name in ("python", "gemma") else ADD
+@EACH
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_calls_that_must_come_are_read_back_and_follow_their_schemas(
+    format_: AnswerFormat, is_parallel: bool
+) -> None:
+    assert format_.calls is not None
+    knows_json = format_.calls.arguments in (ArgumentsKind.JSON, ArgumentsKind.TAGGED)
+    schema = ADD if knows_json else PLAIN
     functions = function("other"), function("add", schema, strict=True)
-    asked = Asked(functions, ToolChoice(ToolMode.REQUIRED, "add"), is_parallel=False)
-    grammar = made(asked, of(FORMATS[name]))
+    grammar = made(Asked(functions, ToolChoice(ToolMode.REQUIRED, "add"), is_parallel), format_)
     assert not grammar.ignored
-    for text in answers(grammar):
-        jsonschema_rs.validate(schema, arguments_in(name, text))
-    assert not accepts(grammar, "hello")
+    for calls in calls_in(grammar, format_, schema):
+        assert len(calls) == 1 or (calls and is_parallel)
+        for name, arguments in calls:
+            assert name == "add"
+            jsonschema_rs.validate(schema, json.loads(arguments))
+
+
+@EACH
+def test_arguments_of_all_kinds_are_read_back_as_their_schema_has_them(format_: AnswerFormat) -> None:
+    grammar = made(Asked((function("add", KINDS),), REQUIRED, is_parallel=False), format_)
+    for ((_, arguments),) in calls_in(grammar, format_, KINDS):
+        jsonschema_rs.validate(KINDS, parsed(arguments))
 
 
 def test_one_call_and_then_the_end() -> None:
     call = ("<tool_call>", '\n{"name": "f", "arguments": {}}\n', "</tool_call>")
     for choice in (REQUIRED, AUTO):
-        one = made(Asked((function("f"),), choice, is_parallel=False), of(HERMES))
+        one = made(Asked((function("f"),), choice, is_parallel=False), HERMES)
         assert accepts(one, *call)
         assert not accepts(one, *call, "\n", *call)
-        assert accepts(made(Asked((function("f"),), choice), of(HERMES)), *call, "\n", *call)
+        assert accepts(made(Asked((function("f"),), choice), HERMES), *call, "\n", *call)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_auto_is_text_until_a_trigger_from_which_the_name_holds(name: str) -> None:
-    grammar = made(Asked((function("add"), function("adds", PLAIN)), AUTO), of(FORMATS[name]))
-    assert accepts(grammar, "Hello, (world).")
-    heads = {
-        "hermes": ("<tool_call>", '\n{"name": "'),
-        "xml": ("<tool_call>", "\n<function="),
-        "llama": ('{"name": "',),
-        "python": ("[",),
-        "mistral": ("[TOOL_CALLS]",),
-        "gemma": ("<tool_call>", "call:"),
-        "textual": ('Now: <function name="',),
-    }
-    matcher = compiled(walks.vocabulary(), grammar.text)
-    for part in heads[name]:
-        for token in [IDS[part]] if part in IDS else walks.tokenizer().encode(part).ids:
-            assert matcher.consume_token(token), part
-    assert {walks.text_of([token])[0] for token in walks.allowed(matcher)} == {"a"}
+@EACH
+def test_auto_is_text_until_a_trigger_from_which_the_name_holds(format_: AnswerFormat) -> None:
+    calls = format_.calls
+    assert calls is not None
+    grammar = made(Asked((function("add"), function("adds", PLAIN)), AUTO), format_)
+    assert accepts(grammar, "Hello, (world).", marked=is_marked(format_))
+    matcher = compiled(walks.vocabulary(marked=is_marked(format_)), grammar.text)
+    before = "" if calls.opener == calls.bare_opener else "Now "
+    text = before + (calls.opener + calls.begin).lstrip()
+    tokenizer = walks.tokenizer(marked=is_marked(format_))
+    assert matcher.consume_tokens(tokenizer.encode(text).ids)
+    assert {tokenizer.decode([token])[0] for token in walks.allowed(matcher)} == {"a"}
 
 
 def test_auto_holds_arguments_to_a_schema_that_is_strict_alone() -> None:
     call = ("<tool_call>", '\n{"name": "add", "arguments": {"x": 1}}\n', "</tool_call>")
-    assert accepts(made(Asked((function("add", ADD),), AUTO), of(HERMES)), "Sure.\n", *call)
-    assert not accepts(made(Asked((function("add", ADD, strict=True),), AUTO), of(HERMES)), "Sure.\n", *call)
+    assert accepts(made(Asked((function("add", ADD),), AUTO), HERMES), "Sure.\n", *call)
+    assert not accepts(made(Asked((function("add", ADD, strict=True),), AUTO), HERMES), "Sure.\n", *call)
 
 
 def test_none_bans_the_trigger() -> None:
     asked = Asked((function("f"),))
-    grammar = made(asked, of(HERMES, reasons=True), reasons=True)
+    grammar = made(asked, QWEN, reasons=True)
     assert accepts(grammar, "so", "</think>", "\n\nHello <tool_call")
     assert not accepts(grammar, "so", "</think>", "<tool_call>")
-    spelled = made(asked, of(TEXTUAL))
-    assert accepts(spelled, "Hello <function>")
-    assert not accepts(spelled, 'Hello <function name="')
+    spelled = made(asked, SPELLED["minicpm5"])
+    assert accepts(spelled, "Hello <function>", marked=False)
+    assert not accepts(spelled, 'Hello <function name="', marked=False)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_with_a_structure_the_text_follows_it_and_calls_may_come_instead(name: str) -> None:
+@EACH
+def test_with_a_structure_the_text_follows_it_and_calls_may_come_instead(format_: AnswerFormat) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    asked = Asked(
-        (function("add", PLAIN),), AUTO, structure=structure({**schema, "additionalProperties": False})
-    )
-    grammar = made(asked, of(FORMATS[name]))
-    assert accepts(grammar, '{"n": 1}')
-    assert not accepts(grammar, "Hello")
-    if name == "llama":
-        assert accepts(grammar, '{"name": "add", "parameters": {}}')
+    text = structure({**schema, "additionalProperties": False})
+    grammar = made(Asked((function("add", PLAIN),), AUTO, structure=text), format_)
+    marked = is_marked(format_)
+    assert accepts(grammar, '{"n": 1}', marked=marked)
+    assert not accepts(grammar, "Hello", marked=marked)
+    call = answer_texts.written(format_, [("add", {"a": 1, "unit": "km", "note": "x"})])
+    assert accepts(grammar, call, marked=marked)
 
 
 def test_a_schema_that_cannot_be_held_is_any_object_unless_it_is_strict() -> None:
     lookahead = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
-    grammar = made(Asked((function("f", lookahead),), REQUIRED), of(HERMES))
+    grammar = made(Asked((function("f", lookahead),), REQUIRED), HERMES)
     assert grammar.ignored == ("tools[0].function.parameters",)
     assert accepts(grammar, "<tool_call>", '\n{"name": "f", "arguments": {"z": 1}}\n', "</tool_call>")
     closed = {**lookahead, "required": ["a"], "additionalProperties": False}
     with pytest.raises(InvalidRequest) as refused:
-        made(Asked((function("f", closed, strict=True),), REQUIRED), of(HERMES))
+        made(Asked((function("f", closed, strict=True),), REQUIRED), HERMES)
     assert refused.value.param == "tools"
 
 
 @pytest.mark.parametrize("name", ['f" | "g', "f)/ x: /", "f\n%ignore /a/", "<[3]>", "}]}", "é\\"])
-@pytest.mark.parametrize("calls", FORMATS)
-def test_a_name_is_no_grammar(name: str, calls: str) -> None:
+@pytest.mark.parametrize("family", ["hermes", "qwen3.5", "mistral", "gemma-4", "lfm2"])
+def test_a_name_is_no_grammar(name: str, family: str) -> None:
     """The door takes plain names alone; the grammar does not rest on that."""
-    grammar = made(Asked((function(name),), REQUIRED), of(FORMATS[calls]))
-    shown = json.dumps(name)[1:-1] if FORMATS[calls].envelope else name
-    assert all(shown in text for text in answers(grammar, 4))
+    grammar = made(Asked((function(name),), REQUIRED), MARKED[family])
+    shown = json.dumps(name)[1:-1] if family == "hermes" else name
+    assert all(shown in text for text in answers(grammar, 2))
 
 
 def test_a_model_without_a_format_refuses_tools() -> None:

@@ -13,25 +13,35 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from engine.contract.grammars import Matcher, Vocabulary, compiled, failure, vocabulary_of
 
 EOS: Final = "<|im_end|>"
-MARKS: Final = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", '<|"|>')
+MARKS: Final = (
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>", "<channel|>", "<response>", "</response>"),
+    *("<tool_call>", "</tool_call>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call|>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "[TOOL_CALLS]", "[ARGS]", "<arg_key>", "</arg_key>"),
+    *("<arg_value>", "</arg_value>", "<|python_tag|>", "<|start|>", "<|channel|>", "<|message|>"),
+    *("<|constrain|>", "<|call|>", "<|end|>"),
+)
+"""The marks of all families that are tokens in their models' vocabularies."""
 SPECIAL: Final = (EOS, "<|im_start|>", *MARKS)
 CORPUS: Final = ['{"name": "value", "items": [1, 2.5, true, false, null]}', "the quick brown fox, 0123456789"]
-VOCAB_SIZE: Final = 352
+VOCAB_SIZE: Final = 384
 """More than there are tokens, as models' logits have them."""
 NAMES: Final = ["name", "value", "items", "a b", 'quo"te', "é", "x/y", "type", "n1", "n2"]
 PATTERNS: Final = ["^[a-z]{2,5}$", "^a/b+$", r"^\d{3}-\d{2}$", "^(x|yz)*$", "q"]
-TOKENS_MAX: Final = 1_500
+TOKENS_MAX: Final = 700
+_BITS: Final = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
 _ENDING: Final = frozenset('"}]),\n>')
 
 
 @cache
-def tokenizer() -> tokenizers.Tokenizer:
+def tokenizer(*, marked: bool = True) -> tokenizers.Tokenizer:
+    """`marked`: the families' marks are tokens."""
+    special = SPECIAL if marked else SPECIAL[: -len(MARKS)]
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=list(SPECIAL),
+        vocab_size=300 + len(special),
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -46,38 +56,41 @@ def token_id(mark: str) -> int:
 
 
 @cache
-def vocabulary() -> Vocabulary:
-    return vocabulary_of(tokenizer().to_str(), VOCAB_SIZE, [token_id(EOS)])
+def vocabulary(*, marked: bool = True) -> Vocabulary:
+    return vocabulary_of(tokenizer(marked=marked).to_str(), VOCAB_SIZE, [token_id(EOS)])
 
 
 @cache
-def _texts() -> list[str]:
-    made = tokenizer()
-    return [made.decode([i], skip_special_tokens=False) for i in range(made.get_vocab_size())]
+def _liking(*, marked: bool) -> list[float]:
+    made = tokenizer(marked=marked)
+    texts = [made.decode([i], skip_special_tokens=False) for i in range(made.get_vocab_size())]
+    return [4.0 if _ENDING & set(text) else 0.3 for text in texts]
 
 
 def allowed(matcher: Matcher) -> list[int]:
-    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    mask = matcher.compute_bitmask()
     assert not failure(matcher), failure(matcher)
-    return [i for i in range(VOCAB_SIZE) if mask >> i & 1]
+    return [8 * at + bit for at, byte in enumerate(mask) if byte for bit in _BITS[byte]]
 
 
-def walk(grammar: str, rng: random.Random, likes: Sequence[str] = ()) -> list[int] | None:
+def walk(
+    grammar: str, rng: random.Random, likes: Sequence[str] = (), *, marked: bool = True
+) -> list[int] | None:
     """One answer's tokens without its end, or None if it does not end in time. So that most do, tokens that
     close something come more often than others, and now and then one of the texts `likes`."""
-    matcher = compiled(vocabulary(), grammar)
-    texts, eos, answer, liked = _texts(), token_id(EOS), list[int](), list[int]()
+    matcher = compiled(vocabulary(marked=marked), grammar)
+    liking, eos, answer, liked = _liking(marked=marked), token_id(EOS), list[int](), list[int]()
     for _ in range(TOKENS_MAX):
         choices = allowed(matcher)
         assert choices, "a mask without a token"
-        assert max(choices) < len(texts), "a token that the tokenizer does not have"
+        assert max(choices) < len(liking), "a token that the tokenizer does not have"
         if likes and not liked and rng.random() < 0.2:
-            liked = tokenizer().encode(rng.choice(likes)).ids[::-1]
+            liked = tokenizer(marked=marked).encode(rng.choice(likes)).ids[::-1]
         if liked and liked[-1] in choices:
             token = liked.pop()
         else:
             liked = []
-            weights = [8.0 if i == eos else 4.0 if _ENDING & set(texts[i]) else 0.3 for i in choices]
+            weights = [8.0 if i == eos else liking[i] for i in choices]
             (token,) = rng.choices(choices, weights)
         if token == eos:
             return answer
@@ -86,8 +99,8 @@ def walk(grammar: str, rng: random.Random, likes: Sequence[str] = ()) -> list[in
     return None
 
 
-def text_of(tokens: list[int]) -> str:
-    text: str = tokenizer().decode(tokens, skip_special_tokens=False)
+def text_of(tokens: list[int], *, marked: bool = True) -> str:
+    text: str = tokenizer(marked=marked).decode(tokens, skip_special_tokens=False)
     return text
 
 

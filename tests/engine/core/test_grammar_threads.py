@@ -112,12 +112,13 @@ def test_what_a_thread_raises_ends_its_sequence_alone(
     class Panic(BaseException):
         """llguidance's panics are no Exceptions."""
 
-    real = threads.compiled
+    real = vars(threads)["compiled"]
 
     def compiled(vocabulary: Vocabulary, grammar: str) -> Matcher:
         if grammar == "panics":
             raise Panic
-        return real(vocabulary, grammar)
+        matcher: Matcher = real(vocabulary, grammar)
+        return matcher
 
     monkeypatch.setattr(threads, "compiled", compiled)
     for handle, grammar in enumerate(("panics", choice("ab"), "panics"), 1):
@@ -130,11 +131,12 @@ def test_a_grammar_is_compiled_once_and_the_cache_is_bounded(
     bell: Bell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiles: list[str] = []
-    real = threads.compiled
+    real = vars(threads)["compiled"]
 
     def compiled(vocabulary: Vocabulary, grammar: str) -> Matcher:
         compiles.append(grammar)
-        return real(vocabulary, grammar)
+        matcher: Matcher = real(vocabulary, grammar)
+        return matcher
 
     monkeypatch.setattr(threads, "compiled", compiled)
     monkeypatch.setattr(threads, "CACHED_MAX", 3)
@@ -158,13 +160,14 @@ def test_a_grammar_is_compiled_once_and_the_cache_is_bounded(
 def stuck(monkeypatch: pytest.MonkeyPatch, grammar: str) -> Iterator[threading.Event]:
     """Compiling this grammar lasts until the block ends. Gives an event that says that it began."""
     began, goes_on = threading.Event(), threading.Event()
-    real = threads.compiled
+    real = vars(threads)["compiled"]
 
     def compiled(vocabulary: Vocabulary, text: str) -> Matcher:
         if text.startswith(grammar):
             began.set()
             assert goes_on.wait(PATIENCE_S)
-        return real(vocabulary, text)
+        matcher: Matcher = real(vocabulary, text)
+        return matcher
 
     monkeypatch.setattr(threads, "compiled", compiled)
     try:
@@ -192,11 +195,13 @@ def test_a_tenants_hostile_grammars_delay_no_other_tenant(
 def test_what_nobody_waits_for_any_more_is_not_compiled(bell: Bell, monkeypatch: pytest.MonkeyPatch) -> None:
     compiles: list[str] = []
     with stuck(monkeypatch, "first") as began:
-        real = threads.compiled
+        real = vars(threads)["compiled"]
 
         def compiled(vocabulary: Vocabulary, text: str) -> Matcher:
             compiles.append(text)
-            return real(vocabulary, text)
+            matcher: Matcher = real(vocabulary, text)
+
+        return matcher
 
         monkeypatch.setattr(threads, "compiled", compiled)
         bell.grammars.open(1, "first", "t")
@@ -222,8 +227,8 @@ def test_a_slow_row_leaves_the_lane_that_plans_wait_for_until_it_is_proven(
     bell: Bell, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars, clock = bell.grammars, Clock()
-    monkeypatch.setattr(threads.time, "thread_time", clock)
-    monkeypatch.setattr(threads.time, "monotonic", clock)
+    monkeypatch.setattr("time.thread_time", clock)
+    monkeypatch.setattr("time.monotonic", clock)
     text = "ab" * 40
     for handle in (1, 2):
         grammars.open(handle, choice(text), "t")
@@ -259,7 +264,7 @@ def test_rows_whose_common_call_was_slow_are_filled_one_by_one(
 ) -> None:
     """So that the slow one among them is found, and the others are not held for it."""
     grammars, clock = bell.grammars, Clock()
-    monkeypatch.setattr(threads.time, "monotonic", clock)
+    monkeypatch.setattr("time.monotonic", clock)
     text = "ab" * 40
     for handle in (1, 2, 3):
         grammars.open(handle, choice(text), "t")
@@ -296,7 +301,7 @@ class Turns:
         from tests.fakes import VirtualClock
 
         self.clock, self.cpu = VirtualClock(), Clock()
-        monkeypatch.setattr(lanes.time, "thread_time", self.cpu)
+        monkeypatch.setattr("time.thread_time", self.cpu)
         monkeypatch.setattr(Lane, "_start", lambda lane: None)
         self.lane = Lane("test", rests=rests, clock=self.clock)
         self.done: list[str] = []

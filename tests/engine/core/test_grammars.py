@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.contract.messages import AbortSequences, FinishReason, SamplingParams
+from engine.contract.messages import AbortSequences, CoreInput, FinishReason, SamplingParams
 from engine.core.config import SchedulerConfig
 from engine.core.grammars.masks import GRACE_S_MAX, Filled, Standing
 from engine.core.loop import CoreLoop
@@ -169,17 +169,17 @@ class Grammars(FakeGrammars):
 class Inbox(ScriptedInbox):
     """Rings when a mask comes, as a thread does."""
 
-    def __init__(self, clock: VirtualClock, grammars: FakeGrammars, *batches: list[object]) -> None:
-        super().__init__(clock, *batches)  # type: ignore[arg-type]
+    def __init__(self, clock: VirtualClock, grammars: FakeGrammars, *batches: list[CoreInput]) -> None:
+        super().__init__(clock, *batches)
         self._grammars = grammars
         self.rings = 0
 
-    def receive(self, wait_s: float) -> list[object]:  # type: ignore[override]
+    def receive(self, wait_s: float) -> list[CoreInput]:
         if wait_s and (at := self._grammars.next_at) < math.inf:
             self.rings += 1
             self._clock.advance(max(0.0, at - self._clock.monotonic()))
             return []
-        return super().receive(wait_s)  # type: ignore[return-value]
+        return super().receive(wait_s)
 
 
 @pytest.mark.parametrize("late_s", [STEP_S / 20, STEP_S * 3])
@@ -195,7 +195,7 @@ def test_the_loop_sleeps_until_a_mask_is_there(late_s: float) -> None:
         outbox,
         SchedulerConfig(BUDGET),
         clock,
-        grammars=grammars,  # type: ignore[arg-type]
+        grammars=grammars,
     ).run()
     tokens = [token for step in outbox.outputs for token in step.tokens]
     assert tokens == solo(PROMPT, greedy(5), 50, long_grammar(5, greedy(5))).tokens
