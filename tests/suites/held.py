@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 
 from llguidance import LLMatcher
 
-from engine.api.ask.grammar import Asked, grammar_of
-from engine.contract.grammars import BadGrammar, Matcher, compiled, failure
+from engine.api.ask.grammar import Asked, checked
+from engine.contract.grammars import Matcher, compiled, failure
 from shared.apis.structure import Structure, StructureKind
 from shared.wire.errors import InvalidRequest
 from tests.bench.figures import Figure, at_least, at_most, figure
@@ -40,12 +40,12 @@ def ours(schema: Any, documents: Sequence[Document], *, strict: bool = False) ->
     """What each document counts as."""
     try:
         asked = Structure(StructureKind.JSON_SCHEMA, json.dumps(schema), strict=strict, param="schema")
-        grammar = grammar_of(None, Asked(structure=asked), reasons=False)
-        matcher = compiled(walks.vocabulary(), grammar.text)
-    except (InvalidRequest, BadGrammar):
+        grammar = checked(walks.vocabulary(), None, Asked(structure=asked), reasons=False)
+    except InvalidRequest:
         return [REFUSED for _ in documents]
     if grammar.ignored:
         return [REFUSED for _ in documents]
+    matcher = compiled(walks.vocabulary(), grammar.text)
     return [_counted(matcher.deep_copy(), document) for document in documents]
 
 

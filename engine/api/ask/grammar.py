@@ -33,6 +33,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final
 
 from engine.api.formats import lark
@@ -70,37 +71,43 @@ class Grammar:
     """What of schemas that are not strict is left out, by its place in the request."""
 
 
+class Hold(Enum):
+    """How schemas that are not strict are held. What cannot be compiled one way is tried the next."""
+
+    WHOLE = "whole"
+    COERCED = "coerced"
+    """Each `oneOf` as `anyOf`."""
+    LAX = "lax"
+    """Of functions' arguments, as any object."""
+
+
 def checked(vocabulary: Vocabulary, format_: AnswerFormat | None, asked: Asked, *, reasons: bool) -> Grammar:
     """The grammar of an answer, which was compiled once: a job for a thread. `reasons` says that the prompt's
     end opened reasoning. Raises InvalidRequest."""
-    grammar = grammar_of(format_, asked, reasons=reasons)
-    if not grammar.text:
-        return grammar
-    try:
-        compiled(vocabulary, grammar.text)
-    except BadGrammar as error:
-        lax = grammar_of(format_, asked, reasons=reasons, is_lax=True)
-        if lax.text == grammar.text:
-            raise _refusal(asked, error) from None
+    tried: dict[str, str] = {}
+    for hold in Hold:
+        grammar = grammar_of(format_, asked, reasons=reasons, hold=hold)
+        if not grammar.text:
+            return grammar
+        if grammar.text in tried:
+            continue
         try:
-            compiled(vocabulary, lax.text)
-        except BadGrammar:
-            raise _refusal(asked, error) from None
-        return lax
-    return grammar
+            compiled(vocabulary, grammar.text)
+        except BadGrammar as error:
+            tried[grammar.text] = str(error)
+        else:
+            return grammar
+    param = "tools" if asked.structure is None else asked.structure.param
+    raise InvalidRequest(f"{param} cannot be held: {next(iter(tried.values()))}", param=param)
 
 
-def grammar_of(format_: AnswerFormat | None, asked: Asked, *, reasons: bool, is_lax: bool = False) -> Grammar:
-    """The grammar of an answer. `is_lax`: no function's schema is held that is not strict, as one of them
-    cannot be compiled. Raises InvalidRequest."""
+def grammar_of(
+    format_: AnswerFormat | None, asked: Asked, *, reasons: bool, hold: Hold = Hold.WHOLE
+) -> Grammar:
+    """The grammar of an answer, not yet compiled. Raises InvalidRequest."""
     if not (asked.functions or asked.structure is not None or asked.thinking_budget is not None):
         return Grammar()
-    return _Composer(format_ or AnswerFormat("plain"), asked, reasons, is_lax).compose()
-
-
-def _refusal(asked: Asked, error: BadGrammar) -> InvalidRequest:
-    param = "tools" if asked.structure is None else asked.structure.param
-    return InvalidRequest(f"{param} cannot be held: {error}", param=param)
+    return _Composer(format_ or AnswerFormat("plain"), asked, reasons, hold).compose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +129,7 @@ class _Composer:
     format: AnswerFormat
     asked: Asked
     reasons: bool
-    is_lax: bool
+    hold: Hold
     rules: Rules = field(default_factory=Rules)
     ignored: list[str] = field(default_factory=list)
     own: str = ""
@@ -152,10 +159,12 @@ class _Composer:
         """The name of a structure's rule. Raises InvalidRequest."""
         match structure.kind:
             case StructureKind.JSON_OBJECT:
-                return self.rules.add("structure", lark.schema(lark.ANY_OBJECT, strict=False))
+                return self.rules.add("structure", lark.schema(lark.ANY_OBJECT))
             case StructureKind.JSON_SCHEMA:
                 held = self._held(structure.source, structure.strict, structure.param)
-                return self.rules.add("structure", lark.schema(held.text, strict=structure.strict))
+                return self.rules.add(
+                    "structure", lark.schema(held.text, coerced=self.coerces(structure.strict))
+                )
             case StructureKind.REGEX:
                 check_pattern(structure.source, structure.param)
                 return self.rules.add("REGEX", lark.regex(structure.source))
@@ -171,13 +180,18 @@ class _Composer:
         self.size += held.size
         if self.size > SIZE_MAX:
             raise InvalidRequest(f"{param} is too large, with the other schemas of the request.", param=param)
-        self.ignored += [f"{param}.{place}" for place in held.ignored]
+        left_out = (*held.ignored, *(held.one_of if self.coerces(strict) else ()))
+        self.ignored += [f"{param}.{place}" for place in left_out]
         return held
+
+    def coerces(self, strict: bool) -> bool:
+        """True if `oneOf` is held as `anyOf`."""
+        return self.hold is Hold.COERCED and not strict
 
     def held_arguments(self, source: bytes, strict: bool, param: str) -> dict[str, Any] | None:
         """The schema of a function's arguments. None, and named, where it can only be that of any object."""
         try:
-            if strict or not self.is_lax:
+            if strict or self.hold is not Hold.LAX:
                 held: dict[str, Any] = json.loads(self._held(source, strict, param).text)
                 return held
         except InvalidRequest:
@@ -337,7 +351,7 @@ class _Calls:
             held = of.held_arguments(spec.schema, strict, param)
         if calls.is_bare and calls.envelope is not None and self.is_with_text:
             return self._as_schema(spec.name, held, strict, param)
-        arguments = Arguments(of.rules, of.format, calls, held, strict, param)
+        arguments = Arguments(of.rules, of.format, calls, held, strict, of.coerces(strict), param)
         expression = arguments.expression()
         of.ignored += [f"{param}.{keyword}" for keyword in arguments.ignored]
         name = json.dumps(spec.name)[1:-1] if calls.envelope is not None else spec.name
@@ -362,4 +376,4 @@ class _Calls:
             "required": [*members],
             "additionalProperties": False,
         }
-        return lark.schema(json.dumps(call), strict=strict)
+        return lark.schema(json.dumps(call), coerced=self.of.coerces(strict))

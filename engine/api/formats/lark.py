@@ -18,7 +18,7 @@ TEXT: Final = "TEXT"
 """The name of the terminal of any text. It has no special tokens."""
 SPACE: Final = "SPACE"
 """The name of the terminal of white space behind a marker."""
-_OPTIONS: Final = {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
+_OPTIONS: Final = {"whitespace_pattern": WHITESPACE}
 _BEHIND_ESCAPE: Final = re.compile(r"\\.|/|[\r\n]", re.DOTALL)
 _ESCAPED: Final = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 
@@ -62,11 +62,10 @@ def regex(pattern: str) -> str:
     return f"/(?:{body})/"
 
 
-def schema(text: str, *, strict: bool) -> str:
-    """A JSON text that follows a schema which was checked. What of `oneOf` is not told apart is held as
-    `anyOf`, unless it is strict."""
+def schema(text: str, *, coerced: bool = False) -> str:
+    """A JSON text that follows a schema which was checked. `coerced`: its `oneOf` are held as `anyOf`."""
     value: dict[str, Any] = json.loads(text)
-    options = {**_OPTIONS, "coerce_one_of": not strict}
+    options = {**_OPTIONS, "coerce_one_of": coerced}
     return f"%json {json.dumps({**value, 'x-guidance': options})}"
 
 

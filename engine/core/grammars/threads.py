@@ -31,12 +31,10 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from ctypes import addressof, c_char
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from engine.contract.grammars import BadGrammar, Executor, Matcher, Vocabulary, compiled, failure
 from engine.core.grammars.lanes import SLOW_S, Lane
@@ -247,14 +245,15 @@ class GrammarThreads:
     def _fill_together(self, rows: list[_Row]) -> None:
         """Take in the tokens of rows, and fill their next masks, by one call each."""
         began_s = time.monotonic()
-        masks: NDArray[np.int32] = np.empty((len(rows), self._mask_len // 4), np.int32)
+        masks, size = bytearray(len(rows) * self._mask_len), self._mask_len
         try:
             matchers = [row.own_matcher() for row in rows]
             executor = self._executor()
             tokens = [row.token for row in rows]
             taken = executor.consume_token_par(list(zip(matchers, tokens, strict=True)))
             places = list(zip(matchers, range(len(rows)), strict=True))
-            executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(rows))
+            address = addressof(c_char.from_buffer(masks))
+            executor.unsafe_compute_mask_ptr(places, address, size, len(rows))
             standings = [_standing(matcher) for matcher in matchers]
         except BaseException as error:  # llguidance's panics are no Exceptions
             log.warning("core.grammar_failed", reason=type(error).__name__)
@@ -263,12 +262,12 @@ class GrammarThreads:
         if seconds > SLOW_S:
             for row in rows:
                 row.suspect = PROVEN
-        for row, mask, is_taken, standing in zip(rows, masks, taken, standings, strict=True):
+        for at, (row, is_taken, standing) in enumerate(zip(rows, taken, standings, strict=True)):
             if is_taken and standing is not Standing.FAILED:
-                filled = Filled(row.handle, mask.tobytes(), standing, seconds / len(rows))
+                mask = bytes(masks[at * size : (at + 1) * size])
             else:
-                filled = Filled(row.handle, b"", Standing.FAILED, seconds / len(rows))
-            self._done.append(filled)
+                mask, standing = b"", Standing.FAILED
+            self._done.append(Filled(row.handle, mask, standing, seconds / len(rows)))
 
     def _executor(self) -> Executor:
         """This thread's own. It works on one other thread, so that a job takes one core, whatever it does."""

@@ -233,6 +233,15 @@ def test_a_schema_that_is_not_strict_is_held_in_part_and_the_rest_is_named() -> 
         made(Asked(structure=structure({**schema, "additionalProperties": False}, strict=True)))
 
 
+def test_one_of_is_held_where_its_schemas_do_not_meet_else_as_any_of() -> None:
+    apart = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
+    assert made(Asked(structure=structure(apart))).ignored == ()
+    meeting = {"oneOf": [{"type": "integer", "minimum": 1}, {"type": "integer", "maximum": 5}]}
+    grammar = made(Asked(structure=structure(meeting)))
+    assert grammar.ignored == ("here.oneOf",)
+    assert accepts(grammar, "3")
+
+
 def test_nothing_to_hold_costs_nothing() -> None:
     assert made(Asked(), QWEN).text == ""
     assert made(Asked((function("f"),)), None).text == ""

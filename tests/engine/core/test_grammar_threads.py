@@ -200,8 +200,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(bell: Bell, monkeypatch:
         def compiled(vocabulary: Vocabulary, text: str) -> Matcher:
             compiles.append(text)
             matcher: Matcher = real(vocabulary, text)
-
-        return matcher
+            return matcher
 
         monkeypatch.setattr(threads, "compiled", compiled)
         bell.grammars.open(1, "first", "t")
