@@ -22,7 +22,7 @@ import pytest
 
 from engine.api.answer import encoder, outputs
 from engine.api.answer import exchange as engine_exchange
-from engine.api.ask import admission, packing, state
+from engine.api.ask import admission, engine_state, prompt_packing
 from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
@@ -342,8 +342,8 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
         "quota": [[], [], [], [], []],
         "the engine's door": [
             [admission.ANSWER_LEN_MAX],
-            [state.IN_ONE_TURN],
-            [packing.INLINE_IDS_MAX, prompts.SLICE_IDS],
+            [engine_state.IN_ONE_TURN],
+            [prompt_packing.INLINE_IDS_MAX, prompts.SLICE_IDS],
             [],
             [1, admission.ANSWER_LEN_MAX],
         ],

@@ -23,7 +23,7 @@ BEFORE_SUFFIX: Final = "\u263a"
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FillForm:
     """The tokens around prefix and suffix, by their texts."""
 
     prefix: str
@@ -33,14 +33,14 @@ class Form:
 
 
 FORMS: Final = (
-    Form("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
-    Form("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SmolLM, Granite
-    Form("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    Form(
+    FillForm("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
+    FillForm("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SmolLM, Granite
+    FillForm("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    FillForm(
         "<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"
     ),  # DeepSeek-Coder
-    Form(f"{SPACE}<PRE>", f"{SPACE}<SUF>", f"{SPACE}<MID>"),  # Code Llama
-    Form("[PREFIX]", "[SUFFIX]", None),  # Codestral
+    FillForm(f"{SPACE}<PRE>", f"{SPACE}<SUF>", f"{SPACE}<MID>"),  # Code Llama
+    FillForm("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from shared.apis.messages import ChatMessage, FunctionToolCall, RefusalPart, TextPart, ToolCall
+from shared.apis.chat_messages import ChatMessage, FunctionToolCall, RefusalPart, TextPart, ToolCall
 from shared.apis.prompt import ChatPrompt
 from shared.apis.tools import FunctionTool, Tool
 from shared.text.template_reads import Reads

@@ -32,7 +32,7 @@ import msgspec
 from engine.api.answer.detokenizer import Detokenizer, PartsDetokenizer
 from engine.api.answer.parts import Part, PartKind
 from engine.api.answer.text_room import TextRoom
-from engine.api.told.causes import SequenceMarks, Spent, causes_of
+from engine.api.told.attribution import SequenceMarks, Spent, causes_of
 from engine.api.told.halts import Halts
 from engine.api.told.steps import StepRing
 from engine.contract.messages import Finished, FinishReason, Moved, ServiceClass, Started, TokenLogprobs

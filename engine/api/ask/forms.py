@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import msgspec
 
-from engine.api.answer.exchange import Exchange
-from engine.api.ask.grammar import Asked, Grammar, checked
+from engine.api.answer.exchange import EngineExchange
+from engine.api.ask.grammar import AskedForm, Grammar, checked
 from engine.api.ask.model import ServedModel
 from engine.api.formats.format import AnswerFormat, ArgumentsKind
 from engine.api.formats.machine import AnswerMachine
@@ -70,7 +70,7 @@ class ReadingAs:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AnswerForm:
     reading: ReadingAs | None = None
     """None where the whole answer is text."""
     grammar: str = ""
@@ -81,7 +81,7 @@ class Form:
     """Bytes that it holds until the answer's end."""
 
 
-PLAIN: Final = Form()
+PLAIN: Final = AnswerForm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,11 @@ class Forms:
     async def of(
         self,
         model: ServedModel,
-        exchange: Exchange,
+        exchange: EngineExchange,
         parsed: Parsed[GenerationRequest],
         prompt: PromptForm,
         prompt_ids: list[int],
-    ) -> Form:
+    ) -> AnswerForm:
         """The form of a request's answer; `prompt_ids` are its first prompt's. Notes what of its schemas is
         not held. Raises InvalidRequest and Overloaded."""
         request = parsed.request
@@ -136,7 +136,7 @@ class Forms:
             exchange.ignored_fields = named((*parsed.ignored, *made.grammar.ignored))
         if reading is not None and looks:
             reading = replace(reading, types=made.types)
-        return Form(reading, made.grammar.text, _kind(asked) if made.grammar.text else "", made.size)
+        return AnswerForm(reading, made.grammar.text, _kind(asked) if made.grammar.text else "", made.size)
 
     async def _tail(self, tenant: str, model: ServedModel, prompt: PromptForm, ids: list[int]) -> str:
         """The text of a prompt's last tokens."""
@@ -147,7 +147,7 @@ class Forms:
         return decode(ids[-TAIL_TOKENS:], skip_special_tokens=False)
 
     async def _made(
-        self, tenant: str, model: ServedModel, format_: AnswerFormat | None, asked: Asked, opened: bool
+        self, tenant: str, model: ServedModel, format_: AnswerFormat | None, asked: AskedForm, opened: bool
     ) -> _Made:
         """What is made of what a request asks. `opened` says that its prompt opens reasoning."""
         key = b""
@@ -174,9 +174,9 @@ class Forms:
             self._kept_len -= self._kept.popitem(last=False)[1].size
 
 
-def _asked(request: GenerationRequest) -> Asked:
+def _asked(request: GenerationRequest) -> AskedForm:
     functions = (tool.function for tool in request.tools_asked if isinstance(tool, FunctionTool))
-    return Asked(
+    return AskedForm(
         tuple(functions),
         request.tool_choice_asked,
         request.calls_in_parallel,
@@ -185,7 +185,7 @@ def _asked(request: GenerationRequest) -> Asked:
     )
 
 
-def _check(model: ServedModel, format_: AnswerFormat | None, asked: Asked) -> None:
+def _check(model: ServedModel, format_: AnswerFormat | None, asked: AskedForm) -> None:
     """Refuse what nothing is known of. Raises UnsupportedParameter."""
     choice = asked.choice
     if choice.mode is not ToolMode.NONE and (format_ is None or format_.calls is None):
@@ -214,13 +214,13 @@ def _check(model: ServedModel, format_: AnswerFormat | None, asked: Asked) -> No
         raise UnsupportedParameter(message, param=param)
 
 
-def _kind(asked: Asked) -> str:
+def _kind(asked: AskedForm) -> str:
     if asked.structure is not None:
         return asked.structure.kind.value
     return "tools" if asked.functions else "reasoning"
 
 
-def _asked_len(asked: Asked) -> int:
+def _asked_len(asked: AskedForm) -> int:
     """The bytes of what can be long."""
     length = sum([len(spec.schema) + len(spec.description or "") for spec in asked.functions])
     if (structure := asked.structure) is not None:
@@ -228,7 +228,7 @@ def _asked_len(asked: Asked) -> int:
     return length
 
 
-def _key(asked: Asked, *, opened: bool, is_chat: bool) -> bytes:
+def _key(asked: AskedForm, *, opened: bool, is_chat: bool) -> bytes:
     parts = [
         *(asked.functions, asked.choice, asked.is_parallel, asked.structure, asked.thinking_budget),
         *(opened, is_chat),
@@ -236,7 +236,9 @@ def _key(asked: Asked, *, opened: bool, is_chat: bool) -> bytes:
     return hashlib.sha256(msgspec.json.encode(parts)).digest()
 
 
-def _slices(model: ServedModel, format_: AnswerFormat | None, asked: Asked, opened: bool) -> Slices[_Made]:
+def _slices(
+    model: ServedModel, format_: AnswerFormat | None, asked: AskedForm, opened: bool
+) -> Slices[_Made]:
     types: dict[str, Mapping[str, Any]] = {}
     calls = None if format_ is None else format_.calls
     is_typed = calls is not None and calls.arguments is ArgumentsKind.TAGGED

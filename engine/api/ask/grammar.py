@@ -52,7 +52,7 @@ from shared.wire.errors import InvalidRequest, UnsupportedParameter
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedForm:
     """What of a request shapes its answer."""
 
     functions: tuple[FunctionSpec, ...] = ()
@@ -73,7 +73,7 @@ class Grammar:
     """What of schemas that are not strict is left out, by its place in the request."""
 
 
-class Hold(Enum):
+class SchemaHold(Enum):
     """How schemas that are not strict are held. What cannot be compiled one way is tried the next."""
 
     WHOLE = "whole"
@@ -83,11 +83,13 @@ class Hold(Enum):
     """Of functions' arguments, as any object."""
 
 
-def checked(vocabulary: Vocabulary, format_: AnswerFormat | None, asked: Asked, *, reasons: bool) -> Grammar:
+def checked(
+    vocabulary: Vocabulary, format_: AnswerFormat | None, asked: AskedForm, *, reasons: bool
+) -> Grammar:
     """The grammar of an answer, which was compiled once: a job for a thread. `reasons` says that the prompt's
     end opened reasoning. Raises InvalidRequest."""
     tried: dict[str, str] = {}
-    for hold in Hold:
+    for hold in SchemaHold:
         grammar = grammar_of(format_, asked, reasons=reasons, hold=hold)
         if not grammar.text:
             return grammar
@@ -104,7 +106,7 @@ def checked(vocabulary: Vocabulary, format_: AnswerFormat | None, asked: Asked, 
 
 
 def grammar_of(
-    format_: AnswerFormat | None, asked: Asked, *, reasons: bool, hold: Hold = Hold.WHOLE
+    format_: AnswerFormat | None, asked: AskedForm, *, reasons: bool, hold: SchemaHold = SchemaHold.WHOLE
 ) -> Grammar:
     """The grammar of an answer, not yet compiled. Raises InvalidRequest."""
     if not (asked.functions or asked.structure is not None or asked.thinking_budget is not None):
@@ -138,9 +140,9 @@ _FREE: Final = _Answer(lark.TEXT, is_text=True)
 @dataclass(slots=True)
 class _Composer:
     format: AnswerFormat
-    asked: Asked
+    asked: AskedForm
     reasons: bool
-    hold: Hold
+    hold: SchemaHold
     rules: Rules = field(default_factory=Rules)
     ignored: list[str] = field(default_factory=list)
     own: str = ""
@@ -197,12 +199,12 @@ class _Composer:
 
     def coerces(self, strict: bool) -> bool:
         """True if `oneOf` is held as `anyOf`."""
-        return self.hold is Hold.COERCED and not strict
+        return self.hold is SchemaHold.COERCED and not strict
 
     def held_arguments(self, source: bytes, strict: bool, param: str) -> dict[str, Any] | None:
         """The schema of a function's arguments. None, and named, where it can only be that of any object."""
         try:
-            if strict or self.hold is not Hold.LAX:
+            if strict or self.hold is not SchemaHold.LAX:
                 return _closed(json.loads(self._held(source, strict, param).text))
         except InvalidRequest:
             if strict:

@@ -18,8 +18,8 @@ from engine.contract.generation_keys import GENERATION_KEYS
 from engine.contract.grammars import BadGrammar, Vocabulary, vocabulary_of
 from engine.contract.messages import END_TOKENS_MAX
 from shared.apis.chat import ChatRequest
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.completions import CompletionRequest
-from shared.apis.messages import ChatMessage
 from shared.apis.prompt import ChatPrompt
 from shared.apis.validation import parse
 from shared.fairness.fair_threads import at_once
