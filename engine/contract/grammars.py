@@ -41,8 +41,8 @@ LIMITS: Final = LLParserLimits(
     max_lexer_states=20_000,
     verbose_errors=False,
 )
-"""`step_lexer_fuel` is llguidance's own: a tenth of it loses enums of 1,000 texts, and the masks that it bounds
-take 22 ms where patterns are bounded at the door."""
+"""`step_lexer_fuel` is llguidance's own: a tenth of it loses enums of 1,000 texts, and the masks that it
+bounds take 22 ms where patterns are bounded at the door."""
 WHITESPACE: Final = r"[ \t]{1,2}|[ \t]{0,2}\r?\n[ \t]{0,32}"
 """A regular expression of the white space that may stand between two parts of a JSON text: up to two blanks,
 or a new line and its indent. Without a bound a model that likes blanks writes them until its last token."""
