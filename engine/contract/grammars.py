@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from llguidance import LLExecutor as Executor
 from llguidance import LLMatcher as Matcher
 from llguidance import LLParserLimits
 from llguidance import LLTokenizer as Vocabulary
@@ -27,6 +28,7 @@ __all__ = [
     "LIMITS",
     "WHITESPACE",
     "BadGrammar",
+    "Executor",
     "Matcher",
     "Vocabulary",
     "compiled",

@@ -343,7 +343,7 @@ class Scheduler:
     def await_masks(self) -> None:
         """Wait a moment for masks that are about to come (`engine.core.grammars.masks`, rule 1). To be called
         before a plan while `masks.sequences` has any."""
-        self.masks.wait(self._step_s)
+        self.masks.wait(self._step_s, len(self._sequences))
 
     def _take_fetched(self, now: float) -> None:
         """Let newcomers go on whose pages came from disk, or did not come in time

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from msgspec import Raw
 
-from shared.apis.holding import SURE_LEN, Census, census_slices
+from shared.apis.holding import DEPTH_MAX, SURE_LEN, Census, census_slices
 from shared.apis.messages import ChatMessage, FunctionToolCall
 from shared.apis.prompt import ChatPrompt
 from shared.apis.tools import Tool, check_tools
@@ -97,10 +97,12 @@ def _check_final(asked: ChatFields, final: ChatMessage) -> None:
 
 
 def long_arguments(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
-    """The arguments of all calls, each behind its name, where together they are long enough to hold more
-    values than a body may have. Empty where they are not."""
+    """The arguments of calls, each behind its name, that may hold more than a body may have: all of them
+    where together they are long, else those with more brackets than there may be levels."""
     found = [*_arguments(messages)]
-    return found if sum([len(text) for _, text in found]) > SURE_LEN else []
+    if sum([len(text) for _, text in found]) > SURE_LEN:
+        return found
+    return [one for one in found if one[1].count("[") + one[1].count("{") > DEPTH_MAX]
 
 
 def _arguments(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from shared.apis.chat import EFFORTS, AssistantMessage, ChatDelta, ChatRequest, 
 from shared.apis.chat_form import argument_slices, long_arguments
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import CompletionTokensDetails, PromptTokensDetails, Usage
-from shared.apis.holding import FIELDS_MAX, TOKEN_BYTES, VALUES_MAX
+from shared.apis.holding import DEPTH_MAX, FIELDS_MAX, TOKEN_BYTES, VALUES_MAX
 from shared.apis.messages import ChatMessage, FunctionCall, FunctionToolCall, TextPart
 from shared.apis.prompt import ChatPrompt, TextPrompt
 from shared.apis.request import Request
@@ -467,8 +467,9 @@ def of_calls(arguments: str, calls: int = 1) -> ChatPrompt:
         ('{"a": [' + "1," * (VALUES_MAX // 8) + "1]}", 9),
         ("{" + '"":0,' * FIELDS_MAX + '"":0}', 1),
         ('{"a": ' + "[" * 40_000 + "]" * 40_000 + "}", 1),
+        ('{"a": ' + "[" * DEPTH_MAX + "]" * DEPTH_MAX + "}", 1),
     ],
-    ids=["lists", "numbers, in several", "fields", "depth"],
+    ids=["lists", "numbers, in several", "fields", "depth", "depth of a short one"],
 )
 def test_what_is_made_of_the_arguments_of_calls_is_bounded_before_it_is_made(
     arguments: str, calls: int

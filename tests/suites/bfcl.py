@@ -6,8 +6,8 @@ TRL ships the family's chat template, by that template, too. An answer counts as
 
 - *right*, where the same calls came back with the same values: whole, one character at a time, and cut in two
   at every place (`CUTS_MAX` places of a longer text);
-- *told as text*, where a value is not of the type that its schema states, in a notation that writes strings as
-  they are: what it was cannot be known then;
+- *told as text*, where a value is not of the type that its schema states, in a notation that writes strings
+  as they are: what it was cannot be known then;
 - *not said*, where the family's template does not write the calls: it refuses more than one, leaves all but
   one out, or writes quotes and backslashes of a string into a string of Python's as they are;
 - *wrong* else.
@@ -56,6 +56,15 @@ TEMPLATES: Final = {
 }
 ENDS: Final = ("<|im_end|>", "<|eot_id|>", "<turn|>", "<|tool_response>", "<|user|>", "</s>")
 """What ends a turn in these templates: the engine does not pass it on."""
+_KINDS: Final[Mapping[str, tuple[type, ...]]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "string": (str,),
+    "null": (type(None),),
+}
 _TYPES: Final = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 
 
@@ -217,11 +226,7 @@ def _same(calls: list[tuple[str, Any]], reference: Reference, format_: AnswerFor
 
 def _is_of(value: object, types: tuple[str, ...]) -> bool:
     """True if the schema tells a value's text from a string's, or says that it is a string."""
-    kinds: dict[str, tuple[type, ...]] = {
-        **{"integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,)},
-        **{"object": (dict,), "string": (str,), "null": (type(None),)},
-    }
-    own = [kind for name in types or ("string",) for kind in kinds.get(name, ())]
+    own = [kind for name in types or ("string",) for kind in _KINDS.get(name, ())]
     return type(value) in own
 
 

@@ -24,7 +24,9 @@ Rules
    special token. Its end is one of the model's own ends.
 3. Of a schema that is not strict, what cannot be held is left out and named. Where the rest cannot be held
    either, or makes the grammar too large, a function's arguments are any object, and that is named.
-4. What cannot be compiled is the caller's mistake, by the name of the field that it came in.
+4. A function is called with the arguments that it lists, unless its schema says more of others; one without
+   a schema with none.
+5. What cannot be compiled is the caller's mistake, by the name of the field that it came in.
 """
 
 from __future__ import annotations
@@ -121,6 +123,15 @@ class _Answer:
     """True if it begins with any text."""
 
 
+NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of the arguments of a function that has no `parameters`."""
+OPEN: Final = frozenset(
+    (
+        *("additionalProperties", "patternProperties", "minProperties", "dependentSchemas"),
+        *("allOf", "anyOf", "oneOf", "$ref", "if"),
+    )
+)
+"""The keywords by which a schema says itself what other properties there may be."""
 _FREE: Final = _Answer(lark.TEXT, is_text=True)
 
 
@@ -192,8 +203,7 @@ class _Composer:
         """The schema of a function's arguments. None, and named, where it can only be that of any object."""
         try:
             if strict or self.hold is not Hold.LAX:
-                held: dict[str, Any] = json.loads(self._held(source, strict, param).text)
-                return held
+                return _closed(json.loads(self._held(source, strict, param).text))
         except InvalidRequest:
             if strict:
                 raise
@@ -275,6 +285,14 @@ class _Composer:
         return self.rules.add("frame", lark.any_of(framed)) if framed else ""
 
 
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, which has no others than it lists, if it lists any."""
+    names = schema.get("properties")
+    if names is None or schema.keys() & OPEN or not names.keys() >= set(schema.get("required", ())):
+        return schema
+    return {**schema, "additionalProperties": False}
+
+
 @dataclass(slots=True)
 class _Calls:
     """The calls of an answer."""
@@ -346,7 +364,7 @@ class _Calls:
         of, calls = self.of, self.calls
         strict = spec.strict is True
         param = f"tools[{of.asked.functions.index(spec)}].function.parameters"
-        held = None
+        held = None if spec.schema else NO_ARGUMENTS
         if spec.schema and (strict or of.asked.choice.mode is ToolMode.REQUIRED):
             held = of.held_arguments(spec.schema, strict, param)
         if calls.is_bare and calls.envelope is not None and self.is_with_text:

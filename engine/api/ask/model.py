@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from engine.api.formats.reading import AUTO, read_format
 from engine.api.formats.response_template import BadFormat
 from engine.config import ModelTokens
 from engine.contract.generation_keys import GENERATION_KEYS
+from engine.contract.grammars import BadGrammar, Vocabulary, vocabulary_of
 from engine.contract.messages import END_TOKENS_MAX
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
@@ -61,6 +62,8 @@ class ServedModel:
     """The number of token ids that the model has."""
     answer_format: AnswerFormat | None = None
     """How the model marks reasoning and calls. None where that is not known."""
+    vocabulary: Vocabulary | None = None
+    """The tokens as grammars know them. None where llguidance cannot read them, or no answer ends."""
 
     @property
     def tokens(self) -> ModelTokens:
@@ -113,7 +116,7 @@ def load_model(
     eos_ids = _all_ends(defaults, tokenizer)
     if not eos_ids:
         log.warning("engine.no_end_token", reason="no file of the model names one: answers end by max_tokens")
-    return ServedModel(
+    model = ServedModel(
         name=name,
         created=created,
         tokenizer=tokenizer,
@@ -128,6 +131,16 @@ def load_model(
         answer_format=_answer_format(answer_format, files, tokenizer, defaults.vocab_size),
         vocab_size=defaults.vocab_size,
     )
+    return replace(model, vocabulary=_vocabulary(model.tokens)) if eos_ids else model
+
+
+def _vocabulary(tokens: ModelTokens) -> Vocabulary | None:
+    """The tokens as grammars know them. It takes a third of a second for 150,000 of them."""
+    try:
+        return vocabulary_of(tokens.tokenizer_json, tokens.vocab_size, tokens.end_ids)
+    except BadGrammar as error:
+        log.warning("engine.no_grammars", reason=str(error))
+        return None
 
 
 def _answer_format(
@@ -135,7 +148,7 @@ def _answer_format(
 ) -> AnswerFormat | None:
     """The format of the model's answers. Raises UnusableModel."""
     token_ids = {text: token_id for text, token_id in tokenizer.added_ids.items() if token_id < vocab_size}
-    template, own = files.chat_template, files.response_template
+    template, own = files.tool_template or files.chat_template, files.response_template
     try:
         return read_format(choice, own=own, chat_template=template, token_ids=token_ids)
     except BadFormat as error:

@@ -92,15 +92,17 @@ def row(atoms: Iterable[Atom]) -> str:
 
 def text_before(rules: Rules, end: Sequence[str | int], allowed: Sequence[str] = ()) -> str:
     """Any text, of which each of `allowed` (regular expressions that were written with `regex`, or texts) may
-    hold too, up to the first place where `end` stands, and that."""
+    hold too, up to the first place where `end` stands, and that. Nor is `end` in it without its white space,
+    by which the machine ends a value."""
     head = end[0]
     if isinstance(head, int):
         body = rules.fresh("V", " & ".join(allowed)) if allowed else TEXT
         return row([(body,), *end])
-    if not allowed:
+    mark = head.strip()
+    if not allowed and mark == head:
         name = rules.fresh("text", f"{TEXT} {literal(head)}", "lazy")
         return row([(name,), *end[1:]])
-    never = f"~/(?s:.*){regex(re.escape(head))[1:-1]}(?s:.*)/"
+    never = f"~/(?s:.*){regex(re.escape(mark))[1:-1]}(?s:.*)/"
     held = " & ".join((*allowed, never, "/(?s:.*)/"))
     terminal = rules.fresh("V", f"({held}) {literal(head)}")
     return row([(rules.fresh("text", terminal, "lazy"),), *end[1:]])

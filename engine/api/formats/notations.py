@@ -261,11 +261,18 @@ def _free_end(text: str, at: int, ending: str, drops_break: bool) -> int:
     return end - 1 if drops_break and end > at and text[end - 1] == "\n" else end
 
 
-def schema_types(schema: Any, root: Mapping[str, Any] | None = None, depth: int = 0) -> tuple[str, ...]:
+def schema_types(
+    schema: Any,
+    root: Mapping[str, Any] | None = None,
+    followed: dict[str, tuple[str, ...]] | None = None,
+    depth: int = 0,
+) -> tuple[str, ...]:
     """The types that a schema allows, in the order in which it names them. Empty if it does not say. `root`
-    is the schema that its references point into."""
+    is the schema that its references point into; `followed` has the types of those that were followed, each
+    once, since a caller's may branch without end."""
     if not isinstance(schema, Mapping) or depth > REFERENCES_MAX:
         return ()
+    followed = {} if followed is None else followed
     stated = schema.get("type")
     if isinstance(stated, str):
         return (stated,)
@@ -274,11 +281,14 @@ def schema_types(schema: Any, root: Mapping[str, Any] | None = None, depth: int 
         found += [kind for kind in stated if isinstance(kind, str)]
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        found += schema_types(_referred(reference, root), root, depth + 1)
+        if reference not in followed:
+            followed[reference] = ()  # as it may lead back here
+            followed[reference] = schema_types(_referred(reference, root), root, followed, depth + 1)
+        found += followed[reference]
     for union in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(union)
         for choice in choices[:CHOICES_MAX] if isinstance(choices, list) else ():
-            found += schema_types(choice, root, depth + 1)
+            found += schema_types(choice, root, followed, depth + 1)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not found and isinstance(values, list):
         found += [_TYPE_NAMES.get(type(value), "string") for value in values[:CHOICES_MAX]]

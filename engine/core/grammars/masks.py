@@ -10,9 +10,10 @@ not there yet has nothing to do (`Hold.MASK`): it sits out a step, and nobody wa
 Rules
 
 1. A plan waits for the masks that are about to come (`Grammars.wait`), for `GRACE_PART` of the last step's
-   time and `GRACE_S_MAX` at most. Those are masks that took a moment when they were filled last: what takes
-   longer is filled in a lane that no plan waits for. So a stream without a grammar loses a few percent of a
-   step at most, and usually as long as a mask takes.
+   time and `GRACE_S_MAX` at most; for `GRACE_PART_ALONE` of it where all sequences follow grammars. Those are
+   masks that took a moment when they were filled last: what takes longer is filled in a lane that no plan
+   waits for. So a stream without a grammar loses a few percent of a step at most, and usually as long as a
+   mask takes.
 2. When nothing else is due, the loop sleeps until a mask is there or a message comes.
 3. A grammar that cannot be compiled, a matcher in error, and a sampled token that it does not take end the
    sequence with `FinishReason.GRAMMAR`. llguidance itself would allow the end alone, which reads as a short
@@ -34,6 +35,7 @@ from engine.contract.messages import FinishReason, Want
 from engine.core.sequence import Sequence as Sequence_
 
 GRACE_PART: Final = 0.125
+GRACE_PART_ALONE: Final = 0.5
 GRACE_S_MAX: Final = 0.002
 
 
@@ -159,9 +161,11 @@ class Masks:
         assert None not in masks, "a row without its mask"
         return masks if any(masks) else []  # type: ignore[return-value]
 
-    def wait(self, step_s: float) -> None:
-        """Wait for masks that are about to come (rule 1), the last step having taken `step_s`."""
-        self._grammars.wait(min(GRACE_S_MAX, GRACE_PART * step_s))
+    def wait(self, step_s: float, living: int) -> None:
+        """Wait for masks that are about to come (rule 1), the last step having taken `step_s`, and so many
+        sequences being here."""
+        part = GRACE_PART if living > len(self.sequences) else GRACE_PART_ALONE
+        self._grammars.wait(min(GRACE_S_MAX, part * step_s))
 
     def check(self, living: Mapping[int, Sequence_]) -> None:
         """Assert that no sequence is kept that ended, and that none lacks a mask without a grammar."""

@@ -13,11 +13,13 @@ Rules
    masks in all, the one that was asked for last is dropped last. A grammar that fails is cached, too.
 2. A sequence has a matcher of its own, a copy of the compiled one, from its first token on. One that waits
    has none.
-3. Masks are filled in two lanes (`engine.core.grammars.lanes`). The fast one takes all that a tenant's
-   sequences advanced by with a step in one job, and is what plans wait for. A row whose mask took longer than
-   `SLOW_S` goes to the slow one, as do new rows of its grammar, and comes back after `PROVEN` masks in time;
-   what stood behind it in its job is put back, so that other tenants come between. Neither can be
-   interrupted: the lanes keep them from each other's way.
+3. Masks are filled in two lanes (`engine.core.grammars.lanes`). The fast one is what plans wait for, and
+   fills what a tenant's sequences came to in a step by one job and one call, which leaves the interpreter to
+   the core's thread meanwhile. Where that took longer than `SLOW_S`, its rows are *suspects*: their next
+   `PROVEN` masks are filled one by one. A row whose own mask took longer goes to the slow lane, as do new
+   rows of its grammar, and comes back after `PROVEN` masks in time; what stood behind it in its job is put
+   back, so that other tenants come between. No call can be interrupted: the lanes keep tenants from each
+   other's way.
 4. Compiling is a slow job. A grammar that several tenants ask for is compiled by whichever has its turn
    first. One that nobody waits for any more is not compiled.
 5. Whatever a thread's work raises ends its sequences, and no thread. No text of a grammar is logged.
@@ -29,11 +31,12 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from ctypes import addressof, c_char
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from engine.contract.grammars import BadGrammar, Matcher, Vocabulary, compiled, failure
+from engine.contract.grammars import BadGrammar, Executor, Matcher, Vocabulary, compiled, failure
 from engine.core.grammars.lanes import SLOW_S, Lane
 from engine.core.grammars.masks import Filled, Standing
 from shared.process import logs
@@ -71,6 +74,15 @@ class _Row:
     is_open: bool = True
     unproven: int = 0
     """The masks in time that it lacks to be filled in the fast lane; 0: it is."""
+    suspect: int = 0
+    """Its next masks that are filled by themselves, in the fast lane."""
+
+    def own_matcher(self) -> Matcher:
+        if self.matcher is None:
+            assert self.compiled is not None
+            assert self.compiled.matcher is not None
+            self.matcher = self.compiled.matcher.deep_copy()
+        return self.matcher
 
 
 @dataclass(slots=True)
@@ -97,6 +109,8 @@ class GrammarThreads:
         self._cached_len = 0
         self._compiling: Final[dict[str, _Compiling]] = {}
         self._done: Final[deque[Filled | tuple[_Compiling, _Compiled | None]]] = deque()
+        self._mask_len: Final = 4 * -(-vocabulary.vocab_size // 32)
+        self._own: Final = threading.local()
         self._all_here: Final = threading.Condition()
         self._coming = 0
         """Jobs of the fast lane that are not done."""
@@ -190,7 +204,7 @@ class GrammarThreads:
         mask, standing = b"", Standing.FAILED
         try:
             matcher = compiled(self._vocabulary, grammar)
-            mask, standing = _mask(matcher)
+            mask, standing = self._mask(matcher)
         except BadGrammar:
             log.info("core.grammar_refused", grammar_len=len(grammar))
         except BaseException as error:  # llguidance's panics are no Exceptions
@@ -205,10 +219,14 @@ class GrammarThreads:
             self._ring()
 
     def _fill_fast(self, tenant: str, rows: list[_Row]) -> None:
+        rows = [row for row in rows if row.is_open]
+        together = [row for row in rows if not row.suspect]
+        if len(together) > 1:
+            rows = [row for row in rows if row.suspect]
+            self._fill_together(together)
         for at, row in enumerate(rows, 1):
-            if not row.is_open:
-                continue
             filled = self._filled(row)
+            row.suspect = max(0, row.suspect - 1)
             is_slow = filled.seconds > SLOW_S
             if is_slow:
                 assert row.compiled is not None
@@ -224,27 +242,63 @@ class GrammarThreads:
             self._all_here.notify()
         self._ring()
 
+    def _fill_together(self, rows: list[_Row]) -> None:
+        """Take in the tokens of rows, and fill their next masks, by one call each."""
+        began_s = time.monotonic()
+        masks, size = bytearray(len(rows) * self._mask_len), self._mask_len
+        try:
+            matchers = [row.own_matcher() for row in rows]
+            executor = self._executor()
+            tokens = [row.token for row in rows]
+            taken = executor.consume_token_par(list(zip(matchers, tokens, strict=True)))
+            places = list(zip(matchers, range(len(rows)), strict=True))
+            address = addressof(c_char.from_buffer(masks))
+            executor.unsafe_compute_mask_ptr(places, address, size, len(rows))
+            standings = [_standing(matcher) for matcher in matchers]
+        except BaseException as error:  # llguidance's panics are no Exceptions
+            log.warning("core.grammar_failed", reason=type(error).__name__)
+            taken, standings = [False] * len(rows), [Standing.FAILED] * len(rows)
+        seconds = time.monotonic() - began_s
+        if seconds > SLOW_S:
+            for row in rows:
+                row.suspect = PROVEN
+        for at, (row, is_taken, standing) in enumerate(zip(rows, taken, standings, strict=True)):
+            if is_taken and standing is not Standing.FAILED:
+                mask = bytes(masks[at * size : (at + 1) * size])
+            else:
+                mask, standing = b"", Standing.FAILED
+            self._done.append(Filled(row.handle, mask, standing, seconds / len(rows)))
+
+    def _executor(self) -> Executor:
+        """This thread's own. It works on one other thread, so that a job takes one core, whatever it does."""
+        if not hasattr(self._own, "executor"):
+            self._own.executor = Executor(1)
+        executor: Executor = self._own.executor
+        return executor
+
     def _filled(self, row: _Row) -> Filled:
         """Take in a row's token, and fill its next mask."""
         began_s = time.thread_time()
         mask, standing = b"", Standing.FAILED
         try:
-            if row.matcher is None:
-                assert row.compiled is not None
-                assert row.compiled.matcher is not None
-                row.matcher = row.compiled.matcher.deep_copy()
-            if row.matcher.consume_token(row.token):
-                mask, standing = _mask(row.matcher)
+            matcher = row.own_matcher()
+            if matcher.consume_token(row.token):
+                mask, standing = self._mask(matcher)
         except BaseException as error:  # llguidance's panics are no Exceptions
             log.warning("core.grammar_failed", reason=type(error).__name__)
         return Filled(row.handle, mask, standing, time.thread_time() - began_s)
 
+    def _mask(self, matcher: Matcher) -> tuple[bytes, Standing]:
+        mask = matcher.compute_bitmask()  # with a word more than there are tokens, where these fill the last
+        standing = _standing(matcher)
+        return b"" if standing is Standing.FAILED else mask[: self._mask_len], standing
 
-def _mask(matcher: Matcher) -> tuple[bytes, Standing]:
-    mask = matcher.compute_bitmask()
-    if failure(matcher):
-        return b"", Standing.FAILED
-    return mask, Standing.COMPLETE if matcher.is_stopped() else Standing.GOES_ON
+
+def _standing(matcher: Matcher) -> Standing:
+    """Where a matcher stands whose mask was filled."""
+    if not matcher.is_stopped():
+        return Standing.GOES_ON
+    return Standing.FAILED if failure(matcher) else Standing.COMPLETE
 
 
 def _len(grammar: str, held: _Compiled) -> int:

@@ -9,7 +9,7 @@ Rows: `load` is the streams, `beside` a long prompt that arrives beside eight ru
 longest prompt beside them whose first token is of use for a limited time, `idle` the CPU time of an engine
 with nothing to do, `memory` what all its processes hold after the loads, `recording` the part of a step that
 its record takes, `tiers` a chat history that was evicted, on engines of its own (`tests.bench.engine.tiers`),
-`structured` what grammars cost a core of its own (`tests.bench.engine.structured`).
+`structured` what grammars cost a core of its own (`tests.bench.structured`).
 
 Beside streams a prompt has the part of the time that `engine.core.estimate.pace` gives it by default: the gap
 target less the usual gap, or half of the time where that is more. So its first token should take as long as
@@ -35,10 +35,10 @@ from tests.bench.engine.interference import DEADLINE_FACTORS, Beside, Ending, be
 from tests.bench.engine.interference import STREAMS as BESIDE_STREAMS
 from tests.bench.engine.load import BenchFailed, Load, Sample, Server, alone, measure, warm_up
 from tests.bench.engine.recording import recording
-from tests.bench.engine.structured import structured
 from tests.bench.engine.tiers import tier_figures
 from tests.bench.figures import Figure, at_least, at_most, figure, quantile
 from tests.bench.services import demo_model, free_port, service
+from tests.bench.structured import structured
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 

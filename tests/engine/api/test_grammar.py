@@ -362,6 +362,24 @@ def test_auto_is_text_until_a_trigger_from_which_the_name_holds(format_: AnswerF
     assert {tokenizer.decode([token])[0] for token in walks.allowed(matcher)} == {"a"}
 
 
+@EACH
+def test_a_function_is_called_with_the_arguments_that_it_lists(format_: AnswerFormat) -> None:
+    listed = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    marked = is_marked(format_)
+    for schema, own, other in (
+        (listed, {"a": 1}, {"a": 1, "m": 33}),
+        ({**listed, "properties": {}, "required": []}, {}, {"m": 33}),
+        (None, {}, {"m": 33}),
+    ):
+        grammar = made(Asked((function("add", schema),), REQUIRED, is_parallel=False), format_)
+        assert accepts(grammar, answer_texts.written(format_, [("add", own)]), marked=marked)
+        assert not accepts(grammar, answer_texts.written(format_, [("add", other)]), marked=marked)
+    for more in ({"additionalProperties": True}, {"required": ["m"]}, {"anyOf": [{"required": ["m"]}, {}]}):
+        schema = {**listed, **more, "properties": {"a": {"type": "integer"}}}
+        grammar = made(Asked((function("add", schema),), REQUIRED, is_parallel=False), HERMES)
+        assert accepts(grammar, answer_texts.written(HERMES, [("add", {"a": 1, "m": 33})]))
+
+
 def test_auto_holds_arguments_to_a_schema_that_is_strict_alone() -> None:
     call = ("<tool_call>", '\n{"name": "add", "arguments": {"x": 1}}\n', "</tool_call>")
     assert accepts(made(Asked((function("add", ADD),), AUTO), HERMES), "Sure.\n", *call)

@@ -16,6 +16,7 @@ from engine.api.formats import machine as machines
 from engine.api.formats import source as sources
 from engine.api.formats.machine import AnswerMachine, mint_call_id
 from tests.answer_texts import FORMATS, Answer, answer_of, family, parts_of, read, written
+from tests.uncollected import uncollected
 
 CALLING = sorted(name for name, own in FORMATS.items() if own.calls is not None)
 THINKING = sorted(name for name, own in FORMATS.items() if own.reasoning is not None)
@@ -258,6 +259,13 @@ def test_a_value_that_is_too_long_to_wait_for_is_a_string() -> None:
     parts = read(FORMATS["qwen3.5"], [text[at : at + 1000] for at in range(0, len(text), 1000)], tools=TOOLS)
     [(_, arguments)] = answer_of(parts).calls
     assert json.loads(arguments)["tags"] == json.dumps(["x" * sources.HELD_LEN_MAX])
+
+
+def test_an_answer_that_is_given_up_leaves_nothing_behind() -> None:
+    with uncollected(AnswerMachine, sources.Source) as left:
+        for text in ("a", '<tool_call>{"na', '<tool_call>{"name": "f", "arguments": {'):
+            AnswerMachine(FORMATS["hermes"], "", tools={}).feed(-1, text)
+        assert left() == []
 
 
 # -- anything that a model may produce ----------------------------------------------------------------
