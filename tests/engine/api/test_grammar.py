@@ -409,11 +409,14 @@ def test_with_a_structure_the_text_follows_it_and_calls_may_come_instead(format_
 
 
 def test_a_schema_that_cannot_be_held_is_any_object_unless_it_is_strict() -> None:
-    lookahead = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
+    lookahead: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "(?=x)y"}},
+    }
     grammar = made(Asked((function("f", lookahead),), REQUIRED), HERMES)
     assert grammar.ignored == ("tools[0].function.parameters",)
     assert accepts(grammar, "<tool_call>", '\n{"name": "f", "arguments": {"z": 1}}\n', "</tool_call>")
-    closed = {**lookahead, "required": ["a"], "additionalProperties": False}
+    closed: dict[str, Any] = {**lookahead, "required": ["a"], "additionalProperties": False}
     with pytest.raises(InvalidRequest) as refused:
         made(Asked((function("f", closed, strict=True),), REQUIRED), HERMES)
     assert refused.value.param == "tools"
