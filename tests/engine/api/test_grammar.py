@@ -374,7 +374,8 @@ def test_a_function_is_called_with_the_arguments_that_it_lists(format_: AnswerFo
         grammar = made(Asked((function("add", schema),), REQUIRED, is_parallel=False), format_)
         assert accepts(grammar, answer_texts.written(format_, [("add", own)]), marked=marked)
         assert not accepts(grammar, answer_texts.written(format_, [("add", other)]), marked=marked)
-    for more in ({"additionalProperties": True}, {"required": ["m"]}, {"anyOf": [{"required": ["m"]}, {}]}):
+    others: list[dict[str, Any]] = [{"additionalProperties": True}, {"required": ["m"]}]
+    for more in (*others, {"anyOf": [{"required": ["m"]}, {}]}):
         schema = {**listed, **more, "properties": {"a": {"type": "integer"}}}
         grammar = made(Asked((function("add", schema),), REQUIRED, is_parallel=False), HERMES)
         assert accepts(grammar, answer_texts.written(HERMES, [("add", {"a": 1, "m": 33})]))
