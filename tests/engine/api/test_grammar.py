@@ -193,9 +193,7 @@ def test_a_grammar_of_the_callers(source: str) -> None:
 )
 def test_a_grammar_that_reaches_out_or_costs_too_much_is_refused(source: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        made(
-            AskedForm(structure=Structure(StructureKind.GRAMMAR, source, param="structured_outputs.grammar"))
-        )
+        made(AskedForm(structure=Structure(StructureKind.GRAMMAR, source, param="structured_outputs.grammar")))
     assert refused.value.param == "structured_outputs.grammar"
 
 
@@ -291,9 +289,7 @@ def test_a_call_ends_reasoning_where_the_family_has_it_so(name: str) -> None:
 def test_text_and_structure_stand_in_the_familys_frames() -> None:
     grammar = made(AskedForm(structure=structure({"type": "integer"})), MARKED["gpt-oss"])
     assert accepts(grammar, "<|channel|>", "final", "<|message|>", "12")
-    assert accepts(
-        made(AskedForm((function("f"),), AUTO), MARKED["granite"]), "<response>", "Hi", "</response>"
-    )
+    assert accepts(made(AskedForm((function("f"),), AUTO), MARKED["granite"]), "<response>", "Hi", "</response>")
 
 
 # -- calls --------------------------------------------------------------------------------------------
@@ -368,11 +364,7 @@ def test_auto_is_text_until_a_trigger_from_which_the_name_holds(format_: AnswerF
 
 @EACH
 def test_a_function_is_called_with_the_arguments_that_it_lists(format_: AnswerFormat) -> None:
-    listed: dict[str, object] = {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}},
-        "required": ["a"],
-    }
+    listed = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     marked = is_marked(format_)
     for schema, own, other in (
         (listed, {"a": 1}, {"a": 1, "m": 33}),
@@ -382,13 +374,9 @@ def test_a_function_is_called_with_the_arguments_that_it_lists(format_: AnswerFo
         grammar = made(AskedForm((function("add", schema),), REQUIRED, is_parallel=False), format_)
         assert accepts(grammar, answer_texts.written(format_, [("add", own)]), marked=marked)
         assert not accepts(grammar, answer_texts.written(format_, [("add", other)]), marked=marked)
-    others: tuple[dict[str, object], ...] = (
-        {"additionalProperties": True},
-        {"required": ["m"]},
-        {"anyOf": [{"required": ["m"]}, {}]},
-    )
-    for more in others:
-        schema: dict[str, object] = {**listed, **more, "properties": {"a": {"type": "integer"}}}
+    others: list[dict[str, Any]] = [{"additionalProperties": True}, {"required": ["m"]}]
+    for more in (*others, {"anyOf": [{"required": ["m"]}, {}]}):
+        schema = {**listed, **more, "properties": {"a": {"type": "integer"}}}
         grammar = made(AskedForm((function("add", schema),), REQUIRED, is_parallel=False), HERMES)
         assert accepts(grammar, answer_texts.written(HERMES, [("add", {"a": 1, "m": 33})]))
 
@@ -422,11 +410,14 @@ def test_with_a_structure_the_text_follows_it_and_calls_may_come_instead(format_
 
 
 def test_a_schema_that_cannot_be_held_is_any_object_unless_it_is_strict() -> None:
-    lookahead = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
+    lookahead: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "(?=x)y"}},
+    }
     grammar = made(AskedForm((function("f", lookahead),), REQUIRED), HERMES)
     assert grammar.ignored == ("tools[0].function.parameters",)
     assert accepts(grammar, "<tool_call>", '\n{"name": "f", "arguments": {"z": 1}}\n', "</tool_call>")
-    closed = {**lookahead, "required": ["a"], "additionalProperties": False}
+    closed: dict[str, Any] = {**lookahead, "required": ["a"], "additionalProperties": False}
     with pytest.raises(InvalidRequest) as refused:
         made(AskedForm((function("f", closed, strict=True),), REQUIRED), HERMES)
     assert refused.value.param == "tools"
