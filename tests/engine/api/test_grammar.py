@@ -193,7 +193,9 @@ def test_a_grammar_of_the_callers(source: str) -> None:
 )
 def test_a_grammar_that_reaches_out_or_costs_too_much_is_refused(source: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        made(AskedForm(structure=Structure(StructureKind.GRAMMAR, source, param="structured_outputs.grammar")))
+        made(
+            AskedForm(structure=Structure(StructureKind.GRAMMAR, source, param="structured_outputs.grammar"))
+        )
     assert refused.value.param == "structured_outputs.grammar"
 
 
@@ -289,7 +291,9 @@ def test_a_call_ends_reasoning_where_the_family_has_it_so(name: str) -> None:
 def test_text_and_structure_stand_in_the_familys_frames() -> None:
     grammar = made(AskedForm(structure=structure({"type": "integer"})), MARKED["gpt-oss"])
     assert accepts(grammar, "<|channel|>", "final", "<|message|>", "12")
-    assert accepts(made(AskedForm((function("f"),), AUTO), MARKED["granite"]), "<response>", "Hi", "</response>")
+    assert accepts(
+        made(AskedForm((function("f"),), AUTO), MARKED["granite"]), "<response>", "Hi", "</response>"
+    )
 
 
 # -- calls --------------------------------------------------------------------------------------------
