@@ -44,7 +44,7 @@ INLINE_LEN_MAX: Final = 1024
 ESTIMATE_MESSAGE_TOKENS: Final = 8
 """The frame of a message: its role, and the tokens that begin and end it."""
 ESTIMATE_TOOLS_TOKENS: Final = 384
-"""What a template says about tools, beside the tools: Qwen's says 110, DeepSeek's 330."""
+"""Tokens of the words about tools that a template adds to the tools: Qwen's 110, DeepSeek's 330."""
 LIKELY_BYTES: Final = 4
 """Bytes of a token in most texts."""
 SLICE_LEN: Final = 256 * 1024

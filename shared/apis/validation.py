@@ -54,7 +54,8 @@ PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PLACE: Final = re.compile(
     r"[A-Za-z0-9_.-]{1,64}|(?:tools\[\d{1,4}\]|response_format|structured_outputs)\.[A-Za-z0-9_.$-]{1,160}"
 )
-"""The same, and places within tools and structures, such as `tools[3].function.parameters.uniqueItems`."""
+"""The names of fields, and places within tools and structures, such as
+`tools[3].function.parameters.uniqueItems`."""
 
 
 class UniqueName:

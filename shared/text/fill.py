@@ -29,7 +29,7 @@ class FillForm:
     prefix: str
     suffix: str
     middle: str | None
-    """What follows both. None where the prefix comes last, so that the answer follows it."""
+    """The token behind both. None where the prefix comes last, so that the answer follows it."""
 
 
 FORMS: Final = (
@@ -46,7 +46,7 @@ FORMS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """How one tokenizer writes a prompt with a suffix."""
+    """The way in which one tokenizer writes a prompt with a suffix."""
 
     prefix_id: int
     suffix_id: int
@@ -64,7 +64,7 @@ class Fill:
         encode: Callable[[str], list[int]],
         before: list[int],
     ) -> Fill | None:
-        """None for a tokenizer without such tokens. `encode` adds no special tokens."""
+        """The form of a tokenizer's prompts; None without such tokens. `encode` adds no special tokens."""
         for form in FORMS:
             prefix_id, suffix_id = id_of(form.prefix), id_of(form.suffix)
             middle_id = None if form.middle is None else id_of(form.middle)

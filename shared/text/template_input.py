@@ -39,7 +39,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TemplateInput:
-    """What one template is given of chats."""
+    """The variables that one template is given of a chat."""
 
     reads: Reads
     knows_developer: bool

@@ -46,22 +46,22 @@ texts."""
 TAIL_TOKENS: Final = 64
 """The last tokens of a prompt, by which a machine knows where the answer begins."""
 CONTINUED_TOKENS: Final = 4096
-"""Those of a prompt that the answer continues: the answer's beginning is in it."""
+"""The last tokens of a prompt that the answer continues: the answer's beginning is in it."""
 TYPED_BYTES: Final = 16
 """Bytes of the types of a function's arguments, for each of its schema."""
 
 Types = Mapping[str, Mapping[str, Any]]
-"""By each function's name, what its schema says of the types of its arguments, as a schema."""
+"""The types of each function's arguments, as a schema, by the function's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingAs:
-    """How an answer is read into parts."""
+    """The way in which an answer is read into parts."""
 
     format: AnswerFormat
     prompt_tail: str
     types: Types | None
-    """None where no calls are looked for."""
+    """The types of arguments by function. None where no calls are looked for."""
     tells_calls: bool
     """True if the finish reason says that the answer ends with a call."""
 
@@ -72,11 +72,11 @@ class ReadingAs:
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
     reading: ReadingAs | None = None
-    """None where the whole answer is text."""
+    """The way to read the answer. None where all of it is text."""
     grammar: str = ""
-    """Empty where the answer is free."""
+    """The grammar as llguidance reads it. Empty where the answer is free."""
     kind: str = ""
-    """What the grammar is for. Empty without one."""
+    """The purpose of the grammar. Empty without one."""
     held_len: int = 0
     """Bytes that it holds until the answer's end."""
 
@@ -86,7 +86,7 @@ PLAIN: Final = AnswerForm()
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What threads make of what a request asks."""
+    """The grammar and the types that threads make of what a request asks."""
 
     grammar: Grammar
     types: Types
@@ -149,7 +149,7 @@ class Forms:
     async def _made(
         self, tenant: str, model: ServedModel, format_: AnswerFormat | None, asked: AskedForm, opened: bool
     ) -> _Made:
-        """What is made of what a request asks. `opened` says that its prompt opens reasoning."""
+        """The grammar and types of a request. `opened` says that its prompt opens reasoning."""
         key = b""
         if _asked_len(asked) <= KEYED_LEN_MAX:
             key = _key(asked, opened=opened, is_chat=format_ is not None)
@@ -254,8 +254,8 @@ def _slices(
 
 
 def _typed(spec: FunctionSpec) -> Mapping[str, Any]:
-    """What a function's schema says of the types of its arguments. An answer's tokens are read on the event
-    loop, where no schema of a caller's is walked."""
+    """The types of a function's arguments, as its schema states them. An answer's tokens are read on the
+    event loop, where no schema of a caller's is walked."""
     if not spec.schema or len(spec.schema) > SCHEMA_LEN_MAX:
         return {}
     schema = msgspec.json.decode(spec.schema)

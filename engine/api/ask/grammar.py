@@ -53,7 +53,7 @@ from shared.wire.errors import InvalidRequest, UnsupportedParameter
 
 @dataclass(frozen=True, slots=True)
 class AskedForm:
-    """What of a request shapes its answer."""
+    """The part of a request that shapes its answer."""
 
     functions: tuple[FunctionSpec, ...] = ()
     choice: ToolChoice = NO_CALLS
@@ -68,13 +68,13 @@ class Grammar:
     """An answer's grammar."""
 
     text: str = ""
-    """As llguidance reads it; empty where nothing is constrained."""
+    """The grammar as llguidance reads it; empty where nothing is constrained."""
     ignored: tuple[str, ...] = ()
-    """What of schemas that are not strict is left out, by its place in the request."""
+    """The parts of schemas that are not strict which are left out, by their places in the request."""
 
 
 class SchemaHold(Enum):
-    """How schemas that are not strict are held. What cannot be compiled one way is tried the next."""
+    """The ways to hold schemas that are not strict. What cannot be compiled one way is tried the next."""
 
     WHOLE = "whole"
     COERCED = "coerced"
@@ -281,7 +281,7 @@ class _Composer:
         return lark.text_without(self.rules, [head for head in heads if isinstance(head, str)])
 
     def _frame(self) -> str:
-        """What the format has around text. Empty where that is nothing, or no token."""
+        """The marks around text. Empty where there are none, or they are no tokens."""
         marks = [self.format.pieces(mark.strip()) for mark in self.format.ignored]
         framed = [lark.row(mark) for mark in marks if isinstance(mark[0], int)]
         return self.rules.add("frame", lark.any_of(framed)) if framed else ""
@@ -306,7 +306,7 @@ class _Calls:
 
     @property
     def _opener(self) -> str:
-        """What the first call begins with; white space before it is the text's."""
+        """The beginning of the first call; white space before it is the text's."""
         return (self.calls.opener + self.calls.begin).lstrip()[: len(self.calls.opener)]
 
     def every(self) -> str:

@@ -61,7 +61,7 @@ class ServedModel:
     vocab_size: int
     """The number of token ids that the model has."""
     answer_format: AnswerFormat | None = None
-    """How the model marks reasoning and calls. None where that is not known."""
+    """The format of the model's answers. None where it is not known."""
     vocabulary: Vocabulary | None = None
     """The tokens as grammars know them. None where llguidance cannot read them, or no answer ends."""
 

@@ -255,7 +255,7 @@ class _Reader:
         self.tables = _tables(format_, tools is not None)
         self.source = MarkedSource()
         self.parts: list[Part] = []
-        """What is certain and was not taken."""
+        """The parts that are certain and were not taken."""
         self.is_reasoning = begun is PartKind.REASONING
         self.calls = 0
         self.free: PartKind | None = None

@@ -298,7 +298,7 @@ def schema_types(
 
 
 def _referred(reference: str, root: Any) -> Any:
-    """What a reference names within the schema. None where it is not there."""
+    """The target of a reference within the schema. None where it is not there."""
     place, *steps = reference.split("/")
     if place != "#":
         return None

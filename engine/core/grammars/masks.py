@@ -115,7 +115,7 @@ class Masks:
     def __init__(self, grammars: Grammars | None = None) -> None:
         self._grammars: Final[Grammars] = NoGrammars() if grammars is None else grammars
         self.sequences: Final[dict[int, Sequence_]] = {}
-        """By handle, until they end. While there is none, nothing here is called."""
+        """The sequences by handle, until they end. While there is none, nothing here is called."""
 
     def open(self, sequence: Sequence_, grammar: str) -> None:
         """Begin the answer of a sequence, which is not due until its first mask is there."""
