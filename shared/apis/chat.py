@@ -9,7 +9,8 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from shared.apis.chat_form import chat_prompt, check_chat
 from shared.apis.chat_messages import ChatMessage, FunctionToolCall
-from shared.apis.generation import FinishReasonName, GenerationRequest, Usage
+from shared.apis.choices import ChoicesRequest
+from shared.apis.generation import FinishReasonName, Usage
 from shared.apis.nothing import EXTENSIONS, FALSE, LOOKED_INTO, NONE, Nothing
 from shared.apis.prompt import ChatPrompt
 from shared.apis.tools import (
@@ -30,7 +31,7 @@ EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """OpenAI's values of `reasoning_effort`."""
 
 
-class ChatRequest(GenerationRequest, kw_only=True):
+class ChatRequest(ChoicesRequest, kw_only=True):
     path: ClassVar[str] = "/v1/chat/completions"
     operation: ClassVar[str] = "chat"
     prompt_param: ClassVar[str] = "messages"

@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from shared.apis.generation import FinishReasonName, GenerationRequest, Usage
+from shared.apis.choices import ChoicesRequest
+from shared.apis.generation import FinishReasonName, Usage
 from shared.apis.nothing import CHAT, EXTENSIONS, LOOKED_INTO, Nothing
 from shared.apis.prompt import Prompt, TextPrompt
 from shared.wire.errors import InvalidRequest
@@ -17,7 +18,7 @@ MAX_TOKENS_DEFAULT: Final = 16
 """The `max_tokens` of completions (never of chat) when it is absent, as OpenAI has it."""
 
 
-class CompletionRequest(GenerationRequest, kw_only=True):
+class CompletionRequest(ChoicesRequest, kw_only=True):
     path: ClassVar[str] = "/v1/completions"
     operation: ClassVar[str] = "text_completion"
     prompt_param: ClassVar[str] = "prompt"

@@ -11,35 +11,16 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from shared.apis.prompt import PromptForm
 from shared.apis.request import Request
 from shared.apis.structure import (
-    ResponseFormat,
     Structure,
-    StructuredOutputs,
-    check_format,
-    check_outputs,
 )
 from shared.apis.tools import NO_CALLS, Tool, ToolChoice, ToolMode
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import (
-    CHOICES_MAX,
-    LOGIT_BIAS_MAX,
-    STOP_LEN_MAX,
-    STOP_MAX,
-    STOP_TOKEN_IDS_MAX,
-    TOKEN_ID_MAX,
     TOKENS_MAX,
-    TokenId,
     Unshown,
 )
 
-_SEED_MAX: Final = 2**63 - 1
 _PRIORITY_MAX: Final = 2**31 - 1
-
-_Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
-_StopString = Annotated[str, Meta(min_length=1, max_length=STOP_LEN_MAX)]
-
-
-class StreamOptions(Struct):
-    include_usage: bool | None = None
 
 
 class PromptExtension(Unshown):
@@ -62,47 +43,18 @@ class GenerationRequest(Request, kw_only=True):
     """The name of the field that holds the prompt."""
 
     model: str
-    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=TOKENS_MAX)] | None = None
     """The number of likeliest tokens to sample from; 0 and -1 are off."""
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    logit_bias: Annotated[dict[str, _Bias], Meta(max_length=LOGIT_BIAS_MAX)] | None = None
-    seed: Annotated[int, Meta(ge=-_SEED_MAX - 1, le=_SEED_MAX)] | None = None
-
-    stop: _StopString | Annotated[list[_StopString], Meta(max_length=STOP_MAX)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKEN_IDS_MAX)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
-    ignore_eos: bool | None = None
-
-    response_format: ResponseFormat | None = None
-    """The form of the answer: text, any JSON object, or JSON that follows a schema."""
-    structured_outputs: StructuredOutputs | None = None
-    """vLLM's extension: the form of the answer, by a schema, a regular expression, texts or a grammar."""
-
-    return_token_ids: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """A salt that narrows prefix sharing within the tenant; it never widens it."""
-
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    """The urgency: `priority` before `default` before `flex`. `auto` and `scale` are `default`."""
     priority: Annotated[int, Meta(ge=-_PRIORITY_MAX, le=_PRIORITY_MAX)] | None = None
     """vLLM's extension, lower is sooner: below 0 is `priority`, 0 `default`, above 0 `flex`. It counts when
     `service_tier` is absent or leaves it open."""
-
-    # accepted, without effect on the answer
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    """A name of the conversation, by which turns find what is cached of those before them."""
 
     penstock: PromptExtension | None = None
     """Set by the gateway; the gateway refuses it from clients."""
@@ -112,29 +64,7 @@ class GenerationRequest(Request, kw_only=True):
     def prompt_form(self) -> PromptForm:
         """The prompt in one of the two forms."""
 
-    def check(self, fields: Mapping[str, Raw]) -> None:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
-        if self.logit_bias is not None:
-            _check_logit_bias(self.logit_bias, fields["logit_bias"])
-        self.check_own()
-        limit = self.output_tokens_max
-        if self.min_tokens is not None and limit is not None and self.min_tokens > limit:
-            message = f"min_tokens must be at most max_tokens, which is {limit}."
-            raise InvalidRequest(message, param="min_tokens")
-
-    def check_own(self) -> None:
-        """Check the relations between the fields that its API alone has. Raises InvalidRequest."""
-
     def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
-        if self.response_format is not None:
-            check_format(self.response_format, fields["response_format"])
-        if self.structured_outputs is not None:
-            check_outputs(self.structured_outputs, fields["structured_outputs"])
-            asked = self.structured_outputs.structure, self.response_format and self.response_format.structure
-            if None not in asked:
-                message = "structured_outputs and response_format exclude each other."
-                raise InvalidRequest(message, param="structured_outputs")
         if self.structure is not None or self.tool_choice_asked.mode is not ToolMode.NONE:
             self._check_free_end()
 
@@ -145,13 +75,6 @@ class GenerationRequest(Request, kw_only=True):
             if getattr(self, name):
                 message = f"{name} cannot hold beside tools, or where an answer has a structure."
                 raise InvalidRequest(message, param=name)
-
-    @property
-    def structure(self) -> Structure | None:
-        """The structure of the answer's text. None where it is free."""
-        if self.structured_outputs is not None and (asked := self.structured_outputs.structure) is not None:
-            return asked
-        return None if self.response_format is None else self.response_format.structure
 
     @property
     def tools_asked(self) -> Sequence[Tool]:
@@ -179,16 +102,6 @@ class GenerationRequest(Request, kw_only=True):
         return True
 
     @property
-    def stop_strings(self) -> list[str]:
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else self.stop
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
     def output_tokens_max(self) -> int | None:
         """The most tokens of each choice; None leaves it to the context length."""
         return None
@@ -213,14 +126,72 @@ class GenerationRequest(Request, kw_only=True):
         """True if the prompt is repeated in the answer."""
         return False
 
+    # -- what not every API has a field for ---------------------------------------------------------
 
-def _check_logit_bias(bias: dict[str, float], raw: Raw) -> None:
-    for key in bias:
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= TOKEN_ID_MAX):
-            raise InvalidRequest("The keys of logit_bias must be token ids.", param="logit_bias")
-    names = bytes(raw).count(b":")  # there is none in token ids and numbers
-    if len({int(key) for key in bias}) < names:
-        raise InvalidRequest("logit_bias names a token twice.", param="logit_bias")
+    @property
+    def n(self) -> int | None:
+        """The number of choices. None for one."""
+        return None
+
+    @property
+    def min_p(self) -> float | None:
+        return None
+
+    @property
+    def presence_penalty(self) -> float | None:
+        return None
+
+    @property
+    def frequency_penalty(self) -> float | None:
+        return None
+
+    @property
+    def repetition_penalty(self) -> float | None:
+        return None
+
+    @property
+    def logit_bias(self) -> dict[str, float] | None:
+        return None
+
+    @property
+    def seed(self) -> int | None:
+        return None
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        return ()
+
+    @property
+    def stop_token_ids(self) -> list[int] | None:
+        return None
+
+    @property
+    def min_tokens(self) -> int | None:
+        return None
+
+    @property
+    def ignore_eos(self) -> bool | None:
+        return None
+
+    @property
+    def return_token_ids(self) -> bool | None:
+        return None
+
+    @property
+    def service_tier(self) -> str | None:
+        """The urgency as the API names it: of `flex`, `default` and `priority`, or a name that leaves it
+        open."""
+        return None
+
+    @property
+    def include_usage(self) -> bool:
+        """True if a stream tells its usage in an event of its own."""
+        return False
+
+    @property
+    def structure(self) -> Structure | None:
+        """The structure of the answer's text. None where it is free."""
+        return None
 
 
 class PromptTokensDetails(Struct):
