@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tests.agents.task import Order
 from tests.services import KEY, MODEL
 from tests.suites.cache import SuiteFailed
 
@@ -48,10 +47,11 @@ class Agent:
     """Its place in node_modules."""
     api: str
     """The path that it asks for answers."""
-    order: Callable[[Place, Order], list[str]]
-    """The options that give it the first order of a session."""
-    again: Callable[[Place, Order], list[str]]
-    """The options that give it another order in the same session."""
+    order: Callable[[Place, str], list[str]]
+    """The options that give it the first order of a session, a text."""
+    again: Callable[[Place, str], list[str]]
+    """The options that give it another order: in the same session, where it can take one up without a
+    terminal."""
     settle: Callable[[Place], None] = lambda _: None
     """Writes its settings."""
     first: Callable[[Place], list[str] | None] = lambda _: None
@@ -118,12 +118,12 @@ def _settle_opencode(place: Place) -> None:
     (place.folder / "opencode.json").write_text(json.dumps(settings))
 
 
-def _claude(_: Place, order: Order) -> list[str]:
-    return ["-p", order.text, "--allowedTools", "Bash,Read,Edit"]
+def _claude(_: Place, order: str) -> list[str]:
+    return ["-p", order, "--allowedTools", "Bash,Read,Edit"]
 
 
-def _qwen(_: Place, order: Order) -> list[str]:
-    return ["--auth-type", "openai", "-y", "-p", order.text]
+def _qwen(_: Place, order: str) -> list[str]:
+    return ["--auth-type", "openai", "-y", "-p", order]
 
 
 AGENTS: Final = (
@@ -134,8 +134,8 @@ AGENTS: Final = (
         ".bin/opencode",
         "/v1/chat/completions",
         settle=_settle_opencode,
-        order=lambda _, order: ["run", "-m", f"local/{MODEL}", order.text],
-        again=lambda _, order: ["run", "-m", f"local/{MODEL}", "--continue", order.text],
+        order=lambda _, order: ["run", "-m", f"local/{MODEL}", order],
+        again=lambda _, order: ["run", "-m", f"local/{MODEL}", "--continue", order],
         environment=lambda _: {"OPENCODE_DISABLE_AUTOUPDATE": "1"},
     ),
     Agent(
@@ -159,8 +159,8 @@ AGENTS: Final = (
         ".bin/cline",
         "/v1/chat/completions",
         first=lambda place: ["auth", "-p", "openai", "-k", KEY, "-m", MODEL, "-b", place.url],
-        order=lambda _, order: ["-y", order.text],
-        again=lambda _, order: ["-y", order.text],
+        order=lambda _, order: ["-y", order],
+        again=lambda _, order: ["-y", order],
     ),
     Agent(
         "claude-code",
@@ -187,8 +187,8 @@ AGENTS: Final = (
         ".bin/codex",
         "/v1/responses",
         settle=_settle_codex,
-        order=lambda _, order: ["exec", *_CODEX, order.text],
-        again=lambda _, order: ["exec", "resume", "--last", *_CODEX, order.text],
+        order=lambda _, order: ["exec", *_CODEX, order],
+        again=lambda _, order: ["exec", "resume", "--last", *_CODEX, order],
         environment=lambda _: {"LOCAL_KEY": KEY},
     ),
 )

@@ -22,7 +22,9 @@ from tests.answer_texts import written
 TURN: Final = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
 TOOLS: Final = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
 RESULT: Final = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
-RECITAL: Final = re.compile(r"Recite (\d+) words")
+RECITAL: Final = re.compile(r"Recite (\d+) words( and use no tool)?")
+"""A long answer. An agent is asked for it with the words in the brackets: a prompt that has them and no tools is
+from beside the session."""
 TURNS_MAX: Final = 12
 """The turns behind an order after which the script gives up, since its calls bring nothing."""
 
@@ -92,7 +94,8 @@ def _tools(turns: list[tuple[str, str]]) -> dict[str, Collection[str]]:
 
 def reply(prompt: Prompt) -> Reply:
     """What is said to a prompt."""
-    if found := RECITAL.search(prompt.asked):
+    found = RECITAL.search(prompt.asked)
+    if found is not None and (prompt.tools or not found[2]):
         return Reply(" ".join(f"word {number}" for number in range(int(found[1]))))
     order = prompt.order
     if order is None or not prompt.tools:

@@ -1,8 +1,7 @@
 """What an agent is asked to do: read a file, change a number in it, run it, and say what it printed.
 
 The number that it prints is in no prompt before the agent has run the changed file, so an answer that has it
-is one of which every step was done. A session has two orders, the second in a process of its own that takes
-the session up again.
+is one of which every step was done. A task has two orders, the second for a process of its own.
 """
 
 from __future__ import annotations
