@@ -81,7 +81,7 @@ def check_images(prompt: PromptForm | None, hosts: Sequence[str]) -> None:
     for index, message in enumerate(prompt.messages):
         for at, part in enumerate(message.parts):
             if isinstance(part, ImagePart) and (problem := _problem(part.image_url.url, hosts)):
-                where = f"{prompt.param}[{index}].content[{at}].image_url.url"
+                where = f"{prompt.place(index)}.content[{at}].image_url.url"
                 raise InvalidRequest(f"{where} {problem}.", param=where)
 
 
