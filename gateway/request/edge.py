@@ -31,7 +31,6 @@ from gateway.client.interface import Body, ClientConnection, Sink
 from gateway.client.responses import JSON, error_response, probe_response
 from gateway.config.whole import GatewayConfig
 from gateway.directory.accounts import AccountsReader
-from gateway.endpoints.dialect import CHUNKS
 from gateway.endpoints.routes import DESCRIBE, END_REQUESTS, LIST_MODELS, NOTHING, SHOW_MODEL, Route, find
 from gateway.identity.caller import Principal
 from gateway.openapi.public import document
@@ -271,11 +270,11 @@ class Edge:
             exchange.record.status = begun  # its whole answer was sent already
             return
         exchange.record.failed(error, begun)
-        endpoint = exchange.resource.endpoint
-        dialect = CHUNKS if endpoint is None else endpoint.dialect
+        dialect = exchange.resource.dialect
         if begun is not None:
+            event = dialect.error_event(error, exchange.request_id)
             at_boundary = exchange.progress.scanner.at_boundary
-            await client.fail(error, dialect.error_event(error) if at_boundary else None)
+            await client.fail(error, event if at_boundary else None)
             return
         await self._look_up_windows(exchange)
         closes = exchange.stages.now == "edge" or not exchange.body.is_eof()
@@ -309,8 +308,7 @@ class Edge:
         )
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         resource = find(path)
-        endpoint = resource.endpoint
-        dialect = CHUNKS if endpoint is None else endpoint.dialect
+        dialect = resource.dialect
         return Exchange(
             method=method,
             path=path,

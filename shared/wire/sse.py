@@ -40,6 +40,8 @@ CLOSING_LEN_MAX: Final = 4096
 EVENT_LEN_MAX: Final = 64 * 1024
 """The bytes of an event that are withheld at most until it is whole."""
 
+KEEPALIVE: Final = b": keep-alive\n\n"
+"""A comment for clients and proxies that take silence for the end; readers of events skip it."""
 LINE_LEN_MAX: Final = 16 * 1024 * 1024
 
 _BOUNDARY: Final = b"\n\n"
@@ -106,7 +108,7 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + _BOUNDARY
 
 
-def error_event(error: ApiError) -> bytes:
+def error_event(error: ApiError, _request_id: str = "") -> bytes:
     """The event that ends a stream which fails after its first byte; no `[DONE]` follows it."""
     return event(error_envelope(error))
 

@@ -98,6 +98,11 @@ class Answered:
 class AnswerEncoder(Protocol):
     """The encoder of one request's answer, whole or event by event."""
 
+    def opening(self, usage: Usage) -> bytes:
+        """The events of a stream before any that tells of the answer. Asked only of an API that opens its
+        streams early; `usage` has the tokens of the prompt and those of them that were cached."""
+        ...
+
     def events(self, delta: Delta) -> Iterator[bytes]:
         """The events that a delta makes, in order."""
         ...
@@ -198,6 +203,9 @@ class ChoicesEncoder(ABC, Generic[C]):
     @abstractmethod
     def _choice(self, delta: Delta) -> Iterator[bytes]:
         """A choice of an answer that is not streamed, in pieces."""
+
+    def opening(self, usage: Usage) -> bytes:
+        raise AssertionError("its streams open with the first event")
 
     def ending(self, usage: Usage) -> bytes:
         told = encoded_event(self._chunk([], usage)) if self._heading.sends_usage else b""

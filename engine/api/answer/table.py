@@ -15,6 +15,7 @@ from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
 from shared.wire import sse
+from shared.wire.envelope import error_envelope
 from shared.wire.errors import ApiError
 
 
@@ -24,8 +25,17 @@ class AnswerApi(Struct, frozen=True):
     id_prefix: str
     """The beginning of the id of each answer."""
     encoder: Callable[[Heading, Vocabulary, Answered], AnswerEncoder]
-    error_event: Callable[[ApiError], bytes] = sse.error_event
-    """Makes the event that ends a stream which fails after its first byte."""
+    error_body: Callable[[ApiError, str], bytes] = error_envelope
+    """Makes the body of an error from it and the request's id."""
+    error_event: Callable[[ApiError, str], bytes] = sse.error_event
+    """Makes the event that ends a stream which fails after its first byte, from the same."""
+    opens_early: bool = False
+    """True if a stream begins with events that tell nothing of the answer. They are sent once the core has
+    admitted the request."""
+    keepalive: bytes = sse.KEEPALIVE
+    """What a stream is sent where it has nothing to say for a while, behind those events."""
+    keepalive_s: float | None = None
+    """The time after which it is, where no operator has set one, in seconds. None for never."""
 
 
 ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
