@@ -52,7 +52,9 @@ from shared.wire.undecodable import UNDECODABLE
 PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """The names that are repeated to the caller who sent them, in headers too."""
 _PLACE: Final = re.compile(
-    r"[A-Za-z0-9_.-]{1,64}|(?:tools\[\d{1,4}\]|response_format|structured_outputs)\.[A-Za-z0-9_.$-]{1,160}"
+    r"[A-Za-z0-9_.-]{1,64}"
+    r"|(?:tools\[\d{1,4}\](?:\.tools\[\d{1,4}\])?|response_format|structured_outputs|text\.format)"
+    r"\.[A-Za-z0-9_.$-]{1,160}"
 )
 """The names of fields, and places within tools and structures, such as
 `tools[3].function.parameters.uniqueItems`."""

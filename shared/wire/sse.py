@@ -108,6 +108,11 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + _BOUNDARY
 
 
+def named_event(name: str, data: bytes) -> bytes:
+    """One event with a name, which some APIs' streams repeat outside of the data."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
 def error_event(error: ApiError, _request_id: str = "") -> bytes:
     """The event that ends a stream which fails after its first byte; no `[DONE]` follows it."""
     return event(error_envelope(error))

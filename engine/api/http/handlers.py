@@ -20,6 +20,8 @@ from shared.apis.holding import Holding
 from shared.apis.models import ModelList
 from shared.apis.prompt import ChatPrompt
 from shared.apis.requests import AbortResponse
+from shared.apis.responses.answer import InputTokens
+from shared.apis.responses.request import InputTokensRequest, ResponsesRequest, nothing_stored
 from shared.apis.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from shared.fairness.fair_threads import Slices
 from shared.process.probes import METHODS, PROBES, answer_probe
@@ -98,6 +100,18 @@ def _tokenized(model: ServedModel, limits: Limits, request: TokenizeRequest) -> 
     return _encode(TokenizeResponse(len(ids), limits.room.most, ids))
 
 
+async def input_tokens(state: EngineState, exchange: EngineExchange) -> None:
+    """Count the tokens of what a response would be asked."""
+    model, _ = state.ready_model()
+    with Holding(state.memory, exchange.tenant) as holding:
+        parsed = await read(state, exchange, InputTokensRequest, holding)
+        parsed.require_supported()
+        with exchange.enter("tokenize"):
+            work = prompt_slices(model.tokenizer, parsed.request.prompt_form, None)
+            [ids] = await state.threads.run(exchange.tenant, work)
+        await exchange.send(_encode(InputTokens(len(ids))))
+
+
 async def detokenize(state: EngineState, exchange: EngineExchange) -> None:
     model, limits = state.ready_model()
     with Holding(state.memory, exchange.tenant) as holding:
@@ -124,6 +138,11 @@ async def abort_request(state: EngineState, exchange: EngineExchange, name: str)
     await exchange.send(_encode(AbortResponse(name, aborted)))
 
 
+async def no_response(state: EngineState, exchange: EngineExchange, name: str) -> None:  # noqa: ARG001
+    """Answer whatever is asked of a response that was answered before."""
+    raise nothing_stored(name)
+
+
 # -- routes ---------------------------------------------------------------------------------------
 
 EXACT: Final[dict[str, dict[str, Handler]]] = {
@@ -131,6 +150,7 @@ EXACT: Final[dict[str, dict[str, Handler]]] = {
     "/v1/models": {"GET": list_models},
     TokenizeRequest.path: {"POST": tokenize},
     DetokenizeRequest.path: {"POST": detokenize},
+    InputTokensRequest.path: {"POST": input_tokens},
     "/penstock/tokenizer": {"GET": get_tokenizer},
     **{path: dict.fromkeys(METHODS, probe) for path in PROBES},
     "/metrics": {"GET": metrics},
@@ -140,6 +160,7 @@ OPERATORS_PATHS: Final = frozenset({*PROBES, "/metrics"})
 NAMED: Final[dict[str, dict[str, NamedHandler]]] = {
     "/v1/models/": {"GET": get_model},
     "/v1/requests/": {"DELETE": abort_request},
+    f"{ResponsesRequest.path}/": dict.fromkeys(("GET", "POST", "DELETE"), no_response),
 }
 """Handlers by prefix. The rest of the path is a name, and may have slashes, as models' names may."""
 

@@ -6,12 +6,14 @@ repeat the request are told as they were sent.
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Literal
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from shared.apis.chat import TokenLogprob
 from shared.apis.generation import Usage
+from shared.wire.errors import ApiError
 from shared.wire.shapes import Unshown
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -77,8 +79,13 @@ OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustom
 
 class ResponseFailure(Struct):
     code: str
-    """`server_error`, `rate_limit_exceeded`, or `invalid_prompt` where the caller is to change something."""
+    """`server_error`, or `invalid_prompt` where it was the caller's doing."""
     message: str
+
+    @classmethod
+    def of(cls, error: ApiError) -> ResponseFailure:
+        is_ours = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        return cls("server_error" if is_ours else "invalid_prompt", error.message)
 
 
 class IncompleteDetails(Struct):

@@ -4,15 +4,19 @@ and its number among the items. `sequence_number` counts all events of a stream.
 
 from __future__ import annotations
 
+import msgspec
+
 from shared.apis.chat import TokenLogprob
 from shared.apis.responses.answer import (
     OutputItem,
     OutputText,
     ReasoningText,
+    ResponseFailure,
     ResponseObject,
     SummaryText,
 )
 from shared.wire.envelope import ErrorBody
+from shared.wire.errors import ApiError
 from shared.wire.shapes import Unshown
 
 
@@ -47,6 +51,20 @@ class ErrorEvent(StreamEvent, tag="error"):
     """An error, before the event that says that the response has failed."""
 
     error: ErrorBody
+
+
+def failing_events(error: ApiError, response: ResponseObject) -> list[StreamEvent]:
+    """The events that end the stream of a response that fails."""
+    failed = msgspec.structs.replace(response, status="failed", error=ResponseFailure.of(error))
+    told = ErrorBody(error.message, error.type, error.param, error.code)
+    return [ErrorEvent(error=told), ResponseFailed(response=failed)]
+
+
+def name_of(event: StreamEvent) -> str:
+    """The type of an event, which is its name, too."""
+    name = event.__struct_config__.tag
+    assert isinstance(name, str)
+    return name
 
 
 # -- its items ------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from shared.apis.responses.tools import (
 from shared.apis.structure import Structure, TextFormat, check_text_format
 from shared.apis.tools import Tool, ToolChoice
 from shared.apis.validation import shapeless_names
-from shared.wire.errors import InvalidRequest
+from shared.wire.errors import InvalidRequest, NotFound
 from shared.wire.shapes import LOGPROBS_MAX, TOKENS_MAX, TOOLS_MAX, Unshown
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -97,6 +97,11 @@ class _Fields(Protocol):
 
     @property
     def offers(self) -> OfferedTools: ...
+
+
+def nothing_stored(id_: str) -> NotFound:
+    """The error of whatever is asked of a response that was answered before."""
+    return NotFound(f"There is no response '{id_[:128]}': none is stored here.", param="id")
 
 
 def _prompt(asked: _Fields) -> ChatPrompt:
@@ -168,6 +173,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
     path: ClassVar[str] = "/v1/responses"
     operation: ClassVar[str] = "chat"
     prompt_param: ClassVar[str] = "input"
+    keeps_answer: ClassVar[bool] = True
     nothing: ClassVar[Mapping[str, Nothing]] = {
         **EXTENSIONS,
         **dict.fromkeys(("input", "tools", "tool_choice", "reasoning", "text", "include"), LOOKED_INTO),
