@@ -25,7 +25,9 @@ from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.table import ENDPOINTS
 from shared.apis.models import Model, ModelList
 from shared.apis.requests import AbortResponse
-from shared.wire.errors import ApiError, ModelNotFound
+from shared.apis.responses.request import nothing_stored
+from shared.wire.errors import ApiError, ModelNotFound, RouteNotFound
+from shared.wire.paths import no_such_path
 
 _ID: Final = "{id}"
 
@@ -144,6 +146,11 @@ def _resource(path: str, routes: Mapping[str, Route]) -> Resource:
 RESOURCES: Final = resources(ROUTES)
 """What is served, by the routes' path."""
 _WITH_IDS: Final = tuple(resource for path, resource in RESOURCES.items() if _ID in path)
+
+
+def missing(path: str) -> ApiError:
+    """The error of a path at which nothing is served."""
+    return nothing_stored(path) or RouteNotFound(no_such_path(path, lambda other: find(other) is not NOTHING))
 
 
 def find(path: str) -> Resource:

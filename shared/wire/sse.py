@@ -47,6 +47,9 @@ LINE_LEN_MAX: Final = 16 * 1024 * 1024
 _BOUNDARY: Final = b"\n\n"
 _LF: Final = b"\n"
 _DATA: Final = b"data:"
+_EVENT: Final = b"event: "
+_NAMED_LINES: Final = 3
+"""The lines of an event with a name: that, its data, and an empty one."""
 _COMMENT: Final = b": penstock "
 _MAY_CONTINUE: Final = (b":", b"\n:")
 """The beginnings of a chunk that continues a boundary at the end of the chunk before, and may begin a
@@ -250,6 +253,29 @@ class TailScanner:
         else:
             return None
         return start if _may_be_comment(data[start : start + CLOSING_LEN_MAX + 1]) else None
+
+
+class NamedScanner(TailScanner):
+    """The scanner of a stream whose events have names."""
+
+    __slots__ = ("_silent",)
+
+    def __init__(self, done: bytes = DONE, silent: tuple[bytes, ...] = ()) -> None:
+        """`silent` are the beginnings of events that `feed` is to see."""
+        super().__init__(done)
+        self._silent = silent
+
+    def takes(self, event: bytes) -> bool:
+        if (
+            event[:7] != _EVENT
+            or event[-2:] != _BOUNDARY
+            or event.count(_LF) != _NAMED_LINES
+            or event.startswith(self._silent)
+            or self._held
+        ):
+            return False
+        self._tail = event[-len(self._end) :]
+        return True
 
 
 def _may_be_comment(data: bytes) -> bool:

@@ -68,6 +68,7 @@ from shared.apis.responses.answer import (
     ResponseObject,
     ResponseUsage,
     SummaryText,
+    outline,
 )
 from shared.apis.responses.events import (
     ArgumentsDelta,
@@ -164,7 +165,9 @@ class ResponsesEncoder:
     def failing(self, error: ApiError, _request_id: str) -> bytes:
         """The events that end the stream where it fails. They repeat nothing, as nothing more is held."""
         heading = self._heading
-        failed = ResponseObject(id=heading.id, created_at=heading.created, model=heading.model)
+        failed = msgspec.structs.replace(
+            outline(), id=heading.id, created_at=heading.created, model=heading.model
+        )
         return b"".join(map(self._event, failing_events(error, failed)))
 
     def _event(self, event: StreamEvent) -> bytes:

@@ -21,7 +21,7 @@ from shared.apis.models import ModelList
 from shared.apis.prompt import ChatPrompt
 from shared.apis.requests import AbortResponse
 from shared.apis.responses.answer import InputTokens
-from shared.apis.responses.request import InputTokensRequest, ResponsesRequest, nothing_stored
+from shared.apis.responses.request import InputTokensRequest, nothing_stored
 from shared.apis.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from shared.fairness.fair_threads import Slices
 from shared.process.probes import METHODS, PROBES, answer_probe
@@ -138,11 +138,6 @@ async def abort_request(state: EngineState, exchange: EngineExchange, name: str)
     await exchange.send(_encode(AbortResponse(name, aborted)))
 
 
-async def no_response(state: EngineState, exchange: EngineExchange, name: str) -> None:  # noqa: ARG001
-    """Answer whatever is asked of a response that was answered before."""
-    raise nothing_stored(name)
-
-
 # -- routes ---------------------------------------------------------------------------------------
 
 EXACT: Final[dict[str, dict[str, Handler]]] = {
@@ -160,7 +155,6 @@ OPERATORS_PATHS: Final = frozenset({*PROBES, "/metrics"})
 NAMED: Final[dict[str, dict[str, NamedHandler]]] = {
     "/v1/models/": {"GET": get_model},
     "/v1/requests/": {"DELETE": abort_request},
-    f"{ResponsesRequest.path}/": dict.fromkeys(("GET", "POST", "DELETE"), no_response),
 }
 """Handlers by prefix. The rest of the path is a name, and may have slashes, as models' names may."""
 
@@ -172,8 +166,8 @@ class FoundRoute:
 
 
 def find_route(method: str, path: str) -> FoundRoute:
-    """The handler of a path and a method, and the route's name for the log. Raises RouteNotFound and
-    MethodNotAllowed."""
+    """The handler of a path and a method, and the route's name for the log. Raises RouteNotFound, NotFound
+    and MethodNotAllowed."""
     if (exact := EXACT.get(path)) is not None:
         return FoundRoute(path, _of_method(exact, method, path))
     for prefix, named in NAMED.items():
@@ -181,7 +175,7 @@ def find_route(method: str, path: str) -> FoundRoute:
         if name and name != path:
             handler = _of_method(named, method, prefix)
             return FoundRoute(prefix + "{id}", partial(handler, name=name))
-    raise RouteNotFound(no_such_path(path, _exists))
+    raise nothing_stored(path) or RouteNotFound(no_such_path(path, _exists))
 
 
 def _exists(path: str) -> bool:

@@ -6,18 +6,21 @@ repeat the request are told as they were sent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Literal
+from typing import Any, Final, Literal
 
+import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from shared.apis.chat import TokenLogprob
 from shared.apis.generation import Usage
+from shared.apis.responses.request import ReasoningConfig, TextConfig
+from shared.apis.responses.tools import ResponsesChoice, ResponsesTool
 from shared.wire.errors import ApiError
 from shared.wire.shapes import Unshown
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-_NULL = Raw(b"null")
 
 
 class OutputText(Unshown, tag_field="type", tag="output_text"):
@@ -95,6 +98,8 @@ class IncompleteDetails(Struct):
 class InputTokensDetails(Struct):
     cached_tokens: int
     """The tokens that were found in the prefix cache."""
+    cache_write_tokens: int = 0
+    """What OpenAI charges for besides; nothing is charged for it here."""
 
 
 class OutputTokensDetails(Struct):
@@ -130,7 +135,7 @@ class ResponseObject(Unshown, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     model: str = ""
     usage: ResponseUsage | None = None
-    output: list[OutputItem] = []  # noqa: RUF012  before all that repeats the caller's own JSON
+    output: list[OutputItem] = []  # noqa: RUF012  it stands before all that is the caller's own JSON
     service_tier: str = "default"
     """The urgency that the request had."""
     store: Literal[False] = False
@@ -147,15 +152,27 @@ class ResponseObject(Unshown, kw_only=True):
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
     parallel_tool_calls: bool = True
-    instructions: Raw = _NULL
-    reasoning: Raw = Raw(b'{"effort":null,"summary":null}')
-    text: Raw = Raw(b'{"format":{"type":"text"}}')
-    tools: Raw = Raw(b"[]")
-    tool_choice: Raw = Raw(b'"auto"')
-    metadata: Raw = Raw(b"{}")
-    user: Raw = _NULL
-    safety_identifier: Raw = _NULL
-    prompt_cache_key: Raw = _NULL
+    instructions: str | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    tools: list[ResponsesTool] = []  # noqa: RUF012  msgspec copies it
+    tool_choice: str | ResponsesChoice = "auto"
+    metadata: dict[str, str] = {}  # noqa: RUF012  msgspec copies it
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+_UNSAID: Final[Mapping[str, Any]] = {
+    "reasoning": Raw(b'{"effort":null,"summary":null}'),
+    "text": Raw(b'{"format":{"type":"text"}}'),
+}
+"""What a response has for fields that its request does not have."""
+
+
+def outline(sent: Mapping[str, Any] | None = None) -> ResponseObject:
+    """A response of which nothing is known but fields that were sent, as JSON."""
+    return msgspec.structs.replace(ResponseObject(), **{**_UNSAID, **(sent or {})})
 
 
 class InputTokens(Struct):

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw, Struct
 
-from shared.apis.responses.answer import ResponseObject
+from shared.apis.responses.answer import ResponseObject, outline
 from shared.apis.responses.request import ResponsesRequest
 from shared.apis.responses.tools import Called
 
@@ -50,14 +50,15 @@ def repeated(request: ResponsesRequest, fields: Mapping[str, Raw]) -> RepeatedRe
         sent["reasoning"] = Raw(msgspec.json.encode(_OF_REASONING | _object(fields["reasoning"])))
     if request.text is not None:
         sent["text"] = _text(_object(fields["text"]))
-    response = ResponseObject(
+    response = msgspec.structs.replace(
+        outline(sent),
         top_logprobs=request.top_logprobs or 0,
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,
         parallel_tool_calls=request.calls_in_parallel,
     )
     return RepeatedRequest(
-        msgspec.structs.replace(response, **sent),
+        response,
         request.offers.called,
         request.tells_summary,
         request.tells_encrypted,

@@ -99,9 +99,12 @@ class _Fields(Protocol):
     def offers(self) -> OfferedTools: ...
 
 
-def nothing_stored(id_: str) -> NotFound:
-    """The error of whatever is asked of a response that was answered before."""
-    return NotFound(f"There is no response '{id_[:128]}': none is stored here.", param="id")
+def nothing_stored(path: str) -> NotFound | None:
+    """The error of whatever is asked of a response that was answered before. None for any other path."""
+    id_ = path.removeprefix(f"{ResponsesRequest.path}/")
+    if id_ == path:
+        return None
+    return NotFound(f"There is no response '{id_.split('/')[0][:128]}': none is stored here.", param="id")
 
 
 def _prompt(asked: _Fields) -> ChatPrompt:

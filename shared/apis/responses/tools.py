@@ -42,7 +42,7 @@ _NULL: Final = b"null"
 _MODES: Final[Mapping[str, ToolMode]] = {"auto": ToolMode.AUTO, "required": ToolMode.REQUIRED}
 
 
-class ResponsesTool(Unshown):
+class ResponsesTool(Unshown, omit_defaults=True):
     type: str
     """`function`, `custom` or `namespace`."""
     name: str | None = None
@@ -59,7 +59,7 @@ class ResponsesTool(Unshown):
     """The functions and custom tools of a namespace."""
 
 
-class ChosenTool(Unshown):
+class ChosenTool(Unshown, omit_defaults=True):
     type: str = "function"
     name: str | None = None
     namespace: str | None = None
