@@ -69,6 +69,8 @@ def conversation(instructions: str | None, given: str | Sequence[InputItem]) -> 
         reader.add(ChatMessage("user", given), PARAM)
     else:
         reader.read(given)
+        if not reader.messages:
+            raise InvalidRequest(f"{PARAM} has no item that says anything.", param=PARAM)
     return Conversation(reader.messages, tuple(reader.places), reader.image)
 
 

@@ -233,7 +233,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
 
     # accepted, without effect on the answer
     truncation: Literal["auto", "disabled"] | None = None
-    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] | None = None
     metadata: dict[str, str] | None = None
     """Repeated in the answer."""
     user: str | None = None
