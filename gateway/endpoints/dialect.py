@@ -44,12 +44,29 @@ class Dialect(Struct, frozen=True):
     scanner: Callable[[bytes], sse.TailScanner] = sse.TailScanner
     """Makes the scanner of an answer of our engines, from `done`. It tells whether the answer is whole."""
 
-    def error_body(self, error: ApiError) -> bytes:
+    silent: tuple[bytes, ...] = ()
+    """The beginnings of events that tell nothing of the answer: those that open a stream before its first
+    token, and keep-alives. Empty where all events but comments tell of it."""
+
+    ends: tuple[str, ...] = ()
+    """The names of the events of which one is the last of a whole answer, at engines of other makes. Empty
+    where it is `done`."""
+
+    def error_body(self, error: ApiError, request_id: str) -> bytes:
         return error_envelope(error)
 
-    def error_event(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError, request_id: str) -> bytes:
         """The event that ends a stream which fails after its first byte."""
-        return sse.event(self.error_body(error))
+        return sse.event(self.error_body(error, request_id))
+
+    def failing(self, error: ApiError, request_id: str, _events: int) -> bytes:
+        """What ends a stream that fails behind so many events that told of the answer."""
+        return self.error_event(error, request_id)
+
+    def told(self, events: bytes) -> list[bytes]:
+        """Of whole events those that tell of the answer."""
+        silent = b":", *self.silent
+        return [one for one in events.split(b"\n\n") if one and not one.startswith(silent)]
 
 
 def _names(of: str) -> tuple[str, str, str]:

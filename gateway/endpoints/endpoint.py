@@ -28,6 +28,8 @@ class Endpoint(Struct, frozen=True):
     dialect: Dialect = CHUNKS
     maxima: tuple[str, ...] = MAXIMA
     """The fields that state how much may be generated. One of them is sent, with what was reserved."""
+    sent: Mapping[str, object] = {}
+    """The fields that an engine of another make is sent with values of ours."""
     nested: Nested = NESTED
     """The fields out of which is left what an engine of another make is not sent."""
 

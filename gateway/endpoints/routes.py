@@ -20,11 +20,14 @@ from typing import Final
 
 from msgspec import Struct
 
+from gateway.endpoints.dialect import CHUNKS, Dialect
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.table import ENDPOINTS
 from shared.apis.models import Model, ModelList
 from shared.apis.requests import AbortResponse
-from shared.wire.errors import ApiError, ModelNotFound
+from shared.apis.responses.request import nothing_stored
+from shared.wire.errors import ApiError, ModelNotFound, RouteNotFound
+from shared.wire.paths import no_such_path
 
 _ID: Final = "{id}"
 
@@ -66,6 +69,8 @@ class Resource(Struct, frozen=True, eq=False):
     """The endpoint that engines serve here. None for any other path."""
     is_open: bool = False
     """True if it is answered without a key."""
+    dialect: Dialect = CHUNKS
+    """How its answers look beside their content."""
 
     def id_of(self, path: str) -> str:
         """The id in a path that is one of this resource's. Empty where there is none."""
@@ -133,12 +138,19 @@ def _resource(path: str, routes: Mapping[str, Route]) -> Resource:
     pattern = re.compile(re.escape(path).replace(re.escape(_ID), "(.+)"), re.DOTALL)
     endpoints = [route.endpoint for route in routes.values() if route.endpoint is not None]
     is_open = any(route.is_open for route in routes.values())
-    return Resource(path, routes, pattern, endpoints[0] if endpoints else None, is_open)
+    endpoint = endpoints[0] if endpoints else None
+    dialect = CHUNKS if endpoint is None else endpoint.dialect
+    return Resource(path, routes, pattern, endpoint, is_open, dialect)
 
 
 RESOURCES: Final = resources(ROUTES)
 """What is served, by the routes' path."""
 _WITH_IDS: Final = tuple(resource for path, resource in RESOURCES.items() if _ID in path)
+
+
+def missing(path: str) -> ApiError:
+    """The error of a path at which nothing is served."""
+    return nothing_stored(path) or RouteNotFound(no_such_path(path, lambda other: find(other) is not NOTHING))
 
 
 def find(path: str) -> Resource:

@@ -98,7 +98,7 @@ def _schemas() -> Json:
     """The schemas by name, with descriptions from the docstrings."""
     endpoints = [route.endpoint for route in ROUTES if route.endpoint is not None]
     requests = [endpoint.shape for endpoint in endpoints]
-    events = [endpoint.event for endpoint in endpoints if endpoint.event is not None]
+    events = [kind for endpoint in endpoints if endpoint.event for kind in _kinds(endpoint.event)]
     answers = [route.answer for route in ROUTES if route.answer is not None]
     others = [*events, *answers, ErrorEnvelope]
     types = dict.fromkeys([*map(_public, requests), *others])
@@ -107,6 +107,17 @@ def _schemas() -> Json:
     for name, schema in components.items():
         describe(schema, classes[name])
     return components
+
+
+def _kinds(event: type[Struct]) -> list[type[Struct]]:
+    """The shapes of events that are of a kind: of each the last that derives from it."""
+    return [kind for below in event.__subclasses__() for kind in _kinds(below)] or [event]
+
+
+def _any_of(event: type[Struct]) -> Json:
+    """The schema of events of a kind."""
+    kinds = _kinds(event)
+    return ref(event) if kinds == [event] else {"oneOf": [*map(ref, kinds)]}
 
 
 def _public(shape: type[Struct]) -> type[Struct]:
@@ -143,7 +154,7 @@ def _proxied(endpoint: Endpoint) -> Json:
     if endpoint.event is not None:
         content["text/event-stream"] = {
             "schema": {"description": endpoint.dialect.described},
-            "x-event-schema": ref(endpoint.event),
+            "x-event-schema": _any_of(endpoint.event),
         }
     own = "x-penstock-ignored-fields", "x-penstock-fallback"
     names = "x-request-id", "server-timing", *own, *RATE_LIMITS

@@ -47,11 +47,13 @@ _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\]')
 _NAME: Final = b'"usage"'
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 """No text in a string matches: the quotes in it are escaped."""
-_ANSWERS: Final = re.compile(rb'"(?:choices|tokens|prompt|content)"\s*:')
+_ANSWERS: Final = re.compile(rb'"(?:choices|tokens|prompt|content|output|input_tokens)"\s*:')
 """The fields of which an answer of an endpoint's has one."""
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _FIGURES: Final = b'"prompt_'
 """A part of every event that tells a usage (`prompt_tokens`), or llama.cpp's times (`prompt_n`)."""
+_FIGURES_NAMED: Final = b"cached_"
+"""A part of every event that tells what was cached, where events have names."""
 _CACHED: Final = re.compile(
     rb'"(?:\w{0,40}cache\w{0,40}|prompt_(?!tokens")\w{1,40})"\s{0,4}:\s{0,4}(-?[0-9][-+.0-9eE]{0,39})'
 )
@@ -67,9 +69,14 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: UsedTokens
+    """A usage, under the names of OpenAI's older APIs and of its responses."""
+
+    prompt_tokens: UsedTokens | None = None
     completion_tokens: UsedTokens | None = 0
     prompt_tokens_details: _PromptDetails | None = None
+    input_tokens: UsedTokens | None = None
+    output_tokens: UsedTokens | None = 0
+    input_tokens_details: _PromptDetails | None = None
 
 
 _NO_FIELD: Final = msgspec.Raw(b"null")
@@ -81,13 +88,14 @@ class _Body(msgspec.Struct):
     tokens: msgspec.Raw = _NO_FIELD
     prompt: msgspec.Raw = _NO_FIELD
     content: msgspec.Raw = _NO_FIELD
+    output: msgspec.Raw = _NO_FIELD
+    input_tokens: msgspec.Raw = _NO_FIELD
 
     @property
     def answers(self) -> bool:
         """True if it has one of the fields of which an endpoint's answer has one."""
-        return self.choices != _NO_FIELD or any(
-            one != _NO_FIELD for one in (self.tokens, self.prompt, self.content)
-        )
+        others = self.tokens, self.prompt, self.content, self.output, self.input_tokens
+        return self.choices != _NO_FIELD or any(one != _NO_FIELD for one in others)
 
 
 class _Told(msgspec.Struct):
@@ -132,13 +140,19 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _closing(usage: _Usage) -> Closing:
-    cached = usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
+def _closing(usage: _Usage) -> Closing | None:
+    """What a usage comes to. None where it says nothing of the prompt."""
+    if usage.prompt_tokens is not None:
+        prompt, completion = usage.prompt_tokens, usage.completion_tokens
+        details = usage.prompt_tokens_details
+    elif usage.input_tokens is not None:
+        prompt, completion = usage.input_tokens, usage.output_tokens
+        details = usage.input_tokens_details
+    else:
+        return None
+    cached = details and details.cached_tokens
     return Closing(
-        end_reason="",
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens or 0,
-        cached_tokens=cached or 0,
+        end_reason="", prompt_tokens=prompt, completion_tokens=completion or 0, cached_tokens=cached or 0
     )
 
 
@@ -174,12 +188,16 @@ class ForeignScanner(TailScanner):
     """The scanner of the event stream of an engine of another make: lines end with LF in what it returns, and
     the last bytes are kept for the usage."""
 
-    __slots__ = ("_cr", "_done", "_hides_usage", "_kept", "_noted")
+    __slots__ = ("_cr", "_done", "_ended", "_ends", "_hides_usage", "_kept", "_noted")
 
-    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False) -> None:
-        """`done` is the last event of a whole answer. `hides_usage`: the gateway asked for usage and the
-        client did not, so the event with it is not passed on."""
+    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False, ends: tuple[str, ...] = ()) -> None:
+        """`done` is the last event of a whole answer, if it has no event with one of the names `ends`.
+        `hides_usage`: the gateway asked for usage and the client did not, so the event with it is not passed
+        on."""
         super().__init__(done)
+        self._ends = _beginnings(ends) if ends else None
+        self._ended = False
+        """True once such an event has begun."""
         self._hides_usage = hides_usage
         self._cr = b""
         """A CR at the end of what was read, which an LF may follow; else empty."""
@@ -193,6 +211,8 @@ class ForeignScanner(TailScanner):
             chunk = self._with_line_feeds(chunk)
         if not (data := TailScanner.feed(self, chunk)):
             return data
+        if self._ends is not None and self._ends.search(data) is not None:
+            self._ended = True
         kept = self._kept
         kept.append(data)
         if len(kept) > KEPT_MAX or len(data) > KEPT_LEN_MAX:
@@ -238,6 +258,8 @@ class ForeignScanner(TailScanner):
     def saw_done(self) -> bool:
         """True if the last event with data was the one that ends a whole answer: servers write it in several
         ways, and comments or empty lines behind it."""
+        if self._ended:
+            return self.at_boundary
         events = reversed(b"".join(self._kept)[-TAIL_LEN:].split(_BOUNDARY))
         return next((data for event in events if (data := _data_of(event)) is not None), None) == self._done
 
@@ -297,24 +319,32 @@ class Blanks:
 class BlankingScanner(ForeignScanner):
     """The scanner of a stream whose client is not to see what was cached."""
 
-    __slots__ = ("_blanks",)
+    __slots__ = ("_blanks", "_figures")
 
-    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False) -> None:
-        super().__init__(done, hides_usage=hides_usage)
+    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False, ends: tuple[str, ...] = ()) -> None:
+        super().__init__(done, hides_usage=hides_usage, ends=ends)
         self._blanks = Blanks()
+        self._figures = _FIGURES_NAMED if ends else _FIGURES
 
     def feed(self, chunk: bytes) -> bytes:
         data, blanks = ForeignScanner.feed(self, chunk), self._blanks
         is_whole = self.at_boundary  # else it is a part of an event that is too long to be withheld
-        if is_whole and not blanks.goes_on and data.find(_FIGURES) < 0:
+        if is_whole and not blanks.goes_on and data.find(self._figures) < 0:
             return data
         return blanks.feed(data, ended=is_whole)
 
     def takes(self, event: bytes) -> bool:
-        return event.find(_FIGURES) < 0 and ForeignScanner.takes(self, event)
+        return event.find(self._figures) < 0 and ForeignScanner.takes(self, event)
 
     def finish(self) -> bytes:
         return self._blanks.feed(ForeignScanner.finish(self), ended=True)
+
+
+def _beginnings(names: tuple[str, ...]) -> re.Pattern[bytes]:
+    """The beginnings of events with these names, which the data may repeat as its type. No text in a string
+    matches: it has neither the line's end nor the quotes."""
+    of = "|".join(map(re.escape, names))
+    return re.compile(rf'(?:\A|\n\n)(?:event: ?(?:{of})\n|data: ?\{{\s*"type"\s*:\s*"(?:{of})")'.encode())
 
 
 def _has_empty_array(event: bytes) -> bool:

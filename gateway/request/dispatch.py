@@ -2,7 +2,8 @@
 
 Rules:
 
-1. A request is sent again only until its answer begins, with a stream's first event, or with what is held of
+1. A request is sent again only until its answer begins, with a stream's first event (which some APIs send
+   when a core admits the request, before there is a token), or with what is held of
    any other answer: its client has been sent nothing until then. It goes to a replica that was not asked
    before, after the stream at the one before was reset, so that never two work on it at a time (hedging is
    the exception that operators turn on). What `relay.http1` sends once more on a new connection (where a kept
@@ -32,7 +33,7 @@ from msgspec import Struct, field
 from gateway.client.deadlines import Watch
 from gateway.config.whole import ModelConfig
 from gateway.endpoints.dialect import Dialect
-from gateway.relay.stream import Opened, Progress, open_answer
+from gateway.relay.stream import LATE, Opened, Progress, open_answer
 from gateway.relay.upstream import Outbound, Upstream
 from gateway.request.exchange import Exchange
 from gateway.request.hedging import failure_of, race, succeeded
@@ -244,6 +245,10 @@ class Dispatcher:
         exchange.progress = progress.anew(prepared.dialect, lost=is_lost)
         return True
 
+    def told(self, dispatched: Dispatched) -> None:
+        """Note that an answer which had opened before has its first token."""
+        self._replicas.told(dispatched.placement)
+
     def end(self, exchange: Exchange, dispatched: Dispatched, error: BaseException | None) -> None:
         """Note the end of a request, and the error that ended it."""
         self._budgets[dispatched.model.name].active -= 1
@@ -276,7 +281,7 @@ class Dispatcher:
         after_ms = None
         if exchange.streams:
             within_s = exchange.timeouts.first_token_s
-            exchange.watch.expect(within_s, FirstTokenTimeout, "The engine produced no token in time.")
+            exchange.watch.expect(within_s, FirstTokenTimeout, LATE)
             if prepared.is_hedged:
                 after_ms = self._replicas.first_events(prepared.model.name).p95_ms
         if after_ms is None:
@@ -424,7 +429,7 @@ class Dispatcher:
         except BaseException:
             await answer.aclose()
             raise
-        self._replicas.began(place)
+        self._replicas.began(place, is_opening=opened.is_opening)
         return Dispatched(prepared.model, place, opened)
 
 

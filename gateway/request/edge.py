@@ -31,8 +31,16 @@ from gateway.client.interface import Body, ClientConnection, Sink
 from gateway.client.responses import JSON, error_response, probe_response
 from gateway.config.whole import GatewayConfig
 from gateway.directory.accounts import AccountsReader
-from gateway.endpoints.dialect import CHUNKS
-from gateway.endpoints.routes import DESCRIBE, END_REQUESTS, LIST_MODELS, NOTHING, SHOW_MODEL, Route, find
+from gateway.endpoints.routes import (
+    DESCRIBE,
+    END_REQUESTS,
+    LIST_MODELS,
+    NOTHING,
+    SHOW_MODEL,
+    Route,
+    find,
+    missing,
+)
 from gateway.identity.caller import Principal
 from gateway.openapi.public import document
 from gateway.relay.engines import Engines
@@ -60,7 +68,6 @@ from shared.wire.errors import (
     Overloaded,
     RateLimited,
     RequestAborted,
-    RouteNotFound,
     forget_frames,
 )
 from shared.wire.http import ClientGone
@@ -74,7 +81,6 @@ from shared.wire.ids import (
     is_id,
     mint_request_id,
 )
-from shared.wire.paths import no_such_path
 
 DESCRIBING_MAX: Final = 64
 """Callers that are sent the API's description at a time: they have no key, and each may hold it in its
@@ -214,7 +220,7 @@ class Edge:
             await self._pipeline.begin(exchange)
             exchange.stages.enter("answer")
         if resource is NOTHING:
-            raise RouteNotFound(no_such_path(path, lambda other: find(other) is not NOTHING))
+            raise missing(path)
         if route is None:
             raise _not_allowed(exchange)
         await self._handlers[route](exchange, resource.id_of(path))
@@ -271,11 +277,11 @@ class Edge:
             exchange.record.status = begun  # its whole answer was sent already
             return
         exchange.record.failed(error, begun)
-        endpoint = exchange.resource.endpoint
-        dialect = CHUNKS if endpoint is None else endpoint.dialect
+        dialect = exchange.resource.dialect
         if begun is not None:
+            event = dialect.failing(error, exchange.request_id, exchange.progress.events)
             at_boundary = exchange.progress.scanner.at_boundary
-            await client.fail(error, dialect.error_event(error) if at_boundary else None)
+            await client.fail(error, event if at_boundary else None)
             return
         await self._look_up_windows(exchange)
         closes = exchange.stages.now == "edge" or not exchange.body.is_eof()
@@ -309,8 +315,7 @@ class Edge:
         )
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         resource = find(path)
-        endpoint = resource.endpoint
-        dialect = CHUNKS if endpoint is None else endpoint.dialect
+        dialect = resource.dialect
         return Exchange(
             method=method,
             path=path,

@@ -16,7 +16,7 @@ from gateway.client.deadlines import Watch
 from gateway.client.interface import Body, ClientConnection, Sink
 from gateway.config.timeouts import TimeoutsConfig
 from gateway.directory.accounts import Accounts
-from gateway.endpoints.dialect import CHUNKS, LimitHeaders
+from gateway.endpoints.dialect import LimitHeaders
 from gateway.endpoints.routes import Resource
 from gateway.identity.caller import Principal
 from gateway.relay.stream import Progress
@@ -139,9 +139,7 @@ class Exchange(Struct, eq=False):
         if self.fallback:
             headers[FALLBACK_HEADER] = self.fallback
         if self.windows is not None:
-            endpoint = self.resource.endpoint
-            dialect = CHUNKS if endpoint is None else endpoint.dialect
-            _add_windows(headers, self.windows, dialect.limits)
+            _add_windows(headers, self.windows, self.resource.dialect.limits)
         return headers
 
 

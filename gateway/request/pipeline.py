@@ -421,10 +421,11 @@ class Pipeline:
         """Pass the answer on."""
         answer = dispatched.opened.answer
 
-        def first_byte() -> dict[str, str]:
-            """Enter the stage `relay`, and return the headers that the gateway adds."""
+        def first_byte() -> None:
+            """Enter the stage `relay`."""
             exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
-            return exchange.answer_headers()
+            if dispatched.opened.is_opening:
+                self._dispatcher.told(dispatched)
 
         engine = self._engines.of(dispatched.model)
         engine.observe(answer.tokenizer)
@@ -436,7 +437,9 @@ class Pipeline:
             exchange.watch,
             exchange.timeouts,
             exchange.progress,
+            exchange.resource.dialect,
             first_byte,
+            exchange.answer_headers,
             exchange.clock.monotonic,
         )
         return relay.run(dispatched.opened)

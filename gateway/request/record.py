@@ -133,7 +133,7 @@ TOKENS: Final = Counter(
 CALLS: Final = Counter("penstock_gateway_calls", "Calls of functions in answers.", ("model", "tenant"))
 FIRST_BYTE: Final = Histogram(
     "penstock_gateway_first_byte_seconds",
-    "From a request's arrival to the first byte of its answer's body.",
+    "From a request's arrival to the first byte of its answer's body that tells of the answer.",
     ("model", "stream"),
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
 )

@@ -40,11 +40,16 @@ CLOSING_LEN_MAX: Final = 4096
 EVENT_LEN_MAX: Final = 64 * 1024
 """The bytes of an event that are withheld at most until it is whole."""
 
+KEEPALIVE: Final = b": keep-alive\n\n"
+"""A comment for clients and proxies that take silence for the end; readers of events skip it."""
 LINE_LEN_MAX: Final = 16 * 1024 * 1024
 
 _BOUNDARY: Final = b"\n\n"
 _LF: Final = b"\n"
 _DATA: Final = b"data:"
+_EVENT: Final = b"event: "
+_NAMED_LINES: Final = 3
+"""The lines of an event with a name: that, its data, and an empty one."""
 _COMMENT: Final = b": penstock "
 _MAY_CONTINUE: Final = (b":", b"\n:")
 """The beginnings of a chunk that continues a boundary at the end of the chunk before, and may begin a
@@ -106,7 +111,12 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + _BOUNDARY
 
 
-def error_event(error: ApiError) -> bytes:
+def named_event(name: str, data: bytes) -> bytes:
+    """One event with a name, which some APIs' streams repeat outside of the data."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
+def error_event(error: ApiError, _request_id: str = "") -> bytes:
     """The event that ends a stream which fails after its first byte; no `[DONE]` follows it."""
     return event(error_envelope(error))
 
@@ -243,6 +253,29 @@ class TailScanner:
         else:
             return None
         return start if _may_be_comment(data[start : start + CLOSING_LEN_MAX + 1]) else None
+
+
+class NamedScanner(TailScanner):
+    """The scanner of a stream whose events have names."""
+
+    __slots__ = ("_silent",)
+
+    def __init__(self, done: bytes = DONE, silent: tuple[bytes, ...] = ()) -> None:
+        """`silent` are the beginnings of events that `feed` is to see."""
+        super().__init__(done)
+        self._silent = silent
+
+    def takes(self, event: bytes) -> bool:
+        if (
+            event[:7] != _EVENT
+            or event[-2:] != _BOUNDARY
+            or event.count(_LF) != _NAMED_LINES
+            or event.startswith(self._silent)
+            or self._held
+        ):
+            return False
+        self._tail = event[-len(self._end) :]
+        return True
 
 
 def _may_be_comment(data: bytes) -> bool:

@@ -26,7 +26,9 @@ from msgspec import UNSET, UnsetType
 
 from engine.api.answer.outputs import ChoiceOutput, Delta, Entry
 from engine.api.answer.rows import Echo, Sliced
+from engine.contract.messages import SamplingParams, ServiceClass
 from shared.apis.generation import FinishReasonName, Usage
+from shared.process.clock import SYSTEM_CLOCK
 from shared.wire import sse
 
 T = TypeVar("T")
@@ -50,6 +52,15 @@ _LINE_ENDS: Final = (
     (b"\xe2\x80\xa9", rb"\u2029"),
 )
 encode: Final = msgspec.json.Encoder().encode
+
+
+class Repeated(Protocol):
+    """What an answer repeats of its request."""
+
+    @property
+    def held_len(self) -> int:
+        """Bytes that it holds until the answer's end."""
+        ...
 
 
 class Vocabulary(Protocol):
@@ -93,10 +104,22 @@ class Answered:
     """The ids of its prompt; empty where they are not told."""
     echoes: Sequence[Echo | None]
     """Its prompt as it is repeated; None where it is not."""
+    sampling: SamplingParams | None = None
+    """How its tokens were drawn: that of the first choice."""
+    service_class: ServiceClass = ServiceClass.DEFAULT
+    repeated: Repeated | None = None
+    """What the answer repeats of the request. None where its API repeats nothing."""
+    wall: Callable[[], float] = SYSTEM_CLOCK.wall
+    """The clock of `Heading.created`."""
 
 
 class AnswerEncoder(Protocol):
     """The encoder of one request's answer, whole or event by event."""
+
+    def opening(self, usage: Usage) -> bytes:
+        """The events of a stream before any that tells of the answer. Asked only of an API that opens its
+        streams early; `usage` has the tokens of the prompt and those of them that were cached."""
+        ...
 
     def events(self, delta: Delta) -> Iterator[bytes]:
         """The events that a delta makes, in order."""
@@ -125,6 +148,21 @@ class Template:
         return self._head + (data if text.isascii() else _on_one_line(data)) + self._tail
 
 
+class NumberedTemplate:
+    """An encoded event with a gap for a JSON string, and behind that one for the event's number."""
+
+    __slots__ = ("_format",)
+
+    def __init__(self, make: Callable[[str, int], bytes]) -> None:
+        marker, number = secrets.token_hex(16), secrets.randbits(61) | 1 << 61
+        made = make(marker, number).replace(b"%", b"%%")
+        self._format = made.replace(encode(marker), b"%b").replace(b"%d" % number, b"%d")
+
+    def fill(self, text: str, number: int) -> bytes:
+        data = encode(text)
+        return self._format % (data if text.isascii() else _on_one_line(data), number)
+
+
 class SpreadTemplate:
     """An encoded event with gaps, in each of which the same JSON string goes."""
 
@@ -141,8 +179,13 @@ class SpreadTemplate:
 
 def encoded_event(chunk: msgspec.Struct) -> bytes:
     """An event with `chunk`."""
-    data = encode(chunk)
-    return sse.event(data if data.isascii() else _on_one_line(data))
+    return sse.event(encoded(chunk))
+
+
+def encoded(value: msgspec.Struct) -> bytes:
+    """The data of an event."""
+    data = encode(value)
+    return data if data.isascii() else _on_one_line(data)
 
 
 def _on_one_line(data: bytes) -> bytes:
@@ -198,6 +241,9 @@ class ChoicesEncoder(ABC, Generic[C]):
     @abstractmethod
     def _choice(self, delta: Delta) -> Iterator[bytes]:
         """A choice of an answer that is not streamed, in pieces."""
+
+    def opening(self, usage: Usage) -> bytes:
+        raise AssertionError("its streams open with the first event")
 
     def ending(self, usage: Usage) -> bytes:
         told = encoded_event(self._chunk([], usage)) if self._heading.sends_usage else b""

@@ -134,10 +134,12 @@ class EngineExchange:
         self._house = house
         self._status = 0
         self._is_event_stream = False
-        self.error_event: Callable[[ApiError], bytes] = sse.error_event
-        """Makes the event that ends a stream which fails, as the request's API has it."""
+        self.error_body: Callable[[ApiError, str], bytes] = error_envelope
+        """Makes the body of an error, as the request's API has it, from the error and the request's id."""
+        self.error_event: Callable[[ApiError, str], bytes] = sse.error_event
+        """Makes the event that ends a stream which fails, from the same."""
         self.first_byte_at: float | None = None
-        """When the first byte of the answer's body was written, in seconds on `clock`. None before."""
+        """When the first byte was written that tells of the answer, in seconds on `clock`. None before."""
         self._error: ApiError | None = None
         self._cut: asyncio.TimerHandle | None = None
         self._cut_after_s = 0.0
@@ -189,13 +191,13 @@ class EngineExchange:
             self.responder.abort()
             return
         if self.responder.started:
-            await self.responder.write(self.error_event(error) + self.closing_comment())
+            await self.responder.write(self.error_event(error, self.request_id) + self.closing_comment())
             await self.responder.finish()
             return
         headers = {"content-type": JSON_TYPE, **error_headers(error)}
         if self.tally is not None:
             headers[sse.CLOSING_HEADER] = sse.encode_closing(self.closing()).decode()
-        await self._send(int(error.status), error_envelope(error), headers)
+        await self._send(int(error.status), self.error_body(error, self.request_id), headers)
 
     async def start_body(self, headers: Mapping[str, str]) -> None:
         """Begin an answer in JSON whose body is written in pieces."""

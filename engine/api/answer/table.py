@@ -4,17 +4,21 @@ line."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
-from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Vocabulary
+from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Repeated, Vocabulary
+from engine.api.answer.responses import ResponsesEncoder, failing_of
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
+from shared.apis.responses.repeated import repeated
+from shared.apis.responses.request import ResponsesRequest
 from shared.wire import sse
+from shared.wire.envelope import error_envelope
 from shared.wire.errors import ApiError
 
 
@@ -24,11 +28,27 @@ class AnswerApi(Struct, frozen=True):
     id_prefix: str
     """The beginning of the id of each answer."""
     encoder: Callable[[Heading, Vocabulary, Answered], AnswerEncoder]
-    error_event: Callable[[ApiError], bytes] = sse.error_event
-    """Makes the event that ends a stream which fails after its first byte."""
+    error_body: Callable[[ApiError, str], bytes] = error_envelope
+    """Makes the body of an error from it and the request's id."""
+    error_event: Callable[[ApiError, str], bytes] = sse.error_event
+    """Makes the event that ends a stream which fails after its first byte, from the same."""
+    opens_early: bool = False
+    """True if a stream begins with events that tell nothing of the answer. They are sent once the core has
+    admitted the request."""
+    keepalive: bytes = sse.KEEPALIVE
+    """What a stream is sent where it has nothing to say for a while, behind those events."""
+    keepalive_s: float | None = None
+    """The time after which it is, where no operator has set one, in seconds. None for never."""
+    repeats: Callable[[Any, Mapping[str, Raw]], Repeated] | None = None
+    """Makes what an answer repeats of its request, from that and the fields of its body. None for nothing."""
+    failing: Callable[[AnswerEncoder], Callable[[ApiError, str], bytes]] | None = None
+    """What makes `error_event` of a stream from its encoder, where that must know the stream."""
 
 
 ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
     ChatRequest: AnswerApi("chatcmpl-", ChatEncoder),
     CompletionRequest: AnswerApi("cmpl-", CompletionEncoder),
+    ResponsesRequest: AnswerApi(
+        "resp_", ResponsesEncoder, opens_early=True, repeats=repeated, failing=failing_of
+    ),
 }

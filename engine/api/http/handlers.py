@@ -20,6 +20,8 @@ from shared.apis.holding import Holding
 from shared.apis.models import ModelList
 from shared.apis.prompt import ChatPrompt
 from shared.apis.requests import AbortResponse
+from shared.apis.responses.answer import InputTokens
+from shared.apis.responses.request import InputTokensRequest, nothing_stored
 from shared.apis.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from shared.fairness.fair_threads import Slices
 from shared.process.probes import METHODS, PROBES, answer_probe
@@ -98,6 +100,18 @@ def _tokenized(model: ServedModel, limits: Limits, request: TokenizeRequest) -> 
     return _encode(TokenizeResponse(len(ids), limits.room.most, ids))
 
 
+async def input_tokens(state: EngineState, exchange: EngineExchange) -> None:
+    """Count the tokens of what a response would be asked."""
+    model, _ = state.ready_model()
+    with Holding(state.memory, exchange.tenant) as holding:
+        parsed = await read(state, exchange, InputTokensRequest, holding)
+        parsed.require_supported()
+        with exchange.enter("tokenize"):
+            work = prompt_slices(model.tokenizer, parsed.request.prompt_form, None)
+            [ids] = await state.threads.run(exchange.tenant, work)
+        await exchange.send(_encode(InputTokens(len(ids))))
+
+
 async def detokenize(state: EngineState, exchange: EngineExchange) -> None:
     model, limits = state.ready_model()
     with Holding(state.memory, exchange.tenant) as holding:
@@ -131,6 +145,7 @@ EXACT: Final[dict[str, dict[str, Handler]]] = {
     "/v1/models": {"GET": list_models},
     TokenizeRequest.path: {"POST": tokenize},
     DetokenizeRequest.path: {"POST": detokenize},
+    InputTokensRequest.path: {"POST": input_tokens},
     "/penstock/tokenizer": {"GET": get_tokenizer},
     **{path: dict.fromkeys(METHODS, probe) for path in PROBES},
     "/metrics": {"GET": metrics},
@@ -151,8 +166,8 @@ class FoundRoute:
 
 
 def find_route(method: str, path: str) -> FoundRoute:
-    """The handler of a path and a method, and the route's name for the log. Raises RouteNotFound and
-    MethodNotAllowed."""
+    """The handler of a path and a method, and the route's name for the log. Raises RouteNotFound, NotFound
+    and MethodNotAllowed."""
     if (exact := EXACT.get(path)) is not None:
         return FoundRoute(path, _of_method(exact, method, path))
     for prefix, named in NAMED.items():
@@ -160,7 +175,7 @@ def find_route(method: str, path: str) -> FoundRoute:
         if name and name != path:
             handler = _of_method(named, method, prefix)
             return FoundRoute(prefix + "{id}", partial(handler, name=name))
-    raise RouteNotFound(no_such_path(path, _exists))
+    raise nothing_stored(path) or RouteNotFound(no_such_path(path, _exists))
 
 
 def _exists(path: str) -> bool:
