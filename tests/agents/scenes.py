@@ -117,8 +117,11 @@ def _beside(made: Outcome, chats: Chats) -> Outcome:
 
 
 def _rested(stage: Stage, made: Outcome) -> Outcome:
-    """The outcome, once nobody holds anything."""
-    until(lambda: engine_at_rest(engine_url(stage.engine)) and gateway_at_rest(admin_url(stage.gateway)))
+    """The outcome, once nobody holds anything. An engine that began nothing has no gauges yet."""
+    if any(line.get("prompt_tokens") for line in stage.engine.completed):
+        until(
+            lambda: engine_at_rest(engine_url(stage.engine)) and gateway_at_rest(admin_url(stage.gateway))
+        )
     return made
 
 
