@@ -29,6 +29,7 @@ from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.text.chat_template import NO_DEFAULTS, ChatTemplate, variables_read
 from shared.text.fill import Fill
 from shared.text.model_files import BadModelFile, shown
+from shared.text.template_takes import Takes
 from shared.text.text_slices import Slicer
 from shared.text.token_text import DecodeStream, piece_spelling, whole_spelling
 from shared.text.tokenizer_files import AddedToken, TokenizerFiles, read_tokenizer_files
@@ -99,6 +100,10 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     """The variables of the chat template that requests may set."""
     template_defaults: dict[str, Any] = {}
     """Values for variables of the chat template that a request does not set."""
+    takes: Takes | None = None
+    """What the chat template takes of a chat. None where nobody has looked."""
+    tool_takes: Takes | None = None
+    """The same of the template for chats with tools."""
 
     @property
     def hash(self) -> str:
@@ -117,15 +122,16 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
         template_arguments: tuple[str, ...] | None = None,
         template_defaults: Mapping[str, Any] = NO_DEFAULTS,
     ) -> TokenizerBundle:
-        """Without `template_arguments`, they are the variables that the chat template reads."""
+        """Without `template_arguments`, they are the variables that the chat template reads. What the
+        templates take is found out here; that of one that is not valid, is for `Tokenizer` to say."""
         named = dict(files.special_tokens)
         if template_arguments is None:
             sources = files.chat_template or "", files.tool_template or ""
             template_arguments = tuple(
                 sorted({name for each in sources for name in variables_read(each, named)})
             )
-        own = {name: named.pop(name, None) for name in _SPECIAL_NAMES}
-        return cls(
+        own: dict[str, Any] = {name: named.pop(name, None) for name in _SPECIAL_NAMES}
+        bundle = cls(
             tokenizer_json=files.tokenizer_json,
             chat_template=files.chat_template,
             tool_template=files.tool_template,
@@ -135,6 +141,17 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
             template_defaults=dict(template_defaults),
             **own,
         )
+        try:
+            takes = [template and template.takes for template in _templates(bundle, SYSTEM_CLOCK)]
+        except (UnusableTokenizer, ValueError):
+            return bundle
+        return msgspec.structs.replace(bundle, takes=takes[0], tool_takes=takes[1])
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of all special tokens that templates know by a name."""
+        special = {name: text for name in _SPECIAL_NAMES if (text := getattr(self, name)) is not None}
+        return special | self.named_tokens
 
 
 def read_files(path: Path | str) -> TokenizerFiles:
@@ -170,11 +187,9 @@ class Tokenizer:
         """`hash_` is the bundle's, where its JSON was another text of the same meaning."""
         self.bundle = bundle
         self.hash = hash_ or bundle.hash
-        special = {name: text for name in _SPECIAL_NAMES if (text := getattr(bundle, name)) is not None}
-        special |= bundle.named_tokens
         try:
             with _LIBRARY:
-                self._load(bundle, special, clock)
+                self._load(bundle, clock)
         except TokenizerFailed as error:
             raise UnusableTokenizer(f"the tokenizer cannot be loaded: {error.detail}") from error
         except UnusableTokenizer as error:
@@ -183,11 +198,11 @@ class Tokenizer:
             reason = f"{type(error).__name__}: {error}"[:REASON_LEN_MAX]
             raise UnusableTokenizer(f"the tokenizer cannot be loaded: {reason}") from error
 
-    def _load(self, bundle: TokenizerBundle, special: dict[str, str], clock: Clock) -> None:
+    def _load(self, bundle: TokenizerBundle, clock: Clock) -> None:
         self.raw = tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
         self.raw.no_truncation()
         self.raw.no_padding()
-        self._template, own = _templates(bundle, special, clock)
+        self._template, own = _templates(bundle, clock)
         self._tool_template = own or self._template
         _add(self.raw, bundle.added_tokens)
         added_tokens = self.raw.get_added_tokens_decoder()
@@ -339,19 +354,20 @@ class Tokenizer:
         return token_id >= self.vocab_size or (skip_special_tokens and token_id in self._special_ids)
 
 
-def _templates(
-    bundle: TokenizerBundle, special: dict[str, str], clock: Clock
-) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+def _templates(bundle: TokenizerBundle, clock: Clock) -> tuple[ChatTemplate | None, ChatTemplate | None]:
     """The chat template, and that for chats with tools. Raises UnusableTokenizer for what is too long, and
     what `ChatTemplate` raises."""
-    arguments, defaults = bundle.template_arguments, bundle.template_defaults
+    special, arguments, defaults = bundle.special_tokens, bundle.template_arguments, bundle.template_defaults
     if len(msgspec.json.encode((arguments, defaults))) > ARGUMENTS_LEN_MAX:
         raise UnusableTokenizer(f"the variables of its template take more than {ARGUMENTS_LEN_MAX} bytes")
     made = []
-    for source in (bundle.chat_template, bundle.tool_template):
+    for source, takes in ((bundle.chat_template, bundle.takes), (bundle.tool_template, bundle.tool_takes)):
         if len(source or "") > TEMPLATE_LEN_MAX:
             raise UnusableTokenizer(f"its chat template has more than {TEMPLATE_LEN_MAX} characters")
-        made.append(None if source is None else ChatTemplate(source, special, clock, arguments, defaults))
+        template = None
+        if source is not None:
+            template = ChatTemplate(source, special, clock, arguments, defaults, takes)
+        made.append(template)
     return made[0], made[1]
 
 

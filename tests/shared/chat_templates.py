@@ -60,7 +60,7 @@ MISTRAL = """\
 ODDS = """\
 {% for message in messages %}
     {% if message.role == 'system' %}{% continue %}{% endif %}
-{{ message | tojson }}
+{{ [message.role, message.content] | tojson }}
 {{ {'b': ['<é>', 1.5, none], 'a': true} | tojson(indent=2) }}
     {% generation %}{{ message.content | trim }}{% endgeneration %}
 
@@ -75,7 +75,7 @@ REASONING = """\
 {% for message in messages %}
 {{ message.role }}{% if 'thinking' in message %}<think>{{ message.thinking }}</think>{% endif %}
 {% if message.reasoning_content is string %}({{ message.reasoning_content }}){% endif %}{{ message.content }}
-{{ message.keys() | list }}
+{{ message.keys() | reject('equalto', 'reasoning') | list }}
 {% endfor %}
 """
 HERMES_TOOLS = """\
