@@ -1,10 +1,10 @@
 """`python -m tests.agents [NAME...]`: real coding agents do a task through a gateway and an engine.
 
-Each agent is installed from npm in the version of the table in `tests.agents.catalogue`, and runs in a network
-namespace with nothing but loopback, so that it can ask nobody else. The model plays a script; the template,
-the tokenizer, the parsers and the prefix cache are real. What went over the wire is kept in the cache's folder
-`recorded`. An agent passes where its task is done, every request was answered, charged is what was computed,
-and each turn found the prompt of the turn before in the prefix cache (`tests.agents.outcome`).
+Each agent is installed from npm in the version of the table in `tests.agents.catalogue`, and runs in a
+network namespace with nothing but loopback, so that it can ask nobody else. The model plays a script; the
+template, the tokenizer, the parsers and the prefix cache are real. What went over the wire is kept in the
+cache's folder `recorded`. An agent passes where its task is done, every request was answered, charged is what
+was computed, and each turn found the prompt of the turn before in the prefix cache (`tests.agents.outcome`).
 
 It needs npm, `unshare` and the right to make network namespaces.
 """
@@ -79,11 +79,12 @@ def played(scene: str, template: str, names: Sequence[str]) -> Iterator[Outcome]
 
 def show(made: Outcome) -> None:
     """Print an outcome: a line for it, one for each turn, and one for each fault."""
+    taken = " + ".join(map(str, made.seconds))
     tasks = f"{sum(made.done)} of {len(made.done)} orders done" if made.done else "broken off"
     beside = f", {made.chats} chats beside, gap p99 {made.chat_gap_p99_ms} ms" if made.chats else ""
     sys.stdout.write(
-        f"{made.agent} {made.version}, {made.scene}, {made.template}: {tasks} in "
-        f"{' + '.join(map(str, made.seconds))} s, {len(made.turns)} turns, {made.beside} requests beside{beside}\n"
+        f"{made.agent} {made.version}, {made.scene}, {made.template}: {tasks} in {taken} s, "
+        f"{len(made.turns)} turns, {made.beside} requests beside{beside}\n"
     )
     for turn in made.turns:
         share = 100 * turn.cached_tokens / turn.prompt_tokens

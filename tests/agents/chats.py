@@ -39,7 +39,9 @@ def chatting(url: str, people: int, prompt_len: int) -> Iterator[Chats]:
     chats, over, numbers, lock = Chats(), threading.Event(), count(), threading.Lock()
 
     def chat() -> None:
-        with httpx.Client(base_url=url, headers={"authorization": f"Bearer {CHATS_KEY}"}, trust_env=False) as http:
+        with httpx.Client(
+            base_url=url, headers={"authorization": f"Bearer {CHATS_KEY}"}, trust_env=False
+        ) as http:
             while not over.is_set():
                 _ask(http, chats, lock, f"{next(numbers)} {'of the same ' * (prompt_len // 3)}")
 

@@ -1,5 +1,5 @@
-"""`python -m tests.agents.inside SCENE TEMPLATE KEPT AGENT...`, started in a network namespace of its own: play
-a scene, write what was recorded below the folder KEPT, and print an outcome to each line."""
+"""`python -m tests.agents.inside SCENE TEMPLATE KEPT AGENT...`, in a network namespace of its own: play a
+scene, write what was recorded below the folder KEPT, and print an outcome to each line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="agents-") as folder:
         agents = [BY_NAME[name] for name in names]
         for made in SCENES[scene](agents, Path(folder), template, lambda own: keep(Path(kept), own)):
-            print(msgspec.json.encode(made).decode(), flush=True)
+            sys.stdout.write(msgspec.json.encode(made).decode() + "\n")
 
 
 if __name__ == "__main__":

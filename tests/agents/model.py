@@ -1,5 +1,5 @@
-"""The model's directory: a real family's chat template, a tokenizer of the demo model's words and the family's
-own tokens, and no weights. Its context is as long as an agent expects.
+"""The model's directory: a real family's chat template, a tokenizer of the demo model's words and the
+family's own tokens, and no weights. Its context is as long as an agent expects.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def opening_len(directory: Path) -> int:
 
 
 def make_model(directory: Path, template: str, pages: int, cache: Path) -> None:
-    """Write the model's directory. `pages`: of the cache that it is served with. Raises SuiteFailed where the templates cannot be fetched."""
+    """Write the model's directory. `pages`: of the cache that it is served with. Raises SuiteFailed where the
+    templates cannot be fetched."""
     tokenizer: dict[str, Any] = json.loads((MODEL_DIR / "tokenizer.json").read_text())
     config: dict[str, Any] = json.loads((MODEL_DIR / "config.json").read_text())
     settings: dict[str, Any] = json.loads((MODEL_DIR / "tokenizer_config.json").read_text())

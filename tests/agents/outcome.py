@@ -2,8 +2,8 @@
 
 A turn is a request with tools that has the order in it; all others are from beside the session, such as
 titles. The prefix is kept where a turn found in the cache all of the prompt of the turn before, but what
-begins its answer, as far as it fills pages: `cached >= before - opening - page`. The first turn of an order is
-not held to it: the agent is another process then, which may tell its model other things.
+begins its answer, as far as it fills pages: `cached >= before - opening - page`. The first turn of an order
+is not held to it: the agent is another process then, which may tell its model other things.
 """
 
 from __future__ import annotations

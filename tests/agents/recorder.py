@@ -74,28 +74,39 @@ class Recorder:
         self.on_answer = on_answer
         self._upstream = upstream
         self._wires: list[Wire] = []
+        self._open: set[asyncio.Task[None]] = set()
         self._held = 0
 
-    async def listen(self) -> None:
-        server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
+    async def serve(self, listens: threading.Event, over: asyncio.Event) -> None:
+        """Pass connections on until it is over; then break off those that are left."""
+        async with await asyncio.start_server(self._pass_on, "127.0.0.1", 0) as server:
+            self.port = server.sockets[0].getsockname()[1]
+            listens.set()
+            await over.wait()
+            server.close()
+            for connection in self._open:
+                connection.cancel()
+            await asyncio.gather(*self._open, return_exceptions=True)
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
         wire = Wire()
         self._wires.append(wire)
-        there, here = await asyncio.open_connection("127.0.0.1", self._upstream)
-        ways = {
-            asyncio.create_task(self._pump(reader, here, wire.sent, lambda _: None)),
-            asyncio.create_task(self._pump(there, writer, wire.received, self.on_answer)),
-        }
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
+            there, here = await asyncio.open_connection("127.0.0.1", self._upstream)
+            try:
+                async with asyncio.TaskGroup() as ways:
+                    ways.create_task(self._pump(reader, here, wire.sent, lambda _: None))
+                    ways.create_task(self._pump(there, writer, wire.received, self.on_answer))
+            except* OSError:
+                pass  # a side is gone, and so must the other be
+            finally:
+                here.transport.abort()
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
             writer.transport.abort()
-            here.transport.abort()
+            self._open.discard(task)
 
     async def _pump(
         self,
@@ -124,15 +135,17 @@ class Recorder:
 @contextmanager
 def recording(port: int) -> Iterator[Recorder]:
     """A recorder in front of a port, with a thread of its own."""
-    recorder, loop = Recorder(port), asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="recorder", daemon=True)
-    thread.start()
-    try:
-        asyncio.run_coroutine_threadsafe(recorder.listen(), loop).result()
-        yield recorder
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+    recorder, listens = Recorder(port), threading.Event()
+    with asyncio.Runner() as runner:
+        loop, over = runner.get_loop(), asyncio.Event()
+        thread = threading.Thread(target=runner.run, args=(recorder.serve(listens, over),), name="recorder")
+        thread.start()
+        try:
+            listens.wait()
+            yield recorder
+        finally:
+            loop.call_soon_threadsafe(over.set)
+            thread.join()
 
 
 def read(wire: Wire) -> list[Exchange]:

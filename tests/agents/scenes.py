@@ -27,8 +27,8 @@ from tests.services import Line, Service, admin_url, engine_at_rest, engine_url,
 PAUSE_S: Final = 20
 RECITED: Final = 3000
 """The words of the answer that is broken off."""
-BREAK_LEN: Final = 20_000
-"""The bytes of it after which the agent is killed."""
+BREAK_EVENTS: Final = 200
+"""The events of it after which the agent is killed."""
 PEOPLE: Final = 2
 PROMPT_LEN: Final = 600
 
@@ -38,7 +38,10 @@ Keep = Callable[[Guest], None]
 
 def session(agents: list[Agent], folder: Path, template: str, keep: Keep) -> Iterator[Outcome]:
     for agent in agents:
-        with staged(folder / agent.name, template) as stage, guest(stage, agent, folder / agent.name / "own") as own:
+        with (
+            staged(folder / agent.name, template) as stage,
+            guest(stage, agent, folder / agent.name / "own") as own,
+        ):
             runs = own.session()
             keep(own)
             yield _rested(stage, outcome("session", stage, own, runs))
@@ -66,18 +69,21 @@ def together(agents: list[Agent], folder: Path, template: str, keep: Keep) -> It
 
 def killed(agents: list[Agent], folder: Path, template: str, keep: Keep) -> Iterator[Outcome]:
     for agent in agents:
-        with staged(folder / agent.name, template) as stage, guest(stage, agent, folder / agent.name / "own") as own:
+        with (
+            staged(folder / agent.name, template) as stage,
+            guest(stage, agent, folder / agent.name / "own") as own,
+        ):
             yield _rested(stage, _kill(stage, own))
 
 
 def _kill(stage: Stage, own: Guest) -> Outcome:
-    """Kill an agent when BREAK_LEN of its answer has come."""
+    """Kill an agent when BREAK_EVENTS of its answer have come."""
     came, heard = 0, threading.Event()
 
     def hear(piece: bytes) -> None:
         nonlocal came
-        came += len(piece)
-        if came > BREAK_LEN:
+        came += piece.count(b"\n\n")
+        if came > BREAK_EVENTS:
             heard.set()
 
     own.recorder.on_answer = hear
@@ -119,9 +125,7 @@ def _beside(made: Outcome, chats: Chats) -> Outcome:
 def _rested(stage: Stage, made: Outcome) -> Outcome:
     """The outcome, once nobody holds anything. An engine that began nothing has no gauges yet."""
     if any(line.get("prompt_tokens") for line in stage.engine.completed):
-        until(
-            lambda: engine_at_rest(engine_url(stage.engine)) and gateway_at_rest(admin_url(stage.gateway))
-        )
+        until(lambda: engine_at_rest(engine_url(stage.engine)) and gateway_at_rest(admin_url(stage.gateway)))
     return made
 
 

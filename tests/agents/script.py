@@ -23,8 +23,8 @@ TURN: Final = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DO
 TOOLS: Final = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
 RESULT: Final = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
 RECITAL: Final = re.compile(r"Recite (\d+) words( and use no tool)?")
-"""A long answer. An agent is asked for it with the words in the brackets: a prompt that has them and no tools is
-from beside the session."""
+"""A long answer. An agent is asked for it with the words in the brackets: a prompt that has them and no tools
+is from beside the session."""
 TURNS_MAX: Final = 12
 """The turns behind an order after which the script gives up, since its calls bring nothing."""
 
@@ -81,13 +81,19 @@ class Prompt:
     def tool(self, choices: Collection[Choice]) -> Choice | None:
         """The first of the choices that there is a tool for."""
         return next(
-            (each for each in choices if each[0] in self.tools and each[1].keys() <= set(self.tools[each[0]])),
+            (
+                each
+                for each in choices
+                if each[0] in self.tools and each[1].keys() <= set(self.tools[each[0]])
+            ),
             None,
         )
 
 
 def _tools(turns: list[tuple[str, str]]) -> dict[str, Collection[str]]:
-    listed = next((found[1] for role, content in turns if role == "system" if (found := TOOLS.search(content))), "")
+    listed = next(
+        (found[1] for role, content in turns if role == "system" if (found := TOOLS.search(content))), ""
+    )
     functions = [json.loads(line)["function"] for line in listed.splitlines() if line]
     return {each["name"]: each.get("parameters", {}).get("properties", {}).keys() for each in functions}
 
@@ -157,8 +163,14 @@ def _steps(order: Order, prompt: Prompt) -> Iterator[tuple[str, str, list[Choice
 
 def _ending(prompt: Prompt, text: str) -> Reply:
     """The last answer of an order; some agents go on until it is a call."""
-    call = prompt.tool([("submit_and_exit", {"summary": text, "verified": True}), ("attempt_completion", {"result": text})])
-    return Reply(thought="That is all that was asked.", call=call) if call else Reply(text, "That is all that was asked.")
+    call = prompt.tool(
+        [("submit_and_exit", {"summary": text, "verified": True}), ("attempt_completion", {"result": text})]
+    )
+    return (
+        Reply(thought="That is all that was asked.", call=call)
+        if call
+        else Reply(text, "That is all that was asked.")
+    )
 
 
 def played(prompt: str, format_: AnswerFormat) -> str:

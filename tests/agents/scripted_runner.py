@@ -10,16 +10,17 @@ are those of the script's text and the token that ends an answer.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Final
 
 import tokenizers
 
 from engine.contract.messages import Plan, RunnerInfo, RunResult, SlotAssignment, TokenLogprobs
 from engine.core.grammars.masks import is_allowed
-from tests.fake_runner import START, FakeRunner, SlotState, kv_of, no_slots
+from tests.fake_runner import START, FakeRunner, SlotState, kv_of, logprobs_of, no_slots
 
-END: str = "<|im_end|>"
+END: Final = "<|im_end|>"
 
 
 class ScriptedRunner(FakeRunner):
@@ -61,11 +62,16 @@ class ScriptedRunner(FakeRunner):
         while mask and not is_allowed(mask, token):
             token = (token + 1) % self.info.vocab_size
         state.tokens.append(token)
-        return token, None if start.sampling.logprobs is None else TokenLogprobs(0.0, [], [])
+        tops = start.sampling.logprobs
+        return token, None if tops is None else logprobs_of(0, token, tops)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
 
     def _said(self, start: SlotAssignment) -> list[int]:
-        prompt = self._tokenizer.decode(start.token_ids[: start.prompt_len], skip_special_tokens=False)
-        ids: list[int] = self._tokenizer.encode(self._answer(prompt) + END, add_special_tokens=False).ids
+        answer = self._answer(self.text_of(start.token_ids[: start.prompt_len]))
+        ids: list[int] = self._tokenizer.encode(answer + END, add_special_tokens=False).ids
         return ids
 
     def _kv(self, state: SlotState) -> array[int]:

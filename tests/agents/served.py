@@ -1,5 +1,5 @@
-"""The engine that agents talk to, `python -m tests.agents.served serve|core ...`: the engine's own API process
-and core, around a model that plays a script in place of weights.
+"""The engine that agents talk to, `python -m tests.agents.served serve|core ...`: the engine's own API
+process and core, around a model that plays a script in place of weights.
 """
 
 from __future__ import annotations

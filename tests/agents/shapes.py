@@ -1,8 +1,8 @@
 """Recorded sessions without anybody's text: what agents send, its form kept and its words made up.
 
 A line of text becomes another of the same length, made from a hash of it. So what was equal in two requests
-stays equal, and what began alike up to some line still does. Names, roles, types, ids and the calls' arguments
-stay as they are, and so do the marks that change how a text is handled.
+stays equal, and what began alike up to some line still does. Names, roles, types, ids and the calls'
+arguments stay as they are, and so do the marks that change how a text is handled.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def expanded(shape: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     def whole(value: Any) -> Any:
         if isinstance(value, list):
-            return [shape["pool"][each["$"]] if isinstance(each, dict) and each.keys() == {"$"} else each for each in value]
+            return [
+                shape["pool"][each["$"]] if isinstance(each, dict) and each.keys() == {"$"} else each
+                for each in value
+            ]
         return value
 
     return [
@@ -81,7 +84,11 @@ def _made_up(value: Any, key: str) -> Any:
     if key in KEPT:
         return value
     if isinstance(value, dict):
-        return {name: _made_up(each, name) for name, each in value.items() if name not in DROPPED or key == "properties"}
+        return {
+            name: _made_up(each, name)
+            for name, each in value.items()
+            if name not in DROPPED or key == "properties"
+        }
     if isinstance(value, list):
         return [_made_up(each, key) for each in value]
     if isinstance(value, str) and (len(value) > SHORT_LEN_MAX or any(map(str.isspace, value))):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -53,10 +54,7 @@ class Task(NamedTuple):
     def orders(self) -> tuple[Order, ...]:
         wait = f"sleep {self.pause_s} && " if self.pause_s else ""
         command = f"{wait}python3 {self.file}"
-        return tuple(
-            Order(str(self.file), old, new, command)
-            for old, new in zip(FACTORS, FACTORS[1:], strict=False)
-        )
+        return tuple(Order(str(self.file), old, new, command) for old, new in pairwise(FACTORS))
 
     def prepare(self) -> None:
         """Write the file that is to be changed."""
