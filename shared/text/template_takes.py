@@ -111,7 +111,7 @@ def reminder(text: str) -> str:
 
 def taken(messages: Sequence[Message], takes: Takes) -> list[Message]:
     """The messages as a template takes them, whose contents are texts or none. They are changed in place."""
-    if (takes.any_order and takes.any_calls) or (takes.system and _is_usual(messages)):
+    if takes.system and _is_usual(messages):
         return list(messages)
     return _Turns(takes).of(messages)
 

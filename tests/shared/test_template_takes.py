@@ -155,7 +155,9 @@ def test_what_is_taken_travels_with_the_tokenizer() -> None:
     assert there == bundle
     assert there.hash != msgspec.structs.replace(bundle, takes=None).hash
     assert Tokenizer(there).template_of(ChatPrompt([])).takes == bundle.takes
-    assert TokenizerBundle.from_dir(MODEL_DIR).takes is not None
+    demo = Tokenizer(TokenizerBundle.from_dir(MODEL_DIR))
+    assert demo.bundle.takes is not None
+    assert demo.hash == demo.bundle.hash
 
 
 # -- chats in that form ---------------------------------------------------------------------------
