@@ -7,8 +7,8 @@ So an object remembers its JSON, and prints as that.
 Rules:
 
 1. A text without white space, and with numbers as Python spells them, is not remembered: that is what clients
-   make of an object whose JSON they have read, and says nothing about what the model wrote. It prints as any
-   object does, which is how the model was trained to write it.
+   make of arguments that they have read, and says nothing about what the model wrote. They print as any
+   object does, which is how the model was trained to write them.
 2. For all else a template can do with it, it is a dict, a list or a number like any other. It prints as it
    was written where `tojson` without arguments makes JSON of it, alone or within its call, and a number also
    where it becomes text.
@@ -71,8 +71,10 @@ Written = WrittenObject | WrittenArray | WrittenNumber
 
 def arguments_of(text: str) -> dict[str, Any]:
     """The object that a text is the JSON of. Raises MsgspecError, UnicodeError or RecursionError."""
-    fields = {name: _value(raw) for name, raw in _decode_fields(text).items()}
-    return fields if _is_usual(fields, text) else WrittenObject(fields, text)
+    plain = plain_arguments_of(text)
+    if json.dumps(plain, ensure_ascii=False, separators=(",", ":")) == text:
+        return plain
+    return WrittenObject({name: _written(raw) for name, raw in _decode_fields(text).items()}, text)
 
 
 def plain_arguments_of(text: str) -> dict[str, Any]:
@@ -80,20 +82,14 @@ def plain_arguments_of(text: str) -> dict[str, Any]:
     return _decode_object(text)
 
 
-def _value(raw: msgspec.Raw) -> Any:
-    value = msgspec.json.decode(raw)
-    if isinstance(value, dict | list | float):
-        text = str(raw, "utf-8")
-        if not _is_usual(value, text):
-            if isinstance(value, float):
-                return WrittenNumber(value, text)
-            return WrittenObject(value, text) if isinstance(value, dict) else WrittenArray(value, text)
-    return value
-
-
-def _is_usual(value: Any, text: str) -> bool:
-    """True for the text that clients make of a value."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")) == text
+def _written(raw: msgspec.Raw) -> Any:
+    """The value of one argument, with its text where it has another one than its own."""
+    value, text = msgspec.json.decode(raw), str(raw, "utf-8")
+    if isinstance(value, dict):
+        return WrittenObject(value, text)
+    if isinstance(value, list):
+        return WrittenArray(value, text)
+    return WrittenNumber(value, text) if isinstance(value, float) and str(value) != text else value
 
 
 def written_json(value: Any) -> str:

@@ -21,7 +21,6 @@ Rules:
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -126,7 +125,7 @@ class ChatTemplate:
         if takes is None:
             knows_calls = self._input.knows_calls
             found = takes_of(self._probe, clock, knows_calls=knows_calls, arguments=arguments)
-            self._input = dataclasses.replace(self._input, takes=found)
+            self._input = self._input.taking(found)
 
     @property
     def takes(self) -> Takes:
@@ -134,7 +133,7 @@ class ChatTemplate:
 
     def _probe(self, chat: ChatPrompt, takes: Takes) -> str:
         """The text of a small chat, put into a form. Raises Unrenderable, TooMuch and Overloaded."""
-        given = dataclasses.replace(self._input, takes=takes)
+        given = self._input.taking(takes)
         messages = given.formed(at_once(given.message_slices(chat)), chat)
         variables = given.variables(chat)
         if self._compiled is None:
@@ -154,7 +153,7 @@ class ChatTemplate:
             if message.tool_calls or not prompt.opens_answer:
                 raise NotInPlace(TOO_MUCH, param="messages")
         plain = self._input.messages(prompt)
-        formed = self._input.formed(plain, prompt)
+        formed = plain if self._input.takes_all else self._input.formed(plain, prompt)
         try:
             return compiled.render(formed)
         except Unbounded as reason:

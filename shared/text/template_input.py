@@ -18,7 +18,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -47,6 +47,8 @@ class TemplateInput:
     """The variables that one template is given of a chat."""
 
     takes: Takes
+    takes_all: bool
+    """True if the template takes every chat as it is."""
     knows_tools: bool
     knows_calls: bool
     arguments: Collection[str]
@@ -54,7 +56,11 @@ class TemplateInput:
 
     @classmethod
     def of(cls, source: str, takes: Takes, arguments: Collection[str]) -> TemplateInput:
-        return cls(takes, "tools" in source, "tool_calls" in source, arguments)
+        return cls(takes, _takes_all(takes), "tools" in source, "tool_calls" in source, arguments)
+
+    def taking(self, takes: Takes) -> TemplateInput:
+        """The input of the same template if it takes this."""
+        return replace(self, takes=takes, takes_all=_takes_all(takes))
 
     def messages(self, prompt: ChatPrompt) -> list[Message]:
         """The messages of a chat without calls, one for each of the prompt's. Raises InvalidRequest."""
@@ -77,7 +83,7 @@ class TemplateInput:
     def formed(self, plain: list[Message], prompt: ChatPrompt) -> list[Message]:
         """The messages in the form that the template takes. Those that are changed are changed in place.
         Raises InvalidRequest."""
-        formed = taken(plain, self.takes)
+        formed = plain if self.takes_all else taken(plain, self.takes)
         if prompt.continues_final:
             _mark(formed[-1])
         if not self.takes.text:
@@ -159,6 +165,10 @@ class TemplateInput:
             "arguments": arguments if self.takes.objects else written_json(arguments),
         }
         return {"id": call.id, "type": "function", "function": function}
+
+
+def _takes_all(takes: Takes) -> bool:
+    return takes.text and takes.any_order and takes.any_calls
 
 
 def _content(message: ChatMessage) -> str:

@@ -111,10 +111,10 @@ class _Search:
         for role in roles:
             late = _late(role, (_SYSTEM,) if stays else (), with_calls=self._knows_calls)
             self._try(f"late_{role}", *late)
-        if self._keeps_reasoning({}):
+        if not self._drops_reasoning({}):
             return self._takes
         settings = ({name: value} for name in sorted(arguments) for value in (True, False))
-        kept_by = next(filter(self._keeps_reasoning, settings), {})
+        kept_by = next((one for one in settings if self._drops_reasoning(one) is False), {})
         return replace(self._takes, past_reasoning=False, reasoning_kept_by=kept_by)
 
     def _find_calls(self) -> None:
@@ -150,19 +150,23 @@ class _Search:
             printed.add(None if text is None else "".join(text.split()))
         return None not in printed and len(printed) == 1
 
-    def _keeps_reasoning(self, arguments: dict[str, bool]) -> bool:
-        """True if reasoning that the template prints in the user's last turn is still printed later."""
+    def _drops_reasoning(self, arguments: dict[str, bool]) -> bool | None:
+        """True if reasoning that the template prints in the user's last turn is not printed later. None where
+        it is never printed."""
         turns: list[tuple[ChatMessage, ...]] = [(_USER, _said("assistant", "answer", **_THOUGHT))]
         if self._knows_calls:
             turns.append((_USER, _said("assistant", "", _call("f"), **_THOUGHT), _RESULT))
+        prints = False
         for turn in turns:
             last, past = (
                 self._text((*turn, *more), self._takes, arguments=arguments) or ""
                 for more in ((), (_ANSWER, _AGAIN))
             )
-            if "markthoughtmark" in last and "markthoughtmark" not in past:
-                return False
-        return True
+            if "markthoughtmark" in last:
+                prints = True
+                if "markthoughtmark" not in past:
+                    return True
+        return False if prints else None
 
     def _knows_role(self, role: str) -> bool:
         """True if the template makes more of a role at the head than it makes of any other."""

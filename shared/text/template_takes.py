@@ -12,7 +12,8 @@ Rules:
 2. A message keeps its place. What a template does not take as an instruction there is the user's, between
    `<system-reminder>` and `</system-reminder>`.
 3. Only where a template refuses neighbours, they become one: texts of a run, and what the user says behind a
-   tool's result, which joins that. A blank line is between them.
+   tool's result, which joins that. A blank line is between them. So does a reminder behind a result, where a
+   message of the user's would have the template leave out the reasoning that led to the call.
 4. What a template takes is not changed.
 """
 
@@ -110,7 +111,7 @@ def reminder(text: str) -> str:
 
 def taken(messages: Sequence[Message], takes: Takes) -> list[Message]:
     """The messages as a template takes them, whose contents are texts or none. They are changed in place."""
-    if (takes.any_order and takes.any_calls) or (takes.system and _is_usual(messages)):
+    if takes.system and _is_usual(messages):
         return list(messages)
     return _Turns(takes).of(messages)
 
@@ -150,13 +151,13 @@ class _Turns:
         return self._made
 
     def _add(self, message: Message) -> None:
-        takes = self._takes
-        if message["role"] in INSTRUCTIONS:
+        takes, is_late = self._takes, message["role"] in INSTRUCTIONS
+        if is_late:
             if self._is_head and takes.system:
                 self._instruct(message)
                 return
             self._demote(message)
-        role = message["role"]
+        role, reminds = message["role"], message["role"] == "user" and is_late
         if self._is_head and role != "user":
             self._end_head()
         self._is_head = False
@@ -168,7 +169,7 @@ class _Turns:
         match role, last and last["role"]:
             case ("user", "user") if not takes.users_in_row:
                 self._join(message)
-            case ("user", "tool") if not takes.user_behind_tool:
+            case ("user", "tool") if not takes.user_behind_tool or (reminds and not takes.past_reasoning):
                 self._join(message)
             case ("assistant", "assistant") if not takes.assistants_in_row:
                 self._join(message)

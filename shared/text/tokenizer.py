@@ -101,9 +101,9 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     template_defaults: dict[str, Any] = {}
     """Values for variables of the chat template that a request does not set."""
     takes: Takes | None = None
-    """What the chat template takes of a chat. None where nobody has looked."""
+    """What the chat template takes of a chat. None before it was looked at, which `Tokenizer` does."""
     tool_takes: Takes | None = None
-    """The same of the template for chats with tools."""
+    """What the template for chats with tools takes. None without one, too."""
 
     @property
     def hash(self) -> str:
@@ -122,8 +122,7 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
         template_arguments: tuple[str, ...] | None = None,
         template_defaults: Mapping[str, Any] = NO_DEFAULTS,
     ) -> TokenizerBundle:
-        """Without `template_arguments`, they are the variables that the chat template reads. What the
-        templates take is found out here; that of one that is not valid, is for `Tokenizer` to say."""
+        """Without `template_arguments`, they are the variables that the chat template reads."""
         named = dict(files.special_tokens)
         if template_arguments is None:
             sources = files.chat_template or "", files.tool_template or ""
@@ -131,7 +130,7 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
                 sorted({name for each in sources for name in variables_read(each, named)})
             )
         own: dict[str, Any] = {name: named.pop(name, None) for name in _SPECIAL_NAMES}
-        bundle = cls(
+        return cls(
             tokenizer_json=files.tokenizer_json,
             chat_template=files.chat_template,
             tool_template=files.tool_template,
@@ -141,11 +140,6 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
             template_defaults=dict(template_defaults),
             **own,
         )
-        try:
-            takes = [template and template.takes for template in _templates(bundle, SYSTEM_CLOCK)]
-        except (UnusableTokenizer, ValueError):
-            return bundle
-        return msgspec.structs.replace(bundle, takes=takes[0], tool_takes=takes[1])
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -185,8 +179,6 @@ class Tokenizer:
         self, bundle: TokenizerBundle, clock: Clock = SYSTEM_CLOCK, *, hash_: str | None = None
     ) -> None:
         """`hash_` is the bundle's, where its JSON was another text of the same meaning."""
-        self.bundle = bundle
-        self.hash = hash_ or bundle.hash
         try:
             with _LIBRARY:
                 self._load(bundle, clock)
@@ -197,6 +189,7 @@ class Tokenizer:
         except Exception as error:  # of any kind: nobody has looked at what is in the file
             reason = f"{type(error).__name__}: {error}"[:REASON_LEN_MAX]
             raise UnusableTokenizer(f"the tokenizer cannot be loaded: {reason}") from error
+        self.hash = hash_ or self.bundle.hash
 
     def _load(self, bundle: TokenizerBundle, clock: Clock) -> None:
         self.raw = tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
@@ -204,6 +197,10 @@ class Tokenizer:
         self.raw.no_padding()
         self._template, own = _templates(bundle, clock)
         self._tool_template = own or self._template
+        self.bundle = msgspec.structs.replace(
+            bundle, takes=self._template and self._template.takes, tool_takes=own and own.takes
+        )
+        """The bundle, with what its templates take."""
         _add(self.raw, bundle.added_tokens)
         added_tokens = self.raw.get_added_tokens_decoder()
         self._added = {token_id: added.content for token_id, added in added_tokens.items()}
