@@ -28,7 +28,7 @@ from shared.apis.prompt import ChatPrompt
 from shared.apis.tools import FunctionTool, Tool
 from shared.fairness.fair_threads import Slices
 from shared.text.call_arguments import arguments_of, plain_arguments_of, written_json
-from shared.text.template_takes import Message, Takes, taken, without_text
+from shared.text.template_takes import Message, Takes, nearest, taken, without_text
 from shared.wire.errors import InvalidRequest
 
 EFFORT: Final = "reasoning_effort"
@@ -108,12 +108,15 @@ class TemplateInput:
         }
 
     def _with_effort(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The variables, with the effort as a template has it that knows but whether to think. An effort of
-        `none` asks a template for nothing that knows not even that."""
-        if EFFORT not in arguments or EFFORT in self.arguments:
+        """The variables, with the effort as the template takes it. Where it takes no effort, or not that of
+        `none`, it may know whether to think; `none` asks a template for nothing that knows not even that."""
+        if EFFORT not in arguments:
             return arguments
+        asked, efforts = arguments[EFFORT], self.takes.efforts
+        thinks = asked != "none"
+        if EFFORT in self.arguments and (thinks or not efforts or THINKING not in self.arguments):
+            return {**arguments, EFFORT: nearest(asked, efforts)}
         others = {name: value for name, value in arguments.items() if name != EFFORT}
-        thinks = arguments[EFFORT] != "none"
         if THINKING in self.arguments:
             return {THINKING: thinks, **others}
         return arguments if thinks else others

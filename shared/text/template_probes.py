@@ -20,11 +20,13 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from shared.apis.chat import EFFORTS
 from shared.apis.chat_messages import ChatMessage, FunctionCall, FunctionToolCall
 from shared.apis.prompt import ChatPrompt
 from shared.process import logs
 from shared.process.clock import Clock
 from shared.text.rendering import Unrenderable
+from shared.text.template_input import EFFORT
 from shared.text.template_takes import Takes
 from shared.wire.errors import ApiError, TooMuch
 
@@ -111,6 +113,7 @@ class _Search:
         for role in roles:
             late = _late(role, (_SYSTEM,) if stays else (), with_calls=self._knows_calls)
             self._try(f"late_{role}", *late)
+        self._takes = replace(self._takes, efforts=self._efforts(arguments))
         if not self._drops_reasoning({}):
             return self._takes
         settings = ({name: value} for name in sorted(arguments) for value in (True, False))
@@ -140,6 +143,17 @@ class _Search:
             if self._passes(probe, changed):
                 self._takes = changed
                 return
+
+    def _efforts(self, arguments: Collection[str]) -> tuple[str, ...]:
+        """The efforts that are taken, where others are refused."""
+        if EFFORT not in arguments:
+            return ()
+        taken = tuple(
+            effort
+            for effort in EFFORTS
+            if self._text((_USER,), self._takes, arguments={EFFORT: effort}) is not None
+        )
+        return () if taken == EFFORTS else taken
 
     def _keeps_writing(self) -> bool:
         """True if arguments that remember how they were written print as others do, but for white space."""
@@ -208,7 +222,7 @@ class _Search:
         takes: Takes,
         *,
         opens: bool = False,
-        arguments: dict[str, bool] | None = None,
+        arguments: dict[str, Any] | None = None,
     ) -> str | None:
         """The chat as the template renders it. None where it refuses."""
         if self._clock.monotonic() > self._due_s:

@@ -15,6 +15,7 @@ Rules:
    tool's result, which joins that. A blank line is between them. So does a reminder behind a result, where a
    message of the user's would have the template leave out the reasoning that led to the call.
 4. What a template takes is not changed.
+5. An effort is a wish: one that the template refuses is the nearest that it takes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
 
 from msgspec import Struct
+
+from shared.apis.chat import EFFORTS
 
 Message = dict[str, Any]
 
@@ -79,6 +82,8 @@ class Takes(Struct, frozen=True, omit_defaults=True):
     then, and the law does not hold for what follows it."""
     reasoning_kept_by: dict[str, bool] = {}
     """The variable of the template, and its value, with which that is kept. Empty where there is none."""
+    efforts: tuple[str, ...] = ()
+    """The values of `reasoning_effort`, least first. Empty where it takes any, or reads none."""
 
     @property
     def any_order(self) -> bool:
@@ -103,6 +108,15 @@ class Takes(Struct, frozen=True, omit_defaults=True):
             and self.any_id
             and self.nameless_result
         )
+
+
+def nearest(effort: str, efforts: Sequence[str]) -> str:
+    """The effort, or where it is not among those that a template takes, the next greater one of them, else
+    the greatest."""
+    if not efforts or effort in efforts or effort not in EFFORTS:
+        return effort
+    rank = EFFORTS.index(effort)
+    return next((one for one in efforts if EFFORTS.index(one) > rank), efforts[-1])
 
 
 def reminder(text: str) -> str:

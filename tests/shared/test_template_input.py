@@ -235,3 +235,29 @@ def test_a_variable_from_outside_is_no_number_whatever_the_template_sets() -> No
 def test_a_range_in_a_loop_with_variables_of_its_own_is_counted() -> None:
     source = "{% for m in messages %}{% set n = 3 %}{% for i in range(n) %}{{ i }}{% endfor %}{% endfor %}"
     assert ChatTemplate(source, {}).render(ChatPrompt([ChatMessage("user", "a")])) == "012"
+
+
+PICKY = (
+    "{%- set effort = reasoning_effort|default('xhigh') -%}"
+    "{%- if effort not in ('low', 'medium', 'xhigh') -%}{{ raise_exception('Unknown') }}{%- endif -%}"
+    "{%- for message in messages -%}{{ message.content }}{%- endfor -%}/{{ effort }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [("none", "low"), ("minimal", "low"), ("medium", "medium"), ("high", "xhigh"), ("max", "xhigh")],
+)
+def test_an_effort_that_is_refused_is_the_nearest_that_is_taken(asked: str, taken: str) -> None:
+    chat = prompt_of(USER, arguments={"reasoning_effort": asked})
+    assert rendered(PICKY, chat, arguments=("reasoning_effort",)).endswith(f"/{taken}")
+    any_effort = PICKY.replace("effort not in", "false and effort not in")
+    assert rendered(any_effort, chat, arguments=("reasoning_effort",)).endswith(f"/{asked}")
+
+
+def test_no_effort_is_no_thinking_where_none_is_refused() -> None:
+    chat = prompt_of(USER, arguments={"reasoning_effort": "none"})
+    source = PICKY + "{{ '/thinks' if enable_thinking|default(true) else '/not' }}"
+    assert rendered(source, chat, arguments=("reasoning_effort", "enable_thinking")).endswith("/xhigh/not")
+    odd = prompt_of(USER, arguments={"reasoning_effort": "vast"})
+    assert refused(source, odd, arguments=("reasoning_effort",)).param == "messages"
