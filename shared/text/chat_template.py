@@ -263,8 +263,8 @@ class CompiledTemplate:
 
 
 def _failed_at(error: BaseException, messages: list[Message]) -> int | None:
-    """The number of the message that the template was at: the innermost variable that is one. None where it
-    was at none, or it is the only one."""
+    """The number of the message that the template was at: the innermost of its variables that is one. None
+    where none is."""
     numbers = {id(message): number for number, message in enumerate(messages)}
     found = [
         (name, numbers[id(value)])
