@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Final
 
 import openai
@@ -198,6 +199,91 @@ async def test_sampling_and_urgency_are_told(served: Served) -> None:
     assert [response[name] for name in ("temperature", "top_p", "presence_penalty")] == [0.5, 0.25, 1.0]
     assert response["service_tier"] == "flex"
     assert served.core.added[0].service_class is ServiceClass.FLEX
+
+
+# -- what Codex sends -----------------------------------------------------------------------------
+
+CODEX_TEMPLATE: Final = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content or [] %}{{ part.text }}{% endfor %}{% endif %}"
+    '{% for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}'
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+async def codex(serve: Serve, model_dir: Path) -> AsyncIterator[Served]:
+    """A model whose template writes reasoning and calls as it does itself."""
+    config = model_dir / "tokenizer_config.json"
+    kept = config.read_text()
+    config.write_text(json.dumps({"chat_template": CODEX_TEMPLATE, "eos_token": EOS}))
+    try:
+        async with serve(answer_format="qwen3", core=ROOM) as served:
+            yield served
+            served.assert_nothing_leaks()
+    finally:
+        config.write_text(kept)
+
+
+def from_codex(*more: dict[str, Any]) -> dict[str, Any]:
+    """A turn in the shape that Codex 0.171 gives it."""
+
+    def says(role: str, *texts: str) -> dict[str, Any]:
+        content = [{"type": "input_text", "text": text} for text in texts]
+        return {"type": "message", "id": f"msg_{role}", "role": role, "content": content}
+
+    function = {"type": "function", "description": "Run.", "strict": False, "parameters": SCHEMA}
+    return {
+        "model": MODEL,
+        "stream": True,
+        "input": [
+            *(says("developer", "Be brief."), says("developer", "Sandbox: none.", "Ask first.")),
+            *(says("user", "cwd: /"), says("user", "say hi"), *more),
+        ],
+        "tools": [
+            {**function, "name": "exec_command"},
+            {
+                "type": "namespace",
+                "name": "agents",
+                "description": "d",
+                "tools": [{**function, "name": "spawn"}],
+            },
+            {"type": "web_search", "external_web_access": True},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "01a2245b",
+        "client_metadata": {"turn_id": "01a2245b"},
+    }
+
+
+async def test_a_turn_of_codex_goes_on_where_the_last_one_ended(codex: Served) -> None:
+    """It keeps reasoning as its summary and what is sealed, and sends back what it has called."""
+    calling = '<tool_call>{"name": "agents__spawn", "arguments": {"city": "Oslo"}}</tool_call>'
+    codex.says(f"<think>Hm.</think>{calling}")
+    answer = await codex.http.post("/v1/responses", json=from_codex())
+    assert answer.status_code == 200, answer.text
+    response = events_of(answer.content)[-1]["response"]
+    reasoning, call = response["output"]
+    assert (call["namespace"], call["name"], call["status"]) == ("agents", "spawn", "completed")
+    output = {"type": "function_call_output", "id": "fco_1", "call_id": call["call_id"], "output": "hi"}
+    kept = {key: reasoning[key] for key in ("type", "summary", "encrypted_content")}
+    codex.says("done")
+    answer = await codex.http.post("/v1/responses", json=from_codex(kept, call, output))
+    assert answer.status_code == 200, answer.text
+    first_ids, second_ids = (add.prompt_ids for add in codex.core.added)
+    decode = codex.tokenizer.decode
+    first, second = (decode(ids, skip_special_tokens=False) for ids in (first_ids, second_ids))
+    assert "web_search" not in first
+    assert second == f"{first}<think>Hm.</think>{calling}<|end|><|tool|>hi<|end|><|assistant|>"
+    assert second_ids[: len(first_ids)] == first_ids
 
 
 # -- streams --------------------------------------------------------------------------------------
