@@ -119,7 +119,7 @@ def _check_named(schema: JsonSchemaFormat, where: str) -> None:
     _check_schema(schema.schema, f"{where}.schema", (b"{",))
 
 
-class TextFormat(JsonSchemaFormat, kw_only=True):
+class TextFormat(JsonSchemaFormat, kw_only=True, omit_defaults=True):
     """The format of a response's text, with the schema beside its type."""
 
     type: str

@@ -24,6 +24,7 @@ from gateway.request import edge
 from shared.apis.chat import AssistantMessage, ChatChoice, ChatCompletion
 from shared.apis.completions import Completion, CompletionChoice
 from shared.apis.generation import PromptTokensDetails, Usage
+from shared.apis.responses.answer import InputTokens
 from shared.apis.tokenize import DetokenizeResponse, TokenizeResponse
 from shared.process.memory import gateway_memory_max
 from shared.wire.sse import CLOSING_HEADER, encode_closing
@@ -41,6 +42,8 @@ from tests.gateway.fake_engine import (
     stream,
     unary,
 )
+from tests.gateway.responses_scripts import streamed
+from tests.gateway.responses_scripts import unary as responded
 
 PLAIN: Final = {"content-type", "content-length", "date", "server"}
 """The headers that any answer of HTTP has."""
@@ -168,6 +171,10 @@ def answer(seen: Seen) -> Script:
             value, reported = TokenizeResponse(1, 4096, [1]), {}
         case "/detokenize":
             value, reported = DetokenizeResponse("a"), {}
+        case "/v1/responses/input_tokens":
+            value, reported = InputTokens(1), {}
+        case "/v1/responses":
+            return streamed("a") if seen.body.get("stream") else responded("a")
         case _ if seen.body.get("stream"):
             return stream(chunk("a"))
         case "/v1/completions":

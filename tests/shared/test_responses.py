@@ -278,6 +278,7 @@ def test_what_changes_nothing_is_accepted(fields: dict[str, Any]) -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [{**AGENTS, "tools": [{"type": "custom", "name": "a"}] * 600}] * 2}, "tools"),
         ({"tools": [{**WEATHER, "parameters": []}]}, "tools[0].parameters"),
         ({"tools": [{**AGENTS, "name": "a b"}]}, "tools[0].name"),
         ({"tools": [{**AGENTS, "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].name"),

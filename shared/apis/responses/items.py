@@ -12,8 +12,6 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from shared.wire.shapes import MESSAGES_MAX, Unshown
 
-ITEMS_MAX: Final = 2 * MESSAGES_MAX
-"""The most items of an input: an answer of several parts is as many of them."""
 REASONING_MARK: Final = "penstock:reasoning:"
 """What stands before the text in an `encrypted_content` of ours. It hides nothing: the answer tells the same
 text. Clients that keep no state at the server send it back, where they leave out the text."""

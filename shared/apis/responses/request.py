@@ -24,7 +24,7 @@ from shared.apis.nothing import EMPTY, EXTENSIONS, FALSE, LOOKED_INTO, NONE, PRO
 from shared.apis.prompt import ChatPrompt
 from shared.apis.request import Request
 from shared.apis.responses.conversion import Conversation, conversation
-from shared.apis.responses.items import ITEMS_MAX, InputItem
+from shared.apis.responses.items import InputItem
 from shared.apis.responses.tools import (
     Choosing,
     OfferedTools,
@@ -38,7 +38,7 @@ from shared.apis.structure import Structure, TextFormat, check_text_format
 from shared.apis.tools import Tool, ToolChoice
 from shared.apis.validation import shapeless_names
 from shared.wire.errors import InvalidRequest, NotFound
-from shared.wire.shapes import LOGPROBS_MAX, TOKENS_MAX, TOOLS_MAX, Unshown
+from shared.wire.shapes import ITEMS_MAX, LOGPROBS_MAX, TOKENS_MAX, TOOLS_MAX, Unshown
 
 LOGPROBS: Final = "message.output_text.logprobs"
 ENCRYPTED: Final = "reasoning.encrypted_content"
@@ -57,7 +57,7 @@ Input = str | Annotated[list[InputItem], Meta(min_length=1, max_length=ITEMS_MAX
 OfferedList = Annotated[list[ResponsesTool], Meta(max_length=TOOLS_MAX)]
 
 
-class ReasoningConfig(Unshown):
+class ReasoningConfig(Unshown, omit_defaults=True):
     effort: str | None = None
     """`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`: a variable of the chat template."""
     summary: Summary | None = None
@@ -66,7 +66,7 @@ class ReasoningConfig(Unshown):
     """The older name of the same."""
 
 
-class TextConfig(Unshown):
+class TextConfig(Unshown, omit_defaults=True):
     format: TextFormat | None = None
     """The form of the answer's text: any, a JSON object, or JSON that follows a schema."""
     verbosity: str | None = None

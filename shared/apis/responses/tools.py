@@ -119,6 +119,8 @@ def offered(tools: Sequence[ResponsesTool] | None) -> OfferedTools:
     asked: list[FunctionTool] = []
     called: dict[str, Called] = {}
     for tool, namespace, place in _leaves(tools):
+        if len(told) == TOOLS_MAX:
+            raise InvalidRequest(f"tools must have at most {TOOLS_MAX} in all namespaces.", param="tools")
         is_custom = tool.type == "custom"
         name = flat_name(namespace, _name(tool, place))
         schema = CUSTOM_SCHEMA if is_custom else tool.parameters
