@@ -21,7 +21,7 @@ from tests.agents.script import TURNS_MAX, played
 from tests.agents.scripted_runner import END, ScriptedRunner
 from tests.agents.served import FAMILIES
 from tests.agents.shapes import expanded, shape
-from tests.agents.task import FACTORS, Task, source, total
+from tests.agents.task import FACTORS, Task, source, told, total
 from tests.answer_texts import FORMATS, Answer, answer_of
 from tests.answer_texts import read as read_answer
 from tests.fake_runner import runner_info
@@ -120,10 +120,10 @@ def test_a_task_is_done_where_the_file_is_changed_and_its_sum_was_told(tmp_path:
     task = Task(tmp_path)
     task.prepare()
     first, second = task.orders
-    assert not task.is_done(first, f"it is {total(first.new)}")
+    assert not task.is_done(first, told(total(first.new)))
     task.file.write_text(source(first.new))
-    assert task.is_done(first, f"it is {total(first.new)}")
-    assert not task.is_done(first, "done")
+    assert task.is_done(first, told(total(first.new)))
+    assert not task.is_done(first, f"{total(first.new)}, but I could not do it")
     assert (first.old, first.new, second.new) == FACTORS
 
 

@@ -14,12 +14,10 @@ from typing import Final
 import msgspec
 
 from tests.agents.recorder import Exchange
-from tests.agents.stage import Guest, Run, Stage
+from tests.agents.stage import PAGE_SIZE, Guest, Run, Stage
 from tests.agents.task import FILE
 from tests.services import Line, until
 
-PAGE_SIZE: Final = 64
-"""The engine's, where nothing else is set."""
 SAID_LEN_MAX: Final = 300
 """Characters of an error that are told."""
 

@@ -2,7 +2,8 @@
 
 `session`: an agent does a task. `killed`: an agent is killed while its answer comes: the sequence ends, its
 pages are free, and what was computed is charged. `slow-tool`: the command that an agent runs takes
-`PAUSE_S`, while people chat. `together`: two agents of one tenant at once, while people of another chat.
+`PAUSE_S`, while people chat who fill the cache more than once. `together`: two agents of one tenant at once,
+while people of another chat.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ RECITED: Final = 3000
 """The words of the answer that is broken off."""
 BREAK_EVENTS: Final = 200
 """The events of it after which the agent is killed."""
+FEW_PAGES: Final = 768
+"""A cache that one session and a few chats fill."""
 PEOPLE: Final = 2
 PROMPT_LEN: Final = 600
 
@@ -50,7 +53,7 @@ def session(agents: list[Agent], folder: Path, template: str, keep: Keep) -> Ite
 def slow_tool(agents: list[Agent], folder: Path, template: str, keep: Keep) -> Iterator[Outcome]:
     for agent in agents:
         with (
-            staged(folder / agent.name, template) as stage,
+            staged(folder / agent.name, template, FEW_PAGES) as stage,
             guest(stage, agent, folder / agent.name / "own", PAUSE_S) as own,
         ):
             with chatting(stage.url, PEOPLE, PROMPT_LEN) as chats:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from engine.api.formats.format import AnswerFormat
-from tests.agents.task import ORDER, TOTAL, Order
+from tests.agents.task import ORDER, TOTAL, Order, told
 from tests.answer_texts import written
 
 TURN: Final = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
@@ -25,6 +25,8 @@ RESULT: Final = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTAL
 RECITAL: Final = re.compile(r"Recite (\d+) words( and use no tool)?")
 """A long answer. An agent is asked for it with the words in the brackets: a prompt that has them and no tools
 is from beside the session."""
+RUNNING: Final = re.compile(r"running with session ID (\d+)")
+"""What Codex says of a command that it does not wait for any longer."""
 TURNS_MAX: Final = 12
 """The turns behind an order after which the script gives up, since its calls bring nothing."""
 
@@ -48,8 +50,8 @@ class Prompt:
 
     tools: Mapping[str, Collection[str]] = field(default_factory=dict)
     """The names of the arguments of each tool."""
-    asked: str = ""
-    """The text of the last turn of the user's."""
+    recital: int | None = None
+    """The words to recite. None where none were asked for, or not beside these tools."""
     order: Order | None = None
     said: tuple[str, ...] = ()
     """The model's turns behind the order."""
@@ -59,16 +61,18 @@ class Prompt:
     @staticmethod
     def of(text: str) -> Prompt:
         turns = [(role, content) for role, content in TURN.findall(text)][:-1]
-        order, asked, at = None, "", 0
+        tools, order, recital, at = _tools(turns), None, None, 0
         for number, (role, content) in enumerate(turns):
             if role == "user" and not RESULT.search(content):
-                asked = content
+                found = RECITAL.search(content)
+                if found is not None and (tools or not found[2]):
+                    recital = int(found[1])
                 if found := ORDER.search(content):
                     order, at = Order(found[1], int(found[2]), int(found[3]), found[4]), number
         behind = turns[at + 1 :]
         return Prompt(
-            _tools(turns),
-            asked,
+            tools,
+            recital,
             order,
             tuple(content for role, content in behind if role == "assistant"),
             tuple(found for role, content in behind if role == "user" for found in RESULT.findall(content)),
@@ -100,15 +104,14 @@ def _tools(turns: list[tuple[str, str]]) -> dict[str, Collection[str]]:
 
 def reply(prompt: Prompt) -> Reply:
     """What is said to a prompt."""
-    found = RECITAL.search(prompt.asked)
-    if found is not None and (prompt.tools or not found[2]):
-        return Reply(" ".join(f"word {number}" for number in range(int(found[1]))))
+    if prompt.recital is not None:
+        return Reply(" ".join(f"word {number}" for number in range(prompt.recital)))
     order = prompt.order
     if order is None or not prompt.tools:
         return Reply("A ledger and its total")
     done = prompt.holds(TOTAL.pattern)
     if done is not None:
-        return _ending(prompt, f"The sum that it printed is {done[1]}.")
+        return _ending(prompt, told(done[1]))
     for thought, text, choices in _steps(order, prompt):
         call = prompt.tool(choices)
         if call is None:
@@ -148,6 +151,9 @@ def _steps(order: Order, prompt: Prompt) -> Iterator[tuple[str, str, list[Choice
             ],
         )
     command = order.command
+    runs = prompt.results and RUNNING.search(prompt.results[-1])
+    if runs:
+        yield ("It is not done yet.", "", [("write_stdin", {"session_id": int(runs[1]), "chars": ""})])
     yield (
         "Now it can be run.",
         "",

@@ -10,7 +10,7 @@ are those of the script's text and the token that ends an answer.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +18,7 @@ import tokenizers
 
 from engine.contract.messages import Plan, RunnerInfo, RunResult, SlotAssignment, TokenLogprobs
 from engine.core.grammars.masks import is_allowed
-from tests.fake_runner import START, FakeRunner, SlotState, kv_of, logprobs_of, no_slots
+from tests.fake_runner import START, FakeRunner, SlotState, kv_of, logprobs_of
 
 END: Final = "<|im_end|>"
 
@@ -33,9 +33,8 @@ class ScriptedRunner(FakeRunner):
         tokenizer: Path,
         answer: Callable[[str], str],
         pause: Callable[[], None] = lambda: None,
-        held: Callable[[], Collection[int]] = no_slots,
     ) -> None:
-        super().__init__(info, step_tokens_max, held)
+        super().__init__(info, step_tokens_max, lambda: self.slots)  # clients stall, and masks come late
         self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer))
         self._answer = answer
         self._pause = pause

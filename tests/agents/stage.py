@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,7 +30,11 @@ from tests.suites import cache as suites
 
 RUN_S: Final = 180.0
 """The time in which an agent must have done an order, in seconds."""
+PAGE_SIZE: Final = 64
+"""The engine's, where nothing else is set."""
 PRINTED_LEN_MAX: Final = 1 << 20
+SAID_LEN_MAX: Final = 4000
+"""Characters of each log that are told when a scene fails."""
 CHATS_KEY: Final = "chats-key"
 CHATS: Final = f"""
 [[tenants]]
@@ -131,14 +136,20 @@ def staged(folder: Path, template: str, pages: int = served.PAGES) -> Iterator[S
     """`pages`: of the engine's cache."""
     model = folder / "model"
     make_model(model, template, pages, suites.cache_folder())
-    options = ["--model", str(model), "--port", "0", "--max-model-len", str(served.CONTEXT_LEN)]
+    longest = min(served.CONTEXT_LEN, pages * PAGE_SIZE)
+    options = ["--model", str(model), "--port", "0", "--max-model-len", str(longest)]
     with (
         tempfile.TemporaryDirectory(prefix="ag") as sockets,
         service([served.MODULE, "serve", *options], TMPDIR=sockets) as engine,
         gateway(folder, engine_url(engine), CHATS) as front,
     ):
         gateway_url(front)
-        yield Stage(engine, front, template, opening_len(model))
+        try:
+            yield Stage(engine, front, template, opening_len(model))
+        except BaseException:
+            for log in (engine, front):
+                sys.stderr.write(log.text[-SAID_LEN_MAX:])
+            raise
 
 
 @contextmanager

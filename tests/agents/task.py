@@ -61,8 +61,13 @@ class Task(NamedTuple):
         self.file.write_text(source(FACTORS[0]))
 
     def is_done(self, order: Order, printed: str) -> bool:
-        """Whether the file is as the order wants it, and what the agent printed has the total."""
-        return self.file.read_text() == source(order.new) and str(total(order.new)) in printed
+        """Whether the file is as the order wants it, and the agent printed the answer that has the total."""
+        return self.file.read_text() == source(order.new) and told(total(order.new)) in printed
+
+
+def told(sum_: int | str) -> str:
+    """The text of an order's last answer."""
+    return f"The sum that it printed is {sum_}."
 
 
 def entries() -> list[tuple[str, int]]:
