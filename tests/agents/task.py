@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 FILE: Final = "ledger.py"
-ENTRIES: Final = 120
+ENTRIES: Final = 12
 FACTORS: Final = (17, 23, 31)
 SEED: Final = 20261129
 
