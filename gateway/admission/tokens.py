@@ -180,7 +180,7 @@ def span(
 
 def _is_short(prompt: PromptForm) -> bool:
     if isinstance(prompt, ChatPrompt):
-        if prompt.tools or prompt.arguments or prompt.continues_final:  # rule 3
+        if prompt.tools or prompt.arguments or prompt.wishes or prompt.continues_final:  # rule 3
             return False
         length = 0
         for message in prompt.messages:

@@ -45,6 +45,11 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
 
+def status_of(kind: type[ApiError]) -> int:
+    """The status of errors of a class, where an API has none of its own for it."""
+    return int(kind.status)
+
+
 def error_headers(error: ApiError) -> dict[str, str]:
     """The headers that an error's answer has beside its body.
 
