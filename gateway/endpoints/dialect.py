@@ -53,6 +53,8 @@ class Dialect(Struct, frozen=True):
     """The beginnings of events that tell nothing of the answer: those that open a stream before its first
     token, and keep-alives. Empty where all events but comments tell of it."""
 
+    folds_cached: bool = False
+    """True if usage tells the part of a prompt that was not cached, in place of all of it."""
     id_header: str = ""
     """The header in which an answer has the request's id once more. Empty for none."""
     envelope: type[Struct] = ErrorEnvelope

@@ -75,6 +75,7 @@ MESSAGE_EVENTS: Final = _Messages(
     ),
     scanner=partial(NamedScanner, hot=b"event: content_block_"),
     silent=(b"event: message_start\n", PING.partition(b"\n")[0]),
+    folds_cached=True,
     id_header="request-id",
     envelope=MessagesErrorEnvelope,
 )
@@ -118,6 +119,7 @@ MESSAGES: Final = _Endpoint(
     answer=MessageAnswer,
     summary="Answer a conversation, by Anthropic's API.",
     event=MessageEvent,
+    is_optional=True,
     passes=_PASSES,
     maxima=("max_tokens",),
     nested=_NESTED,
@@ -128,6 +130,7 @@ COUNT_TOKENS: Final = Endpoint(
     answer=CountTokensResponse,
     summary="Count the tokens of a conversation.",
     passes=_COUNTED,
+    is_optional=True,
     generates=False,
     maxima=(),
     nested=_NESTED,

@@ -31,7 +31,15 @@ from gateway.client.interface import Sink
 from gateway.config.timeouts import TimeoutsConfig
 from gateway.endpoints.dialect import Dialect
 from gateway.relay.engine_errors import event_is_error, read_back
-from gateway.relay.foreign import BlankingScanner, Blanks, ForeignScanner, UsageFinder, look_into
+from gateway.relay.foreign import (
+    BlankingScanner,
+    Blanks,
+    FoldingScanner,
+    Folds,
+    ForeignScanner,
+    UsageFinder,
+    look_into,
+)
 from gateway.relay.ticks import Ticks
 from gateway.relay.upstream import Answer
 from shared.http2.stream import Report
@@ -164,7 +172,9 @@ async def open_answer(
         progress.header_closing = answer.closing
         watch.expect(inter_token_s, InterTokenTimeout, STOPPED)
         return Opened(answer, await _unary_head(answer, progress, watch), streams)
-    kind = BlankingScanner if progress.blanks_cached else ForeignScanner
+    kind: type[ForeignScanner] = ForeignScanner
+    if progress.blanks_cached:
+        kind = FoldingScanner if dialect.folds_cached else BlankingScanner
     if answer.tokenizer is None:
         progress.scanner = progress.foreign = kind(dialect.done, hides_usage=hides_usage)
     elif hides_usage or progress.blanks_cached:  # one of ours that is not taken for one
@@ -361,7 +371,9 @@ class Relay(Struct, frozen=True, eq=False):
 
     async def _unary(self, opened: Opened) -> None:
         answer = opened.answer
-        blanks = Blanks() if self.progress.blanks_cached else None
+        blanks: Blanks | Folds | None = None
+        if self.progress.blanks_cached:
+            blanks = Folds() if self.dialect.folds_cached else Blanks()
         head = opened.head if blanks is None else blanks.feed(opened.head, ended=answer.finished)
         self.first_byte()
         await self._begin(answer, head)

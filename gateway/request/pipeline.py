@@ -180,6 +180,7 @@ class Pipeline:
             affinity,
             asked.endpoint.dialect,
             is_fallback=bool(exchange.fallback),
+            is_optional=asked.endpoint.is_optional,
             is_hedged=terms.is_hedged,
         )
 

@@ -72,6 +72,7 @@ class MessagesRequest(GenerationRequest, kw_only=True, dict=True):
     path: ClassVar[str] = "/v1/messages"
     operation: ClassVar[str] = "chat"
     prompt_param: ClassVar[str] = "messages"
+    prompt_beside: ClassVar[frozenset[str]] = frozenset({"system"})
     thinking_param: ClassVar[str] = "thinking.budget_tokens"
     nothing: ClassVar[Mapping[str, Nothing]] = _NOTHING
 

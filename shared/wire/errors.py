@@ -373,6 +373,14 @@ class UpstreamRefused(UpstreamFailed):
     type), which another would not take either."""
 
 
+class PathNotServed(ApiError):
+    """The model's engine, one of another make, has no such path: it speaks other APIs than this one."""
+
+    status = HTTPStatus.NOT_FOUND
+    type = "invalid_request_error"
+    code = "path_not_served"
+
+
 class UpstreamDenied(UpstreamFailed):
     """The engine does not take the gateway's own key, or its account is not paid."""
 
