@@ -289,7 +289,7 @@ class Relay(Struct, frozen=True, eq=False):
         if opened.is_opening:
             await self._open(opened)
         else:
-            self.progress.events += opened.head.count(_BOUNDARY)
+            self.progress.events += self._told(opened.head)
             self.first_byte()
             await self._begin(answer, opened.head, _STREAM_HEADERS)
         self._expect_more()
@@ -341,8 +341,7 @@ class Relay(Struct, frozen=True, eq=False):
             self.watch.again()
             progress.events += 1
         elif data := progress.scanner.feed(chunk):
-            told = len(self.dialect.told(data)) if self.dialect.silent else data.count(_BOUNDARY)
-            if told and data.find(_DATA) >= 0:
+            if data.find(_DATA) >= 0 and (told := self._told(data)):
                 self.watch.again()
                 progress.events += told
         else:
@@ -351,6 +350,10 @@ class Relay(Struct, frozen=True, eq=False):
             progress.note(self.monotonic())
         progress.body_len += len(data)
         return self.client.write_nowait(data)
+
+    def _told(self, events: bytes) -> int:
+        """The number of whole events that tell of the answer."""
+        return len(self.dialect.told(events)) if self.dialect.silent else events.count(_BOUNDARY)
 
     @property
     def _passes_chunks(self) -> bool:

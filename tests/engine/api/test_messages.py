@@ -356,6 +356,7 @@ async def test_a_client_that_leaves_frees_its_sequence(served: Served, lines: li
 
 async def test_a_count_is_what_a_request_of_the_same_has(served: Served) -> None:
     served.says("Yes.")
+    asked: dict[str, Any]
     asked = {"tools": TOOLS, "system": "Be.", "messages": [HELLO, {"role": "assistant", "content": "It"}]}
     answer = await post(served, **asked)
     body = {"model": MODEL, **asked}
