@@ -28,7 +28,9 @@ def error_response(error: ApiError, headers: Mapping[str, str], dialect: Dialect
     have the request's id."""
     request_id = headers.get(REQUEST_ID_HEADER, "")
     return json_response(
-        error.status, dialect.error_body(error, request_id), {**headers, **error_headers(error)}
+        dialect.error_status(type(error)),
+        dialect.error_body(error, request_id),
+        {**headers, **error_headers(error)},
     )
 
 

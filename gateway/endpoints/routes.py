@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from gateway.endpoints.dialect import CHUNKS, Dialect
 from gateway.endpoints.endpoint import Endpoint
@@ -148,15 +148,24 @@ RESOURCES: Final = resources(ROUTES)
 _WITH_IDS: Final = tuple(resource for path, resource in RESOURCES.items() if _ID in path)
 
 
+_BELOW: Final = tuple(
+    (f"{path}/", structs.replace(NOTHING, dialect=endpoint.dialect))
+    for path, endpoint in ENDPOINTS.items()
+    if endpoint.dialect is not CHUNKS
+)
+"""The paths below those of an API with a dialect of its own: nothing is there either, which is said in it."""
+
+
 def missing(path: str) -> ApiError:
     """The error of a path at which nothing is served."""
-    return nothing_stored(path) or RouteNotFound(no_such_path(path, lambda other: find(other) is not NOTHING))
+    return nothing_stored(path) or RouteNotFound(no_such_path(path, lambda other: bool(find(other).routes)))
 
 
 def find(path: str) -> Resource:
     """What is served at a path."""
-    return RESOURCES.get(path) or _find_with_id(path)
+    return RESOURCES.get(path) or _find_other(path)
 
 
-def _find_with_id(path: str) -> Resource:
-    return next((resource for resource in _WITH_IDS if resource.pattern.fullmatch(path)), NOTHING)
+def _find_other(path: str) -> Resource:
+    found = next((resource for resource in _WITH_IDS if resource.pattern.fullmatch(path)), None)
+    return found or next((nothing for above, nothing in _BELOW if path.startswith(above)), NOTHING)

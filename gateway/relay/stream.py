@@ -31,7 +31,15 @@ from gateway.client.interface import Sink
 from gateway.config.timeouts import TimeoutsConfig
 from gateway.endpoints.dialect import Dialect
 from gateway.relay.engine_errors import event_is_error, read_back
-from gateway.relay.foreign import BlankingScanner, Blanks, ForeignScanner, UsageFinder, look_into
+from gateway.relay.foreign import (
+    BlankingScanner,
+    Blanks,
+    FoldingScanner,
+    Folds,
+    ForeignScanner,
+    UsageFinder,
+    look_into,
+)
 from gateway.relay.ticks import Ticks
 from gateway.relay.upstream import Answer
 from shared.http2.stream import Report
@@ -164,7 +172,9 @@ async def open_answer(
         progress.header_closing = answer.closing
         watch.expect(inter_token_s, InterTokenTimeout, STOPPED)
         return Opened(answer, await _unary_head(answer, progress, watch), streams)
-    kind = BlankingScanner if progress.blanks_cached else ForeignScanner
+    kind: type[ForeignScanner] = ForeignScanner
+    if progress.blanks_cached:
+        kind = FoldingScanner if dialect.folds_cached else BlankingScanner
     if answer.tokenizer is None:
         progress.scanner = progress.foreign = kind(dialect.done, hides_usage=hides_usage, ends=dialect.ends)
     elif hides_usage or progress.blanks_cached:  # one of ours that is not taken for one
@@ -279,7 +289,7 @@ class Relay(Struct, frozen=True, eq=False):
         if opened.is_opening:
             await self._open(opened)
         else:
-            self.progress.events += opened.head.count(_BOUNDARY)
+            self.progress.events += self._told(opened.head)
             self.first_byte()
             await self._begin(answer, opened.head, _STREAM_HEADERS)
         self._expect_more()
@@ -331,8 +341,7 @@ class Relay(Struct, frozen=True, eq=False):
             self.watch.again()
             progress.events += 1
         elif data := progress.scanner.feed(chunk):
-            told = len(self.dialect.told(data)) if self.dialect.silent else data.count(_BOUNDARY)
-            if told and data.find(_DATA) >= 0:
+            if data.find(_DATA) >= 0 and (told := self._told(data)):
                 self.watch.again()
                 progress.events += told
         else:
@@ -341,6 +350,10 @@ class Relay(Struct, frozen=True, eq=False):
             progress.note(self.monotonic())
         progress.body_len += len(data)
         return self.client.write_nowait(data)
+
+    def _told(self, events: bytes) -> int:
+        """The number of whole events that tell of the answer."""
+        return len(self.dialect.told(events)) if self.dialect.silent else events.count(_BOUNDARY)
 
     @property
     def _passes_chunks(self) -> bool:
@@ -361,7 +374,9 @@ class Relay(Struct, frozen=True, eq=False):
 
     async def _unary(self, opened: Opened) -> None:
         answer = opened.answer
-        blanks = Blanks() if self.progress.blanks_cached else None
+        blanks: Blanks | Folds | None = None
+        if self.progress.blanks_cached:
+            blanks = Folds() if self.dialect.folds_cached else Blanks()
         head = opened.head if blanks is None else blanks.feed(opened.head, ended=answer.finished)
         self.first_byte()
         await self._begin(answer, head)

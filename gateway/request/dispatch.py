@@ -25,6 +25,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -52,6 +53,7 @@ from shared.wire.errors import (
     InterTokenTimeout,
     NotReady,
     Overloaded,
+    PathNotServed,
     UpstreamDenied,
     UpstreamFailed,
     UpstreamLost,
@@ -75,6 +77,8 @@ FINAL: Final = (UpstreamRefused, UpstreamLostTwice)
 """Those of them after which none is: another would not take it either, or it has broken two already."""
 TOLD: Final = (UpstreamRefused, UpstreamDenied)
 """The failures that no request causes, and that operators alone can mend."""
+NOT_THERE: Final = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
+"""The statuses by which an engine says that it has no such path."""
 OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {
     ConnectTimeout: Outcome.UNREACHABLE,
     UpstreamUnreachable: Outcome.UNREACHABLE,
@@ -103,6 +107,8 @@ class Prepared(Struct, frozen=True):
     dialect: Dialect
     is_fallback: bool = False
     """True if the caller asked for another model, which could not answer."""
+    is_optional: bool = False
+    """True if engines of other makes may lack its path."""
     is_hedged: bool = False
     """True if it may be sent to a second replica when the first is slow to begin."""
 
@@ -426,8 +432,10 @@ class Dispatcher:
                 streams=exchange.streams,
                 hides_usage=request.asks_for_usage,
             )
-        except BaseException:
+        except BaseException as error:
             await answer.aclose()
+            if prepared.is_optional and isinstance(error, UpstreamRefused) and answer.status in NOT_THERE:
+                raise PathNotServed(f"The engine of this model has no {request.path}.") from None
             raise
         self._replicas.began(place, is_opening=opened.is_opening)
         return Dispatched(prepared.model, place, opened)

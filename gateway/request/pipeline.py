@@ -49,7 +49,7 @@ from gateway.client.body import read_body, validate, validate_slices
 from gateway.config.whole import ALL_ENDPOINTS, GatewayConfig, ModelConfig
 from gateway.directory.accounts import Terms
 from gateway.endpoints.endpoint import Asked, Endpoint
-from gateway.identity.caller import Caller, Principal
+from gateway.identity.caller import Caller, Principal, authorization_of
 from gateway.identity.callers import KnownCallers
 from gateway.identity.tenant import check_endpoint
 from gateway.relay.engines import Engines, Known
@@ -180,6 +180,7 @@ class Pipeline:
             affinity,
             asked.endpoint.dialect,
             is_fallback=bool(exchange.fallback),
+            is_optional=asked.endpoint.is_optional,
             is_hedged=terms.is_hedged,
         )
 
@@ -258,7 +259,7 @@ class Pipeline:
         what it asks for."""
         exchange.stages.enter("auth")
         headers, connection = exchange.headers, exchange.connection
-        caller = Caller(headers.get("authorization"), connection.transport, connection.tenant)
+        caller = Caller(authorization_of(headers), connection.transport, connection.tenant)
         try:
             found = exchange.accounts.identity.identify(caller, exchange.clock.wall())
         except Unauthenticated:

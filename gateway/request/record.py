@@ -96,11 +96,11 @@ class ExchangeRecord(Struct, eq=False):
         if len(self.failures) < FAILURES_SHOWN_MAX:
             self.failures += (f"{replica}={code}",)
 
-    def failed(self, error: ApiError, sent_status: int | None) -> None:
-        """Note the error that ended the request. `sent_status` is the status that the client was
-        already sent, when the answer had begun."""
+    def failed(self, error: ApiError, status: int) -> None:
+        """Note the error that ended the request. `status` is the one that its client is sent, or was when the
+        answer began."""
         self.error = error
-        self.status = sent_status or int(error.status)
+        self.status = status
         self.end_reason = end_reason_of(error)
 
     def set_progress(self, progress: Progress) -> None:

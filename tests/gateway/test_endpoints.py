@@ -146,7 +146,7 @@ async def test_an_opening_is_passed_on_and_is_no_first_token(house: House) -> No
 
 @pytest.mark.parametrize(("bound", "before"), [("first_token", []), ("inter_token", [PIECE])])
 async def test_keepalives_hide_no_hung_engine(open_house: Open, bound: str, before: list[bytes]) -> None:
-    house = await open_house(timeouts={f"{bound}_s": 0.05, "total_s": 30.0})
+    house = await open_house(timeouts={f"{bound}_s": 0.5, "total_s": 30.0})
     async with opened(house, *before, *[ALIVE] * 1_000_000) as answer:
         body = await answer.read()
         assert body.endswith(error_event(TIMEOUTS[bound]("Late."), answer.headers["x-request-id"]))

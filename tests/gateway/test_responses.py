@@ -103,7 +103,7 @@ async def test_a_stream_that_breaks_says_so_to_sdks_and_to_codex(house: House) -
 async def test_an_error_that_ends_an_opening_is_passed_on(house: House) -> None:
     """It has begun, so that no status is left to say it."""
     error = {"message": "no", "type": "server_error", "code": "engine_failed", "param": None}
-    event = sse.named_event("error", msgspec.json.encode({"type": "error", "error": error}))
+    event = sse.named_event(b"error", msgspec.json.encode({"type": "error", "error": error}))
     go, end = asyncio.Event(), sse.closing_comment(closing(reason="engine_failed"))
     house.engine.script = Script([b"".join(opening()), go, event, end])
     async with ask(house, stream=True) as answer:

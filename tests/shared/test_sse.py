@@ -240,9 +240,9 @@ SILENT = b"event: open\n"
 @pytest.mark.parametrize(
     ("chunk", "is_taken"),
     [
-        (sse.named_event("text", b'{"text":"a"}'), True),
-        (sse.named_event("text", b"{}") * 2, False),
-        (sse.named_event("open", b"{}"), False),
+        (sse.named_event(b"text", b'{"text":"a"}'), True),
+        (sse.named_event(b"text", b"{}") * 2, False),
+        (sse.named_event(b"open", b"{}"), False),
         (sse.event(b"{}"), False),
         (b"event: text\ndata: {}\n", False),
         (b"event: text\ndata: {}\nid: 1\n\n", False),
@@ -251,17 +251,17 @@ SILENT = b"event: open\n"
     ],
 )
 def test_an_event_with_a_name_is_taken_as_it_is(chunk: bytes, is_taken: bool) -> None:
-    scanner = sse.NamedScanner(DONE, (SILENT,))
+    scanner = sse.NamedScanner(DONE, b"event: ", (SILENT,))
     assert scanner.takes(chunk) is is_taken
     if not is_taken:
         scanner.feed(b"event: half")
-        assert not scanner.takes(sse.named_event("text", b"{}"))
+        assert not scanner.takes(sse.named_event(b"text", b"{}"))
 
 
-@given(st.lists(st.sampled_from(["text", "open", "done"]), max_size=6), st.booleans())
-def test_taken_or_read_a_stream_is_the_same(names: list[str], is_whole: bool) -> None:
+@given(st.lists(st.sampled_from([b"text", b"open", b"done"]), max_size=6), st.booleans())
+def test_taken_or_read_a_stream_is_the_same(names: list[bytes], is_whole: bool) -> None:
     chunks = [sse.named_event(name, b'{"a":"b"}') for name in names] + ([DONE] if is_whole else [])
-    taking, reading = sse.NamedScanner(DONE, (SILENT,)), TailScanner()
+    taking, reading = sse.NamedScanner(DONE, b"event: ", (SILENT,)), TailScanner()
     taken = b"".join(forward(taking, chunk) for chunk in [*chunks, COMMENT])
     read = b"".join(map(reading.feed, [*chunks, COMMENT]))
     assert taken == read == b"".join(chunks)

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
@@ -82,6 +82,8 @@ class Heading:
     sends_token_ids: bool
     logprobs: int | None
     sends_reasoning: bool = True
+    hides_reasoning: bool = False
+    """True if the answer tells that there was reasoning, without its text."""
 
     @property
     def usage(self) -> UnsetType | None:
@@ -104,6 +106,10 @@ class Answered:
     """The ids of its prompt; empty where they are not told."""
     echoes: Sequence[Echo | None]
     """Its prompt as it is repeated; None where it is not."""
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)
+    """The stop strings that are tokens, by their ids."""
+    is_cut_by_context: bool = False
+    """True if the context holds less than the answer's maximum."""
     sampling: SamplingParams | None = None
     """How its tokens were drawn: that of the first choice."""
     service_class: ServiceClass = ServiceClass.DEFAULT
@@ -139,13 +145,18 @@ class Template:
 
     __slots__ = ("_head", "_tail")
 
-    def __init__(self, make: Callable[[str], msgspec.Struct]) -> None:
+    def __init__(
+        self,
+        make: Callable[[str], msgspec.Struct],
+        encoded: Callable[[msgspec.Struct], bytes] | None = None,
+    ) -> None:
+        """`encoded` makes an event: `encoded_event`, unless events have names."""
         marker = secrets.token_hex(16)
-        self._head, self._tail = encoded_event(make(marker)).split(encode(marker))
+        self._head, self._tail = (encoded or encoded_event)(make(marker)).split(encode(marker))
 
     def fill(self, text: str) -> bytes:
         data = encode(text)
-        return self._head + (data if text.isascii() else _on_one_line(data)) + self._tail
+        return self._head + (data if text.isascii() else on_one_line(data)) + self._tail
 
 
 class NumberedTemplate:
@@ -160,7 +171,7 @@ class NumberedTemplate:
 
     def fill(self, text: str, number: int) -> bytes:
         data = encode(text)
-        return self._format % (data if text.isascii() else _on_one_line(data), number)
+        return self._format % (data if text.isascii() else on_one_line(data), number)
 
 
 class SpreadTemplate:
@@ -174,7 +185,7 @@ class SpreadTemplate:
 
     def fill(self, text: str) -> bytes:
         data = encode(text)
-        return (data if text.isascii() else _on_one_line(data)).join(self._pieces)
+        return (data if text.isascii() else on_one_line(data)).join(self._pieces)
 
 
 def encoded_event(chunk: msgspec.Struct) -> bytes:
@@ -185,10 +196,10 @@ def encoded_event(chunk: msgspec.Struct) -> bytes:
 def encoded(value: msgspec.Struct) -> bytes:
     """The data of an event."""
     data = encode(value)
-    return data if data.isascii() else _on_one_line(data)
+    return data if data.isascii() else on_one_line(data)
 
 
-def _on_one_line(data: bytes) -> bytes:
+def on_one_line(data: bytes) -> bytes:
     """`data`, JSON, with the characters escaped that some clients take for line ends. They occur only
     within strings."""
     for raw, escaped in _LINE_ENDS:

@@ -117,6 +117,8 @@ class ChoiceOutput:
     """The time that compiling its grammar and filling its masks took the core, in seconds."""
     finish_reason: FinishReasonName | None = None
     first_token_at: float | None = None
+    stopped_by: str | int | None = None
+    """The stop string, or the id of the stop token, that ended it. None where nothing of the kind did."""
     _queue_s: float | None = None
     """How long the sequence waited for its first admission, in seconds. None until the core has begun it."""
     _final_timing: Timing | None = None
@@ -269,6 +271,7 @@ class ChoiceOutput:
         self.completion_tokens += 1
         detokenizer = self._detokenizer
         if token_id in self._stop_token_ids:
+            self.stopped_by = token_id
             if self._keeps_entries:
                 end = detokenizer.decoded_len
                 self._trail.append((end, Entry(token_id, end, None)))
@@ -283,6 +286,7 @@ class ChoiceOutput:
             self._unsent_tokens += 1
         if detokenizer.stopped:  # the core would report the times a step later
             self._final_timing = self.timing(now)
+            self.stopped_by = detokenizer.stopped_by
             self._finish(self._stop_reason())
         return detokenizer.stopped
 
@@ -305,6 +309,7 @@ class ChoiceOutput:
             case FinishReason.STOP | FinishReason.LENGTH:
                 self._release(self._detokenizer.finish())
                 is_stop = finished.reason is FinishReason.STOP or self._detokenizer.stopped
+                self.stopped_by = self._detokenizer.stopped_by or self.stopped_by
                 self._finish(self._stop_reason() if is_stop else "length")
             case FinishReason.REJECTED:
                 self.output.fail(Overloaded("The engine's queue is full.", retry_after_s=1.0))

@@ -11,15 +11,18 @@ from msgspec import Raw, Struct
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Repeated, Vocabulary
+from engine.api.answer.messages import MessagesEncoder
 from engine.api.answer.responses import ResponsesEncoder, failing_of
+from shared.apis import message_answers
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
+from shared.apis.messages import MessagesRequest
 from shared.apis.responses.repeated import repeated
 from shared.apis.responses.request import ResponsesRequest
 from shared.wire import sse
 from shared.wire.envelope import error_envelope
-from shared.wire.errors import ApiError
+from shared.wire.errors import ApiError, status_of
 
 
 class AnswerApi(Struct, frozen=True):
@@ -32,6 +35,8 @@ class AnswerApi(Struct, frozen=True):
     """Makes the body of an error from it and the request's id."""
     error_event: Callable[[ApiError, str], bytes] = sse.error_event
     """Makes the event that ends a stream which fails after its first byte, from the same."""
+    error_status: Callable[[type[ApiError]], int] = status_of
+    """The status of an answer with an error of a class."""
     opens_early: bool = False
     """True if a stream begins with events that tell nothing of the answer. They are sent once the core has
     admitted the request."""
@@ -51,4 +56,21 @@ ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
     ResponsesRequest: AnswerApi(
         "resp_", ResponsesEncoder, opens_early=True, repeats=repeated, failing=failing_of
     ),
+    MessagesRequest: AnswerApi(
+        "msg_",
+        MessagesEncoder,
+        message_answers.error_body,
+        message_answers.error_event,
+        message_answers.error_status,
+        opens_early=True,
+        keepalive=message_answers.PING,
+        keepalive_s=10.0,
+    ),
 }
+
+
+def api_at(path: str) -> AnswerApi:
+    """The API that a path belongs to: OpenAI's, where it is below that of no other."""
+    return next(
+        (api for kind, api in ANSWERS.items() if f"{path}/".startswith(f"{kind.path}/")), ANSWERS[ChatRequest]
+    )

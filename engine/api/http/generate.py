@@ -38,7 +38,6 @@ from engine.api.answer.encoder import Answered, AnswerEncoder, Heading
 from engine.api.answer.exchange import SLOW_S, WRITE_LEN, EngineExchange, Tally
 from engine.api.answer.outputs import ChoiceOutput, Delta, RequestOutput
 from engine.api.answer.stop_strings import StopStrings
-from engine.api.answer.table import ANSWERS
 from engine.api.answer.text_room import TextRoom
 from engine.api.ask.admission import text_len
 from engine.api.ask.asking import CheckedRequest, Deadlines, ask
@@ -64,8 +63,6 @@ seconds: less than the time for which a gateway waits for the report (`gateway.r
 async def generate(state: EngineState, exchange: EngineExchange, kind: type[GenerationRequest]) -> None:
     """Answer a request of one of the APIs that generate."""
     exchange.is_generation = True
-    api = ANSWERS[kind]
-    exchange.error_body, exchange.error_event = api.error_body, api.error_event
     model, _ = state.ready_model()
     with state.working(), Holding(state.memory, exchange.tenant) as holding:
         deadlines = Deadlines.of(exchange, state.clock)
@@ -149,7 +146,7 @@ class Generation:
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._encoder = self._make_encoder(asked, model)
         if asked.api.failing is not None:
-            exchange.error_event = asked.api.failing(self._encoder)
+            exchange.failing = asked.api.failing(self._encoder)
         self._awaits_scores = asked.echoes is not None and asked.logprobs is not None
         self._handles: list[int] = []
         self._is_settled = False
@@ -491,11 +488,12 @@ class Generation:
             sends_token_ids=asked.sends_token_ids,
             logprobs=asked.logprobs,
             sends_reasoning=asked.sends_reasoning,
+            hides_reasoning=asked.hides_reasoning,
         )
         prompts = [choice.prompt_ids for choice in asked.choices] if asked.sends_token_ids else []
         scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
         echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
-        answered = Answered(scored, prompts, echoes)
+        answered = Answered(scored, prompts, echoes, asked.stop_tokens, asked.is_cut_by_context)
         if asked.repeated is not None:
             answered = replace(
                 answered,

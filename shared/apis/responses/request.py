@@ -36,7 +36,7 @@ from shared.apis.responses.tools import (
 )
 from shared.apis.structure import Structure, TextFormat, check_text_format
 from shared.apis.tools import Tool, ToolChoice
-from shared.apis.validation import shapeless_names
+from shared.apis.validation import surplus_fields
 from shared.wire.errors import InvalidRequest, NotFound
 from shared.wire.shapes import ITEMS_MAX, LOGPROBS_MAX, TOKENS_MAX, TOOLS_MAX, Unshown
 
@@ -168,7 +168,7 @@ def _unknown_within(asked: Struct, fields: Mapping[str, Raw]) -> list[str]:
     for name in _LOOKED_AT:
         value = getattr(asked, name)
         if isinstance(value, list | Struct):
-            found |= dict.fromkeys(shapeless_names(value, fields[name], name, name))
+            found |= dict.fromkeys(surplus_fields(value, fields[name], name, name))
     return [*found]
 
 
@@ -176,6 +176,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
     path: ClassVar[str] = "/v1/responses"
     operation: ClassVar[str] = "chat"
     prompt_param: ClassVar[str] = "input"
+    prompt_beside: ClassVar[frozenset[str]] = frozenset({"instructions"})
     keeps_answer: ClassVar[bool] = True
     nothing: ClassVar[Mapping[str, Nothing]] = {
         **EXTENSIONS,
@@ -285,6 +286,14 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
         if allowed is None:
             return self.offers.asked
         return [tool for tool in self.offers.asked if tool.function.name in allowed]
+
+    @property
+    def tool_places(self) -> Sequence[str]:
+        allowed, offers = self.choosing.allowed, self.offers
+        if allowed is None:
+            return offers.places
+        both = zip(offers.asked, offers.places, strict=True)
+        return [place for tool, place in both if tool.function.name in allowed]
 
     @property
     def tool_choice_asked(self) -> ToolChoice:

@@ -399,10 +399,12 @@ def test_where_strict_mode_is_the_default_it_holds_what_it_takes() -> None:
         raw = msgspec.Raw(json.dumps(schema).encode())
         names = ["f", *(f"f{i}" for i in range(1, count))]
         return AskedForm(
-            tuple(AskedFunction(one, parameters=raw, strict=strict, place="here") for one in names), AUTO
+            tuple(AskedFunction(one, parameters=raw, strict=strict) for one in names),
+            AUTO,
+            places=("here",) * count,
         )
 
-    closed = {**ADD, "required": [*ADD["properties"]]}
+    closed: dict[str, Any] = dict(ADD)
     assert not accepts(made(asked(closed), HERMES), *call)
     assert accepts(made(asked(closed, strict=False), HERMES), *call)
     for open_ in (
