@@ -109,8 +109,8 @@ async def both(served: Served, **asked: Any) -> tuple[list[ChatCompletionMessage
 
 
 def shape(message: ChatCompletionMessage) -> dict[str, Any]:
-    told: dict[str, Any]
-    told = message.model_dump(exclude_none=True, exclude={"tool_calls", "parsed", "role", "content"})
+    apart = {"tool_calls", "parsed", "role", "content", "annotations"}
+    told: dict[str, Any] = message.model_dump(exclude_none=True, exclude=apart)
     return told | {"calls": calls_of(message), "content": message.content or ""}
 
 

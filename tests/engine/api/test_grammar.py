@@ -427,6 +427,14 @@ def test_a_schema_that_cannot_be_held_is_any_object_unless_it_is_strict() -> Non
     assert refused.value.param == "tools"
 
 
+@pytest.mark.parametrize("format_", [HERMES, AnswerFormat("plain")])
+def test_a_strict_schema_is_checked_whatever_the_choice(format_: AnswerFormat) -> None:
+    wrong = FunctionSpec("f", parameters=msgspec.Raw(b'{"type":"object","foo":1}'), strict=True)
+    with pytest.raises(InvalidRequest) as refused:
+        grammar_of(format_, AskedForm((wrong,)), reasons=False)
+    assert str(refused.value.param).startswith("tools[0].function.parameters")
+
+
 @pytest.mark.parametrize("name", ['f" | "g', "f)/ x: /", "f\n%ignore /a/", "<[3]>", "}]}", "é\\"])
 @pytest.mark.parametrize("family", ["hermes", "qwen3.5", "mistral", "gemma-4", "lfm2"])
 def test_a_name_is_no_grammar(name: str, family: str) -> None:
