@@ -42,7 +42,6 @@ from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.kernels import launching
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.dependent_launch import dependent_launches
-from engine.runtime.kernels.folding import fold_norms
 from engine.runtime.models.decoder_config import DecoderConfig
 from engine.runtime.setup.backends import Backend, BackendChoice, Chosen, Need, choose
 from engine.runtime.setup.hardware import usable_cores
@@ -138,9 +137,7 @@ class DeviceShard:
         """Measure which kernel multiplies each matrix fastest. Raises DoesNotFit."""
         with enough_memory("measuring kernels", "end what else uses this GPU, or use fp8 weights"):
             decoder = self.decoder
-            timer = self.card.timer()
-            table = MatmulTable.fill(decoder.linears, decoder.dtype, timer)
-            decoder.table = fold_norms(table, decoder.pairs, decoder.dtype, timer)
+            decoder.table = MatmulTable.fill(decoder.linears, decoder.dtype, self.card.timer())
 
     @property
     def geometry(self) -> KVGeometry:

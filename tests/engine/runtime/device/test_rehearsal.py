@@ -94,19 +94,6 @@ def test_nor_do_steps_whose_kernels_overlap(tiny_model: MakeModel) -> None:
     card.assert_compiled_before()
 
 
-def test_nor_do_products_that_share_a_norm(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In steps of more rows than a norm in the head is worth."""
-    monkeypatch.setattr("engine.runtime.kernels.split_matmul.WIDTH_MIN", 16)
-    monkeypatch.setattr("engine.runtime.kernels.folding.MARGIN", 0.0)
-    card = Seen()
-    with card.watched():
-        shape = SMALL | {"num_hidden_layers": 2}
-        load_fake(tiny_model("qwen3", **shape), card, dtype="bfloat16", max_num_seqs=17, enforce_eager=True)
-    begins = [dict(kinds) for name, kinds in card.launched if name == "split_kernel"]
-    assert any(kinds["norm"] for kinds in begins), "no pair was tried"
-    card.assert_compiled_before()
-
-
 def test_nor_does_anything_that_can_be_asked_for(tiny_model: MakeModel) -> None:
     card = Seen()
     with card.watched():
