@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -42,6 +42,31 @@ MemoryOr0 = Annotated[
     Rule("be 0, or a size from 1MiB to 1024TiB", lambda size: size == 0 or MEMORY_MIN <= size <= MEMORY_MAX),
 ]
 Count = Annotated[int, Meta(ge=1, le=COUNT_MAX)]
+
+NO_NAMES: Final = "none"
+TEMPLATE_LEN_MAX: Final = 32 * 1024
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _is_object(text: str) -> bool:
+    try:
+        msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return True
+
+
+TemplateNames = Annotated[
+    str,
+    Meta(min_length=1, max_length=TEMPLATE_LEN_MAX),
+    Rule("be names separated by commas, or none", lambda text: all(map(str.isidentifier, _names(text)))),
+]
+TemplateDefaults = Annotated[
+    str, Meta(min_length=1, max_length=TEMPLATE_LEN_MAX), Rule("be a JSON object", _is_object)
+]
 
 _SNAPSHOT: Final = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
 
@@ -102,6 +127,12 @@ class EngineConfig(RunnerConfig):
     served_model_name: ModelName | None = None
     """Name that clients use. Unset: the last part of the model's directory or id, and of a snapshot in the
     hub's cache OWNER/NAME."""
+    template_arguments: TemplateNames | None = None
+    """Variables of the chat template that requests may set in chat_template_kwargs, separated by commas;
+    none: no variable. Unset: those that the template reads and does not set itself."""
+    template_defaults: TemplateDefaults | None = None
+    """JSON object with values for variables of the chat template that a request does not set, or may not set,
+    such as {"enable_thinking": false}."""
     tls_cert: Text | None = None
     """File with the certificate chain, PEM: serve TLS, HTTP/2 by ALPN. Unset: plain text."""
     tls_key: Text | None = None
@@ -163,6 +194,12 @@ class EngineConfig(RunnerConfig):
     def name(self) -> str:
         """The name that clients use."""
         return self.served_model_name or served_name(self.model)
+
+    @property
+    def template_names(self) -> tuple[str, ...] | None:
+        """The variables of the chat template that requests may set. None for those that it reads."""
+        names = self.template_arguments
+        return None if names is None else () if names == NO_NAMES else _names(names)
 
     @property
     def tracing(self) -> TracingConfig:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Final
 from gateway.admission.guarded_store import GuardedStore, SharedStore
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import LEASE_TTL_MS, QuotaStore
-from gateway.admission.validate import warm
 from gateway.background import Background, Work
 from gateway.billing.lines import Billing
 from gateway.billing.unsettled import Unsettled
@@ -33,13 +32,11 @@ from gateway.directory.file_directory import FileDirectory
 from gateway.directory.registry import Registry
 from gateway.discovery.discovery import Discovery
 from gateway.discovery.foreign_loads import ForeignLoads
-from gateway.endpoints.table import ENDPOINTS
+from gateway.endpoints.table import ENDPOINTS, warm
 from gateway.identity.caller import Identity, Revoked
-from gateway.identity.callers import callers_of
-from gateway.identity.guests import Guests, WithGuests
+from gateway.identity.callers import Guests, KnownCallers, WithGuests, callers_of
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
-from gateway.identity.known import KnownCallers
 from gateway.listen.listener import BoundedServer, Listening, listen
 from gateway.listen.listener_tls import ListenerTls, tls_of
 from gateway.openapi import public as openapi
@@ -53,9 +50,8 @@ from gateway.operators.requests import RequestsApi
 from gateway.operators.server import Admin
 from gateway.operators.usage import UsageReports
 from gateway.relay import checked_bundles
-from gateway.relay.credentials import Credentials
 from gateway.relay.engines import Engines, Replies
-from gateway.relay.upstream import Upstream
+from gateway.relay.upstream import Credentials, Upstream
 from gateway.request.dispatch import watch_replicas
 from gateway.request.edge import Edge, aborted
 from gateway.request.exchange import LiveRequests

@@ -150,11 +150,10 @@ GATEWAY_LEVELS = (
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {
         *("directory.accounts", "directory.development", "operators.table", "billing", "openapi.public"),
-        *("listen.listener_tls", "listen.heads", "relay.engines", "request.record", "request.hedging"),
+        *("listen.listener_tls", "relay.engines", "request.record", "request.hedging"),
     },
     {
         "discovery",
-        "request.foreign_fields",
         "operators.openapi",
         "request.salts",
         "request.pace",

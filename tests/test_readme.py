@@ -27,7 +27,7 @@ from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
 from gateway.admission import tokens
-from gateway.client import hygiene, reading
+from gateway.client import connection, heads
 from gateway.config import whole as config
 from gateway.config.edge import LimitsConfig
 from gateway.config.timeouts import TimeoutsConfig
@@ -39,7 +39,7 @@ from gateway.relay import stream
 from gateway.request import dispatch, pipeline
 from gateway.routing import health, retries
 from shared import cli
-from shared.apis import census, holding, validation
+from shared.apis import holding, validation
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.cli.service import SERVICES
@@ -250,17 +250,17 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
     assert stated == {
         "request body": [shapes.BODY_LEN_MAX, TimeoutsConfig().body_s],
         "values in it; fields of all objects; strings; fields at its top level; levels of nesting": [
-            census.VALUES_MAX,
-            census.FIELDS_MAX,
-            census.STRINGS_MAX,
+            holding.VALUES_MAX,
+            holding.FIELDS_MAX,
+            holding.STRINGS_MAX,
             validation.FIELDS_MAX,
-            census.DEPTH_MAX,
+            holding.DEPTH_MAX,
         ],
         "request line, header, headers; all of them at the gateway": [
             listening.LINE_LEN_MAX,
             listening.HEADER_LEN_MAX,
             listening.HEADERS_MAX,
-            hygiene.HEAD_LEN_MAX,
+            heads.HEAD_LEN_MAX,
         ],
         "messages; prompts; `n`; choices in all": [
             shapes.MESSAGES_MAX,
@@ -303,13 +303,13 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
     text, limits = GATEWAY.read_text(), LimitsConfig()
     costs = rows(text, STAGES[1])
     assert {cells[0]: [numbers(cell) for cell in cells[1:]] for cells in costs} == {
-        "auth": [[hygiene.HEAD_LEN_MAX], [jwt.TOKEN_LEN_MAX], [], [], []],
+        "auth": [[heads.HEAD_LEN_MAX], [jwt.TOKEN_LEN_MAX], [], [], []],
         "seat": [[], [fair_turns.BEGIN_MAX], [], [], []],
-        "body": [[limits.body_len_max, 2 * reading.BUFFER_LEN], [fair_turns.BEGIN_MAX], [], [], []],
+        "body": [[limits.body_len_max, 2 * connection.BUFFER_LEN], [fair_turns.BEGIN_MAX], [], [], []],
         "validate": [
             [holding.memory_max(limits.body_len_max), limits.body_len_max],
             [validation.INLINE_LEN_MAX],
-            [census.SLICE_LEN],
+            [holding.SLICE_LEN],
             [],
             [],
         ],
@@ -368,7 +368,7 @@ def test_what_a_live_request_has_in_buffers_is_within_its_part_of_the_formula() 
         stream.HEAD_LEN_MAX,
         http2_limits.STREAM_WINDOW_LEN,
         LimitsConfig().write_buffer_len,
-        2 * reading.BUFFER_LEN,
+        2 * connection.BUFFER_LEN,
     )
     assert sum(buffers) <= memory.LIVE_REQUEST
 
@@ -408,7 +408,7 @@ def test_what_a_body_is_reckoned_as_is_what_the_code_says() -> None:
     assert formula in " ".join(GATEWAY.read_text().split())
     rest = 1000 * holding.VALUE_BYTES + 10_000 * holding.TOKEN_BYTES
     for is_narrow, times in ((True, 3), (False, 9)):
-        body = census.Census(values=1000, fields=0, strings=0, is_narrow=is_narrow)
+        body = holding.Census(values=1000, fields=0, strings=0, is_narrow=is_narrow)
         assert holding.memory_of(10_000, body) == times * 10_000 + rest
 
 

@@ -45,6 +45,8 @@ class FinishReason(IntEnum):
     """The sequence stayed paused until its stall deadline, or too many others were paused after it."""
     TOO_LATE = 7
     """Its first token did not come by its deadline, or could not have."""
+    GRAMMAR = 8
+    """Its grammar could not be compiled, or its matcher failed: the answer is not what was asked for."""
 
     @property
     def is_callers(self) -> bool:
@@ -150,6 +152,9 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     """The time from its arrival after which the first token of the sequence at `bearer` is of no use, in
     seconds."""
     bearer: int = 0
+    grammar: str = ""
+    """The grammar that every answer follows, as llguidance reads it (`engine.contract.grammars`); empty: none. It
+    was compiled before it was sent."""
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -305,6 +310,9 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     finite."""
     again_tokens: int = 0
     """Tokens that were computed again, since it had given up its pages."""
+    grammar_s: float = 0.0
+    """Time that compiling its grammar took, as far as it was not compiled yet, and filling its masks, on
+    threads beside the steps: no part of its life's five times."""
 
 
 class DiskCounts(msgspec.Struct, array_like=True, frozen=True):
@@ -471,6 +479,9 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     forked: list[tuple[int, int, int]] = []
     """Triples (source, page, length): copy the first `length` tokens of a page to another, in this order and
     after all copies out. The source may be the page itself."""
+    masks: list[bytes] = []
+    """Empty, or for each row that samples, in order, the tokens that its grammar allows, by which bit t of
+    little-endian 32-bit words says whether token t is; of a token beyond its end nothing is. b"": all are."""
 
     @property
     def sampled(self) -> int:

@@ -48,8 +48,7 @@ from engine.contract.messages import (
 )
 from engine.core.config import SchedulerConfig
 from engine.core.pages.tiers import PageDisk
-from engine.core.queue.intake import Intake
-from engine.core.queue.newcomers import AddSequence, sequences_of
+from engine.core.queue.newcomers import AddSequence, Intake, sequences_of
 from engine.core.queue.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
 from shared.process.clock import SYSTEM_CLOCK, Clock

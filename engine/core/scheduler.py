@@ -82,11 +82,10 @@ from engine.core.queue.tenants import TenantCounters, TenantHoldings
 from engine.core.queue.waiting import WaitingQueue
 from engine.core.sequence import Sequence, Status
 from engine.core.step.allocator import Allocator
-from engine.core.step.book import StepBook, lack_of
 from engine.core.step.flight import InFlight, News
 from engine.core.step.plan_builder import PlanBuilder
 from engine.core.step.planner import Planner
-from engine.core.step.results import Results
+from engine.core.step.results import Results, StepBook, lack_of
 from engine.core.step.swap import Preference, if_cheaper
 
 FETCH_POLL_S: Final = 0.001

@@ -103,6 +103,9 @@ class Hold(Enum):
     """Pages of its prefix are being read from disk. Ends when they are, or when computing them is faster."""
     LAST_COMING = "last coming"
     """A step in flight samples its last token. Ends with that step's commit."""
+    MASK = "mask"
+    """Its grammar is not compiled, its next mask is not filled, or the token that the mask follows from is
+    still coming. Ends when a thread is done, or with a step's commit."""
 
 
 class LifePhase(Enum):

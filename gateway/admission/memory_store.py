@@ -23,8 +23,8 @@ from typing import Final
 from msgspec import Struct
 
 from gateway.admission import quota
-from gateway.admission.periods import DAY_MS, day_of
 from gateway.admission.quota import (
+    DAY_MS,
     LEASE_TTL_MS,
     Account,
     AccountName,
@@ -34,6 +34,7 @@ from gateway.admission.quota import (
     Subject,
     SubjectAccount,
     Windows,
+    day_of,
 )
 from gateway.admission.usage import NOTHING, Payer, UsageRow, UsageRows, Used
 from gateway.config.accounting import AccountingConfig

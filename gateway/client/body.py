@@ -1,16 +1,22 @@
-"""A request's body, bounded in size and time, and reserved with its tenant as it arrives."""
+"""A request's body: read within its bounds of size and time, and reserved with its tenant as it arrives; then
+parsed and validated, by the checks that both services share and the gateway's own policy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal, TypeVar
 
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.client.deadlines import Watch
 from gateway.client.interface import Body, Sink
-from shared.apis.holding import Holding
-from shared.wire.errors import BodyTimeout
+from shared.apis.holding import Census, Holding
+from shared.apis.request import Request
+from shared.apis.validation import Parsed, parse, parse_slices
+from shared.fairness.fair_threads import Slices
+from shared.wire.errors import BodyTimeout, InvalidRequest
 from shared.wire.http import ClientGone
 from shared.wire.request_body import (
     awaits_continue,
@@ -66,3 +72,31 @@ async def read_body(
     if is_coming:
         watch.relax()
     return b"".join(chunks)
+
+
+T = TypeVar("T", bound=Request)
+
+
+def validate(
+    body: bytes, type_: type[T], unknown_fields: Literal["ignore", "refuse"], census: Census
+) -> Parsed[T]:
+    """Parse a body. Raises InvalidJson or InvalidRequest, which name the field."""
+    return _admitted(parse(body, type_, census), unknown_fields)
+
+
+def validate_slices(
+    body: bytes, type_: type[T], unknown_fields: Literal["ignore", "refuse"]
+) -> Slices[Parsed[T]]:
+    """The same, pass by pass, for a body of any length whose census was taken and checked already."""
+    return _admitted((yield from parse_slices(body, type_)), unknown_fields)
+
+
+def _admitted(parsed: Parsed[T], unknown_fields: Literal["ignore", "refuse"]) -> Parsed[T]:
+    if getattr(parsed.request, "penstock", None) is not None:
+        raise InvalidRequest("penstock is set by the gateway alone.", param="penstock")
+    if parsed.ignored and unknown_fields == "refuse":
+        raise InvalidRequest(
+            f"Unknown fields: {parsed.ignored_header or 'with names not fit to be shown'}.",
+            param=parsed.ignored_header.partition(",")[0] or None,
+        )
+    return parsed

@@ -1,6 +1,6 @@
 """What a request's stages know of its client: the connection, the body and the answer's way back.
 
-aiohttp's objects have these shapes (`gateway.client.reading.ReadsInTurn`, its `StreamReader`,
+aiohttp's objects have these shapes (`gateway.client.connection.ReadsInTurn`, its `StreamReader`,
 `gateway.client.answer.Client`), so that nothing is wrapped; a caller that has no socket brings its own.
 """
 

@@ -14,9 +14,8 @@ from typing import Final
 import msgspec
 
 from gateway.config.whole import ModelConfig
-from gateway.relay.credentials import Credentials
 from gateway.relay.engines import Engines
-from gateway.relay.upstream import Outbound, Upstream
+from gateway.relay.upstream import Credentials, Outbound, Upstream
 from gateway.routing.exposition import EXPOSITION_LEN_MAX, parse_exposition
 from gateway.routing.replicas import Replica, Replicas
 from shared.process import logs

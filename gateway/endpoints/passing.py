@@ -1,5 +1,5 @@
 """The fields of several APIs that an engine of another make is sent, by the rules of
-`gateway.request.foreign_fields`."""
+`gateway.request.outbound`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
+from shared.apis.tools import Tool, known_tools
 from shared.wire.errors import InvalidRequest
 
 Cleaner = Callable[[Raw, list[str]], Raw]
@@ -43,6 +44,7 @@ EXTENSIONS: Final = frozenset(
         # how the prompt is written, and what of the answer is shown
         *("chat_template_kwargs", "enable_thinking", "include_reasoning", "separate_reasoning", "echo"),
         *("add_generation_prompt", "continue_final_message", "add_special_tokens", "prompt_logprobs"),
+        "thinking_token_budget",
         *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
         *("no_stop_trim", "return_token_ids", "return_tokens_as_token_ids"),
     }
@@ -58,6 +60,7 @@ _TEMPLATE_OWN: Final = frozenset({"chat_template", "conversation", "messages", "
 """The names in `chat_template_kwargs` by which the caller would write another prompt than its messages'."""
 
 _object: Final = msgspec.json.Decoder(dict[str, Raw] | None)
+_tools: Final = msgspec.json.Decoder(list[Tool] | None)
 
 
 def stream_options(value: Raw, left_out: list[str]) -> Raw:
@@ -69,6 +72,15 @@ def stream_options(value: Raw, left_out: list[str]) -> Raw:
 def template_arguments(value: Raw, left_out: list[str]) -> Raw:
     """The variables of a chat template, without those by which the caller would write another prompt."""
     return _kept("chat_template_kwargs", value, left_out, lambda name, _: name not in _TEMPLATE_OWN)
+
+
+def shaped_tools(value: Raw, left_out: list[str]) -> Raw:
+    """The tools of a request that was read, without what their shapes do not have."""
+    if not (tools := _tools.decode(value)):
+        return value
+    known, surplus = known_tools(tools, value)
+    left_out += surplus
+    return known
 
 
 NESTED: Final[Nested] = (("stream_options", stream_options), ("chat_template_kwargs", template_arguments))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.endpoints.endpoint import Endpoint
-from gateway.endpoints.passing import template_arguments
-from gateway.endpoints.tools import known_tools
+from gateway.endpoints.passing import shaped_tools, template_arguments
 from shared.apis.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 
 _PASSES: Final = frozenset(
@@ -25,7 +24,7 @@ TOKENIZE: Final = Endpoint(
     summary="Turn text into token ids.",
     passes=_PASSES,
     generates=False,
-    nested=(("tools", known_tools), _ARGUMENTS),
+    nested=(("tools", shaped_tools), _ARGUMENTS),
 )
 DETOKENIZE: Final = Endpoint(
     shape=DetokenizeRequest,

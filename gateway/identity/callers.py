@@ -1,21 +1,34 @@
 """All ways to name a caller, in one order:
 
-1. What the `Authorization` header holds decides, where there is one. It is a token (JWT) where issuers are
+1. A guest is whom the gateway itself vouches for: the console's chats, which run in the name of a key. The
+   gateway does not have the key, only its hash. So it mints a secret for the one request, which stands for
+   the key's principal as long as that request runs, and for nothing afterwards. All limits of the key and of
+   its tenant hold as ever.
+2. What the `Authorization` header holds decides, where there is one. It is a token (JWT) where issuers are
    configured and it has the form of one, at least two dots, and is no key: a development key may have dots.
    Else it is a key.
-2. Without that header it is the client's certificate.
+3. Without that header it is the client's certificate.
 
 The first that is shown decides alone. A key that is revoked does not fall back on the certificate that came
 with it: else revoking it would change its caller's rights instead of ending them. And a certificate that is
 revoked or has expired is refused whatever else is shown, as it would be in the handshake of a new connection.
+
+Before any of that is asked, `KnownCallers` has the tenants of the callers that were let in of late, by what
+their `Authorization` headers hold. They tell whose turn a connection takes before its request is read, and
+decide about nothing else: keys that do not work any more may still be here. Kept are Python's own hashes of
+the headers, which tell nothing of a key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import hashlib
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from gateway.config.whole import GatewayConfig
+from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Caller, Identity, Principal, Revoked
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KEY_LEN_MAX, KeyTable
@@ -26,6 +39,82 @@ from shared.wire.ids import TenantId
 if TYPE_CHECKING:
     from gateway.identity.certificates import CertificateTable
     from gateway.identity.jwt import TokenTable
+
+# -- guests ---------------------------------------------------------------------------------------
+
+
+SECRET_LEN: Final = 32
+"""Random bytes of a secret."""
+
+
+class Guests:
+    """The requests that are vouched for at the moment."""
+
+    def __init__(self) -> None:
+        self._by_digest: Final[dict[bytes, Principal]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    @contextmanager
+    def vouched(self, principal: Principal) -> Iterator[str]:
+        """Give an `Authorization` header that stands for the principal until the block is left."""
+        authorization = f"Bearer guest-{secrets.token_urlsafe(SECRET_LEN)}"
+        digest = _digest(authorization)
+        self._by_digest[digest] = principal
+        try:
+            yield authorization
+        finally:
+            del self._by_digest[digest]
+
+    def find(self, authorization: str | None) -> Principal | None:
+        """The principal that a header stands for. None for all others."""
+        if not self._by_digest or authorization is None:
+            return None
+        return self._by_digest.get(_digest(authorization))
+
+
+class WithGuests:
+    """An identity, and the guests beside it."""
+
+    def __init__(self, identity: Identity, guests: Guests) -> None:
+        self._identity: Final = identity
+        self._guests: Final = guests
+
+    def identify(self, caller: Caller, now_s: float) -> Awaitable[Principal]:
+        """As `Identity` has it."""
+        guest = self._guests.find(caller.authorization)
+        return self._identity.identify(caller, now_s) if guest is None else Done(guest)
+
+
+def _digest(authorization: str) -> bytes:
+    return hashlib.sha256(authorization.encode(errors="replace")).digest()
+
+
+# -- callers of late ------------------------------------------------------------------------------
+
+
+CALLERS_MAX: Final = 16_384
+"""The headers that are kept. A tenant whose are not any more loses its own turns until its next request."""
+
+
+class KnownCallers:
+    __slots__ = ("_tenants",)
+
+    def __init__(self) -> None:
+        self._tenants: Final[BoundedDict[int, TenantId]] = BoundedDict(CALLERS_MAX)
+
+    def note(self, authorization: str, tenant: TenantId) -> None:
+        """Note that a caller with this header belongs to the tenant."""
+        self._tenants.put(hash(authorization), tenant)
+
+    def tenant_of(self, authorization: str) -> TenantId | None:
+        """The tenant that a caller with this header belonged to. None where there was none of late."""
+        return self._tenants.get(hash(authorization))
+
+
+# -- all callers ----------------------------------------------------------------------------------
+
 
 _DOTS: Final = 2
 

@@ -12,7 +12,7 @@ Rules
 1. In one turn of the loop at most `SET_UP_MAX` connections are set up, tenants and addresses one after
    another.
 2. A key is looked at and not checked. It names a tenant if a request with the same one was let in of late
-   (`gateway.identity.known`), and decides about nothing but the turn.
+   (`gateway.identity.callers`), and decides about nothing but the turn.
 3. The address counts where no such key is shown: there is TLS, or the caller is not known. Of IPv6 it is the
    network of 64 bits, which one caller may have to itself. Behind a proxy all these have one address, and go
    in the order in which they came.
@@ -34,7 +34,7 @@ from collections.abc import Callable
 from typing import Final
 
 from gateway.identity.caller import network_of
-from gateway.identity.known import KnownCallers
+from gateway.identity.callers import KnownCallers
 from shared.fairness.fair_turns import FairTurns
 from shared.process.accepting import Accepting
 from shared.process.memory import HANDSHAKES_MAX

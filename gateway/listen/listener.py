@@ -21,7 +21,7 @@ Rules of both:
 6. Connections are set up (`gateway.listen.accepting`), and the requests of callers who have left are ended,
    in turns: a few in each turn of the loop, tenants one after another.
 7. An answer that is not read holds its connection for `slow_client_s` at most, whoever writes it
-   (`gateway.client.unread`).
+   (`gateway.client.connection`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,20 @@ from aiohttp import web
 from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
-from gateway.client.hygiene import HEAD_LEN_MAX
-from gateway.client.unread import EndsUnread
+from gateway.client.connection import EndsUnread
+from gateway.client.heads import (
+    AHEAD_MAX,
+    HEAD_END,
+    HEAD_LEN_MAX,
+    Received,
+    cut_behind_heads,
+    is_one_request,
+    open_len,
+)
 from gateway.config.edge import LimitsConfig
 from gateway.config.timeouts import TimeoutsConfig
-from gateway.identity.known import KnownCallers
+from gateway.identity.callers import KnownCallers
 from gateway.listen.accepting import FairAccepting
-from gateway.listen.heads import AHEAD_MAX, HEAD_END, Received, cut_behind_heads, is_one_request, open_len
 from shared.fairness.fair_turns import FairTurns
 from shared.http2 import frames
 from shared.http2.errors import ErrorCode

@@ -10,6 +10,7 @@ from typing import Any, Final, get_origin
 
 from msgspec import inspect
 
+from shared.apis.nothing import LOOKED_INTO
 from shared.apis.request import Request
 from shared.process.build import DISTRIBUTION
 from shared.process.docstrings import field_docstrings
@@ -46,7 +47,7 @@ def describe(schema: Json, type_: type) -> None:
     if issubclass(type_, Request):
         nothing = type_.nothing
     for name, told in schema.get("properties", {}).items():
-        if name in nothing:
+        if name in nothing and nothing[name] is not LOOKED_INTO:
             values = [None, *nothing[name]]
             told.clear()
             told |= {"enum": values, "default": None, "description": "Only values that ask for nothing."}

@@ -34,7 +34,7 @@ from gateway.client.responses import JSON, json_response
 from gateway.directory.accounts import AccountsReader
 from gateway.directory.entries import decode_object
 from gateway.identity.caller import Principal
-from gateway.identity.guests import Guests
+from gateway.identity.callers import Guests
 from gateway.operators.inward import Inward
 from gateway.operators.keys import read_operator_body
 from gateway.operators.reading import LINE_LEN_MAX, TEXT_LEN_MAX, Reading, error_text

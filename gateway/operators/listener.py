@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 from gateway.config.whole import GatewayConfig
-from gateway.identity.known import KnownCallers
+from gateway.identity.callers import KnownCallers
 from gateway.listen.listener import BoundedServer, Handle, listen
 from gateway.listen.listener_tls import ListenerTls
 from gateway.operators.server import refuse_unparsed

@@ -27,8 +27,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.client.hygiene import check, path_of
-from gateway.client.reading import serves
+from gateway.client.connection import serves
+from gateway.client.heads import check, path_of
 from gateway.client.responses import error_response, id_of, json_response, probe_response
 from gateway.directory.accounts import AccountsReader
 from gateway.identity.caller import Principal

@@ -46,7 +46,7 @@ from gateway.relay.http1_framing import (
 from gateway.relay.http1_requests import request_head, target_of
 from gateway.relay.http2_client import NO_TIMEOUTS, Origin, Timeouts
 from shared.http2.headers import Headers
-from shared.http2.report import Report
+from shared.http2.stream import Report
 
 IDLE_S: Final = 3.0
 """The time for which an unused connection is kept, in seconds, where the engine does not say: below the 5 s

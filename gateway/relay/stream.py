@@ -31,7 +31,7 @@ from gateway.relay.engine_errors import event_is_error, read_back
 from gateway.relay.foreign import BlankingScanner, Blanks, ForeignScanner, UsageFinder, look_into
 from gateway.relay.ticks import Ticks
 from gateway.relay.upstream import Answer
-from shared.http2.report import Report
+from shared.http2.stream import Report
 from shared.process.clock import SYSTEM_CLOCK
 from shared.wire.errors import InterTokenTimeout, UpstreamLost
 from shared.wire.sse import CONTENT_TYPE, Closing, TailScanner, parse_closing

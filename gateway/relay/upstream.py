@@ -1,4 +1,4 @@
-"""The engine's end of a request: send it, read the answer, close it.
+"""The engine's end of a request: show it a key, send the request, read the answer, close it.
 
 The seam to the wire is `Transport`: HTTP/2 by `shared.http2`, and HTTP/1.1 by `relay.http1` for engines that
 speak nothing else. Its errors are those of httpx, whose requests and responses are not made, as each pair
@@ -7,6 +7,9 @@ can tell apart.
 
 Closing an unfinished answer resets its stream, or closes its HTTP/1.1 connection, which is what tells
 the engine to stop.
+
+An engine that asks for a key is shown the gateway's own: one per model, from the environment or a file. It is
+never in a log, an error or a `repr`. The caller's key is no credential here, and goes nowhere.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import httpx
 import msgspec
 
 from gateway.config.edge import HopConfig
+from gateway.config.secret import RenewableSecret
 from gateway.config.whole import HopProtocol, ModelConfig
 from gateway.relay.engine_errors import ERROR_LEN_MAX, read_back, says_error
 from gateway.relay.http1 import AcceptChunk, Http1Transport, LostTwice
@@ -37,8 +41,9 @@ from gateway.relay.http2_client import (
     Timeouts,
 )
 from shared.http2.config import PulseConfig
-from shared.http2.report import Report
+from shared.http2.stream import Report
 from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.config import ConfigError
 from shared.process.renewable_tls import RenewableTls
 from shared.process.shield import shielded
 from shared.process.tls import client_context
@@ -55,6 +60,50 @@ from shared.wire.errors import (
 from shared.wire.ids import TOKENIZER_HEADER
 from shared.wire.load_report import LoadReport, parse_load
 from shared.wire.sse import CLOSING_HEADER, Closing, parse_closing
+
+POLL_S: Final = 1.0
+"""The time between two looks at the files, in seconds. No request waits for a disk."""
+
+
+class Credentials:
+    """The tokens by model."""
+
+    __slots__ = ("_by_model", "_clock", "_files")
+
+    def __init__(
+        self, models: Iterable[ModelConfig], env: Mapping[str, str], clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        """Raises ConfigError, which lists all problems."""
+        self._clock: Final = clock
+        self._by_model: Final[dict[str, RenewableSecret]] = {}
+        self._files: Final[dict[str, RenewableSecret]] = {}
+        """Those that may be renewed, by their file, which models may share."""
+        problems: list[str] = []
+        for model in models:
+            variable, file = model.api_key_env, model.api_key_file
+            try:
+                secret = RenewableSecret(variable, file, env)
+            except ValueError as error:
+                problems.append(f"models.{model.name}: {error}")
+                continue
+            self._by_model[model.name] = secret if file is None else self._files.setdefault(file, secret)
+        if problems:
+            raise ConfigError(problems)
+
+    async def watch(self) -> None:
+        """Read the files again and again, until cancelled. Returns where there are none."""
+        while self._files:
+            await self._clock.sleep(POLL_S)
+            for secret in self._files.values():
+                await secret.now()
+
+    def headers(self, model: ModelConfig) -> tuple[tuple[bytes, bytes], ...]:
+        """The headers for requests to this model's replicas; empty without a token."""
+        secret = self._by_model.get(model.name)
+        if secret is None or secret.text is None:
+            return ()
+        return ((b"authorization", f"Bearer {secret.text}".encode()),)
+
 
 BOUNDS_MAX: Final = 1024
 TYPES_MAX: Final = 256

@@ -24,10 +24,10 @@ from aiohttp import web
 
 from gateway.admission.quota import QuotaStore, ReservationId
 from gateway.client.answer import Client
+from gateway.client.connection import ReadsInTurn
 from gateway.client.deadlines import Watch
-from gateway.client.hygiene import check, path_of
+from gateway.client.heads import check, path_of
 from gateway.client.interface import Body, Connection, Sink
-from gateway.client.reading import ReadsInTurn
 from gateway.client.responses import JSON, error_response, probe_response
 from gateway.config.whole import GatewayConfig
 from gateway.directory.accounts import AccountsReader

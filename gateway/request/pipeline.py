@@ -44,19 +44,17 @@ from typing import Final
 from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal, ReservationId, Scope
 from gateway.admission.tokens import Count, check_fits, count_tokens, estimate_slices, span
 from gateway.admission.usage import NOTHING, Used
-from gateway.admission.validate import validate, validate_slices
 from gateway.billing.lines import Billing
-from gateway.client.body import read_body
+from gateway.client.body import read_body, validate, validate_slices
 from gateway.config.whole import ALL_ENDPOINTS, GatewayConfig, ModelConfig
 from gateway.directory.accounts import Terms
 from gateway.endpoints.endpoint import Asked, Endpoint
 from gateway.identity.caller import Caller, Principal
-from gateway.identity.known import KnownCallers
+from gateway.identity.callers import KnownCallers
 from gateway.identity.tenant import check_endpoint
-from gateway.relay.credentials import Credentials
 from gateway.relay.engines import Engines, Known
 from gateway.relay.stream import Progress, Relay
-from gateway.relay.upstream import Outbound, Upstream
+from gateway.relay.upstream import Credentials, Outbound, Upstream
 from gateway.request.dispatch import REPEATED, Dispatched, Dispatcher, Prepared
 from gateway.request.exchange import Exchange, LiveRequests
 from gateway.request.outbound import Draft, draft, outbound
@@ -67,7 +65,8 @@ from gateway.routing.policy import Affinity, nowhere
 from gateway.routing.replicas import Replicas
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import Holding, weigh, weigh_long
-from shared.apis.validation import INLINE_LEN_MAX
+from shared.apis.request import Request
+from shared.apis.validation import INLINE_LEN_MAX, Parsed, named
 from shared.fairness.fair_share import FairShare
 from shared.fairness.fair_threads import FairThreads, Slices, at_once
 from shared.fairness.fair_turns import FairTurns
@@ -223,11 +222,9 @@ class Pipeline:
         while names:
             try:
                 terms = self._resolve(exchange, principal, asked, names.pop(0))
+                exchange.ignored_fields = asked.parsed.ignored_header  # `_count` may know more
                 counted = await self._count(exchange, terms, asked)
                 await self._reserve_anew(exchange, principal, terms, asked.endpoint)
-                exchange.ignored_fields = (
-                    asked.parsed.ignored_header
-                )  # of an engine of ours, if the other was not
                 return await self._prepare(exchange, terms, asked, counted)
             except ApiError as error:
                 forget_frames(error)
@@ -331,6 +328,8 @@ class Pipeline:
         exchange.stages.enter("tokenize")
         request, tenant = asked.generation, terms.tenant.id
         engine = self._engines.of(terms.model)
+        if request is not None and engine.is_ours and not asked.parsed.is_plain:
+            await self._look_closer(exchange, asked.parsed, tenant)
         if engine.tokenizer is not None and request is not None:
             chosen = draft(asked, terms.model, engine)
             count = await count_tokens(request, engine.tokenizer, engine.room, self._threads, tenant)
@@ -344,6 +343,13 @@ class Pipeline:
             exchange.record.prompt_tokens, exchange.record.prompt_exact = count.prompt_tokens, count.is_exact
             check_fits(request, count, engine.room)
         return chosen, count
+
+    async def _look_closer(self, exchange: Exchange, parsed: Parsed[Request], tenant: str) -> None:
+        """Check what of a request takes long to check, and note what is ignored of it."""
+        if (look := parsed.closer_look()) is not None and (
+            ignored := await self._threads.run(tenant, look, holds=True)
+        ):
+            exchange.ignored_fields = named((*parsed.ignored, *ignored))
 
     async def _reserve(
         self, exchange: Exchange, terms: Terms, request: GenerationRequest | None, count: Count

@@ -130,6 +130,7 @@ HTTP2_STREAMS: Final = Gauge("penstock_gateway_http2_streams", "Streams to engin
 TOKENS: Final = Counter(
     "penstock_gateway_tokens", "Tokens as the engine counted.", ("model", "tenant", "kind")
 )
+CALLS: Final = Counter("penstock_gateway_calls", "Calls of functions in answers.", ("model", "tenant"))
 FIRST_BYTE: Final = Histogram(
     "penstock_gateway_first_byte_seconds",
     "From a request's arrival to the first byte of its answer's body.",
@@ -189,6 +190,12 @@ def _token_series(model: str, tenant: str) -> tuple[Series, Series, Series]:
     return prompt, completion, cached
 
 
+@cache
+def _answer_series(model: str, tenant: str) -> tuple[Series, Series]:
+    """The numbers of a model's and a tenant's tokens of reasoning, and of their calls."""
+    return TOKENS.series(model, tenant, "reasoning"), CALLS.series(model, tenant)
+
+
 def observe_attempt(replica: ReplicaId) -> None:
     UPSTREAM_ATTEMPTS.inc(replica, "connected")
 
@@ -230,6 +237,10 @@ class Reporter:
             prompt.value += closing.prompt_tokens
             completion.value += closing.completion_tokens
             cached.value += closing.cached_tokens
+            if closing.reasoning_tokens or closing.calls:
+                reasoning, calls = _answer_series(model, tenant)
+                reasoning.value += closing.reasoning_tokens
+                calls.value += closing.calls
 
     def _tenant_label(self, tenant: TenantId | None) -> str:
         if tenant is None:
@@ -282,9 +293,11 @@ def _copy(closing: Closing, line: GatewayLine) -> None:
     line.prompt_tokens, line.completion_tokens = closing.prompt_tokens, closing.completion_tokens
     line.cached_tokens = closing.cached_tokens
     line.host_tokens, line.disk_tokens = closing.host_tokens, closing.disk_tokens
+    line.reasoning_tokens, line.calls = closing.reasoning_tokens, closing.calls
     line.engine_end_reason = closing.end_reason
     line.engine_edge_ms, line.engine_body_ms = closing.edge_ms, closing.body_ms
     line.engine_validate_ms, line.engine_tokenize_ms = closing.validate_ms, closing.tokenize_ms
+    line.engine_grammar_ms, line.engine_masks_ms = closing.grammar_ms, closing.masks_ms
     line.engine_handover_ms, line.engine_first_byte_ms = closing.handover_ms, closing.first_byte_ms or None
     line.engine_queue_ms, line.engine_prefill_ms = closing.queue_ms, closing.prefill_ms
     line.engine_decode_ms, line.engine_preempted_ms = closing.decode_ms, closing.preempted_ms

@@ -1,10 +1,10 @@
 """Where a request's prompt may be cached, read off the request itself.
 
-A chat's prefix is the system messages that it begins with. Its conversation is told by the first message
-after them, which all its turns have in common, or by `prompt_cache_key` where the caller gives one. Its
-history ends with the last message of the assistant: so much had been computed when that answer was complete.
-A completion's prompt has no parts; those that begin with the same `BEGINNING_LEN` characters are taken for
-one conversation.
+A chat's prefix is its tools, which templates write first, and the system messages that it begins with. Its
+conversation is told by the first message after them, which all its turns have in common, or by
+`prompt_cache_key` where the caller gives one. Its history ends with the last message of the assistant: so
+much had been computed when that answer was complete. A completion's prompt has no parts; those that begin
+with the same `BEGINNING_LEN` characters are taken for one conversation.
 
 Lengths in tokens are estimated by the characters' share of the prompt, which was counted as a whole.
 """
@@ -15,12 +15,15 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Final
 
+import msgspec
+
 from gateway.config.whole import Tier
 from gateway.routing.policy import Affinity
 from gateway.routing.table import key_of
 from shared.apis.generation import GenerationRequest
 from shared.apis.messages import ChatMessage
 from shared.apis.prompt import ChatPrompt, Prompt
+from shared.apis.tools import Tool
 from shared.wire.load_report import DEFAULT, FLEX, PRIORITY
 
 _CLASSES: Final[dict[str | None, int]] = {"flex": FLEX, "default": DEFAULT, "priority": PRIORITY}
@@ -48,7 +51,7 @@ def affinity_of(
     service_class, prompt = class_of(request, tier_max), request.prompt_form
     if isinstance(prompt, ChatPrompt):
         key = request.prompt_cache_key
-        return _of_chat(prompt.messages, key, owner, tenant, prompt_len, service_class)
+        return _of_chat(prompt, key, owner, tenant, prompt_len, service_class)
     session = key_of(owner.to_bytes(8), _text(request.prompt_cache_key or _beginning(prompt.prompt)))
     return Affinity(owner, session, 0, 0, prompt_len, service_class, tenant)
 
@@ -64,7 +67,7 @@ def class_of(request: GenerationRequest, tier_max: Tier) -> int:
 
 
 def _of_chat(
-    messages: Sequence[ChatMessage],
+    prompt: ChatPrompt,
     cache_key: str | None,
     owner: int,
     tenant: str,
@@ -72,22 +75,36 @@ def _of_chat(
     service_class: int,
 ) -> Affinity:
     """`owner`: the key of its model and tenant."""
+    messages = prompt.messages
     roles = [message.role for message in messages]
     system = sum(1 for _ in takewhile(lambda role: role in ("system", "developer"), roles))
     answered = max((at for at, role in enumerate(roles, 1) if role == "assistant"), default=system)
     lengths = [_length(message) for message in messages]
-    whole = max(1, sum(lengths))
-    prefix = key_of(owner.to_bytes(8), *_texts(messages[:system]))
+    tools_len, told = _tools(prompt.tools) if prompt.tools else (0, ())
+    whole = max(1, tools_len + sum(lengths))
+    prefix = key_of(owner.to_bytes(8), *told, *_texts(messages[:system]))
     opening = cache_key or "".join(message.text for message in messages[system : system + 1])
     return Affinity(
         prefix,
         key_of(prefix.to_bytes(8), _text(opening)),
-        prompt_len * sum(lengths[:system]) // whole,
-        prompt_len * sum(lengths[: max(system, answered)]) // whole,
+        prompt_len * (tools_len + sum(lengths[:system])) // whole,
+        prompt_len * (tools_len + sum(lengths[: max(system, answered)])) // whole,
         prompt_len,
         service_class,
         tenant,
     )
+
+
+def _tools(tools: Sequence[Tool]) -> tuple[int, list[bytes]]:
+    """The characters of tools, and their texts as far as they take part in a key."""
+    length, texts, room = 0, list[bytes](), TEXT_LEN_MAX
+    for tool in tools:
+        text = msgspec.json.encode(tool)
+        length += len(text)
+        if room > 0:
+            texts.append(text[:room])
+            room -= len(text)
+    return length, texts
 
 
 def _length(message: ChatMessage) -> int:

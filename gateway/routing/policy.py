@@ -27,7 +27,7 @@ How a request is counted neither twice nor never. It counts as sent from the mom
 chosen, and a report that was made before it arrived does not change that. It stops to count at the first
 report that has it in it: that in the headers of its own stream, which the engine sends once the request is in
 its queue, or, where the answer is not a stream, a frame that the engine sends at that moment with the
-stream's id (shared.http2.report). Both travel on the request's own connection, in order with all reports that
+stream's id (shared.http2.stream). Both travel on the request's own connection, in order with all reports that
 are pushed there: those before do not have it, and those after do. From then on its tokens are the engine's to
 count. An engine that does not report tells by its first byte that the prompt is computed.
 

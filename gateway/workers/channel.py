@@ -28,7 +28,7 @@ from aiohttp import web
 from msgspec import Struct
 from yarl import URL
 
-from gateway.client.hygiene import path_of
+from gateway.client.heads import path_of
 from gateway.client.responses import json_response
 from gateway.workers import metrics
 from shared.process.config import FILE_LEN_MAX

@@ -24,8 +24,8 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from gateway.client.hygiene import check, path_of
-from gateway.client.reading import serves
+from gateway.client.connection import serves
+from gateway.client.heads import check, path_of
 from gateway.client.responses import error_response, probe_response
 from gateway.operators.gate import Gate
 from gateway.operators.keys import read_operator_body

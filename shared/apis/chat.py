@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from shared.apis.chat_form import chat_prompt, check_chat, closer_look
 from shared.apis.generation import FinishReasonName, GenerationRequest, Usage
-from shared.apis.messages import ChatMessage
-from shared.apis.nothing import EXTENSIONS, FALSE, NONE, Nothing
+from shared.apis.messages import ChatMessage, FunctionToolCall
+from shared.apis.nothing import EXTENSIONS, FALSE, LOOKED_INTO, NONE, Nothing
 from shared.apis.prompt import ChatPrompt
+from shared.apis.structure import Schema
+from shared.apis.tools import (
+    ChoiceObject,
+    FunctionTool,
+    Tool,
+    ToolChoice,
+    ToolMode,
+    Tools,
+    check_choice,
+    chosen,
+    known_tools,
+)
+from shared.fairness.fair_threads import Slices
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import LOGPROBS_MAX, MESSAGES_MAX, TOKENS_MAX, Unshown
 
-
-class ResponseFormat(Struct):
-    type: str
-
-
 _NULL: Final = Raw(b"null")
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""OpenAI's values of `reasoning_effort`."""
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -29,14 +40,13 @@ class ChatRequest(GenerationRequest, kw_only=True):
     has_messages: ClassVar[bool] = True
     nothing: ClassVar[Mapping[str, Nothing]] = {
         **EXTENSIONS,
-        "response_format": ({"type": "text"},),
+        **dict.fromkeys(("tools", "tool_choice", "reasoning_effort"), LOOKED_INTO),
+        **dict.fromkeys(("chat_template_kwargs", "continue_final_message"), LOOKED_INTO),
         "modalities": ([], ["text"]),
         "audio": NONE,
-        "reasoning_effort": ("none",),
         "verbosity": ("medium",),
         "echo": FALSE,
         "add_special_tokens": FALSE,
-        "add_generation_prompt": (True,),
     }
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
@@ -46,21 +56,101 @@ class ChatRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
 
-    # accepted when they ask for nothing; `nothing` says when they do
-    tools: Raw = _NULL
-    tool_choice: Raw = _NULL
+    tools: Tools | None = None
+    """The functions that the model may call."""
+    tool_choice: str | ChoiceObject | None = None
+    """`none`, `auto`, `required`, or the function that is to be called. `auto` where there are tools."""
     parallel_tool_calls: bool | None = None
+    """False for one call at most."""
+
+    reasoning_effort: str | None = None
+    """`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`: a variable of the chat template."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, those that the model's operator lets requests set."""
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=TOKENS_MAX)] | None = None
+    """The most tokens of reasoning before the answer; -1 leaves it to the model."""
+    include_reasoning: bool | None = None
+    """False to leave the reasoning out of the answer."""
+    continue_final_message: bool | None = None
+    """True to go on where the last message, one of the assistant's, ends."""
+    add_generation_prompt: bool | None = None
+    """False to end the prompt without the beginning of an assistant's message."""
+
+    # accepted when they ask for nothing; `nothing` says when they do
     functions: Raw = _NULL
     function_call: Raw = _NULL
-    response_format: ResponseFormat | None = None
     modalities: Raw = _NULL
     audio: Raw = _NULL
-    reasoning_effort: str | None = None
     verbosity: str | None = None
 
     @property
     def prompt_form(self) -> ChatPrompt:
-        return ChatPrompt(self.messages)
+        if (
+            self.tools is None
+            and self.reasoning_effort is None
+            and self.chat_template_kwargs is None
+            and self.continue_final_message is None
+            and self.add_generation_prompt is None
+        ):
+            return ChatPrompt(self.messages)
+        return chat_prompt(self, self.messages, self.reasoning_effort)
+
+    def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
+        check_chat(self, self.messages, fields.get("chat_template_kwargs"))
+        check_choice(self.tool_choice, self.tools)
+        if self.reasoning_effort not in (None, *EFFORTS):
+            message = f"reasoning_effort must be one of {', '.join(EFFORTS)}."
+            raise InvalidRequest(message, param="reasoning_effort")
+        super().check_for_ours(fields)
+        outputs, choice = self.structured_outputs, self.tool_choice_asked
+        if choice.mode is ToolMode.REQUIRED and outputs is not None and outputs.structure is not None:
+            message = "structured_outputs cannot hold where the answer is to call a tool."
+            raise InvalidRequest(message, param="structured_outputs")
+        if self.continue_final_message and choice.mode is ToolMode.REQUIRED:
+            message = "continue_final_message cannot hold where the answer is to call a tool."
+            raise InvalidRequest(message, param="continue_final_message")
+
+    def closer_look(self) -> Slices[tuple[str, ...]] | None:
+        return closer_look(self.messages, self.schemas)
+
+    def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
+        return known_tools(self.tools, fields["tools"])[1] if self.tools else []
+
+    @property
+    def schemas(self) -> list[Schema]:
+        """The schema of the answer, and those that calls are held to: of strict functions, and of all that
+        the answer must call one of."""
+        schemas, choice = super().schemas, self.tool_choice_asked
+        if choice.mode is ToolMode.NONE:
+            return schemas
+        for index, tool in enumerate(self.tools_asked):
+            spec = tool.function if isinstance(tool, FunctionTool) else None
+            if spec is None or choice.name not in (None, spec.name):
+                continue
+            if spec.schema and (spec.strict or choice.mode is ToolMode.REQUIRED):
+                param = f"tools[{index}].function.parameters"
+                schemas.append(Schema(spec.schema, bool(spec.strict), param))
+        return schemas
+
+    @property
+    def tools_asked(self) -> Sequence[Tool]:
+        return self.tools or ()
+
+    @property
+    def tool_choice_asked(self) -> ToolChoice:
+        return chosen(self.tool_choice, self.tools)
+
+    @property
+    def calls_in_parallel(self) -> bool:
+        return self.parallel_tool_calls is not False
+
+    @property
+    def thinking_tokens_max(self) -> int | None:
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning is not False
 
     def check_own(self) -> None:
         if self.top_logprobs and not self.logprobs:
@@ -98,9 +188,15 @@ class ChatLogprobs(Struct):
 
 
 class AssistantMessage(Unshown):
-    content: str
+    content: str | None
+    """Null where the answer is calls alone."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    """The model's reasoning, where it reasons."""
+    reasoning: str | UnsetType = UNSET
+    """The newer name of the same."""
+    tool_calls: list[FunctionToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -122,9 +218,29 @@ class ChatCompletion(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(Unshown):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Unshown):
+    """The beginning of a call, which alone has its id, its type and its function's name, or a piece of its
+    arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+
+
 class ChatDelta(Unshown):
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """A piece of the model's reasoning."""
+    reasoning: str | UnsetType = UNSET
+    """The newer name of the same."""
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from shared.apis.generation import FinishReasonName, GenerationRequest, Usage
-from shared.apis.nothing import EXTENSIONS, Nothing
+from shared.apis.nothing import CHAT, EXTENSIONS, LOOKED_INTO, Nothing
 from shared.apis.prompt import Prompt, TextPrompt
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import CHOICES_MAX, LOGPROBS_MAX, PROMPTS_MAX, TOKENS_MAX, Unshown
@@ -24,8 +24,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     taken_from: ClassVar[str | None] = "best_of"
     nothing: ClassVar[Mapping[str, Nothing]] = {
         **EXTENSIONS,
-        "suffix": ("",),
-        "response_format": ({"type": "text"},),
+        **CHAT,
+        "suffix": LOOKED_INTO,
         "add_special_tokens": (True,),
     }
 
@@ -35,11 +35,21 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
     suffix: str | None = None
+    """The text behind the one that is asked for, of models that fill in the middle."""
     best_of: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
 
     @property
     def prompt_form(self) -> TextPrompt:
-        return TextPrompt(self.prompt)
+        return TextPrompt(self.prompt, suffix=self.suffix or None)
+
+    def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
+        super().check_for_ours(fields)
+        if not self.suffix:
+            return
+        if not isinstance(self.prompt, str):
+            raise InvalidRequest("suffix needs a prompt that is one string.", param="suffix")
+        if self.echo:
+            raise InvalidRequest("suffix and echo exclude each other.", param="suffix")
 
     def check_own(self) -> None:
         choices = self.n or 1

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Final, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from shared.apis.prompt import PromptForm
 from shared.apis.request import Request
+from shared.apis.structure import (
+    ResponseFormat,
+    Schema,
+    Structure,
+    StructuredOutputs,
+    StructureKind,
+    check_format,
+    check_outputs,
+    schema_slices,
+)
+from shared.apis.tools import NO_CALLS, Tool, ToolChoice, ToolMode
+from shared.fairness.fair_threads import Slices
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import (
     CHOICES_MAX,
@@ -74,6 +86,11 @@ class GenerationRequest(Request, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
     ignore_eos: bool | None = None
 
+    response_format: ResponseFormat | None = None
+    """The form of the answer: text, any JSON object, or JSON that follows a schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's extension: the form of the answer, by a schema, a regular expression, texts or a grammar."""
+
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """A salt that narrows prefix sharing within the tenant; it never widens it."""
@@ -112,6 +129,69 @@ class GenerationRequest(Request, kw_only=True):
 
     def check_own(self) -> None:
         """Check the relations between the fields that its API alone has. Raises InvalidRequest."""
+
+    def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
+        if self.response_format is not None:
+            check_format(self.response_format, fields["response_format"])
+        if self.structured_outputs is not None:
+            check_outputs(self.structured_outputs, fields["structured_outputs"])
+            asked = self.structured_outputs.structure, self.response_format and self.response_format.structure
+            if None not in asked:
+                message = "structured_outputs and response_format exclude each other."
+                raise InvalidRequest(message, param="structured_outputs")
+        if self.structure is not None or self.tool_choice_asked.mode is not ToolMode.NONE:
+            self._check_free_end()
+
+    def _check_free_end(self) -> None:
+        """Where a structure or a call is complete, nothing but the answer's end is left to choose. So no
+        answer can be made longer than that. Raises InvalidRequest."""
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(self, name):
+                message = f"{name} cannot hold beside tools, or where an answer has a structure."
+                raise InvalidRequest(message, param=name)
+
+    def closer_look(self) -> Slices[tuple[str, ...]] | None:
+        return schema_slices(schemas) if (schemas := self.schemas) else None
+
+    @property
+    def schemas(self) -> list[Schema]:
+        """The JSON schemas that an answer is held to."""
+        structure = self.structure
+        if structure is None or structure.kind is not StructureKind.JSON_SCHEMA:
+            return []
+        return [Schema(structure.source, structure.strict, structure.param)]
+
+    @property
+    def structure(self) -> Structure | None:
+        """The structure of the answer's text. None where it is free."""
+        if self.structured_outputs is not None and (asked := self.structured_outputs.structure) is not None:
+            return asked
+        return None if self.response_format is None else self.response_format.structure
+
+    @property
+    def tools_asked(self) -> Sequence[Tool]:
+        """The tools that the model is told of."""
+        return ()
+
+    @property
+    def tool_choice_asked(self) -> ToolChoice:
+        """Which of them the answer calls."""
+        return NO_CALLS
+
+    @property
+    def calls_in_parallel(self) -> bool:
+        """True if an answer may call several."""
+        return True
+
+    @property
+    def thinking_tokens_max(self) -> int | None:
+        """The most tokens of each choice's reasoning. None leaves it to the model."""
+        return None
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """True if the answer tells the model's reasoning."""
+        return True
 
     @property
     def stop_strings(self) -> list[str]:
@@ -162,11 +242,17 @@ class PromptTokensDetails(Struct):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int = 0
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Of models that reason, the part of `completion_tokens` that is reasoning."""
 
 
-FinishReasonName = Literal["stop", "length"]
+FinishReasonName = Literal["stop", "length", "tool_calls"]

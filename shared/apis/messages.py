@@ -79,9 +79,17 @@ class ChatMessage(Unshown, omit_defaults=True):
     @property
     def printable(self) -> tuple[str, ...]:
         """The texts that a chat template of ours may print."""
-        if self.name is None and self.reasoning_content is None:
-            return (self.text,)
-        return self.text, self.name or "", self.reasoning_content or ""
+        if (
+            self.name is None
+            and self.reasoning_content is None
+            and self.reasoning is None
+            and self.tool_calls is None
+            and self.tool_call_id is None
+            and self.refusal is None
+            and type(self.content) is str
+        ):
+            return (self.content,)
+        return tuple(self.texts)
 
     @property
     def texts(self) -> list[str]:

@@ -3,7 +3,10 @@ hashed, whichever API it came by."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from shared.apis.messages import ChatMessage
+from shared.apis.tools import Tool
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import Unshown
 
@@ -17,6 +20,14 @@ class ChatPrompt(Unshown):
     messages: list[ChatMessage]
     param: str = "messages"
     """The name of the request's field that holds it."""
+    tools: tuple[Tool, ...] = ()
+    arguments: dict[str, Any] = {}  # noqa: RUF012  msgspec copies it
+    """The template's variables that the request sets (`chat_template_kwargs`), `reasoning_effort` among
+    them."""
+    continues_final: bool = False
+    """True where the answer continues the last message, which the prompt leaves open."""
+    opens_answer: bool = True
+    """True where the prompt ends with what begins an assistant's message."""
 
     def count(self) -> int:
         """Count the prompts."""
@@ -29,6 +40,8 @@ class TextPrompt(Unshown):
     prompt: Prompt
     param: str = "prompt"
     """The name of the request's field that holds them."""
+    suffix: str | None = None
+    """The text behind the one that is asked for."""
 
     def count(self) -> int:
         """Count the prompts. Raises InvalidRequest when there is none, or kinds are mixed."""

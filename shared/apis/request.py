@@ -3,15 +3,17 @@
 Policy for fields, as API.md documents it:
 
 - A field that is honoured is typed and bounded in its API's shape, and a bad value is a 400 that names it.
-- A field that asks for something that no engine of ours can do (`tools`, a JSON `response_format`, audio,
-  other engines' extensions) is refused, by the shape's table `nothing`; it is never silently ignored.
+- A field that asks for something that no engine of ours can do (audio, other engines' extensions) is refused,
+  by the shape's table `nothing`, or where a part of it can be done by `check_for_ours`; it is never silently
+  ignored. Engines of other makes may do what ours cannot, so both are asked only where ours serve.
 - Fields that change nothing about the answer (`metadata`, `user`, `store`, ...) are accepted.
 - Unknown fields are accepted too, passed on, and named in the `x-penstock-ignored-fields` answer
   header, so that a misspelt name can be seen.
 
 Beyond OpenAI, the common extensions of open engines: `top_k`, `min_p`, `repetition_penalty`,
-`stop_token_ids`, `min_tokens`, `ignore_eos`, `return_token_ids`, `cache_salt`, a message's
-`reasoning_content`.
+`stop_token_ids`, `min_tokens`, `ignore_eos`, `return_token_ids`, `cache_salt`, `structured_outputs`,
+`chat_template_kwargs`, `thinking_token_budget`, `include_reasoning`, `continue_final_message`,
+`add_generation_prompt`, a message's `reasoning_content` and `reasoning`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from msgspec import Raw
 
 from shared.apis.nothing import Nothing
 from shared.apis.prompt import PromptForm
+from shared.fairness.fair_threads import Slices
 from shared.wire.shapes import Unshown
 
 
@@ -54,6 +57,20 @@ class Request(Unshown, kw_only=True):
         if name is None or getattr(self, name) in (None, getattr(self, "n", None) or 1):
             return None
         return name
+
+    def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
+        """Check what of its fields and messages our engines take. It is called where it has any of `nothing`,
+        or messages that are more than texts. Raises InvalidRequest, and UnsupportedParameter for what no
+        engine of ours does."""
+
+    def closer_look(self) -> Slices[tuple[str, ...]] | None:
+        """The checks for our engines that take long, as a job which returns the places of what is ignored
+        within fields, and raises InvalidRequest. None where there are none."""
+        return None
+
+    def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
+        """The names of fields that are unknown, within fields that it looks into itself."""
+        return []
 
     def check(self, fields: Mapping[str, Raw]) -> None:
         """Check the relations between its fields. `fields` are those that were sent. Raises

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta
+from msgspec import Meta, Raw
 
+from shared.apis.chat_form import chat_prompt, check_chat, closer_look
 from shared.apis.messages import ChatMessage
-from shared.apis.nothing import FALSE, PROMPT, Nothing
-from shared.apis.prompt import ChatPrompt, PromptForm, TextPrompt
+from shared.apis.nothing import FALSE, LOOKED_INTO, NONE, PROMPT, Nothing
+from shared.apis.prompt import PromptForm, TextPrompt
 from shared.apis.request import Request
+from shared.apis.tools import Tools, known_tools
+from shared.fairness.fair_threads import Slices
+from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import MESSAGES_MAX, TOKENS_MAX, TokenId, Unshown
 
 
@@ -21,7 +25,8 @@ class TokenizeRequest(Request, kw_only=True):
     has_messages: ClassVar[bool] = True
     nothing: ClassVar[Mapping[str, Nothing]] = {
         **PROMPT,
-        "add_generation_prompt": (True,),
+        **dict.fromkeys(("tools", "chat_template_kwargs", "continue_final_message"), LOOKED_INTO),
+        "include_reasoning": NONE,
         "return_token_strs": FALSE,
     }
 
@@ -30,13 +35,35 @@ class TokenizeRequest(Request, kw_only=True):
     add_special_tokens: bool | None = None
     """True to give a prompt the special tokens that the tokenizer adds, as a completion's has them; the
     default. A chat has those that its template writes."""
+    tools: Tools | None = None
+    """The functions that the chat's template is told of."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, those that the model's operator lets requests set."""
+    continue_final_message: bool | None = None
+    """True for a prompt that ends where the last message, one of the assistant's, does."""
+    add_generation_prompt: bool | None = None
+    """False for a prompt that ends without the beginning of an assistant's message."""
 
     @property
     def prompt_form(self) -> PromptForm | None:
         """What is to be tokenized. None where neither is given."""
         if self.messages is not None:
-            return ChatPrompt(self.messages)
+            return chat_prompt(self, self.messages)
         return None if self.prompt is None else TextPrompt(self.prompt)
+
+    def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
+        if self.messages is not None:
+            check_chat(self, self.messages, fields.get("chat_template_kwargs"))
+            return
+        for name in ("tools", "chat_template_kwargs", "continue_final_message"):
+            if getattr(self, name):
+                raise InvalidRequest(f"{name} needs messages.", param=name)
+
+    def closer_look(self) -> Slices[tuple[str, ...]] | None:
+        return closer_look(self.messages or (), ())
+
+    def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
+        return known_tools(self.tools, fields["tools"])[1] if self.tools else []
 
 
 class DetokenizeRequest(Request, kw_only=True):

@@ -9,9 +9,20 @@ Rules:
 1. Whatever the bytes, the outcome is a `Parsed` or an `InvalidRequest`; nothing else escapes.
 2. The error names the field (`param`), and never shows a value: values may be prompt text.
 3. A field that asks for something no engine of ours can do is reported (`Parsed.unsupported`), and never
-   silently ignored. Whether to refuse it is decided by the caller, which knows the engine.
-4. What is made of a body is bounded before it is made: its values are counted first (`shared.apis.census`),
-   so the work is some milliseconds for each megabyte, and the memory is bounded by `shared.apis.holding`.
+   silently ignored: the caller would get another answer than the one asked for, with a 200. So OpenAI's own
+   fields that are not implemented, and the extensions of other engines that are in use (vLLM, SGLang,
+   llama.cpp, TGI), are listed (`shared.apis`) with the values that ask for nothing; any other value is
+   unsupported. Those of which our engines do a part are left to the request. Whether to refuse it is decided
+   by the caller, which knows the engine.
+4. A field that is in no list is unknown: it is accepted, and named to the caller unless it is null, which
+   asks for nothing. Fields inside messages and their parts obey the same policy as those outside.
+5. A body with an object that has a field twice is refused, as readers of JSON differ in which of the two
+   counts. What is decoded of an object has each name once. Encoded again, with its values as they were sent,
+   it is shorter than it was by a repeated field, by white space and by an escape in a name; nothing makes it
+   longer. So an object that stays as long as it was, as SDKs send it, has no field twice. Others are looked
+   at field by field, which takes several times as long.
+6. What is made of a body is bounded before it is made: its values are counted first, so the work is some
+   milliseconds for each megabyte, and so is the memory (`shared.apis.holding`).
 """
 
 from __future__ import annotations
@@ -19,21 +30,262 @@ from __future__ import annotations
 import re
 import secrets
 from codecs import BOM_UTF8, getincrementaldecoder
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
 
-from shared.apis.census import SLICE_LEN, Census, census_of
-from shared.apis.fields import survey
-from shared.apis.nothing import INSTEAD
-from shared.apis.repeated import PLAIN_NAME, Key
+from shared.apis.holding import SLICE_LEN, Census, census_of, refuse_excess
+from shared.apis.messages import ChatMessage, CustomToolCall, ImagePart
+from shared.apis.nothing import FALSE, LOOKED_INTO, NONE, Nothing, unsupported
 from shared.apis.request import Request
 from shared.fairness.fair_threads import Slices
-from shared.wire.errors import InvalidJson, InvalidRequest, UnsupportedParameter
+from shared.wire.errors import InvalidJson, InvalidRequest
+from shared.wire.shapes import IMAGES_MAX
 from shared.wire.undecodable import UNDECODABLE
+
+# -- repeated fields ------------------------------------------------------------------------------
+
+
+PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""The names that are repeated to the caller who sent them, in headers too."""
+
+
+class Key:
+    """A name, equal only to itself, so that a repeated name does not hide the first."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, _kind: type[Any], name: str) -> None:
+        """The arguments are those of a `dec_hook`."""
+        self.name = name
+
+
+_encode: Final = msgspec.json.Encoder().encode
+_decode_pairs: Final = msgspec.json.Decoder(list[dict[Key, Raw]] | dict[Key, Raw], dec_hook=Key).decode
+
+
+def stays(raw: Raw, decoded: object) -> bool:
+    """True if an object, or an array of objects, is as long as what is made of it again: then none has a
+    field twice. `decoded` is what `raw` was decoded to, with the fields' values as they were sent."""
+    return len(_encode(decoded)) == len(raw)
+
+
+def refuse_repeated(path: str, raw: Raw) -> None:
+    """Look field by field. Raises InvalidJson where an object, or one of an array of objects, has a field
+    twice. `path` is its name."""
+    objects = _decode_pairs(raw)
+    if isinstance(objects, dict):
+        _refuse_pairs(path, objects)
+        return
+    for at, pairs in enumerate(objects):
+        _refuse_pairs(f"{path}[{at}]", pairs)
+
+
+def _refuse_pairs(path: str, pairs: dict[Key, Raw]) -> None:
+    seen: set[str] = set()
+    for key in pairs:
+        if key.name in seen:
+            name = f"{path}.{key.name}" if PLAIN_NAME.fullmatch(key.name) else path
+            raise InvalidJson("A field is given twice.", param=name)
+        seen.add(key.name)
+
+
+# -- unknown and unsupported fields ---------------------------------------------------------------
+
+
+_MESSAGE: Final[Mapping[str, Nothing]] = {"audio": NONE, "prefix": FALSE, "partial": FALSE}
+"""Fields of messages that no shape has."""
+_CONTENTS: Final = ("tool_calls", "function_call", "refusal", "reasoning", "reasoning_content")
+"""Fields of which the assistant's messages may have one in place of content."""
+_OF_TOOLS: Final = frozenset({"tool", "function"})
+"""The roles of messages that answer a call."""
+_NOT_NAMED: Final = frozenset({f"messages.{name}" for name in (*_MESSAGE, "annotations")})
+"""Fields of messages that are known, though no shape has them."""
+
+_objects: Final = msgspec.json.Decoder(list[dict[str, Raw]])
+_object: Final = msgspec.json.Decoder(dict[str, Raw])
+
+
+class Survey(Struct, frozen=True):
+    """The unknown and unsupported fields of one request."""
+
+    unknown: tuple[str, ...] = ()
+    """The names of unknown fields, those within messages as `messages.name`."""
+    unsupported: str | None = None
+    """The first field that asks for what no engine of ours can do. None without one."""
+    shapeless: tuple[str, ...] = ()
+    """The names of the fields within messages that no shape of `shared.apis.messages` has, known or not."""
+    is_plain: bool = True
+    """True if no field is in the request's table, and all messages are texts alone."""
+
+
+def survey(request: Request, fields: Mapping[str, Raw], known: frozenset[str]) -> Survey:
+    """Look through the fields of a well-formed request. `known` are the names that its type has. Raises
+    InvalidJson where an object that is looked into has a field twice, and InvalidRequest for a message that
+    says nothing."""
+    table = request.nothing
+    unknown = [] if fields.keys() <= known else _unknown(fields, known | table.keys())
+    unsupported = None
+    is_plain = table.keys().isdisjoint(fields)
+    if not is_plain:
+        unsupported = next(_unsupported(fields, table), None)
+        unknown += request.unknown_within(fields)
+    if request.taken_from is not None:
+        unsupported = unsupported or request.surplus
+    if "stream_options" in fields and getattr(request, "stream_options", None) is not None:
+        options = _object.decode(fields["stream_options"])
+        if not stays(fields["stream_options"], options):
+            refuse_repeated("stream_options", fields["stream_options"])
+        unknown += [f"stream_options.{name}" for name in options if name != "include_usage"]
+    chat: list[ChatMessage] | None = getattr(request, "messages", None) if request.has_messages else None
+    shapeless: tuple[str, ...] = ()
+    if chat is not None and not _are_plain(chat, fields["messages"]):
+        is_plain = False
+        _check_contents(chat)
+        shapeless = tuple(dict.fromkeys(_shapeless(chat, fields["messages"], "messages", "messages")))
+        unknown += [name for name in shapeless if name not in _NOT_NAMED]
+        unsupported = unsupported or _unsupported_in_messages(chat, fields["messages"], shapeless)
+    if unknown or unsupported or shapeless or not is_plain:
+        return Survey(tuple(unknown), unsupported, shapeless, is_plain)
+    return _NOTHING_TO_SAY
+
+
+_NOTHING_TO_SAY: Final = Survey()
+_NULL: Final = Raw(b"null")
+
+
+def _unknown(fields: Mapping[str, Raw], known: frozenset[str]) -> list[str]:
+    return [name for name, value in fields.items() if name not in known and value != _NULL]
+
+
+class _PlainMessage(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    role: Raw
+    content: Raw
+    name: Raw = Raw()
+
+
+_plain: Final = msgspec.json.Decoder(list[_PlainMessage])
+
+
+def _are_plain(messages: list[ChatMessage], raw: Raw) -> bool:
+    """True if all messages have a role, a text and perhaps a name alone, as most have, so that no field is
+    unknown or unsupported. Raises InvalidJson where one has a field twice."""
+    for message in messages:
+        if type(message.content) is not str or message.role in _OF_TOOLS:
+            return False
+    try:
+        plain = _plain.decode(raw)
+    except msgspec.ValidationError:
+        return False
+    if not (stays(raw, plain) or _are_spaced(plain, raw)):
+        refuse_repeated("messages", raw)
+    return True
+
+
+def _are_spaced(messages: list[_PlainMessage], raw: Raw) -> bool:
+    """True if these are messages as Python's `json` writes them, with a space behind each colon and comma.
+    Then none has a field twice: each field once makes the same bytes."""
+    parts: list[bytes] = []
+    for message in messages:
+        parts += (b'}, {"role": ', message.role, b', "content": ', message.content)
+    parts[0] = b'[{"role": '
+    parts.append(b"}]")
+    return b"".join(parts) == bytes(raw)
+
+
+def _unsupported(fields: Mapping[str, Raw], table: Mapping[str, Nothing]) -> Iterator[str]:
+    for name in fields:
+        if name in table and table[name] is not LOOKED_INTO:
+            value = msgspec.json.decode(fields[name])
+            if value is not None and value not in table[name]:
+                yield name
+
+
+def _unsupported_in_messages(chat: Sequence[ChatMessage], raw: Raw, shapeless: Sequence[str]) -> str | None:
+    if not _NOT_NAMED.isdisjoint(shapeless):
+        for index, fields in enumerate(_objects.decode(raw)):
+            for name in _unsupported(fields, _MESSAGE):
+                return f"messages[{index}].{name}"
+    for index, message in enumerate(chat):
+        for name in _unsupported_in(message):
+            return f"messages[{index}].{name}"
+    return None
+
+
+def _unsupported_in(message: ChatMessage) -> Iterator[str]:
+    """The fields of a message that ask for what no engine of ours does."""
+    if message.role == "function":
+        yield "role"
+    if message.function_call is not None:
+        yield "function_call"
+    if message.tool_calls and message.role != "assistant":
+        yield "tool_calls"
+    if message.tool_call_id and message.role != "tool":
+        yield "tool_call_id"
+    for at, call in enumerate(message.tool_calls or ()):
+        if type(call) is CustomToolCall:
+            yield f"tool_calls[{at}]"
+    for at, part in enumerate(message.parts):
+        if type(part) is ImagePart:
+            yield f"content[{at}]"
+
+
+def _check_contents(chat: Iterable[ChatMessage]) -> None:
+    """Raises InvalidRequest for a message without content that stands for nothing else, and for too many
+    images."""
+    images = 0
+    for index, message in enumerate(chat):
+        if not isinstance(message.content, str | list) and not (
+            message.role == "function"
+            or (message.role == "assistant" and any(getattr(message, name) for name in _CONTENTS))
+        ):
+            where = f"messages[{index}].content"
+            raise InvalidRequest(f"{where} is required.", param=where)
+        images += sum(type(part) is ImagePart for part in message.parts)
+    if images > IMAGES_MAX:
+        raise InvalidRequest(f"messages must have at most {IMAGES_MAX} images.", param="messages")
+
+
+@cache
+def _shape(type_: type[Struct]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The names of a shape's fields, and of those that may hold objects of other shapes."""
+    names = frozenset(type_.__struct_encode_fields__)
+    if (tag := type_.__struct_config__.tag_field) is not None:
+        names |= {tag}
+    return names, tuple(name for name in type_.__struct_fields__ if name in _NESTED)
+
+
+_NESTED: Final = frozenset({"content", "tool_calls", "function_call", "image_url", "function", "custom"})
+
+
+def _shapeless(value: Struct | Sequence[Struct], raw: Raw, path: str, name: str) -> Iterator[str]:
+    """The names of the fields in `raw` that the shapes of `value`, which was read from it, do not have.
+    `path` is where it is in the request, `name` the same without numbers. Raises InvalidJson where an object
+    has a field twice."""
+    objects: list[dict[str, Raw]]
+    if isinstance(value, Struct):
+        values, objects = [value], [_object.decode(raw)]
+        is_same = stays(raw, objects[0])
+    else:
+        values, objects = list(value), _objects.decode(raw)
+        is_same = stays(raw, objects)
+    if not is_same:
+        refuse_repeated(path, raw)
+    for at, (one, fields) in enumerate(zip(values, objects, strict=True)):
+        names, nested = _shape(type(one))
+        if not fields.keys() <= names:
+            yield from (f"{name}.{key}" for key in fields if key not in names)
+        for key in nested:
+            if isinstance(held := getattr(one, key), list | Struct):
+                where = path if isinstance(value, Struct) else f"{path}[{at}]"
+                yield from _shapeless(held, fields[key], f"{where}.{key}", f"{name}.{key}")
+
+
+# -- the whole body -------------------------------------------------------------------------------
+
 
 T = TypeVar("T", bound=Request)
 
@@ -58,13 +310,19 @@ class Parsed(Struct, Generic[T], frozen=True):
     """The first field that asks for what no engine of ours can do. None without one."""
     shapeless: tuple[str, ...] = ()
     """The names of the fields within messages that no shape of `shared.apis.messages` has."""
+    is_plain: bool = True
+    """True if it has no field that our engines look into, and no message that is more than a text."""
 
     def require_supported(self) -> None:
-        """Refuse an unsupported field. Raises UnsupportedParameter."""
-        if (param := self.unsupported) is not None:
-            if (instead := INSTEAD.get(param)) is not None:
-                raise UnsupportedParameter(f"{param} is not supported; use {instead}.", param=param)
-            raise UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)
+        """Refuse what no engine of ours takes. Raises InvalidRequest, and UnsupportedParameter."""
+        if self.unsupported is not None:
+            raise unsupported(self.unsupported)
+        if not self.is_plain:
+            self.request.check_for_ours(self.fields)
+
+    def closer_look(self) -> Slices[tuple[str, ...]] | None:
+        """The checks for our engines that take long (`Request.closer_look`)."""
+        return None if self.is_plain else self.request.closer_look()
 
     @property
     def ignored_header(self) -> str:
@@ -75,16 +333,6 @@ class Parsed(Struct, Generic[T], frozen=True):
 def named(ignored: Iterable[str]) -> str:
     """Names of fields as a header's value, without those that are no plain names or too many."""
     return ", ".join([name for name in ignored if PLAIN_NAME.fullmatch(name)][:IGNORED_NAMED_MAX])
-
-
-def refuse_excess(census: Census) -> None:
-    """Refuse a body with too many values. Raises InvalidRequest.
-
-    Such a body can never be served, however much memory is free, so this is checked before memory is
-    reserved.
-    """
-    if census.excess is not None:
-        raise InvalidRequest(f"The body has {census.excess}.")
 
 
 def parse(body: bytes, type_: type[T], census: Census | None = None) -> Parsed[T]:
@@ -133,7 +381,7 @@ def _parsed(request: T, fields: dict[str, Raw], type_: type[T]) -> Parsed[T]:
         found = survey(request, fields, _names(type_))
     except msgspec.ValidationError:
         raise _out_of_range(fields) from None
-    return Parsed(request, fields, found.unknown, found.unsupported, found.shapeless)
+    return Parsed(request, fields, found.unknown, found.unsupported, found.shapeless, found.is_plain)
 
 
 def _out_of_range(fields: dict[str, Raw]) -> InvalidJson:

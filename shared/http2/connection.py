@@ -56,9 +56,8 @@ from shared.http2.headers import HeaderList
 from shared.http2.owner import Owner
 from shared.http2.phase import MOVES, ConnectionPhase
 from shared.http2.plainpath import PlainPath
-from shared.http2.report import AwaitedReports
 from shared.http2.state import ProtocolState
-from shared.http2.stream import Stream
+from shared.http2.stream import AwaitedReports, Stream
 
 DRAIN_PING: Final = b"draining"
 LAST_ID_TO_OPEN: Final = frames.STREAM_ID_MAX - 2

@@ -24,8 +24,14 @@ import h2.events as events
 
 from shared.http2 import frames, limits
 from shared.http2.errors import ErrorCode, ProtocolViolation, StreamReset
-from shared.http2.headers import HeaderList, check_request, check_response, check_trailers
-from shared.http2.hpack import BlockDecoder, LiteralEncoder
+from shared.http2.headers import (
+    BlockDecoder,
+    HeaderList,
+    LiteralEncoder,
+    check_request,
+    check_response,
+    check_trailers,
+)
 from shared.http2.stream import Stream
 
 if TYPE_CHECKING:

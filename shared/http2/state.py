@@ -10,7 +10,7 @@ from h2.connection import H2Connection
 from h2.settings import SettingCodes, Settings
 
 from shared.http2 import frames, limits
-from shared.http2.hpack import LiteralEncoder
+from shared.http2.headers import LiteralEncoder
 
 logging.getLogger("hpack").setLevel(logging.INFO)  # at DEBUG it logs every header's value, secrets too
 
@@ -23,7 +23,7 @@ class ProtocolState(H2Connection):
       overrides two private names; were they renamed, test_state.py would fail.)
     - It would end the connection of a peer that opens one stream too many. Its own limit is twice
       `streams_max`, so that the surplus can be refused stream by stream.
-    - It encodes header lists with a table that is of no use here (hpack.py).
+    - It encodes header lists with a table that is of no use here (headers.py).
     - Its settings must be in place before the first frame, not changed by a second one.
     """
 

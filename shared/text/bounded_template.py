@@ -10,8 +10,8 @@ Theory. Two things can make such a template expensive, and each passes a counter
 - *repetition*: every body of a loop, a branch or a macro takes its size off `Spending.left`. That is written
   into the compiled code in place, without a call. At zero the clock is read.
 - *growth*: a text that is put together from others, and is kept in a variable, a macro's argument or a
-  block's buffer, is weighed (`Spending.keep`). One expression alone makes `LEAVES_MAX` times as much of it at
-  most.
+  block's buffer, is weighed (`Spending.keep`), and so is what becomes indented JSON, which is the longer the
+  deeper it is nested. One expression alone makes `LEAVES_MAX` times as much of it at most.
 
 Most templates of models keep no such text for a short chat, so that for them neither costs a call. Counting
 in place was chosen over a process for all: that takes 50 us, a thread and a turn for each chat, and this
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Final
 
 from jinja2 import nodes, pass_context
@@ -33,13 +33,17 @@ from jinja2.runtime import Context
 SOURCE_LEN_MAX: Final = 32 * 1024
 """Characters of the longest template that is compiled in place. The longest of the models known to us has
 20,000. To compile this takes a quarter of a second at most, in steps of 60 ms at most."""
-LEAVES_MAX: Final = 32
+LEAVES_MAX: Final = 64
 """The most texts that one expression puts together."""
 DEPTH_MAX: Final = 60
 SHORT_S: Final = 0.02
 """The CPU time for a short chat, in seconds. It is rendered on event loops."""
 IN_PLACE_S: Final = 0.25
-"""The CPU time for any other that is rendered in place, in seconds."""
+"""The CPU time for the longest chat that is rendered in place, in seconds. A shorter one has its share."""
+THREAD_S: Final = 0.05
+"""The least of it, for what is not rendered on an event loop, in seconds: forty tools take half as much."""
+LONGEST_LEN: Final = 256 * 1024
+"""Characters of the longest chat that is rendered in place: each step of its template takes 6 ms at most."""
 STEPS: Final = 2048
 """Steps between two looks at the clock, where no text is longer than `STEP_LEN`; where one is, fewer. A step
 goes once over a text."""
@@ -52,6 +56,7 @@ DATA_LEN_MAX: Final = 64
 RANGE_MAX: Final = 4096
 KEEP: Final = "kept"
 SPEND: Final = "spent"
+WEIGH: Final = "weighed"
 
 NUMBERS: Final = frozenset({"length", "count", "int", "float", "abs"})
 """Filters whose results are numbers."""
@@ -85,7 +90,7 @@ _KNOWN: Final = (
     *(nodes.Getattr, nodes.Getitem, nodes.Concat, nodes.List, nodes.Tuple, nodes.Dict, nodes.CondExpr),
     *(nodes.BinExpr, nodes.UnaryExpr, nodes.Compare, nodes.Test),
 )
-_UNNAMED: Final = frozenset({"namespace", "loop", "self", "super", "caller", "varargs", "kwargs"})
+UNNAMED: Final = frozenset({"namespace", "loop", "self", "super", "caller", "varargs", "kwargs"})
 """Names that stand for what may not be passed around."""
 
 
@@ -107,10 +112,15 @@ class Spending(Context):
 
     def start(self, chat_len: int) -> None:
         """Begin the rendering of a chat that may be long."""
-        self.time_s = IN_PLACE_S
+        self.time_s = max(THREAD_S, IN_PLACE_S * min(1.0, chat_len / LONGEST_LEN))
         self._longest = max(STEP_LEN, chat_len)
         self._room = KEPT_MAX * (chat_len + ROOM_LEN)
         self.left = self._steps()
+
+    def derived(self, locals: dict[str, Any] | None = None) -> Spending:  # noqa: A002  Jinja's name
+        """The context for a function that is called in a loop, which Jinja would make anew with the loop's
+        variables. None of the functions asks for those, and what they use is counted here."""
+        return self
 
     def _steps(self) -> int:
         return max(1, STEPS * STEP_LEN // self._longest)
@@ -142,6 +152,22 @@ def kept(context: Spending, value: Any) -> Any:
 
 
 @pass_context
+def weighed(context: Spending, value: Any, indent: int) -> Any:
+    """The filter around a value that becomes JSON with so many spaces to each level."""
+    weight, stack = 0, [(value, indent)]
+    while stack:
+        one, spaces = stack.pop()
+        inner = [*one.values()] if isinstance(one, dict) else one if isinstance(one, list | tuple) else ()
+        weight += (len(inner) + 1) * spaces
+        stack += [(each, spaces + indent) for each in inner]
+        context.left -= 1
+        if context.left < 0:
+            context.refill()
+    context.keep(weight)
+    return value
+
+
+@pass_context
 def spent(context: Spending, steps: int) -> bool:
     """The filter in the condition of a loop, which is asked for each of its items. Returns True."""
     context.left -= steps
@@ -156,6 +182,8 @@ def _weight(value: object, context: Spending) -> int:
     while stack:
         one = stack.pop()
         weight += 8 * len(one) if isinstance(one, str) else 16
+        if isinstance(one, int):
+            weight += one.bit_length() >> 1
         if isinstance(one, dict):
             stack += (*one.keys(), *one.values())
         elif isinstance(one, list | tuple):
@@ -188,13 +216,14 @@ class StepCounter(CodeGenerator):
         self.outdent()
 
 
-def bound(template: nodes.Template) -> None:
-    """Write the counters into a template. Raises Unbounded where it has parts that are not known here."""
-    _Bounds(template).write()
+def bound(template: nodes.Template, given: Collection[str]) -> None:
+    """Write the counters into a template. `given` are the names of variables that others than the template
+    set. Raises Unbounded where it has parts that are not known here."""
+    _Bounds(template, given).write()
 
 
 class _Bounds:
-    def __init__(self, template: nodes.Template) -> None:
+    def __init__(self, template: nodes.Template, given: Collection[str]) -> None:
         self._template = template
         self._macros = {macro.name for macro in template.find_all(nodes.Macro)}
         if self._macros & DEFAULT_NAMESPACE.keys():
@@ -205,7 +234,7 @@ class _Bounds:
         self._spaces = {_name(one.target) for one in assigns if _namespace(one) is not None}
         for key, value in self._assigned():
             self._values.setdefault(key, []).append(value)
-        self._numbers: set[object] = set(self._values)
+        self._numbers: set[object] = set(self._values).difference(given)
         while wrong := {key for key in self._numbers if not all(map(self._is_number, self._values[key]))}:
             self._numbers -= wrong
 
@@ -334,7 +363,7 @@ class _Bounds:
         if depth > DEPTH_MAX:
             raise Unbounded("it is nested too deeply")
         match node:
-            case nodes.Name(name=name) if name in self._spaces or name in _UNNAMED:
+            case nodes.Name(name=name) if name in self._spaces or name in UNNAMED:
                 raise Unbounded(f"{name} is passed around")
             case nodes.Const() | nodes.Name():
                 return _Cost(1, 1)
@@ -366,7 +395,12 @@ class _Bounds:
         if node.node is None:
             raise Unbounded("a filter of a block")
         costs = [self._expr(part, depth + 1) for part in (node.node, *_arguments(node))]
-        return _most(costs, times=_filter_growth(node))
+        times = _filter_growth(node)
+        if node.name == "tojson" and (indent := _indent(node)):
+            node.node = nodes.Filter(
+                node.node, WEIGH, [nodes.Const(indent)], [], None, None, lineno=node.lineno
+            )
+        return _most(costs, times)
 
     def _call(self, node: nodes.Call, depth: int) -> _Cost:
         if node.dyn_args is not None or node.dyn_kwargs is not None:
@@ -470,8 +504,8 @@ def _arguments(node: nodes.Filter | nodes.Test) -> list[nodes.Expr]:
 
 def _filter_growth(node: nodes.Filter) -> int:
     """How much longer a filter makes its text at most. Raises Unbounded."""
-    values = [one.value if isinstance(one, nodes.Const) else None for one in node.args]
-    named = {str(one.key): getattr(one.value, "value", None) for one in node.kwargs}
+    values = [_constant(one) for one in node.args]
+    named = {str(one.key): _constant(one.value) for one in node.kwargs}
     if node.name in CHOOSING:
         if set(named) - {"attribute", "default"} or (node.name == "map" and named and values):
             raise Unbounded(f"the filter {node.name} has arguments that are not known")
@@ -514,8 +548,25 @@ def _replaced(old: str, new: str) -> int:
     return 1 + len(new) if not old else max(1, -(-len(new) // len(old)))
 
 
+def _indent(node: nodes.Filter) -> int:
+    """The most spaces that a filter `tojson` may write for each level."""
+    values = [*node.args[1:2], *(one.value for one in node.kwargs if one.key == "indent")]
+    numbers = (getattr(one, "value", None) for one in values)
+    return max((int(number) for number in numbers if isinstance(number, int)), default=0)
+
+
+def _constant(node: nodes.Node) -> Any:
+    """The value of a constant, or of a tuple of them. None for anything else."""
+    if isinstance(node, nodes.Tuple):
+        return tuple(map(_constant, node.items))
+    return node.value if isinstance(node, nodes.Const) else None
+
+
 def _is_small(value: object) -> bool:
-    """True for a constant that does not make JSON longer than `FILTERS` says."""
+    """True for a constant that does not make JSON longer than `FILTERS` says: a flag, an indent that is
+    weighed, or separators."""
+    if isinstance(value, tuple):
+        return all(isinstance(one, str) and len(one) <= len(": ") for one in value)
     return value in (True, False) or (isinstance(value, int) and 0 <= value <= 4)
 
 

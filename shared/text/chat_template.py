@@ -7,28 +7,31 @@ data, and the rendered chat is bounded, as is any string or list made by multipl
 Rules:
 
 1. A chat is rendered in place where its template is *bounded* (`shared.text.bounded_template`): that costs no
-   more than the template's own work, and stops after `SHORT_S` where the chat is short, else after
-   `IN_PLACE_S`.
+   more than the template's own work, and stops after `SHORT_S` where the chat is short, after `IN_PLACE_S`
+   where it is long.
 2. Everything else is rendered by processes of their own (`shared.text.rendering`), where time and memory are
    bounded by the kernel: long chats of bounded templates by one, and by another one all chats of the others,
    and those that needed too much. So no template delays the chats of another that is bounded.
 3. A template that needs too much for a short chat is not rendered in place again: no honest one does.
+4. Event loops render plain chats alone, which are texts. With tools, calls or variables of the request a chat
+   is a tree of its caller's own, for which a template may need more than its length says.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final
 
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
+from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shared.apis.messages import ChatMessage
+from shared.apis.prompt import ChatPrompt
 from shared.fairness.fair_threads import Slices
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
@@ -36,6 +39,8 @@ from shared.text.bounded_template import (
     KEEP,
     SOURCE_LEN_MAX,
     SPEND,
+    UNNAMED,
+    WEIGH,
     Spending,
     StepCounter,
     Unbounded,
@@ -43,8 +48,12 @@ from shared.text.bounded_template import (
     bounded_range,
     kept,
     spent,
+    weighed,
 )
+from shared.text.model_files import shown
 from shared.text.rendering import APART_LEN, DOUBTFUL, RENDERER, TOO_MUCH, Chat, Renderer
+from shared.text.template_input import Message, TemplateInput, continued, measured
+from shared.text.template_reads import Reads, reads_of, variables_of
 from shared.wire.errors import InvalidRequest, NotInPlace, TooMuch
 from shared.wire.shapes import BODY_LEN_MAX
 
@@ -56,6 +65,17 @@ MESSAGE_LEN_MAX: Final = 200
 NUMBER_MAX: Final = 2**64
 """The largest factor of a product of numbers."""
 
+NO_DEFAULTS: Final[Mapping[str, Any]] = {}
+RESERVED: Final = frozenset(
+    (
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("chat_template", "conversation", "tokenize", "raise_exception", "strftime_now"),
+        *DEFAULT_NAMESPACE,
+        *UNNAMED,
+    )
+)
+"""The names of variables that are the chat itself, or are not data: no request and no operator sets them."""
+
 log = logs.get(__name__)
 
 _FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -64,48 +84,72 @@ expect."""
 
 
 class ChatTemplate:
-    """A template that any number of threads may use. Raises ValueError when it is not valid Jinja."""
+    """A template that any number of threads may use. Raises ValueError when it is not valid Jinja, or has
+    variables that nobody may set."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str], clock: Clock = SYSTEM_CLOCK) -> None:
-        """`special_tokens` maps names as templates know them (`bos_token`) to their text."""
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        clock: Clock = SYSTEM_CLOCK,
+        arguments: Collection[str] = (),
+        defaults: Mapping[str, Any] = NO_DEFAULTS,
+    ) -> None:
+        """`special_tokens` maps names as templates know them (`bos_token`) to their text. `arguments` are the
+        variables that requests may set, and `defaults` values for some of the template's."""
+        check_names((*arguments, *defaults), special_tokens)
         self._source, self._special_tokens, self._clock = source, special_tokens, clock
+        self._defaults = dict(defaults)
         self._compiled: CompiledTemplate | None = None
         """What renders in place. None where nothing is."""
         self._apart = RENDERER
         """The process for long chats."""
-        self._knows_developer = "developer" in source
+        reads = Reads()
         if len(source) > SOURCE_LEN_MAX:
             self._leave_place("it is long")
-            return
-        try:
-            self._compiled = CompiledTemplate(source, special_tokens, clock, bounded=True)
-        except Unbounded as reason:
-            self._leave_place(str(reason))
+        else:
+            environment = BoundedEnvironment(clock, {*special_tokens, *defaults, *arguments})
+            try:
+                self._compiled = CompiledTemplate(source, special_tokens | self._defaults, environment)
+            except Unbounded as reason:
+                self._leave_place(str(reason))
+            reads = environment.reads
+        self._input = TemplateInput.of(source, reads, frozenset(arguments))
 
-    def render(self, messages: list[ChatMessage]) -> str:
-        """The prompt of a short chat, up to where the assistant's turn begins, in place. Raises
-        InvalidRequest where the template refuses, and NotInPlace where another process is to render it."""
+    def render(self, prompt: ChatPrompt) -> str:
+        """The prompt of a short chat that is plain, in place. Raises InvalidRequest where the template
+        refuses, and NotInPlace where the chat is to be rendered elsewhere (`slices`)."""
         compiled = self._compiled
-        if compiled is None:
+        if compiled is None or prompt.tools or prompt.arguments or prompt.continues_final:
             raise NotInPlace(TOO_MUCH, param="messages")
+        for message in prompt.messages:
+            if message.tool_calls or not prompt.opens_answer:
+                raise NotInPlace(TOO_MUCH, param="messages")
         try:
-            return compiled.render(self._all_plain(messages))
+            return compiled.render(self._input.messages(prompt))
         except Unbounded as reason:
             self._leave_place(str(reason))
             raise NotInPlace(TOO_MUCH, param="messages") from None
 
-    def slices(self, messages: list[ChatMessage], renderer: Renderer | None = None) -> Slices[str]:
+    def slices(self, prompt: ChatPrompt, renderer: Renderer | None = None) -> Slices[str]:
         """The prompt of any chat, as a job: what is not rendered in place is rendered by another process,
-        `renderer` where that is given. Raises Overloaded, too."""
-        plain = self._all_plain(messages)
-        length = sum(len(text) for message in plain for text in message.values())
+        `renderer` where that is given. Raises InvalidRequest where the template refuses, and Overloaded."""
+        messages, length = self._input.messages(prompt), measured(prompt)
+        variables = self._input.variables(prompt)
+        text = yield from self._rendered(messages, variables, length, renderer)
+        return continued(text, messages[-1]) if prompt.continues_final else text
+
+    def _rendered(
+        self, messages: list[Message], variables: dict[str, Any], length: int, renderer: Renderer | None
+    ) -> Slices[str]:
         compiled = self._compiled
         if compiled is not None and length <= APART_LEN:
             try:
-                return compiled.render(plain, length)
+                return compiled.render(messages, length, variables)
             except Unbounded:
-                pass  # of a long chat, which says nothing about the template
-        chat = Chat(self._source, self._special_tokens, plain, self._clock.wall())
+                pass  # of a chat that is long or has tools, which says nothing about the template
+        variables = self._defaults | variables
+        chat = Chat(self._source, self._special_tokens, messages, variables, self._clock.wall())
         try:
             return (yield from (renderer or self._apart).slices(chat, length))
         except TooMuch:
@@ -117,32 +161,13 @@ class ChatTemplate:
         self._compiled, self._apart = None, DOUBTFUL
         log.info("template.rendered_apart", reason=reason)
 
-    def _all_plain(self, messages: list[ChatMessage]) -> list[dict[str, str]]:
-        return [self._plain(message) for message in messages]
-
-    def _plain(self, message: ChatMessage) -> dict[str, str]:
-        """The message as templates expect it, keys in the order that they have in transformers, which gives
-        reasoning a second name, `thinking`. For a template that does not know the role `developer`, it is
-        `system`."""
-        role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        reasoning = message.reasoning_content
-        plain = {} if reasoning is None else {"thinking": reasoning}
-        plain |= {"role": role, "content": message.text}
-        if message.name is not None:
-            plain["name"] = message.name
-        if reasoning is not None:
-            plain["reasoning_content"] = reasoning
-        return plain
-
 
 class CompiledTemplate:
     """A template compiled for this process. Raises ValueError when it is not valid Jinja, and Unbounded where
-    it is to be bounded and is not."""
+    `environment` is of bounded templates and this one is not."""
 
-    def __init__(
-        self, source: str, special_tokens: dict[str, str], clock: Clock, *, bounded: bool = False
-    ) -> None:
-        environment = _BoundedEnvironment(clock) if bounded else _Environment(clock)
+    def __init__(self, source: str, given: Mapping[str, Any], environment: jinja2.Environment) -> None:
+        """`given` are variables of every rendering."""
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
@@ -152,19 +177,22 @@ class CompiledTemplate:
             "tools": None,
             "documents": None,
             "add_generation_prompt": True,
-            **special_tokens,
+            **given,
         }
         """The variables of every rendering, beside the messages. The template's own `generate` would collect
         them from two dicts each time, and pass every block through a generator of its own; its `new_context`
         would note for each rendering which of them are globals, which `include` alone asks."""
 
-    def render(self, messages: list[dict[str, str]], length: int | None = None) -> str:
-        """The prompt of messages as templates expect them, which have so many characters; None for a short
-        chat. Raises InvalidRequest, and Unbounded where that was to be."""
+    def render(
+        self, messages: list[Message], length: int | None = None, variables: Mapping[str, Any] = NO_DEFAULTS
+    ) -> str:
+        """The prompt of messages as templates expect them. They and `variables` have so many characters; None
+        for a short chat, which has no variables. Raises InvalidRequest, and Unbounded where that was to
+        be."""
         blocks: list[str] = []
         room = RENDERED_LEN_MAX
         try:
-            seen = {**self._given, "messages": messages}
+            seen = {**self._given, **variables, "messages": messages}
             context = Spending(self._template.environment, seen, self._template.name, self._template.blocks)
             if length is not None:
                 context.start(length)
@@ -177,8 +205,9 @@ class CompiledTemplate:
             message = f"The model's chat template refuses these messages: {error}"
             raise InvalidRequest(message[:MESSAGE_LEN_MAX], param="messages") from None
         except (jinja2.TemplateError, *_FAILURES) as error:
+            what = "these messages with these tools" if variables.get("tools") else "these messages"
             raise InvalidRequest(
-                "The model's chat template cannot render these messages.",
+                f"The model's chat template cannot render {what}.",
                 param="messages",
                 detail=f"the chat template raised {type(error).__name__}",
             ) from None
@@ -203,7 +232,9 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class Environment(ImmutableSandboxedEnvironment):
+    """The sandbox of templates, with what transformers gives them."""
+
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self, clock: Clock) -> None:
@@ -225,19 +256,24 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-class _BoundedEnvironment(_Environment):
+class BoundedEnvironment(Environment):
     """The environment of bounded templates: it counts what they do. Its `from_string` raises Unbounded."""
 
     code_generator_class = StepCounter
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, given: Collection[str]) -> None:
+        """`given` are the names of variables that are not the template's own."""
         super().__init__(clock)
-        self.filters |= {KEEP: kept, SPEND: spent}
+        self._names_given = given
+        self.reads = Reads()
+        """The forms of content that the template takes, once it was parsed."""
+        self.filters |= {KEEP: kept, SPEND: spent, WEIGH: weighed}
         self.globals["range"] = bounded_range
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
-        bound(template)
+        self.reads = reads_of(template)
+        bound(template, self._names_given)
         return template
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -264,3 +300,20 @@ def _tojson(
 def _strftime_now(clock: Clock) -> Callable[[str], str]:
     """The global function `strftime_now`: local time, as in transformers."""
     return lambda format_: datetime.fromtimestamp(clock.wall()).strftime(format_)
+
+
+def check_names(names: Iterable[str], special_tokens: Collection[str]) -> None:
+    """Raises ValueError where some of these names are no variables that may be set."""
+    for name in names:
+        if not name.isidentifier() or name.startswith("_") or name in RESERVED or name in special_tokens:
+            raise ValueError(f"{shown(name)} is no variable of a chat template that may be set")
+
+
+def variables_read(source: str, special_tokens: Collection[str]) -> tuple[str, ...]:
+    """The variables of a template that may be set for it, sorted. Empty for one that is not valid Jinja."""
+    try:
+        names = variables_of(Environment(SYSTEM_CLOCK).parse(source))
+    except (jinja2.TemplateError, RecursionError):
+        return ()
+    may_be_set = (name for name in names if not name.startswith("_"))
+    return tuple(sorted(name for name in may_be_set if name not in RESERVED and name not in special_tokens))

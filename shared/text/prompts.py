@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import Final
 
 from shared.apis.holding import TOKENS_MAX
-from shared.apis.prompt import ChatPrompt, PromptForm
+from shared.apis.prompt import ChatPrompt, PromptForm, TextPrompt
 from shared.fairness.fair_threads import Slices
+from shared.text.fill import no_fill
 from shared.text.text_slices import SLICE_LEN, WHOLE_LEN_MAX
 from shared.text.tokenizer import Tokenizer, check_ids
 from shared.wire.errors import ApiError, InvalidRequest
@@ -28,17 +29,19 @@ CharSpan = tuple[int, int]
 
 
 def prompt_slices(tokenizer: Tokenizer, given: PromptForm, room: Room | None) -> Slices[list[list[int]]]:
-    """The ids of `Tokenizer.prompt_ids`, in slices. No prompt may have more tokens than there is room for.
+    """The ids of a request's prompts, in slices. No prompt may have more tokens than there is room for.
 
     Raises InvalidRequest; for a prompt that is too long ContextLengthExceeded, or NeverFits.
     """
     param = given.param
     if isinstance(given, ChatPrompt):
-        text = yield from tokenizer.chat_template.slices(given.messages)
+        text = yield from tokenizer.template_of(given).slices(given)
         yield
         ids = yield from text_slices(tokenizer, text, room, param, add_special_tokens=False)
         return _checked([ids], param)
     given.count()
+    if given.suffix:
+        return (yield from _filled(tokenizer, given, given.suffix, room))
     prompt = [given.prompt] if isinstance(given.prompt, str) else given.prompt
     if not isinstance(prompt[0], str):  # all are of one kind
         longest = len(prompt) if isinstance(prompt[0], int) else max(map(len, prompt))  # type: ignore[arg-type]
@@ -70,6 +73,32 @@ def prompt_slices(tokenizer: Tokenizer, given: PromptForm, room: Room | None) ->
             encoded_len = 0
             yield
     return _checked(prompts, param)
+
+
+def _filled(
+    tokenizer: Tokenizer, given: TextPrompt, suffix: str, room: Room | None
+) -> Slices[list[list[int]]]:
+    """The ids of prompts that a suffix follows."""
+    fill = tokenizer.fill
+    if fill is None:
+        raise no_fill()
+    prompt = [given.prompt] if isinstance(given.prompt, str) else given.prompt
+    texts = [item for item in prompt if isinstance(item, str)]
+    if len(texts) < len(prompt):
+        raise InvalidRequest("suffix needs a prompt that is text.", param="suffix")
+    behind = yield from text_slices(tokenizer, fill.lead(suffix), room, "suffix", add_special_tokens=False)
+    prompts: list[list[int]] = []
+    tokens = 0
+    for text in texts:
+        prefix = yield from text_slices(tokenizer, text, room, given.param, add_special_tokens=False)
+        prompts.append(fill.ids(prefix, behind))
+        tokens += len(prompts[-1])
+        if len(prompts[-1]) > _most(room):
+            raise _too_long(room, given.param, len(prompts[-1]))
+        if tokens > TOKENS_MAX:
+            raise _too_many(given.param)
+        yield
+    return prompts
 
 
 def text_slices(

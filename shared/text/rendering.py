@@ -31,7 +31,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator
-from typing import IO, Final
+from typing import IO, Any, Final
 
 import msgspec
 from msgspec import Struct
@@ -40,11 +40,12 @@ from shared.fairness.fair_threads import Slices
 from shared.process.child_python import scant_environment
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.memory import RENDERING
+from shared.text.bounded_template import LONGEST_LEN
 from shared.wire.errors import InvalidRequest, Overloaded, TooMuch
 from shared.wire.shapes import BODY_LEN_MAX
 
-APART_LEN: Final = 256 * 1024
-"""Characters of a chat that is rendered in place: each step of its template takes 6 ms at most."""
+APART_LEN: Final = LONGEST_LEN
+"""Characters of the longest chat that is rendered in place."""
 RENDER_S: Final = 10.0
 """The time for a chat of a whole body, in seconds: twenty times what 8 MiB take."""
 RENDER_S_MIN: Final = 2.0
@@ -61,6 +62,7 @@ PIECE_LEN: Final = 1024 * 1024
 """Bytes that are read at once."""
 HEAD_LEN: Final = 8
 """Bytes of a message's length, before it."""
+TOO_DEEP: Final = "The tools or the calls of this chat are nested too deeply."
 TOO_MUCH: Final = "This chat is too long for the model's chat template."
 
 
@@ -70,7 +72,9 @@ class Chat(Struct, frozen=True):
     source: str
     """The template."""
     special_tokens: dict[str, str]
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    """The variables beside the messages and the special tokens."""
     now_s: float
     """The time since the Unix epoch, which templates may print."""
 
@@ -86,6 +90,36 @@ class Rendered(Struct, frozen=True, omit_defaults=True):
 
 class Failed(Exception):
     """The child ended, or answered what is no answer."""
+
+
+def encoded(chat: Chat) -> bytes:
+    """The chat for the child. Raises InvalidRequest where it is nested too deeply."""
+    try:
+        try:
+            return msgspec.msgpack.encode(chat)
+        except OverflowError:
+            wide = msgspec.structs.replace(
+                chat, messages=_wide(chat.messages), variables=_wide(chat.variables)
+            )
+            return msgspec.msgpack.encode(wide)
+    except RecursionError:
+        raise InvalidRequest(TOO_DEEP, param="messages") from None
+
+
+def decoded(data: bytes) -> Chat:
+    """The inverse of `encoded`."""
+    return msgspec.msgpack.decode(data, type=Chat, ext_hook=lambda _, number: int(bytes(number)))
+
+
+def _wide(value: Any) -> Any:
+    """The value with its numbers of more than 64 bits as texts of a kind of their own, since MessagePack has
+    none."""
+    if isinstance(value, dict):
+        return {key: _wide(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_wide(one) for one in value]
+    is_wide = isinstance(value, int) and not -(2**63) <= value < 2**63
+    return msgspec.msgpack.Ext(0, str(value).encode()) if is_wide else value
 
 
 class _Turns:
@@ -155,7 +189,7 @@ class Renderer:
         is_over = False
         try:
             render_s = RENDER_S_MIN + (RENDER_S - RENDER_S_MIN) * min(1.0, length / BODY_LEN_MAX)
-            answer = yield from self._asked(msgspec.msgpack.encode(chat), render_s)
+            answer = yield from self._asked(encoded(chat), render_s)
             is_over = True
         except Failed as error:
             raise TooMuch(TOO_MUCH, param="messages", detail=str(error)) from None

@@ -21,8 +21,8 @@ import msgspec
 
 from shared.process.child_python import answer_pipe
 from shared.process.clock import SYSTEM_CLOCK
-from shared.text.chat_template import CompiledTemplate
-from shared.text.rendering import HEAD_LEN, RENDER_S, TOO_MUCH, Chat, Rendered
+from shared.text.chat_template import CompiledTemplate, Environment
+from shared.text.rendering import HEAD_LEN, RENDER_S, TOO_DEEP, TOO_MUCH, Rendered, decoded
 from shared.wire.errors import InvalidRequest
 
 TEMPLATES_MAX: Final = 8
@@ -47,27 +47,30 @@ _NOW: Final = _Told()
 
 @lru_cache(TEMPLATES_MAX)
 def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> CompiledTemplate:
-    return CompiledTemplate(source, dict(special_tokens), _NOW)
+    return CompiledTemplate(source, dict(special_tokens), Environment(_NOW))
 
 
-def rendered(chat: Chat) -> Rendered:
-    """The answer to one chat."""
-    _NOW.wall_s = chat.now_s
+def rendered(data: bytes) -> Rendered:
+    """The answer to one chat, as it was sent."""
     try:
+        chat = decoded(data)
+        _NOW.wall_s = chat.now_s
         template = _template(chat.source, tuple(chat.special_tokens.items()))
-        return Rendered(template.render(chat.messages))
+        return Rendered(template.render(chat.messages, variables=chat.variables))
     except InvalidRequest as error:
         return Rendered(problem=error.message, detail=error.detail)
     except ValueError:  # a long template is compiled here for the first time
         return Rendered(problem="The model's chat template is none.", detail="it does not compile")
+    except RecursionError:
+        return Rendered(problem=TOO_DEEP)
     except MemoryError:
         return _TOO_LARGE
 
 
-def _chats() -> Iterator[Chat]:
+def _chats() -> Iterator[bytes]:
     stdin = sys.stdin.buffer
     while len(head := stdin.read(HEAD_LEN)) == HEAD_LEN:
-        yield msgspec.msgpack.decode(stdin.read(int.from_bytes(head, "big")), type=Chat)
+        yield stdin.read(int.from_bytes(head, "big"))
 
 
 def main(memory_max: int, nice: int) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +26,8 @@ import tokenizers
 
 from shared.apis.prompt import ChatPrompt, PromptForm, TextPrompt
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.text.chat_template import ChatTemplate
+from shared.text.chat_template import NO_DEFAULTS, ChatTemplate, variables_read
+from shared.text.fill import Fill
 from shared.text.model_files import BadModelFile, shown
 from shared.text.text_slices import Slicer
 from shared.text.token_text import DecodeStream, piece_spelling, whole_spelling
@@ -72,6 +73,8 @@ BUNDLE_LEN_MAX: Final = 64 * 1024 * 1024
 """Bytes of a bundle's JSON. That of a tokenizer of 250,000 tokens has about 30 MB."""
 TEMPLATE_LEN_MAX: Final = 1024 * 1024
 """Characters of a chat template. Those of models have 20,000 at most."""
+ARGUMENTS_LEN_MAX: Final = 64 * 1024
+"""Bytes of the names and the values of a template's variables, as JSON."""
 SLOW_S: Final = 0.02
 """The CPU time for a short prompt, in seconds, above which a tokenizer whose cuts are not known counts as
 slow: so is one that has a regular expression which backtracks."""
@@ -82,6 +85,8 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer_json: str
     chat_template: str | None = None
+    tool_template: str | None = None
+    """The template for chats with tools, where that is another one."""
     bos_token: str | None = None
     eos_token: str | None = None
     unk_token: str | None = None
@@ -90,6 +95,10 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     """Special tokens beside those four, by the names that templates know them by."""
     added_tokens: tuple[AddedToken, ...] = ()
     """The tokens that other files add to those of tokenizer.json."""
+    template_arguments: tuple[str, ...] = ()
+    """The variables of the chat template that requests may set."""
+    template_defaults: dict[str, Any] = {}
+    """Values for variables of the chat template that a request does not set."""
 
     @property
     def hash(self) -> str:
@@ -102,14 +111,28 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
         return cls.of(read_files(path))
 
     @classmethod
-    def of(cls, files: TokenizerFiles) -> TokenizerBundle:
+    def of(
+        cls,
+        files: TokenizerFiles,
+        template_arguments: tuple[str, ...] | None = None,
+        template_defaults: Mapping[str, Any] = NO_DEFAULTS,
+    ) -> TokenizerBundle:
+        """Without `template_arguments`, they are the variables that the chat template reads."""
         named = dict(files.special_tokens)
+        if template_arguments is None:
+            sources = files.chat_template or "", files.tool_template or ""
+            template_arguments = tuple(
+                sorted({name for each in sources for name in variables_read(each, named)})
+            )
         own = {name: named.pop(name, None) for name in _SPECIAL_NAMES}
         return cls(
             tokenizer_json=files.tokenizer_json,
             chat_template=files.chat_template,
+            tool_template=files.tool_template,
             named_tokens=named,
             added_tokens=files.added_tokens,
+            template_arguments=template_arguments,
+            template_defaults=dict(template_defaults),
             **own,
         )
 
@@ -161,14 +184,11 @@ class Tokenizer:
             raise UnusableTokenizer(f"the tokenizer cannot be loaded: {reason}") from error
 
     def _load(self, bundle: TokenizerBundle, special: dict[str, str], clock: Clock) -> None:
-        if len(bundle.chat_template or "") > TEMPLATE_LEN_MAX:
-            raise UnusableTokenizer(f"its chat template has more than {TEMPLATE_LEN_MAX} characters")
         self.raw = tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
         self.raw.no_truncation()
         self.raw.no_padding()
-        self._template = (
-            None if bundle.chat_template is None else ChatTemplate(bundle.chat_template, special, clock)
-        )
+        self._template, own = _templates(bundle, special, clock)
+        self._tool_template = own or self._template
         _add(self.raw, bundle.added_tokens)
         added_tokens = self.raw.get_added_tokens_decoder()
         self._added = {token_id: added.content for token_id, added in added_tokens.items()}
@@ -188,6 +208,8 @@ class Tokenizer:
         self._words = WordEncoder.of(self.raw, spec)
         self.around: tuple[list[int], list[int]] = around or ([], [])
         """The special tokens that are added before and behind a text."""
+        self.fill = Fill.of(self.raw.token_to_id, lambda text: self.encode(text, False), self.around[0])
+        """The prompts with a suffix. None for a tokenizer without tokens for them."""
         self.slicer = None if around is None else Slicer.of(self.raw, spec, vocabulary)
         """The cuts of long text. None for a tokenizer whose cuts are not known."""
         self._is_slow = False
@@ -213,12 +235,12 @@ class Tokenizer:
             (encoding,) = self.raw.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.offsets
 
-    @property
-    def chat_template(self) -> ChatTemplate:
-        """Raises InvalidRequest where the model has none."""
-        if self._template is None:
+    def template_of(self, prompt: ChatPrompt) -> ChatTemplate:
+        """The template that a chat is rendered with. Raises InvalidRequest where the model has none."""
+        template = self._tool_template if prompt.tools else self._template
+        if template is None:
             raise InvalidRequest("This model has no chat template. Use /v1/completions.", param="messages")
-        return self._template
+        return template
 
     def prompt_ids(self, prompt: PromptForm) -> list[list[int]]:
         """The token ids of each of a request's prompts; a chat is one prompt, and short. Raises NotInPlace
@@ -228,7 +250,7 @@ class Tokenizer:
         began_s = None if self.slicer is not None else time.thread_time()
         try:
             if isinstance(prompt, ChatPrompt):
-                prompts = [self._chat_ids(self.chat_template.render(prompt.messages))]
+                prompts = [self._chat_ids(self.template_of(prompt).render(prompt))]
             else:
                 prompts = self._text_ids(prompt)
         finally:
@@ -244,6 +266,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if ids is None else ids
 
     def _text_ids(self, given: TextPrompt) -> list[list[int]]:
+        if given.suffix:
+            raise NotInPlace("A prompt with a suffix is put together elsewhere.", param="suffix")
         prompt = given.prompt
         given.count()
         if isinstance(prompt, str):
@@ -308,6 +332,22 @@ class Tokenizer:
     def is_textless(self, token_id: int, skip_special_tokens: bool) -> bool:
         """True if decoding passes over this token: a special one, or an id without a token."""
         return token_id >= self.vocab_size or (skip_special_tokens and token_id in self._special_ids)
+
+
+def _templates(
+    bundle: TokenizerBundle, special: dict[str, str], clock: Clock
+) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    """The chat template, and that for chats with tools. Raises UnusableTokenizer for what is too long, and
+    what `ChatTemplate` raises."""
+    arguments, defaults = bundle.template_arguments, bundle.template_defaults
+    if len(msgspec.json.encode((arguments, defaults))) > ARGUMENTS_LEN_MAX:
+        raise UnusableTokenizer(f"the variables of its template take more than {ARGUMENTS_LEN_MAX} bytes")
+    made = []
+    for source in (bundle.chat_template, bundle.tool_template):
+        if len(source or "") > TEMPLATE_LEN_MAX:
+            raise UnusableTokenizer(f"its chat template has more than {TEMPLATE_LEN_MAX} characters")
+        made.append(None if source is None else ChatTemplate(source, special, clock, arguments, defaults))
+    return made[0], made[1]
 
 
 def check_ids(ids: Sequence[int]) -> None:

@@ -113,6 +113,8 @@ class AddedToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class TokenizerFiles:
     tokenizer_json: str
     chat_template: str | None
+    tool_template: str | None
+    """The template for chats with tools, where there is one of its own."""
     special_tokens: Mapping[str, str]
     """The text of each special token, by the names that templates use (`bos_token`)."""
     added_tokens: tuple[AddedToken, ...]
@@ -144,9 +146,11 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
         added = tuple(_to_add(special, declared, spec))
     except msgspec.MsgspecError as error:
         raise BadModelFile(f"the tokens of {directory} cannot be read: {error}") from error
+    templates = _find_templates(directory, config)
     return TokenizerFiles(
         tokenizer_json=tokenizer_json,
-        chat_template=_find_template(directory, config),
+        chat_template=templates.get(DEFAULT),
+        tool_template=templates.get(TOOL_USE),
         special_tokens={name: token.content for name, token in special.named.items()},
         added_tokens=added,
         unread=unexplained((name for name in config if not name.endswith(_SUFFIX)), TOKENIZER_KEYS),
@@ -287,12 +291,19 @@ class _NamedTemplate(msgspec.Struct):
     template: str
 
 
-def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template; None without one. A file of its own wins over the configuration; of several named
-    templates, the default is used."""
-    template = _text(directory / "chat_template.jinja")
-    if template is not None:
-        return template
+DEFAULT: Final = "default"
+TOOL_USE: Final = "tool_use"
+"""The name of the template for chats with tools, where a model has several."""
+
+
+def _find_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by their names, of which the two that are used may be there. Files of their own win
+    over the configuration."""
+    extra = directory / "additional_chat_templates"
+    own = {DEFAULT: directory / "chat_template.jinja", TOOL_USE: extra / f"{TOOL_USE}.jinja"}
+    texts = {name: text for name, path in own.items() if (text := _text(path)) is not None}
+    if texts:
+        return texts
     where, found = CONFIG, config.get("chat_template")
     if found is None:
         where = "chat_template.json"
@@ -302,8 +313,8 @@ def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     except msgspec.ValidationError:
         raise BadModelFile(f"{where}: chat_template is neither a text nor named ones") from None
     if isinstance(stated, list):
-        stated = {named.name: named.template for named in stated}
-    return stated.get("default") if isinstance(stated, dict) else stated
+        return {named.name: named.template for named in stated}
+    return stated if isinstance(stated, dict) else {} if stated is None else {DEFAULT: stated}
 
 
 def _text(path: Path) -> str | None:

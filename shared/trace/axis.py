@@ -17,7 +17,7 @@ from shared.wire.completed_line import ENGINE_STAGES, GATEWAY_STAGES, EngineLine
 
 BETWEEN = ("preempted", "stalled", "handover")
 """Stages of the engine that come in between others, so that they have no beginning of their own."""
-TOLD = ("edge", "body", "validate", "tokenize", "queue", "prefill", "decode", *BETWEEN)
+TOLD = ("edge", "body", "validate", "tokenize", "grammar", "queue", "prefill", "decode", *BETWEEN)
 """The engine's stages that the gateway's line has."""
 
 

@@ -137,6 +137,14 @@ def _tokenizer(cause: Cause) -> str:
     return f"tokenizing took {duration(cause.ms)}"
 
 
+def _grammar(cause: Cause) -> str:
+    return f"making and trying its grammar took {duration(cause.ms)}"
+
+
+def _masks(cause: Cause) -> str:
+    return f"its grammar took the core {duration(cause.ms)}, in which steps may have gone on without it"
+
+
 _SENTENCES: Final[Mapping[str, Callable[[Cause], str]]] = {
     CauseCode.WAITED_STEP: _queued(lambda _: "a step was being computed"),
     CauseCode.WAITED_SLOTS: _queued(_slots),
@@ -153,4 +161,6 @@ _SENTENCES: Final[Mapping[str, Callable[[Cause], str]]] = {
     CauseCode.PREEMPTED_PAGES: _preempted("others grew into its pages"),
     CauseCode.STALLED: _stalled,
     CauseCode.TOKENIZER: _tokenizer,
+    CauseCode.GRAMMAR: _grammar,
+    CauseCode.MASKS: _masks,
 }

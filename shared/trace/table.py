@@ -115,7 +115,9 @@ def _tokens(line: Line) -> str:
     disk = f", {line.disk_tokens} of them on disk" if line.disk_tokens else ""
     cached = "" if line.cached_tokens is None else f" ({line.cached_tokens} cached{host}{disk})"
     answer = "" if line.completion_tokens is None else f", answer {_count(line.completion_tokens, 'token')}"
-    return f"prompt {_count(line.prompt_tokens or 0, 'token')}{cached}{answer}"
+    reasoning = f" ({line.reasoning_tokens} of reasoning)" if line.reasoning_tokens else ""
+    calls = f", {_count(line.calls, 'call')}" if line.calls else ""
+    return f"prompt {_count(line.prompt_tokens or 0, 'token')}{cached}{answer}{reasoning}{calls}"
 
 
 def _end(label: str, line: Line) -> Iterator[str]:

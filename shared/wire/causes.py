@@ -59,6 +59,10 @@ class CauseCode(StrEnum):
     """Its client did not read."""
     TOKENIZER = "tokenizer"
     """Its text waited for a thread, or took long to turn into tokens."""
+    GRAMMAR = "grammar"
+    """Its schema or tools waited for a thread, or took long to turn into a grammar."""
+    MASKS = "masks"
+    """The core took long to compile its grammar, or for the masks by which it follows it."""
 
 
 class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):

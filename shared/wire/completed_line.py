@@ -87,6 +87,10 @@ class CompletedLine(Struct, omit_defaults=True):
     """The part of `cached_tokens` that came back from host memory. None as `completion_tokens`."""
     disk_tokens: WholeNumber | None = None
     """The part that came from disk. None as `completion_tokens`."""
+    reasoning_tokens: WholeNumber | None = None
+    """The part of `completion_tokens` that is reasoning. None as `completion_tokens`."""
+    calls: WholeNumber | None = None
+    """Calls of functions in all answers. None as `completion_tokens`."""
     causes: Annotated[tuple[Cause, ...], Meta(max_length=CAUSES_MAX)] | None = None
     """The causes of the request's waits, as the engine found them. None where there is nothing to tell."""
     body_ms: Milliseconds | None = None
@@ -139,6 +143,8 @@ class GatewayLine(CompletedLine, kw_only=True):
     engine_body_ms: Milliseconds | None = None
     engine_validate_ms: Milliseconds | None = None
     engine_tokenize_ms: Milliseconds | None = None
+    engine_grammar_ms: Milliseconds | None = None
+    engine_masks_ms: Milliseconds | None = None
     engine_handover_ms: Milliseconds | None = None
     engine_first_byte_ms: Milliseconds | None = None
     """From the request's headers to the answer's first byte, at the engine."""
@@ -195,6 +201,11 @@ class EngineLine(CompletedLine, kw_only=True):
     """Stage: waiting without pages on the device for others that go first."""
     stalled_ms: Milliseconds | None = None
     """Stage: paused, because the client was behind in reading."""
+    grammar_ms: Milliseconds | None = None
+    """Stage: making the grammar that the answer follows, and trying to compile it."""
+    masks_ms: Milliseconds | None = None
+    """Time that the core took for the grammars of all sequences, beside the steps: to compile them, and for
+    the masks by which they follow them. No stage. None for a request without a grammar."""
     detokenize_ms: Milliseconds | None = None
     """Stage: making text from the tokens of a `/detokenize` request."""
     edge_ms: Milliseconds | None = None
@@ -212,7 +223,7 @@ GATEWAY_STAGES: Final = (
 """In the order of a request's way. A gateway's request is in one of them at every moment: they add up to
 `total_ms`."""
 ENGINE_STAGES: Final = (
-    *("edge", "body", "validate", "tokenize", "detokenize", "queue", "prefill", "decode"),
+    *("edge", "body", "validate", "tokenize", "grammar", "detokenize", "queue", "prefill", "decode"),
     *("preempted", "stalled", "handover", "flush"),
 )
 """In the order of a request's way, but for `preempted`, `stalled` and `handover`, which come in between. They

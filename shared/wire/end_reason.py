@@ -32,6 +32,7 @@ class EndReason(StrEnum):
     DRAIN = "drain"
     INTERNAL_ERROR = "internal_error"
     ENGINE_FAILED = "engine_failed"
+    GRAMMAR_FAILED = "grammar_failed"
     CONNECT_TIMEOUT = "connect_timeout"
     FIRST_TOKEN_TIMEOUT = "first_token_timeout"  # noqa: S105 -- a reason, not a secret
     INTER_TOKEN_TIMEOUT = "inter_token_timeout"  # noqa: S105
@@ -52,6 +53,7 @@ MEANINGS: Final[Mapping[EndReason, str]] = {
     EndReason.DRAIN: "still running when the service's time to drain was over",
     EndReason.INTERNAL_ERROR: "the service has a bug; its log has the traceback",
     EndReason.ENGINE_FAILED: "the engine's core failed, died or hung",
+    EndReason.GRAMMAR_FAILED: "the answer could not follow the request's schema, grammar or tools",
     EndReason.CONNECT_TIMEOUT: "no engine accepted a connection in time",
     EndReason.FIRST_TOKEN_TIMEOUT: "the engine produced no first token in time",
     EndReason.INTER_TOKEN_TIMEOUT: "the engine produced no further token in time",
@@ -72,6 +74,7 @@ _OF_ERROR: Final[Mapping[type[ApiError], EndReason]] = {
     errors.GatewayStopped: EndReason.DRAIN,
     errors.InternalError: EndReason.INTERNAL_ERROR,
     errors.EngineFailed: EndReason.ENGINE_FAILED,
+    errors.GrammarFailed: EndReason.GRAMMAR_FAILED,
     errors.ConnectTimeout: EndReason.CONNECT_TIMEOUT,
     errors.FirstTokenTimeout: EndReason.FIRST_TOKEN_TIMEOUT,
     errors.InterTokenTimeout: EndReason.INTER_TOKEN_TIMEOUT,

@@ -330,6 +330,14 @@ class EngineFailed(ApiError):
     retryable = True
 
 
+class GrammarFailed(ApiError):
+    """The answer could not follow the request's schema, grammar or tools. It says nothing about the engine:
+    another one would fail as well."""
+
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+    code = "grammar_failed"
+
+
 class UpstreamUnreachable(ApiError):
     """No connection to the engine was made. Nothing was dispatched, so a retry is safe."""
 

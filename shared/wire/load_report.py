@@ -1,7 +1,7 @@
 """An engine's report of its load, by which gateways choose among replicas.
 
 It stands in the header `LOAD_HEADER` of every answer, in the closing comment of a stream (shared.wire.sse),
-and in frames that the engine pushes on the connections of gateways (shared.http2.report). Its form on the
+and in frames that the engine pushes on the connections of gateways (shared.http2.stream). Its form on the
 wire is JSON, at most `REPORT_LEN_MAX` bytes.
 """
 

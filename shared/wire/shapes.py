@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 BODY_LEN_MAX: Final = 8 * 1024 * 1024
 MESSAGES_MAX: Final = 2048
+TOOLS_MAX: Final = 1024
 IMAGES_MAX: Final = 64
 """Bound on the images of a chat."""
 PROMPTS_MAX: Final = 256

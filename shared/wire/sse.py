@@ -67,6 +67,10 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The part of them that came back from host memory."""
     disk_tokens: UsedTokens = 0
     """The part that came from disk."""
+    reasoning_tokens: UsedTokens = 0
+    """The part of `completion_tokens` that is reasoning."""
+    calls: Count = 0
+    """Calls of functions in the answers."""
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
@@ -81,6 +85,9 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     body_ms: float = 0.0
     validate_ms: float = 0.0
     tokenize_ms: float = 0.0
+    grammar_ms: float = 0.0
+    masks_ms: float = 0.0
+    """The time that the core took for grammars and masks, beside the steps: no stage."""
     handover_ms: float = 0.0
     """The time that the ways between the engine's processes took."""
     first_byte_ms: float = 0.0

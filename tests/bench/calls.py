@@ -1,11 +1,12 @@
 """Python frames and C calls of the gateway for a unary request or an event, and the files that it enters.
 
-    python -m tests.bench.calls [--before DIR] [--requests 400] [--connect | --events] [--files]
+    python -m tests.bench.calls [--before DIR] [--requests 400] [--connect | --events | --decode] [--files]
 
 A gateway that counts its calls answers few requests, then another one answers more; the difference, by the
 difference of their requests, is what one request takes. It says the same on a busy machine. A file is entered
 by a request when some function of it is called at least once for every second one. `--before`: a checkout of
-another version, measured in the same way. `--files`: name the files, with the frames of each.
+another version, measured in the same way. `--decode`: an engine's core process instead, on the CPU, and what
+a decode step of one row takes. `--files`: name the files, with the frames of each.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.bench.figures import Figure, at_most, figure, write
@@ -25,8 +29,12 @@ from tests.bench.instructions import INTERVAL_MS, Load, add_arguments, load_of
 
 RUNS = 2
 """Runs of each length. The least counts, as what happens now and then falls into some runs."""
+ROOT = Path(__file__).parents[2]
 COUNTED = Path(__file__).with_name("counted_calls.py")
-PACKAGES = ("gateway", "shared")
+PACKAGES = ("gateway", "engine", "shared")
+DECODE_WARM = 200
+"""Steps of the shorter run, after which the core has learned what a step costs."""
+DECODE_MORE = 400
 NO_MORE = at_most(1.01)
 FILE_MIN = 0.5
 """The calls of a function for each request from which on its file counts as entered."""
@@ -57,10 +65,23 @@ class Calls:
 async def calls(load: Load, checkout: Path | None) -> Calls:
     """The calls for one of what is counted."""
     async with paced_engine(INTERVAL_MS, checkout) as engine:
-        fewer = [await _run(load, engine, checkout, load.warm) for _ in range(RUNS)]
-        more = [await _run(load, engine, checkout, load.warm + load.more) for _ in range(RUNS)]
-    count = load.more * load.connections
-    least, most = (min(runs, key=lambda run: run.frames + run.in_c) for runs in (fewer, more))
+        run = partial(_run, load, engine, checkout)
+        return await _for_one(run, load.warm, load.more, load.connections)
+
+
+async def decode_calls(checkout: Path | None) -> Calls:
+    """The calls for a decode step of one row."""
+    return await _for_one(partial(_decode, checkout), DECODE_WARM, DECODE_MORE)
+
+
+async def _for_one(
+    run: Callable[[int], Awaitable[Calls]], warm: int, more: int, connections: int = 1
+) -> Calls:
+    """The difference between runs, for one of what is counted."""
+    short = [await run(warm) for _ in range(RUNS)]
+    long = [await run(warm + more) for _ in range(RUNS)]
+    count = more * connections
+    least, most = (min(runs, key=lambda run: run.frames + run.in_c) for runs in (short, long))
     functions = {
         key: (n - least.by_function.get(key, 0)) / count
         for key, n in most.by_function.items()
@@ -75,8 +96,24 @@ async def _run(load: Load, engine: Engine, checkout: Path | None, count: int) ->
         out = Path(directory) / "calls.json"
         async with gateway(engine, checkout, (sys.executable, str(COUNTED), str(out))) as subject:
             await asyncio.gather(*(load.ask(subject, count) for _ in range(load.connections)))
-        rows = json.loads(out.read_text())
-    root = (checkout or Path(__file__).parents[2]).resolve()
+        return _read(out, checkout)
+
+
+async def _decode(checkout: Path | None, steps: int) -> Calls:
+    """The calls of a core process's whole life with so many steps in it."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "calls.json"
+        argv = (str(COUNTED), str(out), sys.executable, "-m", "decode_steps", str(steps))
+        env = {**os.environ, "PYTHONPATH": str(COUNTED.parent)}  # the checkout's own packages come before it
+        process = await asyncio.create_subprocess_exec(sys.executable, *argv, cwd=checkout or ROOT, env=env)
+        assert await process.wait() == 0, "the core process failed"
+        return _read(out, checkout)
+
+
+def _read(out: Path, checkout: Path | None) -> Calls:
+    """The calls that a process wrote when it ended."""
+    rows = json.loads(out.read_text())
+    root = (checkout or ROOT).resolve()
     return Calls(
         {(_short(name, root), function, line): n for name, function, line, n in rows[:-1]}, rows[-1][3]
     )
@@ -87,22 +124,24 @@ def _short(name: str, root: Path) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else name
 
 
-def _figures(load: Load, name: str, of: Calls) -> list[Figure]:
+def _figures(what: str, name: str, of: Calls) -> list[Figure]:
     return [
-        figure(f"{load.name}: Python frames{name}", of.frames, "calls"),
-        figure(f"{load.name}: C calls{name}", of.in_c, "calls"),
-        figure(f"{load.name}: files entered{name}", len(of.by_file), "files"),
+        figure(f"{what}: Python frames{name}", of.frames, "calls"),
+        figure(f"{what}: C calls{name}", of.in_c, "calls"),
+        figure(f"{what}: files entered{name}", len(of.by_file), "files"),
     ]
 
 
-async def bench(before: Path | None, load: Load, names_files: bool) -> list[Figure]:
-    ours = await calls(load, None)
-    figures = _figures(load, "", ours)
+async def bench(
+    before: Path | None, what: str, count: Callable[[Path | None], Awaitable[Calls]], names_files: bool
+) -> list[Figure]:
+    ours = await count(None)
+    figures = _figures(what, "", ours)
     if before is not None:
-        theirs = await calls(load, before)
-        figures += _figures(load, ", before", theirs)
-        figures.append(figure(f"{load.name}: frames / before", ours.frames / theirs.frames, "x", NO_MORE))
-        figures.append(figure(f"{load.name}: C calls / before", ours.in_c / theirs.in_c, "x", NO_MORE))
+        theirs = await count(before)
+        figures += _figures(what, ", before", theirs)
+        figures.append(figure(f"{what}: frames / before", ours.frames / theirs.frames, "x", NO_MORE))
+        figures.append(figure(f"{what}: C calls / before", ours.in_c / theirs.in_c, "x", NO_MORE))
     if names_files:
         by_file = sorted(ours.by_file.items(), key=lambda item: -item[1])
         figures += [figure(f"frames in {name}", frames, "calls") for name, frames in by_file]
@@ -111,11 +150,14 @@ async def bench(before: Path | None, load: Load, names_files: bool) -> list[Figu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add_arguments(parser)
+    add_arguments(parser).add_argument("--decode", action="store_true", help="a decode step of one row")
     parser.add_argument("--files", action="store_true", help="name the files that are entered")
     options = parser.parse_args()
     before = None if options.before is None else options.before.resolve()
-    write(asyncio.run(bench(before, load_of(options), options.files)))
+    load = load_of(options)
+    count = decode_calls if options.decode else partial(calls, load)
+    what = "decode step" if options.decode else load.name
+    write(asyncio.run(bench(before, what, count, options.files)))
 
 
 if __name__ == "__main__":

@@ -107,12 +107,14 @@ async def bench(before: Path | None, load: Load) -> list[Figure]:
     return figures
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """The options of what is counted. Returns those of which one is given at most."""
     parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout of another version")
     parser.add_argument("--requests", type=int, default=400, help="or events of each stream")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--connect", action="store_true", help="a connection for each request")
     what.add_argument("--events", action="store_true", help="streams, and what an event costs")
+    return what
 
 
 def main() -> None:

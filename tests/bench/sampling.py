@@ -18,7 +18,7 @@ import torch
 
 from engine.contract.messages import SamplingParams
 from engine.runtime.host.sampler import Draw, draw_by_torch
-from engine.runtime.native.library import built_isas
+from engine.runtime.native.decoder import built_isas
 from tests.bench.figures import Figure, at_most, exit_code, figure, write
 from tests.engine.runtime.host.test_sampler import Seats
 from tests.engine.runtime.test_native import PLAIN, Stage

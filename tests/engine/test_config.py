@@ -49,6 +49,15 @@ def test_options() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "names"),
+    [([], None), (["none"], ()), (["enable_thinking"], ("enable_thinking",)), (["a, b_c"], ("a", "b_c"))],
+)
+def test_the_variables_that_requests_may_set(given: list[str], names: tuple[str, ...] | None) -> None:
+    options = ["--template-arguments", *given] if given else []
+    assert from_args([*MINIMAL, *options], {}).template_names == names
+
+
+@pytest.mark.parametrize(
     "text", ["foo", "collector:4318", "http://", "http://a:b", "ftp://a/b", "http://a /b"]
 )
 def test_spans_go_to_a_url_and_nowhere_else(capsys: pytest.CaptureFixture[str], text: str) -> None:
@@ -130,6 +139,11 @@ def test_sizes(text: str, size: int) -> None:
             "--swap-memory: must be 0, or a size from 1MiB to 1024TiB, got '4'",
         ),
         ([*MINIMAL, "--request-memory", "2"], "--request-memory: must be a size from 182MiB to 1024TiB"),
+        (
+            [*MINIMAL, "--template-arguments", "a b"],
+            "--template-arguments: must be names separated by commas",
+        ),
+        ([*MINIMAL, "--template-defaults", "[1]"], "--template-defaults: must be a JSON object"),
         ([*MINIMAL, "--attention-backend", "fast"], "attention_backend must be one of auto, "),
         ([*MINIMAL, "--stall-deadline-s", "nan"], "--stall-deadline-s: must be a number of seconds above 0"),
         ([*MINIMAL, "--tls-cert", "c.pem"], "--tls-cert and --tls-key belong together"),

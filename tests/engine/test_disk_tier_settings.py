@@ -20,7 +20,7 @@ from engine.core.pages.page_files import DirectoryInUse, PageFiles, open_directo
 from engine.disk_tier import fingerprint_of, open_disk_tier
 from engine.runtime.host.load import load_shard
 from engine.runtime.host.runner import HostRunner
-from engine.runtime.native.library import built_isas
+from engine.runtime.native.decoder import built_isas
 from engine.runtime.setup.config import RunnerConfig
 from shared.process.config import ConfigError
 from tests.engine.models import make_tiny_model

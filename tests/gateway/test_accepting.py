@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from gateway.identity.caller import network_of
-from gateway.identity.known import KnownCallers
+from gateway.identity.callers import KnownCallers
 from gateway.listen import accepting
 from gateway.listen.accepting import SET_UP_MAX, FairAccepting
 from shared.wire.ids import TenantId

@@ -11,8 +11,7 @@ import pytest
 from gateway.admission import redis_calls, usage
 from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.memory_store import MemoryStore
-from gateway.admission.periods import DAY_MS
-from gateway.admission.quota import LEASE_TTL_MS, QuotaStore, Scope, StoreUnavailable, Subject
+from gateway.admission.quota import DAY_MS, LEASE_TTL_MS, QuotaStore, Scope, StoreUnavailable, Subject
 from gateway.admission.redis_calls import SCRIPT
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Payer, Totals, UsageRow, Used

@@ -16,7 +16,7 @@ from gateway.endpoints.completions import OPENAI_COMPLETION
 from gateway.endpoints.endpoint import Asked
 from gateway.endpoints.passing import EXTENSIONS, MAXIMA
 from gateway.endpoints.table import ENDPOINTS
-from gateway.request.foreign_fields import Passed, passed_on
+from gateway.request.outbound import Passed, passed_on
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.tokenize import DetokenizeRequest, TokenizeRequest

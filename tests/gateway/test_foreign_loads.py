@@ -13,9 +13,8 @@ import pytest
 from gateway.config.edge import HopConfig
 from gateway.config.whole import ModelConfig
 from gateway.discovery.foreign_loads import RETRY_S, ForeignLoads
-from gateway.relay.credentials import Credentials
 from gateway.relay.engines import Engines
-from gateway.relay.upstream import Upstream
+from gateway.relay.upstream import Credentials, Upstream
 from gateway.routing.exposition import EXPOSITION_LEN_MAX, REQUESTS_MAX, WAITING_LEN, parse_exposition
 from gateway.routing.policy import NEVER_MS
 from gateway.routing.replicas import Replicas

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.client.hygiene import HEAD_LEN_MAX
+from gateway.client.heads import HEAD_LEN_MAX, is_one_request
 from gateway.listen import listener
-from gateway.listen.heads import is_one_request
 from gateway.listen.listener import BoundedServer, _Protocol
 from shared.fairness.fair_turns import FairTurns
 from shared.process.listening import http1_options

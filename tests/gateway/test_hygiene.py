@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from aiohttp.web_protocol import RequestHandler
 
-from gateway.client import hygiene
-from gateway.listen import heads, listener
+from gateway.client import heads
+from gateway.listen import listener
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import unary
 
@@ -19,10 +19,10 @@ BODY = msgspec.json.encode(CHAT)
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
 HOST = b"host: here\r\n"
 REST = b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (KEY.encode(), len(BODY))
-LONG_BODY = BODY + b" " * (hygiene.HEAD_LEN_MAX + 1)
+LONG_BODY = BODY + b" " * (heads.HEAD_LEN_MAX + 1)
 LONG_REST = REST.replace(b"%d" % len(BODY), b"%d" % len(LONG_BODY))
 WIDE = b"".join(b"x-%d: %b\r\n" % (i, b"y" * 8000) for i in range(5))
-assert len(WIDE) > hygiene.HEAD_LEN_MAX
+assert len(WIDE) > heads.HEAD_LEN_MAX
 ANOTHER_HOST: Final = "The request's target names another host than the header host."
 NO_PATHS: Final = (b"/v1%2Fmodels", b"/v1/m%6Fdels", b"/v1/models#x", b"//v1/models", b"/v1/../v1/models")
 """What another server may take for /v1/models."""

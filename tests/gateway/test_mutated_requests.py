@@ -14,10 +14,10 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from gateway.admission.validate import validate
+from gateway.client.body import validate
 from gateway.endpoints.table import ENDPOINTS
 from gateway.listen.listener import BoundedServer
-from shared.apis.census import census_of
+from shared.apis.holding import census_of
 from shared.process import logs
 from shared.wire.envelope import ErrorEnvelope
 from shared.wire.errors import ApiError

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from gateway.config.whole import ModelConfig, load
-from gateway.relay import credentials
-from gateway.relay.credentials import Credentials
+from gateway.relay import upstream
+from gateway.relay.upstream import Credentials
 from gateway.request.outbound import bound_s
-from shared.apis.census import VALUES_MAX
 from shared.apis.completions import CompletionRequest
+from shared.apis.holding import VALUES_MAX
 from shared.apis.validation import parse
 from shared.process.config import ConfigError
 from shared.wire.errors import InvalidRequest
@@ -199,7 +199,7 @@ async def test_an_engine_is_shown_the_gateways_key_and_not_the_callers(
 async def test_a_key_in_a_file_is_renewed_while_the_gateway_runs(
     open_house: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(credentials, "POLL_S", 0.01)
+    monkeypatch.setattr(upstream, "POLL_S", 0.01)
     path = tmp_path / "key"
     path.write_text(SECRET)
     house = await open_house(model={"api_key_file": str(path)})

@@ -9,12 +9,12 @@ from typing import Final
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission import periods
-from gateway.admission.periods import DAY_MS, day_end_ms, day_of, month_end_ms, month_of
+from gateway.admission import quota
+from gateway.admission.quota import DAY_MS, day_end_ms, day_of, month_end_ms, month_of
 from tests.gateway.redis_server import RedisServer
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-LUA: Final = (Path(periods.__file__).parent / "quota.lua").read_text()
+LUA: Final = (Path(quota.__file__).parent / "quota.lua").read_text()
 MOMENTS: Final = st.integers(0, 4_102_444_800_000)  # until 2100
 
 

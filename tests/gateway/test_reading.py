@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 from aiohttp import web
 
-from gateway.client.reading import ReadsInTurn, serves
+from gateway.client.connection import ReadsInTurn, serves
 from shared.fairness.fair_turns import BEGIN_MAX, FairTurns
 from shared.process.listening import LINGER_S
 

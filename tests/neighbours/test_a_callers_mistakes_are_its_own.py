@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from shared.apis.census import DEPTH_MAX
+from shared.apis.holding import DEPTH_MAX
 from tests.bench.gateway.attack import Who, chat
 from tests.neighbours.conftest import House
 from tests.services import PATIENCE_S, until

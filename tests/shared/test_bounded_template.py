@@ -9,16 +9,17 @@ import tracemalloc
 import pytest
 
 from shared.apis.messages import ChatMessage
+from shared.apis.prompt import ChatPrompt
 from shared.fairness.fair_threads import at_once
 from shared.process.clock import SYSTEM_CLOCK
 from shared.text import bounded_template
 from shared.text.bounded_template import SHORT_S, SOURCE_LEN_MAX, Spending, Unbounded
-from shared.text.chat_template import ChatTemplate, CompiledTemplate
+from shared.text.chat_template import BoundedEnvironment, ChatTemplate, CompiledTemplate, Environment
 from shared.text.rendering import DOUBTFUL, Renderer
 from shared.wire.errors import ApiError, InvalidRequest, NotInPlace
 from tests.shared.chat_templates import TEMPLATES
 
-CHAT = [ChatMessage("user", "a " * 450), ChatMessage("user", "b")]
+CHAT = ChatPrompt([ChatMessage("user", "a " * 450), ChatMessage("user", "b")])
 MEMORY_MAX = 32 * 1024 * 1024
 TWICE = "{% for i in range(4000) %}{% for j in range(4000) %}BODY{% endfor %}{% endfor %}"
 FIVE = (
@@ -112,7 +113,7 @@ def test_what_is_rendered_in_place_has_little_time_and_memory(
         tracemalloc.stop()
     assert len(reads) <= 2 + SHORT_S * 100
     with pytest.raises(NotInPlace):
-        template.render([ChatMessage("user", "It is not tried again.")])
+        template.render(ChatPrompt([ChatMessage("user", "It is not tried again.")]))
 
 
 @pytest.mark.parametrize("source", UNKNOWN, ids=range(len(UNKNOWN)))
@@ -126,13 +127,12 @@ def test_templates_of_models_have_the_same_text_with_their_steps_counted(name: s
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     messages = [{"role": role, "content": f" {role} é"} for role in ("system", "user", "assistant", "user")]
     try:
-        bounded = CompiledTemplate(TEMPLATES[name], special, SYSTEM_CLOCK, bounded=True)
+        bounded = CompiledTemplate(TEMPLATES[name], special, BoundedEnvironment(SYSTEM_CLOCK, special))
     except Unbounded:
         assert name == "odds", "it has what no model's template has"
         return
-    assert bounded.render(messages) == CompiledTemplate(TEMPLATES[name], special, SYSTEM_CLOCK).render(
-        messages
-    )
+    free = CompiledTemplate(TEMPLATES[name], special, Environment(SYSTEM_CLOCK))
+    assert bounded.render(messages) == free.render(messages)
 
 
 def test_a_short_chat_of_a_model_is_rendered_without_a_call_that_counts(
@@ -145,7 +145,7 @@ def test_a_short_chat_of_a_model_is_rendered_without_a_call_that_counts(
         monkeypatch.setattr(Spending, name, called)
     for name in ("ChatML", "Llama 3", "Mistral"):
         assert ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"}).render(
-            [ChatMessage("system", "Be brief."), ChatMessage("user", "Hello!")]
+            ChatPrompt([ChatMessage("system", "Be brief."), ChatMessage("user", "Hello!")])
         )
 
 
@@ -156,20 +156,21 @@ def test_a_chat_of_middle_length_that_needs_too_much_in_place_has_its_time_elsew
     template = ChatTemplate(
         "{% for i in range(30) %}{{ messages[0].content.split('a')|length }}{% endfor %}", {}
     )
-    long = [ChatMessage("user", "a" * 50_000)]
+    long = ChatPrompt([ChatMessage("user", "a" * 50_000)])
     renderer = Renderer()
-    monkeypatch.setattr(bounded_template, "IN_PLACE_S", 0.0)
+    for name in ("THREAD_S", "IN_PLACE_S"):
+        monkeypatch.setattr(bounded_template, name, 0.0)
     try:
         assert at_once(template.slices(long, renderer)) == "50001" * 30
         assert renderer.pid is not None
     finally:
         renderer.close()
-    assert template.render([ChatMessage("user", "a")]) == "2" * 30
+    assert template.render(ChatPrompt([ChatMessage("user", "a")])) == "2" * 30
 
 
 def test_what_is_not_rendered_in_place_is_rendered_by_the_process_for_doubtful_templates() -> None:
     template = ChatTemplate("{{ messages[0].content|center(9) }}", {})
-    assert at_once(template.slices([ChatMessage("user", "abc")])) == "   abc   "
+    assert at_once(template.slices(ChatPrompt([ChatMessage("user", "abc")]))) == "   abc   "
     assert DOUBTFUL.pid is not None
     with pytest.raises(InvalidRequest, match="too long for the model's chat template"):
         at_once(ChatTemplate("{{ 'a'|center(3000000000) }}", {}).slices(CHAT))

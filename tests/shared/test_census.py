@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.apis import census
-from shared.apis.census import Census, census_slices, take_census
+from shared.apis import holding
+from shared.apis.holding import Census, census_slices, take_census
 
 TEXT = st.text(st.sampled_from('ab",:[]{}\\é\N{WATER WAVE}\n') | st.characters(exclude_categories=["Cs"]))
 JSON = st.recursive(
@@ -67,37 +67,37 @@ def depth_of(value: Any) -> int:
     return 1 + max(map(depth_of, inner), default=0)
 
 
-@given(JSON, st.integers(0, 2 * census.DEPTH_MAX), st.sampled_from([2, 9, census.SLICE_LEN]))
+@given(JSON, st.integers(0, 2 * holding.DEPTH_MAX), st.sampled_from([2, 9, holding.SLICE_LEN]))
 def test_what_is_too_deep_and_nothing_else_is_told(value: Any, levels: int, slice_len: int) -> None:
     """Wherever the depth is: behind much that is flat, in a field, in several slices."""
-    flat = [value] * 3 + [[]] * census.DEPTH_MAX
+    flat = [value] * 3 + [[]] * holding.DEPTH_MAX
     deep: Any = value
     for number in range(levels):
         deep = {"a": deep} if number % 3 else [deep, value]
     found = take_census(json.dumps({"flat": flat, "deep": deep}).encode(), slice_len)
-    is_deep = depth_of(deep) + 1 > census.DEPTH_MAX
-    assert (found.depth > census.DEPTH_MAX) == is_deep
+    is_deep = depth_of(deep) + 1 > holding.DEPTH_MAX
+    assert (found.depth > holding.DEPTH_MAX) == is_deep
     assert (found.excess is not None) == is_deep
 
 
-@given(st.integers(0, 2 * census.DEPTH_MAX), st.sampled_from(["[", '{"a":']))
+@given(st.integers(0, 2 * holding.DEPTH_MAX), st.sampled_from(["[", '{"a":']))
 def test_a_short_body_may_be_deep_too(levels: int, opening: str) -> None:
     closing = "]" if opening == "[" else "}"
     body = (opening * levels + "1" + closing * levels).encode()
-    assert len(body) < census.COUNTED_LEN_MIN
-    assert (census.census_of(body).excess is not None) == (levels > census.DEPTH_MAX)
+    assert len(body) < holding.COUNTED_LEN_MIN
+    assert (holding.census_of(body).excess is not None) == (levels > holding.DEPTH_MAX)
     text = json.dumps({"text": "[{" * levels}).encode()
-    assert census.census_of(text).excess is None, "text is no structure"
+    assert holding.census_of(text).excess is None, "text is no structure"
 
 
 def test_looking_for_depth_lets_others_run() -> None:
-    wide = b"[" * 100 + b"[]," * (4 * census.PIECES * census.DEPTH_MAX)
+    wide = b"[" * 100 + b"[]," * (4 * holding.PIECES * holding.DEPTH_MAX)
     pieces = sum(1 for _ in census_slices(wide, len(wide)))
     assert pieces >= 4
 
 
 def test_a_long_body_is_counted_in_slices_that_let_others_run() -> None:
-    slices = census_slices(b'"' + b"\\n" * (2 * census.SLICE_LEN) + b'"')
+    slices = census_slices(b'"' + b"\\n" * (2 * holding.SLICE_LEN) + b'"')
     assert sum(1 for _ in slices) >= 4
 
 
@@ -109,11 +109,11 @@ def test_what_is_no_json_is_counted_without_harm(body: bytes) -> None:
 @pytest.mark.parametrize(
     ("body", "excess"),
     [
-        (b"[" + b"1," * census.VALUES_MAX + b"1]", "values"),
-        (b"[" + b"[1]," * (census.VALUES_MAX // 2) + b"1]", "values"),
-        (b'{"a":' * (census.FIELDS_MAX + 1) + b"1" + b"}" * (census.FIELDS_MAX + 1), "fields"),
-        (b"[" + b'"",' * census.STRINGS_MAX + b'""]', "strings"),
-        (b"[" * (census.DEPTH_MAX + 1) + b"]" * (census.DEPTH_MAX + 1), "128 levels"),
+        (b"[" + b"1," * holding.VALUES_MAX + b"1]", "values"),
+        (b"[" + b"[1]," * (holding.VALUES_MAX // 2) + b"1]", "values"),
+        (b'{"a":' * (holding.FIELDS_MAX + 1) + b"1" + b"}" * (holding.FIELDS_MAX + 1), "fields"),
+        (b"[" + b'"",' * holding.STRINGS_MAX + b'""]', "strings"),
+        (b"[" * (holding.DEPTH_MAX + 1) + b"]" * (holding.DEPTH_MAX + 1), "128 levels"),
     ],
 )
 def test_each_bound_is_named(body: bytes, excess: str) -> None:

@@ -40,7 +40,7 @@ def test_a_service_is_ours(beside_decoys: Path, service: str) -> None:
 def test_the_process_that_renders_is_ours(beside_decoys: Path) -> None:
     renderer = Renderer()
     try:
-        chat = Chat("{{ messages[0].content }}", {}, [{"content": "7" * APART_LEN}], 0)
+        chat = Chat("{{ messages[0].content }}", {}, [{"content": "7" * APART_LEN}], {}, 0)
         text = at_once(renderer.slices(chat, APART_LEN))
     finally:
         renderer.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared.apis.messages import ChatMessage
+from shared.apis.prompt import ChatPrompt
 from shared.fairness.fair_threads import FairThreads, Slices, at_once
 from shared.process import memory
 from shared.text.chat_template import ChatTemplate
@@ -28,8 +29,10 @@ GREEDY = (
 )
 
 
-def long_chat(text: str = "", count: int = APART_LEN) -> list[ChatMessage]:
-    return [ChatMessage("user", f"{text}é"), ChatMessage("assistant", "ab</think>" * (count // 10 + 1))]
+def long_chat(text: str = "", count: int = APART_LEN) -> ChatPrompt:
+    return ChatPrompt(
+        [ChatMessage("user", f"{text}é"), ChatMessage("assistant", "ab</think>" * (count // 10 + 1))]
+    )
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def test_a_long_chat_has_the_text_that_it_has_in_place(renderer: Renderer) -> No
 
 
 def test_a_short_chat_needs_no_process(renderer: Renderer) -> None:
-    chat = [ChatMessage("user", "a" * (APART_LEN - len("user")))]
+    chat = ChatPrompt([ChatMessage("user", "a" * APART_LEN)])
     assert at_once(template(SPLITTING).slices(chat, renderer)).endswith("a\n")
     assert renderer.pid is None
 

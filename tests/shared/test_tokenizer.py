@@ -53,7 +53,8 @@ def says(*turns: str) -> list[ChatMessage]:
 
 
 def rendered(tokenizer: Tokenizer, messages: list[ChatMessage]) -> str:
-    return at_once(tokenizer.chat_template.slices(messages))
+    prompt = ChatPrompt(messages)
+    return at_once(tokenizer.template_of(prompt).slices(prompt))
 
 
 CHATS = [

@@ -147,7 +147,7 @@ def compare(oracle: Any, ours: Tokenizer, files: Files) -> None:
     content = "a<new>b <s>"
     rendered = oracle.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     request = ChatRequest(model="m", messages=[ChatMessage(role="user", content=content)])
-    assert at_once(ours.chat_template.slices(request.messages)) == rendered, files
+    assert at_once(ours.template_of(request.prompt_form).slices(request.prompt_form)) == rendered, files
     expected = [oracle(rendered, add_special_tokens=False)["input_ids"]]
     assert ours.prompt_ids(request.prompt_form) == expected, files
     ids = oracle(" ".join(TEXTS), add_special_tokens=False)["input_ids"]

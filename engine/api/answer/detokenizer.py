@@ -18,12 +18,19 @@ of a character ends where that character will.
 Rules for stop strings, which make the result independent of how the text was cut into tokens: the
 stop string that completes first wins; among those that complete on the same character, the longest.
 Text made by the first `min_tokens` tokens takes no part in any match.
+
+Where a machine reads the answer (`PartsDetokenizer`), it holds back what may be a marker, and makes parts of
+the text, which are counted as if they were written one behind the other. Stop strings are looked for in each
+text part alone: none spans reasoning or a call. What the machine held back belongs to the token that releases
+it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from engine.api.answer.parts import Part, PartKind
 from engine.api.answer.stop_strings import StopMatcher, StopStrings
 
 
@@ -39,6 +46,20 @@ class TextDecoder(Protocol):
         ...
 
     def step(self, token_id: int) -> str: ...
+
+
+class PartsMachine(Protocol):
+    """The reader of one sequence's answer: takes tokens with the text that came with them, returns parts."""
+
+    @property
+    def reasoning_tokens(self) -> int: ...
+
+    @property
+    def calls(self) -> int: ...
+
+    def feed(self, token_id: int, text: str) -> Sequence[Part]: ...
+
+    def finish(self) -> Sequence[Part]: ...
 
 
 class Detokenizer:
@@ -66,6 +87,16 @@ class Detokenizer:
         self.stopped = False
         """True if a stop string has completed. The text then ends at `released_len`, and further
         tokens do not count."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Number of tokens so far that are reasoning."""
+        return 0
+
+    @property
+    def calls(self) -> int:
+        """Number of calls that have begun."""
+        return 0
 
     def push(self, token_id: int) -> str:
         """Take a token. Returns the text that may be sent now."""
@@ -105,3 +136,92 @@ class Detokenizer:
     def _release(self, text: str) -> str:
         self.released_len += len(text)
         return text
+
+
+class PartsDetokenizer(Detokenizer):
+    """A detokenizer of an answer that a machine reads. The text that `push` and `finish` return is that of
+    all parts; `cut` makes parts of it."""
+
+    __slots__ = ("_machine", "_runs", "_stops")
+
+    def __init__(
+        self,
+        decoder: TextDecoder,
+        machine: PartsMachine,
+        stops: StopStrings | None = None,
+        min_tokens: int = 0,
+    ) -> None:
+        super().__init__(decoder, stops, min_tokens)
+        self._machine = machine
+        self._stops = stops
+        self._runs: list[tuple[Part, int]] = []
+        """What was released since the last cut: a part for its kind, and the length of all of its text."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._machine.reasoning_tokens
+
+    @property
+    def calls(self) -> int:
+        return self._machine.calls
+
+    def push(self, token_id: int) -> str:
+        assert not self.stopped
+        self._tokens += 1
+        return self._take_parts(self._machine.feed(token_id, self._decoder.step(token_id)))
+
+    def push_placed(self, token_id: int) -> tuple[str, int, int]:
+        start = self.decoded_len
+        text = self.push(token_id)
+        return text, start, self.decoded_len
+
+    def finish(self) -> str:
+        text = self._take_parts(self._machine.finish())
+        return text if self.stopped else text + self._let_go()
+
+    def cut(self, text: str) -> list[Part]:
+        """The parts of `text`, which is all that was released since the last call."""
+        runs, self._runs = self._runs, []
+        parts, at = [], 0
+        for like, length in runs:
+            parts.append(like._replace(text=text[at : at + length]))
+            at += length
+        assert at == len(text)
+        return parts
+
+    def _take_parts(self, parts: Sequence[Part]) -> str:
+        released = []
+        for part in parts:
+            if part.kind is PartKind.TEXT:
+                text = self._take(part.text)
+                self._note(part, text)
+                released.append(text)
+                if self.stopped:
+                    break
+            else:
+                released.append(self._let_go())
+                self.decoded_len += len(part.text)
+                released.append(self._release(part.text))
+                self._note(part, part.text)
+        return "".join(released)
+
+    def _let_go(self) -> str:
+        """The text that was held back and is no stop string, since the text part ends here."""
+        held = super().finish()
+        self._note(_TEXT, held)
+        if self._stops is not None:
+            self._matcher = StopMatcher(self._stops)
+        return held
+
+    def _note(self, part: Part, text: str) -> None:
+        if not text:
+            return
+        if self._runs and part.kind is not PartKind.CALL:
+            last, length = self._runs[-1]
+            if (last.kind, last.call) == (part.kind, part.call):
+                self._runs[-1] = last, length + len(text)
+                return
+        self._runs.append((part, len(text)))
+
+
+_TEXT = Part("")

@@ -70,6 +70,7 @@ class Heading:
     """True if `stream_options.include_usage` was set. Usage is then null on every chunk but the last."""
     sends_token_ids: bool
     logprobs: int | None
+    sends_reasoning: bool = True
 
     @property
     def usage(self) -> UnsetType | None:
@@ -121,6 +122,20 @@ class Template:
     def fill(self, text: str) -> bytes:
         data = encode(text)
         return self._head + (data if text.isascii() else _on_one_line(data)) + self._tail
+
+
+class SpreadTemplate:
+    """An encoded event with gaps, in each of which the same JSON string goes."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, make: Callable[[str], msgspec.Struct]) -> None:
+        marker = secrets.token_hex(16)
+        self._pieces = encoded_event(make(marker)).split(encode(marker))
+
+    def fill(self, text: str) -> bytes:
+        data = encode(text)
+        return (data if text.isascii() else _on_one_line(data)).join(self._pieces)
 
 
 def encoded_event(chunk: msgspec.Struct) -> bytes:

@@ -47,10 +47,11 @@ from shared.wire.ids import (
 from shared.wire.load_report import LOAD_HEADER, LoadReport, encode_load
 
 JSON_TYPE: Final = "application/json"
-_TOLD_STAGES: Final = ("edge", "body", "validate", "tokenize", "handover")
+_TOLD_STAGES: Final = ("edge", "body", "validate", "tokenize", "grammar", "handover")
 """The stages that a closing tells, beside the core's."""
-SLOW_TOKENIZER_S: Final = 0.05
-"""The time from which on turning text into tokens is a cause to be told, in seconds."""
+SLOW_S: Final = 0.05
+"""The time from which on a stage of `_SLOW_STAGES` is a cause to be told, in seconds."""
+_SLOW_STAGES: Final = {"tokenize": CauseCode.TOKENIZER, "grammar": CauseCode.GRAMMAR}
 WRITE_LEN: Final = 64 * 1024
 """The number of bytes of an answer that are made before they are written and other requests may run, and that
 a client must read within its deadline."""
@@ -71,6 +72,11 @@ class Tally:
     """The part of `cached_tokens` that came back from host memory."""
     disk_tokens: int = 0
     """The part that came from disk."""
+    reasoning_tokens: int = 0
+    """The part of `completion_tokens` that is reasoning."""
+    calls: int = 0
+    masks_s: float | None = None
+    """The time that the core took for the grammars of all sequences. None where they have none."""
     timing: Timing = field(default_factory=Timing)
     """The times of the sequence that ended last; `preemptions` and `swaps` are the sums over all."""
 
@@ -154,8 +160,8 @@ class Exchange:
             yield
         finally:
             seconds = self.stages.enter("edge") - began_at
-            if stage == "tokenize" and seconds >= SLOW_TOKENIZER_S:
-                self.causes.append(Cause(code=CauseCode.TOKENIZER, ms=_ms(seconds)))
+            if seconds >= SLOW_S and (code := _SLOW_STAGES.get(stage)) is not None:
+                self.causes.append(Cause(code=code, ms=_ms(seconds)))
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -271,7 +277,7 @@ class Exchange:
     def closing(self) -> sse.Closing:
         tally = self.tally or Tally()
         timing = tally.timing
-        edge, body, validate, tokenize, handover = self.stages.milliseconds(_TOLD_STAGES)
+        edge, body, validate, tokenize, grammar, handover = self.stages.milliseconds(_TOLD_STAGES)
         return sse.Closing(
             end_reason=self.end_reason,
             prompt_tokens=tally.prompt_tokens,
@@ -279,6 +285,8 @@ class Exchange:
             cached_tokens=tally.cached_tokens,
             host_tokens=tally.host_tokens,
             disk_tokens=tally.disk_tokens,
+            reasoning_tokens=tally.reasoning_tokens,
+            calls=tally.calls,
             queue_ms=_ms(timing.queue_s),
             prefill_ms=_ms(timing.prefill_s),
             decode_ms=_ms(timing.decode_s),
@@ -290,6 +298,8 @@ class Exchange:
             body_ms=body or 0.0,
             validate_ms=validate or 0.0,
             tokenize_ms=tokenize or 0.0,
+            grammar_ms=grammar or 0.0,
+            masks_ms=_ms(tally.masks_s or 0.0),
             handover_ms=handover or 0.0,
             first_byte_ms=0.0 if self.first_byte_at is None else _ms(self.first_byte_at - self.started_at),
             causes=most_telling(self.causes),
@@ -348,6 +358,9 @@ class Exchange:
                 "cached_tokens": tally.cached_tokens,
                 "host_tokens": tally.host_tokens,
                 "disk_tokens": tally.disk_tokens,
+                "reasoning_tokens": tally.reasoning_tokens,
+                "calls": tally.calls,
+                "masks_ms": None if tally.masks_s is None else _ms(tally.masks_s),
                 "preemptions": tally.timing.preemptions,
                 "swaps": tally.timing.swaps,
             }

@@ -24,13 +24,13 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from itertools import takewhile
 from typing import Final, NamedTuple
 
 import msgspec
 
-from engine.api.answer.detokenizer import Detokenizer
+from engine.api.answer.detokenizer import Detokenizer, PartsDetokenizer
+from engine.api.answer.parts import Part, PartKind
 from engine.api.answer.text_room import TextRoom
 from engine.api.told.causes import SequenceMarks, Spent, causes_of
 from engine.api.told.halts import Halts
@@ -38,7 +38,14 @@ from engine.api.told.steps import StepRing
 from engine.contract.messages import Finished, FinishReason, Moved, ServiceClass, Started, TokenLogprobs
 from shared.apis.generation import FinishReasonName
 from shared.wire.causes import Cause
-from shared.wire.errors import ApiError, EngineFailed, FirstTokenDeadline, Overloaded, SlowClient
+from shared.wire.errors import (
+    ApiError,
+    EngineFailed,
+    FirstTokenDeadline,
+    GrammarFailed,
+    Overloaded,
+    SlowClient,
+)
 from shared.wire.shapes import STOP_LEN_MAX
 
 UNSENT_TOKENS_MAX: Final = 64
@@ -63,20 +70,6 @@ class Entry(NamedTuple):
     logprobs: TokenLogprobs | None
     """The token's log-probabilities. None when they were not asked for, and for a stop token, which is
     not part of the text."""
-
-
-class PartKind(Enum):
-    """The kind of a part of an answer."""
-
-    TEXT = "text"
-    """The answer itself."""
-
-
-class Part(NamedTuple):
-    """A piece of an answer that is of one kind."""
-
-    text: str
-    kind: PartKind = PartKind.TEXT
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -126,14 +119,19 @@ class ChoiceOutput:
         *,
         stop_token_ids: frozenset[int] = frozenset(),
         keeps_entries: bool = False,
+        tells_calls: bool = False,
         submitted_at: float = 0.0,
         steps: StepRing | None = None,
         prompt_len: int = 0,
         service_class: ServiceClass = ServiceClass.DEFAULT,
     ) -> None:
+        """`tells_calls`: the finish reason of an answer that ends with a call says so."""
         self.index = index
         self.output = output
         self._detokenizer = detokenizer
+        self._cut = detokenizer.cut if isinstance(detokenizer, PartsDetokenizer) else None
+        """Makes parts of text. None where all of it is of one kind."""
+        self._tells_calls = tells_calls
         self._stop_token_ids = stop_token_ids
         self._keeps_entries = keeps_entries
 
@@ -159,6 +157,8 @@ class ChoiceOutput:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.completion_tokens = 0
         self.cached_len = self.host_len = self.disk_len = 0
+        self.grammar_s = 0.0
+        """The time that compiling its grammar and filling its masks took the core, in seconds."""
         self.first_token_at: float | None = None
         self.submitted_at = submitted_at
         self._queue_s: float | None = None
@@ -170,6 +170,16 @@ class ChoiceOutput:
     def has_begun(self) -> bool:
         """True if the core has begun the sequence. Its prompt then counts as computed."""
         return self._queue_s is not None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The part of `completion_tokens` that is reasoning."""
+        return self._detokenizer.reasoning_tokens
+
+    @property
+    def calls(self) -> int:
+        """The number of calls in the answer."""
+        return self._detokenizer.calls
 
     @property
     def stage(self) -> str:
@@ -273,7 +283,7 @@ class ChoiceOutput:
             self._unsent_tokens += 1
         if detokenizer.stopped:  # the core would report the times a step later
             self._final_timing = self.timing(now)
-            self._finish("stop")
+            self._finish(self._stop_reason())
         return detokenizer.stopped
 
     def on_finished(self, finished: Finished) -> None:
@@ -286,6 +296,7 @@ class ChoiceOutput:
             finished.stalled_s,
             self._halts.swaps,
         )
+        self.grammar_s = finished.grammar_s
         if finished.reason.is_callers:
             self.completion_tokens += finished.late_tokens
         if self.is_ending:
@@ -294,13 +305,15 @@ class ChoiceOutput:
             case FinishReason.STOP | FinishReason.LENGTH:
                 self._release(self._detokenizer.finish())
                 is_stop = finished.reason is FinishReason.STOP or self._detokenizer.stopped
-                self._finish("stop" if is_stop else "length")
+                self._finish(self._stop_reason() if is_stop else "length")
             case FinishReason.REJECTED:
                 self.output.fail(Overloaded("The engine's queue is full.", retry_after_s=1.0))
             case FinishReason.TOO_LATE:
                 self.output.fail(_too_late(finished.expected_s))
             case FinishReason.NUMERIC:
                 self.output.fail(EngineFailed("The model's output for this request was not finite."))
+            case FinishReason.GRAMMAR:
+                self.output.fail(GrammarFailed("The answer could not be made to follow what was asked for."))
             case FinishReason.STALLED:
                 self.output.fail(SlowClient("The client stopped reading its answer."))
             case FinishReason.ABORTED:
@@ -310,7 +323,10 @@ class ChoiceOutput:
 
     def take(self) -> Delta:
         """Everything that can be sent since the last call."""
-        parts = [Part("".join(self._text))] if self._text else []
+        parts: list[Part] = []
+        if self._text:
+            text = "".join(self._text)
+            parts = [Part(text)] if self._cut is None else self._cut(text)
         delta = Delta(self.index, parts, self._entries, self.finish_reason, self._is_first)
         self._text.clear()
         self._entries = []
@@ -330,6 +346,10 @@ class ChoiceOutput:
             self._entries.append(trail.popleft()[1])
         if text or self._entries:
             self._tell()
+
+    def _stop_reason(self) -> FinishReasonName:
+        """The finish reason of an answer that was not cut off."""
+        return "tool_calls" if self._tells_calls and self.calls else "stop"
 
     def _finish(self, reason: FinishReasonName) -> None:
         """End the choice. The tokens that were held back are sent, too, except those from the first on

@@ -15,6 +15,7 @@ from engine.contract.messages import END_TOKENS_MAX
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.messages import ChatMessage
+from shared.apis.prompt import ChatPrompt
 from shared.apis.validation import parse
 from shared.fairness.fair_threads import at_once
 from shared.process import logs
@@ -66,14 +67,23 @@ class GenerationDefaults:
     """Keys of generation_config.json that have no meaning here; they are logged."""
 
 
-def load_model(directory: Path, *, name: str, created: int) -> ServedModel:
-    """Read the directory's tokenizer and configuration. Blocks for as long as that takes.
+def load_model(
+    directory: Path,
+    *,
+    name: str,
+    created: int,
+    template_arguments: tuple[str, ...] | None = None,
+    template_defaults: str | None = None,
+) -> ServedModel:
+    """Read the directory's tokenizer and configuration. Blocks for as long as that takes. The last two are
+    those of `TokenizerBundle.of`, the defaults as JSON.
 
     Raises UnusableTokenizer and UnusableModel.
     """
     _check_files(directory)
     files = read_files(directory)
-    bundle = TokenizerBundle.of(files)
+    defaults_given = msgspec.json.decode(template_defaults or "{}", type=dict[str, Any])
+    bundle = TokenizerBundle.of(files, template_arguments, defaults_given)
     tokenizer = Tokenizer(bundle)
     try:
         tokenizer.probe()
@@ -145,9 +155,9 @@ def _all_ends(defaults: GenerationDefaults, tokenizer: Tokenizer) -> frozenset[i
 
 def _turns_end(tokenizer: Tokenizer) -> str | None:
     """The special token that the chat template writes behind an assistant's message. None without one."""
-    turns = [ChatMessage("user", "Hello"), ChatMessage("assistant", _ANSWER)]
+    turns = ChatPrompt([ChatMessage("user", "Hello"), ChatMessage("assistant", _ANSWER)])
     try:
-        rendered = at_once(tokenizer.chat_template.slices(turns))
+        rendered = at_once(tokenizer.template_of(turns).slices(turns))
     except InvalidRequest:  # there is no template, or `_warm_up` has told of it
         return None
     behind = rendered.rpartition(_ANSWER)[2].lstrip()

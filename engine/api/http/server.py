@@ -126,6 +126,8 @@ class Engine:
                 directory,
                 name=config.name,
                 created=int(self._clock.wall()),
+                template_arguments=config.template_names,
+                template_defaults=config.template_defaults,
             )
         except (UnusableTokenizer, UnusableModel) as error:
             raise StartFailed(str(error)) from error

@@ -54,6 +54,15 @@ class EngineMetrics:
         )
         for reason in ("late", "preempted", "choice"):  # a rate needs a series from the start
             self.uncharged_tokens.inc(reason, by=0)
+        self.reasoning_tokens = self._counter("reasoning_tokens", "Sampled tokens that are reasoning.")
+        self.calls = self._counter("calls", "Calls of functions in answers.")
+        self.grammar_requests = self._counter(
+            "grammar_requests", "Requests whose answer follows a grammar, by what asks for it.", "kind"
+        )
+        self.grammars_refused = self._counter("grammars_refused", "Grammars that could not be compiled.")
+        self.masks_s = self._histogram(
+            "masks_seconds", "The core's time for one sequence's grammar, beside the steps.", _LATENCY_S
+        )
         self.step_s = self._histogram("step_seconds", "How long the runner took for one step.", _STEP_S)
         self.budget_use = self._histogram(
             "step_budget_use", "Of the tokens that one step may compute, those that it did.", _SHARES

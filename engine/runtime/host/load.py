@@ -20,8 +20,7 @@ from engine.runtime.host.runner import HostRunner
 from engine.runtime.host.sampler import Draw
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.models.config import ModelConfig
-from engine.runtime.native.decoder import NativeDecoder, misfit
-from engine.runtime.native.library import built_isas
+from engine.runtime.native.decoder import NativeDecoder, built_isas, misfit
 from engine.runtime.setup.config import RunnerConfig
 from engine.runtime.setup.errors import BadRunnerConfig, UnsupportedModel
 from engine.runtime.setup.hardware import available_memory_bytes
@@ -36,9 +35,9 @@ from engine.runtime.start.starting import (
     start_alone,
     untimed_info,
 )
-from engine.runtime.step.host_slots import HostSlots
 from engine.runtime.step.kv_cache import HostPages, KVCache, KVGeometry, page_count
 from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.step.seats import HostSlots
 from engine.runtime.weights.reading import WeightSource
 
 

@@ -20,10 +20,10 @@ from engine.contract.messages import Plan, RunnerInfo, RunResult
 from engine.runtime.host.model import PagedModel
 from engine.runtime.host.sampler import Draw, sample
 from engine.runtime.step.batch import PackedBatch, assemble
-from engine.runtime.step.host_slots import HostSlots
 from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import stable_topk
 from engine.runtime.step.results import Computed, asked_logprobs, asked_prompt_logprobs
+from engine.runtime.step.seats import HostSlots
 
 
 @dataclass(slots=True)

@@ -33,9 +33,8 @@ from torch import Tensor
 
 from engine.contract.messages import NUMERIC_FAILURE
 from engine.runtime.host.philox import uniforms
-from engine.runtime.step.host_slots import SamplingColumns
 from engine.runtime.step.logprobs import stable_topk
-from engine.runtime.step.seats import Seat
+from engine.runtime.step.seats import SamplingColumns, Seat
 
 CANDIDATES: Final = 256
 """The number of likeliest tokens that are put in order at first: sorting a vocabulary of 152k takes 15 times

@@ -10,7 +10,7 @@ const ROW_PX = 34;
 const SPARE_ROWS = 6;
 const END_REASONS = [
   "ok", "refused", "client_cancel", "aborted", "key_revoked", "slow_client", "queue_timeout",
-  "request_timeout", "drain", "internal_error", "engine_failed", "connect_timeout",
+  "request_timeout", "drain", "internal_error", "engine_failed", "grammar_failed", "connect_timeout",
   "first_token_timeout", "inter_token_timeout", "total_timeout", "upstream_unreachable",
   "upstream_failed",
 ];

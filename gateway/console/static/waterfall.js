@@ -102,7 +102,9 @@ function facts(one, line) {
   const cached = line?.cached_tokens ? ` (${whole(line.cached_tokens)} cached)` : "";
   pairs.push(["Prompt", `${plural(one.prompt_tokens ?? 0, "token", "tokens")}${cached}`, "prompt"]);
   if (one.completion_tokens !== undefined && one.completion_tokens !== null) {
-    pairs.push(["Answer", plural(one.completion_tokens, "token", "tokens"), "answer"]);
+    const reasoning = line?.reasoning_tokens ? ` (${whole(line.reasoning_tokens)} of reasoning)` : "";
+    const calls = line?.calls ? `, ${plural(line.calls, "call", "calls")}` : "";
+    pairs.push(["Answer", plural(one.completion_tokens, "token", "tokens") + reasoning + calls, "answer"]);
   }
   if (line) pairs.push(["Charged", `${whole(line.settled_tokens)} of ${whole(line.reserved_tokens)} reserved`, "charged"]);
   if (line?.engine_preemptions) {

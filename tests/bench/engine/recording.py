@@ -20,8 +20,8 @@ from engine.contract.messages import CoreOutput, RunnerInfo, RunResult, Sampling
 from engine.core.config import SchedulerConfig
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
-from engine.core.step.book import StepBook
 from engine.core.step.flight import InFlight
+from engine.core.step.results import StepBook
 from tests.bench.engine.load import Load, Sample, Server, measure
 from tests.bench.figures import Figure, at_most, figure, quantile
 

@@ -165,4 +165,4 @@ def _streamed_text(exchange: TimedRequest) -> str:
 
 
 def _answered_text(exchange: TimedRequest) -> str:
-    return msgspec.json.decode(exchange.body, type=ChatCompletion).choices[0].message.content
+    return msgspec.json.decode(exchange.body, type=ChatCompletion).choices[0].message.content or ""

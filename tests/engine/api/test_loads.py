@@ -14,7 +14,7 @@ from engine.api.told.steps import NO_STEP
 from engine.contract.messages import ServiceClass, StepOutput
 from engine.contract.records import StepRecord
 from gateway.relay.http2_client import Http2Transport
-from shared.http2.report import Report
+from shared.http2.stream import Report
 from shared.wire.load_report import (
     DEFAULT,
     FLEX,

@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from engine.api.ask.model import ServedModel, UnusableModel, load_model
 from engine.contract.messages import END_TOKENS_MAX
-from shared.text.tokenizer import UnusableTokenizer
+from shared.text.tokenizer import TokenizerBundle, UnusableTokenizer
 from tests.engine.api.tiny import EOS, write_model_dir
 
 
@@ -47,6 +48,21 @@ def test_keys_that_mean_nothing_are_named_in_a_line_for_each_file(tmp_path: Path
     said = {line["file"]: line["names"] for line in lines if line["event"] == "engine.keys_ignored"}
     assert said["tokenizer_config.json"] == ("chat_templat", "eos_tokn")
     assert said["generation_config.json"][-1] == "and 480 more"
+
+
+def test_variables_of_the_template_are_told_to_the_gateway_with_the_tokenizer(tmp_path: Path) -> None:
+    template = (
+        "{% if not think is defined %}{% set think = 1 %}{% endif %}{{ think }}{{ messages[0].content }}"
+    )
+    change(write_model_dir(tmp_path) / "tokenizer_config.json", chat_template=template)
+    assert load(tmp_path).tokenizer.bundle.template_arguments == ("think",)
+    told = load_model(
+        tmp_path, name="m", created=0, template_arguments=(), template_defaults='{"think": "so "}'
+    )
+    bundle = msgspec.json.decode(told.bundle_json, type=TokenizerBundle)
+    assert (bundle.template_arguments, bundle.template_defaults) == ((), {"think": "so "})
+    with pytest.raises(UnusableTokenizer, match="messages is no variable"):
+        load_model(tmp_path, name="m", created=0, template_arguments=("messages",))
 
 
 def test_a_model_whose_answers_do_not_end_is_warned_of(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from engine.api.answer.outputs import (
     UNSENT_TOKENS_MAX,
     ChoiceOutput,
     Delta,
-    Part,
     RequestOutput,
 )
+from engine.api.answer.parts import Part
 from engine.api.answer.stop_strings import StopStrings
 from engine.contract.messages import Finished, FinishReason, Started, TokenLogprobs
 from shared.apis.chat import ChatChunk

@@ -15,7 +15,8 @@ from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
 from engine.api.answer.detokenizer import Detokenizer
 from engine.api.answer.encoder import Answered, Heading
-from engine.api.answer.outputs import ChoiceOutput, Delta, Entry, Part, RequestOutput
+from engine.api.answer.outputs import ChoiceOutput, Delta, Entry, RequestOutput
+from engine.api.answer.parts import Part
 from engine.api.answer.rows import Echo
 from engine.contract.messages import TokenLogprobs
 from shared.apis.chat import ChatCompletion

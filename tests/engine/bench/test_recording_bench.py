@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.api.told.steps import StepRing
-from engine.core.step.book import StepBook
+from engine.core.step.results import StepBook
 from tests.bench.engine import recording
 
 

@@ -21,9 +21,8 @@ from engine.contract.messages import (
     SamplingParams,
 )
 from engine.contract.packing import packed
-from engine.core.queue import intake
-from engine.core.queue.intake import TAKEN_MAX, Intake
-from engine.core.queue.newcomers import AddSequence, alone, sequences_of
+from engine.core.queue import newcomers
+from engine.core.queue.newcomers import TAKEN_MAX, AddSequence, Intake, alone, sequences_of
 from engine.core.scheduler import Scheduler
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.test_loop import World
@@ -57,7 +56,7 @@ def test_tenants_take_turns_and_a_tenants_own_keep_their_order() -> None:
 
 
 def test_a_step_takes_in_no_more_once_their_prompts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "TAKEN_TOKENS_MAX", 11)
+    monkeypatch.setattr(newcomers, "TAKEN_TOKENS_MAX", 11)
     waiting = filled(*(newcomer(handle) for handle in range(1, 8)), newcomer(8, "a"))
     taken = [[each.handle for each in waiting.take(0.0)] for _ in range(3)]
     assert taken == [[1, 8, 2], [3, 4, 5], [6, 7]], "five tokens each, and the third reaches the bound"
@@ -146,7 +145,7 @@ def test_a_newcomer_whose_time_is_over_when_it_is_taken_in_is_refused(
 
 
 def test_a_deadline_may_be_lifted_before_its_newcomer_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "TAKEN_MAX", 1)
+    monkeypatch.setattr(newcomers, "TAKEN_MAX", 1)
     flood: list[CoreInput] = [alone(newcomer(handle)) for handle in range(1, 12)]
     hasty = [alone(msgspec.structs.replace(newcomer(handle), first_token_s=-1.0)) for handle in (12, 13)]
     world = World([*flood, *hasty, LiftDeadlines([12])])
@@ -160,7 +159,7 @@ def test_a_newcomers_time_runs_while_the_loop_takes_in_others(
     steps: int, reason: FinishReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of its tenant's twelve, one is taken in for a step: when its turn comes, eleven steps are over."""
-    monkeypatch.setattr(intake, "TAKEN_MAX", 1)
+    monkeypatch.setattr(newcomers, "TAKEN_MAX", 1)
     flood: list[CoreInput] = [alone(newcomer(handle)) for handle in range(1, 12)]
     world = World([*flood, alone(msgspec.structs.replace(newcomer(12), first_token_s=steps * STEP_S))])
     world.loop.run()
@@ -172,7 +171,7 @@ def test_a_newcomers_time_runs_while_the_loop_takes_in_others(
 def test_a_victims_newcomer_is_seated_in_the_next_step_whatever_came_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(intake, "TAKEN_MAX", 2)
+    monkeypatch.setattr(newcomers, "TAKEN_MAX", 2)
     flood: list[CoreInput] = [alone(newcomer(handle)) for handle in range(1, 101)]
     world = World([*flood, alone(newcomer(101, "victim"))])
     world.loop.run()
@@ -183,7 +182,7 @@ def test_a_victims_newcomer_is_seated_in_the_next_step_whatever_came_before_it(
 def test_each_newcomer_ends_once_whatever_is_said_of_it_before_it_is_taken_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(intake, "TAKEN_MAX", 3)
+    monkeypatch.setattr(newcomers, "TAKEN_MAX", 3)
     for seed in range(30):
         rng, sent, batches = random.Random(seed), 0, list[list[CoreInput]]()
         aborted, paused = set[int](), set[int]()

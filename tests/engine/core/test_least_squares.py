@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.core.estimate.least_squares import eliminate, nonnegative
+from engine.core.estimate.cost import eliminate, nonnegative
 
 Rows = list[list[float]]
 

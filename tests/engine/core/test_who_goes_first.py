@@ -9,7 +9,7 @@ from engine.api.ask import state
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.estimate import pace
-from engine.core.queue import deadlines, intake, policy, tenants
+from engine.core.queue import deadlines, newcomers, policy, tenants
 from engine.core.step import planner, victims
 from shared.fairness import fair_share
 
@@ -21,7 +21,7 @@ OWNERS = {
     "EngineConfig": EngineConfig("model"),
     "fair_share": fair_share,
     "deadlines": deadlines,
-    "intake": intake,
+    "newcomers": newcomers,
     "pace": pace,
     "planner": planner,
     "policy": policy,

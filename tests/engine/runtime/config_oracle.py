@@ -27,8 +27,8 @@ from engine.runtime.setup.config import Kernels, RunnerConfig
 from engine.runtime.setup.errors import ModelError
 from engine.runtime.start import starting
 from engine.runtime.step.batch import assemble
-from engine.runtime.step.host_slots import HostSlots
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
+from engine.runtime.step.seats import HostSlots
 
 TOLERANCE = 1e-4
 ROUNDING_MAX = 3e-4

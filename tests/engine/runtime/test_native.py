@@ -25,14 +25,13 @@ from engine.runtime.load import load_runner
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.rope import RopeConfig
 from engine.runtime.native import build
-from engine.runtime.native.decoder import NativeDecoder, misfit
-from engine.runtime.native.library import Shape, Step, built_isas
+from engine.runtime.native.decoder import NativeDecoder, Shape, Step, built_isas, misfit
 from engine.runtime.setup.config import RunnerConfig
 from engine.runtime.setup.errors import BadRunnerConfig
 from engine.runtime.step.batch import assemble
-from engine.runtime.step.host_slots import HostSlots
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.step.seats import HostSlots
 from engine.runtime.weights.reading import ALL, Part
 from tests.engine.runtime.conftest import MakeModel, load
 
@@ -285,11 +284,11 @@ def test_the_best_library_for_a_processor(monkeypatch: pytest.MonkeyPatch, tmp_p
         "fpu sse2": "portable",
     }
     assert built_isas() == ISAS
-    monkeypatch.setattr("engine.runtime.native.library.may_use_tiles", lambda: True)
+    monkeypatch.setattr("engine.runtime.native.decoder.may_use_tiles", lambda: True)
     for line, isa in flags.items():
         (tmp_path / "cpuinfo").write_text(f"flags : {line}\n")
         assert built_isas(tmp_path)[0] == isa
-    monkeypatch.setattr("engine.runtime.native.library.may_use_tiles", lambda: False)
+    monkeypatch.setattr("engine.runtime.native.decoder.may_use_tiles", lambda: False)
     (tmp_path / "cpuinfo").write_text(f"flags : {next(iter(flags))}\n")
     assert built_isas(tmp_path)[0] == "avx512_bf16", "the system keeps the matrix unit for itself"
 

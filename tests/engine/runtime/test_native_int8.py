@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.native import build
-from engine.runtime.native.library import library
+from engine.runtime.native.decoder import library
 from engine.runtime.weights.parameters import EMBEDDING
 from engine.runtime.weights.reading import ALL, Part
 from tests.engine.runtime.test_native import ISAS, PLAIN, RAGGED, Stage, Weights, company
@@ -45,7 +45,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     path = request.getfixturevalue("emulated")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.runtime.native.library.library_path", lambda isa: path)
+        patch.setattr("engine.runtime.native.decoder.library_path", lambda isa: path)
         library.cache_clear()
         yield _base()
     library.cache_clear()

@@ -17,7 +17,7 @@ from engine.contract.messages import NUMERIC_FAILURE, SamplingParams
 from engine.contract.packing import Biases
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.sampler import Draw
-from engine.runtime.native.library import built_isas
+from engine.runtime.native.decoder import built_isas
 from tests.engine.runtime.host.test_sampler import (
     CUTS,
     EXTREMES,

@@ -25,8 +25,7 @@ from engine.runtime.models.config import FAMILIES, ModelConfig, read_model_confi
 from engine.runtime.models.features import features_of
 from engine.runtime.models.rope import Llama3Scaling, RopeConfig
 from engine.runtime.native import decoder as native_network
-from engine.runtime.native.decoder import NativeDecoder
-from engine.runtime.native.library import built_isas
+from engine.runtime.native.decoder import NativeDecoder, built_isas
 from engine.runtime.setup.config import RunnerConfig
 from engine.runtime.setup.errors import BadRunnerConfig, UnsupportedModel
 from engine.runtime.weights.parameters import read_all

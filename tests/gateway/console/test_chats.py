@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.identity.caller import Caller
-from gateway.identity.guests import Guests, WithGuests
+from gateway.identity.callers import Guests, WithGuests
 from gateway.identity.keys import hash_key
 from gateway.operators import chats
 from gateway.operators.chats import CHATS

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.http2.errors import ErrorCode, ProtocolViolation
-from shared.http2.hpack import BlockDecoder, LiteralEncoder, _stateless
+from shared.http2.headers import BlockDecoder, LiteralEncoder, _stateless
 from tests.shared.http2.pair import REQUEST, RESPONSE
 
 Head = list[tuple[bytes, bytes]]

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from engine.api.http.http2_server import ServerRequest, ServerResponder
-from gateway.relay.http2_client import CLIENT_WATCH, ClientEndpoint, Http2Transport
-from gateway.relay.http2_pulse import PING
+from gateway.relay.http2_client import CLIENT_WATCH, PING, ClientEndpoint, Http2Transport
 from shared.http2 import frames
 from shared.http2.config import PulseConfig
 from tests.fakes import VirtualClock

@@ -13,7 +13,7 @@ from gateway.relay.http2_client import Http2Transport, Origin
 from shared.http2 import frames, limits
 from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ProtocolViolation
-from shared.http2.report import Report
+from shared.http2.stream import Report
 from tests.shared.http2.loopback import PATIENCE_S, Silent, hello, serving, until
 from tests.shared.http2.pair import REQUEST, Pair
 

@@ -13,7 +13,7 @@ from shared.http2 import frames, limits
 from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ConnectionLost, ProtocolViolation
 from shared.http2.phase import ConnectionPhase
-from shared.http2.report import Report
+from shared.http2.stream import Report
 from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, endpoints, serving, until
 from tests.shared.http2.pair import REQUEST, RESPONSE, Pair
 

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from engine.api.http.http2_server import ServerRequest, ServerResponder
-from gateway.relay.http2_client import Http2Transport
-from gateway.relay.http2_pool import Place
+from gateway.relay.http2_client import Http2Transport, Place
 from shared.http2.errors import StreamRefused, StreamReset
 from shared.http2.stream import Stream
 from shared.wire.http import ClientGone

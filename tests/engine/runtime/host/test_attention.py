@@ -14,9 +14,9 @@ from engine.runtime.host import torch_paged
 from engine.runtime.host.attention import BatchAttention
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.step.batch import assemble
-from engine.runtime.step.host_slots import HostSlots
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.step.seats import HostSlots
 
 KV_HEADS, HEAD_DIM, PAGE_SIZE, MAX_LEN = 2, 8, 4, 80
 Rows = Sequence[tuple[int, int]]

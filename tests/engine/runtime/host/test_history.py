@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.contract.messages import SamplingParams
-from engine.runtime.step.history import History
+from engine.runtime.step.edits import History
 from tests.engine.runtime.host.test_sampler import Seats
 
 VOCAB = 4096

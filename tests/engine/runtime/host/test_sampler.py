@@ -19,7 +19,7 @@ from engine.contract.packing import Biases
 from engine.runtime.host import sampler
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.sampler import inverse_cdf
-from engine.runtime.step.host_slots import HostSlots, SamplingColumns
+from engine.runtime.step.seats import HostSlots, SamplingColumns
 
 VOCAB = 40
 SEED = 0x9E3779B97F4A7C15

@@ -15,8 +15,7 @@ from engine.runtime.device import sampling as device_sampling
 from engine.runtime.device.sampling import DeviceSampling
 from engine.runtime.host import sampler
 from engine.runtime.step.edits import Edits
-from engine.runtime.step.host_slots import SamplingColumns
-from engine.runtime.step.seats import Seat
+from engine.runtime.step.seats import SamplingColumns, Seat
 from tests.engine.runtime.host.test_sampler import CUTS, EXTREMES, extreme_logits, extreme_params
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where a row is not finite
