@@ -2,7 +2,8 @@
 
 A request's tools stand in the system prompt, each as a signature (`text.CHAT_TEMPLATE`). The names of functions
 and parameters are drawn from many, so that the model reads them there instead of knowing them; beside the
-function that a question is about stand others. Of questions that no function answers, the answer is the one
+function that a question is about stand others. For the same reason many names of places, people, functions and
+parameters are made up, and some conversations are of nothing but repeating what was said. Of questions that no function answers, the answer is the one
 without functions.
 
 In JSON the model fills in values. A schema is not in the prompt: a grammar writes the keys that it asks for, so
@@ -15,7 +16,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.demo_training import polish
+from tests.demo_training import corpus, polish
 from tests.demo_training.corpus import SYSTEM_PROMPTS
 from tests.demo_training.draw import Draw, Exchange
 from tests.demo_training.facts import CAPITALS
@@ -26,7 +27,7 @@ from tests.demo_training.topics import capitals, identity, penstock, small_talk,
 from tests.demo_training.wording import vary
 
 SEED = 23
-CONVERSATIONS = 18_000
+CONVERSATIONS = 27_000
 OPERAND_MAX = 20
 KEPT_SHARE = 0.4
 """The share of conversations of the second round, so that what it taught is kept."""
@@ -142,6 +143,30 @@ DESCRIPTIONS: Mapping[str, tuple[str, ...]] = {
 CONDITIONS = ("sunny", "cloudy", "rainy", "windy", "snowy", "foggy", "clear", "partly cloudy", "light rain")
 
 
+_ONSETS = "b bl br c ch cl d dr f fl g gr h j k kl l m n p pl qu r s sh sk st t th tr v w z".split()
+_NUCLEI = "a e i o u ai ea io ou a e i o".split()
+_CODAS = ("", "", "", "n", "r", "s", "l", "m", "th", "nd", "rk", "x", "t")
+MADE_UP_SHARE = 0.5
+
+
+def made_up(draw: Draw) -> str:
+    """A word that nobody knows."""
+    syllables = draw.rng.choices((1, 2, 3), weights=(2, 5, 3))[0]
+    return "".join(draw.pick(part) for _ in range(syllables) for part in (_ONSETS, _NUCLEI, _CODAS))
+
+
+def _name(draw: Draw, known: Sequence[str]) -> str:
+    """A name, of those that are known or made up."""
+    return made_up(draw).capitalize() if draw.chance(MADE_UP_SHARE) else draw.pick(known)
+
+
+def _identifier(draw: Draw, known: Sequence[str]) -> str:
+    """A name as code has it."""
+    if draw.chance(0.6):
+        return draw.pick(known)
+    return draw.pick((made_up(draw), f"{made_up(draw)}_{made_up(draw)}", f"{draw.pick(known)}_{made_up(draw)}"))
+
+
 def _told(draw: Draw, fields: Mapping[str, object], plain: Sequence[str]) -> tuple[str, str]:
     """A result as JSON or as a text, and the same as it is said."""
     if draw.chance(0.5):
@@ -152,7 +177,7 @@ def _told(draw: Draw, fields: Mapping[str, object], plain: Sequence[str]) -> tup
 
 
 def _weather(draw: Draw, function: Function) -> Call:
-    city = draw.pick(CITIES)
+    city = _name(draw, CITIES)
     question = draw.wording(WEATHER).format(x=city)
     arguments: dict[str, object] = {function.parameters[0]: city}
     if len(function.parameters) > 1:
@@ -182,7 +207,7 @@ def _time(draw: Draw, function: Function) -> Call:
     result, said = _told(draw, {draw.pick(("time", "now", "clock")): clock}, (clock, f"It is {clock}.", clock))
     if not function.parameters:
         return Call(draw.wording(TIME_HERE), {}, result, f"The time: {said}.")
-    city = draw.pick(CITIES)
+    city = _name(draw, CITIES)
     return Call(
         draw.wording(TIME).format(x=city), {function.parameters[0]: city}, result, f"The time in {city}: {said}."
     )
@@ -200,17 +225,18 @@ def _sum(draw: Draw, function: Function) -> Call:
 
 def _weather_function(draw: Draw) -> Function:
     unit = () if draw.chance(0.6) else (draw.pick(UNITS) + draw.pick(("", "?", "?")),)
-    names = (draw.pick(PLACES), *unit)
-    return Function(draw.pick(WEATHER_NAMES), names, draw.pick(DESCRIPTIONS["weather"]))
+    names = (_identifier(draw, PLACES), *unit)
+    return Function(_identifier(draw, WEATHER_NAMES), names, draw.pick(DESCRIPTIONS["weather"]))
 
 
 def _time_function(draw: Draw) -> Function:
-    names = () if draw.chance(0.3) else (draw.pick(ZONES),)
-    return Function(draw.pick(TIME_NAMES), names, draw.pick(DESCRIPTIONS["time"]))
+    names = () if draw.chance(0.3) else (_identifier(draw, ZONES),)
+    return Function(_identifier(draw, TIME_NAMES), names, draw.pick(DESCRIPTIONS["time"]))
 
 
 def _sum_function(draw: Draw) -> Function:
-    return Function(draw.pick(SUM_NAMES), draw.pick(OPERANDS), draw.pick(DESCRIPTIONS["sum"]))
+    operands = draw.pick(OPERANDS) if draw.chance(0.7) else (made_up(draw), made_up(draw) + "2")
+    return Function(_identifier(draw, SUM_NAMES), operands, draw.pick(DESCRIPTIONS["sum"]))
 
 
 KINDS: tuple[tuple[Callable[[Draw], Function], Callable[[Draw, Function], Call]], ...] = (
@@ -222,9 +248,9 @@ KINDS: tuple[tuple[Callable[[Draw], Function], Callable[[Draw, Function], Call]]
 
 def _with_calls(draw: Draw) -> Messages:
     """A conversation in which functions are called, or could be."""
-    kinds = draw.rng.sample(KINDS, draw.rng.choices((1, 2, 3), weights=(5, 2, 3))[0])
+    kinds = draw.rng.sample(KINDS, draw.rng.choices((1, 2, 3), weights=(6, 2, 2))[0])
     own = [(make(draw), ask) for make, ask in kinds]
-    functions = [function for function, _ in own] + draw.rng.sample(OTHERS, draw.pick((0, 0, 0, 1, 1, 2, 3)))
+    functions = [function for function, _ in own] + draw.rng.sample(OTHERS, draw.pick((0, 0, 0, 0, 1, 1, 2)))
     draw.rng.shuffle(functions)
     signatures = [(each.name, each.parameters, each.description) for each in functions]
     messages = [("system", with_functions(draw.pick(SYSTEM_PROMPTS) if draw.chance(0.5) else "", signatures))]
@@ -288,7 +314,8 @@ PEOPLE = (*NAMES, "Alice", "Bob", "Carol", "Dave", "Eve", "Frank", "Anna", "Pete
 
 
 def _event(draw: Draw) -> tuple[str, dict[str, object]]:
-    people, event, day = draw.rng.sample(PEOPLE, draw.pick((1, 2, 2, 3))), draw.pick(EVENTS), draw.pick(DAYS)
+    people = [_name(draw, PEOPLE) for _ in range(draw.pick((1, 2, 2, 3)))]
+    event, day = (made_up(draw) if draw.chance(0.3) else draw.pick(EVENTS)), draw.pick(DAYS)
     who = people[0] if len(people) == 1 else f"{', '.join(people[:-1])} and {people[-1]}"
     verb = "is" if len(people) == 1 else "are"
     on = day if day in ("tomorrow", "next week") else f"on {day}"
@@ -309,7 +336,7 @@ def _event(draw: Draw) -> tuple[str, dict[str, object]]:
 
 
 def _person(draw: Draw) -> tuple[str, dict[str, object]]:
-    name, age, city = draw.pick(PEOPLE), draw.rng.randint(5, 95), draw.pick(CITIES)
+    name, age, city = _name(draw, PEOPLE), draw.rng.randint(5, 95), _name(draw, CITIES)
     text = draw.wording(
         (
             f"My name is {name}, I am {age} years old and I live in {city}.",
@@ -366,12 +393,37 @@ def _sums(draw: Draw) -> Messages:
     return messages
 
 
+# -- repeating ----------------------------------------------------------------------------------------
+
+REPEATS = (
+    "Repeat: {x}", "Say {x}", "Repeat after me: {x}", "Please say: {x}", "Write {x}", "Copy this: {x}",
+    "Repeat this: {x}", "Say this: {x}", "Type {x}",
+)  # fmt: skip
+
+
+def _repeats(draw: Draw) -> Messages:
+    """What was said is said again."""
+    messages: Messages = []
+    for _ in range(draw.pick((1, 1, 2))):
+        kinds = (lambda: made_up(draw), lambda: draw.pick(CITIES), lambda: str(draw.rng.randint(0, 9999)))
+        words = " ".join(draw.pick(kinds)() for _ in range(draw.rng.randint(1, 7)))
+        messages += [("user", draw.pick(REPEATS).format(x=words)), ("assistant", words)]
+    return messages
+
+
 def conversation(index: int) -> Messages:
     """The third round's conversation of that number, as messages."""
     draw = Draw(f"{SEED}/{index}")
     if draw.chance(KEPT_SHARE):
-        return _sums(draw) if draw.chance(0.3) else polish.conversation(polish.CONVERSATIONS + index).messages()
-    return _with_calls(draw) if draw.chance(0.7) else _in_json(draw)
+        if draw.chance(0.2):
+            return _sums(draw)
+        kept = polish.conversation(polish.CONVERSATIONS + index) if draw.chance(0.6) else _of_first_round(index)
+        return kept.messages()
+    return draw.rng.choices((_with_calls, _in_json, _repeats), weights=(6, 2, 2))[0](draw)
+
+
+def _of_first_round(index: int) -> corpus.Conversation:
+    return corpus.conversation(corpus.CONVERSATIONS + index)
 
 
 def conversations(count: int = CONVERSATIONS) -> Iterator[Messages]:

@@ -55,9 +55,10 @@ DOCUMENT_COPIES = 6
 TOKENIZER_CONVERSATIONS = 12_000
 MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.02, 0.004, 60
 WEIGHT_DECAY = 0.01
-SECOND_PEAK, LAST_RATE = 0.35, 0.001
+SECOND_PEAK, THIRD_PEAK = 0.35, 0.5
 STEPS, DECAY_SHARE = 2600, 0.4
 GRADIENT_NORM_MAX = 1.0
+HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
 TEMPERATURE = 0.1  # what a request that asks for none gets: so small a model means what it says most surely
 
 
@@ -137,18 +138,41 @@ def tensors(batch: list[Example], pad_id: int) -> tuple[Tensor, Tensor, Tensor, 
     )
 
 
+class _Muon(torch.optim.Optimizer):
+    """Muon as in `torch.optim`, in float32, as that computes in bf16 whatever the processor can do."""
+
+    def __init__(self, params: list[torch.nn.Parameter], lr: float, weight_decay: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                momentum = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+                momentum.lerp_(param.grad, 1 - group["momentum"])
+                update = orthogonal(param.grad.lerp(momentum, group["momentum"]))
+                scale = max(1.0, param.shape[0] / param.shape[1]) ** 0.5
+                param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+
+
+def orthogonal(gradient: Tensor) -> Tensor:
+    """The nearest matrix [m, n] with orthogonal rows or columns, nearly, by five steps of Newton and Schulz."""
+    wide = gradient.T if gradient.shape[0] > gradient.shape[1] else gradient
+    wide = wide / wide.norm().clamp(min=1e-7)
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(5):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if gradient.shape[0] > gradient.shape[1] else wide
+
+
 def optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
-        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=WEIGHT_DECAY, momentum=0.95),
+        _Muon(matrices, lr=MUON_RATE, weight_decay=WEIGHT_DECAY, momentum=0.95),
         torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-
-
-def last_optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
-    """Those of the third round, which changes little."""
-    return [torch.optim.AdamW(model.parameters(), lr=LAST_RATE, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
 def learning_rate_factor(step: int, steps: int, decay_share: float = DECAY_SHARE) -> float:
@@ -196,10 +220,9 @@ def train(
     learning rate's, one per step; by default those of a single round."""
     factors = factors or [learning_rate_factor(step, len(plan)) for step in range(len(plan))]
     peaks = [[group["lr"] for group in opt.param_groups] for opt in opts]
-    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_avx512_bf16_supported()
     for step in range(first, len(plan)):
         ids, positions, targets, weights = tensors(plan[step], pad_id)
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=HAS_BF16):
             hidden, _ = model.hidden(ids)
             logits = model.logits(hidden.flatten(0, 1)[positions])
         losses = functional.cross_entropy(logits.float(), targets, reduction="none")
@@ -309,7 +332,7 @@ def main() -> None:
         extend(plan, factors, encode_conversations(tokenizer, model.shape.context_len, second), polish.SEED)
     third, third_factors = list[list[Example]](), list[float]()
     told = encode_conversations(tokenizer, model.shape.context_len, calls.conversations())
-    extend(third, third_factors, told, calls.SEED, peak=1.0)
+    extend(third, third_factors, told, calls.SEED, THIRD_PEAK)
     parameters = sum(p.numel() for p in model.parameters())
     tokens = sum(len(e.ids) for batch in plan + third for e in batch)
     print(f"{parameters} parameters, {tokens} tokens, {len(plan) + len(third)} steps", flush=True)
@@ -320,7 +343,7 @@ def main() -> None:
     steps = enumerate(
         chain(
             train(model, opts, plan, pad_id, first, factors),
-            train(model, last_optimizers(model), third, pad_id, 0, third_factors),
+            train(model, optimizers(model), third, pad_id, 0, third_factors),
         ),
         first + 1,
     )
