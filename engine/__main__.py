@@ -22,6 +22,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -33,6 +34,7 @@ from shared.process.loops import loop_factory
 if TYPE_CHECKING:
     from engine.contract.messages import Runner, RunnerInfo
     from engine.core.config import SchedulerConfig
+    from engine.core.grammars.threads import GrammarThreads
     from engine.core.transport import CoreTransport
     from engine.runtime.parallel.rendezvous import Rendezvous
     from engine.runtime.setup.config import RunnerConfig
@@ -130,6 +132,7 @@ def core(start: CoreStart) -> int:
     logs.configure("engine-core", level=config.log_level)
     with CoreTransport(start.inbox, start.outbox) as transport:
         carriers = _threads() - {os.getpid()}  # the log's and ZeroMQ's
+        grammars = _grammars(start, transport)
         runner = _runner(config.runner, transport, lost)
         if runner is None:
             return 1
@@ -150,9 +153,33 @@ def core(start: CoreStart) -> int:
             discipline=DISCIPLINES[config.discipline],
             overlap=runner.info.is_async if config.overlap is None else config.overlap,
             disk=disk,
+            grammars=grammars.result(),
         ).run()
         _say_goodbye(runner)
     return 0
+
+
+def _grammars(start: CoreStart, transport: CoreTransport) -> Future[GrammarThreads | None]:
+    """The threads that matchers work on, once the vocabulary is read, beside the loading of weights: that
+    takes the interpreter's lock for a third of a second. None where llguidance cannot read the tokenizer."""
+    from engine.contract.grammars import BadGrammar, vocabulary_of
+    from engine.core.grammars.threads import GrammarThreads
+
+    tokens = start.tokens
+
+    def read() -> GrammarThreads | None:
+        try:
+            vocabulary = vocabulary_of(tokens.tokenizer_json, tokens.vocab_size, tokens.end_ids)
+        except BadGrammar as error:
+            logs.get(__name__).warning("core.no_grammars", reason=str(error))
+            return None
+        return GrammarThreads(vocabulary, transport.inbox.ring)
+
+    reader = ThreadPoolExecutor(1, "vocabulary")
+    try:
+        return reader.submit(read)
+    finally:
+        reader.shutdown(wait=False)
 
 
 def _runner(config: RunnerConfig, transport: CoreTransport, lost: Callable[[str], None]) -> Runner | None:

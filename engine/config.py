@@ -133,6 +133,9 @@ class EngineConfig(RunnerConfig):
     template_defaults: TemplateDefaults | None = None
     """JSON object with values for variables of the chat template that a request does not set, or may not set,
     such as {"enable_thinking": false}."""
+    answer_format: Text = "auto"
+    """How the model marks reasoning and calls: the name of a family, or a file (see "Answers" in the README);
+    none: neither is looked for. auto: the checkpoint's response_template, else its family's."""
     tls_cert: Text | None = None
     """File with the certificate chain, PEM: serve TLS, HTTP/2 by ALPN. Unset: plain text."""
     tls_key: Text | None = None
@@ -213,6 +216,18 @@ class EngineConfig(RunnerConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelTokens:
+    """The tokens of a model, as grammars need to know them."""
+
+    tokenizer_json: str
+    """The whole tokenizer, with the tokens that other files add to it."""
+    vocab_size: int
+    """The number of token ids that the model has."""
+    end_ids: tuple[int, ...]
+    """The tokens that end an answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoreStart:
     """The core process's standard input."""
 
@@ -223,6 +238,7 @@ class CoreStart:
     """ZeroMQ endpoint the core writes `CoreOutput` to."""
     parent_pid: int
     """The API process: the core ends when it does."""
+    tokens: ModelTokens = ModelTokens("", 0, ())
 
     def encode(self) -> bytes:
         """MessagePack, because JSON has no infinity, which `gap_target_ms` may be."""

@@ -15,11 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.contract.messages import Plan, RunnerInfo, RunResult
-from tests.fake_runner import FakeRunner
-
-
-def no_slots() -> Collection[int]:
-    return ()
+from tests.fake_runner import FakeRunner, no_slots
 
 
 @dataclass(slots=True)
@@ -36,8 +32,8 @@ class Flight:
 
     runner: AsyncRunner
     plan: Plan
-    unread: frozenset[int]
-    """Slots whose sequences were paused at the launch."""
+    held: frozenset[int]
+    """Slots that nothing could be computed for at the launch."""
     reads: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     """The numbers of the occupants that read a page, by page."""
     writes: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -48,23 +44,20 @@ class Flight:
 
 
 class AsyncRunner(FakeRunner):
-    """`unread` gives the slots of paused sequences, which need no row."""
-
     def __init__(
-        self, info: RunnerInfo, step_tokens_max: int, unread: Callable[[], Collection[int]] = no_slots
+        self, info: RunnerInfo, step_tokens_max: int, held: Callable[[], Collection[int]] = no_slots
     ) -> None:
-        super().__init__(info, step_tokens_max)
+        super().__init__(info, step_tokens_max, held)
         self.in_flight: list[Flight] = []
         self.events: list[tuple[str, int]] = []
         """Pairs of "launch" or "collect" and a step number."""
         self.overlaps = 0
         """Launches while another step was in flight."""
-        self._unread = unread
         self._occupants: dict[int, Occupant] = {}
         self._numbers: Iterator[int] = count()
 
     def launch(self, plan: Plan) -> Flight:
-        flight = Flight(self, plan, frozenset(self._unread()))
+        flight = Flight(self, plan, frozenset(self._held()))
         self._occupy(plan)
         self._trace(flight)
         for other in self.in_flight:
@@ -104,9 +97,9 @@ class AsyncRunner(FakeRunner):
                 flight.writes[page].add(owner.number)
 
     def _idle(self, plan: Plan) -> set[int]:
-        """Slots that need no row: those of sequences that are paused or have their last token keep their
+        """Slots that need no row: those of sequences that are held or have their last token keep their
         slots until the steps in flight are committed."""
-        idle = set(self.in_flight[0].unread)
+        idle = set(self.in_flight[0].held)
         for slot, state in self.slots.items():
             if len(state.tokens) - state.start.prompt_len == state.start.sampling.max_tokens:
                 idle.add(slot)

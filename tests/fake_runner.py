@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from engine.contract.messages import (
@@ -28,6 +28,8 @@ from engine.contract.messages import (
     TokenLogprobs,
     Want,
 )
+from engine.core.grammars.masks import Standing, is_allowed
+from tests.fake_grammars import FakeMatcher
 
 START = 17
 """The number that stands before position 0."""
@@ -74,7 +76,7 @@ def logits_of(kv: array[int]) -> int:
     return zlib.crc32(kv.tobytes())
 
 
-def sample(sampling: SamplingParams, logits: int, output_len: int, vocab_size: int) -> int:
+def sample(sampling: SamplingParams, logits: int, output_len: int, vocab_size: int, mask: bytes = b"") -> int:
     mixed = hash((sampling.seed, logits, output_len))
     if sampling.seed % NUMERIC_SEEDS == 0 and mixed % 8 == 0:
         return NUMERIC_FAILURE
@@ -82,6 +84,8 @@ def sample(sampling: SamplingParams, logits: int, output_len: int, vocab_size: i
     if output_len < sampling.min_tokens:
         while token in sampling.stop_token_ids:
             token = (token + 1) % vocab_size
+    while mask and not is_allowed(mask, token):
+        token = (token + 1) % vocab_size
     return token
 
 
@@ -100,7 +104,7 @@ class Solo:
     reason: FinishReason
 
 
-def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int) -> Solo:
+def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, grammar: str = "") -> Solo:
     kv = array("q")
     for position, token in enumerate(prompt_ids):
         kv.append(kv_of(kv[-1] if kv else START, token, position))
@@ -108,9 +112,12 @@ def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int) -
     if sampling.prompt_logprobs is not None:
         for position, follower in enumerate(prompt_ids[1:]):
             answer.prompt_logprobs.append(logprobs_of(kv[position], follower, sampling.prompt_logprobs))
+    matcher = FakeMatcher(grammar, vocab_size) if grammar else None
     while len(answer.tokens) < sampling.max_tokens:
-        logits = logits_of(kv)
-        token = sample(sampling, logits, len(answer.tokens), vocab_size)
+        if matcher is not None and (end := _end(matcher, sampling)) is not None:
+            return Solo(answer.tokens, answer.logprobs, answer.prompt_logprobs, end)
+        logits, mask = logits_of(kv), b"" if matcher is None else matcher.mask
+        token = sample(sampling, logits, len(answer.tokens), vocab_size, mask)
         if token == NUMERIC_FAILURE:
             return Solo(answer.tokens, answer.logprobs, answer.prompt_logprobs, FinishReason.NUMERIC)
         answer.tokens.append(token)
@@ -119,10 +126,24 @@ def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int) -
         if token in sampling.stop_token_ids:
             return Solo(answer.tokens, answer.logprobs, answer.prompt_logprobs, FinishReason.STOP)
         kv.append(kv_of(kv[-1], token, len(kv)))
+        if matcher is not None:
+            matcher.take(token)
     return answer
 
 
+def _end(matcher: FakeMatcher, sampling: SamplingParams) -> FinishReason | None:
+    """The reason for which an answer ends that has come to where the matcher stands; None if it goes on."""
+    if matcher.standing is Standing.FAILED:
+        return FinishReason.GRAMMAR
+    may_end = any(is_allowed(matcher.mask, token) for token in sampling.stop_token_ids)
+    return FinishReason.STOP if matcher.standing is Standing.COMPLETE and not may_end else None
+
+
 # -- the runner -----------------------------------------------------------------------------------
+
+
+def no_slots() -> Collection[int]:
+    return ()
 
 
 @dataclass(slots=True)
@@ -145,8 +166,13 @@ class Done:
 
 
 class FakeRunner:
-    def __init__(self, info: RunnerInfo, step_tokens_max: int) -> None:
+    """`held` gives the slots that nothing may be computed for, and so need no row."""
+
+    def __init__(
+        self, info: RunnerInfo, step_tokens_max: int, held: Callable[[], Collection[int]] = no_slots
+    ) -> None:
         self.info = info
+        self._held = held
         self.slots: dict[int, SlotState] = {}
         self._step_tokens_max = step_tokens_max
         self._steps = 0
@@ -168,6 +194,8 @@ class FakeRunner:
         self._check(plan)
         result = RunResult([], [], [])
         wants_logprobs = False
+        assert len(plan.masks) in (0, plan.sampled)
+        masks = iter(plan.masks or [b""] * plan.sampled)
         for slot, position, length, want in zip(
             plan.slots, plan.positions, plan.lengths, plan.wants, strict=True
         ):
@@ -179,7 +207,7 @@ class FakeRunner:
                 if entries:
                     result.prompt_logprobs.append((slot, entries))
             if want is Want.SAMPLE:
-                token, logprobs = self._sample(state)
+                token, logprobs = self._sample(state, next(masks))
                 wants_logprobs |= logprobs is not None
                 result.tokens.append(token)
                 result.logprobs.append(logprobs)
@@ -273,7 +301,7 @@ class FakeRunner:
 
     def _idle(self, plan: Plan) -> set[int]:
         """Slots that could decode, and need not be in this plan."""
-        return set()
+        return set(self._held()) - set(plan.slots)
 
     def _check_row(
         self, state: SlotState, position: int, length: int, want: Want, tables: Counter[int]
@@ -314,9 +342,10 @@ class FakeRunner:
             kv += self._store[page * size : (page + 1) * size]
         return kv[: state.computed_len]
 
-    def _sample(self, state: SlotState) -> tuple[int, TokenLogprobs | None]:
+    def _sample(self, state: SlotState, mask: bytes) -> tuple[int, TokenLogprobs | None]:
         sampling, logits = state.start.sampling, logits_of(self._read(state))
-        token = sample(sampling, logits, len(state.tokens) - state.start.prompt_len, self.info.vocab_size)
+        output_len = len(state.tokens) - state.start.prompt_len
+        token = sample(sampling, logits, output_len, self.info.vocab_size, mask)
         state.tokens.append(max(token, 0))  # a sequence that failed has one more row when steps overlap
         return token, None if sampling.logprobs is None else logprobs_of(logits, token, sampling.logprobs)
 

@@ -25,7 +25,7 @@ class OverlappedSimulation(_Simulation):
     def __init__(self, rng: random.Random, config: SimConfig) -> None:
         super().__init__(rng, config)
         self._runner: AsyncRunner = AsyncRunner(
-            self._runner.info, config.scheduler.step_tokens_max, self._unread_slots
+            self._runner.info, config.scheduler.step_tokens_max, self._held_slots
         )
         self._flying: tuple[Plan, Flight] | None = None
         self._uncommitted = 0
@@ -33,9 +33,6 @@ class OverlappedSimulation(_Simulation):
     @property
     def runner(self) -> AsyncRunner:
         return self._runner
-
-    def _unread_slots(self) -> list[int]:
-        return [s.slot for s in self._running() if s.is_paused and s.slot is not None]
 
     def _pause(self, handles: list[int], *, in_flight: int) -> None:
         super()._pause(handles, in_flight=self._uncommitted)
@@ -47,14 +44,10 @@ class OverlappedSimulation(_Simulation):
             self._land(*self._flying)
         is_due = self._flying is not None
         self._flying = following
-        output = self._scheduler.report()
-        assert output is not None or not is_due, "a step without a report"
-        if output is not None:
-            self._record(output)
+        assert self._report() or not is_due, "a step without a report"
 
     def _launch_next(self) -> tuple[Plan, Flight] | None:
-        plan = self._scheduler.plan(self._now)
-        self._check_laws()
+        plan = self._plan()
         if plan is None:
             return None
         self._uncommitted += 1

@@ -36,9 +36,10 @@ from engine.contract.messages import (
 from engine.core.queue.newcomers import AddSequence
 from engine.core.queue.policy import age
 from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence
+from engine.core.sequence import Hold, Sequence
 from tests.bench.engine.virtual import TurnWatch
 from tests.fake_disk import FakeDisk
+from tests.fake_grammars import FakeGrammars, random_delays
 from tests.fake_runner import FakeRunner, runner_info, solo
 from tests.worlds import PAGE_COPY_S, PREFERENCES, Message, SimConfig, draw_messages
 
@@ -152,15 +153,22 @@ class _Simulation:
             page_copy_s=PAGE_COPY_S,
             host_tier=config.host_tier,
         )
-        self._runner = FakeRunner(info, config.scheduler.step_tokens_max)
+        self._now = 0.0
+        self._held = set[int]()
+        """The slots that the last plan could compute nothing for."""
+        self._runner = FakeRunner(info, config.scheduler.step_tokens_max, self._held_slots)
         disk = FakeDisk(random.Random(config.requests), lambda: self._runner) if config.disk else None
         preference = PREFERENCES[config.swaps]
-        self._scheduler = Scheduler(config.scheduler, info, prefers_swap=preference, disk=disk)
+        self._grammars = FakeGrammars(
+            lambda: self._now, config.vocab_size, random_delays(random.Random(config.requests))
+        )
+        self._scheduler = Scheduler(
+            config.scheduler, info, prefers_swap=preference, disk=disk, grammars=self._grammars
+        )
         self.disk = disk
         self._watch = TurnWatch(self._scheduler)
         self._moments_per_check = 1 + config.pages // PAGES_CHECKED_ALWAYS
         self._moments = 0
-        self._now = 0.0
         self._lives: dict[int, Life] = {}
         self._unfinished: dict[int, Life] = {}
         self._yields = Counter[int]()
@@ -172,8 +180,8 @@ class _Simulation:
     def run(self) -> Report:
         events = draw_messages(self._rng, self._config)
         at = 0
-        while at < len(events) or self._scheduler.idle_s(self._now) < math.inf:
-            deadline = self._now + self._scheduler.idle_s(self._now)
+        while at < len(events) or self._next_at() < math.inf:
+            deadline = self._next_at()
             self._now = max(self._now, min(deadline, events[at][0] if at < len(events) else math.inf))
             while at < len(events) and events[at][0] <= self._now:
                 self._deliver(events[at][1])
@@ -194,6 +202,13 @@ class _Simulation:
             disk_tokens=stats.prefix_disk_tokens,
             elapsed_s=self._now,
         )
+
+    def _next_at(self) -> float:
+        """The time until which nothing happens without a message."""
+        return min(self._now + self._scheduler.idle_s(self._now), self._grammars.next_at)
+
+    def _held_slots(self) -> set[int]:
+        return self._held
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -240,8 +255,7 @@ class _Simulation:
 
     def _step(self) -> None:
         self._before_plan()
-        plan = self._scheduler.plan(self._now)
-        self._check_laws()
+        plan = self._plan()
         if plan is not None:
             self._check_plan(plan)
             self._disturb()
@@ -252,10 +266,22 @@ class _Simulation:
             self._disturb()
             self._scheduler.commit(plan, result, self._now)
             self._check_laws()
+        assert self._report() or plan is None, "a step without a report"
+
+    def _plan(self) -> Plan | None:
+        plan = self._scheduler.plan(self._now)
+        held = (Hold.PAUSED, Hold.MASK)
+        self._held = {s.slot for s in self._running() if s.hold in held and s.slot is not None}
+        self._check_laws()
+        if self._scheduler.has_ends:  # as the loop does: they end now, and not with the step
+            self._report()
+        return plan
+
+    def _report(self) -> bool:
         output = self._scheduler.report()
-        assert plan is None or output is not None, "a step without a report"
         if output is not None:
             self._record(output)
+        return output is not None
 
     def _before_plan(self) -> None:
         self._note_overdue()
@@ -287,7 +313,7 @@ class _Simulation:
         """Assert rule J as far as it is visible from outside."""
         ran = [*self._ran, *self._running()]
         seated = [self._scheduler.running(start.slot) for start in plan.seated]
-        for sequence in [*self._scheduler.due, *seated]:
+        for sequence in [*self._scheduler._waiting, *seated]:
             if sequence.yields == self._yields[sequence.handle]:
                 continue
             self._yields[sequence.handle] = sequence.yields
@@ -352,6 +378,7 @@ class _Simulation:
         assert stats.pages_free + stats.pages_cached == self._config.pages, "not all pages came back"
         assert stats.host_pages_used <= (len(self.disk.jobs) if self.disk is not None else 0)
         assert stats.host_pages_kept == 0 or self._config.host_tier
+        assert not self._grammars.matchers, "a matcher is left"
         for life in self._lives.values():
             self._check_life(life)
 
@@ -367,7 +394,7 @@ class _Simulation:
             assert not life.tokens
             return
         assert _fits(message, self._config)
-        alone = solo(message.prompt_ids, message.sampling, self._config.vocab_size)
+        alone = solo(message.prompt_ids, message.sampling, self._config.vocab_size, message.grammar)
         overdue = finished.reason in life.overdue
         assert overdue == bool(life.overdue), "a deadline is not where it was"
         if overdue or finished.reason is FinishReason.ABORTED:
@@ -378,7 +405,8 @@ class _Simulation:
         assert finished.reason is alone.reason
         assert life.tokens == alone.tokens
         assert life.logprobs == alone.logprobs
-        assert life.prompt_logprobs == alone.prompt_logprobs
+        if life.tokens or finished.reason is not FinishReason.GRAMMAR:  # else it may have ended at once
+            assert life.prompt_logprobs == alone.prompt_logprobs
 
 
 def _fits(message: AddSequence, config: SimConfig) -> bool:

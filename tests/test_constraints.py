@@ -27,8 +27,8 @@ PYTHONS = [
     for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     if line.startswith(CLASSIFIER)
 ]
-PLATFORM = "x86_64-manylinux_2_28"
-"""The oldest that torch's wheels run on."""
+PLATFORM = "x86_64-manylinux_2_31"
+"""The oldest that all wheels run on: torch's do from 2.28, llguidance's from 2.31."""
 CUDA = ("cuda-", "nvidia-")
 """Packages whose versions torch itself fixes."""
 RESOLVE = (

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 import trustme
 
@@ -257,6 +258,61 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve(ALIAS).id == ALIAS
     done = client.chat.completions.create(model=ALIAS, messages=ask("Hi"), max_tokens=2)
     assert done.model in (ALIAS, MODEL)
+
+
+class GetWeather(pydantic.BaseModel):  # type: ignore[misc]  # pydantic's types are not read
+    city: str
+
+
+class CalendarEvent(pydantic.BaseModel):  # type: ignore[misc]
+    name: str
+    date: str
+    participants: list[str]
+
+
+EVENT_ASKED: Any = [
+    {"role": "system", "content": "Extract the event information."},
+    {"role": "user", "content": "Alice and Bob are going to a science fair on Friday."},
+]
+
+
+def test_the_stream_helper_assembles_a_call_and_its_result_is_answered(client: openai.OpenAI) -> None:
+    arguments: dict[str, Any] = {
+        "model": MODEL,
+        "tools": [openai.pydantic_function_tool(GetWeather, name="get_weather")],
+        "temperature": 0,
+    }
+    messages: list[Any] = ask("What is the weather in Paris?")
+    with client.chat.completions.stream(messages=messages, tool_choice="required", **arguments) as stream:
+        events = list(stream)
+        choice = stream.get_final_completion().choices[0]
+    deltas = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    [done] = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert "".join(event.arguments_delta for event in deltas) == done.arguments
+    assert len(deltas) > 1, "arguments come as they are generated"
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
+    assert call.function.parsed_arguments == GetWeather(city="Paris")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "14 degrees and cloudy"}
+    whole = client.chat.completions.create(messages=[*messages, choice.message, result], **arguments)
+    assert whole.choices[0].finish_reason == "stop"
+    assert "14 degrees" in (whole.choices[0].message.content or "")
+
+
+def test_an_answer_is_parsed_whole_and_while_it_streams(client: openai.OpenAI) -> None:
+    arguments: dict[str, Any] = {
+        "model": MODEL,
+        "messages": EVENT_ASKED,
+        "response_format": CalendarEvent,
+        "temperature": 0,
+    }
+    event = client.chat.completions.parse(**arguments).choices[0].message.parsed
+    assert isinstance(event, CalendarEvent)
+    assert event.participants == ["Alice", "Bob"]
+    with client.chat.completions.stream(**arguments) as stream:
+        partly = [each.parsed for each in stream if each.type == "content.delta"]
+        assert stream.get_final_completion().choices[0].message.parsed == event
+    assert any(0 < len(each or {}) < len(CalendarEvent.model_fields) for each in partly)
 
 
 @pytest.mark.parametrize(

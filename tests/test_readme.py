@@ -39,7 +39,7 @@ from gateway.relay import stream
 from gateway.request import dispatch, pipeline
 from gateway.routing import health, retries
 from shared import cli
-from shared.apis import holding, validation
+from shared.apis import chat_form, holding, patterns, schemas, structure, tools, validation
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.cli.service import SERVICES
@@ -282,6 +282,24 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
             shapes.LOGIT_BIAS_MAX,
         ],
         "`logprobs`, `top_logprobs`": [shapes.LOGPROBS_MAX],
+        "`tools`; characters of a name": [shapes.TOOLS_MAX, tools.NAME_LEN_MAX],
+        "values in the `arguments` of all calls; fields; strings; levels of nesting": [
+            holding.VALUES_MAX,
+            holding.FIELDS_MAX,
+            holding.STRINGS_MAX,
+            holding.DEPTH_MAX,
+        ],
+        "`chat_template_kwargs`; levels of nesting": [
+            chat_form.ARGUMENTS_LEN_MAX,
+            chat_form.ARGUMENTS_DEPTH_MAX,
+        ],
+        "a schema; `regex`; `grammar`; items of `choice`; the length of one": [
+            schemas.SCHEMA_LEN_MAX,
+            patterns.PATTERN_LEN_MAX,
+            structure.GRAMMAR_LEN_MAX,
+            structure.CHOICES_MAX,
+            structure.CHOICE_LEN_MAX,
+        ],
     }
 
 
@@ -457,16 +475,7 @@ def test_every_field_that_the_api_lists_is_one_of_a_request() -> None:
     }
     assert listed <= known
     no_wish = {"model", "messages", "prompt", "stream", "stream_options", "echo", "penstock"}
-    of_others = {"suffix", "best_of", "reasoning_effort", "verbosity", "parallel_tool_calls"}
-    of_others |= {
-        "tools",
-        "tool_choice",
-        "functions",
-        "function_call",
-        "response_format",
-        "modalities",
-        "audio",
-    }
+    of_others = {"best_of", "verbosity", "functions", "function_call", "modalities", "audio"}
     accepted = set(re.findall(r"`(\w+)`", API.read_text())) - listed
     assert known - listed - no_wish - of_others <= accepted
 

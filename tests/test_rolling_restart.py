@@ -57,7 +57,7 @@ class Place:
         config = EngineConfig(
             model=str(self._model_dir), served_model_name="tiny", port=self.port, drain_timeout_s=PATIENCE_S
         )
-        self.engine = Engine(config, lambda _: self._model_dir, lambda _: self.core)
+        self.engine = Engine(config, lambda _: self._model_dir, lambda *_: self.core)
         await self.engine.start()
 
     async def restart(self) -> None:

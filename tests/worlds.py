@@ -23,6 +23,7 @@ from engine.contract.packing import TOKENS
 from engine.core.config import SchedulerConfig
 from engine.core.queue.newcomers import AddSequence, Prompt
 from engine.core.step.swap import Preference, if_cheaper
+from tests.fake_grammars import BAD
 
 UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, stall_deadline_s=0.5)
 
@@ -73,6 +74,8 @@ class SimConfig:
     """The share of steps during which some handle is paused, and of steps during which some is resumed."""
     lost_share: float = 0.1
     """The share of pauses that no resumption ends."""
+    grammar_share: float = 0.15
+    """The share of requests whose answers follow a grammar."""
     fails: bool = True
     """True if the model fails numerically for some sequences."""
     prompt_logprobs_share: float = 0.15
@@ -118,6 +121,7 @@ def random_config(seed: int) -> SimConfig:
         in_flight_pause_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
         lost_share=rng.random() * rng.choice([0.0, 0.2, 1.0]),
         prompt_logprobs_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
+        grammar_share=(0.0, 0.0, 0.3, 1.0)[seed // 2 % 4],
         scheduler=SchedulerConfig(
             step_tokens_max=slots + rng.choice([0, 1, 5, 40]),
             queue_len_max=rng.choice([3, *[1_000_000] * 3]),
@@ -147,10 +151,11 @@ class _Traffic:
         for request in range(config.requests):
             now += rng.expovariate(1 / config.arrival_gap_s)
             prompt = Prompt(array(TOKENS, self._prompt(prefixes)))
+            grammar = self._grammar(request)
             salt = bytes([rng.randrange(config.salts)])
             for _ in range(rng.randint(1, config.n_max)):
                 handle += 1
-                messages.append((now, self._add(handle, f"req_{request}", prompt, salt)))
+                messages.append((now, self._add(handle, f"req_{request}", prompt, salt, grammar)))
                 if rng.random() < config.abort_share:
                     later = now + rng.expovariate(1 / 0.3)
                     messages += [(later, AbortSequences([handle]))] * rng.randint(1, 2)
@@ -158,7 +163,13 @@ class _Traffic:
                     messages += self._pauses(handle, now)
         return sorted(messages, key=lambda message: message[0])
 
-    def _add(self, handle: int, request_id: str, prompt: Prompt, salt: bytes) -> AddSequence:
+    def _grammar(self, request: int) -> str:
+        rng = random.Random(request)  # of its own: the other requests of a world are the same without
+        if rng.random() >= self._config.grammar_share:
+            return ""
+        return BAD if rng.random() < 0.05 else f"grammar {rng.randrange(5)}"
+
+    def _add(self, handle: int, request_id: str, prompt: Prompt, salt: bytes, grammar: str) -> AddSequence:
         rng, config = self._rng, self._config
         return AddSequence(
             handle,
@@ -168,6 +179,7 @@ class _Traffic:
             salt,
             tenant=f"tenant_{rng.randrange(config.tenants)}",
             service_class=rng.choice(list(ServiceClass)[: config.classes]),
+            grammar=grammar,
         )
 
     def _pauses(self, handle: int, now: float) -> list[tuple[float, Message]]:

@@ -153,8 +153,8 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     seconds."""
     bearer: int = 0
     grammar: str = ""
-    """The grammar that every answer follows, as llguidance reads it (`engine.contract.grammars`); empty: none. It
-    was compiled before it was sent."""
+    """The grammar that every answer follows, as llguidance reads it (`engine.contract.grammars`); empty:
+    none. It was compiled before it was sent."""
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):

@@ -18,7 +18,8 @@ computes while it is launched, as on a CPU.
 
 One thread, one step after another, and nothing else decides. The loop waits in two places only: for the
 device; and for input when it has no work, until the next stall deadline if there is one, or while the API
-process has not read what was sent. The latter ends when that process dies.
+process has not read what was sent. The latter ends when that process dies. Threads that fill masks ring where
+it waits for input (`engine.core.grammars.masks`).
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from engine.contract.messages import (
     StopCore,
 )
 from engine.core.config import SchedulerConfig
+from engine.core.grammars.masks import Grammars
 from engine.core.pages.tiers import PageDisk
 from engine.core.queue.newcomers import AddSequence, Intake, sequences_of
 from engine.core.queue.policy import RESPONSE_RATIO, Discipline
@@ -67,8 +69,9 @@ class Inbox(Protocol):
     def receive(self, wait_s: float) -> list[CoreInput]:
         """All messages that have arrived, in the order they were sent, up to a limit.
 
-        When none has, waits up to `wait_s` seconds for one: 0 is not at all, infinity until one comes. Waits
-        for longer than that while the other side is too far behind with what it was sent.
+        When none has, waits up to `wait_s` seconds for one, or for a thread of this process to ring: 0 is not
+        at all, infinity until one comes. Waits for longer than that while the other side is too far behind
+        with what it was sent.
         """
         ...
 
@@ -103,12 +106,13 @@ class CoreLoop:
         *,
         overlap: bool = False,
         disk: PageDisk | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._runner = runner
         self._inbox = inbox
         self._outbox = outbox
         self._clock = clock
-        self._scheduler = Scheduler(config, runner.info, discipline, disk=disk)
+        self._scheduler = Scheduler(config, runner.info, discipline, disk=disk, grammars=grammars)
         self._intake = Intake()
         self._overlap = overlap
         self._flying: Launched | None = None
@@ -140,6 +144,8 @@ class CoreLoop:
         self._emit()
 
     def _launch_next(self) -> Launched | None:
+        if self._scheduler.masks.sequences:
+            self._scheduler.await_masks()
         plan = self._scheduler.plan(self._clock.monotonic())
         if plan is None:
             return None

@@ -44,10 +44,11 @@ from another running one or is preempted itself; the last one left has the whole
 running. Hence as long as any sequence is due, every plan has rows, and by rules C and E what they compute is
 thrown away a bounded number of times; by rule J more often, but only while others of its tenant run that came
 before it, and the oldest of a tenant stays. So every sequence finishes that becomes due again and again, as
-each does that is not paused; and one that stays paused ends at the stall deadline: when none is due there is
-no plan, and `idle_s` says until when.
-With steps in flight a plan may have no rows, or wait by rule I; but then nothing new is launched, what is in
-flight is committed, and the argument above holds for the plan after that.
+each does that is not paused; and one that stays paused ends at the stall deadline: and one whose mask is
+coming gets it, or ends. When none is due there is no plan, and `idle_s` says until when. Nor is there one
+when all that run lack their masks, and so keep pages and slots from those that are due; but only until one
+comes. With steps in flight a plan may have no rows, or wait by rule I; but then nothing new is launched, what
+is in flight is committed, and the argument above holds for the plan after that.
 
 No step takes time that grows with a sequence's length: a decode touches its newest token and at most one
 page.
@@ -73,6 +74,7 @@ from engine.contract.messages import (
 from engine.contract.records import Lack
 from engine.core.config import SchedulerConfig
 from engine.core.estimate.cost import CostLearner
+from engine.core.grammars.masks import Grammars, Masks
 from engine.core.pages.block_manager import pages_for
 from engine.core.pages.tiers import PageDisk
 from engine.core.queue.deadlines import Deadlines
@@ -80,7 +82,7 @@ from engine.core.queue.newcomers import AddSequence, Prompt
 from engine.core.queue.policy import RESPONSE_RATIO, Discipline
 from engine.core.queue.tenants import TenantCounters, TenantHoldings
 from engine.core.queue.waiting import WaitingQueue
-from engine.core.sequence import Sequence, Status
+from engine.core.sequence import Hold, Sequence, Status
 from engine.core.step.allocator import Allocator
 from engine.core.step.flight import InFlight, News
 from engine.core.step.plan_builder import PlanBuilder
@@ -106,6 +108,7 @@ class Scheduler:
         prefers_swap: Preference = if_cheaper,
         book: type[StepBook] = StepBook,
         disk: PageDisk | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         config.check_against(runner)
         self._config = config
@@ -119,6 +122,10 @@ class Scheduler:
         self._allocator = Allocator(
             config, runner, self._waiting, self._in_flight, self._learner, prefers_swap, disk
         )
+        self.masks: Final = Masks(grammars)
+        self._lacks_masks = False
+        """True if the last plan had no rows because all that run lack their masks, and others find no room
+        beside them."""
         self._fetching: dict[int, tuple[Sequence, float]] = {}
         """Newcomers that wait for pages from disk, and the times at which they stop waiting, by handle."""
         self._book = book(self._allocator)
@@ -164,12 +171,16 @@ class Scheduler:
 
     def idle_s(self, now: float) -> float:
         """The time until there is something to do without a new message, in seconds: 0.0 while there is work,
-        else until the next stall deadline, infinite when no sequence is paused. While one waits for the disk,
-        `FETCH_POLL_S` at most."""
-        if self.has_work or self._in_flight:
+        else until the next deadline of a sequence that is paused or waits for its first mask, infinite when
+        there is none. While one waits for the disk, `FETCH_POLL_S` at most. A mask that comes ends the wait
+        before."""
+        if self._in_flight or (self.has_work and not self._lacks_masks):
             return 0.0
         first = next(iter(self._paused.values()), None)
-        idle_s = math.inf if first is None else max(0.0, self._deadline(first) - now)
+        until = math.inf if first is None else self._deadline(first)
+        if self.masks.sequences:
+            until = min(until, self.masks.first_token_by)
+        idle_s = max(0.0, until - now)
         return min(idle_s, FETCH_POLL_S) if self._fetching else idle_s
 
     # -- adding and aborting ----------------------------------------------------------------------
@@ -212,6 +223,8 @@ class Scheduler:
             self._planner.outlook.add(sequence)
         if coming_len:
             self._fetching[sequence.handle] = sequence, now + compute_s
+        if message.grammar and not sequence.is_only_read:
+            self.masks.open(sequence, message.grammar)
 
     def refuse(self, handle: int, reason: FinishReason, expected_s: float = 0.0) -> None:
         """End a sequence that is not queued."""
@@ -303,21 +316,34 @@ class Scheduler:
     def plan(self, now: float) -> Plan | None:
         """The plan of the next step; up to `STEPS_AHEAD_MAX` steps before it may be in flight.
 
-        None when all sequences are paused or none is here, or when all that could run must wait until the
-        step in flight is committed: then commit, and plan again.
+        None when no sequence is due, or when all that could run must wait until the step in flight is
+        committed: then commit, and plan again. Or all of those that run lack their masks, and hold what those
+        that wait need: then plan again once a mask is there.
         """
         assert len(self._in_flight) <= STEPS_AHEAD_MAX
         self._now, self._planner.outlook = now, None
         self._end_overdue(now)
         self._take_fetched(now)
+        if self.masks.sequences:
+            self._take_masks(now)
         self._allocator.stall_paused(now)
         if self._allocator.must_wait():
             return None
         self._allocator.lack = Lack.NOTHING
         builder = PlanBuilder(self._config.step_tokens_max)
         self._planner.fill(builder, self._news, now)
-        assert self._in_flight or bool(builder.rows) == self.has_work, "there is work, and the plan has none"
-        return self._launch(builder, now) if builder.rows else None
+        self._lacks_masks = False
+        if builder.rows:
+            return self._launch(builder, now)
+        if not self._in_flight and self.has_work:
+            self._lacks_masks = any(s.hold is Hold.MASK for s in self._allocator.running.values())
+            assert self._lacks_masks, "there is work, and the plan has none"
+        return None
+
+    def await_masks(self) -> None:
+        """Wait a moment for masks that are about to come (`engine.core.grammars.masks`, rule 1). To be called
+        before a plan while `masks.sequences` has any."""
+        self.masks.wait(self._step_s, len(self._sequences))
 
     def _take_fetched(self, now: float) -> None:
         """Let newcomers go on whose pages came from disk, or did not come in time
@@ -334,6 +360,14 @@ class Scheduler:
             self._wake(now)
             del self._fetching[handle]
             sequence.awaits = None
+
+    def _take_masks(self, now: float) -> None:
+        """Let sequences go on whose masks came, and end those whose grammars failed, or are complete."""
+        for sequence, reason in self.masks.take_filled():
+            if reason is not None:
+                self._finish(sequence, reason, now)
+            elif sequence.status is Status.WAITING:
+                self._wake(now)
 
     def _launch(self, builder: PlanBuilder, now: float) -> Plan:
         """Make the plan, and count its step as in flight from here on."""
@@ -352,6 +386,7 @@ class Scheduler:
             swapped_in=swapped_in,
             replaced=self._allocator.take_replaced(),
             forked=self._allocator.take_forked(),
+            masks=self.masks.of(builder.rows, builder.wants) if self.masks.sequences else [],
         )
         for sequence, length, want in zip(builder.rows, builder.lengths, builder.wants, strict=True):
             sequence.launch(self._step, length, want)
@@ -377,6 +412,9 @@ class Scheduler:
         self._news.is_due = True
         for sequence, reason in self._results.take(flight, result, self._news, now):
             self._finish(sequence, reason, now)
+        if self._results.matched:
+            self.masks.advance(self._results.matched)
+            self._results.matched = []
         self._allocator.settle(flight)
 
     # -- ending -----------------------------------------------------------------------------------
@@ -389,6 +427,8 @@ class Scheduler:
         self._tenants.leave(sequence.tenant)
         self._paused.pop(sequence.handle, None)
         self._fetching.pop(sequence.handle, None)
+        if sequence.handle in self.masks.sequences:
+            self.masks.close(sequence.handle)
         sequence.finish(now)
         self._news.finished.append(sequence.finished(reason))
 
@@ -470,6 +510,7 @@ class Scheduler:
         assert len(living) == len(self._sequences), "a sequence is in two places"
         waiting_for_disk = {s.handle for s in living if s.awaits is not None}
         assert waiting_for_disk == self._fetching.keys()
+        self.masks.check(self._sequences)
         assert self.due == [s for s in self._waiting if s.hold is None]
         assert self._paused == {s.handle: s for s in living if s.is_paused}
         pauses = [self._deadline(sequence) for sequence in self._paused.values()]

@@ -167,6 +167,11 @@ class Sequence:
     last look-up; while it computes its prompt, those pending at the last plan."""
     paused_at: float | None = None
     """The core's clock at the pause, in seconds; None when it is not paused."""
+    mask: bytes | None = b""
+    """The tokens that its grammar lets the next one be (`engine.contract.messages.Plan.masks`), b"" where it
+    has no grammar; None until that is known, from the plan on that samples under the mask before."""
+    grammar_s: float = 0.0
+    """The time that its grammar took threads."""
     awaits: PageIdentity | None = None
     """The last of the pages of its prefix that are read from disk, while it waits for them."""
     preemptions: int = 0
@@ -209,6 +214,8 @@ class Sequence:
             return Hold.PAUSED
         if self.awaits is not None:
             return Hold.FETCHING
+        if self.mask is None:
+            return Hold.MASK
         if not self.in_flight_len:
             return None  # one of which all is computed has ended
         return Hold.LAST_COMING if self.planned_len >= self.kv_len_max else None
@@ -327,7 +334,9 @@ class Sequence:
         if self.given_up_len:
             self.again_tokens += max(0, min(self.given_up_len - self.planned_len, length))
         self.in_flight_len += length
-        self.coming += want is Want.SAMPLE
+        if want is Want.SAMPLE:
+            self.coming += 1
+            self.mask = None if self.mask else self.mask
 
     def land(self, length: int, want: Want) -> None:
         """Count the row of its oldest step in flight as computed. A sampled token is given to `append`
@@ -367,6 +376,7 @@ class Sequence:
             stalled_s=self.spent_s[LifePhase.STALLED],
             late_tokens=self.coming + (reason is FinishReason.NUMERIC),
             again_tokens=self.again_tokens,
+            grammar_s=self.grammar_s,
         )
 
     def _vacate(self) -> None:
@@ -387,4 +397,4 @@ class Sequence:
 def due_of(waiting: Iterable[Sequence]) -> list[Sequence]:
     """Those of sequences without a slot whose `hold` is None. That is spelt out, since thousands may wait
     and a call takes three times as long; `Scheduler.check` compares the two."""
-    return [s for s in waiting if s.paused_at is None and s.awaits is None]
+    return [s for s in waiting if s.paused_at is None and s.awaits is None and s.mask is not None]

@@ -15,8 +15,10 @@ each checks the parent's process id once a second. (ZeroMQ itself would wait for
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import select
 from types import TracebackType
 from typing import Final, Self
 
@@ -66,6 +68,22 @@ class _Unread:
         return self.sent - self.read >= UNREAD_MAX
 
 
+class _Bell:
+    """A pipe by which other threads of this process end a wait for messages."""
+
+    def __init__(self) -> None:
+        self.descriptor, self._end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is full of rings that were not heard
+            os.write(self._end, b"!")
+
+    def hush(self) -> None:
+        """Forget the rings until now."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.descriptor, select.PIPE_BUF)
+
+
 class ZmqInbox:
     """The PULL socket on which the API process's messages arrive."""
 
@@ -76,6 +94,14 @@ class ZmqInbox:
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(RECEIVE_MAX)
         self._socket.connect(endpoint)
+        self._bell = _Bell()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._bell.descriptor, zmq.POLLIN)
+
+    def ring(self) -> None:
+        """End a wait for messages, the present one or the next. For any thread."""
+        self._bell.ring()
 
     def receive(self, wait_s: float) -> list[CoreInput]:
         """Implements `loop.Inbox`. Raises `Disconnected` when the API process is gone."""
@@ -86,7 +112,12 @@ class ZmqInbox:
             left_s = math.inf if self._unread.are_too_many else until - SYSTEM_CLOCK.monotonic()
             if messages or left_s <= 0:
                 return messages
-            if not self._socket.poll(math.ceil(min(left_s * 1e3, PARENT_CHECK_MS))):
+            ready = dict(self._poller.poll(math.ceil(min(left_s * 1e3, PARENT_CHECK_MS))))
+            if self._bell.descriptor in ready:
+                self._bell.hush()
+                if not self._unread.are_too_many:
+                    return self._take()
+            elif not ready:
                 self._parent.check()
 
     def _take(self) -> list[CoreInput]:
@@ -104,6 +135,7 @@ class ZmqInbox:
         return messages
 
     def close(self) -> None:
+        """Close the socket. Threads may go on ringing: the bell stays until the process ends."""
         self._socket.close(linger=0)
 
 

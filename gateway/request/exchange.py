@@ -21,6 +21,7 @@ from gateway.endpoints.routes import Resource
 from gateway.identity.caller import Principal
 from gateway.relay.stream import Progress
 from gateway.request.record import RequestRecord
+from shared.apis.validation import named
 from shared.fairness.fair_share import FairShare
 from shared.process.clock import Clock
 from shared.telemetry.stages import Stages
@@ -35,6 +36,7 @@ from shared.wire.ids import (
 )
 
 ENGINE_TIMING_LEN_MAX: Final = 1024
+IGNORED_LEN_MAX: Final = 8 * 1024
 _TIMING: Final = re.compile(r"\s*[\w-]+(;[\w-]+=[\w.-]+)*\s*")
 
 
@@ -83,6 +85,8 @@ class Exchange(Struct, eq=False):
     windows: Windows | None = None
     """The caller's quotas as they stood last. None as long as they were not looked up."""
     ignored_fields: str = ""
+    is_plain: bool = True
+    """False if the request has fields of which the engine may ignore a part (`Parsed.is_plain`)."""
     fallback: str = ""
     """The model that is asked in place of the requested one. Empty while that is asked itself."""
     engine_timing: str = ""
@@ -116,6 +120,12 @@ class Exchange(Struct, eq=False):
         entries = value[:ENGINE_TIMING_LEN_MAX].split(",")
         named = (entry.strip() for entry in entries if _TIMING.fullmatch(entry))
         self.engine_timing = ", ".join(f"engine-{entry}" for entry in named)
+
+    def add_ignored(self, told: str) -> None:
+        """Add the names that an engine of ours tells: it alone knows what of a schema it does not hold."""
+        names = [*filter(None, self.ignored_fields.split(", "))]
+        names += told[:IGNORED_LEN_MAX].split(", ")
+        self.ignored_fields = named(dict.fromkeys(names))
 
     def answer_headers(self) -> dict[str, str]:
         """The headers that every answer has, beside those of its content."""

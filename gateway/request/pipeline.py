@@ -65,8 +65,7 @@ from gateway.routing.policy import Affinity, nowhere
 from gateway.routing.replicas import Replicas
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import Holding, weigh, weigh_long
-from shared.apis.request import Request
-from shared.apis.validation import INLINE_LEN_MAX, Parsed, named
+from shared.apis.validation import INLINE_LEN_MAX
 from shared.fairness.fair_share import FairShare
 from shared.fairness.fair_threads import FairThreads, Slices, at_once
 from shared.fairness.fair_turns import FairTurns
@@ -84,6 +83,7 @@ from shared.wire.errors import (
     Unauthenticated,
     forget_frames,
 )
+from shared.wire.ids import IGNORED_FIELDS_HEADER
 from shared.wire.request_body import check_page
 
 _WHOSE: Final = {
@@ -222,9 +222,11 @@ class Pipeline:
         while names:
             try:
                 terms = self._resolve(exchange, principal, asked, names.pop(0))
-                exchange.ignored_fields = asked.parsed.ignored_header  # `_count` may know more
                 counted = await self._count(exchange, terms, asked)
                 await self._reserve_anew(exchange, principal, terms, asked.endpoint)
+                exchange.ignored_fields = (
+                    asked.parsed.ignored_header
+                )  # of an engine of ours, if the other was not
                 return await self._prepare(exchange, terms, asked, counted)
             except ApiError as error:
                 forget_frames(error)
@@ -310,6 +312,7 @@ class Pipeline:
             parsed = await self._threads.run(principal.tenant, work, holds=True)
         if parsed.ignored:
             exchange.ignored_fields = parsed.ignored_header
+        exchange.is_plain = parsed.is_plain
         generation = parsed.request if isinstance(parsed.request, GenerationRequest) else None
         exchange.streams = generation is not None and bool(generation.stream)
         return Asked(endpoint, parsed, generation)
@@ -328,8 +331,6 @@ class Pipeline:
         exchange.stages.enter("tokenize")
         request, tenant = asked.generation, terms.tenant.id
         engine = self._engines.of(terms.model)
-        if request is not None and engine.is_ours and not asked.parsed.is_plain:
-            await self._look_closer(exchange, asked.parsed, tenant)
         if engine.tokenizer is not None and request is not None:
             chosen = draft(asked, terms.model, engine)
             count = await count_tokens(request, engine.tokenizer, engine.room, self._threads, tenant)
@@ -343,13 +344,6 @@ class Pipeline:
             exchange.record.prompt_tokens, exchange.record.prompt_exact = count.prompt_tokens, count.is_exact
             check_fits(request, count, engine.room)
         return chosen, count
-
-    async def _look_closer(self, exchange: Exchange, parsed: Parsed[Request], tenant: str) -> None:
-        """Check what of a request takes long to check, and note what is ignored of it."""
-        if (look := parsed.closer_look()) is not None and (
-            ignored := await self._threads.run(tenant, look, holds=True)
-        ):
-            exchange.ignored_fields = named((*parsed.ignored, *ignored))
 
     async def _reserve(
         self, exchange: Exchange, terms: Terms, request: GenerationRequest | None, count: Count
@@ -432,7 +426,10 @@ class Pipeline:
             exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
             return exchange.answer_headers()
 
-        self._engines.of(dispatched.model).observe(answer.tokenizer)
+        engine = self._engines.of(dispatched.model)
+        engine.observe(answer.tokenizer)
+        if not exchange.is_plain and engine.is_ours:
+            exchange.add_ignored(answer.headers.get(IGNORED_FIELDS_HEADER, ""))
         exchange.set_engine_timing(answer.headers.get("server-timing", ""))
         relay = Relay(
             exchange.client,

@@ -297,7 +297,7 @@ def _copy(closing: Closing, line: GatewayLine) -> None:
     line.engine_end_reason = closing.end_reason
     line.engine_edge_ms, line.engine_body_ms = closing.edge_ms, closing.body_ms
     line.engine_validate_ms, line.engine_tokenize_ms = closing.validate_ms, closing.tokenize_ms
-    line.engine_grammar_ms, line.engine_masks_ms = closing.grammar_ms, closing.masks_ms
+    line.engine_grammar_ms, line.engine_masks_ms = closing.grammar_ms or None, closing.masks_ms or None
     line.engine_handover_ms, line.engine_first_byte_ms = closing.handover_ms, closing.first_byte_ms or None
     line.engine_queue_ms, line.engine_prefill_ms = closing.queue_ms, closing.prefill_ms
     line.engine_decode_ms, line.engine_preempted_ms = closing.decode_ms, closing.preempted_ms

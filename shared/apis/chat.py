@@ -7,15 +7,13 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from shared.apis.chat_form import chat_prompt, check_chat, closer_look
+from shared.apis.chat_form import chat_prompt, check_chat
 from shared.apis.generation import FinishReasonName, GenerationRequest, Usage
 from shared.apis.messages import ChatMessage, FunctionToolCall
 from shared.apis.nothing import EXTENSIONS, FALSE, LOOKED_INTO, NONE, Nothing
 from shared.apis.prompt import ChatPrompt
-from shared.apis.structure import Schema
 from shared.apis.tools import (
     ChoiceObject,
-    FunctionTool,
     Tool,
     ToolChoice,
     ToolMode,
@@ -24,7 +22,6 @@ from shared.apis.tools import (
     chosen,
     known_tools,
 )
-from shared.fairness.fair_threads import Slices
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import LOGPROBS_MAX, MESSAGES_MAX, TOKENS_MAX, Unshown
 
@@ -110,27 +107,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
             message = "continue_final_message cannot hold where the answer is to call a tool."
             raise InvalidRequest(message, param="continue_final_message")
 
-    def closer_look(self) -> Slices[tuple[str, ...]] | None:
-        return closer_look(self.messages, self.schemas)
-
     def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
         return known_tools(self.tools, fields["tools"])[1] if self.tools else []
-
-    @property
-    def schemas(self) -> list[Schema]:
-        """The schema of the answer, and those that calls are held to: of strict functions, and of all that
-        the answer must call one of."""
-        schemas, choice = super().schemas, self.tool_choice_asked
-        if choice.mode is ToolMode.NONE:
-            return schemas
-        for index, tool in enumerate(self.tools_asked):
-            spec = tool.function if isinstance(tool, FunctionTool) else None
-            if spec is None or choice.name not in (None, spec.name):
-                continue
-            if spec.schema and (spec.strict or choice.mode is ToolMode.REQUIRED):
-                param = f"tools[{index}].function.parameters"
-                schemas.append(Schema(spec.schema, bool(spec.strict), param))
-        return schemas
 
     @property
     def tools_asked(self) -> Sequence[Tool]:

@@ -13,10 +13,9 @@ from typing import Any, Final, Protocol
 
 from msgspec import Raw
 
-from shared.apis.holding import SURE_LEN, Census, census_slices
+from shared.apis.holding import DEPTH_MAX, SURE_LEN, Census, census_slices
 from shared.apis.messages import ChatMessage, FunctionToolCall
 from shared.apis.prompt import ChatPrompt
-from shared.apis.structure import Schema, schema_slices
 from shared.apis.tools import Tool, check_tools
 from shared.fairness.fair_threads import Slices
 from shared.wire.errors import InvalidRequest
@@ -94,27 +93,16 @@ def _check_final(asked: ChatFields, final: ChatMessage) -> None:
         raise InvalidRequest(f"{where} needs a last message without calls.", param=where)
 
 
-# -- what takes long ------------------------------------------------------------------------------
-
-
-def closer_look(messages: Sequence[ChatMessage], schemas: Sequence[Schema]) -> Slices[tuple[str, ...]] | None:
-    """The checks of `Request.closer_look`: of a chat's calls, and of schemas."""
-    arguments = long_arguments(messages)
-    return _closer_slices(arguments, schemas) if arguments or schemas else None
-
-
-def _closer_slices(
-    arguments: Sequence[tuple[str, str]], schemas: Sequence[Schema]
-) -> Slices[tuple[str, ...]]:
-    yield from argument_slices(arguments)
-    return (yield from schema_slices(schemas))
+# -- the calls of a history -----------------------------------------------------------------------
 
 
 def long_arguments(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
-    """The arguments of all calls, each behind its name, where together they are long enough to hold more
-    values than a body may have. Empty where they are not."""
+    """The arguments of calls, each behind its name, that may hold more than a body may have: all of them
+    where together they are long, else those with more brackets than there may be levels."""
     found = [*_arguments(messages)]
-    return found if sum([len(text) for _, text in found]) > SURE_LEN else []
+    if sum([len(text) for _, text in found]) > SURE_LEN:
+        return found
+    return [one for one in found if one[1].count("[") + one[1].count("{") > DEPTH_MAX]
 
 
 def _arguments(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, str]]:

@@ -12,16 +12,12 @@ from shared.apis.prompt import PromptForm
 from shared.apis.request import Request
 from shared.apis.structure import (
     ResponseFormat,
-    Schema,
     Structure,
     StructuredOutputs,
-    StructureKind,
     check_format,
     check_outputs,
-    schema_slices,
 )
 from shared.apis.tools import NO_CALLS, Tool, ToolChoice, ToolMode
-from shared.fairness.fair_threads import Slices
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import (
     CHOICES_MAX,
@@ -149,17 +145,6 @@ class GenerationRequest(Request, kw_only=True):
             if getattr(self, name):
                 message = f"{name} cannot hold beside tools, or where an answer has a structure."
                 raise InvalidRequest(message, param=name)
-
-    def closer_look(self) -> Slices[tuple[str, ...]] | None:
-        return schema_slices(schemas) if (schemas := self.schemas) else None
-
-    @property
-    def schemas(self) -> list[Schema]:
-        """The JSON schemas that an answer is held to."""
-        structure = self.structure
-        if structure is None or structure.kind is not StructureKind.JSON_SCHEMA:
-            return []
-        return [Schema(structure.source, structure.strict, structure.param)]
 
     @property
     def structure(self) -> Structure | None:

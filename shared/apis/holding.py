@@ -18,7 +18,8 @@ escape is cut in two.
 The memory. A body of n bytes costs more than n: text of one emoji is stored in four bytes a character, a
 small JSON list takes eighty, a token id forty. `memory_of` is an upper bound, from the census; the
 reservation is lowered again when less is held (`tests/neighbours` compares it with the memory of the
-processes).
+processes). What a template is given as objects, schemas of tools and arguments of calls, is gone before the
+rendered prompt becomes ids, and takes no more than those: it has no part of its own.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from msgspec import Raw
 
 from shared.apis.nothing import Nothing
 from shared.apis.prompt import PromptForm
-from shared.fairness.fair_threads import Slices
 from shared.wire.shapes import Unshown
 
 
@@ -62,11 +61,6 @@ class Request(Unshown, kw_only=True):
         """Check what of its fields and messages our engines take. It is called where it has any of `nothing`,
         or messages that are more than texts. Raises InvalidRequest, and UnsupportedParameter for what no
         engine of ours does."""
-
-    def closer_look(self) -> Slices[tuple[str, ...]] | None:
-        """The checks for our engines that take long, as a job which returns the places of what is ignored
-        within fields, and raises InvalidRequest. None where there are none."""
-        return None
 
     def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
         """The names of fields that are unknown, within fields that it looks into itself."""

@@ -43,6 +43,8 @@ MULTIPLE_MAX: Final = 5_000
 IGNORED_MAX: Final = 32
 """The most keywords that are named as ignored."""
 
+Schema = dict[str, Any]
+
 STRICT_PROPERTIES_MAX: Final = 5_000
 STRICT_LEVELS_MAX: Final = 10
 STRICT_VALUES_MAX: Final = 1_000
@@ -50,6 +52,15 @@ STRICT_VALUES_MAX: Final = 1_000
 FORMATS: Final = frozenset(
     "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()  # noqa: SIM905
 )
+_NO_LEAP_SECOND: Final = {"pattern": "^[^:]*:[^:]*:[0-5]"}
+FORMATS_AND: Final[dict[str, Schema]] = {
+    "email": {"maxLength": 64},
+    "hostname": {"maxLength": 253},
+    "date-time": _NO_LEAP_SECOND,
+    "time": _NO_LEAP_SECOND,
+}
+"""Keywords that hold what the matcher lets through of some formats: names of any length, and leap seconds at
+any time of day."""
 NOT_HELD: Final = frozenset(
     (
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
@@ -77,8 +88,6 @@ _OWN: Final = (_ASSERTING | {"pattern", "format"}) - {"allOf", "anyOf", "oneOf"}
 """The keywords that are one part of a schema together; each of `allOf`, `anyOf`, `oneOf` and `$ref` is
 another, and all parts are multiplied."""
 
-Schema = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class HeldSchema:
@@ -87,7 +96,9 @@ class HeldSchema:
     text: str
     """Its JSON, without what is ignored."""
     ignored: tuple[str, ...] = ()
-    """The places of the keywords that were left out or are held in part, none if it is strict."""
+    """The places of the keywords that were left out, none if it is strict."""
+    one_of: tuple[str, ...] = ()
+    """The places of `oneOf`, which the matcher holds where it can tell that no two of its schemas meet."""
     size: int = 1
     """The schemas that are left when its alternatives are multiplied out."""
 
@@ -111,8 +122,8 @@ def held_schema(schema_json: bytes | str, *, strict: bool, param: str) -> HeldSc
     _check_levels(schema, param)
     walk = _Walk(schema, strict, param)
     size = walk.go()
-    ignored = tuple(dict.fromkeys(walk.ignored))[:IGNORED_MAX]
-    return HeldSchema(json.dumps(schema, allow_nan=False), ignored, size)
+    ignored, one_of = (tuple(dict.fromkeys(places))[:IGNORED_MAX] for places in (walk.ignored, walk.one_of))
+    return HeldSchema(json.dumps(schema, allow_nan=False), ignored, one_of, size)
 
 
 def _no_number(_name: str) -> NoReturn:
@@ -154,6 +165,7 @@ class _Walk:
     strict: bool
     param: str
     ignored: list[str] = field(default_factory=list)
+    one_of: list[str] = field(default_factory=list)
     targets: list[Any] = field(default_factory=list)
     """The root, and what references name."""
     refs: dict[int, Any] = field(default_factory=dict)
@@ -213,6 +225,8 @@ class _Walk:
         if len(names) > OPTIONAL_MAX:
             self._refuse((*node.place, "properties"), f"has more than {OPTIONAL_MAX} that are not required")
         self._descend(node)
+        if (more := FORMATS_AND.get(schema.get("format", ""))) is not None:
+            schema["allOf"] = [*schema.get("allOf", ()), more]
 
     def _leave_out(self, node: _Node, keyword: str) -> None:
         value = node.schema[keyword]
@@ -224,8 +238,7 @@ class _Walk:
         """Refuse what cannot be held where the schema is strict; else name it as ignored."""
         if self.strict:
             self._refuse(place, what)
-        shown = ".".join(place)
-        self.ignored.append(shown if PLAIN_NAME.fullmatch(shown) else place[-1])
+        self.ignored.append(_shown(place))
 
     def _refuse(self, place: tuple[str, ...], what: str) -> NoReturn:
         param = self._param(place)
@@ -298,8 +311,8 @@ class _Walk:
     def _many(self, node: _Node, keyword: str, value: object) -> None:
         if not isinstance(value, list) or not (value or keyword == "prefixItems"):
             self._refuse((*node.place, keyword), "must be a list of JSON schemas")
-        if keyword == "oneOf" and not self.strict and len(value) > 1:
-            self._cannot((*node.place, keyword))  # held as `anyOf`
+        if keyword == "oneOf" and len(value) > 1:
+            self.one_of.append(_shown((*node.place, keyword)))
 
     def _named(self, node: _Node, keyword: str, value: object) -> None:
         if not isinstance(value, dict):
@@ -371,6 +384,12 @@ _CHECKS: Final = {
     "required": _Walk._required,
     "$ref": _Walk._ref,
 }
+
+
+def _shown(place: tuple[str, ...]) -> str:
+    """A place as a header can have it: its last part where it is too long."""
+    whole = ".".join(place)
+    return whole if PLAIN_NAME.fullmatch(whole) else place[-1]
 
 
 def _children(schema: Schema) -> Iterator[tuple[tuple[str, ...], Any, bool]]:

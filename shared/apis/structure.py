@@ -2,13 +2,13 @@
 (`structured_outputs`).
 
 Both are read in their shapes alone, as engines of other makes have kinds of their own. What our engines take
-of them is checked where they serve it: one structure, of a size that can be compiled. Whether JSON schemas
-can be held takes a longer look (`schema_slices`), which is a job for threads.
+of them is checked where they serve it: one structure, of a size that can be looked at. Whether it can be held
+is seen where its grammar is made, by the engine (`shared.apis.schemas`, `shared.apis.patterns`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from typing import Final
 
@@ -16,15 +16,12 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from shared.apis.nothing import unsupported
-from shared.apis.schemas import check_schema
+from shared.apis.patterns import PATTERN_LEN_MAX
+from shared.apis.schemas import SCHEMA_LEN_MAX
 from shared.apis.tools import NAME
-from shared.fairness.fair_threads import Slices
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import Unshown
 
-SCHEMA_LEN_MAX: Final = 128 * 1024
-"""Bytes of a JSON schema, which are looked at in one slice."""
-REGEX_LEN_MAX: Final = 4 * 1024
 GRAMMAR_LEN_MAX: Final = 64 * 1024
 CHOICE_LEN_MAX: Final = 1024
 """Characters of one text to choose."""
@@ -57,26 +54,6 @@ class Structure(Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"<Structure {self.kind.value}>"
-
-
-class Schema(Struct, frozen=True):
-    """A JSON schema that is to be held, of an answer or of a function's arguments."""
-
-    source: bytes | str
-    strict: bool
-    param: str
-
-
-def schema_slices(schemas: Iterable[Schema]) -> Slices[tuple[str, ...]]:
-    """Check that schemas can be held, one in each slice. Returns the places of what is ignored of those that
-    are not strict. Raises InvalidRequest."""
-    ignored: list[str] = []
-    for one in schemas:
-        if len(one.source) > SCHEMA_LEN_MAX:
-            raise _too_long(one.param, SCHEMA_LEN_MAX, "bytes")
-        ignored += check_schema(one.source, strict=one.strict, param=one.param)
-        yield
-    return tuple(ignored)
 
 
 # -- OpenAI's -------------------------------------------------------------------------------------
@@ -130,8 +107,7 @@ def check_format(format_: ResponseFormat, raw: Raw) -> None:
     if NAME.fullmatch(schema.name) is None:
         message = f"{where}.name must be 1 to 64 of A-Z, a-z, 0-9, _ and -."
         raise InvalidRequest(message, param=f"{where}.name")
-    if not bytes(schema.schema).startswith(b"{"):
-        raise InvalidRequest(f"{where}.schema must be an object.", param=f"{where}.schema")
+    _check_schema(schema.schema, f"{where}.schema", (b"{",))
 
 
 # -- vLLM's ---------------------------------------------------------------------------------------
@@ -176,19 +152,18 @@ def check_outputs(outputs: StructuredOutputs, raw: Raw) -> None:
         given.append(name)
     if len(given) > 1:
         raise InvalidRequest(f"{where} must have one field, not {len(given)}.", param=f"{where}.{given[1]}")
+    if "json" in given:
+        _check_schema(outputs.json, f"{where}.json", (b"{", b'"'))
     for problem, name in _problems(outputs):
         raise InvalidRequest(f"{where}.{name} {problem}.", param=f"{where}.{name}")
 
 
 def _problems(outputs: StructuredOutputs) -> Iterator[tuple[str, str]]:
     """What is wrong with them: in words, and the field's name."""
-    texts = ("regex", outputs.regex, REGEX_LEN_MAX), ("grammar", outputs.grammar, GRAMMAR_LEN_MAX)
+    texts = ("regex", outputs.regex, PATTERN_LEN_MAX), ("grammar", outputs.grammar, GRAMMAR_LEN_MAX)
     for name, text, most in texts:
         if text is not None and not 1 <= len(text) <= most:
             yield f"must have 1 to {most} characters", name
-    schema = _NULL if outputs.json is UNSET else bytes(outputs.json)
-    if schema != _NULL and not schema.startswith((b"{", b'"')):
-        yield "must be an object, or its text", "json"
     choices = outputs.choice
     if choices is not None and not 1 <= len(choices) <= CHOICES_MAX:
         yield f"must have 1 to {CHOICES_MAX} items", "choice"
@@ -204,5 +179,10 @@ def _text(raw: Raw | UnsetType) -> str:
     return msgspec.json.decode(data, type=str) if data.startswith(b'"') else data.decode()
 
 
-def _too_long(param: str, most: int, unit: str) -> InvalidRequest:
-    return InvalidRequest(f"{param} must have at most {most} {unit}.", param=param)
+def _check_schema(raw: Raw | UnsetType, param: str, begins: tuple[bytes, ...]) -> None:
+    """Check the form of a schema. `begins` are the bytes that it may begin with."""
+    schema = b"" if raw is UNSET else bytes(raw)
+    if not schema.startswith(begins):
+        raise InvalidRequest(f"{param} must be an object.", param=param)
+    if len(schema) > 2 * SCHEMA_LEN_MAX:  # escapes make what is held shorter
+        raise InvalidRequest(f"{param} is longer than {SCHEMA_LEN_MAX:,} characters.", param=param)

@@ -7,13 +7,12 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Raw
 
-from shared.apis.chat_form import chat_prompt, check_chat, closer_look
+from shared.apis.chat_form import chat_prompt, check_chat
 from shared.apis.messages import ChatMessage
 from shared.apis.nothing import FALSE, LOOKED_INTO, NONE, PROMPT, Nothing
 from shared.apis.prompt import PromptForm, TextPrompt
 from shared.apis.request import Request
 from shared.apis.tools import Tools, known_tools
-from shared.fairness.fair_threads import Slices
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import MESSAGES_MAX, TOKENS_MAX, TokenId, Unshown
 
@@ -58,9 +57,6 @@ class TokenizeRequest(Request, kw_only=True):
         for name in ("tools", "chat_template_kwargs", "continue_final_message"):
             if getattr(self, name):
                 raise InvalidRequest(f"{name} needs messages.", param=name)
-
-    def closer_look(self) -> Slices[tuple[str, ...]] | None:
-        return closer_look(self.messages or (), ())
 
     def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
         return known_tools(self.tools, fields["tools"])[1] if self.tools else []

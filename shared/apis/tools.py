@@ -20,7 +20,8 @@ from shared.apis.nothing import unsupported
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import TOOLS_MAX, Unshown
 
-NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NAME_LEN_MAX: Final = 64
+NAME: Final = re.compile(rf"[a-zA-Z0-9_-]{{1,{NAME_LEN_MAX}}}")
 """The names of functions, and of schemas, as OpenAI has them."""
 _NULL: Final = b"null"
 
@@ -82,7 +83,8 @@ class NamedFunction(Unshown):
 class ChoiceObject(Unshown):
     """A choice as an object: OpenAI's that names a function, or another one, which our engines refuse."""
 
-    type: str
+    type: str = ""
+    """`function`."""
     function: NamedFunction | None = None
 
 
@@ -135,6 +137,8 @@ def check_choice(choice: str | ChoiceObject | None, tools: Sequence[Tool] | None
             if choice.function is None:
                 where = "tool_choice.function"
                 raise InvalidRequest(f"{where} is required.", param=where)
+        case ChoiceObject(type=""):
+            raise InvalidRequest("tool_choice.type is required.", param="tool_choice.type")
         case ChoiceObject():
             if choice.type == "allowed_tools":
                 raise unsupported("tool_choice.allowed_tools", "tools, with those alone")

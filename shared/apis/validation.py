@@ -51,6 +51,10 @@ from shared.wire.undecodable import UNDECODABLE
 
 PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """The names that are repeated to the caller who sent them, in headers too."""
+_PLACE: Final = re.compile(
+    r"[A-Za-z0-9_.-]{1,64}|(?:tools\[\d{1,4}\]|response_format|structured_outputs)\.[A-Za-z0-9_.$-]{1,160}"
+)
+"""The same, and places within tools and structures, such as `tools[3].function.parameters.uniqueItems`."""
 
 
 class Key:
@@ -320,10 +324,6 @@ class Parsed(Struct, Generic[T], frozen=True):
         if not self.is_plain:
             self.request.check_for_ours(self.fields)
 
-    def closer_look(self) -> Slices[tuple[str, ...]] | None:
-        """The checks for our engines that take long (`Request.closer_look`)."""
-        return None if self.is_plain else self.request.closer_look()
-
     @property
     def ignored_header(self) -> str:
         """The names in `ignored` as a header's value."""
@@ -331,8 +331,9 @@ class Parsed(Struct, Generic[T], frozen=True):
 
 
 def named(ignored: Iterable[str]) -> str:
-    """Names of fields as a header's value, without those that are no plain names or too many."""
-    return ", ".join([name for name in ignored if PLAIN_NAME.fullmatch(name)][:IGNORED_NAMED_MAX])
+    """Names of fields, and places within them, as a header's value, without those that are not fit for one or
+    too many."""
+    return ", ".join([name for name in ignored if _PLACE.fullmatch(name)][:IGNORED_NAMED_MAX])
 
 
 def parse(body: bytes, type_: type[T], census: Census | None = None) -> Parsed[T]:

@@ -38,6 +38,8 @@ OWN: Final = (
     "attempts",
     "route",
     "cached_tokens",
+    "reasoning_tokens",
+    "calls",
     "reserved_tokens",
     "settled_tokens",
     "events",

@@ -31,6 +31,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from shared.apis.chat_form import argument_slices, long_arguments
 from shared.apis.prompt import ChatPrompt
 from shared.fairness.fair_threads import Slices
 from shared.process import logs
@@ -134,6 +135,7 @@ class ChatTemplate:
     def slices(self, prompt: ChatPrompt, renderer: Renderer | None = None) -> Slices[str]:
         """The prompt of any chat, as a job: what is not rendered in place is rendered by another process,
         `renderer` where that is given. Raises InvalidRequest where the template refuses, and Overloaded."""
+        yield from argument_slices(long_arguments(prompt.messages))
         messages, length = self._input.messages(prompt), measured(prompt)
         variables = self._input.variables(prompt)
         text = yield from self._rendered(messages, variables, length, renderer)

@@ -28,6 +28,8 @@ from shared.wire.errors import InvalidRequest
 
 EFFORT: Final = "reasoning_effort"
 """The one variable that requests name in a field of its own."""
+THINKING: Final = "enable_thinking"
+"""The variable by which most templates are told whether the model is to think."""
 TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 """transformers' mark at the end of a message that is to be continued, which some templates look for."""
 
@@ -60,17 +62,29 @@ class TemplateInput:
 
     def variables(self, prompt: ChatPrompt) -> dict[str, Any]:
         """The variables beside the messages that are not the same for all chats. Raises InvalidRequest."""
-        for name in prompt.arguments:
+        arguments = self._with_effort(prompt.arguments)
+        for name in arguments:
             if name not in self.arguments:
                 where = EFFORT if name == EFFORT else f"chat_template_kwargs.{name}"
                 raise InvalidRequest(f"{where} is not supported by this model's chat template.", param=where)
         if prompt.tools and not self.knows_tools:
             raise InvalidRequest("This model's chat template knows no tools.", param="tools")
         return {
-            **prompt.arguments,
+            **arguments,
             "tools": [_tool(tool, index) for index, tool in enumerate(prompt.tools)] or None,
             "add_generation_prompt": prompt.opens_answer and not prompt.continues_final,
         }
+
+    def _with_effort(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The variables, with the effort as a template has it that knows but whether to think. An effort of
+        `none` asks a template for nothing that knows not even that."""
+        if EFFORT not in arguments or EFFORT in self.arguments:
+            return arguments
+        others = {name: value for name, value in arguments.items() if name != EFFORT}
+        thinks = arguments[EFFORT] != "none"
+        if THINKING in self.arguments:
+            return {THINKING: thinks, **others}
+        return arguments if thinks else others
 
     def _message(self, message: ChatMessage, param: str, index: int) -> Message:
         """The message, keys in the order that they have in transformers, which gives reasoning a second name,

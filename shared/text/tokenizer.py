@@ -282,6 +282,11 @@ class Tokenizer:
         return prompts
 
     @property
+    def added_ids(self) -> dict[str, int]:
+        """The id of each token that is searched for in the text itself, by its text."""
+        return {content: token_id for token_id, content in self._added.items()}
+
+    @property
     def end_id(self) -> int | None:
         """The id of the end token that the tokenizer's files name. None without one."""
         named = self.bundle.eos_token

@@ -73,7 +73,7 @@ TOKENIZER_KEYS: Final[KeyMeanings] = {
     "padding_side": NO_EFFECT,
     "processor_class": NO_EFFECT,
     "response_schema": NO_EFFECT,
-    "response_template": NO_EFFECT,
+    "response_template": USED,
     "sp_model_kwargs": NO_EFFECT,
     "spaces_between_special_tokens": NO_EFFECT,
     "special_tokens_map_file": NO_EFFECT,
@@ -119,6 +119,8 @@ class TokenizerFiles:
     """The text of each special token, by the names that templates use (`bos_token`)."""
     added_tokens: tuple[AddedToken, ...]
     """The tokens to add to those of tokenizer.json, in this order; some only change a token that is there."""
+    response_template: object
+    """How answers are written, as the engine reads it. None where no file says."""
     unread: tuple[str, ...]
     """The unknown keys of tokenizer_config.json, for the log."""
 
@@ -153,6 +155,7 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
         tool_template=templates.get(TOOL_USE),
         special_tokens={name: token.content for name, token in special.named.items()},
         added_tokens=added,
+        response_template=config.get("response_template"),
         unread=unexplained((name for name in config if not name.endswith(_SUFFIX)), TOKENIZER_KEYS),
     )
 

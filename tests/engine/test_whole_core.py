@@ -7,8 +7,13 @@ forward pass: a token is greedy's choice when it is the most likely after all th
 
 from __future__ import annotations
 
+import json
 import random
+import re
+import threading
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +21,25 @@ import msgspec
 import pytest
 import torch
 
-from engine.contract.messages import FinishReason, SamplingParams, StepOutput, TokenLogprobs
+from engine.contract.grammars import WHITESPACE, Matcher, Vocabulary, vocabulary_of
+from engine.contract.messages import FinishReason, Plan, SamplingParams, StepOutput, TokenLogprobs
 from engine.core.config import SchedulerConfig
+from engine.core.grammars.threads import GrammarThreads
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.step.swap import Preference
 from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
 from engine.runtime.setup.config import RunnerConfig
-from tests.engine.models import FAMILIES, VOCAB_SIZE, make_tiny_model, reference_logprobs, reference_model
+from engine.runtime.step.results import Computed
+from tests.engine.models import (
+    EOS_ID,
+    FAMILIES,
+    VOCAB_SIZE,
+    make_tiny_model,
+    reference_logprobs,
+    reference_model,
+)
 
 OUTPUT_LEN = 64
 PROMPT_LENS = (1, 2, 15, 16, 17, 33, 64, 65, 100, 180)
@@ -52,8 +67,12 @@ class Engine:
     ) -> None:
         self.runner = self._load(path, pages, host_pages)
         self.runner.info = msgspec.structs.replace(self.runner.info, host_tier=host_tier)
+        self._rung = threading.Event()
         self.scheduler = Scheduler(
-            SchedulerConfig(step_tokens_max=STEP_TOKENS_MAX), self.runner.info, prefers_swap=prefers_swap
+            SchedulerConfig(step_tokens_max=STEP_TOKENS_MAX),
+            self.runner.info,
+            prefers_swap=prefers_swap,
+            grammars=GrammarThreads(_vocabulary(path), self._rung.set),
         )
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
@@ -61,6 +80,7 @@ class Engine:
         self.cached: dict[int, int] = {}
         self.reasons: dict[int, FinishReason] = {}
         self.preemptions = 0
+        self.overlaps = 0
         self.longest_step = 0
         self.replaced = 0
 
@@ -82,15 +102,46 @@ class Engine:
         assert isinstance(runner, HostRunner)
         return runner
 
-    def run(self, prompts: dict[int, list[int]], sampling: SamplingParams) -> None:
+    def run(
+        self,
+        prompts: dict[int, list[int]],
+        sampling: SamplingParams,
+        grammars: Sequence[str] = ("",),
+        *,
+        overlap: bool = False,
+    ) -> None:
+        """`grammars` are those of the prompts, in turns."""
         for handle, prompt in prompts.items():
-            self.scheduler.add(AddSequence(handle, f"req_{handle}", prompt, sampling, b""), 0.0)
-        while (plan := self.scheduler.plan(0.0)) is not None:
+            grammar = grammars[handle % len(grammars)]
+            added = AddSequence(handle, f"req_{handle}", prompt, sampling, b"", grammar=grammar)
+            self.scheduler.add(added, 0.0)
+        self._rung.clear()
+        while (plan := self.scheduler.plan(0.0)) is not None or self.scheduler.masks.sequences:
+            if plan is None:
+                assert self._rung.wait(60.0), "no mask came"
+                self._rung.clear()
+                continue
+            if overlap:
+                self._overlapped(plan)
+                continue
             self.longest_step = max(self.longest_step, sum(plan.lengths))
             self.scheduler.commit(plan, self.runner.run(plan), 0.0)
             self.scheduler.check()
             self._poison()
             self.replaced += len(plan.replaced)
+            if (output := self.scheduler.report()) is not None:
+                self._take(output)
+
+    def _overlapped(self, plan: Plan) -> None:
+        """Launch steps as long as one can be planned before the one before it is committed."""
+        flying: tuple[Plan, Computed] | None = plan, self.runner.launch(plan)
+        while flying is not None:
+            following = self.scheduler.plan(0.0)
+            then = None if following is None else (following, self.runner.launch(following))
+            self.overlaps += then is not None
+            self.scheduler.commit(flying[0], flying[1].collect(), 0.0)
+            self.scheduler.check()
+            flying = then
             if (output := self.scheduler.report()) is not None:
                 self._take(output)
 
@@ -115,6 +166,11 @@ class Engine:
         for finished in output.finished:
             self.reasons[finished.handle] = finished.reason
             self.preemptions += finished.preemptions
+
+
+@cache
+def _vocabulary(path: Path) -> Vocabulary:
+    return vocabulary_of((path / "tokenizer.json").read_text(), VOCAB_SIZE, [EOS_ID])
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -236,3 +292,58 @@ def test_a_seeded_draw_does_not_depend_on_company(model: Model, prompts: Prompts
     for handle, prompt in enumerate(prompts):
         alone.run({handle: prompt}, sampling)
     assert alone.tokens == company.tokens
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["small", "large"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+    },
+    "required": ["kind", "count", "tags"],
+    "additionalProperties": False,
+}
+ORDERS = Matcher.grammar_from_json_schema(json.dumps(SCHEMA), overrides={"whitespace_pattern": WHITESPACE})
+LETTERS = Matcher.grammar_from_regex("[abc]{3}(-[xyz]{5}){1,4}")
+
+
+def assert_follows(vocabulary: Vocabulary, handle: int, tokens: list[int]) -> None:
+    text = vocabulary.decode_str([token for token in tokens if token != EOS_ID])
+    if handle % 3 == 1:
+        order = json.loads(text)
+        assert list(order) == ["kind", "count", "tags"]
+        assert order["kind"] in ("small", "large")
+        assert 0 <= order["count"] <= 99
+        assert all(len(tag) <= 3 for tag in order["tags"])
+    elif handle % 3 == 2:
+        assert re.fullmatch("[abc]{3}(-[xyz]{5}){1,4}", text)
+
+
+def test_answers_follow_their_grammars_and_depend_on_no_company(
+    tmp_path_factory: pytest.TempPathFactory, prompts: Prompts
+) -> None:
+    """Beside others without a grammar, in chunks, preempted, swapped, hit in the cache, and overlapped. Masks
+    come when they come: which step a row sits out is chance, and changes no token."""
+    path = make_tiny_model("llama", tmp_path_factory.mktemp("model"))
+    grammars = ("", ORDERS, LETTERS)
+    sampling = SamplingParams(seed=5, max_tokens=120, temperature=0.9, top_p=0.95, stop_token_ids=(EOS_ID,))
+    asked = dict(enumerate(prompts[:9]))
+    alone = Engine(path)
+    for handle, prompt in asked.items():
+        alone.run({handle: prompt}, sampling, grammars)
+    company = Engine(path, pages=30)
+    company.run(asked, sampling, grammars)
+    assert company.preemptions > 0
+    swapped = Engine(path, pages=30, host_pages=60, host_tier=True)
+    swapped.run(asked, sampling, grammars)
+    assert swapped.scheduler.stats().swaps_in > 0
+    ahead = Engine(path)
+    ahead.run(asked, sampling, grammars, overlap=True)
+    assert ahead.overlaps > 0
+    assert alone.tokens == company.tokens == swapped.tokens == ahead.tokens
+    ended = [handle for handle in asked if handle % 3 and alone.reasons[handle] is FinishReason.STOP]
+    assert len(ended) >= 3, "it would prove nothing"
+    for handle in ended:
+        assert_follows(_vocabulary(path), handle, alone.tokens[handle])
+    assert set(alone.reasons.values()) <= {FinishReason.STOP, FinishReason.LENGTH}

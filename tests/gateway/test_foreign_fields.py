@@ -391,6 +391,28 @@ def test_tools_are_sent_in_their_shapes() -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "any"},
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        {"tools": [{"type": "function", "function": {"name": "a.b"}}], "min_tokens": 3},
+        {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+        {"response_format": {"type": "structural_tag", "structures": []}},
+        {"structured_outputs": {"json_object": True, "whitespace_pattern": " "}},
+        {"chat_template_kwargs": {"a": "x" * 20_000}, "reasoning_effort": "their own"},
+        {"thinking_token_budget": 100, "include_reasoning": False, "guided_json": {}},
+        {"messages": [{"role": "tool", "content": "found"}]},
+    ],
+)
+def test_what_our_engines_would_refuse_is_left_to_others(fields: dict[str, Any]) -> None:
+    passed = chosen(**fields)
+    kept = {name: msgspec.json.decode(passed.fields[name]) for name in fields}
+    assert (kept, passed.left_out) == (fields, ())
+    with pytest.raises(InvalidRequest):
+        asked(ChatRequest, {**CHAT, **fields}).parsed.require_supported()
+
+
+@pytest.mark.parametrize(
     ("given", "left"),
     [
         ({"enable_thinking": False}, ()),

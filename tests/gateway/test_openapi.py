@@ -108,7 +108,9 @@ def test_a_field_is_described_with_its_bounds_and_its_meaning() -> None:
     fields = schemas["ChatRequest"]["properties"]
     assert {"type": "integer", "minimum": 1, "maximum": 64} in fields["n"]["anyOf"]
     assert fields["top_k"]["description"].startswith("The number of likeliest tokens")
-    assert fields["tools"]["enum"] == [None, []]
+    assert fields["functions"]["enum"] == [None, []]
+    assert fields["tools"]["description"].startswith("The functions that the model may call")
+    assert schemas["FunctionSpec"]["properties"]["name"]["type"] == "string"
     assert "penstock" not in fields, "the gateway's own"
     assert "PromptExtension" not in schemas
 

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 
 from gateway.admission.tokens import estimate_slices
+from gateway.request.record import CALLS, TOKENS
 from shared.apis.chat import ChatRequest
 from shared.apis.messages import ChatMessage
 from shared.fairness.fair_threads import at_once
+from shared.wire.causes import Cause, CauseCode
 from shared.wire.sse import Closing
 from tests.gateway.conftest import CONVERSATIONS, OTHER_KEY, PROMPT, House, Open, error_of, until
 from tests.gateway.fake_engine import (
@@ -304,6 +306,25 @@ async def test_retries_after_a_full_queue_are_bounded(open_house: Open, code: st
         line = await house.line()
         assert (line["attempts"], line["error_code"], line["settled_tokens"]) == (asked, code, 0)
         await house.at_rest()
+
+
+async def test_reasoning_calls_and_grammars_are_in_line_and_metrics(house: House) -> None:
+    told = {"reasoning_tokens": 2, "calls": 1, "grammar_ms": 1.5, "masks_ms": 60.0}
+    end = msgspec.structs.replace(
+        Closing(end_reason="ok", prompt_tokens=10, completion_tokens=3),
+        causes=(Cause(code=CauseCode.MASKS, ms=60.0),),
+        **told,
+    )
+    house.engine.script = unary(end=end)
+    before = [TOKENS.value("tiny", "acme", "reasoning"), CALLS.value("tiny", "acme")]
+    async with house.chat() as answer:
+        assert answer.status == 200
+    line = await house.line()
+    assert (line["reasoning_tokens"], line["calls"]) == (2, 1)
+    assert (line["engine_grammar_ms"], line["engine_masks_ms"]) == (1.5, 60.0)
+    assert [cause["code"] for cause in line["causes"]] == ["masks"]
+    after = [TOKENS.value("tiny", "acme", "reasoning"), CALLS.value("tiny", "acme")]
+    assert [late - early for late, early in zip(after, before, strict=True)] == [2, 1]
 
 
 async def test_the_engines_times_are_in_the_completed_line(house: House) -> None:

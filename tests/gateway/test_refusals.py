@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from gateway.identity.keys import hash_key
+from shared.wire.ids import IGNORED_FIELDS_HEADER
 from tests.gateway.conftest import PATIENCE_S, PROMPT, House, Open, error_of
+from tests.gateway.fake_engine import unary
 
 DONE = b"data: [DONE]\n\n"
 
@@ -106,7 +108,8 @@ HOSTILE = [
     b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "penstock": '
     b'{"tokenizer": "", "prompt_ids": [[1]]}}',
     b'{"model": "tiny", "model": "tiny", "messages": [{"role": "user", "content": "x"}]}',
-    b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": [{}]}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": '
+    b'[{"type": "custom", "custom": {"name": "f"}}]}',
 ]
 
 
@@ -237,3 +240,24 @@ async def test_malformed_http_is_refused_in_openais_envelope(house: House, head:
     assert b'{"error":{"message":"' in answer
     line = await house.line()
     assert line["endpoint"] == "unparsed"
+
+
+PLACE = "tools[3].function.parameters.uniqueItems"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"response_format": {"type": "json_object"}, "colour": 1}, f"colour, {PLACE}"),
+        ({"colour": 1}, "colour"),  # nothing of it is for the engine to ignore
+    ],
+)
+async def test_what_an_engine_ignores_of_a_schema_is_told(
+    house: House, fields: dict[str, Any], told: str
+) -> None:
+    script = unary()
+    script.headers[IGNORED_FIELDS_HEADER] = f"colour, {PLACE}, not fit"
+    house.engine.script = script
+    async with house.chat(**fields) as answer:
+        assert (answer.status, answer.headers[IGNORED_FIELDS_HEADER]) == (200, told)
+    await house.at_rest()

@@ -29,6 +29,7 @@ from gateway.routing.table import MEMBERS_MAX, Table, key_of
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.messages import ChatMessage
+from shared.apis.tools import FunctionSpec, FunctionTool, Tool
 from shared.wire.ids import ReplicaId
 from shared.wire.load_report import DEFAULT, LoadReport
 from tests.fakes import VirtualClock
@@ -225,6 +226,22 @@ def test_other_chats_have_other_sessions_and_other_system_prompts_other_prefixes
     assert len({one.session, other.session, apart.session}) == 3
 
 
+def test_tools_are_a_part_of_a_chats_prefix() -> None:
+    def of(*names: str, system: str = "sys") -> Affinity:
+        tools: list[Tool] = [FunctionTool(FunctionSpec(name, "d")) for name in names]
+        messages = [ChatMessage("system", system), ChatMessage("user", "Hello?")]
+        request = ChatRequest(model="m", messages=messages, tools=tools or None)
+        return affinity_of(request, "m", "acme", 1000, 1)
+
+    one, same, other, none = of("f", "g"), of("f", "g"), of("g", "f"), of()
+    assert (one.prefix, one.session) == (same.prefix, same.session)
+    assert (
+        len({one.prefix, other.prefix, none.prefix}) == len({one.session, other.session, none.session}) == 3
+    )
+    assert one.prefix_len > none.prefix_len, "templates write them before the conversation"
+    assert of("f", system="else").prefix != of("f").prefix
+
+
 def test_a_cache_key_names_the_conversation() -> None:
     assert chat("sys", "a", cache_key="k").session == chat("sys", "b", cache_key="k").session
 
@@ -239,9 +256,12 @@ def test_what_is_hashed_is_bounded_however_many_messages_there_are(monkeypatch: 
     monkeypatch.setattr(affinity, "key_of", counted)
     for text in ("x" * 1000, ""):
         system = [ChatMessage("system", text) for _ in range(20_000)]
-        request = ChatRequest(model="m", messages=[*system, ChatMessage("user", "x" * 1_000_000)])
+        tools: list[Tool] = [FunctionTool(FunctionSpec("f", text)) for _ in range(1024)]
+        request = ChatRequest(
+            model="m", messages=[*system, ChatMessage("user", "x" * 1_000_000)], tools=tools if text else None
+        )
         affinity_of(request, "m", "acme", 5_000_000, 1)
-    assert max(hashed) <= affinity.TEXT_LEN_MAX + 64
+    assert max(hashed) <= 2 * affinity.TEXT_LEN_MAX + 64  # of tools, and of messages
 
 
 def test_requests_without_a_prompt_go_round() -> None:

@@ -36,7 +36,7 @@ import shared.http2.stream
 import shared.process.clock
 from engine.api.ask.model import load_model
 from engine.api.http.server import Engine
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelTokens
 from engine.core.config import SchedulerConfig
 from gateway.admission.memory_store import Ledger, MemoryStore
 from gateway.admission.quota import Account
@@ -278,7 +278,7 @@ class _World:
         )
         cores: list[InProcessCore] = []
 
-        def make_core(_: EngineConfig) -> InProcessCore:
+        def make_core(_: EngineConfig, __: ModelTokens) -> InProcessCore:
             cores.append(self._make_core())
             return cores[0]
 

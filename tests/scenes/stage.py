@@ -22,7 +22,7 @@ import msgspec
 
 import shared.fairness.fair_threads
 from engine.api.http.server import Engine
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelTokens
 from engine.contract.messages import Plan
 from engine.core.config import SchedulerConfig
 from gateway.admission.memory_store import MemoryStore
@@ -229,7 +229,7 @@ class Stage:
             max_queue_len=setting.max_queue_len,
         )
 
-        def make_core(_: EngineConfig) -> SceneCore:
+        def make_core(_: EngineConfig, __: ModelTokens) -> SceneCore:
             tokenizer = _tokenizer(TokenizerBundle.from_dir(self._model_dir))
             info = runner_info(
                 pages=setting.pages,

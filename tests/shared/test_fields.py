@@ -18,9 +18,10 @@ ASKING: dict[str, Any] = {
     "do_sample": False,
     "json_schema": {},
     "guided_json": {},
-    "tools": [{"type": "function"}],
     "functions": [{}],
-    "tool_choice": "required",
+    "function_call": {"name": "f"},
+    "guided_regex": "a+",
+    "enable_thinking": False,
     "num_beams": 4,
     "max_new_tokens": 5,
     "min_new_tokens": 5,
@@ -58,8 +59,8 @@ def test_a_field_of_another_engine_that_asks_for_nothing_is_not_named(fields: di
 
 
 def test_what_asks_for_other_tokens_is_refused() -> None:
-    tools = b'{"prompt": "a", "tools": [{}]}'
-    assert parse(tools, TokenizeRequest).unsupported == "tools"
+    thinks = b'{"prompt": "a", "enable_thinking": true}'
+    assert parse(thinks, TokenizeRequest).unsupported == "enable_thinking"
     nothing = b'{"prompt": "a", "tools": [], "add_generation_prompt": true, "chat_template_kwargs": null}'
     parsed = parse(nothing, TokenizeRequest)
     assert (parsed.ignored, parsed.unsupported) == ((), None)
@@ -71,3 +72,5 @@ def test_a_field_that_has_another_name_here_is_refused_with_that_name() -> None:
     assert INSTEAD.keys() <= ChatRequest.nothing.keys()
     with pytest.raises(UnsupportedParameter, match=r"^do_sample is not supported; use temperature 0\.$"):
         parse(chat(do_sample=False), ChatRequest).require_supported()
+    with pytest.raises(UnsupportedParameter, match=r"use structured_outputs\.json\.$"):
+        parse(chat(guided_json={"type": "object"}), ChatRequest).require_supported()

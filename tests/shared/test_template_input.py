@@ -83,6 +83,15 @@ def test_variables_are_those_that_the_template_reads_unless_the_operator_says_wh
     assert refused(HERMES_TOOLS, effort).param == "reasoning_effort"
 
 
+def test_an_effort_of_none_asks_for_no_thinking() -> None:
+    none, low = (prompt_of(USER, arguments={"reasoning_effort": effort}) for effort in ("none", "low"))
+    assert rendered(HERMES_TOOLS, none) == rendered(HERMES_TOOLS, prompt_of(USER))
+    assert rendered(HERMES_TOOLS, none, arguments=("enable_thinking",)).endswith("</think>\n\n")
+    assert rendered(HERMES_TOOLS, low, arguments=("enable_thinking",)).endswith("assistant\n")
+    stated = prompt_of(USER, arguments={"reasoning_effort": "low", "enable_thinking": False})
+    assert rendered(HERMES_TOOLS, stated, arguments=("enable_thinking",)).endswith("</think>\n\n")
+
+
 def test_defaults_hold_where_a_request_sets_nothing() -> None:
     given = {"arguments": ("enable_thinking",), "defaults": {"enable_thinking": False}}
     assert rendered(HERMES_TOOLS, prompt_of(USER), **given).endswith("</think>\n\n")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = "3.11"
-PLATFORM = "x86_64-manylinux_2_28"
+PLATFORM = "x86_64-manylinux_2_31"
 HEAD = "# Made by `python -m tests.ship.requirements`: what the image installs. Do not edit.\n"
 CUDA = re.compile(r"(cuda|nvidia)-|(torch|triton)$")
 """Packages that a machine without a GPU does not need, and torch itself."""

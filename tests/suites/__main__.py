@@ -24,7 +24,7 @@ from tests.suites.cache import SuiteFailed, cache_folder
 
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "tests/bench/results"
-NOT_SUITES: Final = frozenset({"__init__", "__main__", "cache", "chats"})
+NOT_SUITES: Final = frozenset({"__init__", "__main__", "cache", "chats", "held", "judging", "serving"})
 
 
 def names() -> list[str]:

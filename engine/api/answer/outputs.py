@@ -111,6 +111,11 @@ class Timing:
 class ChoiceOutput:
     """The output of one sequence: tokens in, deltas out."""
 
+    is_ending = False
+    """True once the core was told to end it: what comes then is counted, and not sent."""
+    grammar_s = 0.0
+    """The time that compiling its grammar and filling its masks took the core, in seconds."""
+
     def __init__(
         self,
         index: int,
@@ -151,14 +156,10 @@ class ChoiceOutput:
         self._halts: Final = Halts(self._steps)
         self._preempted_in_prefill_s = 0.0
 
-        self.is_ending = False
-        """True once the core was told to end it: what comes then is counted, and not sent."""
         self.finish_reason: FinishReasonName | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.completion_tokens = 0
         self.cached_len = self.host_len = self.disk_len = 0
-        self.grammar_s = 0.0
-        """The time that compiling its grammar and filling its masks took the core, in seconds."""
         self.first_token_at: float | None = None
         self.submitted_at = submitted_at
         self._queue_s: float | None = None

@@ -30,6 +30,7 @@ from engine.api.ask.admission import (
     trusted_ids,
 )
 from engine.api.ask.echo import echoed
+from engine.api.ask.forms import Form
 from engine.api.ask.model import ServedModel
 from engine.api.ask.packing import pack
 from engine.api.ask.state import EngineState
@@ -146,6 +147,8 @@ class Asked:
     logprobs: int | None
     stop_strings: Sequence[str]
     stop_ids: frozenset[int]
+    form: Form
+    sends_reasoning: bool
     share: Share
     choices: Sequence[Choice]
     prompts: list[AddPrompt]
@@ -194,6 +197,7 @@ async def ask(
         stops = stop_ids(request, model.eos_ids, model.special_ids)
         choices = plan_choices(request, prompts, limits, stops, model.sampling)
         echoes = await _echoes(state, tenant, model, request, prompt, prompts)
+    form = await state.forms.of(model, exchange, parsed, prompt, prompts[0])
     return Asked(
         api=ANSWERS[type(request)],
         model=request.model,
@@ -204,11 +208,13 @@ async def ask(
         logprobs=request.logprobs_asked,
         stop_strings=request.stop_strings,
         stop_ids=stops,
+        form=form,
+        sends_reasoning=request.shows_reasoning,
         share=_share(exchange, request),
         choices=choices,
         prompts=prompts_of(choices, packed, request.n or 1),
         echoes=echoes,
-        answer_len=answer_len(request, choices),
+        answer_len=answer_len(request, choices) + form.held_len,
     )
 
 

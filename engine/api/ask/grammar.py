@@ -22,8 +22,8 @@ Rules
 1. Nothing that is not constrained has a grammar, which would cost each of its tokens a mask.
 2. An answer that follows a grammar has the tokens of the format's marks in their places alone, and no other
    special token. Its end is one of the model's own ends.
-3. A schema that is not strict, and that cannot be held or makes the grammar too large, is held in part or
-   not at all (`any object`), and what is left out is named.
+3. Of a schema that is not strict, what cannot be held is left out and named. Where the rest cannot be held
+   either, or makes the grammar too large, a function's arguments are any object, and that is named.
 4. What cannot be compiled is the caller's mistake, by the name of the field that it came in.
 """
 
@@ -31,9 +31,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from enum import Enum
+from typing import Any, Final
 
 from engine.api.formats import lark
 from engine.api.formats.arguments import Arguments
@@ -70,37 +71,43 @@ class Grammar:
     """What of schemas that are not strict is left out, by its place in the request."""
 
 
+class Hold(Enum):
+    """How schemas that are not strict are held. What cannot be compiled one way is tried the next."""
+
+    WHOLE = "whole"
+    COERCED = "coerced"
+    """Each `oneOf` as `anyOf`."""
+    LAX = "lax"
+    """Of functions' arguments, as any object."""
+
+
 def checked(vocabulary: Vocabulary, format_: AnswerFormat | None, asked: Asked, *, reasons: bool) -> Grammar:
     """The grammar of an answer, which was compiled once: a job for a thread. `reasons` says that the prompt's
     end opened reasoning. Raises InvalidRequest."""
-    grammar = grammar_of(format_, asked, reasons=reasons)
-    if not grammar.text:
-        return grammar
-    try:
-        compiled(vocabulary, grammar.text)
-    except BadGrammar as error:
-        lax = grammar_of(format_, asked, reasons=reasons, is_lax=True)
-        if lax.text == grammar.text:
-            raise _refusal(asked, error) from None
+    tried: dict[str, str] = {}
+    for hold in Hold:
+        grammar = grammar_of(format_, asked, reasons=reasons, hold=hold)
+        if not grammar.text:
+            return grammar
+        if grammar.text in tried:
+            continue
         try:
-            compiled(vocabulary, lax.text)
-        except BadGrammar:
-            raise _refusal(asked, error) from None
-        return lax
-    return grammar
+            compiled(vocabulary, grammar.text)
+        except BadGrammar as error:
+            tried[grammar.text] = str(error)
+        else:
+            return grammar
+    param = "tools" if asked.structure is None else asked.structure.param
+    raise InvalidRequest(f"{param} cannot be held: {next(iter(tried.values()))}", param=param)
 
 
-def grammar_of(format_: AnswerFormat | None, asked: Asked, *, reasons: bool, is_lax: bool = False) -> Grammar:
-    """The grammar of an answer. `is_lax`: no schema is held that is not strict, as one cannot be compiled.
-    Raises InvalidRequest."""
+def grammar_of(
+    format_: AnswerFormat | None, asked: Asked, *, reasons: bool, hold: Hold = Hold.WHOLE
+) -> Grammar:
+    """The grammar of an answer, not yet compiled. Raises InvalidRequest."""
     if not (asked.functions or asked.structure is not None or asked.thinking_budget is not None):
         return Grammar()
-    return _Composer(format_ or AnswerFormat("plain"), asked, reasons, is_lax).compose()
-
-
-def _refusal(asked: Asked, error: BadGrammar) -> InvalidRequest:
-    param = "tools" if asked.structure is None else asked.structure.param
-    return InvalidRequest(f"{param} cannot be held: {error}", param=param)
+    return _Composer(format_ or AnswerFormat("plain"), asked, reasons, hold).compose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +129,7 @@ class _Composer:
     format: AnswerFormat
     asked: Asked
     reasons: bool
-    is_lax: bool
+    hold: Hold
     rules: Rules = field(default_factory=Rules)
     ignored: list[str] = field(default_factory=list)
     own: str = ""
@@ -132,6 +139,8 @@ class _Composer:
 
     def compose(self) -> Grammar:
         structure = "" if self.asked.structure is None else self._structure(self.asked.structure)
+        if structure and (frame := self._frame()):
+            structure = f"{frame}? {structure} {frame}?"
         answer = _Answer(structure) if structure else _FREE
         if self.asked.functions:
             answer = self._with_functions(structure)
@@ -150,10 +159,12 @@ class _Composer:
         """The name of a structure's rule. Raises InvalidRequest."""
         match structure.kind:
             case StructureKind.JSON_OBJECT:
-                return self.rules.add("structure", lark.schema(lark.ANY_OBJECT, strict=False))
+                return self.rules.add("structure", lark.schema(lark.ANY_OBJECT))
             case StructureKind.JSON_SCHEMA:
                 held = self._held(structure.source, structure.strict, structure.param)
-                return self.rules.add("structure", lark.schema(held.text, strict=structure.strict))
+                return self.rules.add(
+                    "structure", lark.schema(held.text, coerced=self.coerces(structure.strict))
+                )
             case StructureKind.REGEX:
                 check_pattern(structure.source, structure.param)
                 return self.rules.add("REGEX", lark.regex(structure.source))
@@ -164,21 +175,30 @@ class _Composer:
                 return self.rules.add("structure", "@own")
 
     def _held(self, source: bytes | str, strict: bool, param: str) -> HeldSchema:
-        """A schema, or that of any object where it is not to be held. Raises InvalidRequest."""
-        held = None
-        if strict or not self.is_lax:
-            held = held_schema(source, strict=strict, param=param)
-            if self.size + held.size > SIZE_MAX:
-                if strict:
-                    message = f"{param} is too large, with the other schemas of the request."
-                    raise InvalidRequest(message, param=param)
-                held = None
-        if held is None:
-            self.ignored.append(param)
-            return HeldSchema(lark.ANY_OBJECT)
+        """A schema, as far as it can be held. Raises InvalidRequest."""
+        held = held_schema(source, strict=strict, param=param)
         self.size += held.size
-        self.ignored += [f"{param}.{place}" for place in held.ignored]
+        if self.size > SIZE_MAX:
+            raise InvalidRequest(f"{param} is too large, with the other schemas of the request.", param=param)
+        left_out = (*held.ignored, *(held.one_of if self.coerces(strict) else ()))
+        self.ignored += [f"{param}.{place}" for place in left_out]
         return held
+
+    def coerces(self, strict: bool) -> bool:
+        """True if `oneOf` is held as `anyOf`."""
+        return self.hold is Hold.COERCED and not strict
+
+    def held_arguments(self, source: bytes, strict: bool, param: str) -> dict[str, Any] | None:
+        """The schema of a function's arguments. None, and named, where it can only be that of any object."""
+        try:
+            if strict or self.hold is not Hold.LAX:
+                held: dict[str, Any] = json.loads(self._held(source, strict, param).text)
+                return held
+        except InvalidRequest:
+            if strict:
+                raise
+        self.ignored.append(param)
+        return None
 
     # -- reasoning ------------------------------------------------------------------------------------
 
@@ -187,7 +207,7 @@ class _Composer:
         reasoning, budget = self.format.reasoning, self.asked.thinking_budget
         if reasoning is None:
             return "" if answer is _FREE else answer.whole
-        opens, closes = self.format.pieces(reasoning.opener), self.format.pieces(reasoning.closer)
+        opens, closes = map(self.format.pieces, (reasoning.opener.strip(), reasoning.closer.strip()))
         if budget is not None and not isinstance(closes[0], int):
             message = (
                 "thinking_token_budget is not supported by this model: what ends its reasoning is no token."
@@ -236,12 +256,23 @@ class _Composer:
 
     def _without_calls(self, calls: CallFormat) -> _Answer:
         """Any text without what triggers a call. A bare call has no trigger."""
-        if calls.is_bare and not calls.triggers:
-            return _FREE
-        texts = [
-            head for head in (self.format.pieces(one)[0] for one in calls.triggers) if isinstance(head, str)
-        ]
-        return _Answer(lark.text_without(self.rules, texts), is_text=True)
+        return _Answer(self.text(calls.triggers), is_text=True)
+
+    def text(self, never: Iterable[str]) -> str:
+        """Any text without the texts `never`, in the frames that the format has for it."""
+        text, frame = self.terminal(never), self._frame()
+        return self.rules.add("prose", f"{text} ({frame} {text})*") if frame else text
+
+    def terminal(self, never: Iterable[str]) -> str:
+        """Any text without the texts `never`. Marks that are tokens are in no text."""
+        heads = [self.format.pieces(one)[0] for one in never]
+        return lark.text_without(self.rules, [head for head in heads if isinstance(head, str)])
+
+    def _frame(self) -> str:
+        """What the format has around text. Empty where that is nothing, or no token."""
+        marks = [self.format.pieces(mark.strip()) for mark in self.format.ignored]
+        framed = [lark.row(mark) for mark in marks if isinstance(mark[0], int)]
+        return self.rules.add("frame", lark.any_of(framed)) if framed else ""
 
 
 @dataclass(slots=True)
@@ -269,24 +300,26 @@ class _Calls:
     def in_text(self) -> _Answer:
         """Any text, with calls from where one is triggered."""
         rules, calls = self.of.rules, self.calls
-        if calls.is_bare and not calls.opener.strip():
+        if calls.opener == calls.bare_opener:
             first = re.escape((calls.opener + calls.begin).lstrip()[0])
             text = rules.add("NO_CALL", rf"/[ \t\r\n]*([^ \t\r\n{first}](?s:.*))?/")
             every = self.every()
             return _Answer(lark.any_of([text, every]), every, is_text=True)
         several = self.of.asked.is_parallel and not calls.is_list
         trigger = self.of.format.pieces(self._head)[0]
+        others = [one for one in calls.triggers if one != self._head.strip()]
+        text = self.of.text(others)
         if isinstance(trigger, int):
             one = self._one()
             if not several:
-                return _Answer(f"{lark.TEXT} ({one})?", one, is_text=True)
-            more = f"({one} {lark.TEXT})*"
-            return _Answer(f"{lark.TEXT} {more}", f"{one} {lark.TEXT} {more}", is_text=True)
-        before = rules.add("before", f"{lark.TEXT} {lark.literal(trigger)}", "lazy")
+                return _Answer(f"{text} ({one})?", one, is_text=True)
+            more = f"({one} {text})*"
+            return _Answer(f"{text} {more}", f"{one} {text} {more}", is_text=True)
+        before = rules.add("before", f"{self.of.terminal(others)} {lark.literal(trigger)}", "lazy")
         one = f"{before} {self._one(skipped=len(trigger))}"
         if several:
-            return _Answer(f"({one})* {lark.TEXT}", is_text=True)
-        return _Answer(lark.any_of([one, lark.TEXT]), is_text=True)
+            return _Answer(f"({one})* {text}", is_text=True)
+        return _Answer(lark.any_of([one, text]), is_text=True)
 
     @property
     def _head(self) -> str:
@@ -315,17 +348,17 @@ class _Calls:
         param = f"tools[{of.asked.functions.index(spec)}].function.parameters"
         held = None
         if spec.schema and (strict or of.asked.choice.mode is ToolMode.REQUIRED):
-            held = json.loads(of._held(spec.schema, strict, param).text)
+            held = of.held_arguments(spec.schema, strict, param)
         if calls.is_bare and calls.envelope is not None and self.is_with_text:
             return self._as_schema(spec.name, held, strict, param)
-        arguments = Arguments(of.rules, of.format, calls, held, strict, param)
+        arguments = Arguments(of.rules, of.format, calls, held, strict, of.coerces(strict), param)
         expression = arguments.expression()
         of.ignored += [f"{param}.{keyword}" for keyword in arguments.ignored]
         name = json.dumps(spec.name)[1:-1] if calls.envelope is not None else spec.name
         head = (before + calls.begin + name + calls.middle)[skipped:]
         return lark.row([*of.format.pieces(head), (expression,), *of.format.pieces(calls.end + behind)])
 
-    def _as_schema(self, name: str, held: dict[str, object] | None, strict: bool, param: str) -> str:
+    def _as_schema(self, name: str, held: dict[str, Any] | None, strict: bool, param: str) -> str:
         """A bare call beside a structure. Both may begin with the same words, which only schemas can tell
         apart."""
         envelope = self.calls.envelope
@@ -343,4 +376,4 @@ class _Calls:
             "required": [*members],
             "additionalProperties": False,
         }
-        return lark.schema(json.dumps(call), strict=strict)
+        return lark.schema(json.dumps(call), coerced=self.of.coerces(strict))

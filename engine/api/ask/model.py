@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from engine.api.ask.admission import SamplingDefaults
+from engine.api.formats.format import AnswerFormat
+from engine.api.formats.reading import AUTO, read_format
+from engine.api.formats.response_template import BadFormat
+from engine.config import ModelTokens
 from engine.contract.generation_keys import GENERATION_KEYS
+from engine.contract.grammars import BadGrammar, Vocabulary, vocabulary_of
 from engine.contract.messages import END_TOKENS_MAX
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
@@ -23,6 +28,7 @@ from shared.text.model_files import BadModelFile, parse_object, read_text, refus
 from shared.text.prompts import prompt_slices
 from shared.text.tokenizer import Tokenizer, TokenizerBundle, read_files
 from shared.text.tokenizer_files import CONFIG as TOKENIZER_CONFIG
+from shared.text.tokenizer_files import TokenizerFiles
 from shared.wire.errors import InvalidRequest, TokenizerFailed
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -52,6 +58,18 @@ class ServedModel:
     special_ids: Mapping[str, int]
     """The id of each special token that the model has, by its text."""
     sampling: SamplingDefaults
+    vocab_size: int
+    """The number of token ids that the model has."""
+    answer_format: AnswerFormat | None = None
+    """How the model marks reasoning and calls. None where that is not known."""
+    vocabulary: Vocabulary | None = None
+    """The tokens as grammars know them. None where llguidance cannot read them, or no answer ends."""
+
+    @property
+    def tokens(self) -> ModelTokens:
+        bundle = self.tokenizer.bundle
+        whole = self.tokenizer.raw.to_str() if bundle.added_tokens else bundle.tokenizer_json
+        return ModelTokens(whole, self.vocab_size, tuple(sorted(self.eos_ids)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +92,10 @@ def load_model(
     created: int,
     template_arguments: tuple[str, ...] | None = None,
     template_defaults: str | None = None,
+    answer_format: str = AUTO,
 ) -> ServedModel:
-    """Read the directory's tokenizer and configuration. Blocks for as long as that takes. The last two are
-    those of `TokenizerBundle.of`, the defaults as JSON.
+    """Read the directory's tokenizer and configuration. Blocks for as long as that takes. What concerns the
+    template is for `TokenizerBundle.of`, the defaults as JSON; `answer_format` is for `read_format`.
 
     Raises UnusableTokenizer and UnusableModel.
     """
@@ -97,7 +116,7 @@ def load_model(
     eos_ids = _all_ends(defaults, tokenizer)
     if not eos_ids:
         log.warning("engine.no_end_token", reason="no file of the model names one: answers end by max_tokens")
-    return ServedModel(
+    model = ServedModel(
         name=name,
         created=created,
         tokenizer=tokenizer,
@@ -109,7 +128,31 @@ def load_model(
             if token_id < defaults.vocab_size
         },
         sampling=defaults.sampling,
+        answer_format=_answer_format(answer_format, files, tokenizer, defaults.vocab_size),
+        vocab_size=defaults.vocab_size,
     )
+    return replace(model, vocabulary=_vocabulary(model.tokens)) if eos_ids else model
+
+
+def _vocabulary(tokens: ModelTokens) -> Vocabulary | None:
+    """The tokens as grammars know them. It takes a third of a second for 150,000 of them."""
+    try:
+        return vocabulary_of(tokens.tokenizer_json, tokens.vocab_size, tokens.end_ids)
+    except BadGrammar as error:
+        log.warning("engine.no_grammars", reason=str(error))
+        return None
+
+
+def _answer_format(
+    choice: str, files: TokenizerFiles, tokenizer: Tokenizer, vocab_size: int
+) -> AnswerFormat | None:
+    """The format of the model's answers. Raises UnusableModel."""
+    token_ids = {text: token_id for text, token_id in tokenizer.added_ids.items() if token_id < vocab_size}
+    template, own = files.tool_template or files.chat_template, files.response_template
+    try:
+        return read_format(choice, own=own, chat_template=template, token_ids=token_ids)
+    except BadFormat as error:
+        raise UnusableModel(str(error)) from error
 
 
 def _check_files(directory: Path) -> None:

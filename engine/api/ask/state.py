@@ -11,6 +11,7 @@ from typing import Final, Protocol
 import msgspec
 
 from engine.api.ask.admission import Limits
+from engine.api.ask.forms import Forms
 from engine.api.ask.model import ServedModel
 from engine.api.core.client import CoreClient
 from engine.api.told.metrics import CoreReading, EngineMetrics
@@ -62,6 +63,7 @@ class EngineState:
         self.memory = FairShare(config.request_memory)
         """The bytes that requests hold in this process (bodies, prompts, answers), shared out between
         tenants."""
+        self.forms: Final = Forms(self.threads, metrics)
         self.model: ServedModel | None = None
         self._working = 0
         self._idle = asyncio.Event()

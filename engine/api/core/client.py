@@ -176,10 +176,11 @@ class CoreClient:
         share: Share,
         first_token_s: float = math.inf,
         bearer: int = 0,
+        grammar: str = "",
     ) -> list[int]:
         """Queue a request's sequences, all or none, whose first token is of use for `first_token_s` seconds:
-        that of the sequence at `bearer` has to come by then. `sampling` is the first sequence's. Returns
-        their handles.
+        that of the sequence at `bearer` has to come by then. `sampling` is the first sequence's; each follows
+        `grammar`. Returns their handles.
 
         Raises NotReady, EngineFailed, and Overloaded when the queue is full, or when a tenant has filled
         its part of it.
@@ -201,6 +202,7 @@ class CoreClient:
                 share.service_class,
                 first_token_s,
                 bearer,
+                grammar,
             )
         )
         return handles

@@ -25,7 +25,7 @@ import msgspec
 import zmq
 
 from engine.api.core.client import CoreDied
-from engine.config import CoreStart, EngineConfig
+from engine.config import CoreStart, EngineConfig, ModelTokens
 from engine.contract.messages import READ_EVERY, CoreInput, CoreOutput, Read
 from shared.process import logs
 from shared.process.child_python import environment
@@ -48,8 +48,9 @@ log = logs.get(__name__)
 class CoreProcess:
     """The `CoreLink` to a real core process."""
 
-    def __init__(self, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, config: EngineConfig, tokens: ModelTokens, clock: Clock = SYSTEM_CLOCK) -> None:
         self._config = config
+        self._tokens = tokens
         self._clock = clock
         self._turn_ends_at = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -73,6 +74,7 @@ class CoreProcess:
             inbox=self._directory.endpoint(INBOX),
             outbox=self._directory.endpoint(OUTBOX),
             parent_pid=os.getpid(),
+            tokens=self._tokens,
         )
         self._bind(start)
         self._process = await asyncio.create_subprocess_exec(

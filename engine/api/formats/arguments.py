@@ -63,6 +63,8 @@ class Arguments:
     schema: Schema | None
     """The schema, of which the matcher can hold all. None for any object."""
     strict: bool
+    coerced: bool
+    """True if `oneOf` is held as `anyOf`."""
     param: str
     ignored: list[str] = field(default_factory=list)
     """The keywords that this notation leaves out."""
@@ -73,7 +75,7 @@ class Arguments:
         match self.calls.arguments:
             case ArgumentsKind.JSON:
                 schema = lark.ANY_OBJECT if self.schema is None else json.dumps(_object(self.schema))
-                return lark.schema(schema, strict=self.strict)
+                return lark.schema(schema, coerced=self.coerced)
             case ArgumentsKind.TAGGED:
                 return self._tagged()
             case ArgumentsKind.PYTHON:
@@ -131,7 +133,7 @@ class Arguments:
 
     def _tagged_json(self, schema: Schema) -> str:
         definitions = {} if self.schema is None else _definitions(self.schema)
-        return lark.schema(json.dumps({**schema, **definitions}), strict=self.strict)
+        return lark.schema(json.dumps({**schema, **definitions}), coerced=self.coerced)
 
     def _raw(self, tag: TaggedArgument, held: list[str]) -> str:
         return lark.text_before(self.rules, self.format.pieces(tag.end), held)

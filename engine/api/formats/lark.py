@@ -18,7 +18,7 @@ TEXT: Final = "TEXT"
 """The name of the terminal of any text. It has no special tokens."""
 SPACE: Final = "SPACE"
 """The name of the terminal of white space behind a marker."""
-_OPTIONS: Final = {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
+_OPTIONS: Final = {"whitespace_pattern": WHITESPACE}
 _BEHIND_ESCAPE: Final = re.compile(r"\\.|/|[\r\n]", re.DOTALL)
 _ESCAPED: Final = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 
@@ -62,11 +62,10 @@ def regex(pattern: str) -> str:
     return f"/(?:{body})/"
 
 
-def schema(text: str, *, strict: bool) -> str:
-    """A JSON text that follows a schema which was checked. What of `oneOf` is not told apart is held as
-    `anyOf`, unless it is strict."""
+def schema(text: str, *, coerced: bool = False) -> str:
+    """A JSON text that follows a schema which was checked. `coerced`: its `oneOf` are held as `anyOf`."""
     value: dict[str, Any] = json.loads(text)
-    options = {**_OPTIONS, "coerce_one_of": not strict}
+    options = {**_OPTIONS, "coerce_one_of": coerced}
     return f"%json {json.dumps({**value, 'x-guidance': options})}"
 
 
@@ -93,15 +92,17 @@ def row(atoms: Iterable[Atom]) -> str:
 
 def text_before(rules: Rules, end: Sequence[str | int], allowed: Sequence[str] = ()) -> str:
     """Any text, of which each of `allowed` (regular expressions that were written with `regex`, or texts) may
-    hold too, up to the first place where `end` stands, and that."""
+    hold too, up to the first place where `end` stands, and that. Nor is `end` in it without its white space,
+    by which the machine ends a value."""
     head = end[0]
     if isinstance(head, int):
         body = rules.fresh("V", " & ".join(allowed)) if allowed else TEXT
         return row([(body,), *end])
-    if not allowed:
+    mark = head.strip()
+    if not allowed and mark == head:
         name = rules.fresh("text", f"{TEXT} {literal(head)}", "lazy")
         return row([(name,), *end[1:]])
-    never = f"~/(?s:.*){regex(re.escape(head))[1:-1]}(?s:.*)/"
+    never = f"~/(?s:.*){regex(re.escape(mark))[1:-1]}(?s:.*)/"
     held = " & ".join((*allowed, never, "/(?s:.*)/"))
     terminal = rules.fresh("V", f"({held}) {literal(head)}")
     return row([(rules.fresh("text", terminal, "lazy"),), *end[1:]])

@@ -59,7 +59,6 @@ CALL_ID_LEN: Final = 9
 """The length of an id that every family's template takes."""
 _ID_LETTERS: Final = string.ascii_letters + string.digits
 _NAME: Final = re.compile(rf"[^\s<>{{}}\[\]()\"'=,;{MARKS}]{{1,{NAME_LEN_MAX}}}")
-_NOTHING: Final[list[Part]] = []
 
 
 def mint_call_id() -> str:
@@ -71,6 +70,8 @@ class _Meaning(Enum):
     REASONING = "reasoning"
     ANSWER = "answer"
     """The end of reasoning."""
+    CLOSER = "closer"
+    """The closing marker of a call that ended before it."""
     IGNORED = "ignored"
 
 
@@ -139,6 +140,7 @@ def _tables(format_: AnswerFormat, is_looking: bool) -> _Tables:
     heads = () if calls is None else markers(spelling, format_, _heads(calls))
     text = (_Meaning.CALL, heads), (_Meaning.REASONING, opens), (_Meaning.IGNORED, ignored)
     closer = () if calls is None else spelling.marker(format_, calls.closer)
+    late = (closer,) if len("".join(closer)) > 1 else ()  # a lone bracket may be anything
     tags_end = () if calls is None or calls.argument is None else markers(spelling, format_, (calls.end,))
     interrupting = heads if format_.call_ends_reasoning else ()
 
@@ -148,7 +150,7 @@ def _tables(format_: AnswerFormat, is_looking: bool) -> _Tables:
     return _Tables(
         spelling=spelling,
         text=_Watch.of(*text),
-        unclosed=_Watch.of(*text, (_Meaning.IGNORED, (closer, *tags_end))),
+        unclosed=_Watch.of(*text, (_Meaning.IGNORED, tags_end), (_Meaning.CLOSER, late)),
         reasoning=_Watch.of((_Meaning.ANSWER, closes), (_Meaning.CALL, interrupting)),
         is_looking=calls is not None,
         bare="" if calls is None or calls.bare_opener is None else calls.bare_opener or "{",
@@ -185,6 +187,8 @@ def _tags(calls: CallFormat, marker: Callable[[str], Marker]) -> Tags | None:
 class AnswerMachine:
     """Reads one answer."""
 
+    __slots__ = ("_mark_of", "_reader", "_run", "reasoning_tokens")
+
     def __init__(
         self,
         format_: AnswerFormat,
@@ -195,68 +199,92 @@ class AnswerMachine:
     ) -> None:
         """`tools` has the schema of each function's parameters by its name; None if calls are not looked
         for. `mint` makes the id of a call."""
-        self._format = format_
-        self._tables = tables = _tables(format_, tools is not None)
+        self._reader = reader = _Reader(format_, _begun(format_, prompt_tail), tools, mint)
+        self._mark_of = reader.tables.spelling.mark_of
+        self._run: Final = reader.read()
+        self.reasoning_tokens = 0
+        """The number of tokens of the reasoning, its markers among them."""
+        next(self._run)
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._reader.is_reasoning
+
+    @property
+    def calls(self) -> int:
+        """The number of calls so far."""
+        return self._reader.calls
+
+    def feed(self, token_id: int, text: str) -> list[Part]:
+        """Take a token, and the text that the decoder released with it. Returns the parts that are certain
+        now, which may be none."""
+        mark, reader = self._mark_of.get(token_id), self._reader
+        if mark is not None:
+            text = text.removesuffix(mark[1]) + mark[0]
+        elif reader.free is not None and not text[-1:].isspace() and reader.firsts.search(text) is None:
+            self.reasoning_tokens += reader.is_reasoning
+            return [Part(text, reader.free)] if text else []
+        was_reasoning = reader.is_reasoning
+        parts = self._take(text) if text else []
+        self.reasoning_tokens += was_reasoning or reader.is_reasoning
+        return parts
+
+    def finish(self) -> list[Part]:
+        """The parts that were held back, once nothing more comes."""
+        self._reader.source.is_whole = True
+        return self._take("")
+
+    def _take(self, text: str) -> list[Part]:
+        reader = self._reader
+        reader.source.text += text
+        next(self._run, None)
+        parts, reader.parts = reader.parts, []
+        return parts
+
+
+class _Reader:
+    """What reads an answer, apart from the generator that runs it: they would refer to each other."""
+
+    def __init__(
+        self,
+        format_: AnswerFormat,
+        begun: PartKind | None,
+        tools: Mapping[str, Any] | None,
+        mint: Callable[[], str],
+    ) -> None:
+        self.tables = _tables(format_, tools is not None)
+        self.source = Source()
+        self.parts: list[Part] = []
+        """What is certain and was not taken."""
+        self.is_reasoning = begun is PartKind.REASONING
+        self.calls = 0
+        self.free: PartKind | None = None
+        """The kind of text that passes without being looked at, unless it holds one of `firsts`. None where
+        none does."""
+        self.firsts = self.tables.text.firsts
+        self._calls_format = format_.calls
         self._tools = tools or {}
         self._mint = mint
-        self._mark_of = tables.spelling.mark_of
-        self._source = Source()
-        self._parts: list[Part] = []
-        begun = _begun(format_, prompt_tail)
-        self.is_reasoning = begun is PartKind.REASONING
         self._at_start = begun is None
         """True until the answer's text begins: a bare call can only come now."""
         self._is_trimming = self.is_reasoning
         """True while white space is left out, behind a marker."""
         self._is_unclosed = False
-        self._free: PartKind | None = None
-        """The kind of text that passes without being looked at, unless it may begin a marker. None where
-        none does."""
-        self._firsts = tables.text.firsts
-        self.reasoning_tokens = 0
-        self.calls = 0
-        """The number of calls so far."""
-        self._run: Final = self._read()
-        next(self._run)
-
-    def feed(self, token_id: int, text: str) -> list[Part]:
-        """Take a token, and the text that the decoder released with it. Returns the parts that are certain
-        now, which may be none."""
-        mark = self._mark_of.get(token_id)
-        if mark is not None:
-            text = text.removesuffix(mark[1]) + mark[0]
-        elif self._free is not None and not text[-1:].isspace() and self._firsts.search(text) is None:
-            self.reasoning_tokens += self.is_reasoning
-            return [Part(text, self._free)] if text else _NOTHING
-        was_reasoning = self.is_reasoning
-        parts = self._take(text) if text else _NOTHING
-        self.reasoning_tokens += was_reasoning or self.is_reasoning
-        return parts
-
-    def finish(self) -> list[Part]:
-        """The parts that were held back, once nothing more comes."""
-        self._source.is_whole = True
-        return self._take("")
-
-    def _take(self, text: str) -> list[Part]:
-        self._source.text += text
-        next(self._run, None)
-        parts, self._parts = self._parts, []
-        return parts
+        """True if the closing marker of a call did not come."""
 
     def _emit(self, text: str, kind: PartKind) -> None:
         if text:
-            text = self._tables.spelling.plain(text)
-            last = self._parts[-1] if self._parts else None
+            text = self.tables.spelling.plain(text)
+            last = self.parts[-1] if self.parts else None
             if last is not None and last.kind is kind and kind is not PartKind.CALL:
-                self._parts[-1] = last._replace(text=last.text + text)
+                self.parts[-1] = last._replace(text=last.text + text)
             else:
                 number = self.calls - 1 if kind is PartKind.ARGUMENTS else -1
-                self._parts.append(Part(text, kind, number))
+                self.parts.append(Part(text, kind, number))
 
     # -- prose ------------------------------------------------------------------------------------
 
-    def _read(self) -> Reading[None]:
+    def read(self) -> Reading[None]:
         """Read the whole answer."""
         while True:
             meaning, lead_len = yield from self._prose()
@@ -265,18 +293,18 @@ class AnswerMachine:
             if meaning is _Meaning.CALL:
                 yield from self._attempt(lead_len)
                 continue
-            self._source.drop()
+            self.source.drop()
             self._is_trimming = True
-            if meaning is _Meaning.IGNORED:
+            if meaning is _Meaning.CLOSER:
                 self._is_unclosed = False
-            else:
+            elif meaning is not _Meaning.IGNORED:
                 self.is_reasoning = meaning is _Meaning.REASONING
 
     def _prose(self) -> Reading[tuple[_Meaning | None, int]]:
         """Release prose up to a marker, and pass that. White space before it is neither passed nor released
         where a call may begin, which may turn out to be text: then its length is returned, too. No meaning
         at the end of the answer."""
-        source = self._source
+        source = self.source
         while True:
             if self._is_trimming:
                 source.text = source.text.lstrip()
@@ -286,28 +314,28 @@ class AnswerMachine:
             if meaning is None and source.is_whole:
                 self._release(len(source.text))
                 return None, 0
-            kept = len(source.text[:at].rstrip()) if self._tables.is_looking or self.is_reasoning else at
+            kept = len(source.text[:at].rstrip()) if self.tables.is_looking or self.is_reasoning else at
             self._release(max(kept, at - SPACE_HELD_MAX))
             if meaning is not None:
                 lead_len = at - kept if at - kept <= SPACE_HELD_MAX else SPACE_HELD_MAX
                 source.at = lead_len + end - at
                 return meaning, lead_len
-            waits_for_bare = self._at_start and bool(self._tables.bare) and not self.is_reasoning
+            waits_for_bare = self._at_start and bool(self.tables.bare) and not self.is_reasoning
             if not (source.text or self._is_trimming or waits_for_bare):
-                self._free = PartKind.REASONING if self.is_reasoning else PartKind.TEXT
-                self._firsts = watch.firsts
+                self.free = PartKind.REASONING if self.is_reasoning else PartKind.TEXT
+                self.firsts = watch.firsts
             yield
-            self._free = None
+            self.free = None
 
     def _watch(self) -> _Watch:
         if self.is_reasoning:
-            return self._tables.reasoning
-        return self._tables.unclosed if self._is_unclosed else self._tables.text
+            return self.tables.reasoning
+        return self.tables.unclosed if self._is_unclosed else self.tables.text
 
     def _bare(self) -> tuple[int, _Meaning | None, int] | None:
         """As `_Watch.look` has it: a call without a marker, or white space before what may be one. None if
         there can be none."""
-        text, bare = self._source.text, self._tables.bare
+        text, bare = self.source.text, self.tables.bare
         if not (bare and self._at_start) or self.is_reasoning:
             return None
         at = len(text) - len(text.lstrip())
@@ -315,11 +343,11 @@ class AnswerMachine:
             return (at, None, at) if at <= SPACE_HELD_MAX else None
         if text[at] != bare or at > SPACE_HELD_MAX:
             return None
-        return at, _Meaning.CALL, at + self._tables.bare_len
+        return at, _Meaning.CALL, at + self.tables.bare_len
 
     def _release(self, length: int) -> None:
         """Release what the source begins with."""
-        source = self._source
+        source = self.source
         if length:
             self._emit(source.text[:length], PartKind.REASONING if self.is_reasoning else PartKind.TEXT)
             source.text = source.text[length:]
@@ -330,7 +358,7 @@ class AnswerMachine:
     def _attempt(self, lead_len: int) -> Reading[None]:
         """Read one or more calls, whose marker was passed. What turns out to be none is given back: its first
         character is text, and what follows it is looked at again."""
-        source, calls_before = self._source, self.calls
+        source, calls_before = self.source, self.calls
         source.holds = True
         with suppress(Broken):
             yield from self._calls()
@@ -342,7 +370,7 @@ class AnswerMachine:
             self._is_trimming = True
 
     def _calls(self) -> Reading[None]:
-        calls, tables, source = self._format.calls, self._tables, self._source
+        calls, tables, source = self._calls_format, self.tables, self.source
         assert calls is not None
         while True:
             if calls.envelope is not None:
@@ -367,19 +395,19 @@ class AnswerMachine:
 
     def _begin(self, name: str) -> None:
         """Begin a call: from here on it is one."""
-        self._source.holds = False
+        self.source.holds = False
         self.is_reasoning = self._at_start = False
         self._is_unclosed = True
         self.calls += 1
-        name = self._tables.spelling.plain(name)
-        self._parts.append(Part(name, PartKind.CALL, self.calls - 1, self._mint()))
+        name = self.tables.spelling.plain(name)
+        self.parts.append(Part(name, PartKind.CALL, self.calls - 1, self._mint()))
 
     def _arguments(self, text: str) -> None:
         self._emit(text, PartKind.ARGUMENTS)
 
     def _named(self, calls: CallFormat) -> Reading[None]:
         """A call whose name stands before its arguments."""
-        source, tables, plain = self._source, self._tables, self._tables.spelling.plain
+        source, tables, plain = self.source, self.tables, self.tables.spelling.plain
         yield from source.space()
         found = yield from source.matched(_NAME, _NAME)
         if found is None:
@@ -395,7 +423,7 @@ class AnswerMachine:
         if calls.arguments is ArgumentsKind.TAGGED:
             self._begin(name)
             assert tables.tags is not None
-            yield from notations.tagged(source, emit, tables.tags, self._properties(name), plain)
+            yield from notations.tagged(source, emit, tables.tags, self._schema(name), plain)
             return
         if (yield from source.space()) != "{":
             raise Broken
@@ -406,17 +434,16 @@ class AnswerMachine:
             yield from notations.json_value(source, emit)
 
     def _begin_once(self, name: str) -> None:
-        if self._source.holds:
+        if self.source.holds:
             self._begin(name)
 
-    def _properties(self, name: str) -> Mapping[str, Any]:
+    def _schema(self, name: str) -> Mapping[str, Any]:
         schema = self._tools.get(name)
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        return properties if isinstance(properties, Mapping) else {}
+        return schema if isinstance(schema, Mapping) else {}
 
     def _envelope(self, calls: CallFormat) -> Reading[None]:
         """A call that is a JSON object with name and arguments as members, in any order."""
-        source, envelope = self._source, calls.envelope
+        source, envelope = self.source, calls.envelope
         assert envelope is not None
         if (yield from source.space()) != "{":
             raise Broken
@@ -428,11 +455,11 @@ class AnswerMachine:
             if key == envelope.name and not name and source.holds:
                 name = yield from self._name()
             elif key in (envelope.arguments, "arguments", "parameters") and not held and source.holds:
-                if name:
+                if name and (yield from source.peek()) == "{":
                     self._begin(name)
-                    yield from self._argument_value()
+                    yield from notations.json_value(source, self._arguments)
                 else:
-                    held = yield from self._held_value()
+                    held = _object_text((yield from self._held_value()))
             else:
                 yield from self._held_value()
             char = yield from source.space()
@@ -448,41 +475,33 @@ class AnswerMachine:
             if not name or (not held and self._is_bare_here(calls)):
                 raise Broken
             self._begin(name)
-            self._arguments(_object_text(held))
+            self._arguments(held or "{}")
 
     def _is_bare_here(self, calls: CallFormat) -> bool:
-        return calls.is_bare and self._source.text.lstrip()[:1] == self._tables.bare
+        return calls.is_bare and self.source.text.lstrip()[:1] == self.tables.bare
 
     def _key(self) -> Reading[str]:
-        if (yield from self._source.peek()) != '"':
+        if (yield from self.source.peek()) != '"':
             raise Broken
-        key = yield from notations.json_string(self._source)
-        if (yield from self._source.space()) != ":":
+        key = yield from notations.json_string(self.source)
+        if (yield from self.source.space()) != ":":
             raise Broken
-        self._source.at += 1
-        if not (yield from self._source.space()):
+        self.source.at += 1
+        if not (yield from self.source.space()):
             raise Broken
         return key[1:-1]
 
     def _name(self) -> Reading[str]:
-        if (yield from self._source.peek()) != '"':
+        if (yield from self.source.peek()) != '"':
             raise Broken
-        name = _decoded((yield from notations.json_string(self._source)))
+        name = _decoded((yield from notations.json_string(self.source)))
         if _NAME.fullmatch(name) is None:
             raise Broken
         return name
 
-    def _argument_value(self) -> Reading[None]:
-        """The arguments, at whose first character the source is: passed on as they come, if they are an
-        object."""
-        if (yield from self._source.peek()) in ("{", "["):
-            yield from notations.json_value(self._source, self._arguments)
-        else:
-            self._arguments(_object_text((yield from self._held_value())))
-
     def _held_value(self) -> Reading[str]:
         """Pass a JSON value, and return its text, if it may still have to be given back."""
-        source, pieces = self._source, list[str]()
+        source, pieces = self.source, list[str]()
         char = yield from source.peek()
         if char == '"':
             return (yield from notations.json_string(source))
@@ -492,7 +511,10 @@ class AnswerMachine:
             if source.is_whole and source.at == len(source.text):
                 raise Broken
             return "".join(pieces)
-        return (yield from notations.json_scalar(source))
+        scalar = notations.scalar_json((yield from notations.json_scalar(source)))
+        if scalar is None:
+            raise Broken
+        return scalar
 
 
 def _forget(_: str) -> None:
@@ -500,19 +522,16 @@ def _forget(_: str) -> None:
 
 
 def _object_text(value: str) -> str:
-    """The arguments of a call as an object: nothing and null are an empty one, and a string that holds an
-    object's JSON is that object. Anything else is passed on as it is."""
-    if value in ("", "null"):
+    """The arguments of a call, which were not passed on as they came, as an object: null is an empty one, and
+    a string that holds an object's JSON is that object. Raises Broken for anything else."""
+    if value == "null":
         return "{}"
-    if value.startswith('"'):
-        inner = _decoded(value).strip()
-        if inner.startswith("{"):
-            try:
-                msgspec.json.decode(inner.encode())
-            except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-                return value
-            return inner
-    return value
+    inner = _decoded(value).strip() if value.startswith('"') else value
+    try:
+        msgspec.json.decode(inner.encode(), type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        raise Broken from None
+    return inner
 
 
 def _decoded(text: str) -> str:

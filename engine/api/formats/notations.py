@@ -33,6 +33,10 @@ KEY_LEN_MAX: Final = 256
 """The most characters of an argument's name."""
 DEPTH_MAX: Final = 64
 """The most lists and mappings within each other in Python's notation."""
+REFERENCES_MAX: Final = 8
+"""The most references and choices that are followed within each other, for the type of an argument."""
+CHOICES_MAX: Final = 64
+"""The most choices that are looked at, for the same."""
 SCALAR_LEN_MAX: Final = 512
 """The most characters of a number or a word in Python's notation."""
 
@@ -152,11 +156,13 @@ class Tags:
 
 
 def tagged(
-    source: Source, emit: Emit, tags: Tags, properties: Mapping[str, Any], plain: Callable[[str], str]
+    source: Source, emit: Emit, tags: Tags, schema: Mapping[str, Any], plain: Callable[[str], str]
 ) -> Reading[None]:
     """Pass elements up to what is none. A value is a JSON string of its text, unless its schema knows another
     type that it can be read as."""
     members = Members(emit)
+    properties = schema.get("properties")
+    known: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
     while True:
         yield from source.space()
         key = yield from _tag(source, tags)
@@ -165,7 +171,7 @@ def tagged(
                 members.close()
             return
         members.key(plain(key))
-        types = schema_types(properties.get(key))
+        types = schema_types(known.get(key), schema)
         if tags.skips_break and (yield from source.peek()) == "\n":
             source.at += 1
         done = yield from _tagged_value(source, emit, tags, types, plain)
@@ -255,21 +261,50 @@ def _free_end(text: str, at: int, ending: str, drops_break: bool) -> int:
     return end - 1 if drops_break and end > at and text[end - 1] == "\n" else end
 
 
-def schema_types(schema: Any) -> tuple[str, ...]:
-    """The types that a schema allows by its own words, in their order. Empty if it does not say."""
-    if not isinstance(schema, Mapping):
+def schema_types(
+    schema: Any,
+    root: Mapping[str, Any] | None = None,
+    followed: dict[str, tuple[str, ...]] | None = None,
+    depth: int = 0,
+) -> tuple[str, ...]:
+    """The types that a schema allows, in the order in which it names them. Empty if it does not say. `root`
+    is the schema that its references point into; `followed` has the types of those that were followed, each
+    once, since a caller's may branch without end."""
+    if not isinstance(schema, Mapping) or depth > REFERENCES_MAX:
         return ()
+    followed = {} if followed is None else followed
     stated = schema.get("type")
-    types = [stated] if isinstance(stated, str) else []
+    if isinstance(stated, str):
+        return (stated,)
+    found: list[str] = []
     if isinstance(stated, list):
-        types += [kind for kind in stated if isinstance(kind, str)]
-    for union in ("anyOf", "oneOf"):
+        found += [kind for kind in stated if isinstance(kind, str)]
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        if reference not in followed:
+            followed[reference] = ()  # as it may lead back here
+            followed[reference] = schema_types(_referred(reference, root), root, followed, depth + 1)
+        found += followed[reference]
+    for union in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(union)
-        for choice in choices if isinstance(choices, list) else ():
-            if isinstance(choice, Mapping):  # one level: a choice of choices says nothing
-                kind = choice.get("type")
-                types += [kind] if isinstance(kind, str) else []
-    return tuple(dict.fromkeys(types))
+        for choice in choices[:CHOICES_MAX] if isinstance(choices, list) else ():
+            found += schema_types(choice, root, followed, depth + 1)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not found and isinstance(values, list):
+        found += [_TYPE_NAMES.get(type(value), "string") for value in values[:CHOICES_MAX]]
+    if not found:
+        found += [kind for keyword, kind in _TELLING.items() if keyword in schema]
+    return tuple(dict.fromkeys(found))
+
+
+def _referred(reference: str, root: Any) -> Any:
+    """What a reference names within the schema. None where it is not there."""
+    place, *steps = reference.split("/")
+    if place != "#":
+        return None
+    for step in steps[:REFERENCES_MAX]:
+        root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root
 
 
 def coerced(raw: str, types: tuple[str, ...]) -> str:
@@ -296,6 +331,22 @@ def _as(text: str, kind: str) -> str | None:
     return None
 
 
+_TYPE_NAMES: Final[Mapping[type, str]] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    str: "string",
+}
+_TELLING: Final = {
+    "properties": "object",
+    "additionalProperties": "object",
+    "items": "array",
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
+}
+"""The type that a keyword tells of, where a schema does not state one."""
 _BOOLEANS: Final = {"true": "true", "1": "true", "false": "false", "0": "false"}
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 
@@ -397,7 +448,7 @@ def keywords(
             source.at += 1
             break
         found = yield from source.matched(_KEYWORD, _KEYWORD_BEGUN)
-        word = None if found is None or found.group(2) is None else _scalar_json(found.group(2))
+        word = None if found is None or found.group(2) is None else scalar_json(found.group(2))
         if found is None or (word is None and found.group(2) is not None):
             break
         source.at = found.end()
@@ -480,7 +531,7 @@ class _Literals:
 
     def _scalar(self) -> Reading[str]:
         found = yield from self.source.matched(_PYTHON_SCALAR, _PYTHON_SCALAR)
-        word = None if found is None else _scalar_json(found.group())
+        word = None if found is None else scalar_json(found.group())
         if found is None or word is None:
             raise Broken
         self.source.at = found.end()
@@ -556,7 +607,7 @@ def _code_point(digits: str) -> str:
     return escaped(chr(number)) if number <= 0x10FFFF else "\\ufffd"
 
 
-def _scalar_json(word: str) -> str | None:
+def scalar_json(word: str) -> str | None:
     """A number or a constant as JSON. None for anything else."""
     if word in _JSON_WORDS or _NUMBER.fullmatch(word):
         return word

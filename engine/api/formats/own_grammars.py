@@ -14,7 +14,7 @@ from typing import Final
 
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from shared.apis.patterns import UNROLLED_LEN_MAX, check_pattern
+from shared.apis.patterns import UNROLLED_LEN_MAX, check_pattern, unrolled_len
 from shared.wire.errors import InvalidRequest
 
 RULES_MAX: Final = 300
@@ -103,7 +103,7 @@ class _Look:
         if word["other"] == ":" and following and following[0]["other"] == ":":
             self._refuse("has a rule with a parameter, which is not supported")
         if word["regex"]:
-            check_pattern(word["regex"].rstrip("abcdefghijklmnopqrstuvwxyz")[1:-1], self._param)
+            check_pattern(word["regex"][1:].rpartition("/")[0], self._param)
 
     def _size(self, name: str, around: tuple[str, ...]) -> int:
         """The size of a rule when all repeats are unrolled. What leads back to itself counts once."""
@@ -133,10 +133,12 @@ class _Look:
         return self._sizes[name]
 
     def _part(self, word: re.Match[str], around: tuple[str, ...]) -> int:
+        if word["regex"]:
+            return unrolled_len(word["regex"][1:].rpartition("/")[0])
+        if word["string"]:
+            return len(word["string"])
         name = word["name"]
-        if name and name.isupper():  # a rule is no part of another one, a terminal is
-            return self._size(name, around)
-        return 1
+        return self._size(name, around) if name.isupper() else 1  # a rule is not copied, a terminal is
 
 
 _TIMES: Final = ("least", "most", "from", "to")

@@ -26,9 +26,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
-from engine.api.answer.detokenizer import Detokenizer
+from msgspec import UNSET
+
+from engine.api.answer.detokenizer import Detokenizer, PartsDetokenizer
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading
-from engine.api.answer.exchange import WRITE_LEN, Exchange, Tally
+from engine.api.answer.exchange import SLOW_S, WRITE_LEN, Exchange, Tally
 from engine.api.answer.outputs import ChoiceOutput, Delta, RequestOutput
 from engine.api.answer.stop_strings import StopStrings
 from engine.api.answer.text_room import TextRoom
@@ -37,10 +39,11 @@ from engine.api.ask.asking import Asked, Deadlines, ask
 from engine.api.ask.model import ServedModel
 from engine.api.ask.state import EngineState
 from engine.api.told.vllm_metrics import EndedSequence
-from shared.apis.generation import GenerationRequest, PromptTokensDetails, Usage
+from shared.apis.generation import CompletionTokensDetails, GenerationRequest, PromptTokensDetails, Usage
 from shared.apis.holding import Holding
 from shared.process.shield import shielded
 from shared.wire import sse
+from shared.wire.causes import Cause, CauseCode
 from shared.wire.errors import ApiError, RequestAborted
 
 UNDER_WAY_S: Final = 0.2
@@ -99,6 +102,12 @@ class Generation:
         self._n = asked.n
         self._share = asked.share
         self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
+        self._grammar, self._grammar_kind = asked.form.grammar, asked.form.kind
+        reading = asked.form.reading
+        self._reads = reading is not None
+        """True if its answers have parts of several kinds."""
+        self._reasons = reading is not None and reading.format.reasoning is not None
+        """True if the model marks its reasoning."""
         self._prompt_lens = [len(choice.prompt_ids) for choice in asked.choices[:: asked.n]]
         lens = [len(choice.prompt_ids) for choice in asked.choices]
         self._bearer = lens.index(min(lens))
@@ -123,6 +132,7 @@ class Generation:
         try:
             with self._deadlines.watch(self._expire, self._is_waiting):
                 prompts, self._prompts = self._prompts, []
+                grammar, self._grammar = self._grammar, ""
                 self._handles = self._state.core.submit(
                     self._exchange.request_id,
                     prompts,
@@ -131,8 +141,9 @@ class Generation:
                     self._share,
                     self._deadlines.first_token_left_s,
                     self._bearer,
+                    grammar,
                 )
-                del prompts
+                del prompts, grammar
                 self._exchange.tally = self._tally(submitted_at)
                 if not self._streams:
                     self._exchange.tell_load()
@@ -283,6 +294,7 @@ class Generation:
             return
         last = max(self._outputs, key=lambda output: output.timing(now).life_s)
         exchange.causes += last.causes(now, shared=len(self._outputs) > 1)
+        self._settle_form(tally)
         metrics.prompt_tokens.inc(by=tally.prompt_tokens)
         metrics.count_uncharged(choice=self._prompt_tokens_again())
         request_s = now - exchange.started_at
@@ -302,11 +314,26 @@ class Generation:
                 gap_s = output.timing(now).decode_s / (output.completion_tokens - 1)
                 metrics.tpot_s.observe(gap_s, exemplar=exemplar)
 
+    def _settle_form(self, tally: Tally) -> None:
+        """Note what is not in every answer: reasoning, calls, and what its grammar took."""
+        exchange, metrics = self._exchange, self._state.metrics
+        if tally.reasoning_tokens or tally.calls:
+            metrics.reasoning_tokens.inc(by=tally.reasoning_tokens)
+            metrics.calls.inc(by=tally.calls)
+        if tally.masks_s is None:
+            return
+        if tally.masks_s >= SLOW_S:
+            exchange.causes.append(Cause(code=CauseCode.MASKS, ms=round(tally.masks_s * 1e3, 3)))
+        metrics.grammar_requests.inc(self._grammar_kind)
+        for output in self._outputs:
+            metrics.masks_s.observe(output.grammar_s)
+
     def _ended(self, index: int, output: ChoiceOutput, now: float) -> EndedSequence:
         error, timing = self._exchange.fate or self._output.error, output.timing(now)
         is_abort = error is None or isinstance(error, RequestAborted)
+        ended = "stop" if output.finish_reason == "tool_calls" else output.finish_reason
         return EndedSequence(
-            reason=output.finish_reason or ("abort" if is_abort else "error"),
+            reason=ended or ("abort" if is_abort else "error"),
             prompt_len=self._prompt_lens[index // self._n],
             tokens=output.completion_tokens,
             tokens_max=self._tokens_max[index],
@@ -326,6 +353,9 @@ class Generation:
             cached_tokens=sum(output.cached_len for output in self._outputs[:: self._n]),
             host_tokens=sum(output.host_len for output in self._outputs[:: self._n]),
             disk_tokens=sum(output.disk_len for output in self._outputs[:: self._n]),
+            reasoning_tokens=sum(output.reasoning_tokens for output in self._outputs) if self._reads else 0,
+            calls=sum(output.calls for output in self._outputs) if self._reads else 0,
+            masks_s=sum(output.grammar_s for output in self._outputs) if self._grammar_kind else None,
             timing=replace(
                 last,
                 preemptions=sum(timing.preemptions for timing in timings),
@@ -364,6 +394,7 @@ class Generation:
             tally.completion_tokens,
             tally.prompt_tokens + tally.completion_tokens,
             PromptTokensDetails(tally.cached_tokens),
+            CompletionTokensDetails(tally.reasoning_tokens) if self._reasons else UNSET,
         )
 
     # -- making -----------------------------------------------------------------------------------
@@ -371,12 +402,18 @@ class Generation:
     def _choice_output(self, asked: Asked, model: ServedModel, index: int) -> ChoiceOutput:
         choice, core = asked.choices[index], self._state.core
         decoder = model.tokenizer.decode_stream(choice.prompt_ids)
+        reading, min_tokens = asked.form.reading, choice.sampling.min_tokens
+        if reading is None:
+            detokenizer = Detokenizer(decoder, self._stops, min_tokens)
+        else:
+            detokenizer = PartsDetokenizer(decoder, reading.machine(), self._stops, min_tokens)
         return ChoiceOutput(
             index,
             self._output,
-            Detokenizer(decoder, self._stops, choice.sampling.min_tokens),
+            detokenizer,
             stop_token_ids=asked.stop_ids,
             keeps_entries=asked.sends_token_ids or asked.logprobs is not None,
+            tells_calls=reading is not None and reading.tells_calls,
             submitted_at=self._state.clock.monotonic(),
             steps=core.steps,
             prompt_len=len(choice.prompt_ids),
@@ -392,6 +429,7 @@ class Generation:
             sends_usage=asked.sends_usage,
             sends_token_ids=asked.sends_token_ids,
             logprobs=asked.logprobs,
+            sends_reasoning=asked.sends_reasoning,
         )
         prompts = [choice.prompt_ids for choice in asked.choices] if asked.sends_token_ids else []
         scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]

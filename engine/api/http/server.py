@@ -29,7 +29,7 @@ from engine.api.http.app import HttpServer
 from engine.api.http.service import Service
 from engine.api.told.metrics import EngineMetrics
 from engine.api.told.vllm_metrics import VllmNames
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelTokens
 from shared.process import descriptors, logs, tls
 from shared.process.arguments import cannot_listen
 from shared.process.clock import SYSTEM_CLOCK, Clock
@@ -51,7 +51,7 @@ log = logs.get(__name__)
 
 Resolve = Callable[[str], Path]
 """Turns a hub id or a path into a model directory. May block. Raises StartFailed."""
-MakeLink = Callable[[EngineConfig], CoreLink]
+MakeLink = Callable[[EngineConfig, ModelTokens], CoreLink]
 
 
 class StartFailed(Exception):
@@ -128,10 +128,14 @@ class Engine:
                 created=int(self._clock.wall()),
                 template_arguments=config.template_names,
                 template_defaults=config.template_defaults,
+                answer_format=config.answer_format,
             )
         except (UnusableTokenizer, UnusableModel) as error:
             raise StartFailed(str(error)) from error
-        link = self._make_link(dataclasses.replace(config, model=str(directory)))
+        format_ = state.model.answer_format
+        if format_ is not None:
+            log.info("engine.answer_format", name=format_.name, tools=format_.calls is not None)
+        link = self._make_link(dataclasses.replace(config, model=str(directory)), state.model.tokens)
         self._core_task = asyncio.create_task(self._follow_core(link), name="core")
         try:
             async with asyncio.timeout(config.startup_timeout_s):

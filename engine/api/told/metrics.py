@@ -15,12 +15,15 @@ from prometheus_client.registry import Collector
 
 from engine.api.told.vllm_metrics import VllmMetrics, VllmNames, VllmReading
 from engine.contract.messages import CoreStats, RunnerInfo, ServiceClass, StepOutput
+from shared.apis.structure import StructureKind
 from shared.process.metrics import Counter, Gauge, Histogram, registry_of_service
 from shared.telemetry.stages import Exposition, exposition
 
 PREFIX: Final = "penstock_engine_"
 _LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STEP_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+GRAMMAR_KINDS: Final = (*(kind.value for kind in StructureKind), "tools", "reasoning")
+"""What a grammar is asked for by: a structure, tools, or a bound on reasoning."""
 _SHARES: Final = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
@@ -59,6 +62,8 @@ class EngineMetrics:
         self.grammar_requests = self._counter(
             "grammar_requests", "Requests whose answer follows a grammar, by what asks for it.", "kind"
         )
+        for kind in GRAMMAR_KINDS:
+            self.grammar_requests.inc(kind, by=0)
         self.grammars_refused = self._counter("grammars_refused", "Grammars that could not be compiled.")
         self.masks_s = self._histogram(
             "masks_seconds", "The core's time for one sequence's grammar, beside the steps.", _LATENCY_S

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from engine.contract.messages import (
@@ -48,6 +48,9 @@ class Results:
     holds the same."""
     forget: Callable[[Sequence], None]
     """`forget(sequence)` lets no other sequence find what its pages hold."""
+    matched: list[tuple[int, int]] = field(default_factory=list)
+    """The tokens that came for sequences with grammars which go on, (handle, token) each, since the scheduler
+    took them."""
 
     def take(
         self, flight: InFlight, result: RunResult, news: News, now: float
@@ -109,7 +112,11 @@ class Results:
         news.logprobs.append(logprobs)
         if token in sequence.sampling.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if sequence.output_len == sequence.sampling.max_tokens else None
+        if sequence.output_len == sequence.sampling.max_tokens:
+            return FinishReason.LENGTH
+        if sequence.mask is None:
+            self.matched.append((sequence.handle, token))
+        return None
 
     def _fail(self, sequence: Sequence) -> FinishReason:
         self.forget(sequence)  # what broke it may be in its pages: no other sequence may find them

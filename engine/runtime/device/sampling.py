@@ -68,6 +68,11 @@ class DeviceSampling:
     stops: Tensor
     held_until: Tensor
     """The position before which stop tokens are not sampled, [slots] int32."""
+    masks: Tensor
+    """The tokens that a grammar allows now, a bit for each, [slots, words] int32. Read for masked slots
+    only."""
+    are_masked: Tensor
+    """1 in slots whose sequences follow a grammar, else 0: [slots] int32."""
 
     @property
     def limits(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -93,6 +98,8 @@ class DeviceSampling:
             stop_ids=zeros(STOPS_MAX),
             stops=zeros(),
             held_until=zeros(),
+            masks=zeros(-(-vocab_size // 32)),
+            are_masked=zeros(),
         )
 
     def seat(self, slot: int, params: SamplingParams, prompt: Tensor, output: Tensor) -> None:
@@ -145,6 +152,22 @@ class DeviceSampling:
         self._list(slots, self.bias_ids, ids, np.int32)
         self._list(slots, self.bias_values, values, np.float32)
         self._list(slots, self.stop_ids, stops, np.int32)
+
+    def mask(self, slots: Sequence[int], masks: Sequence[bytes]) -> None:
+        """Write the masks by which these slots sample next."""
+        words = self.masks.shape[1]
+        own = [np.frombuffer(mask, np.int32)[:words] for mask in masks]
+        table = np.zeros((len(own), words), np.int32)
+        for row, mask in zip(table, own, strict=True):
+            row[: len(mask)] = mask
+        at, there = upload([np.array(slots, np.int64), table], self.masks.device)
+        self.masks.index_copy_(0, at, there)
+        self.are_masked.index_fill_(0, at, 1)
+
+    def unmask(self, slots: Sequence[int]) -> None:
+        """Note that these slots have sequences without a grammar."""
+        (at,) = upload([np.array(slots, np.int64)], self.masks.device)
+        self.are_masked.index_fill_(0, at, 0)
 
     def count(self, slot: int, prompt: Tensor, output: Tensor) -> None:
         """Count the tokens of a sequence that has penalties; prompt and output [n] int, on the device."""
@@ -274,6 +297,8 @@ def _measure(
         columns.stop_ids,
         columns.stops,
         columns.held_until,
+        columns.masks,
+        columns.are_masked,
         *scratch.measures,
         scratch.places,
         vocab_size,

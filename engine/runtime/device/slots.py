@@ -3,7 +3,7 @@
 The host keeps what it can predict (`Seats`: each slot's sequence, its numbers of tokens and pages). Tokens,
 page tables, sampling parameters and counts lie on the device by slot. A plan's changes to them are gathered
 first and sent together: two copies for a plan that seats sequences, one for a plan in which sequences get
-pages, none for any other, whatever the number of its rows.
+pages, one more for one that samples under masks, none for any other, whatever the number of its rows.
 
 There is one slot more than sequences can have: rows that pad a graph use it, on a page of their own.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import compress
 
 import numpy as np
 import torch
@@ -45,6 +46,8 @@ class DeviceSlots(Seats):
         self.page_table[self.padding_slot] = padding_page
         self.sampling = DeviceSampling.empty(slots + 1, vocab_size, device)
         self._seated: list[SlotAssignment] = []
+        self._masked: set[int] = set()
+        """Slots that have sampled under a mask, and that no sequence without one has taken since."""
         self._placed: dict[int, int] = {}
         """The pages to be sent, by place in the flattened page table; a later entry replaces an earlier
         one."""
@@ -58,6 +61,8 @@ class DeviceSlots(Seats):
             at, pages = np.array(list(self._placed), np.int64), np.array([*self._placed.values()], np.int32)
             self.page_table.view(-1).index_copy_(0, *upload([at, pages], self.device))
             self._placed = {}
+        if plan.masks:
+            self._send_masks(plan)
 
     def append(self, slots: Sequence[int]) -> None:
         """Note that the device has stored one more token for each slot."""
@@ -71,6 +76,12 @@ class DeviceSlots(Seats):
         begin = slot * self.pages_per_sequence + index
         self._placed |= zip(range(begin, begin + len(pages)), pages, strict=True)
 
+    def _send_masks(self, plan: Plan) -> None:
+        sampled = compress(plan.slots, plan.wants)
+        masked = {slot: mask for slot, mask in zip(sampled, plan.masks, strict=True) if mask}
+        self.sampling.mask(list(masked), list(masked.values()))
+        self._masked |= masked.keys()
+
     def _send_seated(self, seated: Sequence[SlotAssignment]) -> None:
         width = self.tokens.shape[1]
         lengths = [len(start.token_ids) for start in seated]
@@ -82,6 +93,9 @@ class DeviceSlots(Seats):
             [start.sampling for start in seated],
             [start.prompt_len for start in seated],
         )
+        if stale := self._masked.intersection(start.slot for start in seated):
+            self.sampling.unmask(sorted(stale))
+            self._masked -= stale
         for start, length in zip(seated, lengths, strict=True):
             if start.sampling.needs_history:
                 own = self.tokens[start.slot]

@@ -63,6 +63,6 @@ class HostRunner:
         slots = [row.slot for row in batch.sampled]
         seats = [self.slots.seat(slot) for slot in slots]
         logits = self.model.logits(hidden if len(slots) == batch.tokens else hidden[batch.sampled_at])
-        tokens = sample(logits, slots, seats, self.slots.columns, self.draw)
+        tokens = sample(logits, slots, seats, self.slots.columns, self.draw, batch.plan.masks)
         self.slots.append(slots, tokens)
         return tokens, logits

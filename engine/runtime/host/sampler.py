@@ -2,25 +2,25 @@
 
 The reference distribution, in this order:
 
-  1.-3. the edits (`engine.runtime.step.edits`)
-  4. temperature 0, or one too small for float32: the largest logit, lowest id among equals, and done; else
+  1.-4. the edits (`engine.runtime.step.edits`)
+  5. temperature 0, or one too small for float32: the largest logit, lowest id among equals, and done; else
      logits / temperature
-  5. top-k: the k likeliest stay, lower ids first among equals
-  6. top-p: of those, renormalised, the fewest that reach p together; the best one always
-  7. min-p: of those, the tokens with at least min_p of the best one's probability
-  8. renormalised, the token at u in the cumulative distribution, u being philox(seed, position)
+  6. top-k: the k likeliest stay, lower ids first among equals
+  7. top-p: of those, renormalised, the fewest that reach p together; the best one always
+  8. min-p: of those, the tokens with at least min_p of the best one's probability
+  9. renormalised, the token at u in the cumulative distribution, u being philox(seed, position)
 
-Finite logits never become NaN on the way: differences of what step 3 leaves may be infinite, and are divided
+Finite logits never become NaN on the way: differences of what step 4 leaves may be infinite, and are divided
 by a temperature that is neither 0 nor infinite.
 
 Every row is computed from that row alone, with sums in float64 and a fixed order, so that a token never
 depends on the rest of the batch. Top-k and top-p take the tokens in order, likeliest first; a row without
 either, a top-k of the whole vocabulary being none, draws in the order of ids.
 
-Edits are made on copies of the rows that ask for them. The other steps are a `Draw`'s: the network's own, or
-`draw_by_torch`, which sorts what top-k and top-p may keep. Of a large vocabulary that takes so long
-that only the likeliest few are put in order (`CANDIDATES`); rows that need more are sorted one by one.
-"""
+Edits are made on copies of the rows that ask for them. The mask, and the steps behind it, are a `Draw`'s: the
+network's own, or `draw_by_torch`, which sorts what top-k and top-p may keep. Of a large vocabulary that takes
+so long that only the likeliest few are put in order (`CANDIDATES`); rows that need more are sorted one by
+one. """
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from engine.contract.messages import NUMERIC_FAILURE
 from engine.runtime.host.philox import uniforms
+from engine.runtime.step.edits import forbid
 from engine.runtime.step.logprobs import stable_topk
 from engine.runtime.step.seats import SamplingColumns, Seat
 
@@ -53,10 +54,11 @@ class Draw(Protocol):
         slots: Sequence[int],
         positions: Sequence[int],
         columns: SamplingColumns,
+        masks: Sequence[bytes] = (),
     ) -> Tensor:
-        """Steps 4 to 8: tokens [r] int64 for these rows of logits [R, vocab] float32, each of a slot and at a
-        position; NUMERIC_FAILURE where not finite. Implementations draw the same tokens, unless u is nearer
-        to the border between two than float32 weights are exact."""
+        """Steps 4 to 9: tokens [r] int64 for these rows of logits [R, vocab] float32, each of a slot and at a
+        position; NUMERIC_FAILURE where not finite. `masks`: a row's each, or none. Implementations draw the
+        same tokens, unless u is nearer to the border between two than float32 weights are exact."""
         ...
 
 
@@ -66,14 +68,17 @@ def sample(
     seats: Sequence[Seat],
     columns: SamplingColumns,
     draw: Draw | None = None,
+    masks: Sequence[bytes] = (),
 ) -> Tensor:
-    """logits [S, vocab] float32, left unchanged -> tokens [S] int64, NUMERIC_FAILURE where not finite."""
+    """logits [S, vocab] float32, left unchanged -> tokens [S] int64, NUMERIC_FAILURE where not finite.
+    `masks`: those of the plan."""
     draw = draw or draw_by_torch
     editors = [i for i, seat in enumerate(seats) if seat.edits.are_due(seat.output_len)]
 
     def drawn(logits: Tensor, rows: Sequence[int], which: Sequence[int]) -> Tensor:
         positions = [seats[i].known_len for i in which]
-        return draw(logits, rows, [slots[i] for i in which], positions, columns)
+        own = [masks[i] for i in which] if masks else masks
+        return draw(logits, rows, [slots[i] for i in which], positions, columns, own)
 
     everyone = range(len(seats))
     if not editors:
@@ -96,11 +101,18 @@ def draw_by_torch(
     slots: Sequence[int],
     positions: Sequence[int],
     columns: SamplingColumns,
+    masks: Sequence[bytes] = (),
 ) -> Tensor:
     """Implements `Draw`."""
     own = logits if len(rows) == len(logits) else logits[list(rows)]
     at = torch.tensor(slots)
-    tokens = own.argmax(dim=-1).where(_are_sound(own), NUMERIC_FAILURE)
+    sound = _are_sound(own)
+    if masks:
+        own = own.clone()
+        for row, mask in zip(own, masks, strict=True):
+            if mask:
+                forbid(row, mask)
+    tokens = own.argmax(dim=-1).where(sound, NUMERIC_FAILURE)
     is_random = (columns.temperature[at] > 0.0) & (tokens != NUMERIC_FAILURE)
     truncates = (columns.top_k[at] < logits.shape[1]) | (columns.top_p[at] < 1.0)
     for some, draw in ((is_random & truncates, _draw_truncated), (is_random & ~truncates, _draw_whole)):

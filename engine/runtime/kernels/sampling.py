@@ -66,6 +66,7 @@ _RUNG = tl.constexpr(NEAR / RUNGS)
 _PREFIX = tl.constexpr(PREFIX)
 _FAILURE = tl.constexpr(NUMERIC_FAILURE)
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+_ALLOWED_MIN = tl.constexpr(-3.4028234663852886e38 / 2)
 _NOBODY = tl.constexpr(0x7F800000 << 32)  # infinitely far: no mass
 
 
@@ -90,6 +91,8 @@ def measure_kernel(
     stop_ids,
     stops,
     held_until,
+    masks,
+    are_masked,
     best,
     raw_best,
     raw_sum,
@@ -115,7 +118,8 @@ def measure_kernel(
     looks_back = _looks_back(penalties + slot * 3)
     bias_count = tl.load(biases + slot)
     stop_count = tl.where(position < tl.load(held_until + slot), tl.load(stops + slot), 0)
-    is_edited = looks_back | (bias_count > 0) | (stop_count > 0)
+    is_masked = tl.load(are_masked + slot) > 0
+    is_edited = looks_back | (bias_count > 0) | (stop_count > 0) | is_masked
     if chunk == 0:
         tl.store(are_edited + row, is_edited.to(tl.int32))
     if looks_back:
@@ -137,6 +141,11 @@ def measure_kernel(
         tl.store(target + stop, tl.full([STOPS_MAX], -_FLOAT_MAX, tl.float32), mask=held)
         tl.debug_barrier()
         x = tl.load(target + ids, mask=inside, other=float("-inf"))
+    if is_masked:
+        words = tl.load(masks + slot * tl.cdiv(vocab, 32) + ids // 32, mask=inside, other=0)
+        allowed = ((words >> (ids % 32)) & 1) > 0
+        x = tl.where(inside & (allowed == 0), -_FLOAT_MAX, tl.where(inside, tl.maximum(x, _ALLOWED_MIN), x))
+        tl.store(target + ids, x, mask=inside)
     top, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + at, top)
     tl.store(places + at, tl.where(unsound > 0, _FAILURE, chunk * CHUNK + place))

@@ -51,6 +51,9 @@ struct PenstockDraw {
   const int64_t* top_k;
   const double* top_p;
   const uint64_t* seed;
+  // [count], each null or mask_len bytes, by which bit t says whether token t may be drawn; or null
+  const uint8_t* const* masks;
+  int64_t mask_len;
 };
 
 enum PenstockLinear : int32_t { QKV, OUTPUT, GATE_UP, DOWN, LM_HEAD, LINEARS };
@@ -171,11 +174,13 @@ class Decoder final : public Model {
 
  private:
   int64_t drawn(const PenstockDraw& all, int worker, int64_t i) {
-    const LogitsRow logits(all.logits + all.rows[i] * all.vocab, all.vocab);
+    const Mask mask{all.masks ? all.masks[i] : nullptr, all.mask_len};
+    const LogitsRow logits(all.logits + all.rows[i] * all.vocab, all.vocab, mask);
     const int64_t slot = all.slots[i], top_k = all.top_k[slot];
     const float temperature = all.temperature[slot], min_p = all.min_p[slot];
     const double top_p = all.top_p[slot];
     if (!logits.sound()) return NUMERIC_FAILURE;
+    if (logits.empty()) return 0;
     if (temperature == 0.0f) return logits.argmax();
     const double u = uniform(all.seed[slot], uint64_t(all.positions[i]));
     const bool whole = top_k >= all.vocab && top_p >= 1.0;

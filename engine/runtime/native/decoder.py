@@ -94,6 +94,8 @@ class Draw(ctypes.Structure):
         ("top_k", c_void_p),
         ("top_p", c_void_p),
         ("seed", c_void_p),
+        ("masks", POINTER(c_char_p)),
+        ("mask_len", c_int64),
     )
 
 
@@ -283,10 +285,13 @@ class NativeDecoder:
         slots: Sequence[int],
         positions: Sequence[int],
         columns: SamplingColumns,
+        masks: Sequence[bytes] = (),
     ) -> Tensor:
         """Implements `engine.runtime.host.sampler.Draw`."""
         assert logits.is_contiguous()
         column = c_int64 * len(rows)
+        mask_len = max(map(len, masks), default=0)
+        assert all(len(mask) in (0, mask_len) for mask in masks)
         wanted = Draw(
             count=len(rows),
             vocab=logits.shape[1],
@@ -299,6 +304,8 @@ class NativeDecoder:
             top_k=columns.top_k.data_ptr(),
             top_p=columns.top_p.data_ptr(),
             seed=columns.seed.data_ptr(),
+            masks=(c_char_p * len(masks))(*(mask or None for mask in masks)) if mask_len else None,
+            mask_len=mask_len,
         )
         tokens = torch.empty(len(slots), dtype=torch.int64)
         self._library.penstock_draw(self._model, byref(wanted), tokens.data_ptr())

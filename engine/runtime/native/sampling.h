@@ -1,4 +1,6 @@
-// From logits to a token: steps 4 to 8 of engine/runtime/host/sampler.py, in its order. Edits stay in torch.
+// From logits to a token: steps 4 to 9 of engine/runtime/host/sampler.py, in its order. Other edits stay in torch.
+//
+// A mask costs no pass of its own: what it forbids is passed over, and weighs nothing.
 //
 // A row that top-k or top-p truncates is not sorted: a large top-k, or a top-p of flat logits, keeps nearly all of a
 // vocabulary, and sorting 152k tokens takes 100 times as long as reading them. A place in the order is found by value
@@ -36,15 +38,31 @@ inline double uniform(uint64_t seed, uint64_t position) {
   return (double(c0 >> 5) * 0x1p26 + double(c1 >> 6)) * 0x1p-53;
 }
 
+// Which tokens may be drawn: all where there are no bits.
+struct Mask {
+  const uint8_t* bits;
+  int64_t len;  // in bytes
+
+  // Bit k says whether token i + k may be drawn; i is a multiple of LANES.
+  uint32_t lanes(int64_t i) const {
+    constexpr uint32_t ALL = uint32_t((uint64_t(1) << LANES) - 1);
+    if (!bits) return ALL;
+    uint32_t found = 0;
+    for (int64_t byte = i / 8; byte <= (i + LANES - 1) / 8 && byte < len; ++byte)
+      found |= uint32_t(bits[byte]) << 8 * (byte - i / 8);
+    return found >> i % 8 & ALL;
+  }
+};
+
 class LogitsRow {
   friend class Likeliest;
 
  public:
-  LogitsRow(const float* logits, int64_t vocab) : logits_(logits), vocab_(vocab) {
-    vf best = splat(logits[0]), broken{};
+  LogitsRow(const float* logits, int64_t vocab, Mask mask) : logits_(logits), vocab_(vocab), mask_(mask) {
+    vf best = splat(NEVER), broken{};
     for (int64_t i = 0; i < vocab; i += LANES) {
-      const vf x = at(i, logits[0]);
-      best = larger(best, x);
+      const vf x = raw(i, logits[0]);
+      best = larger(best, allowed(i, x));
       broken += x * 0.0f;
     }
     peak_ = largest(best);
@@ -53,16 +71,19 @@ class LogitsRow {
 
   bool sound() const { return sound_; }  // all are finite
 
+  bool empty() const { return peak_ == NEVER; }  // none may be drawn
+
   int64_t argmax() const {
     int64_t i = 0;
-    while (logits_[i] != peak_) ++i;
+    while (logits_[i] != peak_ || !(mask_.lanes(i / LANES * LANES) >> i % LANES & 1)) ++i;
     return i;
   }
 
   // The first token whose cumulative weight exceeds u times the total: first the block, then the place in it.
   int64_t draw(float temperature, float min_p, double u) const {
     const auto weigh = [&](int64_t i) {
-      const vf z = (at(i, -std::numeric_limits<float>::infinity()) - peak_) / temperature;
+      if (!mask_.lanes(i)) return vf{};
+      const vf z = (at(i, NEVER) - peak_) / temperature;
       const vf weight = z < -87.0f ? vf{} : exponential(z);
       return weight < min_p ? vf{} : weight;
     };
@@ -93,7 +114,20 @@ class LogitsRow {
   typedef float half __attribute__((vector_size(2 * LANES)));
   typedef double vd __attribute__((vector_size(4 * LANES)));
 
-  vf at(int64_t i, float behind) const {
+  static constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+  // NEVER where the mask forbids, `behind` behind the last.
+  vf at(int64_t i, float behind) const { return allowed(i, raw(i, behind)); }
+
+  vf allowed(int64_t i, vf x) const {
+    if (!mask_.bits) return x;
+    vu bit;
+    for (int lane = 0; lane < LANES; ++lane) bit[lane] = 1u << lane;
+    const vu set = bit & mask_.lanes(i);
+    return set != 0 ? x : splat(NEVER);
+  }
+
+  vf raw(int64_t i, float behind) const {
     if (vocab_ - i >= LANES) return load<vf>(logits_ + i);
     vf x = splat(behind);
     std::memcpy(&x, logits_ + i, (vocab_ - i) * sizeof(float));
@@ -115,6 +149,7 @@ class LogitsRow {
 
   const float* logits_;
   const int64_t vocab_;
+  const Mask mask_;
   float peak_;
   bool sound_;
 };

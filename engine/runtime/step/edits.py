@@ -1,13 +1,18 @@
 """The edits of a sequence's logits: what is done to them before a token is drawn.
 
-They are made in one order, which `EDITS` lists:
+They are made in one order. `EDITS` lists those that a request asks for:
 
   1. penalties: the repetition penalty over prompt and output (positive logits divided, negative multiplied),
      then the frequency and presence penalties over the output
   2. `logit_bias`, which is added
   3. stop tokens that `min_tokens` holds back: their logits become float32's smallest number
 
-and behind them logits beyond float32 are clamped to its range.
+and behind them logits beyond float32 are clamped to its range. The last edit is the plan's, for each step:
+
+  4. the mask of a grammar (`engine.contract.messages.Plan.masks`): the logits of tokens that it forbids, and
+     of those that it does not know, become float32's smallest number. Those of allowed ones are at least half
+     of it, so that a token whose logit an edit before made as small, a held stop, is still drawn if nothing
+     else may be.
 
 Rules:
 
@@ -15,7 +20,8 @@ Rules:
    request that asks for none are not copied.
 2. The samplers of the host call `Edits.edit`. The device's makes the same edits in `kernels.sampling`, from
    tables by slot that hold what the functions here say (`penalties_of`, `bias_of`, `held_stops_of`), since a
-   captured graph calls no Python. The tests hold them equal.
+   captured graph calls no Python. The mask is for whatever draws: `forbid` is it in torch, and the native
+   draw passes over what it forbids. The tests hold them equal.
 3. Log-probabilities are those of the model's own logits, before any edit.
 
 A penalty is for the tokens that its sequence has (`History`). Those are few beside a vocabulary: a pass over
@@ -73,6 +79,8 @@ class History:
 
 
 FLOAT_MAX: Final = torch.finfo(torch.float32).max
+ALLOWED_MIN: Final = -FLOAT_MAX / 2
+"""The least logit of a token that a mask allows."""
 PENALTY_BOUNDS: Final = (2.0**-126, 2.0**126)
 """The least and the largest repetition penalty, so that it and its reciprocal are normal numbers of
 float32."""
@@ -95,6 +103,12 @@ def bias_of(params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float
 def held_stops_of(params: SamplingParams, vocab_size: int) -> list[int]:
     """The stop tokens that `min_tokens` holds back, those that the model has."""
     return [token for token in params.stop_token_ids if token < vocab_size] if params.min_tokens else []
+
+
+def forbid(row: Tensor, mask: bytes) -> None:
+    """Edit logits [vocab] float32 of one sequence by its mask, in place."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(row), bitorder="little")
+    row.clamp_(min=ALLOWED_MIN).masked_fill_(torch.from_numpy(bits == 0), -FLOAT_MAX)
 
 
 class Edit(Protocol):

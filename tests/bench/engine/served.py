@@ -8,7 +8,8 @@ its process is known (`--against-pid`), so that nobody's way to wait costs the o
 Rows: `load` is the streams, `beside` a long prompt that arrives beside eight running streams, `deadline` the
 longest prompt beside them whose first token is of use for a limited time, `idle` the CPU time of an engine
 with nothing to do, `memory` what all its processes hold after the loads, `recording` the part of a step that
-its record takes, `tiers` a chat history that was evicted, on engines of its own (`tests.bench.engine.tiers`).
+its record takes, `tiers` a chat history that was evicted, on engines of its own (`tests.bench.engine.tiers`),
+`structured` what grammars cost a core of its own (`tests.bench.structured`).
 
 Beside streams a prompt has the part of the time that `engine.core.estimate.pace` gives it by default: the gap
 target less the usual gap, or half of the time where that is more. So its first token should take as long as
@@ -37,10 +38,11 @@ from tests.bench.engine.recording import recording
 from tests.bench.engine.tiers import tier_figures
 from tests.bench.figures import Figure, at_least, at_most, figure, quantile
 from tests.bench.services import demo_model, free_port, service
+from tests.bench.structured import structured
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-ROWS: Final = ("load", "beside", "deadline", "idle", "memory", "recording", "tiers")
+ROWS: Final = ("load", "beside", "deadline", "idle", "memory", "recording", "tiers", "structured")
 USUAL_ROWS: Final = ("load", "beside", "idle", "memory")
 TOKENS_TARGET: Final = at_least(1.5)
 TTFT_TARGET: Final = at_most(0.7)
@@ -73,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against-pid", type=int, nargs="+", default=[], metavar="PID", help="its processes")
     parser.add_argument(
         "--rows", nargs="+", choices=ROWS, default=USUAL_ROWS, metavar="ROW",
-        help=f"of {', '.join(ROWS)} (default: all but deadline, recording and tiers)",
+        help=f"of {', '.join(ROWS)} (default: {', '.join(USUAL_ROWS)})",
     )  # fmt: skip
     parser.add_argument(
         "--streams", type=int, nargs="+", default=[1, 8, 32], help="concurrent streams, a run each"
@@ -99,7 +101,9 @@ async def run(options: argparse.Namespace) -> list[Figure]:
         if options.url is not None:
             raise BenchFailed("the row tiers starts engines of its own, and --url is given")
         figures += await tier_figures(options.model or demo_model(), rng, options.engine_options)
-    if rows == {"tiers"}:
+    if "structured" in rows:
+        figures += structured()
+    if rows <= {"tiers", "structured"}:
         return figures
     async with _servers(options) as servers:
         for server in servers:

@@ -132,6 +132,7 @@ class TurnWatch:
 
     def before_plan(self) -> None:
         self._queue = {s.handle: (s.arrived_at, s.status, s.tenant) for s in self._scheduler.due}
+        self._statuses = {s.handle: s.status for s in self._scheduler._waiting}
         self._tenants = set(self._scheduler.holdings.slots)
         self._forget_others()
 
@@ -148,7 +149,8 @@ class TurnWatch:
         self._queue = {handle: entry for handle, entry in self._queue.items() if handle in here}
         self._forget_others()
         for admitted in seated:
-            _, status, _ = self._queue.pop(admitted.handle, (0.0, Status.PREEMPTED, ""))
+            self._queue.pop(admitted.handle, None)
+            status = self._statuses.get(admitted.handle, Status.PREEMPTED)  # it may have become due meanwhile
             self._passed_by.pop(admitted.handle, None)
             self._older_admitted.pop(admitted.handle, None)
             self._count(admitted, brings_pages=status is Status.STALLED)

@@ -102,7 +102,7 @@ def serve(config: EngineConfig, model_dir: Path, tokenizer: Tokenizer) -> Serve:
     ) -> AsyncIterator[Served]:
         eos = tokenizer.encode(EOS)
         fake = FakeCore(script or (lambda _: eos), **({"vocab_size": tokenizer.vocab_size} | (core or {})))
-        engine = Engine(replace(config, **changes), lambda _: model_dir, lambda _: fake, clock)
+        engine = Engine(replace(config, **changes), lambda _: model_dir, lambda *_: fake, clock)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(engine.stop)
             await engine.start()

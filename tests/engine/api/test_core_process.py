@@ -13,9 +13,11 @@ import pytest
 import zmq
 
 from engine.api.core.process import TURN_S, CoreProcess
-from engine.config import CoreStart, EngineConfig
+from engine.config import CoreStart, EngineConfig, ModelTokens
 from engine.contract.messages import Pong
 from tests.fakes import VirtualClock
+
+TOKENS = ModelTokens("{}", 0, ())
 
 
 class TickingClock(VirtualClock):
@@ -31,7 +33,7 @@ def wire(directory: Path) -> Iterator[tuple[CoreProcess, zmq.Socket[bytes]]]:
     """The API process's end, and the socket of a core."""
     config = EngineConfig(model="m")
     start = CoreStart(config, f"ipc://{directory}/in", f"ipc://{directory}/out", parent_pid=1)
-    process = CoreProcess(config, TickingClock())
+    process = CoreProcess(config, TOKENS, TickingClock())
     process._bind(start)
     with zmq.Context() as context, context.socket(zmq.PUSH) as core:
         core.connect(start.outbox)

@@ -12,6 +12,7 @@ import pytest
 from shared.wire.shapes import BODY_LEN_MAX
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": MODEL, "prompt": "hello"}
 
@@ -58,7 +59,8 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
         ("chat/completions", {**CHAT, "stop_token_ids": [340]}, 400, "invalid_value", "stop_token_ids"),
         ("chat/completions", {**CHAT, "logit_bias": {"340": 1}}, 400, "invalid_value", "logit_bias"),
         ("chat/completions", {**CHAT, "messages": []}, 400, "invalid_value", "messages"),
-        ("chat/completions", {**CHAT, "tools": [{}]}, 400, "unsupported_parameter", "tools"),
+        ("chat/completions", {**CHAT, "tools": [{}]}, 400, "invalid_value", "tools[0].type"),
+        ("chat/completions", {**CHAT, "tools": TOOLS}, 400, "invalid_value", "tools"),
         ("chat/completions", {**CHAT, "temperature": 3}, 400, "invalid_value", "temperature"),
         ("chat/completions", {**CHAT, "n": 0}, 400, "invalid_value", "n"),
         ("chat/completions", {"model": MODEL}, 400, "invalid_value", "messages"),

@@ -408,7 +408,7 @@ async def test_a_core_that_cannot_be_started_ends_the_start_at_once(
         raise error
 
     monkeypatch.setattr(FakeCore, "start", fail)
-    engine = Engine(config, lambda _: model_dir, lambda _: FakeCore(lambda _: []))
+    engine = Engine(config, lambda _: model_dir, lambda *_: FakeCore(lambda _: []))
     try:
         with pytest.raises(StartFailed, match=f"{type(error).__name__}: {error}"):
             await asyncio.wait_for(engine.start(), PATIENCE_S)

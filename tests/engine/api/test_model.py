@@ -65,6 +65,25 @@ def test_variables_of_the_template_are_told_to_the_gateway_with_the_tokenizer(tm
         load_model(tmp_path, name="m", created=0, template_arguments=("messages",))
 
 
+def test_the_format_of_answers_is_the_checkpoints_its_familys_or_the_operators(tmp_path: Path) -> None:
+    def name(choice: str = "auto") -> str | None:
+        found = load_model(tmp_path, name="m", created=0, answer_format=choice).answer_format
+        return None if found is None else found.name
+
+    config = write_model_dir(tmp_path) / "tokenizer_config.json"
+    assert name() is None
+    change(config, chat_template="{{ messages[0].content }}<tool_call>")
+    assert (name(), name("none"), name("mistral")) == ("hermes", None, "mistral")
+    own = {"open": "<c>", "close": "</c>", "content": "json"}
+    change(config, response_template={"start_anchor": "a", "fields": {"tool_calls": own}})
+    assert name() == "checkpoint"
+    change(config, chat_template="{{ messages[0].content }}", response_template={"fields": {"x": {}}})
+    with pytest.raises(UnusableModel, match=r"response_template.*fields.x.*--answer-format"):
+        name()
+    with pytest.raises(UnusableModel, match="--answer-format: nothing"):
+        name("nothing")
+
+
 def test_a_model_whose_answers_do_not_end_is_warned_of(tmp_path: Path) -> None:
     (write_model_dir(tmp_path) / "generation_config.json").write_text("{}")
     change(tmp_path / "tokenizer_config.json", eos_token=None, chat_template=None)

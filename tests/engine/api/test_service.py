@@ -15,6 +15,7 @@ from shared.text.tokenizer import Tokenizer, TokenizerBundle
 from shared.wire.ids import IGNORED_FIELDS_HEADER
 from tests.engine.api.conftest import MODEL, Serve, Served
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -87,9 +88,9 @@ async def test_tokenize_wants_one_of_two(served: Served) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
-        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": TOOLS}, "tools"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"messages": [{"role": "assistant", "content": "", "prefix": True}]}, "messages[0].prefix"),

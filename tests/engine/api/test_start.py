@@ -96,7 +96,7 @@ class Process:
     def __init__(self, config: EngineConfig, model_dir: Path, logged: list[MutableMapping[str, Any]]) -> None:
         self.core = FakeCore(lambda _: [5])  # one token, and then it waits for ever
         self.logged = logged
-        self.exit = asyncio.create_task(serve(config, lambda _: model_dir, lambda _: self.core))
+        self.exit = asyncio.create_task(serve(config, lambda _: model_dir, lambda *_: self.core))
 
     async def line(self, event: str) -> MutableMapping[str, Any]:
         async with asyncio.timeout(PATIENCE_S):

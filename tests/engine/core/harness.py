@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
@@ -21,7 +22,9 @@ from engine.core.config import SchedulerConfig
 from engine.core.queue.newcomers import AddSequence
 from engine.core.queue.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
+from engine.core.sequence import Hold
 from engine.core.step.swap import Preference, if_cheaper
+from tests.fake_grammars import FakeGrammars
 from tests.fake_runner import FakeRunner, Solo, runner_info, solo
 
 STEP_S = 0.01
@@ -54,6 +57,7 @@ class Harness:
         paused_max: int = 256,
         gap_target_s: float = math.inf,
         timed_steps: tuple[TimedStep, ...] = (),
+        fill_s: Callable[[int], float] = lambda handle: 0.0,
     ) -> None:
         config = SchedulerConfig(
             step_tokens_max=step_tokens_max,
@@ -71,8 +75,11 @@ class Harness:
         )
         info = msgspec.structs.replace(info, timed_steps=timed_steps, host_tier=host_tier)
         self.now = 100.0
-        self.scheduler = Scheduler(config, info, discipline, prefers_swap=prefers_swap)
-        self.runner = FakeRunner(info, step_tokens_max)
+        self.grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)
+        self.scheduler = Scheduler(
+            config, info, discipline, prefers_swap=prefers_swap, grammars=self.grammars
+        )
+        self.runner = FakeRunner(info, step_tokens_max, self.held_slots)
         self.messages: dict[int, AddSequence] = {}
         self.tokens: dict[int, list[int]] = {}
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -90,6 +97,7 @@ class Harness:
         tenant: str = "",
         service_class: ServiceClass = ServiceClass.DEFAULT,
         first_token_s: float = math.inf,
+        grammar: str = "",
     ) -> None:
         message = AddSequence(
             handle,
@@ -100,8 +108,14 @@ class Harness:
             tenant,
             service_class,
             first_token_s,
+            grammar,
         )
         self.take(message)
+
+    def held_slots(self) -> list[int]:
+        """The slots that nothing can be computed for."""
+        running = self.scheduler._allocator.running
+        return [slot for slot, s in running.items() if s.hold in (Hold.PAUSED, Hold.MASK)]
 
     def take(self, message: AddSequence) -> None:
         self.messages[message.handle] = message
@@ -149,7 +163,7 @@ class Harness:
 
     def run(self) -> None:
         """Make steps until no sequence is left that is not paused."""
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self.grammars.next_at <= self.now:
             self.step()
         self.read()
 
@@ -175,7 +189,7 @@ class Harness:
 
     def solo(self, handle: int) -> Solo:
         message = self.messages[handle]
-        return solo(message.prompt_ids, message.sampling, self.runner.info.vocab_size)
+        return solo(message.prompt_ids, message.sampling, self.runner.info.vocab_size, message.grammar)
 
     def assert_all_as_solo(self) -> None:
         """Assert that each sequence has the tokens of its solo run, and that all pages were released."""

@@ -40,12 +40,9 @@ class Overlapped(Harness):
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         self.runner: AsyncRunner = AsyncRunner(
-            self.runner.info, fields.get("step_tokens_max", 64), self._unread_slots
+            self.runner.info, fields.get("step_tokens_max", 64), self.held_slots
         )
         self.flying: deque[tuple[Plan, Flight]] = deque()
-
-    def _unread_slots(self) -> list[int]:
-        return [slot for slot in self.seated.values() if self.scheduler.running(slot).is_paused]
 
     @property
     def seated(self) -> dict[int, int]:
@@ -81,7 +78,7 @@ class Overlapped(Harness):
         return plan
 
     def run(self) -> None:
-        while self.scheduler.has_work or self.flying:
+        while self.scheduler.has_work or self.flying or self.grammars.next_at <= self.now:
             self.step()
 
     @property

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -222,3 +223,17 @@ def test_a_core_in_its_own_process_dies_with_its_parent(api: ApiSide) -> None:
             parent.kill()
         assert parent.stdout is not None
         assert parent.stdout.read() == b""  # the end of the pipe: the core, which inherited it, is gone
+
+
+def test_a_thread_ends_a_wait_for_messages_and_none_is_lost(api: ApiSide, core: CoreTransport) -> None:
+    threading.Timer(0.01, core.inbox.ring).start()
+    assert core.inbox.receive(math.inf) == []
+    core.inbox.ring()
+    assert core.inbox.receive(math.inf) == [], "it was rung before the wait"
+    for _ in range(100_000):  # more than a pipe holds
+        core.inbox.ring()
+    api.send(AbortSequences([1]))
+    got: list[CoreInput] = []
+    while not got:
+        got += core.inbox.receive(math.inf)
+    assert got == [AbortSequences([1])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +23,14 @@ from tests.engine.runtime.host.test_sampler import (
     CUTS,
     EXTREMES,
     PARAMS,
+    ROW,
+    Row,
     Seats,
+    check_draws,
     expected_token,
     extreme_logits,
     extreme_params,
+    mask_of,
     reference,
     truncates,
 )
@@ -72,6 +77,35 @@ def test_rows_are_drawn_from_the_reference_distribution(
         u = float(uniforms([own.seed], [1])[0])
         expected, border = expected_token(distribution, truncates(own, 40), u)
         assert token == expected or (token in distribution and border < 1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=60, deadline=None)
+@given(st.lists(ROW, min_size=1, max_size=6))
+def test_edited_and_masked_rows_are_too(isa: str, rows: list[Row]) -> None:
+    check_draws(rows, DRAWERS[isa])
+
+
+@pytest.mark.parametrize("vocab", [33, 129, 1000, 8192])
+@pytest.mark.parametrize("isa", ISAS)
+def test_masked_rows_equal_torchs(isa: str, vocab: int) -> None:
+    """Of few tokens, of half of them, of all but one, and of none, which is nobody's token to take."""
+    rng, generator = random.Random(vocab), torch.Generator().manual_seed(vocab)
+    masks = [
+        mask_of(allowed, vocab)
+        for allowed in ({vocab - 1}, rng.sample(range(vocab), vocab // 2), set(range(vocab)) - {3}, None)
+    ]
+    params = [
+        SamplingParams(seed=seed, max_tokens=1, **limits)
+        for seed in SEEDS
+        for limits in ({"temperature": 0.0}, {}, {"top_k": 40}, {"top_p": 0.8, "min_p": 0.01})
+        for _ in masks
+    ]
+    logits = torch.randn(len(params), vocab, generator=generator) * 3
+    seats, own = seated(params, vocab, [0] * 33), masks * (len(params) // len(masks))
+    assert seats.sample(logits, DRAWERS[isa], own) == seats.sample(logits, masks=own)
+    nothing = [mask_of((), vocab)] * len(params)
+    assert set(seats.sample(logits, DRAWERS[isa], nothing)) == {0}
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 15, 16, 17, 127, 128, 129, 1000, 8192, 50_257])

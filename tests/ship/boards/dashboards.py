@@ -11,6 +11,9 @@ from tests.ship.boards.inner import ENGINES, FLEET
 from tests.ship.boards.panels import Dashboard, Variable, panel, quantiles
 from tests.ship.boards.queries import ENGINE, GATEWAY, INSTANCE, MODEL, OF, RATE, rate, share
 
+_CHARGED: Final = f'{OF}, kind=~"prompt|completion"'
+"""The tokens of which the others are parts."""
+
 REQUESTS: Final = f"{GATEWAY}requests_total"
 EXPERIENCE: Final = Dashboard(
     "penstock-experience",
@@ -78,8 +81,14 @@ EXPERIENCE: Final = Dashboard(
                     "Tokens by tenant",
                     "short",
                     "The ten tenants with the most tokens per second.",
-                    (f"topk(10, {rate(f'{GATEWAY}tokens_total', OF, 'tenant')})", "{{tenant}}"),
+                    (f"topk(10, {rate(f'{GATEWAY}tokens_total', _CHARGED, 'tenant')})", "{{tenant}}"),
                     is_stacked=True,
+                ),
+                panel(
+                    "Calls of functions",
+                    "cps",
+                    "In answers.",
+                    (rate(f"{GATEWAY}calls_total", OF, "model"), "{{model}}"),
                 ),
                 panel(
                     "Refused by quotas",

@@ -200,6 +200,31 @@ ENGINES: Final = Dashboard(
             ),
         ),
         (
+            "Reasoning, calls and grammars",
+            (
+                panel(
+                    "Reasoning and calls",
+                    "cps",
+                    "Sampled tokens that are reasoning, and calls of functions in answers.",
+                    (rate(f"{ENGINE}reasoning_tokens_total", INSTANCE, "instance"), "{{instance}} tokens"),
+                    (rate(f"{ENGINE}calls_total", INSTANCE, "instance"), "{{instance}} calls"),
+                ),
+                panel(
+                    "Requests with a grammar",
+                    "reqps",
+                    "By what asks for it, and those whose grammar could not be compiled.",
+                    (rate(f"{ENGINE}grammar_requests_total", INSTANCE, "kind"), "{{kind}}"),
+                    (rate(f"{ENGINE}grammars_refused_total", INSTANCE), "refused"),
+                ),
+                panel(
+                    "Time of grammars in the core",
+                    "s",
+                    "Compiling a sequence's grammar and filling its masks, all of them together.",
+                    *quantiles(f"{ENGINE}masks_seconds", INSTANCE),
+                ),
+            ),
+        ),
+        (
             "Memory",
             (
                 panel(

@@ -109,3 +109,21 @@ def test_a_batch_is_gathered_from_one_copy(uploads: list[int]) -> None:
     assert batch.sampled_lengths.tolist() == [2, 20]
     assert len(uploads) == 1
     assert not batch.is_decode
+
+
+def test_masks_are_sent_for_the_rows_that_have_one_and_an_heir_has_none(uploads: list[int]) -> None:
+    own = slots()
+    rows = {"slots": [2, 0, 3], "positions": [1, 0, 0], "lengths": [1, 1, 1]}
+    wants = [Want.SAMPLE, Want.NOTHING, Want.SAMPLE]
+    seated = [start(slot, [1, 2], 2) for slot in (0, 2, 3)]
+    own.apply(plan(seated=seated))
+    uploads.clear()
+    masks = [bytes([5, 0, 0, 128, 1, 0, 0, 0]), b""]
+    own.apply(plan(**rows, wants=wants, masks=masks))
+    assert uploads == [2]
+    assert own.sampling.are_masked.tolist() == [0, 0, 1, 0, 0]
+    assert own.sampling.masks[2].tolist() == [5 - (1 << 31), 1]
+    own.apply(plan(**rows, wants=wants, masks=[b"\x03\0\0\0", b""]))
+    assert own.sampling.masks[2].tolist() == [3, 0], "of tokens beyond its end none is allowed"
+    own.apply(plan(left=[2, 3], seated=[start(2, [1], 1), start(3, [1], 1)]))
+    assert own.sampling.are_masked.tolist() == [0] * 5

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import struct
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -38,10 +39,23 @@ class Seats:
         self.slots.apply(Plan(0, [], [start], [], [], [], [], []))
         self.taken.append(slot)
 
-    def sample(self, logits: Tensor, draw: sampler.Draw | None = None) -> list[int]:
+    def sample(
+        self, logits: Tensor, draw: sampler.Draw | None = None, masks: Sequence[bytes] = ()
+    ) -> list[int]:
         seats = [self.slots.seat(slot) for slot in self.taken]
-        tokens: list[int] = sampler.sample(logits, self.taken, seats, self.slots.columns, draw).tolist()
+        tokens: list[int]
+        tokens = sampler.sample(logits, self.taken, seats, self.slots.columns, draw, masks).tolist()
         return tokens
+
+
+def mask_of(allowed: Collection[int] | None, vocab: int = VOCAB) -> bytes:
+    """The mask that allows these tokens; of a row that follows no grammar for None."""
+    if allowed is None:
+        return b""
+    words = [0] * (-(-vocab // 32))
+    for token in allowed:
+        words[token // 32] |= 1 << token % 32
+    return struct.pack(f"<{len(words)}I", *words)
 
 
 def sample_one(
@@ -53,7 +67,11 @@ def sample_one(
 
 
 def reference(
-    logits: Sequence[float], p: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    logits: Sequence[float],
+    p: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    allowed: Collection[int] | None = None,
 ) -> dict[int, float]:
     """The distribution that sampler.py documents, token -> probability, likeliest first."""
     x = list(logits)
@@ -66,6 +84,8 @@ def reference(
     if len(output) < p.min_tokens:
         for token in p.stop_token_ids:
             x[token] = -math.inf
+    if allowed is not None:
+        x = [max(own, -1e300) if token in allowed else -math.inf for token, own in enumerate(x)]
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
     if p.temperature == 0:
         return {order[0]: 1.0}
@@ -121,23 +141,28 @@ ROW = st.tuples(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
     st.lists(st.integers(0, VOCAB - 1), max_size=6),
     st.integers(0, 2**32),
+    st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=1),
 )
+Row = tuple[SamplingParams, list[int], list[int], int, set[int] | None]
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=6))
-def test_every_row_is_drawn_from_its_own_reference_distribution(
-    rows: list[tuple[SamplingParams, list[int], list[int], int]],
-) -> None:
+def test_every_row_is_drawn_from_its_own_reference_distribution(rows: list[Row]) -> None:
+    check_draws(rows)
+
+
+def check_draws(rows: list[Row], draw: sampler.Draw | None = None) -> None:
     """The very token, not just the distribution, since u is known; at a border, rounding decides."""
     seats, logits = Seats(), []
-    for params, prompt, output, noise in rows:
+    for params, prompt, output, noise, _ in rows:
         seats.add(params, prompt, output)
         # Thirds make ties, of bases and after penalties, that order alone decides.
         logits.append([round(random.Random(noise + i).gauss(0, 6)) / 2 for i in range(VOCAB)])
-    tokens = seats.sample(torch.tensor(logits))
-    for token, x, (params, prompt, output, _) in zip(tokens, logits, rows, strict=True):
-        distribution = reference(x, _without_unknown(params), prompt, output)
+    masks = [mask_of(allowed) for *_, allowed in rows]
+    tokens = seats.sample(torch.tensor(logits), draw, masks if any(masks) else ())
+    for token, x, (params, prompt, output, _, allowed) in zip(tokens, logits, rows, strict=True):
+        distribution = reference(x, _without_unknown(params), prompt, output, allowed)
         u = float(uniforms([params.seed], [len(prompt) + len(output)])[0])
         expected, border = expected_token(distribution, truncates(params, VOCAB), u)
         assert token in distribution
@@ -253,9 +278,10 @@ def test_a_networks_own_draw_is_asked_for_every_row() -> None:
         slots: Sequence[int],
         positions: Sequence[int],
         columns: SamplingColumns,
+        masks: Sequence[bytes] = (),
     ) -> Tensor:
         asked.append((len(logits), list(rows), list(slots), list(positions)))
-        return sampler.draw_by_torch(logits, rows, slots, positions, columns)
+        return sampler.draw_by_torch(logits, rows, slots, positions, columns, masks)
 
     kinds: list[dict[str, Any]]
     kinds = [
@@ -402,3 +428,32 @@ def test_edits_take_no_new_memory_of_the_vocabularys_size() -> None:
     assert seats.sample(torch.randn(3, VOCAB)) == [0, 1, 2]
     assert seats.slots.columns.edited.data_ptr() == before
     assert (seats.slots.columns.edited.amax(dim=1) == 1e9).all()
+
+
+def test_a_mask_is_the_last_edit_and_beats_held_stops_and_biases() -> None:
+    """A token that is allowed is drawn even if an edit before made its logit as small as a forbidden
+    one's."""
+    bias = Biases.of([(0, 100.0), (5, -100.0)])
+    held = SamplingParams(
+        seed=1, max_tokens=9, temperature=0.0, min_tokens=5, stop_token_ids=(7,), logit_bias=bias
+    )
+    seats = Seats()
+    for temperature in (0.0, 1.0, 1e30):
+        seats.add(msgspec.structs.replace(held, temperature=temperature))
+    logits = torch.zeros(3, VOCAB)
+    before = logits.clone()
+    assert seats.sample(logits, masks=[mask_of({7})] * 3) == [7, 7, 7]
+    assert set(seats.sample(logits, masks=[mask_of({5, 7})] * 3)) <= {5, 7}
+    assert torch.equal(logits, before), "log-probabilities are those of the model's own logits"
+
+
+def test_tokens_beyond_a_mask_are_forbidden_and_a_failed_row_stays_failed() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 39] = 5.0
+    logits[1, 2] = torch.nan
+    seats = Seats()
+    for temperature in (0.0, 0.0, 0.5):
+        seats.add(SamplingParams(seed=3, max_tokens=1, temperature=temperature))
+    tokens = seats.sample(logits, masks=[b"\xff" * 4] * 3)
+    assert tokens[:2] == [0, NUMERIC_FAILURE]
+    assert tokens[2] < 32

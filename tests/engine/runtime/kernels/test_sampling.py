@@ -16,7 +16,7 @@ from engine.runtime.device.sampling import DeviceSampling
 from engine.runtime.host import sampler
 from engine.runtime.step.edits import Edits
 from engine.runtime.step.seats import SamplingColumns, Seat
-from tests.engine.runtime.host.test_sampler import CUTS, EXTREMES, extreme_logits, extreme_params
+from tests.engine.runtime.host.test_sampler import CUTS, EXTREMES, extreme_logits, extreme_params, mask_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where a row is not finite
 
@@ -45,7 +45,12 @@ def histories(rows: int, seed: int, vocab: int = VOCAB) -> list[tuple[Tensor, Te
     return [(drawn(5 + row), drawn(row % 4)) for row in range(rows)]
 
 
-def on_cpu(logits: Tensor, asked: Sequence[SamplingParams], past: list[tuple[Tensor, Tensor]]) -> list[int]:
+def on_cpu(
+    logits: Tensor,
+    asked: Sequence[SamplingParams],
+    past: list[tuple[Tensor, Tensor]],
+    masks: Sequence[bytes] = (),
+) -> list[int]:
     columns = SamplingColumns.empty(len(asked), logits.shape[1])
     seats = []
     for slot, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
@@ -54,7 +59,7 @@ def on_cpu(logits: Tensor, asked: Sequence[SamplingParams], past: list[tuple[Ten
         start = SlotAssignment(slot, ids, len(prompt), own)
         edits = Edits.of(start, logits.shape[1], logits.shape[1])
         seats.append(Seat(own, len(prompt), len(ids), edits=edits))
-    return sampler.sample(logits, list(range(len(asked))), seats, columns).tolist()
+    return sampler.sample(logits, list(range(len(asked))), seats, columns, masks=masks).tolist()
 
 
 def on_device(
@@ -63,6 +68,7 @@ def on_device(
     past: list[tuple[Tensor, Tensor]],
     device: torch.device = CPU,
     scratch: device_sampling.SamplingScratch | None = None,
+    masks: Sequence[bytes] = (),
 ) -> tuple[list[int], Tensor, DeviceSampling]:
     """Rows sit in slots from the last to the first. tests/gpu calls it too."""
     rows, vocab = logits.shape
@@ -71,6 +77,9 @@ def on_device(
     scratch.edited.fill_(torch.nan)
     for row, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
         columns.seat(rows - 1 - row, own, prompt.to(device), output.to(device))
+    masked = {rows - 1 - row: mask for row, mask in enumerate(masks) if mask}
+    if masked:
+        columns.mask(list(masked), list(masked.values()))
     slots = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device=device)
     lengths = [len(prompt) + len(output) for prompt, output in past]
     positions = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -108,6 +117,28 @@ def test_a_seed_gives_the_cpus_tokens(limits: dict[str, Any]) -> None:
     assert found == on_cpu(logits, asked, past)
     own = logits.log_softmax(-1).gather(1, torch.tensor(found)[:, None])[:, 0]
     torch.testing.assert_close(logprobs, own, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("limits", [LIMITS["greedy"], LIMITS["plain"], LIMITS["all at once"]], ids=str)
+def test_masks_give_the_cpus_tokens(limits: dict[str, Any]) -> None:
+    """Beside rows without one, on top of the other edits, of few tokens and of all but one, and where those
+    that are allowed are held back. The log-probabilities stay the model's own."""
+    torch.manual_seed(3)
+    own: list[tuple[set[int] | None, dict[str, Any]]] = [
+        ({5}, {}),
+        (None, {}),
+        (set(range(VOCAB)) - {7}, {"repetition_penalty": 1.4, "logit_bias": Biases.of([(7, 50.0)])}),
+        ({31, 32, 127, 128, 299}, {"frequency_penalty": 0.5}),
+        ({9, 130}, {"min_tokens": 9, "stop_token_ids": (9, 130)}),
+    ]
+    logits = torch.randn(len(own), VOCAB) * 3
+    asked = [params(seed=row * 977, **({**limits, **more})) for row, (_, more) in enumerate(own)]
+    masks, past = [mask_of(allowed, VOCAB) for allowed, _ in own], histories(len(own), 2)
+    found, logprobs, _ = on_device(logits, asked, past, masks=masks)
+    assert found == on_cpu(logits, asked, past, masks)
+    assert all(allowed is None or token in allowed for token, (allowed, _) in zip(found, own, strict=True))
+    raw = logits.log_softmax(-1).gather(1, torch.tensor(found)[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, raw, atol=2e-6, rtol=1e-5)
 
 
 def test_no_more_candidates_than_are_needed() -> None:

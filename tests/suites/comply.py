@@ -1,0 +1,48 @@
+"""llm-comply's tests of chat completions on `penstock up`: answers against OpenAI's own schemas."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+from tests.bench.figures import Figure, figure
+from tests.suites.cache import SuiteFailed, environment
+from tests.suites.judging import Kind, Outcome, figures_of
+from tests.suites.serving import KEY, MODEL, up
+
+SUMMARY: Final = "llm-comply's tests of chat completions"
+PACKAGES: Final = ("llm-comply==0.5.0",)
+NOT_SERVED: Final = {"chat-image-input": "images are not served"}
+"""Tests of what is refused by name: llm-comply tells the status and not the message."""
+
+
+def run(cache: Path) -> list[Figure]:
+    python = environment(cache, "comply", *PACKAGES)
+    with up() as served:
+        options = ["--format", "openai-chat", "--base-url", served.url, "--api-key", KEY, "--model", MODEL]
+        done = subprocess.run(
+            [str(python.with_name("llm-comply")), *options, "--json"],
+            capture_output=True,
+            text=True,
+            env=served.environment,
+        )
+    try:
+        results: list[dict[str, Any]] = json.loads(done.stdout)["results"]
+    except ValueError as error:
+        raise SuiteFailed(f"llm-comply printed no results: {done.stdout}{done.stderr}") from error
+    warnings = [
+        figure(f"warning: {warning} ({result['id']})", 1, "tests")
+        for result in results
+        for warning in result.get("warnings", [])
+    ]
+    return [*figures_of(map(_outcome, results)), *warnings]
+
+
+def _outcome(result: dict[str, Any]) -> Outcome:
+    test, status, errors = result["id"], result["status"], "; ".join(result.get("errors", []))
+    if status == "failed" and test in NOT_SERVED and "HTTP 400" in errors:
+        return Outcome(test, Kind.REFUSED, NOT_SERVED[test])
+    kind = {"passed": Kind.RIGHT, "skipped": Kind.SKIPPED}.get(status, Kind.WRONG)
+    return Outcome(test, kind, errors)

@@ -1,0 +1,34 @@
+"""LangChain's integration tests of chat models, langchain-tests, with its ChatOpenAI on `penstock up`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from tests.bench.figures import Figure
+from tests.suites.cache import environment
+from tests.suites.judging import SCRIPTS, figures_of, pytest_outcomes
+from tests.suites.serving import up
+
+SUMMARY: Final = "LangChain's integration tests of chat models"
+PACKAGES: Final = ("langchain-tests==1.1.9", "langchain-openai==1.7.4", "openai==3.57.0", "pytest==9.2.0")
+OPTIONS: Final = (
+    "--config-file=/dev/null",
+    "--override-ini=asyncio_mode=auto",
+    "--override-ini=asyncio_default_test_loop_scope=session",  # its client is shared by all tests, too
+    "--override-ini=asyncio_default_fixture_loop_scope=session",
+)
+UP_TO_THE_MODEL: Final[dict[str, str]] = {}
+
+
+def run(cache: Path) -> list[Figure]:
+    python = environment(cache, "langchain", *PACKAGES)
+    with up() as served:
+        outcomes = pytest_outcomes(
+            python,
+            [*OPTIONS, f"--rootdir={SCRIPTS}", f"--confcutdir={SCRIPTS}", "langchain_chat_model.py"],
+            folder=SCRIPTS,
+            environment=served.environment,
+            up_to_the_model=UP_TO_THE_MODEL,
+        )
+    return figures_of(outcomes)
