@@ -164,7 +164,9 @@ def _identifier(draw: Draw, known: Sequence[str]) -> str:
     """A name as code has it."""
     if draw.chance(0.6):
         return draw.pick(known)
-    return draw.pick((made_up(draw), f"{made_up(draw)}_{made_up(draw)}", f"{draw.pick(known)}_{made_up(draw)}"))
+    return draw.pick(
+        (made_up(draw), f"{made_up(draw)}_{made_up(draw)}", f"{draw.pick(known)}_{made_up(draw)}")
+    )
 
 
 def _told(draw: Draw, fields: Mapping[str, object], plain: Sequence[str]) -> tuple[str, str]:
@@ -204,12 +206,17 @@ def _weather(draw: Draw, function: Function) -> Call:
 
 def _time(draw: Draw, function: Function) -> Call:
     clock = f"{draw.rng.randint(0, 23):02}:{draw.rng.randint(0, 59):02}"
-    result, said = _told(draw, {draw.pick(("time", "now", "clock")): clock}, (clock, f"It is {clock}.", clock))
+    result, said = _told(
+        draw, {draw.pick(("time", "now", "clock")): clock}, (clock, f"It is {clock}.", clock)
+    )
     if not function.parameters:
         return Call(draw.wording(TIME_HERE), {}, result, f"The time: {said}.")
     city = _name(draw, CITIES)
     return Call(
-        draw.wording(TIME).format(x=city), {function.parameters[0]: city}, result, f"The time in {city}: {said}."
+        draw.wording(TIME).format(x=city),
+        {function.parameters[0]: city},
+        result,
+        f"The time in {city}: {said}.",
     )
 
 
@@ -310,7 +317,21 @@ EVENTS = (
     "science fair", "concert", "birthday party", "conference", "book club", "football match", "wedding", "museum",
     "dinner", "picnic", "meeting", "film night", "dance class", "art show", "market", "chess game", "workshop",
 )  # fmt: skip
-PEOPLE = (*NAMES, "Alice", "Bob", "Carol", "Dave", "Eve", "Frank", "Anna", "Peter", "Sara", "Tom", "Maria", "Ben")
+PEOPLE = (
+    *NAMES,
+    "Alice",
+    "Bob",
+    "Carol",
+    "Dave",
+    "Eve",
+    "Frank",
+    "Anna",
+    "Peter",
+    "Sara",
+    "Tom",
+    "Maria",
+    "Ben",
+)
 
 
 def _event(draw: Draw) -> tuple[str, dict[str, object]]:
@@ -355,7 +376,9 @@ def _person(draw: Draw) -> tuple[str, dict[str, object]]:
 
 def _capital(draw: Draw) -> tuple[str, dict[str, object]]:
     country = draw.pick(list(CAPITALS))
-    question = draw.pick(("What is the capital of {}?", "Capital of {}", "Name the capital of {}.")).format(country)
+    question = draw.pick(("What is the capital of {}?", "Capital of {}", "Name the capital of {}.")).format(
+        country
+    )
     key = draw.pick(("capital", "city", "answer", "capital_city", "result", "name"))
     fields: dict[str, object] = {key: CAPITALS[country]}
     return question, {"country": country, **fields} if draw.chance(0.4) else fields
@@ -377,7 +400,10 @@ def _in_json(draw: Draw) -> Messages:
     asks = draw.pick((*ASKS_JSON, *(EXTRACTS if make in (_event, _person) else ())))
     answer = json.dumps(fields, ensure_ascii=False)
     if draw.chance(0.3):
-        return [("user", draw.pick((f"{asks} {text}", f"{text} {asks}", f"{asks}\n{text}"))), ("assistant", answer)]
+        return [
+            ("user", draw.pick((f"{asks} {text}", f"{text} {asks}", f"{asks}\n{text}"))),
+            ("assistant", answer),
+        ]
     return [("system", asks), ("user", text), ("assistant", answer)]
 
 
@@ -417,7 +443,9 @@ def conversation(index: int) -> Messages:
     if draw.chance(KEPT_SHARE):
         if draw.chance(0.2):
             return _sums(draw)
-        kept = polish.conversation(polish.CONVERSATIONS + index) if draw.chance(0.6) else _of_first_round(index)
+        kept = (
+            polish.conversation(polish.CONVERSATIONS + index) if draw.chance(0.6) else _of_first_round(index)
+        )
         return kept.messages()
     return draw.rng.choices((_with_calls, _in_json, _repeats), weights=(6, 2, 2))[0](draw)
 

@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
     "{%- if function['description'] -%}{{ ': ' + function['description'] }}{%- endif -%}"
     "{{ '\\n' }}"
     "{%- endfor -%}"
-    "{{ 'Call a function by <tool_call>\\n{\"name\": ..., \"arguments\": ...}\\n</tool_call>.<|im_end|>\\n' }}"
+    '{{ \'Call a function by <tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call>.<|im_end|>\\n\' }}'
     "{%- endif -%}"
     "{%- for message in messages -%}"
     "{%- if not (tools and loop.first and message['role'] == 'system') -%}"

@@ -141,7 +141,9 @@ def tensors(batch: list[Example], pad_id: int) -> tuple[Tensor, Tensor, Tensor, 
 class _Muon(torch.optim.Optimizer):
     """Muon as in `torch.optim`, in float32, as that computes in bf16 whatever the processor can do."""
 
-    def __init__(self, params: list[torch.nn.Parameter], lr: float, weight_decay: float, momentum: float) -> None:
+    def __init__(
+        self, params: list[torch.nn.Parameter], lr: float, weight_decay: float, momentum: float
+    ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
@@ -326,7 +328,9 @@ def main() -> None:
     else:
         tokenizer = tokenizer_of_corpus()
         model = DemoModel(Shape(vocab_size=tokenizer.get_vocab_size()))
-        plan = batches(encode_corpus(tokenizer, model.shape.context_len), Random(corpus.SEED))[: options.steps]
+        plan = batches(encode_corpus(tokenizer, model.shape.context_len), Random(corpus.SEED))[
+            : options.steps
+        ]
         factors = [learning_rate_factor(step, len(plan)) for step in range(len(plan))]
         second = (each.messages() for each in polish.conversations())
         extend(plan, factors, encode_conversations(tokenizer, model.shape.context_len, second), polish.SEED)
