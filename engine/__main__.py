@@ -33,11 +33,11 @@ from shared.process.loops import loop_factory
 
 if TYPE_CHECKING:
     from engine.contract.messages import Runner, RunnerInfo
-    from engine.core.config import SchedulerConfig
     from engine.core.grammars.threads import GrammarThreads
+    from engine.core.scheduler_config import SchedulerConfig
     from engine.core.transport import CoreTransport
     from engine.runtime.parallel.rendezvous import Rendezvous
-    from engine.runtime.setup.config import RunnerConfig
+    from engine.runtime.setup.runner_config import RunnerConfig
 
 DEMO: Final = "demo"
 """The built-in model's name for `--model`."""
@@ -67,7 +67,7 @@ def _rank(config: EngineConfig) -> int:
     """Serve, unless this process is another rank than 0 of a model on several machines. Returns its exit
     status."""
     from engine.runtime.parallel.rendezvous import rendezvous_in
-    from shared.process.config import ConfigError
+    from shared.process.setting_values import ConfigError
 
     try:
         place = rendezvous_in(os.environ, config.tensor_parallel_size)
@@ -86,7 +86,7 @@ def serve(config: EngineConfig) -> int:
     """The API process, until a stop signal. Returns its exit status."""
     from engine.api.core.process import CoreProcess
     from engine.api.http import server
-    from engine.runtime.setup.errors import ModelError
+    from engine.runtime.setup.model_errors import ModelError
 
     def resolve(_model: str) -> Path:
         try:
@@ -186,7 +186,7 @@ def _runner(config: RunnerConfig, transport: CoreTransport, lost: Callable[[str]
     """The loaded runner; None, once the API process has been told why, when the model cannot be served."""
     from engine.contract.messages import CoreFailed, CoreProgress
     from engine.core.loop import last_words
-    from engine.runtime.setup.errors import ModelError
+    from engine.runtime.setup.model_errors import ModelError
 
     try:
         return _load(config, lambda stage: transport.outbox.send(CoreProgress(stage)), lost)
@@ -213,7 +213,7 @@ def _place(settings: RunnerConfig) -> Rendezvous | None:
 
 
 def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
-    from engine.core.config import SchedulerConfig
+    from engine.core.scheduler_config import SchedulerConfig
     from shared.fairness.fair_share import held_max
     from shared.wire.shapes import PROMPTS_MAX
 

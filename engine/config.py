@@ -17,11 +17,11 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.runtime.setup.config import CONTEXT_LEN_MAX, RunnerConfig, Seconds
+from engine.runtime.setup.runner_config import CONTEXT_LEN_MAX, RunnerConfig, Seconds
 from shared.apis.holding import memory_max
-from shared.process import config
+from shared.process import setting_values
 from shared.process.arguments import Parser, add_settings
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.process.settings import LogLevel, ModelName, Port, Rule, Text, Unit
 from shared.telemetry.tracing import CollectorUrl, TracingConfig
 from shared.wire.shapes import BODY_LEN_MAX
@@ -275,7 +275,7 @@ def from_args(argv: Sequence[str], env: Mapping[str, str], parser: Parser | None
     given = vars(parser.parse_args(argv))
     file: Path | None = given.pop("config")
     try:
-        return config.load(EngineConfig, file or {}, env, ENV_PREFIX, given)
+        return setting_values.load(EngineConfig, file or {}, env, ENV_PREFIX, given)
     except ConfigError as error:
         parser.error("\n  ".join(error.problems if len(error.problems) < 2 else ["", *error.problems]))
 

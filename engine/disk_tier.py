@@ -29,7 +29,7 @@ from shared.process.build import version
 from shared.process.files import open_regular
 
 if TYPE_CHECKING:
-    from engine.runtime.setup.config import RunnerConfig
+    from engine.runtime.setup.runner_config import RunnerConfig
     from engine.runtime.step.kv_cache import HostPages
 
 PART_LEN: Final = 256 << 20

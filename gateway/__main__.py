@@ -22,12 +22,12 @@ from gateway.service import serve, supervise
 from gateway.workers.channel import read_start
 from shared.process import logs
 from shared.process.arguments import Parser, add_settings
-from shared.process.config import ConfigError
 from shared.process.environment import unread_in
 from shared.process.exit_codes import ExitCode
 from shared.process.files import file_version
 from shared.process.lifecycle import ORPHANED, die_with_parent
 from shared.process.loops import loop_factory
+from shared.process.setting_values import ConfigError
 from shared.process.tls import UnusableTls
 
 

@@ -43,11 +43,11 @@ from gateway.openapi import public as openapi
 from gateway.operators.chats import Chats
 from gateway.operators.engines import EnginesApi
 from gateway.operators.keys import DirectoryRoutes
-from gateway.operators.limits import LimitsApi
 from gateway.operators.listener import listen_for_operators
 from gateway.operators.replicas import ReplicaRoutes
 from gateway.operators.requests import RequestsApi
 from gateway.operators.server import Admin
+from gateway.operators.tenant_limits import LimitsApi
 from gateway.operators.usage import UsageReports
 from gateway.relay import checked_bundles
 from gateway.relay.engines import Engines, Replies

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from engine.contract.messages import DiskCounts
 from engine.core.pages.block_manager import PageIdentity
-from engine.core.pages.tiers import Done
+from engine.core.pages.tiers import ReturnedPage
 from tests.fake_runner import FakeRunner
 
 QUEUE_MAX = 8
@@ -47,13 +47,13 @@ class FakeDisk:
         for identity in identities:
             self.files.pop(identity, None)
 
-    def take_done(self) -> list[Done]:
+    def take_done(self) -> list[ReturnedPage]:
         done = []
         while self.jobs and not self.hangs and self._rng.random() < 0.6:
             identity, page, is_read = self.jobs.pop(0)
             is_good = self._read(identity, page) if is_read else self._write(identity, page)
             self._counts[is_read] += is_good
-            done.append(Done(page, identity, is_read, is_good, 0.0))
+            done.append(ReturnedPage(page, identity, is_read, is_good, 0.0))
         return done
 
     def _write(self, identity: PageIdentity, page: int) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from engine.core.grammars.masks import Filled, Standing, is_allowed
+from engine.core.grammars.masks import Filled, MatcherStanding, is_allowed
 
 BAD: Final = "bad"
 END: Final = 0
@@ -31,24 +31,24 @@ class FakeMatcher:
     is_failed: bool = False
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> MatcherStanding:
         drawn = hash((self.grammar, self.past, self.length))
         if self.grammar == BAD or self.is_failed or (self.length and drawn % 61 == 0):
-            return Standing.FAILED
-        return Standing.COMPLETE if self.length and drawn % 17 == 0 else Standing.GOES_ON
+            return MatcherStanding.FAILED
+        return MatcherStanding.COMPLETE if self.length and drawn % 17 == 0 else MatcherStanding.GOES_ON
 
     @property
     def mask(self) -> bytes:
         match self.standing:
-            case Standing.FAILED:
+            case MatcherStanding.FAILED:
                 return b""
-            case Standing.COMPLETE:
+            case MatcherStanding.COMPLETE:
                 return mask_of(range(END, END + 1), self.vocab_size)
-            case Standing.GOES_ON:
+            case MatcherStanding.GOES_ON:
                 return two_in_three(hash((self.grammar, self.past)) % 3, self.vocab_size)
 
     def take(self, token: int) -> None:
-        self.is_failed = self.standing is Standing.FAILED or not is_allowed(self.mask, token)
+        self.is_failed = self.standing is MatcherStanding.FAILED or not is_allowed(self.mask, token)
         self.past, self.length = hash((self.past, token)), self.length + 1
 
 

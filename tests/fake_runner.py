@@ -28,7 +28,7 @@ from engine.contract.messages import (
     TokenLogprobs,
     Want,
 )
-from engine.core.grammars.masks import Standing, is_allowed
+from engine.core.grammars.masks import MatcherStanding, is_allowed
 from tests.fake_grammars import FakeMatcher
 
 START = 17
@@ -133,10 +133,10 @@ def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, g
 
 def _end(matcher: FakeMatcher, sampling: SamplingParams) -> FinishReason | None:
     """The reason for which an answer ends that has come to where the matcher stands; None if it goes on."""
-    if matcher.standing is Standing.FAILED:
+    if matcher.standing is MatcherStanding.FAILED:
         return FinishReason.GRAMMAR
     may_end = any(is_allowed(matcher.mask, token) for token in sampling.stop_token_ids)
-    return FinishReason.STOP if matcher.standing is Standing.COMPLETE and not may_end else None
+    return FinishReason.STOP if matcher.standing is MatcherStanding.COMPLETE and not may_end else None
 
 
 # -- the runner -----------------------------------------------------------------------------------

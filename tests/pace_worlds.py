@@ -27,10 +27,10 @@ from typing import Final
 import msgspec
 
 from engine.contract.messages import Plan, RunResult, SamplingParams, ServiceClass
-from engine.core.config import SchedulerConfig
 from engine.core.estimate.cost import StepCost, Work
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
 from tests.bench import figures
 from tests.bench.engine.virtual import timed_steps

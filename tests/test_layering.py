@@ -149,7 +149,7 @@ GATEWAY_LEVELS = (
     {"redis"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {
-        *("directory.accounts", "directory.development", "operators.table", "billing", "openapi.public"),
+        *("directory.accounts", "directory.development", "operators.operations", "billing", "openapi.public"),
         *("listen.listener_tls", "relay.engines", "request.record", "request.hedging"),
     },
     {
@@ -161,11 +161,11 @@ GATEWAY_LEVELS = (
     },
     {"request.exchange", "directory", "operators.usage", "operators.replicas", "request.model_lists"},
     {
-        *("operators.keys", "operators.inward", "operators.reading", "operators.figures"),
+        *("operators.keys", "operators.inward", "operators.chat_reading", "operators.figures"),
         *("operators.sessions", "operators.files"),
     },
     {
-        *("request.outbound", "request.dispatch", "operators.requests", "operators.limits"),
+        *("request.outbound", "request.dispatch", "operators.requests", "operators.tenant_limits"),
         *("operators.gate", "operators.chats", "operators.engines"),
     },
     {"request.pipeline", "operators.server"},  # the only one that knows the order of the stages

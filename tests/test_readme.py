@@ -22,7 +22,7 @@ import pytest
 
 from engine.api.answer import encoder, outputs
 from engine.api.answer import exchange as engine_exchange
-from engine.api.ask import admission, packing, state
+from engine.api.ask import admission, engine_state, prompt_packing
 from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
@@ -243,64 +243,65 @@ def test_the_gateways_file_is_a_configuration() -> None:
 # -- limits and memory ----------------------------------------------------------------------------
 
 
+BOUNDS_OF_A_REQUEST: Final[dict[str, list[float]]] = {
+    "request body": [shapes.BODY_LEN_MAX, TimeoutsConfig().body_s],
+    "values in it; fields of all objects; strings; fields at its top level; levels of nesting": [
+        holding.VALUES_MAX,
+        holding.FIELDS_MAX,
+        holding.STRINGS_MAX,
+        validation.FIELDS_MAX,
+        holding.DEPTH_MAX,
+    ],
+    "request line, header, headers; all of them at the gateway": [
+        listening.LINE_LEN_MAX,
+        listening.HEADER_LEN_MAX,
+        listening.HEADERS_MAX,
+        heads.HEAD_LEN_MAX,
+    ],
+    "messages; prompts; `n`; choices in all": [
+        shapes.MESSAGES_MAX,
+        shapes.PROMPTS_MAX,
+        shapes.CHOICES_MAX,
+        shapes.PROMPTS_MAX,
+    ],
+    "tokens of all prompts; characters without a word's end": [
+        holding.TOKENS_MAX,
+        text_slices.RUN_LEN_MAX,
+    ],
+    "an answer, log-probabilities included, as estimated from what is asked for": [admission.ANSWER_LEN_MAX],
+    "`stop` strings; length; `stop_token_ids`; `logit_bias`": [
+        shapes.STOP_MAX,
+        shapes.STOP_LEN_MAX,
+        shapes.STOP_TOKEN_IDS_MAX,
+        shapes.LOGIT_BIAS_MAX,
+    ],
+    "`logprobs`, `top_logprobs`": [shapes.LOGPROBS_MAX],
+    "`tools`; characters of a name": [shapes.TOOLS_MAX, tools.NAME_LEN_MAX],
+    "values in the `arguments` of all calls; fields; strings; levels of nesting": [
+        holding.VALUES_MAX,
+        holding.FIELDS_MAX,
+        holding.STRINGS_MAX,
+        holding.DEPTH_MAX,
+    ],
+    "`chat_template_kwargs`; levels of nesting": [
+        chat_form.ARGUMENTS_LEN_MAX,
+        chat_form.ARGUMENTS_DEPTH_MAX,
+    ],
+    "a schema; `regex`; `grammar`; items of `choice`; the length of one": [
+        schemas.SCHEMA_LEN_MAX,
+        patterns.PATTERN_LEN_MAX,
+        structure.GRAMMAR_LEN_MAX,
+        structure.CHOICES_MAX,
+        structure.CHOICE_LEN_MAX,
+    ],
+}
+
+
 def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
     stated = {
         what: numbers(bound) for what, bound in statements(API.read_text(), "| what | number |").items()
     }
-    assert stated == {
-        "request body": [shapes.BODY_LEN_MAX, TimeoutsConfig().body_s],
-        "values in it; fields of all objects; strings; fields at its top level; levels of nesting": [
-            holding.VALUES_MAX,
-            holding.FIELDS_MAX,
-            holding.STRINGS_MAX,
-            validation.FIELDS_MAX,
-            holding.DEPTH_MAX,
-        ],
-        "request line, header, headers; all of them at the gateway": [
-            listening.LINE_LEN_MAX,
-            listening.HEADER_LEN_MAX,
-            listening.HEADERS_MAX,
-            heads.HEAD_LEN_MAX,
-        ],
-        "messages; prompts; `n`; choices in all": [
-            shapes.MESSAGES_MAX,
-            shapes.PROMPTS_MAX,
-            shapes.CHOICES_MAX,
-            shapes.PROMPTS_MAX,
-        ],
-        "tokens of all prompts; characters without a word's end": [
-            holding.TOKENS_MAX,
-            text_slices.RUN_LEN_MAX,
-        ],
-        "an answer, log-probabilities included, as estimated from what is asked for": [
-            admission.ANSWER_LEN_MAX
-        ],
-        "`stop` strings; length; `stop_token_ids`; `logit_bias`": [
-            shapes.STOP_MAX,
-            shapes.STOP_LEN_MAX,
-            shapes.STOP_TOKEN_IDS_MAX,
-            shapes.LOGIT_BIAS_MAX,
-        ],
-        "`logprobs`, `top_logprobs`": [shapes.LOGPROBS_MAX],
-        "`tools`; characters of a name": [shapes.TOOLS_MAX, tools.NAME_LEN_MAX],
-        "values in the `arguments` of all calls; fields; strings; levels of nesting": [
-            holding.VALUES_MAX,
-            holding.FIELDS_MAX,
-            holding.STRINGS_MAX,
-            holding.DEPTH_MAX,
-        ],
-        "`chat_template_kwargs`; levels of nesting": [
-            chat_form.ARGUMENTS_LEN_MAX,
-            chat_form.ARGUMENTS_DEPTH_MAX,
-        ],
-        "a schema; `regex`; `grammar`; items of `choice`; the length of one": [
-            schemas.SCHEMA_LEN_MAX,
-            patterns.PATTERN_LEN_MAX,
-            structure.GRAMMAR_LEN_MAX,
-            structure.CHOICES_MAX,
-            structure.CHOICE_LEN_MAX,
-        ],
-    }
+    assert stated == BOUNDS_OF_A_REQUEST
 
 
 STAGES: Final = ("| stage | reserved before it |", "| stage | bytes held |")
@@ -341,8 +342,8 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
         "quota": [[], [], [], [], []],
         "the engine's door": [
             [admission.ANSWER_LEN_MAX],
-            [state.IN_ONE_TURN],
-            [packing.INLINE_IDS_MAX, prompts.SLICE_IDS],
+            [engine_state.IN_ONE_TURN],
+            [prompt_packing.INLINE_IDS_MAX, prompts.SLICE_IDS],
             [],
             [1, admission.ANSWER_LEN_MAX],
         ],

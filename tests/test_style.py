@@ -72,6 +72,16 @@ def test_a_module_says_what_it_is(path: Path) -> None:
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
 
 
+def test_no_public_class_has_a_twin() -> None:
+    """A name that is read in a log, a trace or a review means one class of the product."""
+    modules: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
+
+
 def test_nothing_is_left_for_later() -> None:
     marks = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")
     for path in [*SOURCES, *BENCHES]:

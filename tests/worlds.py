@@ -20,8 +20,8 @@ from engine.contract.messages import (
     ServiceClass,
 )
 from engine.contract.packing import TOKENS
-from engine.core.config import SchedulerConfig
 from engine.core.queue.newcomers import AddSequence, Prompt
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.step.swap import Preference, if_cheaper
 from tests.fake_grammars import BAD
 

@@ -365,8 +365,8 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     waiting_tokens: int = 0
     """Prompt tokens that wait for their first admission."""
     class_tokens: tuple[int, ...] = ()
-    """For each class: the tokens that unpaused sequences lack (`Sequence.lacking_len`), without the one of
-    each running sequence that has its prompt."""
+    """For each class: the tokens that sequences lack which run or are due (`Sequence.lacking_len`), without
+    the one of each running sequence that has its prompt."""
     newest: int = 0
     """The handle of the newest sequence that was added before this reading."""
     host_pages_kept: int = 0

@@ -1,4 +1,5 @@
-"""The heart of the core process, in two forms that bring the same tokens.
+"""The heart of the core process: continuous batching, in two forms that bring the same tokens. Each step has
+a batch of its own, so a sequence joins it as soon as it is admitted and leaves it with its last token.
 
     plain         inbox -> plan N -> launch N -> collect N -> commit N -> emit N
     overlapped    inbox -> plan N+1 -> launch N+1 -> collect N -> commit N -> emit N
@@ -12,8 +13,9 @@ a step is planned before the one before it is back, so both work all the time:
 The sequences that a step admits, and those that ended between two steps, are reported before it is launched;
 all else after it.
 
-The host knows the tokens of a step only after it has planned the next one: why that is safe stands in rules H
-and I (`engine.core.step.flight`, `engine.core.step.allocator`). Overlap gains nothing with a runner that
+The host knows the tokens of a step only after it has planned the next one: why that is safe stands in the
+rules H, that a plan goes by lengths (`engine.core.step.flight`), and I, that no running sequence is
+preempted meanwhile (`engine.core.step.allocator`). Overlap gains nothing with a runner that
 computes while it is launched, as on a CPU.
 
 One thread, one step after another, and nothing else decides. The loop waits in two places only: for the
@@ -47,12 +49,12 @@ from engine.contract.messages import (
     Runner,
     StopCore,
 )
-from engine.core.config import SchedulerConfig
 from engine.core.grammars.masks import Grammars
 from engine.core.pages.tiers import PageDisk
 from engine.core.queue.newcomers import AddSequence, Intake, sequences_of
 from engine.core.queue.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_config import SchedulerConfig
 from shared.process.clock import SYSTEM_CLOCK, Clock
 
 LAST_WORDS_LEN_MAX: Final = 500

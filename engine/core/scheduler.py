@@ -1,4 +1,5 @@
-"""Decides each step: which sequences compute what, which are admitted, which are preempted.
+"""Decides each step: which sequences compute what, which are admitted, which are preempted. Batching is
+continuous: every step has a batch of its own, of decodes and chunks of prefills.
 
     add, abort,     ->  plan(now)  ->  [the runner runs  ->  commit(plan, result, now)  ->  report()
     pause, resume                       the plan]
@@ -14,9 +15,9 @@ those that were paused since the last plan. It has one token budget, spent in th
    is restored later in the cheaper way, recomputed through the prefix cache or copied back from host memory
    (`engine.core.step.swap`).
 2. *Decodes* (`engine.core.step.planner`): one token for each running sequence that has one pending.
-3. *Prompts* (`engine.core.step.planner`), by rank (`engine.core.queue.policy`): chunks of running sequences,
-   and admissions from the waiting queue (`engine.core.queue.waiting`), for as much of the step as prompts may
-   take (`engine.core.estimate.pace`).
+3. *Prompts* (`engine.core.step.planner`), by rank (`engine.core.queue.policy`): chunks of running sequences
+   (chunked prefill), and admissions from the waiting queue (`engine.core.queue.waiting`), for as much of the
+   step as prompts may take (`engine.core.estimate.pace`).
 
 At the commit, `engine.core.step.results` takes in what the step brought. This module is the door, the clock's
 side, and what binds the others.
@@ -72,16 +73,16 @@ from engine.contract.messages import (
     StepOutput,
 )
 from engine.contract.records import Lack
-from engine.core.config import SchedulerConfig
 from engine.core.estimate.cost import CostLearner
 from engine.core.grammars.masks import Grammars, Masks
 from engine.core.pages.block_manager import pages_for
 from engine.core.pages.tiers import PageDisk
-from engine.core.queue.deadlines import Deadlines
+from engine.core.queue.deadlines import DeadlineQueue
 from engine.core.queue.newcomers import AddSequence, Prompt
 from engine.core.queue.policy import RESPONSE_RATIO, Discipline
 from engine.core.queue.tenants import TenantCounters, TenantHoldings
 from engine.core.queue.waiting import WaitingQueue
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Hold, Sequence, Status
 from engine.core.step.allocator import Allocator
 from engine.core.step.flight import InFlight, News
@@ -118,7 +119,7 @@ class Scheduler:
         self._waiting = WaitingQueue(discipline)
         self._learner = CostLearner(runner.page_copy_s, runner.timed_steps)
         self._in_flight: dict[int, InFlight] = {}  # by step number, in order
-        self._deadlines = Deadlines()
+        self._deadlines = DeadlineQueue()
         self._allocator = Allocator(
             config, runner, self._waiting, self._in_flight, self._learner, prefers_swap, disk
         )
@@ -400,7 +401,7 @@ class Scheduler:
 
     def commit(self, plan: Plan, result: RunResult, now: float) -> None:
         """Take in the result of the oldest plan in flight. Rows of sequences that ended meanwhile bring
-        nothing (rule H)."""
+        nothing, as they are late (rule H)."""
         flight = self._in_flight.pop(plan.step)
         self._planner.outlook = None
         assert all(plan.step < other for other in self._in_flight), "out of order"

@@ -256,7 +256,7 @@ class Sequence:
         return self.sampling.prompt_logprobs is not None and self.prompt_logprobs_sent < self.prompt_len - 1
 
     def is_protected(self, preemptions_max: int) -> bool:
-        """True if it was preempted as often as rule C allows; yields are not counted."""
+        """True if it was preempted as often as rule C allows one to be; yields are not counted."""
         return self.preemptions - self.yields >= preemptions_max
 
     @property

@@ -1,4 +1,4 @@
-"""The door to a runner: choose the device, and hand over to `host.load` or `device.load`."""
+"""The door to a runner: choose the device, and hand over to `host.host_shard` or `device.device_shard`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.setup.model_errors import BadRunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 
 if TYPE_CHECKING:
-    from engine.runtime.device.runner import DeviceRunner
-    from engine.runtime.host.runner import HostRunner
+    from engine.runtime.device.device_runner import DeviceRunner
+    from engine.runtime.host.host_runner import HostRunner
     from engine.runtime.start.starting import Progress
 
 
@@ -23,11 +23,11 @@ def load_runner(config: RunnerConfig, progress: Progress) -> HostRunner | Device
     device = choose_device(config)
     progress(f"device {device.type}, {'chosen by auto' if config.device == 'auto' else 'as asked for'}")
     if device.type == "cpu":
-        from engine.runtime.host.load import load_on_host
+        from engine.runtime.host.host_shard import load_on_host
 
         return load_on_host(config, progress)
     from engine.runtime.device.card import CudaCard
-    from engine.runtime.device.load import load_on_card
+    from engine.runtime.device.device_shard import load_on_card
 
     return load_on_card(config, CudaCard(device), progress)
 

@@ -131,7 +131,7 @@ class GuardedStore:
         notes_all: bool = False,
     ) -> None:
         """`gateways`: processes that share the store; each allows this part of a limit on its own.
-        `notes_all`: rule 7."""
+        `notes_all`: requests without limits are noted in the store as well (rule 7)."""
         self._store: Final = store
         self._notes_all: Final = notes_all
         self._local: Final = MemoryStore(clock, days_kept)
@@ -249,7 +249,8 @@ class GuardedStore:
         return await self._store.lapsed(tenants, written)
 
     async def post(self) -> None:
-        """Rule 6. What cannot be posted now is kept."""
+        """Post what was counted here to the store, exactly once (rule 6). What cannot be posted now is
+        kept."""
         async with self._posting:
             for tenant in self._unposted.keys() | self._local.rows.tenants():
                 await self._post(tenant)
@@ -286,7 +287,8 @@ class GuardedStore:
     def _without_store(
         self, call: str, error: StoreUnavailable, subjects: Sequence[Subject]
     ) -> tuple[Subject, ...]:
-        """Rule 2: the subjects with their part of the limits. Raises QuotaUnavailable."""
+        """The subjects with this gateway's part of the limits, during an outage (rule 2). Raises
+        QuotaUnavailable, where the tenant's `fail` is closed."""
         failed(call, error)
         self._missed.set()
         fail = subjects[0].fail if subjects else "closed"

@@ -172,7 +172,8 @@ class Account(Struct, frozen=True, gc=False):
     """The time at which the level of the tokens bucket was computed."""
 
     def at(self, limits: QuotaLimits, now_ms: int) -> Account:
-        """The usage at another time, by rules 4 and 6."""
+        """The usage at another time. Time that runs backwards drains nothing (rule 4), and a meter without a
+        limit is left as it is (rule 6)."""
         if now_ms == self.at_ms == self.requests_at_ms == self.tokens_at_ms:
             return self
         at_ms = max(self.at_ms, now_ms)

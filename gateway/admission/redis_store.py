@@ -14,8 +14,9 @@ Rules:
 3. For a request without limits nothing is asked here. `note` has it recorded, and nobody waits for that, so
    that it is counted, and has a billing line, though its gateway is killed. Whether Redis has the record is
    known once it answers. Until then, and where it does not, its gateway counts the request by itself, and
-   what may be there all the same is taken away uncounted when the request ends (rule 4). A note whose keys
-   another node has now is not sent there (rule 5), as its settlement might come there first.
+   what may be there all the same is taken away uncounted when the request ends (rule 4: this store granted it
+   no tokens). A note whose keys another node has now is not sent there (rule 5), as its settlement might come
+   there first.
 4. A request whose tokens were not granted by this store, as far as its caller knows, is not counted by it.
 5. A call whose keys another node has now is sent there, at once and once: within two calls' time, and that of
    connecting where the node was not known, which is bounded by a call's time as well.
@@ -57,7 +58,7 @@ from gateway.admission.usage import OTHERS, Payer, Sheet, Totals, UsageRow, Used
 from gateway.config.accounting import AccountingConfig
 from gateway.config.quotas import QuotaLimits
 from gateway.config.redis import RedisConfig
-from gateway.redis.link import Moved, RedisLink, RedisUnavailable, ScriptMissing, Word
+from gateway.redis.link import RedisLink, RedisUnavailable, ScriptMissing, SlotMoved, Word
 from gateway.redis.links import Links, links_of, tag_of
 from shared.process.clock import Clock
 from shared.process.shield import Done
@@ -105,7 +106,7 @@ class Settling(Struct, eq=False):
         self.store.settlement_over(self.reservation, self.held, None)
 
     def set_exception(self, error: RedisUnavailable, /) -> None:
-        if isinstance(error, ScriptMissing | Moved):  # so nothing was done
+        if isinstance(error, ScriptMissing | SlotMoved):  # so nothing was done
             self.store.send_again(self)
         else:
             self.store.settlement_over(self.reservation, self.held, error)
@@ -249,7 +250,8 @@ class RedisStore:
     def note(
         self, reservation: ReservationId, payer: Payer, tokens: int, noted: Callable[[ReservationId], None]
     ) -> None:
-        """Rule 3. `noted` is called if Redis has it before the request ends: then it is counted here."""
+        """Have a request without limits recorded, which nobody waits for (rule 3). `noted` is called if Redis
+        has it before the request ends: then it is counted here."""
         held = Held(payer.tenant)
         try:
             times_ms = self._times_ms(payer.tenant)
@@ -270,7 +272,8 @@ class RedisStore:
             failed("note", error)
 
     def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
-        """Rule 1."""
+        """Settle without waiting: what was reserved is known here, and the settlement goes out before every
+        later call for the tenant (rule 1)."""
         held = self._held.get(reservation)
         if held is None or held.used is not None:
             return Done(None)
@@ -283,7 +286,8 @@ class RedisStore:
         await self._none_settles.wait()
 
     async def renew(self, reservations: Sequence[ReservationId]) -> None:
-        """Rule 2."""
+        """Renew leases, which also brings up a link that is down, and finds out one that only reads (rule
+        2)."""
         try:
             await self._renew(reservations)
         except RedisUnavailable as error:
@@ -465,21 +469,23 @@ class RedisStore:
         try:
             try:
                 reply: list[Any] = await self._links.of(tenant).call(command)
-            except (ScriptMissing, Moved) as refusal:  # so nothing was done
+            except (ScriptMissing, SlotMoved) as refusal:  # so nothing was done
                 reply = await self._ask_again(tenant, command, refusal)
         except RedisUnavailable as error:
             raise StoreUnavailable(str(error)) from None
         return reply
 
-    async def _ask_again(self, tenant: TenantId, command: bytes, refusal: ScriptMissing | Moved) -> list[Any]:
+    async def _ask_again(
+        self, tenant: TenantId, command: bytes, refusal: ScriptMissing | SlotMoved
+    ) -> list[Any]:
         """Ask what a server could not do, as it did not know the script or has not got the keys. Raises
         RedisUnavailable."""
         try:
-            if isinstance(refusal, Moved):
+            if isinstance(refusal, SlotMoved):
                 raise refusal
             in_place: list[Any] = await self._links.of(tenant).call(in_full(command))
             return in_place
-        except Moved as moved:
+        except SlotMoved as moved:
             tag = tag_of(tenant)
             try:
                 link = await self._links.follow(moved, tag, self._probe(tag))

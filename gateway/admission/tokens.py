@@ -30,8 +30,8 @@ from typing import Final
 
 from msgspec import Raw, Struct
 
+from shared.apis.chat_messages import ImagePart
 from shared.apis.generation import GenerationRequest, PromptExtension
-from shared.apis.messages import ImagePart
 from shared.apis.prompt import ChatPrompt, PromptForm
 from shared.fairness.fair_threads import FairThreads, Slices
 from shared.text.prompts import prompt_slices
@@ -44,7 +44,7 @@ INLINE_LEN_MAX: Final = 1024
 ESTIMATE_MESSAGE_TOKENS: Final = 8
 """The frame of a message: its role, and the tokens that begin and end it."""
 ESTIMATE_TOOLS_TOKENS: Final = 384
-"""What a template says about tools, beside the tools: Qwen's says 110, DeepSeek's 330."""
+"""Tokens of the words about tools that a template adds to the tools: Qwen's 110, DeepSeek's 330."""
 LIKELY_BYTES: Final = 4
 """Bytes of a token in most texts."""
 SLICE_LEN: Final = 256 * 1024
@@ -54,7 +54,7 @@ QUOTA_SHARE_MAX: Final = 4
 quarter) of the tightest limit on tokens if that is less, so that small limits still let it through."""
 
 
-class Count(Struct, frozen=True):
+class TokenCount(Struct, frozen=True):
     prompt_tokens: int
     """The tokens of all prompts together."""
     longest: int
@@ -64,15 +64,15 @@ class Count(Struct, frozen=True):
     extension: PromptExtension | None
     """The ids, when they were counted and not estimated."""
     bound: int
-    """The most tokens that all prompts together can have, by rule 5. The same as `prompt_tokens` where those
-    were counted."""
+    """The most tokens that all prompts together can have: by rule 5 it is never passed. The same as
+    `prompt_tokens` where those were counted."""
 
     @property
     def is_exact(self) -> bool:
         return self.extension is not None
 
 
-class Span(Struct, frozen=True):
+class TokenSpan(Struct, frozen=True):
     """Tokens to reserve: the least that the request can do with, and the most that it could use."""
 
     prompt_tokens: int
@@ -115,7 +115,7 @@ async def count_tokens(
     room: Room | None,
     threads: FairThreads,
     tenant: str,
-) -> Count:
+) -> TokenCount:
     """The exact count. `room` is None where it is unknown.
 
     Raises InvalidRequest for a prompt that is empty or that the chat template refuses, ContextLengthExceeded
@@ -126,16 +126,16 @@ async def count_tokens(
     if _is_short(prompt):
         try:
             prompt_ids = tokenizer.prompt_ids(prompt)
-        except NotInPlace:  # rule 3
+        except NotInPlace:  # it may be slow, and is another's work: rule 3
             prompt_ids = None
     if prompt_ids is None:
         prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, prompt, room))
     lengths = [*map(len, prompt_ids)]
     total = sum(lengths)
-    return Count(total, max(lengths), len(lengths), PromptExtension(tokenizer.hash, prompt_ids), total)
+    return TokenCount(total, max(lengths), len(lengths), PromptExtension(tokenizer.hash, prompt_ids), total)
 
 
-def check_fits(request: GenerationRequest, count: Count, room: Room | None) -> None:
+def check_fits(request: GenerationRequest, count: TokenCount, room: Room | None) -> None:
     """Raises ContextLengthExceeded or NeverFits, when the count is exact and the room is known."""
     stated = request.stated_tokens_max
     tokens = count.longest + max(1, stated or 0)
@@ -150,13 +150,13 @@ def check_fits(request: GenerationRequest, count: Count, room: Room | None) -> N
 
 def span(
     request: GenerationRequest,
-    count: Count,
+    count: TokenCount,
     room: Room | None,
     estimate: int,
     tokens_max: int | None,
     *,
     is_budgeted: bool,
-) -> Span:
+) -> TokenSpan:
     """The tokens to reserve: all prompts, and for every choice the most it may generate. `is_budgeted`: the
     caller has a budget, which nothing fills again.
 
@@ -168,14 +168,14 @@ def span(
     prompts = count.prompt_tokens, count.bound if is_budgeted else count.prompt_tokens
     stated = request.output_tokens_max
     if stated is not None:
-        return Span(*prompts, choices, stated, stated)
+        return TokenSpan(*prompts, choices, stated, stated)
     left = estimate if room is None else max(1, room.most - count.longest)
     each = min(estimate, left)
     if tokens_max is None:
-        return Span(*prompts, choices, each, each)
+        return TokenSpan(*prompts, choices, each, each)
     share = tokens_max // QUOTA_SHARE_MAX // choices
     least = max(1, request.min_tokens or 0, min(each, share))
-    return Span(*prompts, choices, least, max(least, left), is_open=True)
+    return TokenSpan(*prompts, choices, least, max(least, left), is_open=True)
 
 
 def _is_short(prompt: PromptForm) -> bool:
@@ -215,7 +215,7 @@ each but emoji."""
 
 def estimate_slices(
     request: GenerationRequest, fields: Mapping[str, Raw], image_tokens: int
-) -> Slices[Count]:
+) -> Slices[TokenCount]:
     """An estimate of all that `fields`, the body that goes out, hold; token ids count as they are. In slices,
     since a body may be long. `image_tokens` are those of an image."""
     beside, beside_len = 0, 0
@@ -234,7 +234,7 @@ def estimate_slices(
         fixed = ESTIMATE_MESSAGE_TOKENS * len(messages) + image_tokens * images
         fixed += ESTIMATE_TOOLS_TOKENS if form.tools else 0
         length += beside_len
-        return Count(tokens + beside + fixed, fixed + _likely(length), 1, None, length + fixed)
+        return TokenCount(tokens + beside + fixed, fixed + _likely(length), 1, None, length + fixed)
     prompt = form.prompt
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     ids = [len(item) for item in prompts if isinstance(item, list)]
@@ -242,7 +242,7 @@ def estimate_slices(
     tokens, length = yield from _texts_slices(texts)
     longest = max([*ids, *(_likely(len(text)) for text in texts)]) + _likely(beside_len)
     most = sum(ids) + length + beside_len * len(prompts)
-    return Count(sum(ids) + tokens + beside * len(prompts), longest, len(prompts), None, most)
+    return TokenCount(sum(ids) + tokens + beside * len(prompts), longest, len(prompts), None, most)
 
 
 def _likely(length: int) -> int:

@@ -29,8 +29,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from shared.process.config import ConfigError
 from shared.process.files import write_all
+from shared.process.setting_values import ConfigError
 
 BATCH_LEN: Final = 256 * 1024
 """Bytes of lines that are sent at once."""
@@ -154,7 +154,8 @@ class Spool:
         return fd
 
     def _follow(self) -> None:
-        """Rule 2. Raises OSError where nothing was changed."""
+        """Go on in a new file where this one was renamed or removed, or from where it was cut short (rule 2).
+        Raises OSError where nothing was changed."""
         own = os.fstat(self._fd)
         if own.st_size < self._size:
             self._begin_at(own.st_size, is_next=False)
@@ -190,7 +191,7 @@ class Spool:
         self._is_noted = True
 
     def _compact(self) -> None:
-        """Rule 4."""
+        """Cut off what was taken: a copy of the rest takes the file's place (rule 4)."""
         new_path = self._path.with_name(f"{self._path.name}.new")
         new_path.unlink(missing_ok=True)
         new = self._open(new_path)

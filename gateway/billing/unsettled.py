@@ -68,7 +68,7 @@ class Unsettled:
             await self._billing.written()
 
     def _next_tenants(self) -> set[TenantId]:
-        """Rule 2."""
+        """The tenants of this turn, `TENANTS_MAX` at most; the next turn has those that follow (rule 2)."""
         tenants = sorted(self._tenants())
         start = self._turns * TENANTS_MAX % max(1, len(tenants))
         self._turns += 1

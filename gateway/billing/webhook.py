@@ -34,9 +34,9 @@ from gateway.config.accounting import AccountingConfig
 from gateway.config.secret import RenewableSecret
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.config import ConfigError
 from shared.process.metrics import Counter
 from shared.process.renewable_tls import RenewableTls
+from shared.process.setting_values import ConfigError
 from shared.process.tls import UnusableTls, client_context
 
 POLL_S: Final = 1.0

@@ -14,7 +14,7 @@ from gateway.endpoints.dialect import Dialect
 from shared.wire.errors import ApiError
 
 
-class Connection(Protocol):
+class ClientConnection(Protocol):
     """The connection that a request came by."""
 
     tenant: str

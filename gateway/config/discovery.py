@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from gateway.config.edge import is_base_url, is_loopback
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.process.settings import Text
 
 INTERVAL_S_MIN: Final = 1.0

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from shared.apis.holding import memory_max
 from shared.fairness.fair_share import FairShare
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.process.settings import Port, Rule, Text, Unit
 from shared.wire.shapes import BODY_LEN_MAX, TOKENS_MAX
 

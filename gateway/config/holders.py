@@ -8,7 +8,7 @@ from typing import Final, Literal
 from gateway.config.certificate_names import CertificateName, is_dns_name, is_uri, subject_of
 from gateway.config.edge import Id, Name
 from gateway.config.quotas import NO_LIMITS, PerModel, QuotaLimits
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 
 ANY: Final = "*"
 ALL_MODELS: Final = (ANY,)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.process.settings import Text
 
 PORT: Final = 6379

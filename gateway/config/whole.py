@@ -58,8 +58,8 @@ from gateway.config.quotas import (
 from gateway.config.redis import RedisConfig
 from gateway.config.timeouts import TimeoutOverrides, TimeoutsConfig
 from gateway.endpoints.routes import SCOPES
-from shared.process import config
-from shared.process.config import ConfigError
+from shared.process import setting_values
+from shared.process.setting_values import ConfigError
 from shared.process.settings import LogLevel, ModelName, Rule, Text, Unit
 from shared.telemetry.tracing import TracingConfig
 from shared.wire.ids import KeyId, TenantId
@@ -346,7 +346,7 @@ def load(
 ) -> GatewayConfig:
     """The configuration that a TOML file, or what one would hold, the variables and the options of a command
     line make. Raises ConfigError, which lists all that is wrong."""
-    return config.load(GatewayConfig, source, env, ENV_PREFIX, options, MOVED)
+    return setting_values.load(GatewayConfig, source, env, ENV_PREFIX, options, MOVED)
 
 
 def timeouts_of(

@@ -36,8 +36,8 @@ from gateway.identity.keys import KeyTable
 from gateway.identity.tenant import TenantPolicy
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.config import ConfigError
 from shared.process.files import FileVersion, file_version
+from shared.process.setting_values import ConfigError
 from shared.wire.ids import KeyId, TenantId
 
 POLL_S: Final = 1.0
@@ -315,7 +315,8 @@ class AccountsReader:
         return []
 
     async def watch(self) -> None:
-        """Read the file again whenever it has changed, until cancelled. Rule 4."""
+        """Read the file again whenever it has changed, until cancelled. One that is written in place is read
+        once it has settled (rule 4)."""
         before, settled = self._seen, 0
         while self._path is not None:
             await self._clock.sleep(POLL_S)

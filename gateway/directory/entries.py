@@ -21,7 +21,7 @@ from msgspec import Struct
 from gateway.config.quotas import ModelLimits, QuotaLimits
 from gateway.config.whole import KeyConfig, TenantConfig
 from gateway.directory.accounts import Kind
-from shared.process.config import ConfigError, load
+from shared.process.setting_values import ConfigError, load
 from shared.wire.errors import Conflict, NotFound, PreconditionFailed
 from shared.wire.undecodable import UNDECODABLE
 

@@ -41,8 +41,8 @@ from gateway.directory.entries import (
     place_of,
 )
 from gateway.directory.toml_edit import CannotEdit, document, replace_table
-from shared.process.config import FILE_LEN_MAX
 from shared.process.files import file_version, read_bytes
+from shared.process.setting_values import FILE_LEN_MAX
 from shared.wire.errors import Conflict, DirectoryUnavailable
 
 LOCK_S: Final = 5.0
@@ -58,7 +58,8 @@ class Edited(Generic[E]):
     before: E | None
     after: E | None
     doubt: str | None
-    """The reason for which the edit, by rule 3, may not stay. None where it stays."""
+    """The reason for which the edit may not outlive a failure of the machine (rule 3). None where it
+    stays."""
 
 
 class FileDirectory:

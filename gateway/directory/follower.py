@@ -26,12 +26,12 @@ from typing import Final
 from gateway.config.whole import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
 from gateway.directory.accounts import POLL_S, AccountsReader, Kind
 from gateway.directory.entries import KEYS_MAX, TENANTS_MAX, decode
-from gateway.directory.redis_directory import Place, RawEntry, RedisDirectory
+from gateway.directory.redis_directory import DirectoryPlace, RawEntry, RedisDirectory
 from gateway.redis.link import RedisUnavailable
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.config import ConfigError
 from shared.process.metrics import Counter, Gauge
+from shared.process.setting_values import ConfigError
 from shared.wire.ids import KeyId, TenantId
 
 SLICE: Final = 200
@@ -66,7 +66,7 @@ class Follower:
         self._accounts: Final = accounts
         self._stale_s: Final = stale_s
         self._clock: Final = clock
-        self._place = Place()
+        self._place = DirectoryPlace()
         self._known: Final[dict[Kind, set[str]]] = {"tenants": set(), "keys": set()}
         """The ids of the entries that were taken."""
         self._file = accounts.config
@@ -114,7 +114,7 @@ class Follower:
             self._problem = None
 
     def _failed(self, problem: str) -> None:
-        """Rule 5."""
+        """Note that Redis was not read: what was read last holds for `stale_s` (rule 5)."""
         if problem != self._problem:
             log.error("directory.down", problem=problem)
         self._problem = problem
@@ -136,7 +136,7 @@ class Follower:
             self._take(news.changes)
             self._place = news.place
 
-    async def _read_all(self, place: Place) -> None:
+    async def _read_all(self, place: DirectoryPlace) -> None:
         """Read all entries, and forget those that are gone. `place` is one that comes before the reading."""
         self._refused, self._is_whole, self._has_orphans = 0, False, False
         file = self._accounts.config
@@ -186,7 +186,8 @@ class Follower:
             self._known["tenants"].difference_update(gone_tenants)
 
     def _tenant(self, id_: str, raw: bytes) -> TenantConfig | None:
-        """The tenant of this id. None for one that is gone, and by rule 3 for one that cannot be read."""
+        """The tenant of this id. None for one that is gone, and for one that cannot be read, which counts as
+        none (rule 3)."""
         try:
             tenant = decode(TenantConfig, raw) if raw else None
             if tenant is not None:
@@ -210,7 +211,7 @@ class Follower:
         return key
 
     def _models_of(self, entry: TenantConfig | KeyConfig) -> set[str]:
-        """The models that an entry names. Those that are not here are logged, by rule 4."""
+        """The models that an entry names. Those that are not here are logged, and open nothing (rule 4)."""
         named = named_models(entry)
         unknown = named - self._models - self._unknown_models
         if unknown and len(self._unknown_models) < MODELS_SHOWN_MAX:

@@ -21,7 +21,7 @@ from gateway.directory.file_directory import FileDirectory
 from gateway.directory.operator_keys import OperatorKeys
 from gateway.directory.registry import Registry
 from shared.process import logs
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.wire.errors import ApiError
 
 Operation = Literal["create", "list", "rotate", "patch", "delete"]

@@ -31,7 +31,7 @@ from gateway.directory.rotation import Rotation, rotated
 from gateway.identity.keys import mint_key
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.config import ConfigError, load
+from shared.process.setting_values import ConfigError, load
 from shared.wire.errors import ChangeUnknown, Conflict, NotFound
 
 SECTION: Final = "admin.keys"

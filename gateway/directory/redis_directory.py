@@ -49,10 +49,10 @@ from gateway.directory.entries import (
     salvage,
     unreadable,
 )
-from gateway.redis.link import Moved, RedisUnavailable, ScriptMissing, Word, packed
+from gateway.redis.link import RedisUnavailable, ScriptMissing, SlotMoved, Word, packed
 from gateway.redis.links import Links, links_of, tag_of
 from shared.process import logs
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.wire.errors import Conflict, DirectoryUnavailable, NotFound
 from shared.wire.ids import TenantId
 
@@ -74,7 +74,7 @@ class DirectoryLost(RedisUnavailable):
     """Redis has no directory, or another one, where there was one before."""
 
 
-class Place(Struct, frozen=True):
+class DirectoryPlace(Struct, frozen=True):
     """How much of a directory's history is known."""
 
     epoch: str = ""
@@ -89,10 +89,10 @@ RawEntry = tuple[Kind, str, bytes]
 """An entry's kind, id and JSON, which is empty where there is no entry."""
 
 
-class News(Struct, frozen=True):
+class DirectoryNews(Struct, frozen=True):
     """The changes since a place."""
 
-    place: Place
+    place: DirectoryPlace
     changes: Sequence[RawEntry] | None
     """None when the changes are not known one by one: all has to be read."""
 
@@ -182,16 +182,18 @@ class RedisDirectory:
 
     # -- for the follower -------------------------------------------------------------------------
 
-    async def since(self, place: Place, limit: int) -> News:
+    async def since(self, place: DirectoryPlace, limit: int) -> DirectoryNews:
         """At most `limit` changes after a place. Raises RedisUnavailable, and DirectoryLost."""
         reply = await self._call("since", place.epoch, place.version, place.head, limit)
         if reply[1] == b"lost":
             raise DirectoryLost("Redis has lost the directory")
-        reached = Place(reply[2].decode(errors="replace"), reply[3], reply[4].decode(errors="replace"))
+        reached = DirectoryPlace(
+            reply[2].decode(errors="replace"), reply[3], reply[4].decode(errors="replace")
+        )
         if reply[1] == b"load":
-            return News(reached, None)
+            return DirectoryNews(reached, None)
         words = zip(reply[5::3], reply[6::3], reply[7::3], strict=True)
-        return News(reached, [(_kind(kind), _shown(id_), raw) for kind, id_, raw in words])
+        return DirectoryNews(reached, [(_kind(kind), _shown(id_), raw) for kind, id_, raw in words])
 
     async def scan(self, kind: Kind, cursor: bytes, count: int) -> tuple[bytes, Sequence[RawEntry]]:
         """About `count` entries, and the cursor of the next ones; it is `b"0"` before the first and after the
@@ -210,7 +212,8 @@ class RedisDirectory:
             raise _unavailable(error) from None
 
     async def _ask_again(self, change: Change, *words: Word) -> list[Any]:
-        """As `_ask`, for a change, by rule 2. Raises AnswerLost."""
+        """Ask for a change, and once more under its name where the answer is lost: it is made once (rule 2).
+        Raises AnswerLost."""
         try:
             return await self._call(*words)
         except RedisUnavailable as error:
@@ -235,7 +238,7 @@ class RedisDirectory:
                 reply: list[Any] = await link.call(packed(("EVALSHA", SCRIPT_SHA, *asked)))
             except ScriptMissing:  # so nothing was done
                 reply = await link.call(packed(("EVAL", SCRIPT, *asked)))
-        except Moved:
+        except SlotMoved:
             self._knows_servers = False
             raise
         return reply

@@ -49,7 +49,7 @@ from gateway.directory.rotation import Rotation, rotated
 from gateway.identity.keys import mint_key
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.config import ConfigError, load
+from shared.process.setting_values import ConfigError, load
 from shared.wire.errors import ChangeUnknown, Conflict, PreconditionFailed, PreconditionRequired
 
 PATCHABLE: Final = frozenset(
@@ -327,7 +327,7 @@ def _shown(change: Change) -> Shown:
 
 
 def _audit(asked: Mapping[str, str], change: Change, more: Mapping[str, str]) -> None:
-    """Rule 2."""
+    """Write the audit line of a change, without hashes of secrets (rule 2)."""
     before, after = _differences(change)
     logs.audit("admin.change", {"logger": __name__, **asked, "from": before, "to": after, **more})
 

@@ -14,7 +14,7 @@ import re
 import tomllib
 from typing import Any, Final
 
-from shared.process.config import to_toml
+from shared.process.setting_values import to_toml
 
 _HEADER: Final = re.compile(r"\s*\[{1,2}([^\[\]#]+)\]{1,2}\s*(#.*)?")
 """A line with the header of a table. Group 1 is its name."""

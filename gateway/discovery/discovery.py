@@ -11,10 +11,10 @@ from gateway.config.discovery import DiscoveryConfig
 from gateway.config.whole import ModelConfig
 from gateway.discovery.dns import DnsSource
 from gateway.discovery.kubernetes import KubernetesSource
-from gateway.discovery.source import AGE, Progress, Source
+from gateway.discovery.source import AGE, Source, SourceProgress
 from gateway.routing.replicas import Replicas
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 
 FIRST_S: Final = 10.0
 """The time for which a start waits for all sources, in seconds."""
@@ -31,12 +31,12 @@ class Discovery:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._clock: Final = clock
-        self._sources: Final[list[tuple[Progress, Source]]] = []
+        self._sources: Final[list[tuple[SourceProgress, Source]]] = []
         problems: list[str] = []
         for model in models:
             if model.discovery is None:
                 continue
-            progress = Progress(model.name, partial(replicas.list_members, model.name), clock)
+            progress = SourceProgress(model.name, partial(replicas.list_members, model.name), clock)
             try:
                 self._sources.append((progress, _source(model.discovery, env, clock)))
             except ConfigError as error:

@@ -23,7 +23,7 @@ from msgspec import Struct
 from gateway.config.discovery import DiscoveryConfig, host_and_port
 from gateway.config.whole import REPLICAS_MAX
 from gateway.discovery.addresses import url_of, usable
-from gateway.discovery.source import Progress
+from gateway.discovery.source import SourceProgress
 from gateway.routing.members import Listed
 from shared.process.clock import SYSTEM_CLOCK, Clock
 
@@ -44,7 +44,7 @@ class LookupFailed(Exception):
     """DNS gave no answer. That it knows of nobody is one."""
 
 
-class Target(Struct, frozen=True, order=True):
+class SrvTarget(Struct, frozen=True, order=True):
     """An SRV record, without its weight."""
 
     priority: int
@@ -57,7 +57,7 @@ class Resolver(Protocol):
 
     async def addresses(self, name: str, family: Family) -> Sequence[str]: ...
 
-    async def targets(self, name: str) -> Sequence[Target]: ...
+    async def targets(self, name: str) -> Sequence[SrvTarget]: ...
 
 
 class DnsSource:
@@ -78,13 +78,13 @@ class DnsSource:
         """The last answers, by name and kind."""
         self._room: Final = asyncio.Semaphore(AT_ONCE)
 
-    async def watch(self, progress: Progress) -> None:
+    async def watch(self, progress: SourceProgress) -> None:
         while True:
             await self.ask(progress)
             by_chance = 1 + JITTER * (2 * self._random.random() - 1)
             await self._clock.sleep(self._config.interval_s * by_chance)
 
-    async def ask(self, progress: Progress) -> None:
+    async def ask(self, progress: SourceProgress) -> None:
         """Ask once, and report what is known then."""
         problems: list[str] = []
         asked: dict[tuple[str, str], Sequence[Any]] = {}
@@ -106,7 +106,7 @@ class DnsSource:
     async def _by_srv(self, asked: dict[tuple[str, str], Sequence[Any]], problems: list[str]) -> set[str]:
         name = self._config.srv or ""
 
-        async def look() -> Sequence[Target]:
+        async def look() -> Sequence[SrvTarget]:
             return await self._resolver.targets(name)
 
         targets = await self._answer(name, "SRV", look, asked, problems)
@@ -140,7 +140,8 @@ class DnsSource:
         asked: dict[tuple[str, str], Sequence[Any]],
         problems: list[str],
     ) -> Sequence[T]:
-        """The answer to a question, or the last one where that fails (rule 2)."""
+        """The answer to a question, or the last one where that fails: each question fails by itself (rule
+        2)."""
         try:
             async with self._room:
                 answer = await look()
@@ -160,9 +161,9 @@ class SystemResolver:
     async def addresses(self, name: str, family: Family) -> Sequence[str]:
         return [record.address for record in await self._ask(name, family)]
 
-    async def targets(self, name: str) -> Sequence[Target]:
+    async def targets(self, name: str) -> Sequence[SrvTarget]:
         records = await self._ask(name, "SRV")
-        return [Target(one.priority, one.target.to_text(), one.port) for one in records]
+        return [SrvTarget(one.priority, one.target.to_text(), one.port) for one in records]
 
     async def _ask(self, name: str, kind: str) -> Sequence[Any]:
         # Only here: a gateway whose replicas are listed has no use for it.

@@ -26,7 +26,7 @@ class Conditions(Struct, frozen=True):
     terminating: bool | None = None
 
 
-class Endpoint(Struct, frozen=True):
+class SliceEndpoint(Struct, frozen=True):
     addresses: list[str] = []
     conditions: Conditions = Conditions()
 
@@ -43,20 +43,20 @@ class Port(Struct, frozen=True):
     protocol: str | None = None
 
 
-class Metadata(Struct, frozen=True, rename="camel"):
+class ObjectMetadata(Struct, frozen=True, rename="camel"):
     name: str = ""
     resource_version: str = ""
 
 
 class EndpointSlice(Struct, frozen=True, rename="camel"):
-    metadata: Metadata
+    metadata: ObjectMetadata
     address_type: str = "IPv4"
-    endpoints: list[Endpoint] | None = None
+    endpoints: list[SliceEndpoint] | None = None
     ports: list[Port] | None = None
 
 
 class SliceList(Struct, frozen=True):
-    metadata: Metadata
+    metadata: ObjectMetadata
     items: list[EndpointSlice] | None = None
 
 
@@ -67,7 +67,7 @@ class Event(Struct, frozen=True):
     object: Raw
 
 
-class Status(Struct, frozen=True):
+class KubernetesStatus(Struct, frozen=True):
     """The object of an event that tells of an error."""
 
     code: int = 0
@@ -77,7 +77,7 @@ class Status(Struct, frozen=True):
 decode_list: Final = json.Decoder(SliceList).decode
 decode_slice: Final = json.Decoder(EndpointSlice).decode
 decode_event: Final = json.Decoder(Event).decode
-decode_status: Final = json.Decoder(Status).decode
+decode_status: Final = json.Decoder(KubernetesStatus).decode
 
 
 class TooManySlices(Exception):
@@ -119,7 +119,7 @@ class Slices:
         return [Listed(url, standing) for url, standing in found.items()]
 
 
-def _addresses(one: EndpointSlice) -> Iterator[tuple[Endpoint, str]]:
+def _addresses(one: EndpointSlice) -> Iterator[tuple[SliceEndpoint, str]]:
     """Each endpoint with its address: of several, which are of one pod, the first."""
     if one.address_type in ("IPv4", "IPv6"):
         for endpoint in one.endpoints or ():

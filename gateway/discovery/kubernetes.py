@@ -36,9 +36,9 @@ from gateway.discovery.endpoint_slices import (
     decode_slice,
     decode_status,
 )
-from gateway.discovery.source import Progress
+from gateway.discovery.source import SourceProgress
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.process.tls import UnusableTls, client_context
 from shared.wire.undecodable import UNDECODABLE
 
@@ -70,12 +70,12 @@ class Gone(Exception):
     """The version from which a watch was to go on is too old."""
 
 
-class BadAnswer(Exception):
+class BadListing(Exception):
     """The API server's answer cannot be used."""
 
 
 _FAILURES: Final = (
-    BadAnswer,
+    BadListing,
     TooManySlices,
     UnusableTls,
     aiohttp.ClientError,
@@ -111,7 +111,7 @@ class KubernetesSource:
         self._context: ssl.SSLContext | None = None
         self._context_of: tuple[int, int] | None = None
 
-    async def watch(self, progress: Progress) -> None:
+    async def watch(self, progress: SourceProgress) -> None:
         failures = 0
         while True:
             self._has_moved = False
@@ -129,7 +129,7 @@ class KubernetesSource:
             failures = 0 if is_well else 1 if self._has_moved else failures + 1
             await self._clock.sleep(self._backoff_s(failures) if failures else PAUSE_S)
 
-    async def _follow(self, session: aiohttp.ClientSession, progress: Progress) -> None:
+    async def _follow(self, session: aiohttp.ClientSession, progress: SourceProgress) -> None:
         """List if need be, and watch until the server ends that."""
         if self._version is None:
             await self._list(session, progress)
@@ -148,13 +148,13 @@ class KubernetesSource:
                 self._report(progress)
         self._has_moved |= self._clock.monotonic() - begun_s >= STEADY_S
 
-    async def _list(self, session: aiohttp.ClientSession, progress: Progress) -> None:
+    async def _list(self, session: aiohttp.ClientSession, progress: SourceProgress) -> None:
         async with asyncio.timeout(OVERTIME_S), self._get(session, {}) as answer:
             body = bytearray()
             async for piece in answer.content.iter_any():
                 body += piece
                 if len(body) > LIST_LEN_MAX:
-                    raise BadAnswer(f"the list is larger than {LIST_LEN_MAX} bytes")
+                    raise BadListing(f"the list is larger than {LIST_LEN_MAX} bytes")
         found = decode_list(bytes(body))
         self._slices.replace(found.items or ())
         self._version = found.metadata.resource_version
@@ -164,11 +164,11 @@ class KubernetesSource:
     async def _get(
         self, session: aiohttp.ClientSession, query: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Ask for the Service's slices. Raises Gone, BadAnswer."""
+        """Ask for the Service's slices. Raises Gone, BadListing."""
         service = self._service
         namespace = service.namespace or _read(service.namespace_file)
         if not namespace:
-            raise BadAnswer(f"namespace is not set, and there is no {service.namespace_file}")
+            raise BadListing(f"namespace is not set, and there is no {service.namespace_file}")
         url = f"{self._api}{API}/namespaces/{namespace}/endpointslices"
         params = {"labelSelector": f"kubernetes.io/service-name={service.service}", **query}
         headers = {"accept": "application/json"}
@@ -182,16 +182,16 @@ class KubernetesSource:
                 raise Gone
             if answer.status != HTTPStatus.OK:
                 hint = _HINTS.get(answer.status, "")
-                raise BadAnswer(f"answered with status {answer.status} {hint}".rstrip())
+                raise BadListing(f"answered with status {answer.status} {hint}".rstrip())
             yield answer
 
     def _apply(self, event: Event) -> None:
-        """Take over an event of the watch. Raises Gone, BadAnswer, TooManySlices."""
+        """Take over an event of the watch. Raises Gone, BadListing, TooManySlices."""
         if event.type == "ERROR":
             status = decode_status(event.object)
             if status.code == HTTPStatus.GONE:
                 raise Gone
-            raise BadAnswer(f"ended the watch: {status.code} {status.message}")
+            raise BadListing(f"ended the watch: {status.code} {status.message}")
         changed = decode_slice(event.object)
         if event.type in ("ADDED", "MODIFIED"):
             self._slices.put(changed)
@@ -201,7 +201,7 @@ class KubernetesSource:
             self._version = changed.metadata.resource_version
         self._has_moved = True
 
-    def _report(self, progress: Progress) -> None:
+    def _report(self, progress: SourceProgress) -> None:
         config, service = self._config, self._service
         progress.listed(self._slices.members(service.port, config.scheme, loopback=config.loopback))
 
@@ -222,7 +222,7 @@ class KubernetesSource:
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
-    """The whole lines of each piece that comes. Raises BadAnswer for one that is too long."""
+    """The whole lines of each piece that comes. Raises BadListing for one that is too long."""
     rest = b""
     async for piece in answer.content.iter_any():
         *lines, last = piece.split(b"\n")
@@ -231,7 +231,7 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
             yield [line for line in lines if line.strip()]
         rest += last
         if len(rest) > EVENT_LEN_MAX:
-            raise BadAnswer(f"an event is larger than {EVENT_LEN_MAX} bytes")
+            raise BadListing(f"an event is larger than {EVENT_LEN_MAX} bytes")
 
 
 def _read(path: str) -> str:

@@ -22,7 +22,7 @@ DETAIL_LEN_MAX: Final = 500
 log = logs.get(__name__)
 
 
-class Progress:
+class SourceProgress:
     """A source's state, for the log and the metrics. The log tells of the first failure in a row, and of its
     end."""
 
@@ -64,6 +64,6 @@ class Progress:
 class Source(Protocol):
     """Somebody who knows a pool's members."""
 
-    async def watch(self, progress: Progress) -> None:
+    async def watch(self, progress: SourceProgress) -> None:
         """Report them whenever they change, until cancelled."""
         ...

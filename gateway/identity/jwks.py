@@ -52,10 +52,10 @@ from gateway.identity.key_set import SET_LEN_MAX, BadKeys, VerificationKey, keys
 from gateway.identity.waiting import Waiting
 from shared.process import logs
 from shared.process.clock import Clock
-from shared.process.config import ConfigError
 from shared.process.files import file_version, read_bytes
 from shared.process.metrics import Counter
 from shared.process.renewable_tls import RenewableTls
+from shared.process.setting_values import ConfigError
 from shared.process.tls import UnusableTls, client_context
 
 FETCH_S: Final = 5.0

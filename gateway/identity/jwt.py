@@ -134,7 +134,8 @@ class TokenTable:
         self, token: str, now_s: float, whose: Callable[[], str] = lambda: ""
     ) -> Awaitable[Principal]:
         """The caller that a token names. Waits only where its key is not known, by rule 1 of
-        `gateway.identity.jwks`. `whose` tells with whom it shares the places of those who wait.
+        `gateway.identity.jwks`, which has it fetched. `whose` tells with whom it shares the places of those
+        who wait.
 
         Raises:
             Unauthenticated: whatever is wrong; `detail` says what, for the operator.
@@ -193,7 +194,8 @@ class TokenTable:
         return _refusal(f"no key {kid} for {algorithm}", read.issuer)
 
     def _read(self, token: str, now_s: float) -> _Read:
-        """Everything but the signature: rule 1."""
+        """All that is checked before the signature: length, form, issuer, algorithm, key, audience, times
+        (rule 1)."""
         found = _SEGMENTS.fullmatch(token)
         if found is None:
             _refuse("not three parts in base64url")
@@ -364,7 +366,7 @@ def _decoded(segment: str) -> bytes:
 
 
 def _json(data: bytes) -> dict[str, Any]:
-    """A JSON object, read by rule 3."""
+    """A JSON object, read strictly: no name twice, no NaN, no half character (rule 3)."""
     try:
         found: object = msgspec.json.decode(data)  # all but a name given twice
         json.loads(data, object_pairs_hook=_unique)

@@ -134,7 +134,7 @@ class KeyTable:
         self._by_id: Final[dict[KeyId, _Record]] = {}
         self._by_digest: Final[dict[bytes, _Record]] = {}
         self._claims: Final[dict[bytes, dict[KeyId, _Record]]] = {}
-        """The keys of each digest that several have. Which of them is in `_by_digest` says rule 6."""
+        """The keys of each digest that several have. The one that is meant is in `_by_digest` (rule 6)."""
         self.is_complete = True
         """True if what is here is all there is. If not, only the `declared` keys are known to work, and a
         key that is not here may be one that could not be read."""
@@ -194,7 +194,8 @@ class KeyTable:
         return any(digest in self._claims and self._by_digest.get(digest) is not record for digest in digests)
 
     def _settle(self, digest: bytes) -> None:
-        """Rule 6, for a digest that several keys have, or had."""
+        """Choose the key that is meant, for a digest that several have, or had: the file's, or the one of its
+        own `keyid` (rule 6)."""
         claims = self._claims[digest]
         declared = [record for id_, record in claims.items() if id_ in self._declared]
         self._by_digest.pop(digest, None)

@@ -54,7 +54,7 @@ from gateway.identity.callers import KnownCallers
 from gateway.listen.accepting import FairAccepting
 from shared.fairness.fair_turns import FairTurns
 from shared.http2 import frames
-from shared.http2.errors import ErrorCode
+from shared.http2.connection_errors import ErrorCode
 from shared.process import logs
 from shared.process.accepting import HANDSHAKE_S, Accepting, Warnings
 from shared.process.listening import BACKLOG_LEN, CLOSE_GRACE_S, LINGER_S, bound_socket, http1_options
@@ -209,15 +209,16 @@ class BoundedServer(web.Server):
         self._make_room(handler)
 
     def _make_room(self, new: RequestHandler | None = None) -> None:
-        """Rule 1, after a connection has been set up, or accepted without a first byte (None)."""
+        """Keep to the bound of connections (rule 1), after a connection has been set up, or accepted without
+        a first byte (None)."""
         assert self._accepting is not None
         if len(self._connections) + self._accepting.silent_count > self._connections_max:
             self._tell("gateway.connections_full", connections_max=self._connections_max)
             self._close_one(new, is_silent_new=new is None)
 
     def _close_one(self, new: RequestHandler | None = None, *, is_silent_new: bool = False) -> bool:
-        """Close a connection by rule 1, and return whether there was one. `new` is the new one, where it has
-        been set up; `is_silent_new` is true where it is silent."""
+        """Close a connection, the most idle first (rule 1), and return whether there was one. `new` is the
+        new one, where it has been set up; `is_silent_new` is true where it is silent."""
         silent = self._accepting
         assert silent is not None
         has_older = silent.silent_count > is_silent_new
@@ -263,7 +264,8 @@ class BoundedServer(web.Server):
                 transport.close()
 
     def note(self, protocol: _Protocol) -> None:
-        """Rule 2, after a connection has received something or is lost."""
+        """Keep to the bound of half heads and of requests sent ahead (rule 2), after a connection has
+        received something or is lost."""
         if not protocol.holds:
             self._holding.pop(protocol, None)
             return
@@ -276,7 +278,7 @@ class BoundedServer(web.Server):
                 first.force_close()
 
     def grew(self, protocol: _Protocol) -> None:
-        """Rule 5, after a connection's buffers have become large."""
+        """Keep to the bound of large TLS buffers (rule 5), after a connection's have become large."""
         self._large[protocol] = None
         if len(self._large) > self._large_max:
             idle = next((one for one in self._large if _is_idle(one) and one is not protocol), None)
@@ -373,7 +375,7 @@ class _Protocol(EndsUnread):
         """Bytes received at once, above which its buffers become large: of TLS, which have not yet."""
 
     def data_received(self, data: bytes) -> None:
-        """Parse what was received, by rule 2.
+        """Parse what was received, a head within its bounds and nothing after what is malformed (rule 2).
 
         aiohttp bounds the lines of a head and their number, but not the head; and of what follows something
         malformed it would keep every piece, each with an error of its own. A body in chunks of a few bytes

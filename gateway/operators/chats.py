@@ -35,10 +35,19 @@ from gateway.directory.accounts import AccountsReader
 from gateway.directory.entries import decode_object
 from gateway.identity.caller import Principal
 from gateway.identity.callers import Guests
+from gateway.operators.chat_reading import LINE_LEN_MAX, TEXT_LEN_MAX, ChatReading, error_text
 from gateway.operators.inward import Inward
 from gateway.operators.keys import read_operator_body
-from gateway.operators.reading import LINE_LEN_MAX, TEXT_LEN_MAX, Reading, error_text
-from gateway.operators.table import Asked, Asks, Body, Merge, Operation, Parameter, Table, does
+from gateway.operators.operations import (
+    Asks,
+    Merge,
+    Operation,
+    OperationBody,
+    OperatorRequest,
+    Parameter,
+    Table,
+    does,
+)
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
@@ -87,7 +96,7 @@ class ChatAsked:
 
 _REQUIRED: Final = frozenset(("key", "model", "messages"))
 _FIELDS: Final = frozenset(field.name for field in fields(ChatAsked))
-_ASKED: Final = Body("ChatAsked", ChatAsked, _FIELDS, _REQUIRED)
+_ASKED: Final = OperationBody("ChatAsked", ChatAsked, _FIELDS, _REQUIRED)
 
 
 class ChatView(Struct, frozen=True, kw_only=True):
@@ -135,7 +144,7 @@ class _Chat:
         self.operator: Final = operator
         self.began_s: Final = now_s
         self.seen_s = now_s
-        self.reading = Reading()
+        self.reading = ChatReading()
         self.status: int | None = None
         self.problem: str | None = None
         self.task: asyncio.Task[None] | None = None
@@ -174,7 +183,7 @@ class Chats:
             "Begin a chat in the name of a key.", ChatView, body=_ASKED, errors=(Overloaded,), asks=Asks.ONE
         )
     )
-    async def _begin(self, asked: Asked) -> web.Response:
+    async def _begin(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest, Overloaded."""
         body = await read_operator_body(asked.request)
         try:
@@ -203,7 +212,7 @@ class Chats:
             "Tell what came of a chat.", ChatView, _KNOWN, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE
         )
     )
-    async def _show(self, asked: Asked) -> web.Response:
+    async def _show(self, asked: OperatorRequest) -> web.Response:
         chat = self._find(asked)
         chat.seen_s = self._clock.monotonic()
         query = asked.request.query
@@ -212,7 +221,7 @@ class Chats:
     @does(
         Operation("End a chat, and forget it.", ChatView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE)
     )
-    async def _end(self, asked: Asked) -> web.Response:
+    async def _end(self, asked: OperatorRequest) -> web.Response:
         chat = self._find(asked)
         del self._chats[chat.id]
         assert chat.task is not None
@@ -221,8 +230,8 @@ class Chats:
         chat.problem = chat.problem or "It was ended."
         return _answer(chat, chat.reading.text_len, len(chat.reading.ticks_ms))
 
-    def _find(self, asked: Asked) -> _Chat:
-        """Rule 2. Raises NotFound."""
+    def _find(self, asked: OperatorRequest) -> _Chat:
+        """The chat, for the operator who began it and nobody else (rule 2). Raises NotFound."""
         chat = self._chats.get(RequestId(asked.id))
         if chat is None or chat.operator != asked.operator.key:
             raise NotFound("There is no such chat of this operator's.")

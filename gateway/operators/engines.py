@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from gateway.client.responses import json_response
 from gateway.operators.figures import SAMPLE_AGE_MAX_S, EngineFigures, Sample, figures, parse_sample
-from gateway.operators.table import Asked, Asks, Operation, Table, does
+from gateway.operators.operations import Asks, Operation, OperatorRequest, Table, does
 from gateway.relay.upstream import Outbound, Upstream
 from gateway.routing.exposition import EXPOSITION_LEN_MAX
 from gateway.routing.replicas import Replica, Replicas
@@ -85,7 +85,7 @@ class EnginesApi:
         return {ENGINES: {"GET": self._answer}}
 
     @does(Operation("Tell the engines' own figures.", EnginesView, asks=Asks.ONE))
-    async def _answer(self, asked: Asked) -> web.Response:
+    async def _answer(self, asked: OperatorRequest) -> web.Response:
         async with self._reading:
             if self._read_at_s is None or self._clock.monotonic() - self._read_at_s >= EVERY_S:
                 await self._read()

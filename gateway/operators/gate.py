@@ -76,7 +76,7 @@ class Gate:
     """The sessions of one admin listener."""
 
     def __init__(self, operator: Operator, names: Collection[str] = (), clock: Clock = SYSTEM_CLOCK) -> None:
-        """`names` are those of rule 4; `*` is any."""
+        """`names` are those by which the listener may be called (rule 4); `*` is any."""
         self._operator: Final = operator
         self._names: Final = frozenset(("", "localhost", *names))
         self._clock: Final = clock
@@ -84,8 +84,8 @@ class Gate:
         self._attempts: Final = Attempts()
 
     def check(self, request: web.BaseRequest) -> None:
-        """Rule 4, and rule 3 where a request has an `Origin`. `request` has a sound head. Raises
-        PermissionDenied."""
+        """Check the name by which the listener is called (rule 4), and an `Origin` where there is one (rule
+        3). `request` has a sound head. Raises PermissionDenied."""
         name = host_of(request).rstrip(".").lower()
         if not (is_address(name) or name in self._names or "*" in self._names):
             raise PermissionDenied(
@@ -117,7 +117,7 @@ class Gate:
 
     def digest(self, request: web.BaseRequest) -> bytes | None:
         """The digest of the key that a request's cookie stands for. None without a session. Raises
-        PermissionDenied by rule 3."""
+        PermissionDenied where the request is not the page's own (rule 3)."""
         if (text := _cookie(request)) is None:
             return None
         digest = self._sessions.find(text, self._clock.monotonic())
@@ -170,7 +170,8 @@ async def _key_of(request: web.BaseRequest) -> str:
 
 
 def _check_origin(request: web.BaseRequest) -> None:
-    """Rule 3. Raises PermissionDenied. The scheme is not compared: TLS may end before this listener."""
+    """Check that the `Origin` is this listener's (rule 3). Raises PermissionDenied. The scheme is not
+    compared: TLS may end before this listener."""
     try:
         origin = urlsplit(request.headers.get("origin", "")).netloc
     except ValueError:

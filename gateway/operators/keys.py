@@ -30,8 +30,16 @@ from gateway.directory.entries import ENTRY_LEN_MAX, PAGE_MAX, KeyView, NoObject
 from gateway.directory.operator_keys import OperatorKeysView
 from gateway.directory.registry import CREATABLE, PATCHABLE, MintedView, Page, Registry, Shown
 from gateway.directory.rotation import Rotation
-from gateway.operators.table import Asked, Asks, Body, Operation, Parameter, Table, does
-from shared.process.config import ConfigError
+from gateway.operators.operations import (
+    Asks,
+    Operation,
+    OperationBody,
+    OperatorRequest,
+    Parameter,
+    Table,
+    does,
+)
+from shared.process.setting_values import ConfigError
 from shared.wire.envelope import ErrorBody
 from shared.wire.errors import (
     ApiError,
@@ -56,10 +64,12 @@ _PAGED: Final = (
     Parameter("limit", "Entries at most.", {"type": "integer", "minimum": 1, "maximum": PAGE_MAX}),
 )
 _OF_TENANT: Final = Parameter("tenant", "Only the keys of this one.")
-_NEW_KEY: Final = Body("NewKey", KeyConfig, CREATABLE, frozenset({"tenant"}))
-_KEY_CHANGE: Final = Body("KeyChange", KeyConfig, PATCHABLE)
-_TENANT: Final = Body("TenantFields", TenantConfig, frozenset(one.name for one in fields(TenantConfig)))
-_ROTATION: Final = Body("Rotation", Rotation, frozenset(one.name for one in fields(Rotation)))
+_NEW_KEY: Final = OperationBody("NewKey", KeyConfig, CREATABLE, frozenset({"tenant"}))
+_KEY_CHANGE: Final = OperationBody("KeyChange", KeyConfig, PATCHABLE)
+_TENANT: Final = OperationBody(
+    "TenantFields", TenantConfig, frozenset(one.name for one in fields(TenantConfig))
+)
+_ROTATION: Final = OperationBody("Rotation", Rotation, frozenset(one.name for one in fields(Rotation)))
 _CHANGES: Final = (NotFound, Conflict, PreconditionFailed)
 
 
@@ -103,7 +113,7 @@ class DirectoryRoutes:
         }
 
     @does(Operation("List keys, by their tenants.", Page[KeyView], (_OF_TENANT, *_PAGED), asks=Asks.ONE))
-    async def _list_keys(self, asked: Asked) -> web.Response:
+    async def _list_keys(self, asked: OperatorRequest) -> web.Response:
         return await self._page(asked, "keys", (_OF_TENANT, *_PAGED))
 
     @does(
@@ -111,14 +121,16 @@ class DirectoryRoutes:
             "List operators' keys. They are changed in the file alone.", OperatorKeysView, asks=Asks.ONE
         )
     )
-    async def _list_operators(self, asked: Asked) -> web.Response:
+    async def _list_operators(self, asked: OperatorRequest) -> web.Response:
         return json_response(HTTPStatus.OK, msgspec.json.encode(self._registry.operators()), {})
 
     @does(Operation("List tenants, by their ids.", Page[TenantConfig], _PAGED, asks=Asks.ONE))
-    async def _list_tenants(self, asked: Asked) -> web.Response:
+    async def _list_tenants(self, asked: OperatorRequest) -> web.Response:
         return await self._page(asked, "tenants", _PAGED)
 
-    async def _page(self, asked: Asked, kind: Kind, parameters: Sequence[Parameter]) -> web.Response:
+    async def _page(
+        self, asked: OperatorRequest, kind: Kind, parameters: Sequence[Parameter]
+    ) -> web.Response:
         query = asked.request.query
         for name in query:
             if name not in {one.name for one in parameters}:
@@ -139,7 +151,7 @@ class DirectoryRoutes:
             asks=Asks.CHANGE,
         )
     )
-    async def _create_key(self, asked: Asked) -> web.Response:
+    async def _create_key(self, asked: OperatorRequest) -> web.Response:
         return await self._minted(self._registry.create_key(await _body(asked), asked.operator.key))
 
     @does(
@@ -152,18 +164,18 @@ class DirectoryRoutes:
             asks=Asks.CHANGE,
         )
     )
-    async def _rotate_key(self, asked: Asked) -> web.Response:
+    async def _rotate_key(self, asked: OperatorRequest) -> web.Response:
         body = await _body(asked)
         return await self._minted(
             self._registry.rotate_key(asked.id, body, asked.operator.key, _if_match(asked))
         )
 
     @does(Operation("Show a key.", KeyView, errors=(NotFound,), is_versioned=True, asks=Asks.ONE))
-    async def _key(self, asked: Asked) -> web.Response:
+    async def _key(self, asked: OperatorRequest) -> web.Response:
         return _answer(await self._registry.get("keys", asked.id))
 
     @does(Operation("Show a tenant.", TenantConfig, errors=(NotFound,), is_versioned=True, asks=Asks.ONE))
-    async def _tenant(self, asked: Asked) -> web.Response:
+    async def _tenant(self, asked: OperatorRequest) -> web.Response:
         return _answer(await self._registry.get("tenants", asked.id))
 
     @does(
@@ -177,7 +189,7 @@ class DirectoryRoutes:
             asks=Asks.CHANGE,
         )
     )
-    async def _patch_key(self, asked: Asked) -> web.Response:
+    async def _patch_key(self, asked: OperatorRequest) -> web.Response:
         body = await _body(asked)
         return await self._changed(
             self._registry.patch_key(asked.id, body, asked.operator.key, _if_match(asked))
@@ -188,7 +200,7 @@ class DirectoryRoutes:
             "Delete a key.", KeyView, errors=_CHANGES, is_versioned=True, takes_version=True, asks=Asks.CHANGE
         )
     )
-    async def _delete_key(self, asked: Asked) -> web.Response:
+    async def _delete_key(self, asked: OperatorRequest) -> web.Response:
         return await self._changed(self._registry.delete_key(asked.id, asked.operator.key, _if_match(asked)))
 
     @does(
@@ -203,7 +215,7 @@ class DirectoryRoutes:
             asks=Asks.CHANGE,
         )
     )
-    async def _put_tenant(self, asked: Asked) -> web.Response:
+    async def _put_tenant(self, asked: OperatorRequest) -> web.Response:
         body = await _body(asked)
         return await self._changed(
             self._registry.put_tenant(
@@ -221,7 +233,7 @@ class DirectoryRoutes:
             asks=Asks.CHANGE,
         )
     )
-    async def _delete_tenant(self, asked: Asked) -> web.Response:
+    async def _delete_tenant(self, asked: OperatorRequest) -> web.Response:
         return await self._changed(
             self._registry.delete_tenant(asked.id, asked.operator.key, _if_match(asked))
         )
@@ -260,11 +272,11 @@ def _answer(shown: Shown) -> web.Response:
     return json_response(HTTPStatus.OK, msgspec.json.encode(shown.view), {"etag": f'"{shown.etag}"'})
 
 
-def _if_match(asked: Asked) -> str | None:
+def _if_match(asked: OperatorRequest) -> str | None:
     return _etags(asked, "if-match")
 
 
-def _etags(asked: Asked, name: str) -> str | None:
+def _etags(asked: OperatorRequest, name: str) -> str | None:
     """The etags in a header, however many lines it has. None without it."""
     return ", ".join(asked.request.headers.getall(name, ())) or None
 
@@ -278,7 +290,7 @@ def _limit(text: str | None) -> int:
     return int(text)
 
 
-async def _body(asked: Asked) -> Mapping[str, Any]:
+async def _body(asked: OperatorRequest) -> Mapping[str, Any]:
     """The fields of a request's body; none for an empty one. Raises ApiError, ConfigError."""
     body = await read_operator_body(asked.request)
     return decode_object(body) if body else {}

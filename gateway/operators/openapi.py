@@ -1,7 +1,7 @@
 """The description of the operators' API, as OpenAPI 3.1: `GET /admin/openapi.json`.
 
-It is made of the tables by which the admin listener goes (`gateway.operators.table`): each handler carries
-what it takes and answers, and the shapes are the very types that are encoded and parsed, with their
+It is made of the tables by which the admin listener goes (`gateway.operators.operations`): each handler
+carries what it takes and answers, and the shapes are the very types that are encoded and parsed, with their
 docstrings.
 """
 
@@ -31,7 +31,7 @@ from gateway.openapi.parts import (
     probe,
     request_header,
 )
-from gateway.operators.table import Body, Operation, Table, operation_of
+from gateway.operators.operations import Operation, OperationBody, Table, operation_of
 from shared.process.probes import PROBES
 from shared.wire.envelope import ErrorEnvelope
 from shared.wire.errors import (
@@ -93,7 +93,7 @@ def document(table: Table) -> bytes:
 # -- schemas --------------------------------------------------------------------------------------
 
 
-def _schemas(operations: Iterable[Operation], bodies: Mapping[str, Body]) -> Json:
+def _schemas(operations: Iterable[Operation], bodies: Mapping[str, OperationBody]) -> Json:
     """The schemas by name, with descriptions from the docstrings."""
     types: list[Any] = [*(one.answer for one in operations), *map(_shape, bodies.values()), ErrorEnvelope]
     _, components = msgspec.json.schema_components(dict.fromkeys(types), ref_template=REF)
@@ -104,7 +104,7 @@ def _schemas(operations: Iterable[Operation], bodies: Mapping[str, Body]) -> Jso
     return components
 
 
-def _shape(body: Body) -> type:
+def _shape(body: OperationBody) -> type:
     """The fields of a body as a type of their own. One that may be left out may be null, which means the
     same."""
     hints = get_type_hints(body.type, include_extras=True)

@@ -23,7 +23,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.client.responses import json_response
-from gateway.operators.table import Asked, Asks, Merge, Operation, Parameter, Table, does
+from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
 from gateway.routing.members import DrainCause, MemberPhase
 from gateway.routing.replicas import Replica, Replicas
 from shared.process import logs
@@ -102,7 +102,7 @@ class ReplicaRoutes:
             merges={"data": Merge.JOIN, "has_more": Merge.ANY},
         )
     )
-    async def _list(self, asked: Asked) -> web.Response:
+    async def _list(self, asked: OperatorRequest) -> web.Response:
         query = asked.request.query
         for name in query:
             if name not in _PARAMETERS:
@@ -118,7 +118,7 @@ class ReplicaRoutes:
         return json_response(HTTPStatus.OK, body, {})
 
     @does(Operation("Show a replica.", ReplicaView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE))
-    async def _show(self, asked: Asked) -> web.Response:
+    async def _show(self, asked: OperatorRequest) -> web.Response:
         return self._answer(self._find(asked))
 
     @does(
@@ -126,17 +126,17 @@ class ReplicaRoutes:
             "Send it no new requests.", ReplicaView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE
         )
     )
-    async def _drain(self, asked: Asked) -> web.Response:
+    async def _drain(self, asked: OperatorRequest) -> web.Response:
         return self._changed(asked, "drain", self._replicas.drain)
 
     @does(
         Operation("Send it requests again.", ReplicaView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE)
     )
-    async def _undrain(self, asked: Asked) -> web.Response:
+    async def _undrain(self, asked: OperatorRequest) -> web.Response:
         return self._changed(asked, "undrain", self._replicas.undrain)
 
     def _changed(
-        self, asked: Asked, action: str, change: Callable[[Replica, DrainCause], None]
+        self, asked: OperatorRequest, action: str, change: Callable[[Replica, DrainCause], None]
     ) -> web.Response:
         """Change the replica that is asked for, and leave an audit line."""
         replica = self._find(asked)
@@ -145,7 +145,7 @@ class ReplicaRoutes:
         logs.audit("admin.change", {"logger": __name__, "operator": asked.operator.key, **fields})
         return self._answer(replica)
 
-    def _find(self, asked: Asked) -> Replica:
+    def _find(self, asked: OperatorRequest) -> Replica:
         """Raises NotFound."""
         id_ = unquote(asked.id)
         if (replica := self._replicas.find(id_)) is None:

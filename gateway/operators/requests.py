@@ -11,7 +11,7 @@
 Rules:
 
 1. An answer is bounded, in rows and in the work that it takes: the ring is searched, and one page is made.
-2. It tells of every tenant, so it is for operators alone (`gateway.operators.server`, rule 1).
+2. It tells of every tenant, so it is for operators alone (as rule 1 of `gateway.operators.server` says).
 3. Others have their turn after every `AT_ONCE` live requests: consoles ask for a thousand of them each
    second. So a request that ends meanwhile may be told of twice, as live and as completed.
 """
@@ -29,12 +29,12 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.client.responses import json_response
-from gateway.operators.table import Asked, Asks, Merge, Operation, Parameter, Table, does
+from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
 from gateway.request.exchange import Exchange, LiveRequests
 from gateway.request.recorder import Recorder, ticks_of
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.trace.axis import Axis, Bar, Visit
-from shared.trace.record import RequestPage, RequestRecord, RequestRecords, RequestSummary
+from shared.trace.request_records import RequestPage, RequestRecord, RequestRecords, RequestSummary
 from shared.wire.end_reason import EndReason
 from shared.wire.errors import InvalidRequest, NotFound
 
@@ -72,7 +72,7 @@ _PARAMETERS: Final = (
 )
 
 
-class Query(Struct, frozen=True, kw_only=True):
+class RequestsQuery(Struct, frozen=True, kw_only=True):
     """An operator's question."""
 
     live: bool = True
@@ -98,7 +98,7 @@ class Query(Struct, frozen=True, kw_only=True):
         )
 
 
-def parse(parameters: Mapping[str, str]) -> Query:
+def parse(parameters: Mapping[str, str]) -> RequestsQuery:
     """The question in a query string. Raises InvalidRequest, naming the parameter."""
     asked: dict[str, object] = {}
     for name, text in parameters.items():
@@ -119,7 +119,7 @@ def parse(parameters: Mapping[str, str]) -> Query:
     status = str(asked.get("status", "200"))
     if status not in _STATUSES and not (len(status) == 3 and status.isascii() and status.isdecimal()):
         raise InvalidRequest("status must be one such as 429, or a class such as 5xx.", param="status")
-    return msgspec.convert({**asked, "live": state != "done", "done": state != "live"}, Query)
+    return msgspec.convert({**asked, "live": state != "done", "done": state != "live"}, RequestsQuery)
 
 
 def _number(name: str, text: str) -> int:
@@ -151,7 +151,7 @@ class RequestsApi:
             merges={"data": Merge.JOIN, "before": Merge.MOST},
         )
     )
-    async def _list(self, asked: Asked) -> web.Response:
+    async def _list(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest."""
         query = parse(asked.request.query)
         return _json(self.page(query, await self._lives(query)))
@@ -165,7 +165,7 @@ class RequestsApi:
             merges={"data": Merge.JOIN},
         )
     )
-    async def _show(self, asked: Asked) -> web.Response:
+    async def _show(self, asked: OperatorRequest) -> web.Response:
         """Raises NotFound."""
         live = [self._live_record(one) for one in self._live if one.request_id == asked.id]
         done = self._recorder.find(asked.id, SAME_ID_MAX - len(live[:SAME_ID_MAX]))
@@ -174,7 +174,7 @@ class RequestsApi:
             raise NotFound("There is no such request among the live ones and the latest.")
         return _json(RequestRecords(found))
 
-    def page(self, query: Query, lives: Iterable[RequestSummary]) -> RequestPage:
+    def page(self, query: RequestsQuery, lives: Iterable[RequestSummary]) -> RequestPage:
         """The requests that are asked for, of those that live and those that are kept."""
         found = sorted(lives, key=lambda one: one.total_ms)[: query.limit]
         if query.done:
@@ -186,8 +186,8 @@ class RequestsApi:
                     found.append(one)
         return RequestPage(tuple(found))
 
-    async def _lives(self, query: Query) -> list[RequestSummary]:
-        """The live requests that are asked for. Rule 3."""
+    async def _lives(self, query: RequestsQuery) -> list[RequestSummary]:
+        """The live requests that are asked for. Others have their turn in between (rule 3)."""
         found: list[RequestSummary] = []
         if not query.live or query.before is not None:
             return found

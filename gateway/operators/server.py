@@ -37,15 +37,24 @@ from gateway.operators.gate import Gate
 from gateway.operators.keys import refusal
 from gateway.operators.openapi import PATH as DOCUMENT
 from gateway.operators.openapi import document
-from gateway.operators.table import Asked, Asks, Handler, Merge, Operation, Table, does, pattern_of
+from gateway.operators.operations import (
+    Asks,
+    Handler,
+    Merge,
+    Operation,
+    OperatorRequest,
+    Table,
+    does,
+    pattern_of,
+)
 from gateway.request.exchange import LiveRequests
 from shared.apis.requests import AbortResponse
 from shared.process import logs
 from shared.process.build import version
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.config import ConfigError
 from shared.process.listening import SERVER
 from shared.process.probes import PROBES, Health
+from shared.process.setting_values import ConfigError
 from shared.telemetry.stages import exposition
 from shared.wire.errors import (
     ApiError,
@@ -177,11 +186,12 @@ class Admin:
                     allow = ", ".join(methods)
                     raise MethodNotAllowed(f"{path} takes {allow}.", allow=allow)
                 _check_query(request)
-                return await answer(Asked(request, operator, match[1] if match.groups() else ""))
+                return await answer(OperatorRequest(request, operator, match[1] if match.groups() else ""))
         raise RouteNotFound(f"There are {', '.join([*self._open, *self._operators])}.")
 
     def _operator(self, request: web.BaseRequest) -> Principal:
-        """Rule 1. Raises Unauthenticated, PermissionDenied."""
+        """The operator, whose own key opens what is not for everybody (rule 1). Raises Unauthenticated,
+        PermissionDenied."""
         authorization = request.headers.get("authorization")
         if authorization is None and (digest := self._digest(request)) is not None:
             try:
@@ -215,7 +225,7 @@ class Admin:
         return self._accounts.now.operators.authenticate(f"Bearer {key}", self._clock.wall()).key
 
     @does(Operation("Tell who asks.", OperatorView, asks=Asks.ONE))
-    async def _who(self, asked: Asked) -> web.Response:
+    async def _who(self, asked: OperatorRequest) -> web.Response:
         view = OperatorView(asked.operator.key, version())
         return json_response(HTTPStatus.OK, msgspec.json.encode(view), {})
 
@@ -223,7 +233,7 @@ class Admin:
         return probe_response(self._health, request, tells_problems=True)
 
     @does(Operation("Read the configuration again.", ReloadResponse, asks=Asks.EVERY))
-    async def _reload(self, asked: Asked) -> web.Response:
+    async def _reload(self, asked: OperatorRequest) -> web.Response:
         problems = await self._read_again()
         _audit(asked, {"action": "reload", "problems": len(problems)})
         if problems:
@@ -239,15 +249,15 @@ class Admin:
             merges={"aborted": Merge.SUM},
         )
     )
-    async def _abort(self, asked: Asked) -> web.Response:
+    async def _abort(self, asked: OperatorRequest) -> web.Response:
         request_id = RequestId(asked.id)
         ended = self._live.end(None, request_id, _aborted)
         _audit(asked, {"action": "abort", "aborted": request_id, "ended": ended})
         return json_response(HTTPStatus.OK, msgspec.json.encode(AbortResponse(request_id, ended)), {})
 
 
-def _audit(asked: Asked, fields: Mapping[str, object]) -> None:
-    """Rule 2."""
+def _audit(asked: OperatorRequest, fields: Mapping[str, object]) -> None:
+    """Write the audit line of a change (rule 2)."""
     logs.audit("admin.change", {"logger": __name__, "operator": asked.operator.key, **fields})
 
 

@@ -28,7 +28,7 @@ from gateway.admission.usage import Totals, UsageRow
 from gateway.client.responses import json_response
 from gateway.config.accounting import DAYS_MAX
 from gateway.directory.accounts import AccountsReader
-from gateway.operators.table import Asked, Asks, Merge, Operation, Parameter, Table, does
+from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.errors import InvalidRequest, QuotaUnavailable
 from shared.wire.ids import TenantId
@@ -50,7 +50,7 @@ _TOLD: Final = (
 )
 
 
-class Query(Struct, frozen=True):
+class UsageQuery(Struct, frozen=True):
     """An operator's question."""
 
     first: date
@@ -87,7 +87,7 @@ class UsageReports:
             merges={"by": Merge.FIRST, "rows": Merge.ROWS},
         )
     )
-    async def _answer(self, asked: Asked) -> web.Response:
+    async def _answer(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest, and QuotaUnavailable when the store cannot be asked."""
         today = datetime.fromtimestamp(self._clock.wall(), UTC).date()
         query = parse(asked.request.query, today)
@@ -100,7 +100,7 @@ class UsageReports:
         report = UsageReport(first=query.first, last=query.last, by=query.by, rows=rows)
         return json_response(HTTPStatus.OK, msgspec.json.encode(report), {})
 
-    async def _sums(self, query: Query) -> dict[tuple[str | int, ...], Totals]:
+    async def _sums(self, query: UsageQuery) -> dict[tuple[str | int, ...], Totals]:
         values: list[Callable[[UsageRow], str | int]] = [_VALUES[name] for name in query.by]
         groups: dict[tuple[str | int, ...], Totals] = {}
         async for row in self._rows(query):
@@ -114,7 +114,7 @@ class UsageReports:
             totals.add(row.totals)
         return groups
 
-    async def _rows(self, query: Query) -> AsyncIterator[UsageRow]:
+    async def _rows(self, query: UsageQuery) -> AsyncIterator[UsageRow]:
         first, last = (query.first - _EPOCH).days, (query.last - _EPOCH).days
         if query.tenant is None:
             tenants = self._accounts.now.tenants.ids | await self._quotas.payers(first, last)
@@ -126,7 +126,7 @@ class UsageReports:
                     yield row
 
 
-def parse(parameters: Mapping[str, str], today: date) -> Query:
+def parse(parameters: Mapping[str, str], today: date) -> UsageQuery:
     """Raises InvalidRequest, which names the parameter."""
     for name, value in parameters.items():
         if name not in _PARAMETERS:
@@ -142,7 +142,9 @@ def parse(parameters: Mapping[str, str], today: date) -> Query:
     if len(by) != len(asked):
         raise InvalidRequest(f"by must be some of {', '.join(DIMENSIONS)}, each once.", param="by")
     one = parameters.get
-    return Query(first, last, tuple(sorted(by, key=asked.index)), one("tenant"), one("key"), one("model"))
+    return UsageQuery(
+        first, last, tuple(sorted(by, key=asked.index)), one("tenant"), one("key"), one("model")
+    )
 
 
 def _day(parameters: Mapping[str, str], name: str, otherwise: date) -> date:

@@ -73,7 +73,7 @@ def packed(words: Command) -> bytes:
     return command
 
 
-class Moved(RedisUnavailable):
+class SlotMoved(RedisUnavailable):
     """Another node of the Cluster has the keys, or is about to; this one has done nothing."""
 
     def __init__(self, said: str) -> None:
@@ -91,7 +91,7 @@ _POLICY: Final = re.compile(rb"^maxmemory_policy:([a-z-]{1,64})\r?$", re.MULTILI
 """Where a server's figures of its memory say what it does when it is full."""
 
 
-class Answer(Protocol):
+class ReplySink(Protocol):
     """Where the answer to a call goes, as soon as it is read: a future, or what nobody waits for."""
 
     def done(self) -> bool:
@@ -104,7 +104,7 @@ class Answer(Protocol):
 
 
 class _Call(Struct, eq=False):
-    answer: Answer
+    answer: ReplySink
     command: bytes
     deadline_s: float
     """When it is late, by the loop's clock."""
@@ -208,7 +208,7 @@ class RedisLink:
         self.send(command, answer)
         return answer
 
-    def send(self, command: bytes, answer: Answer) -> None:
+    def send(self, command: bytes, answer: ReplySink) -> None:
         """The same, with an answer of the caller's own. Raises RedisUnavailable."""
         self.require_up()
         self._send(command, answer)
@@ -247,7 +247,7 @@ class RedisLink:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def _send(self, command: bytes, answer: Answer) -> None:
+    def _send(self, command: bytes, answer: ReplySink) -> None:
         if len(self._waiting) >= WAITING_MAX:
             raise RedisUnavailable("too many calls wait")
         deadline_s = self._loop.time() + self._timeout_s
@@ -293,13 +293,14 @@ class RedisLink:
         if code == "NOSCRIPT":
             return ScriptMissing(said)
         if code in ("MOVED", "ASK", "TRYAGAIN"):
-            return Moved(said)
+            return SlotMoved(said)
         if code in REFUSALS:
             self._down(said[:200])
         return RedisUnavailable(said[:200])
 
     def _look(self) -> None:
-        """Rule 1. An event loop that was held up reads its sockets before it runs its timers."""
+        """Fail what is late, as the connection is stuck then (rule 1). An event loop that was held up reads
+        its sockets before it runs its timers."""
         self._timer = None
         if not self._waiting:
             return
@@ -310,7 +311,8 @@ class RedisLink:
             self._down(f"no answer within {self._timeout_s:g} s")
 
     def _down(self, problem: str, *, is_expected: bool = False) -> None:
-        """Rule 2. An attempt to connect goes on: it has a time of its own, which may be longer."""
+        """Take the link down: calls fail at once (rule 2). An attempt to connect goes on: it has a time of
+        its own, which may be longer."""
         if not is_expected and problem not in self._told and len(self._told) < TOLD_MAX:
             self._told.add(problem)
             log.error("redis.down", problem=problem)
@@ -368,7 +370,7 @@ class RedisLink:
         await _warn_of_eviction(wire)
 
     def _take(self, wire: Wire) -> None:
-        """Rule 3."""
+        """Use a new connection, and send once more what broke off with the last (rule 3)."""
         if not wire.is_open:
             self._down("closed as soon as it was open")
             return

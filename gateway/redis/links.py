@@ -22,10 +22,10 @@ from redis.exceptions import RedisError
 
 from gateway.config.redis import RedisConfig, redis_database, redis_hosts
 from gateway.config.secret import RenewableSecret
-from gateway.redis.link import Address, Command, Moved, RedisLink, RedisUnavailable
+from gateway.redis.link import Address, Command, RedisLink, RedisUnavailable, SlotMoved
 from gateway.redis.sentinels import Sentinels
-from shared.process.config import ConfigError
 from shared.process.renewable_tls import RenewableTls
+from shared.process.setting_values import ConfigError
 from shared.process.tls import UnusableTls, client_context
 from shared.wire.ids import TenantId
 
@@ -58,7 +58,7 @@ class Links(Protocol):
         """A hash tag of keys that are on this server."""
         ...
 
-    async def follow(self, moved: Moved, tag: str, probe: Command) -> RedisLink:
+    async def follow(self, moved: SlotMoved, tag: str, probe: Command) -> RedisLink:
         """The connection to the server that has the keys of a hash tag now, up; from then on `of` returns it.
         `probe` is a command that this server answers. Raises `moved` where the server cannot be used within
         a call's time."""
@@ -114,7 +114,7 @@ class OneLink:
     def tag_of(self, link: RedisLink) -> str:
         return "probe"
 
-    async def follow(self, moved: Moved, tag: str, probe: Command) -> RedisLink:
+    async def follow(self, moved: SlotMoved, tag: str, probe: Command) -> RedisLink:
         raise moved
 
     async def refresh(self) -> None:
@@ -168,7 +168,7 @@ class ClusterLinks:
             self._tags[owner] = next(fitting, "")
         return self._tags[owner]
 
-    async def follow(self, moved: Moved, tag: str, probe: Command) -> RedisLink:
+    async def follow(self, moved: SlotMoved, tag: str, probe: Command) -> RedisLink:
         owner = moved.owner
         if owner is None or (owner not in self._links and len(self._links) >= NODES_MAX):
             raise moved

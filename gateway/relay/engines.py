@@ -37,7 +37,7 @@ import msgspec
 from gateway.config.whole import EngineMake, ModelConfig, Salted
 from gateway.relay.checked_bundles import CheckedBundle, Unreadable, bundle_file
 from gateway.relay.upstream import HeaderPairs, Upstream
-from shared.apis.messages import ChatMessage
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.prompt import ChatPrompt
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock

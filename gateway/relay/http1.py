@@ -38,7 +38,7 @@ from gateway.relay.http1_framing import (
     HEAD_END,
     HEAD_LEN_MAX,
     BadAnswer,
-    Body,
+    BodyFraming,
     Head,
     kept_s,
     parse_head,
@@ -108,9 +108,10 @@ class Http1Transport:
     ) -> Http1ResponseStream:
         """Send a request, and wait for the response's headers. The caller closes the response.
 
-        `is_repeated`: it was lost with another server before (rule 5). Of the timeouts only `connect_s` is
-        applied. `connected` is called once there is a connection, new or kept: what fails before was not
-        dispatched. No report comes over HTTP/1.1. Raises httpx's errors.
+        `is_repeated`: it was lost with another server before, so it is sent once more only where it surely
+        reached nobody (rule 5). Of the timeouts only `connect_s` is applied. `connected` is called once there
+        is a connection, new or kept: what fails before was not dispatched. No report comes over HTTP/1.1.
+        Raises httpx's errors.
         """
         target = target_of(method, url)
         head = request_head(target.start, headers)
@@ -220,7 +221,8 @@ class _Connection(asyncio.Protocol):
         self._reused_s = -math.inf
         """When the last request was sent, if that was not the first."""
         self.has_crossed = False
-        """True if the connection was closed while the request was under way, as rule 5 has it."""
+        """True if the connection was closed while the request was under way, before a byte of the answer
+        (rule 5)."""
         self._is_busy = True
         """True from a request, or from the beginning, until the connection is kept."""
         self._has_body = True
@@ -228,7 +230,7 @@ class _Connection(asyncio.Protocol):
         self._received = b""
         """The beginning of a head."""
         self._head: Head | None = None
-        self._body: Body | None = None
+        self._body: BodyFraming | None = None
         self._chunks: list[bytes] = []
         self._buffered = 0
         self._is_paused = False
@@ -340,8 +342,8 @@ class _Connection(asyncio.Protocol):
         return data
 
     def leave(self) -> None:
-        """Keep the connection if the answer was read to its end, and nothing speaks against it (rule 1).
-        Otherwise close it."""
+        """Keep the connection if the answer was read to its end, and nothing speaks against it (rule 1: no
+        other answer may be on it). Otherwise close it."""
         head, body = self._head, self._body
         is_sent = self._upload is None or (self._upload.done() and not self._upload.cancelled())
         may_stay = self._is_whole and is_sent and not self._chunks and self._transport is not None
@@ -389,7 +391,7 @@ class _Connection(asyncio.Protocol):
                 return
         self._feed(body, data)
 
-    def _feed(self, body: Body, data: bytes) -> None:
+    def _feed(self, body: BodyFraming, data: bytes) -> None:
         if self._is_whole:  # nobody asked for this
             self._error = httpx.RemoteProtocolError("bytes after the answer's end")
             self.close()

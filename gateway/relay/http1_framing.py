@@ -41,7 +41,7 @@ class BadAnswer(Exception):
     """An answer that is not HTTP/1.1. Nothing of it is shown."""
 
 
-class Body(Protocol):
+class BodyFraming(Protocol):
     @property
     def is_done(self) -> bool: ...
 
@@ -69,7 +69,7 @@ class Head(Struct, frozen=True):
     status: int
     headers: HeaderList
     """Names in lower case."""
-    body: Body
+    body: BodyFraming
     keeps_alive: bool
     """True if another request may follow the body on this connection."""
 
@@ -111,7 +111,7 @@ def _values(headers: HeaderList, wanted: bytes) -> Sequence[bytes]:
     return [value for name, value in headers if name == wanted]
 
 
-def _body_of(headers: HeaderList, is_current: bool) -> Body:
+def _body_of(headers: HeaderList, is_current: bool) -> BodyFraming:
     codings, lengths = _values(headers, b"transfer-encoding"), _values(headers, b"content-length")
     if codings:
         if lengths or not is_current or len(codings) > 1 or codings[0].lower() != b"chunked":

@@ -56,10 +56,10 @@ from typing import Final
 
 import httpx
 
-from shared.http2.config import ConnectionConfig, PulseConfig, WatchConfig
 from shared.http2.connection import Connection
+from shared.http2.connection_config import ConnectionConfig, PulseConfig, WatchConfig
+from shared.http2.connection_errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
 from shared.http2.endpoint import ConnectionEndpoint
-from shared.http2.errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
 from shared.http2.headers import BadHeader, HeaderList, Headers, header_list
 from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Report, Stream
@@ -105,7 +105,7 @@ WAITING_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class QueuePlace:
     """A place in the queue, and what to open once there is room."""
 
     head: HeaderList
@@ -123,7 +123,7 @@ class OriginPool:
         assert connections_max > 0
         self._connect = connect
         self._connections_max = connections_max
-        self._waiting: deque[Place] = deque()
+        self._waiting: deque[QueuePlace] = deque()
         self._connecting: asyncio.Task[None] | None = None
         self.endpoints: list[ConnectionEndpoint] = []
 
@@ -148,7 +148,7 @@ class OriginPool:
         PoolTimeout."""
         if len(self._waiting) >= WAITING_MAX:
             raise httpx.PoolTimeout("too many requests wait for a stream")
-        place = Place(head, end, connect_timeout_s, asyncio.get_running_loop().create_future())
+        place = QueuePlace(head, end, connect_timeout_s, asyncio.get_running_loop().create_future())
         self._waiting.append(place)
         self._serve()
         connected = bool(self.endpoints)
@@ -166,7 +166,7 @@ class OriginPool:
         finally:
             del place  # it may hold an error, whose traceback holds this frame
 
-    def _leave(self, place: Place) -> None:
+    def _leave(self, place: QueuePlace) -> None:
         """Leave the queue. A stream that was opened for the place already is reset."""
         if place in self._waiting:
             self._waiting.remove(place)

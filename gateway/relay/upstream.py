@@ -40,11 +40,11 @@ from gateway.relay.http2_client import (
     RequestUnprocessed,
     Timeouts,
 )
-from shared.http2.config import PulseConfig
+from shared.http2.connection_config import PulseConfig
 from shared.http2.stream import Report
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.config import ConfigError
 from shared.process.renewable_tls import RenewableTls
+from shared.process.setting_values import ConfigError
 from shared.process.shield import shielded
 from shared.process.tls import client_context
 from shared.wire import errors

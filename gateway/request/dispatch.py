@@ -5,8 +5,9 @@ Rules:
 1. A request is sent again only until its answer begins, with a stream's first event, or with what is held of
    any other answer: its client has been sent nothing until then. It goes to a replica that was not asked
    before, after the stream at the one before was reset, so that never two work on it at a time (hedging is
-   the exception that operators turn on). What `relay.http1` sends once more on a new connection (its rule 5)
-   has reached nobody before; where that is not sure and the second is lost as well, no third is sent.
+   the exception that operators turn on). What `relay.http1` sends once more on a new connection (where a kept
+   one had closed, its rule 5) has reached nobody before; where that is not sure and the second is lost as
+   well, no third is sent.
 2. After a replica that was sent nothing, or had begun nothing of it (no connection, not ready; what a core
    held that hangs is not ready either, unless it had begun), every other may be asked. After one that may
    have worked on it (its stream broke, it answered 5xx, its queue was full), `REPEATS_MAX` others are asked,
@@ -37,7 +38,7 @@ from gateway.request.exchange import Exchange
 from gateway.request.hedging import failure_of, race, succeeded
 from gateway.request.record import RETRIES, observe_attempt
 from gateway.routing.health import Outcome
-from gateway.routing.policy import Affinity, Route
+from gateway.routing.policy import Affinity, RouteReason
 from gateway.routing.replicas import Placement, Replica, Replicas
 from gateway.routing.retries import RetryBudget
 from shared.process.clock import Clock
@@ -206,7 +207,7 @@ class Dispatcher:
                 place = self._replicas.place(prepared.model.name, prepared.affinity, sending.tried)
                 if place is None:
                     raise failure or _nobody()
-                exchange.record.placed(Route.FALLBACK if prepared.is_fallback else place.route)
+                exchange.record.placed(RouteReason.FALLBACK if prepared.is_fallback else place.route)
                 if failure is not None:
                     RETRIES.inc("unsent" if isinstance(failure, UNSENT) else "repeated")
                 try:
@@ -253,7 +254,8 @@ class Dispatcher:
     def _goes_elsewhere(
         self, exchange: Exchange, prepared: Prepared, sending: Sending, failure: ApiError
     ) -> bool:
-        """Rules 2 and 3, after a failure. Makes the progress ready for another replica."""
+        """Whether another replica may be asked after a failure (rule 2): not after an error that reports
+        tokens (rule 3). Makes the progress ready for another replica."""
         progress, is_unsent = exchange.progress, isinstance(failure, UNSENT)
         if is_unsent and not progress.refused:
             progress.dispatched = False
@@ -325,7 +327,7 @@ class Dispatcher:
             RETRIES.inc("refused")
             return None
         tried = sending.tried | {place.replica.id}
-        second = self._replicas.place(prepared.model.name, prepared.affinity, tried, Route.HEDGE)
+        second = self._replicas.place(prepared.model.name, prepared.affinity, tried, RouteReason.HEDGE)
         if second is None:
             sending.budget.give_back(sending.tenant)
         else:

@@ -27,7 +27,7 @@ from gateway.client.answer import Client
 from gateway.client.connection import ReadsInTurn
 from gateway.client.deadlines import Watch
 from gateway.client.heads import check, path_of
-from gateway.client.interface import Body, Connection, Sink
+from gateway.client.interface import Body, ClientConnection, Sink
 from gateway.client.responses import JSON, error_response, probe_response
 from gateway.config.whole import GatewayConfig
 from gateway.directory.accounts import AccountsReader
@@ -41,7 +41,7 @@ from gateway.request.exchange import Exchange, LiveRequests
 from gateway.request.model_lists import ModelLists
 from gateway.request.pace import Pace
 from gateway.request.pipeline import Pipeline
-from gateway.request.record import Reporter, RequestRecord
+from gateway.request.record import ExchangeRecord, Reporter
 from gateway.request.recorder import Recorder
 from gateway.request.told_windows import ToldWindows
 from shared.apis.requests import AbortResponse
@@ -296,7 +296,7 @@ class Edge:
         path: str,
         headers: Mapping[str, str],
         body: Body,
-        connection: Connection,
+        connection: ClientConnection,
         client: Sink,
         watch: Watch,
     ) -> Exchange:
@@ -319,7 +319,7 @@ class Edge:
             body=body,
             connection=connection,
             request_id=request_id,
-            record=RequestRecord(request_id, method[:16], resource.path),
+            record=ExchangeRecord(request_id, method[:16], resource.path),
             stages=stages,
             watch=watch,
             client=client,
@@ -345,7 +345,7 @@ class Edge:
         line is written here."""
         message = "The request is not well-formed HTTP, or its headers are too large."
         error = InvalidRequest(message, detail=cause)
-        record = RequestRecord(mint_request_id(), "", UNPARSED, stage="parse")
+        record = ExchangeRecord(mint_request_id(), "", UNPARSED, stage="parse")
         record.failed(error, None)
         self._reporter.completed(record, Stages("gateway", self._clock), 0.0)
         response = error_response(error, {REQUEST_ID_HEADER: record.request_id})

@@ -13,14 +13,14 @@ from msgspec import Struct
 from gateway.admission.quota import Decision, ReservationId, Window, Windows
 from gateway.admission.usage import Payer
 from gateway.client.deadlines import Watch
-from gateway.client.interface import Body, Connection, Sink
+from gateway.client.interface import Body, ClientConnection, Sink
 from gateway.config.timeouts import TimeoutsConfig
 from gateway.directory.accounts import Accounts
 from gateway.endpoints.dialect import CHUNKS, LimitHeaders
 from gateway.endpoints.routes import Resource
 from gateway.identity.caller import Principal
 from gateway.relay.stream import Progress
-from gateway.request.record import RequestRecord
+from gateway.request.record import ExchangeRecord
 from shared.apis.validation import named
 from shared.fairness.fair_share import FairShare
 from shared.process.clock import Clock
@@ -51,9 +51,9 @@ class Exchange(Struct, eq=False):
     headers: Mapping[str, str]
     """The headers that were sent, looked up by small letters."""
     body: Body
-    connection: Connection
+    connection: ClientConnection
     request_id: RequestId
-    record: RequestRecord
+    record: ExchangeRecord
     """The record for log and metrics. The exchange is written to it and never read from it: nothing that
     happens depends on it."""
     stages: Stages

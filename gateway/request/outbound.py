@@ -34,16 +34,16 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw, Struct
 
-from gateway.admission.tokens import Count
+from gateway.admission.tokens import TokenCount
 from gateway.config.whole import ANY, ModelConfig, Tier
 from gateway.directory.accounts import Terms
 from gateway.endpoints.endpoint import Asked, Endpoint
 from gateway.relay.engines import Known
 from gateway.relay.upstream import HeaderPairs, Outbound
 from gateway.request.exchange import Exchange
+from shared.apis.chat_messages import ImagePart
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import SURE_LEN, most_of
-from shared.apis.messages import ImagePart
 from shared.apis.prompt import ChatPrompt, PromptForm
 from shared.apis.validation import FIELDS_MAX, Parsed, named, with_fields
 from shared.wire.errors import InvalidRequest
@@ -184,7 +184,7 @@ def outbound(
     terms: Terms,
     asked: Asked,
     draft: Draft,
-    count: Count,
+    count: TokenCount,
     *,
     maximum: int | None,
     salt: str | None,
@@ -228,7 +228,7 @@ def outbound(
     return Outbound("POST", exchange.path, headers, body, asks_for_usage, ours, is_salted)
 
 
-def _ids(parsed: Parsed[Any], count: Count) -> dict[str, object]:
+def _ids(parsed: Parsed[Any], count: TokenCount) -> dict[str, object]:
     """The field with the prompts' ids, unless they were not counted, or there is no room for a field."""
     if count.extension is None or len(parsed.fields) >= FIELDS_MAX:
         return {}

@@ -29,9 +29,9 @@ Rules:
    passed by one request at most, and by no more than its bound (`gateway.admission.tokens`).
 5. Where a model's engines cannot answer, its `fallback` models are asked, those that the caller may use. Each
    has a reservation of its own, under its own limits and by its own count: what was reserved for the one
-   before is given back, or charged where a replica was lost with the request (rule 2), so that tokens are
-   charged where they were used. So a request that falls back counts as several in limits on requests per
-   minute, in usage, and in billing lines.
+   before is given back, or charged where a replica was lost with the request (as rule 2 settles it), so that
+   tokens are charged where they were used. So a request that falls back counts as several in limits on
+   requests per minute, in usage, and in billing lines.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from http import HTTPStatus
 from typing import Final
 
 from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal, ReservationId, Scope
-from gateway.admission.tokens import Count, check_fits, count_tokens, estimate_slices, span
+from gateway.admission.tokens import TokenCount, check_fits, count_tokens, estimate_slices, span
 from gateway.admission.usage import NOTHING, Used
 from gateway.billing.lines import Billing
 from gateway.client.body import read_body, validate, validate_slices
@@ -94,7 +94,7 @@ _WHOSE: Final = {
     Scope.MODEL: "This model's limit for all callers together",
 }
 _PERIODS: Final = {Meter.BUDGET: " in all", Meter.DAY_BUDGET: " a day", Meter.MONTH_BUDGET: " a month"}
-NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None, bound=0)
+NO_TOKENS = TokenCount(prompt_tokens=0, longest=0, prompts=0, extension=None, bound=0)
 
 IDENTITY_S: Final = 5.0
 """The time within which the caller must be identified, in seconds, where another service is asked."""
@@ -167,7 +167,7 @@ class Pipeline:
         exchange: Exchange,
         terms: Terms,
         asked: Asked,
-        counted: tuple[Draft, Count] | None = None,
+        counted: tuple[Draft, TokenCount] | None = None,
     ) -> Prepared:
         """Count the request's tokens unless they are `counted`, reserve them, and make of it what is sent."""
         chosen, count = counted or await self._count(exchange, terms, asked)
@@ -186,8 +186,8 @@ class Pipeline:
     async def _send_or_fall_back(
         self, exchange: Exchange, principal: Principal, asked: Asked, prepared: Prepared
     ) -> Dispatched:
-        """Dispatch the request, or the same to another model where its own cannot answer (rule 5). Raises the
-        first failure when none can."""
+        """Dispatch the request, or the same to another model where its own cannot answer (rule 5: its
+        fallbacks). Raises the first failure when none can."""
         own, names, ignored = prepared.model, list(prepared.model.fallback), exchange.ignored_fields
         first: ApiError | None = None
         try:
@@ -326,7 +326,7 @@ class Pipeline:
             asked.parsed.require_supported()
         return terms
 
-    async def _count(self, exchange: Exchange, terms: Terms, asked: Asked) -> tuple[Draft, Count]:
+    async def _count(self, exchange: Exchange, terms: Terms, asked: Asked) -> tuple[Draft, TokenCount]:
         """Choose what goes out, and count its tokens."""
         exchange.stages.enter("tokenize")
         request, tenant = asked.generation, terms.tenant.id
@@ -346,7 +346,7 @@ class Pipeline:
         return chosen, count
 
     async def _reserve(
-        self, exchange: Exchange, terms: Terms, request: GenerationRequest | None, count: Count
+        self, exchange: Exchange, terms: Terms, request: GenerationRequest | None, count: TokenCount
     ) -> int | None:
         """Reserve the request's tokens. Returns the most that each choice may have; None where the request
         states it, or nothing limits it."""
@@ -398,7 +398,7 @@ class Pipeline:
         terms: Terms,
         asked: Asked,
         chosen: Draft,
-        count: Count,
+        count: TokenCount,
         maximum: int | None,
     ) -> Outbound:
         salt, engine = None, self._engines.of(terms.model)
@@ -410,7 +410,7 @@ class Pipeline:
         parts = exchange, terms, asked, chosen, count
         return outbound(*parts, maximum=maximum, salt=salt, credentials=credentials)
 
-    def _affinity(self, terms: Terms, request: GenerationRequest | None, count: Count) -> Affinity:
+    def _affinity(self, terms: Terms, request: GenerationRequest | None, count: TokenCount) -> Affinity:
         if not self._replicas.has_choice(terms.model.name):
             return nowhere(terms.tenant.id)
         model, tenant = terms.model.name, terms.tenant.id
@@ -442,7 +442,7 @@ class Pipeline:
         return relay.run(dispatched.opened)
 
 
-def _estimated(asked: Asked, model: ModelConfig, engine: Known) -> Slices[tuple[Draft, Count]]:
+def _estimated(asked: Asked, model: ModelConfig, engine: Known) -> Slices[tuple[Draft, TokenCount]]:
     """What goes out to an engine without a tokenizer, and the estimate of it."""
     chosen = draft(asked, model, engine)
     if asked.generation is None:
@@ -452,7 +452,8 @@ def _estimated(asked: Asked, model: ModelConfig, engine: Known) -> Slices[tuple[
 
 
 def used_tokens(progress: Progress, estimated: int) -> Used:
-    """The tokens that a request is charged in the end, by rule 2."""
+    """The tokens that a request is charged in the end: what the engine reports, else the estimate (rule
+    2)."""
     if (closing := progress.closing) is not None:
         return Used(closing.prompt_tokens, closing.cached_tokens, closing.completion_tokens)
     if (progress.refused or not progress.dispatched) and not progress.lost:

@@ -16,7 +16,7 @@ from gateway.admission.quota import Decision, Settlement
 from gateway.relay.stream import Progress
 from gateway.relay.ticks import Ticks
 from gateway.request.recorder import Recorder
-from gateway.routing.policy import Route
+from gateway.routing.policy import RouteReason
 from gateway.routing.replicas import Replica
 from shared.process import logs
 from shared.process.metrics import Counter, Gauge, GaugeFamily, Histogram, Series
@@ -46,7 +46,7 @@ def _reason_of(closing: Closing | None) -> EndReason:
     return EndReason.UPSTREAM_FAILED if reason is EndReason.OK else reason
 
 
-class RequestRecord(Struct, eq=False):
+class ExchangeRecord(Struct, eq=False):
     """The facts for the report on a request, filled in as it passes its stages. It holds no text of prompts
     or answers."""
 
@@ -68,7 +68,7 @@ class RequestRecord(Struct, eq=False):
     """The number of replicas that were asked."""
     failures: tuple[str, ...] = ()
     """The replicas that failed, and how: the first `FAILURES_SHOWN_MAX`."""
-    route: Route | None = None
+    route: RouteReason | None = None
     """Why the last replica was chosen; None before one was."""
     prompt_tokens: int = 0
     prompt_exact: bool = False
@@ -84,7 +84,7 @@ class RequestRecord(Struct, eq=False):
     closing: Closing | None = None
     first_byte_s: float | None = None
 
-    def placed(self, route: Route) -> None:
+    def placed(self, route: RouteReason) -> None:
         """Note the choice of a replica."""
         self.attempts += 1
         self.route = route
@@ -217,7 +217,7 @@ class Reporter:
         self._recorder = Recorder(0) if recorder is None else recorder
         self._tenants: set[TenantId] = set()
 
-    def completed(self, record: RequestRecord, stages: Stages, seconds: float) -> None:
+    def completed(self, record: ExchangeRecord, stages: Stages, seconds: float) -> None:
         failed = has_failed(record.status, record.error is not None)
         exemplar = self._tracing.exemplar(stages, record.request_id, seconds, failed=failed)
         stages.end(exemplar)
@@ -252,7 +252,7 @@ class Reporter:
         return tenant
 
 
-def _line(record: RequestRecord, stages: Stages, seconds: float) -> GatewayLine:
+def _line(record: ExchangeRecord, stages: Stages, seconds: float) -> GatewayLine:
     """The completed line. It is made of what every line has, and the rest is set: of more names than these in
     one call a dict would be made first, which took as long as all the rest."""
     trace, closing = stages.trace, record.closing

@@ -23,7 +23,7 @@ from msgspec import Struct
 from gateway.relay.ticks import TICK_LEN, Ticks
 from shared.telemetry.stages import Stamps
 from shared.trace.axis import Visit, axis
-from shared.trace.record import RequestRecord, RequestSummary, Tick
+from shared.trace.request_records import RequestRecord, RequestSummary, Tick
 from shared.trace.sentences import sentence
 from shared.wire.completed_line import GatewayLine
 

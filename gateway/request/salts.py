@@ -19,7 +19,7 @@ from typing import Final
 
 from gateway.config.edge import HopConfig
 from gateway.config.secret import read_secret
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 
 SECRET_LEN: Final = 32
 SALTS_KEPT: Final = 1024

@@ -18,10 +18,10 @@ from typing import Final
 import msgspec
 
 from gateway.config.whole import Tier
+from gateway.routing.maglev import key_of
 from gateway.routing.policy import Affinity
-from gateway.routing.table import key_of
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.generation import GenerationRequest
-from shared.apis.messages import ChatMessage
 from shared.apis.prompt import ChatPrompt, Prompt
 from shared.apis.tools import Tool
 from shared.wire.load_report import DEFAULT, FLEX, PRIORITY

@@ -162,7 +162,7 @@ class _Latest:
 
 
 @dataclass(slots=True)
-class Health:
+class ReplicaHealth:
     """The record of one replica. All times are of one monotonic clock."""
 
     seed: int = 0
@@ -296,7 +296,8 @@ class Health:
         return self.eject(reason, outcome, now_ms)
 
     def _is_of_its_tenant(self, ticket: Ticket, outcome: Outcome, now_ms: int) -> bool:
-        """True if a failure says nothing of the replica, by rule 7. Notes the failure."""
+        """True if a failure says nothing of the replica, as all are of one tenant (rule 7). Notes the
+        failure."""
         since_ms, tenant = now_ms - 1000 * WINDOW_S, ticket.tenant
         if outcome is not Outcome.FAILED and outcome is not Outcome.REFUSED:
             self._broke_ms = now_ms
@@ -367,7 +368,8 @@ class Health:
             self._window[at] = second, good + by * (not is_failure), bad + by * is_failure
 
     def _verdict(self, second: int) -> Reason | None:
-        """Rule 2."""
+        """The reason to eject the replica: failures in a row, or a rate of them (rule 2). None without
+        one."""
         if self._row >= ROW_MAX:
             return Reason.ROW
         recent = [(good, bad) for at, good, bad in self._window if at > second - WINDOW_S]
@@ -379,9 +381,11 @@ class Health:
         self.phase = phase
 
 
-def usable(healths: Sequence[Health], left: Sequence[bool], now_ms: int) -> tuple[Sequence[bool], bool]:
+def usable(
+    healths: Sequence[ReplicaHealth], left: Sequence[bool], now_ms: int
+) -> tuple[Sequence[bool], bool]:
     """Which of a pool's replicas may be used of those that are left to try, and True if these are some that
-    are ejected (rule 5)."""
+    are ejected, as more than half may not be away (rule 5)."""
     well = [
         (health.phase is HealthPhase.WELL and not health.is_suspect) or health.allows(now_ms)
         for health in healths
@@ -392,8 +396,8 @@ def usable(healths: Sequence[Health], left: Sequence[bool], now_ms: int) -> tupl
     return (both, False) if any(both) else (left, True)
 
 
-def silent(healths: Sequence[Health], late_ms: int, now_ms: int) -> list[Health]:
-    """The silent ones of a pool (rule 6)."""
+def silent(healths: Sequence[ReplicaHealth], late_ms: int, now_ms: int) -> list[ReplicaHealth]:
+    """The silent ones of a pool, where others begin in good time (rule 6)."""
     begins = any(
         one.began_ms is not None and now_ms - one.began_ms < late_ms and one.took_ms < late_ms // 2
         for one in healths

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from gateway.config.whole import REPLICAS_MAX
-from gateway.routing.table import key_of
+from gateway.routing.maglev import key_of
 from shared.wire.ids import ReplicaId
 
 Origin = tuple[str, str, int]

@@ -32,12 +32,13 @@ are pushed there: those before do not have it, and those after do. From then on 
 count. An engine that does not report tells by its first byte that the prompt is computed.
 
 A worker learns of what other workers send when it is reported, so all of them may send to one replica within
-an interval what each believes to be little. That is bounded by the rate of requests, and rule 1 spreads them.
+an interval what each believes to be little. That is bounded by the rate of requests, and rule 1 spreads them,
+by their conversations.
 
-Rule 3 has no constant to tune. In the simulation (`python -m tests.bench routing`) it replaces a bound on the
-load above the least of twice the tokens saved, which keeps a hot prefix at its owners while other replicas
-idle. How many owners are right depends on the caches alone: all replicas, unless the prefixes in use exceed
-one replica's cache.
+Rule 3, the least cost, has no constant to tune. In the simulation (`python -m tests.bench routing`) it
+replaces a bound on the load above the least of twice the tokens saved, which keeps a hot prefix at its owners
+while other replicas idle. How many owners are right depends on the caches alone: all replicas, unless the
+prefixes in use exceed one replica's cache.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from typing import Final
 
 from msgspec import Struct, field
 
-from gateway.routing.table import Table
+from gateway.routing.maglev import Table
 from shared.wire.load_report import DEFAULT, FLEX, INTERVAL_MS, LoadReport
 
 INTERVALS_MAX: Final = 3
@@ -75,7 +76,7 @@ _PARTS_OF: Final = tuple(zip(*_PARTS, strict=True))
 _MASK: Final = 2**64 - 1
 
 
-class Route(StrEnum):
+class RouteReason(StrEnum):
     """Why a replica was chosen."""
 
     __hash__ = str.__hash__  # it is counted by, and Enum's own hash is slow
@@ -207,17 +208,18 @@ class View(Struct):
         return self.loads
 
 
-class Choice(Struct, frozen=True):
+class ReplicaChoice(Struct, frozen=True):
     """A decision: the index of a replica."""
 
     replica: int
-    route: Route
+    route: RouteReason
     computed_len: int
     """The prompt tokens that it is expected to compute."""
 
 
 def loads(views: Sequence[View], now_ms: int, service_class: int = DEFAULT) -> list[int]:
-    """The loads to decide by, for a request of this class (rules 2 and 4)."""
+    """The loads to decide by, for a request of this class: the prompt tokens before it (rule 2), as far as
+    they are known (rule 4)."""
     known = [(view.loads or view.sums())[service_class] for view in views]
     old_ms = now_ms - SLOW_START_MS
     late = [i for i, view in enumerate(views) if now_ms > view.fresh_until_ms]
@@ -259,9 +261,10 @@ def _middle(values: Sequence[int], without: Sequence[int]) -> int:
 
 def choose(
     table: Table, loads: Sequence[int], affinity: Affinity, owners: int | None, usable: Sequence[bool]
-) -> Choice | None:
-    """The replica for a request by rules 1 and 3; None when none is usable. `loads` and `usable` are by the
-    table's indices. `owners`: how many replicas own a prefix; None is all."""
+) -> ReplicaChoice | None:
+    """The replica for a request: the one with the least cost (rule 3), to which counts that it is not the
+    home (rule 1); None when none is usable. `loads` and `usable` are by the table's indices. `owners`: how
+    many replicas own a prefix; None is all."""
     least = min(compress(loads, usable), default=None)
     if least is None:
         return None
@@ -269,7 +272,7 @@ def choose(
     home = _home(table, affinity.session, owned, usable)
     stray_len = affinity.stray_len
     if loads[home] <= least + stray_len:  # as nearly always: no other can cost less
-        return Choice(home, Route.AFFINITY, affinity.prompt_len - affinity.history_len)
+        return ReplicaChoice(home, RouteReason.AFFINITY, affinity.prompt_len - affinity.history_len)
     costs = [
         load + stray_len + (0 if i in owned or not owned else affinity.prefix_len)
         for i, load in enumerate(loads)
@@ -278,10 +281,10 @@ def choose(
     lowest = min(compress(costs, usable))
     equals = [i for i, cost in enumerate(costs) if cost == lowest and usable[i]]
     if home in equals:
-        return Choice(home, Route.AFFINITY, affinity.prompt_len - affinity.history_len)
+        return ReplicaChoice(home, RouteReason.AFFINITY, affinity.prompt_len - affinity.history_len)
     best = _of_largest_hash(table, affinity.session, equals)
     cached_len = affinity.prefix_len if best in owned or not owned else 0
-    return Choice(best, Route.LOAD, affinity.prompt_len - cached_len)
+    return ReplicaChoice(best, RouteReason.LOAD, affinity.prompt_len - cached_len)
 
 
 def _home(table: Table, session: int, owned: Sequence[int], usable: Sequence[bool]) -> int:

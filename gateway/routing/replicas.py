@@ -25,7 +25,17 @@ from msgspec import Struct
 
 from gateway.config.whole import HopProtocol, ModelConfig
 from gateway.routing.ejections import observe_ejection, observe_return
-from gateway.routing.health import FirstEvents, Health, HealthPhase, Outcome, Reason, Ticket, silent, usable
+from gateway.routing.health import (
+    FirstEvents,
+    HealthPhase,
+    Outcome,
+    Reason,
+    ReplicaHealth,
+    Ticket,
+    silent,
+    usable,
+)
+from gateway.routing.maglev import Table, key_of
 from gateway.routing.members import (
     HANDOVER_S,
     MOVES,
@@ -40,8 +50,7 @@ from gateway.routing.members import (
     origin_of,
     phase_of,
 )
-from gateway.routing.policy import SLOW_START_MS, Affinity, Route, View, choose, loads
-from gateway.routing.table import Table, key_of
+from gateway.routing.policy import SLOW_START_MS, Affinity, RouteReason, View, choose, loads
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.errors import ApiError
@@ -70,7 +79,7 @@ class Replica:
     url: str
     protocol: HopProtocol
     view: View
-    health: Health
+    health: ReplicaHealth
     phase: MemberPhase = MemberPhase.JOINING
     standings: dict[str, Standing] = field(default_factory=dict)
     """Its source's word about it, by the model of each pool that lists it."""
@@ -79,7 +88,7 @@ class Replica:
     """The end of `ENGINE_DRAIN_S`, on the monotonic clock."""
     left_at_s: float | None = None
     """When the last source ceased to list it, on the monotonic clock. None while one lists it."""
-    routes: Counter[Route] = field(default_factory=Counter)
+    routes: Counter[RouteReason] = field(default_factory=Counter)
     """The requests that it was chosen for, by the reason."""
     refused_s: float = -math.inf
     """When operators were told last that it refuses requests, on the monotonic clock."""
@@ -95,7 +104,7 @@ class Placement(Struct, eq=False):
     """A request's place at a replica. `release` ends it."""
 
     replica: Replica
-    route: Route
+    route: RouteReason
     service_class: int
     waiting: int
     """Its prompt tokens that no report has, and that are not known to be computed."""
@@ -172,18 +181,18 @@ class Replicas:
         model: str,
         affinity: Affinity,
         tried: Collection[ReplicaId] = (),
-        again: Route = Route.RETRY,
+        again: RouteReason = RouteReason.RETRY,
     ) -> Placement | None:
         """Choose a replica that is ready and was not tried yet, and add the request's load to it. Where there
-        is none, choose one that has said that it drains (rule 3), though not for a hedge. None when there is
-        none either. `again` is the reason where others were tried."""
+        is none, choose one that has said that it drains (rule 3: where nobody else takes it), though not for
+        a hedge. None when there is none either. `again` is the reason where others were tried."""
         placed = self._place(model, affinity, tried, again)
-        if placed is not None or again is Route.HEDGE:
+        if placed is not None or again is RouteReason.HEDGE:
             return placed
         replica = self._said_to_drain(model, tried)
         if replica is None:
             return None
-        return self._placed(replica, again if tried else Route.PANIC, affinity, 0)
+        return self._placed(replica, again if tried else RouteReason.PANIC, affinity, 0)
 
     def _said_to_drain(self, model: str, tried: Collection[ReplicaId]) -> Replica | None:
         """The replica that alone keeps from new requests, and said so first: it may have been restarted."""
@@ -197,14 +206,14 @@ class Replicas:
         return min(said, key=lambda one: one.engine_drains_until_s, default=None)
 
     def _place(
-        self, model: str, affinity: Affinity, tried: Collection[ReplicaId], again: Route
+        self, model: str, affinity: Affinity, tried: Collection[ReplicaId], again: RouteReason
     ) -> Placement | None:
         """The choice among those that are ready."""
         pool = self._pools[model]
         if len(pool.replicas) == 1:
             only = pool.replicas[0]
             is_left = _is_ready(only) and only.id not in tried
-            return self._placed(only, Route.AFFINITY, affinity, 0) if is_left else None
+            return self._placed(only, RouteReason.AFFINITY, affinity, 0) if is_left else None
         left = [_is_ready(replica) and replica.id not in tried for replica in pool.replicas]
         now_ms = self._now_ms()
         may, is_panic = usable([replica.health for replica in pool.replicas], left, now_ms)
@@ -213,7 +222,7 @@ class Replicas:
         choice = choose(pool.table, known, affinity, pool.owners, may)
         if choice is None:
             return None
-        route = again if tried else Route.PANIC if is_panic else choice.route
+        route = again if tried else RouteReason.PANIC if is_panic else choice.route
         return self._placed(pool.replicas[choice.replica], route, affinity, choice.computed_len)
 
     def counted(self, placement: Placement) -> None:
@@ -293,7 +302,7 @@ class Replicas:
     def _now_ms(self) -> int:
         return int(self._clock.monotonic() * 1000)
 
-    def _placed(self, replica: Replica, route: Route, affinity: Affinity, waiting: int) -> Placement:
+    def _placed(self, replica: Replica, route: RouteReason, affinity: Affinity, waiting: int) -> Placement:
         replica.view.enter(affinity.service_class, waiting)
         replica.routes[route] += 1
         ticket = replica.health.admit(self._now_ms(), affinity.tenant)
@@ -415,7 +424,7 @@ class Replicas:
         self._stale.set()
 
     async def _rebuild(self, pool: _Pool) -> None:
-        """Rule 1."""
+        """Take changes over as a whole: the new table is built in steps, then exchanged at once (rule 1)."""
         changes, wanted, ready = pool.changes, pool.wanted, self._ready_urls(pool)
         table = Table([*map(id_of, ready)], is_filled=False)
         for _ in table.fill():
@@ -499,7 +508,7 @@ class Replicas:
         if (known := self._by_url.get(url)) is not None:
             return known
         id_ = id_of(url)
-        health = Health(self._seed ^ key_of(id_.encode()))
+        health = ReplicaHealth(self._seed ^ key_of(id_.encode()))
         new = self._by_url[url] = Replica(id_, url, pool.protocol, View(self._now_ms()), health)
         if self._is_to_drain(id_):
             new.drained_by.add(DrainCause.OPERATOR)

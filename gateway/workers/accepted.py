@@ -22,8 +22,8 @@ from gateway.identity.caller import Identity
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.config import to_toml
 from shared.process.files import FileVersion
+from shared.process.setting_values import to_toml
 from shared.wire.ids import TenantId
 
 

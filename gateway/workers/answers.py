@@ -1,7 +1,7 @@
 """One answer, made of several workers' answers to an operator.
 
 Which of them are asked, and what becomes of each field of their answers, stands at the operation
-(`gateway.operators.table`). What is asked is told by its method and its path, as a worker tells it. What
+(`gateway.operators.operations`). What is asked is told by its method and its path, as a worker tells it. What
 there is not, one worker refuses.
 
 An answer of which a worker's part is missing says `"partial": true`, and names the worker in
@@ -22,13 +22,13 @@ import msgspec
 from gateway.operators.chats import Chats
 from gateway.operators.engines import EnginesApi
 from gateway.operators.keys import DirectoryRoutes
-from gateway.operators.limits import LimitsApi
+from gateway.operators.operations import Asks, Merge, Operation, Table, operation_of, pattern_of
 from gateway.operators.replicas import ReplicaRoutes
 from gateway.operators.requests import RequestsApi
 from gateway.operators.server import Admin
-from gateway.operators.table import Asks, Merge, Operation, Table, operation_of, pattern_of
+from gateway.operators.tenant_limits import LimitsApi
 from gateway.operators.usage import UsageReports
-from gateway.workers.channel import Answer
+from gateway.workers.channel import WorkerAnswer
 
 HANDLERS: Final = (
     Admin, DirectoryRoutes, UsageReports, LimitsApi, ReplicaRoutes, RequestsApi, EnginesApi, Chats
@@ -65,7 +65,9 @@ def asks_of(operation: Operation | None, *, shares_usage: bool) -> Asks:
     return asks
 
 
-def together(answers: Mapping[int, Answer], silent: Sequence[int], merges: Mapping[str, Merge]) -> Answer:
+def together(
+    answers: Mapping[int, WorkerAnswer], silent: Sequence[int], merges: Mapping[str, Merge]
+) -> WorkerAnswer:
     """The answer of all, of which `silent` have none. `answers` has one at least."""
     found = {worker: one for worker, one in answers.items() if one.status != HTTPStatus.NOT_FOUND}
     answers = found or answers
@@ -82,10 +84,10 @@ def together(answers: Mapping[int, Answer], silent: Sequence[int], merges: Mappi
     if silent:
         whole |= {"partial": True, "silent_workers": list(silent)}
     one = next(iter(answers.values()))
-    return Answer(one.status, one.headers, msgspec.json.encode(whole))
+    return WorkerAnswer(one.status, one.headers, msgspec.json.encode(whole))
 
 
-def _object(answer: Answer) -> dict[str, Any] | None:
+def _object(answer: WorkerAnswer) -> dict[str, Any] | None:
     """The fields of an answer of JSON; None of any other."""
     try:
         return msgspec.json.decode(answer.body, type=dict[str, Any])

@@ -4,7 +4,7 @@ enter (`shared.process.socket_directory`).
 The worker serves on it what the admin listener of a single gateway serves, with the same handlers and the
 same authentication of operators, and for the supervisor and the other workers alone:
 
-    GET  /worker/status     a `Status`: the heartbeat
+    GET  /worker/status     a `WorkerStatus`: the heartbeat
     GET  /worker/metrics    its metrics in numbers (`gateway.workers.metrics`)
     POST /worker/refresh    read again what another worker has changed of keys and tenants
     POST /worker/drained    drain these replicas and no others, as operators told the other workers
@@ -31,9 +31,9 @@ from yarl import URL
 from gateway.client.heads import path_of
 from gateway.client.responses import json_response
 from gateway.workers import metrics
-from shared.process.config import FILE_LEN_MAX
 from shared.process.listening import CLOSE_GRACE_S, http1_options
 from shared.process.probes import Health
+from shared.process.setting_values import FILE_LEN_MAX
 from shared.wire.ids import RequestId, TenantId
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class WorkerStart(Struct, frozen=True):
         return f"<{type(self).__name__} {self.index}>"
 
 
-class Status(Struct, frozen=True):
+class WorkerStatus(Struct, frozen=True):
     """How a worker is."""
 
     phase: str
@@ -94,7 +94,7 @@ class Ending(Struct, frozen=True):
     """The id that its requests carry."""
 
 
-class Answer(Struct, frozen=True):
+class WorkerAnswer(Struct, frozen=True):
     """A worker's answer to something that the supervisor passed on."""
 
     status: int
@@ -172,10 +172,10 @@ class Door:
             await asyncio.sleep(0)  # each looks through all live requests
         return counts
 
-    def _status(self) -> Status:
+    def _status(self) -> WorkerStatus:
         life, problems = self._health.lifecycle, self._health.problems()
         is_ready, drained = life.is_ready and not problems, sorted(self._replicas.drained)
-        return Status(life.phase.value, is_ready, problems, self._live(), drained)
+        return WorkerStatus(life.phase.value, is_ready, problems, self._live(), drained)
 
 
 async def listen_on(stack: AsyncExitStack, door: Door, path: str) -> None:
@@ -204,8 +204,8 @@ class WorkerClient:
     async def aclose(self) -> None:
         await self._session.close()
 
-    async def status(self) -> Status:
-        return await self._told("GET", STATUS, lambda body: msgspec.json.decode(body, type=Status))
+    async def status(self) -> WorkerStatus:
+        return await self._told("GET", STATUS, lambda body: msgspec.json.decode(body, type=WorkerStatus))
 
     async def metrics(self) -> metrics.Snapshot:
         return await self._told("GET", METRICS, metrics.decode)
@@ -226,7 +226,7 @@ class WorkerClient:
         if answer.status != HTTPStatus.NO_CONTENT:
             raise WorkerSilent(f"it answered {answer.status} to {path}")
 
-    async def ask(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
+    async def ask(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> WorkerAnswer:
         """Send a request. `target` is the path and the query as they were sent."""
         url = URL(f"http://worker{target}", encoded=True)
         try:
@@ -238,7 +238,7 @@ class WorkerClient:
                     read += piece
                     if len(read) > ANSWER_LEN_MAX:
                         raise WorkerSilent(f"its answer has more than {ANSWER_LEN_MAX} bytes")
-                return Answer(answer.status, dict(answer.headers), bytes(read))
+                return WorkerAnswer(answer.status, dict(answer.headers), bytes(read))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise WorkerSilent(f"{type(error).__name__}: {error}") from None
 

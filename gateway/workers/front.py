@@ -30,11 +30,11 @@ from gateway.client.responses import error_response, probe_response
 from gateway.operators.gate import Gate
 from gateway.operators.keys import read_operator_body
 from gateway.operators.openapi import PATH as DOCUMENT
+from gateway.operators.operations import Asks, Merge
 from gateway.operators.replicas import REPLICAS
 from gateway.operators.server import DIGEST_HEADER, OPERATOR, OPERATORS, RELOAD, secure
-from gateway.operators.table import Asks, Merge
 from gateway.workers.answers import asks_of, operation_at, together
-from gateway.workers.channel import Answer, WorkerSilent
+from gateway.workers.channel import WorkerAnswer, WorkerSilent
 from gateway.workers.metrics import registry_of
 from gateway.workers.place import Place
 from gateway.workers.supervisor import Supervisor
@@ -149,7 +149,7 @@ class Front:
             self._gate.forget(request)
         return _response(answer)
 
-    async def _who(self, headers: Mapping[str, str]) -> Answer:
+    async def _who(self, headers: Mapping[str, str]) -> WorkerAnswer:
         """A worker's answer to who asks. Raises NotReady."""
         places = [place for place in self._supervisor.places if place.client is not None]
         return await self._one(places, ("GET", OPERATOR, headers, b""))
@@ -179,7 +179,7 @@ class Front:
 
     async def _ask(
         self, request: web.BaseRequest, path: str, headers: Mapping[str, str], body: bytes
-    ) -> Answer:
+    ) -> WorkerAnswer:
         """Raises NotReady where no worker answers."""
         method = "GET" if request.method == "HEAD" else request.method
         places = [place for place in self._supervisor.places if place.client is not None]
@@ -198,13 +198,13 @@ class Front:
             await self._read_again()  # else a worker that starts next may not know of the change
         return answer
 
-    async def _one(self, places: Sequence[Place], asked: _Asked) -> Answer:
+    async def _one(self, places: Sequence[Place], asked: _Asked) -> WorkerAnswer:
         for place in places:
             if (answer := await _asked(place, asked)) is not None:
                 return answer
         raise _nobody()
 
-    async def _change(self, places: Sequence[Place], asked: _Asked) -> Answer:
+    async def _change(self, places: Sequence[Place], asked: _Asked) -> WorkerAnswer:
         if not places:
             raise _nobody()
         answer = await _asked(places[0], asked)
@@ -215,8 +215,10 @@ class Front:
         silent = [place.index for place, ok in zip(others, refreshed, strict=True) if not ok]
         return together({places[0].index: answer}, silent, {})
 
-    async def _every(self, places: Sequence[Place], asked: _Asked, merges: Mapping[str, Merge]) -> Answer:
-        told: dict[int, Answer] = {}
+    async def _every(
+        self, places: Sequence[Place], asked: _Asked, merges: Mapping[str, Merge]
+    ) -> WorkerAnswer:
+        told: dict[int, WorkerAnswer] = {}
         everybody = {*places}
         while places:
             answers = await asyncio.gather(*(_asked(place, asked) for place in places))
@@ -243,7 +245,7 @@ _Asked = tuple[str, str, Mapping[str, str], bytes]
 """What `WorkerClient.ask` takes."""
 
 
-async def _asked(place: Place, asked: _Asked) -> Answer | None:
+async def _asked(place: Place, asked: _Asked) -> WorkerAnswer | None:
     """A worker's answer; None where it does not answer."""
     client = place.client
     if client is None:
@@ -282,7 +284,7 @@ def _nobody() -> ApiError:
     return NotReady("No worker answers at the moment.", retry_after_s=1.0)
 
 
-def _response(answer: Answer) -> web.Response:
+def _response(answer: WorkerAnswer) -> web.Response:
     headers = {name: value for name, value in answer.headers.items() if name.lower() not in _DROPPED}
     return web.Response(
         status=HTTPStatus(answer.status), headers={**headers, "server": SERVER}, body=answer.body

@@ -47,7 +47,7 @@ class Sample(Struct, frozen=True, array_like=True):
     mark: Mark | None = None
 
 
-class Family(Struct, frozen=True, array_like=True):
+class MetricFamily(Struct, frozen=True, array_like=True):
     """A metric with all its numbers."""
 
     name: str
@@ -56,11 +56,11 @@ class Family(Struct, frozen=True, array_like=True):
     samples: list[Sample]
 
 
-Snapshot = list[Family]
+Snapshot = list[MetricFamily]
 """All metrics of a process at a moment."""
 
 
-class Rule(Enum):
+class MergeRule(Enum):
     """The one value that several processes' values of a number make."""
 
     SUM = "sum"
@@ -69,32 +69,32 @@ class Rule(Enum):
     EACH = "each"
 
 
-GAUGES: Final[Mapping[str, Rule]] = {
-    "penstock_gateway_requests_in_flight": Rule.SUM,
-    "penstock_gateway_held_bytes": Rule.SUM,
-    "penstock_gateway_http2_streams": Rule.SUM,
-    "penstock_gateway_billing_queued_lines": Rule.SUM,
-    "penstock_gateway_billing_waiting_bytes": Rule.SUM,
-    "penstock_gateway_quota_store_up": Rule.MIN,
-    "penstock_gateway_directory_up": Rule.MIN,
-    "penstock_loop_lag_max_seconds": Rule.MAX,
-    "process_resident_memory_bytes": Rule.EACH,
-    "process_virtual_memory_bytes": Rule.EACH,
-    "process_open_fds": Rule.EACH,
-    "process_max_fds": Rule.EACH,
-    "process_start_time_seconds": Rule.EACH,
-    "python_info": Rule.MAX,
-    "penstock_build_info": Rule.MAX,
+GAUGES: Final[Mapping[str, MergeRule]] = {
+    "penstock_gateway_requests_in_flight": MergeRule.SUM,
+    "penstock_gateway_held_bytes": MergeRule.SUM,
+    "penstock_gateway_http2_streams": MergeRule.SUM,
+    "penstock_gateway_billing_queued_lines": MergeRule.SUM,
+    "penstock_gateway_billing_waiting_bytes": MergeRule.SUM,
+    "penstock_gateway_quota_store_up": MergeRule.MIN,
+    "penstock_gateway_directory_up": MergeRule.MIN,
+    "penstock_loop_lag_max_seconds": MergeRule.MAX,
+    "process_resident_memory_bytes": MergeRule.EACH,
+    "process_virtual_memory_bytes": MergeRule.EACH,
+    "process_open_fds": MergeRule.EACH,
+    "process_max_fds": MergeRule.EACH,
+    "process_start_time_seconds": MergeRule.EACH,
+    "python_info": MergeRule.MAX,
+    "penstock_build_info": MergeRule.MAX,
 }
-"""Rule 2. A name that is not here counts as `EACH`."""
+"""How the values of a gauge become one (rule 2). A name that is not here counts as `EACH`."""
 ADDED: Final = ("counter", "histogram", "summary")
-"""The types of rule 1."""
+"""The types whose values are added up (rule 1)."""
 
 
 def snapshot(registry: CollectorRegistry = REGISTRY) -> Snapshot:
     """This process's metrics."""
     return [
-        Family(
+        MetricFamily(
             metric.name,
             metric.documentation,
             metric.type,
@@ -143,16 +143,16 @@ def retired(gone: Snapshot, last: Snapshot) -> Snapshot:
 class _Merged:
     """The numbers of one metric of several processes."""
 
-    def __init__(self, first: Family) -> None:
+    def __init__(self, first: MetricFamily) -> None:
         self._first = first
-        self._rule = Rule.SUM if first.type in ADDED else GAUGES.get(first.name, Rule.EACH)
+        self._rule = MergeRule.SUM if first.type in ADDED else GAUGES.get(first.name, MergeRule.EACH)
         self._values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self._marks: dict[tuple[str, tuple[tuple[str, str], ...]], Mark] = {}
 
     def add(self, worker: str, samples: Sequence[Sample]) -> None:
         for sample in samples:
             labels = tuple(sample.labels.items())
-            if self._rule is Rule.EACH:
+            if self._rule is MergeRule.EACH:
                 labels = (*labels, (LABEL, worker))
             key, value = (sample.name, labels), sample.value
             if (before := self._values.get(key)) is not None:
@@ -163,28 +163,28 @@ class _Merged:
                 self._marks[key] = mark
 
     @property
-    def family(self) -> Family:
+    def family(self) -> MetricFamily:
         samples = [
             Sample(name, dict(labels), value, self._marks.get((name, labels)))
             for (name, labels), value in self._values.items()
         ]
-        return Family(self._first.name, self._first.documentation, self._first.type, samples)
+        return MetricFamily(self._first.name, self._first.documentation, self._first.type, samples)
 
 
-def _together(rule: Rule, name: str, a: float, b: float) -> float:
+def _together(rule: MergeRule, name: str, a: float, b: float) -> float:
     if name.endswith("_created"):
         return min(a, b)
     match rule:
-        case Rule.SUM:
+        case MergeRule.SUM:
             return a + b
-        case Rule.MIN:
+        case MergeRule.MIN:
             return min(a, b)
         case _:
             return max(a, b)
 
 
 class _Shown(Collector):
-    def __init__(self, families: Iterable[Family]) -> None:
+    def __init__(self, families: Iterable[MetricFamily]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
@@ -197,7 +197,7 @@ class _Shown(Collector):
             yield metric
 
 
-def registry_of(families: Iterable[Family]) -> CollectorRegistry:
+def registry_of(families: Iterable[MetricFamily]) -> CollectorRegistry:
     """A registry that shows these metrics."""
     registry = CollectorRegistry()
     registry.register(_Shown(families))

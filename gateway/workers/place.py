@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Final, Protocol
 
-from gateway.workers.channel import ANSWER_S, Status, WorkerClient, WorkerSilent
+from gateway.workers.channel import ANSWER_S, WorkerClient, WorkerSilent, WorkerStatus
 from gateway.workers.metrics import Snapshot
 from gateway.workers.process import Worker
 from gateway.workers.restarts import Restarts
@@ -75,7 +75,7 @@ FATAL: Final = (ExitCode.FAILED, ExitCode.UNUSABLE_CONFIG)
 """How a worker ends that cannot start at all."""
 
 
-class Owner(Protocol):
+class PlaceOwner(Protocol):
     """The supervisor as a place sees it."""
 
     @property
@@ -105,12 +105,12 @@ class Place:
         index: int,
         launch: Launch,
         restarts: Restarts,
-        owner: Owner,
+        owner: PlaceOwner,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.index: Final = index
         self.phase = PlacePhase.STARTING
-        self.status: Status | None = None
+        self.status: WorkerStatus | None = None
         """Its worker's last report. None as long as it does not serve."""
         self.metrics: Snapshot = []
         """Its worker's counters when it was asked last."""
@@ -164,7 +164,7 @@ class Place:
             self._worker.signal(number)
 
     def hang_up(self) -> None:
-        """Have its worker read its files again, at once or by rule 3."""
+        """Have its worker read its files again, at once, or when it has begun to serve (rule 3)."""
         if self.status is None:
             self._is_to_hang_up = True
         else:
@@ -234,7 +234,7 @@ class Place:
         return "hung" if hangs else "exited" if self.code >= 0 else "killed"
 
     async def _beat(self, worker: Worker) -> None:
-        """Rule 1."""
+        """Ask for heartbeats, and kill a worker that misses too many, or does not begin to serve (rule 1)."""
         begun_s = counted_s = self._clock.monotonic()
         missed = 0
         while missed < MISSED_MAX:
@@ -260,7 +260,8 @@ class Place:
         worker.signal(signal.SIGKILL)
 
     async def _hand_over(self, worker: Worker) -> None:
-        """Rule 3. Raises WorkerSilent."""
+        """Tell a new worker what operators have drained, and have it read what changed (rule 3). Raises
+        WorkerSilent."""
         while self._handed != (drained := self._owner.drained()):
             await worker.client.drain(drained)
             self._handed = drained

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from gateway.workers import metrics
-from gateway.workers.metrics import Family, Sample, Snapshot
+from gateway.workers.metrics import MetricFamily, Sample, Snapshot
 from gateway.workers.place import Launch, Place, PlacePhase
 from gateway.workers.restarts import Restarts
 from shared.process import logs
@@ -47,7 +47,8 @@ log = logs.get(__name__)
 
 
 def hold_port(host: str, port: int) -> socket.socket:
-    """A socket that holds a port for the workers (rule 1). Raises OSError where somebody else has it."""
+    """A socket that holds a port for the workers, which share it (rule 1). Raises OSError where somebody else
+    has it."""
     sock = bound_socket(host, port)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: bound with it, it would share
     return sock
@@ -126,10 +127,10 @@ class Supervisor:
         own = [family for family in metrics.snapshot() if family.name.startswith(OWN)]
         return [*metrics.merged({**alive, "supervisor": own}, self.gone), self._phases()]
 
-    def _phases(self) -> Family:
+    def _phases(self) -> MetricFamily:
         phases = [place.phase for place in self.places]
         samples = [Sample(PLACES, {"phase": phase.value}, phases.count(phase)) for phase in PlacePhase]
-        return Family(PLACES, PLACES_HELP, "gauge", samples)
+        return MetricFamily(PLACES, PLACES_HELP, "gauge", samples)
 
     def _problems(self) -> list[str]:
         """For `/readyz`: none as long as one worker is ready."""

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from shared.apis.chat_form import chat_prompt, check_chat
+from shared.apis.chat_messages import ChatMessage, FunctionToolCall
 from shared.apis.generation import FinishReasonName, GenerationRequest, Usage
-from shared.apis.messages import ChatMessage, FunctionToolCall
 from shared.apis.nothing import EXTENSIONS, FALSE, LOOKED_INTO, NONE, Nothing
 from shared.apis.prompt import ChatPrompt
 from shared.apis.tools import (

@@ -13,8 +13,8 @@ from typing import Any, Final, Protocol
 
 from msgspec import Raw
 
+from shared.apis.chat_messages import ChatMessage, FunctionToolCall
 from shared.apis.holding import DEPTH_MAX, SURE_LEN, Census, census_slices
-from shared.apis.messages import ChatMessage, FunctionToolCall
 from shared.apis.prompt import ChatPrompt
 from shared.apis.tools import Tool, check_tools
 from shared.fairness.fair_threads import Slices

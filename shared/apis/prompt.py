@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.apis.messages import ChatMessage
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.tools import Tool
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import Unshown

@@ -169,7 +169,7 @@ class _Walk:
     targets: list[Any] = field(default_factory=list)
     """The root, and what references name."""
     refs: dict[int, Any] = field(default_factory=dict)
-    """What a schema's `$ref` names, by the schema's id."""
+    """The targets of a schema's `$ref`, by the schema's id."""
     seen: set[int] = field(default_factory=set)
     left: list[_Node] = field(default_factory=list)
     deepest: list[int] = field(default_factory=list)

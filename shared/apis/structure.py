@@ -159,7 +159,7 @@ def check_outputs(outputs: StructuredOutputs, raw: Raw) -> None:
 
 
 def _problems(outputs: StructuredOutputs) -> Iterator[tuple[str, str]]:
-    """What is wrong with them: in words, and the field's name."""
+    """The fault in them: in words, and the field's name."""
     texts = ("regex", outputs.regex, PATTERN_LEN_MAX), ("grammar", outputs.grammar, GRAMMAR_LEN_MAX)
     for name, text, most in texts:
         if text is not None and not 1 <= len(text) <= most:

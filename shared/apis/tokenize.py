@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta, Raw
 
 from shared.apis.chat_form import chat_prompt, check_chat
-from shared.apis.messages import ChatMessage
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.nothing import FALSE, LOOKED_INTO, NONE, PROMPT, Nothing
 from shared.apis.prompt import PromptForm, TextPrompt
 from shared.apis.request import Request

@@ -37,8 +37,8 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
+from shared.apis.chat_messages import ChatMessage, CustomToolCall, ImagePart
 from shared.apis.holding import SLICE_LEN, Census, census_of, refuse_excess
-from shared.apis.messages import ChatMessage, CustomToolCall, ImagePart
 from shared.apis.nothing import FALSE, LOOKED_INTO, NONE, Nothing, unsupported
 from shared.apis.request import Request
 from shared.fairness.fair_threads import Slices
@@ -54,10 +54,11 @@ PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PLACE: Final = re.compile(
     r"[A-Za-z0-9_.-]{1,64}|(?:tools\[\d{1,4}\]|response_format|structured_outputs)\.[A-Za-z0-9_.$-]{1,160}"
 )
-"""The same, and places within tools and structures, such as `tools[3].function.parameters.uniqueItems`."""
+"""The names of fields, and places within tools and structures, such as
+`tools[3].function.parameters.uniqueItems`."""
 
 
-class Key:
+class UniqueName:
     """A name, equal only to itself, so that a repeated name does not hide the first."""
 
     __slots__ = ("name",)
@@ -68,7 +69,9 @@ class Key:
 
 
 _encode: Final = msgspec.json.Encoder().encode
-_decode_pairs: Final = msgspec.json.Decoder(list[dict[Key, Raw]] | dict[Key, Raw], dec_hook=Key).decode
+_decode_pairs: Final = msgspec.json.Decoder(
+    list[dict[UniqueName, Raw]] | dict[UniqueName, Raw], dec_hook=UniqueName
+).decode
 
 
 def stays(raw: Raw, decoded: object) -> bool:
@@ -88,7 +91,7 @@ def refuse_repeated(path: str, raw: Raw) -> None:
         _refuse_pairs(f"{path}[{at}]", pairs)
 
 
-def _refuse_pairs(path: str, pairs: dict[Key, Raw]) -> None:
+def _refuse_pairs(path: str, pairs: dict[UniqueName, Raw]) -> None:
     seen: set[str] = set()
     for key in pairs:
         if key.name in seen:
@@ -121,7 +124,8 @@ class Survey(Struct, frozen=True):
     unsupported: str | None = None
     """The first field that asks for what no engine of ours can do. None without one."""
     shapeless: tuple[str, ...] = ()
-    """The names of the fields within messages that no shape of `shared.apis.messages` has, known or not."""
+    """The names of the fields within messages that no shape of `shared.apis.chat_messages` has, known or
+    not."""
     is_plain: bool = True
     """True if no field is in the request's table, and all messages are texts alone."""
 
@@ -313,7 +317,7 @@ class Parsed(Struct, Generic[T], frozen=True):
     unsupported: str | None = None
     """The first field that asks for what no engine of ours can do. None without one."""
     shapeless: tuple[str, ...] = ()
-    """The names of the fields within messages that no shape of `shared.apis.messages` has."""
+    """The names of the fields within messages that no shape of `shared.apis.chat_messages` has."""
     is_plain: bool = True
     """True if it has no field that our engines look into, and no message that is more than a text."""
 
@@ -418,7 +422,7 @@ def with_fields(fields: dict[str, Raw], **overrides: object) -> bytes:
 
 
 _decode_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
-_decode_top_level: Final = msgspec.json.Decoder(dict[Key, Raw], dec_hook=Key).decode
+_decode_top_level: Final = msgspec.json.Decoder(dict[UniqueName, Raw], dec_hook=UniqueName).decode
 
 
 def _top_level(body: bytes) -> dict[str, Raw]:

@@ -57,7 +57,7 @@ class Key(Struct, frozen=True):
     """The whole key, with its secret. None but in the answer to what made it."""
 
 
-class Page(Struct, frozen=True):
+class KeyPage(Struct, frozen=True):
     """A part of the list of keys."""
 
     data: list[msgspec.Raw]
@@ -70,7 +70,7 @@ class Operators(Struct, frozen=True):
     data: list[msgspec.Raw]
 
 
-class Gateway(Protocol):
+class KeyKeeper(Protocol):
     """The keeper that is asked: a gateway, or its file."""
 
     def ask(self, operation: str, id_: str, fields: Mapping[str, Any]) -> bytes:
@@ -271,7 +271,7 @@ def _fields(options: argparse.Namespace) -> dict[str, Any]:
 # -- what is asked --------------------------------------------------------------------------------
 
 
-def _gateway(options: argparse.Namespace) -> Gateway:
+def _gateway(options: argparse.Namespace) -> KeyKeeper:
     """Raises KeysFailed when it is not clear which gateway is meant."""
     if options.admin_url is not None:
         if options.operator and options.action != "list":
@@ -354,7 +354,7 @@ def _told(answer: httpx.Response) -> str:
         return f"{answer.url} answered {answer.status_code}: is it a gateway's admin listener?"
 
 
-def _listed(gateway: Gateway, options: argparse.Namespace) -> Iterator[bytes]:
+def _listed(gateway: KeyKeeper, options: argparse.Namespace) -> Iterator[bytes]:
     """The keys that are asked for. Raises KeysFailed."""
     if not options.operator:
         yield from _all(gateway, options.tenant)
@@ -364,12 +364,12 @@ def _listed(gateway: Gateway, options: argparse.Namespace) -> Iterator[bytes]:
         yield from map(bytes, _decoded(gateway.ask("list", "", {}), Operators).data)
 
 
-def _all(gateway: Gateway, tenant: str | None) -> Iterator[bytes]:
+def _all(gateway: KeyKeeper, tenant: str | None) -> Iterator[bytes]:
     """Every key, page by page."""
     after: str | None = ""
     while after is not None:
         fields = {} if tenant is None else {"tenant": tenant}
-        page = _decoded(gateway.ask("list", after, fields), Page)
+        page = _decoded(gateway.ask("list", after, fields), KeyPage)
         yield from map(bytes, page.data)
         after = page.next
 

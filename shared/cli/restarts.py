@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from shared.cli.supervisor import Service, ServiceDied
+from shared.cli.supervisor import RunningService, ServiceDied
 from shared.process.clock import Clock
 
 RESTART_S_MIN: Final = 1.0
@@ -23,7 +23,7 @@ STEADY_S: Final = 60.0
 Say = Callable[[str], None]
 
 
-async def raise_first_death(services: list[Service], say: Say, clock: Clock) -> None:
+async def raise_first_death(services: list[RunningService], say: Say, clock: Clock) -> None:
     """Keep the services running, until one ends for good. Raises ServiceDied. Those that are started again
     take their places in the list."""
     watches = [asyncio.create_task(_keep(services, at, say, clock)) for at in range(len(services))]
@@ -36,7 +36,7 @@ async def raise_first_death(services: list[Service], say: Say, clock: Clock) -> 
         await asyncio.gather(*watches, return_exceptions=True)
 
 
-async def _keep(services: list[Service], at: int, say: Say, clock: Clock) -> ServiceDied:
+async def _keep(services: list[RunningService], at: int, say: Say, clock: Clock) -> ServiceDied:
     row = 0
     while True:
         began_s = clock.monotonic()
@@ -49,7 +49,7 @@ async def _keep(services: list[Service], at: int, say: Say, clock: Clock) -> Ser
         say(f"{death}\nThe {spec.name} is started again in {pause_s:g} s.")
         await clock.sleep(pause_s)
         await services[at].kill()  # it may have failed without ending
-        services[at] = await Service.start(spec, clock)
+        services[at] = await RunningService.start(spec, clock)
         try:
             await services[at].ready(lambda _: None)
         except ServiceDied:

@@ -160,7 +160,7 @@ class _Chunk(msgspec.Struct):
 _decode: Final = msgspec.json.Decoder(_Chunk).decode
 
 
-class Caller:
+class LoadClient:
     """A client of one server."""
 
     def __init__(self, client: httpx.AsyncClient, load: Load) -> None:
@@ -260,7 +260,7 @@ def _text(generator: random.Random, words: int) -> str:
     return " ".join(generator.choices(WORDS, k=words))
 
 
-async def _lengths(caller: Caller, seed: int) -> Lengths:
+async def _lengths(caller: LoadClient, seed: int) -> Lengths:
     """Ask the server how it counts. Raises LoadFailed."""
     counts = []
     for words in PROBES:
@@ -285,7 +285,7 @@ def _prompts(load: Load, lengths: Lengths) -> Iterable[tuple[str, int]]:
 # -- the load -------------------------------------------------------------------------------------
 
 
-async def send_all(caller: Caller, load: Load, lengths: Lengths) -> list[Sent]:
+async def send_all(caller: LoadClient, load: Load, lengths: Lengths) -> list[Sent]:
     """Send all requests at their times, and wait for their ends."""
     gaps = random.Random(load.seed + 1)
     room = asyncio.Semaphore(load.concurrency_max or load.prompts)
@@ -329,7 +329,7 @@ def _percentile(ordered: Sequence[float], p: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-class Report(msgspec.Struct):
+class ServingReport(msgspec.Struct):
     """The result of a load, by vLLM's names."""
 
     completed: int
@@ -347,7 +347,7 @@ class Report(msgspec.Struct):
     errors: dict[str, int]
 
     @classmethod
-    def of(cls, sent: Sequence[Sent], metrics: Sequence[str], percentiles: Sequence[float]) -> Report:
+    def of(cls, sent: Sequence[Sent], metrics: Sequence[str], percentiles: Sequence[float]) -> ServingReport:
         good = [one for one in sent if one.error is None]
         began_at = min(one.sent_at for one in sent)
         duration = max(one.ended_at for one in sent) - began_at
@@ -512,7 +512,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if report.completed else 1
 
 
-async def _measure(options: argparse.Namespace) -> tuple[Load, Report]:
+async def _measure(options: argparse.Namespace) -> tuple[Load, ServingReport]:
     server = server_of(options.url, options.key)
     client = httpx.AsyncClient(
         base_url=server.url,
@@ -539,10 +539,10 @@ async def _measure(options: argparse.Namespace) -> tuple[Load, Report]:
             temperature=options.temperature,
             request_s=options.timeout,
         )
-        caller = Caller(client, load)
+        caller = LoadClient(client, load)
         lengths = await _lengths(caller, load.seed)
         sent = await send_all(caller, load, lengths)
-    return load, Report.of(sent, options.percentile_metrics, options.metric_percentiles)
+    return load, ServingReport.of(sent, options.percentile_metrics, options.metric_percentiles)
 
 
 class _Named(msgspec.Struct):

@@ -18,7 +18,7 @@ import msgspec
 from shared.cli.service import CONFIGS, reach
 from shared.process import sizes
 from shared.process.arguments import Parser
-from shared.process.config import toml_value
+from shared.process.setting_values import toml_value
 from shared.process.settings import Kind, Setting, settings_of
 
 WIDTH: Final = 100

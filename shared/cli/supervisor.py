@@ -63,7 +63,7 @@ class ServiceSpec:
     """True if it is started again when it ends."""
 
 
-class Service:
+class RunningService:
     """A running child."""
 
     def __init__(self, spec: ServiceSpec, process: Process, log: BinaryIO, clock: Clock) -> None:
@@ -73,7 +73,7 @@ class Service:
         self._clock = clock
 
     @classmethod
-    async def start(cls, spec: ServiceSpec, clock: Clock = SYSTEM_CLOCK) -> Service:
+    async def start(cls, spec: ServiceSpec, clock: Clock = SYSTEM_CLOCK) -> RunningService:
         spec.log.write_bytes(b"")
         with spec.log.open("ab") as log:  # append mode: the child writes on at the end after the file was cut
             process = await asyncio.create_subprocess_exec(
@@ -169,7 +169,7 @@ def _probe_client(spec: ServiceSpec) -> httpx.AsyncClient:
     return httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_S, verify=verify)
 
 
-async def stop_all(services: Sequence[Service], grace_s: float, hurry: asyncio.Event) -> None:
+async def stop_all(services: Sequence[RunningService], grace_s: float, hurry: asyncio.Event) -> None:
     """Stop the services, the last started first; kill all at once when `hurry` is set."""
 
     async def in_order() -> None:

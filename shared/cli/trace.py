@@ -16,9 +16,9 @@ import msgspec
 from shared.cli import admin, terminal
 from shared.process.arguments import Parser, checked
 from shared.trace.join import join
-from shared.trace.reading import LINES_MAX, DamagedLine, Reading, SlowestReading, Tail, parse
-from shared.trace.record import RequestPage, RequestRecords
-from shared.trace.table import line_row, printable, record_text, summary_row, table
+from shared.trace.log_reading import LINES_MAX, DamagedLine, LogReading, SlowestReading, Tail, parse
+from shared.trace.request_records import RequestPage, RequestRecords
+from shared.trace.request_text import line_row, printable, record_text, summary_row, table
 from shared.wire.completed_line import GatewayLine, Line
 from shared.wire.ids import is_id
 
@@ -94,7 +94,7 @@ def _tell(problem: str) -> None:
 
 def _from_logs(options: argparse.Namespace) -> int:
     slowest = None if options.slowest is None else SlowestReading(int(options.slowest))
-    reading = slowest or Reading(options.request_id)
+    reading = slowest or LogReading(options.request_id)
     for log in _opened(options.logs):
         reading.read(log)
     traces = join(reading.lines)
@@ -119,16 +119,16 @@ def _opened(names: list[str]) -> Iterator[BinaryIO]:
                 yield log
 
 
-def _problems(reading: Reading | SlowestReading, logs: list[str]) -> list[str]:
+def _problems(reading: LogReading | SlowestReading, logs: list[str]) -> list[str]:
     """Problems with the logs that the user should know about, in words."""
     problems = []
     if not reading.lines:
-        whose = "of this request " if isinstance(reading, Reading) else ""
+        whose = "of this request " if isinstance(reading, LogReading) else ""
         problems.append(f"no completed line {whose}in {printable(', '.join(logs))}")
     if reading.damaged:
-        which = "that name this request and" if isinstance(reading, Reading) else "that"
+        which = "that name this request and" if isinstance(reading, LogReading) else "that"
         problems.append(f"lines {which} cannot be read: {reading.damaged}")
-    if isinstance(reading, Reading) and reading.left_out:
+    if isinstance(reading, LogReading) and reading.left_out:
         problems.append(f"only the first {LINES_MAX} lines are shown; there are {reading.left_out} more")
     return problems
 

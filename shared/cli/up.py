@@ -22,12 +22,12 @@ from shared.cli import running
 from shared.cli.restarts import raise_first_death
 from shared.cli.running import Running
 from shared.cli.service import command, missing_extra, reach
-from shared.cli.supervisor import Service, ServiceDied, ServiceSpec, parse_line, stop_all, unless
+from shared.cli.supervisor import RunningService, ServiceDied, ServiceSpec, parse_line, stop_all, unless
 from shared.process.arguments import Parser, cannot_listen, checked, closest, spelt
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.config import ConfigError, to_toml
 from shared.process.environment import settings_in, unread_in
 from shared.process.lifecycle import on_stop_signals
+from shared.process.setting_values import ConfigError, to_toml
 from shared.process.settings import ModelName, Port, Text
 from shared.process.tls import UnusableTls, names_of
 
@@ -227,7 +227,7 @@ def _fail(problem: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StartPlan:
     """A complete plan: everything is decided, nothing is started."""
 
     services: tuple[ServiceSpec, ...]
@@ -241,7 +241,7 @@ class Plan:
     """The names that the certificate is for; empty without a certificate."""
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
+def make_plan(options: argparse.Namespace) -> StartPlan:
     """Choose ports and directories, and write the gateway's file. Raises OSError, UnusableTls and
     ConfigError."""
     model, name = _model_and_name(options.model, options.served_model_name)
@@ -278,7 +278,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     scheme, cert = ("http", None) if tls is None else ("https", tls[0])
     base_url = f"{scheme}://{_reachable(options.host, certificate_names)}:{gateway_port}"
     gateway_argv = tuple(command("gateway", ["--config", str(config)]))
-    return Plan(
+    return StartPlan(
         services=(
             *_engines(engine_urls, engine_options, last_options, run_dir),
             ServiceSpec("gateway", gateway_argv, run_dir / "gateway.log", base_url, GATEWAY_START_S, cert),
@@ -346,18 +346,18 @@ def _reachable(host: str, certificate_names: Sequence[str] = ()) -> str:
 # -- the run --------------------------------------------------------------------------------------
 
 
-async def supervise(plan: Plan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -> int:
+async def supervise(plan: StartPlan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -> int:
     """Start the services, announce them, wait for a signal or a failure, and stop them. Returns the exit
     code."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
-    services: list[Service] = []
+    services: list[RunningService] = []
     progress = StartProgress(out, clock)
     try:
         progress.say(f"Logs are in {plan.run_dir}")
         for spec in plan.services:
             progress.begin(spec.name, "starting")
-            services.append(await Service.start(spec, clock))
+            services.append(await RunningService.start(spec, clock))
             if not await unless(stop, services[-1].ready(progress.follow)):
                 break
             progress.end()
@@ -375,7 +375,7 @@ async def supervise(plan: Plan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -> int
     return 0
 
 
-def _announce_to_chat(plan: Plan) -> None:
+def _announce_to_chat(plan: StartPlan) -> None:
     try:
         running.write_running(plan.running)
     except (OSError, RuntimeError):
@@ -431,7 +431,7 @@ def stage_of(fields: dict[str, Any] | None) -> str | None:
     return None
 
 
-def announcement(plan: Plan, seconds: float) -> str:
+def announcement(plan: StartPlan, seconds: float) -> str:
     """The text that says how to use the services."""
     url, key, model = plan.running.url, plan.running.key, plan.running.model
     body = json.dumps(
@@ -464,17 +464,17 @@ In another terminal: {_penstock()} chat. Ctrl-C here stops {stopped} services.
 """
 
 
-def _about_engines(plan: Plan) -> str:
+def _about_engines(plan: StartPlan) -> str:
     engines = len(plan.services) - 1
     return "" if engines == 1 else f"\n  Engines    {engines}"
 
 
-def _about_console(plan: Plan) -> str:
+def _about_console(plan: StartPlan) -> str:
     url, key = plan.running.admin_url, plan.running.admin_key
     return "" if url is None else f"\n  Console    {url}/console\n  Admin key  {key}"
 
 
-def _about_certificate(plan: Plan) -> str:
+def _about_certificate(plan: StartPlan) -> str:
     if plan.running.cert is None:
         return ""
     names = ", ".join(plan.certificate_names) or "no name"

@@ -11,7 +11,7 @@ limit follows the load, and there is no setting per tenant:
 
 Rules
 
-1. All tenants together never hold more than the capacity, except by rule 3.
+1. All tenants together never hold more than the capacity, except for a caller that says it is alone (rule 3).
 2. The empty name is no tenant's: it is bounded by the capacity alone, as for an engine without a gateway.
 3. Where the caller says `alone=True`, a tenant that holds nothing may take any amount while the resource is
    not full, so that a request larger than every limit is not refused for ever. At most ALPHA / (1 + ALPHA)
@@ -28,8 +28,9 @@ ALPHA: Final = 3
 
 
 def held_max(capacity: int, amount: int) -> int:
-    """The most units that are ever held where no call asks for more than `amount`: by rule 3 two tenants may
-    pass the capacity by a call each, before it counts as full."""
+    """The most units that are ever held where no call asks for more than `amount`: by rule 3 (a tenant that
+    holds nothing may take any amount) two tenants may pass the capacity by a call each, before it counts as
+    full."""
     return capacity + 2 * amount
 
 

@@ -41,8 +41,8 @@ import h2.events as events
 from h2.exceptions import ProtocolError
 
 from shared.http2 import frames, limits
-from shared.http2.config import ConnectionConfig
-from shared.http2.errors import (
+from shared.http2.connection_config import ConnectionConfig
+from shared.http2.connection_errors import (
     ConnectionLost,
     ErrorCode,
     ProtocolViolation,
@@ -56,7 +56,7 @@ from shared.http2.headers import HeaderList
 from shared.http2.owner import Owner
 from shared.http2.phase import MOVES, ConnectionPhase
 from shared.http2.plainpath import PlainPath
-from shared.http2.state import ProtocolState
+from shared.http2.protocol_state import ProtocolState
 from shared.http2.stream import AwaitedReports, Stream
 
 DRAIN_PING: Final = b"draining"

@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from shared.http2.config import ConnectionConfig, WatchConfig
 from shared.http2.connection import Connection
-from shared.http2.errors import ConnectionLost, ErrorCode, ProtocolViolation
+from shared.http2.connection_config import ConnectionConfig, WatchConfig
+from shared.http2.connection_errors import ConnectionLost, ErrorCode, ProtocolViolation
 from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from shared.process.clock import Clock

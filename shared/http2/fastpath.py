@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import h2.events as events
 
 from shared.http2 import frames, limits
-from shared.http2.errors import ErrorCode, ProtocolViolation, StreamReset
+from shared.http2.connection_errors import ErrorCode, ProtocolViolation, StreamReset
 from shared.http2.headers import (
     BlockDecoder,
     HeaderList,

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-from shared.http2.errors import ErrorCode, ProtocolViolation
+from shared.http2.connection_errors import ErrorCode, ProtocolViolation
 from shared.http2.limits import CONTINUATION_COUNT_MAX, FRAME_LEN_MAX, HEADER_LIST_LEN_MAX
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -31,7 +31,7 @@ from hpack import Decoder
 from hpack.exceptions import HPACKError, OversizedHeaderListError
 from hpack.table import HeaderTable
 
-from shared.http2.errors import ErrorCode, Http2Error, ProtocolViolation
+from shared.http2.connection_errors import ErrorCode, Http2Error, ProtocolViolation
 from shared.http2.limits import HEADER_LIST_LEN_MAX, SENT_HEADER_LIST_LEN_MAX
 
 HeaderList = list[tuple[bytes, bytes]]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from shared.http2.errors import ErrorCode, ProtocolViolation
+from shared.http2.connection_errors import ErrorCode, ProtocolViolation
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import h2.events as events
 
 from shared.http2 import frames
-from shared.http2.errors import ErrorCode, ProtocolViolation
+from shared.http2.connection_errors import ErrorCode, ProtocolViolation
 from shared.http2.headers import HeaderList, check_status
 from shared.http2.stream import Stream
 

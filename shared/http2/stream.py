@@ -29,7 +29,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from shared.http2.errors import ErrorCode, ProtocolViolation, StreamFailed, StreamReset
+from shared.http2.connection_errors import ErrorCode, ProtocolViolation, StreamFailed, StreamReset
 from shared.http2.headers import HeaderList, content_length
 from shared.http2.limits import RESET_IDS_MAX
 

@@ -97,8 +97,8 @@ def add_settings(parser: argparse.ArgumentParser, type_: type, headings: Mapping
     """Add an option for each setting at the top level of `type_` that is no section and no list.
 
     The parsed options have the settings' names and hold texts (bools for switches), for
-    `shared.process.config.load`; those that were not given are absent. `headings` are the help's headings, by
-    the name of the setting that is the first below each.
+    `shared.process.setting_values.load`; those that were not given are absent. `headings` are the help's
+    headings, by the name of the setting that is the first below each.
     """
     group: argparse._ActionsContainer = parser
     for setting in settings_of(type_):

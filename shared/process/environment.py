@@ -42,7 +42,8 @@ def settings_in(env: Mapping[str, str], prefix: str) -> dict[str, str]:
 
 
 def unread_in(env: Mapping[str, str], named: Iterable[str | None] = ()) -> list[str]:
-    """The variables that rule 4 is about. `named` are those that settings name, as they hold secrets."""
+    """The variables that nothing of Penstock reads, which may be misspelt (rule 4). `named` are those that
+    settings name, as they hold secrets."""
     known = OTHERS.union(name for name in named if name)
     names = (f"{PREFIX}{short}" for short in settings_in(env, PREFIX))
     return sorted(name for name in names if not name.startswith(SERVICE_PREFIXES) and name not in known)

@@ -37,7 +37,7 @@ MOVES: Final[dict[Phase, frozenset[Phase]]] = {
 }
 
 
-class IllegalMove(AssertionError):
+class IllegalPhase(AssertionError):
     """A move that is not in the table: a bug."""
 
 
@@ -68,9 +68,9 @@ class Lifecycle:
         return self._phase is not Phase.FAILED
 
     def to(self, phase: Phase, reason: str = "") -> None:
-        """Move. Raises IllegalMove when the table has no such move."""
+        """Move. Raises IllegalPhase when the table has no such move."""
         if phase not in MOVES[self._phase]:
-            raise IllegalMove(f"{self._phase.name} -> {phase.name}")
+            raise IllegalPhase(f"{self._phase.name} -> {phase.name}")
         self._phase = phase
         self._reason = reason
 

@@ -5,8 +5,8 @@
 
 The field's name is the key in TOML. Its type, with `msgspec.Meta`, `Unit` and `Rule`, says what a value must
 be; its default is the setting's; the docstring below it is the help. The command line
-(`shared.process.arguments`), the variables and the reading of files (`shared.process.config`), the tables in
-README, the JSON schema and the TOML example (`shared.cli.settings`) follow from that.
+(`shared.process.arguments`), the variables and the reading of files (`shared.process.setting_values`), the
+tables in README, the JSON schema and the TOML example (`shared.cli.settings`) follow from that.
 
 Rules:
 

@@ -16,7 +16,7 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from shared.process import logs
 from shared.process.build import DISTRIBUTION
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.telemetry.span_queue import Send, SpanQueue
 from shared.telemetry.tracing import NO_TRACING, Span, TracePolicy, Tracing, TracingConfig
 

@@ -54,7 +54,8 @@ class SpanQueue:
         self._thread.start()
 
     def put(self, spans: Sequence[Span]) -> None:
-        """Rule 1. The spans of a request are taken all, or none."""
+        """Queue spans without waiting, or drop and count them (rule 1). The spans of a request are taken all,
+        or none."""
         if self._is_closing or len(self._queue) + len(spans) > self._queue_max:
             SPANS.inc("dropped", by=len(spans))
             return
@@ -63,7 +64,7 @@ class SpanQueue:
             self._wake.set()
 
     def close(self) -> None:
-        """Rule 3."""
+        """Send what is queued within `CLOSE_S`, and drop the rest (rule 3)."""
         self._is_closing = True
         self._wake.set()
         self._thread.join(CLOSE_S)

@@ -79,11 +79,12 @@ class TracePolicy(Struct, frozen=True):
     slow_s: float | None = None
 
     def samples(self, trace_id: str) -> bool:
-        """Rule 2."""
+        """True if the ratio takes this trace, which its id decides (rule 2)."""
         return int(trace_id[-RATIO_BITS // 4 :], 16) < self.ratio * (1 << RATIO_BITS)
 
     def wants(self, *, sampled: bool, failed: bool, seconds: float) -> bool:
-        """Rules 1 to 3, when a request has ended."""
+        """True if the spans of a request that has ended are wanted: it was sampled (rules 1 and 2), or it
+        failed or was slow (rule 3)."""
         return sampled or (failed and self.errors) or (self.slow_s is not None and seconds >= self.slow_s)
 
 
@@ -127,7 +128,8 @@ class Tracing:
     def stages(
         self, service: str, clock: Clock, *, traceparent: str | None = None, tracestate: str | None = None
     ) -> Stages:
-        """The stages of a new request, under a span that is sampled by rules 1 and 2."""
+        """The stages of a new request, under a span that is sampled as its caller says (rule 1), else by the
+        ratio (rule 2)."""
         samples = None if self._sink is None or not self.policy.ratio else self.policy.samples
         return Stages(service, clock, traceparent=traceparent, tracestate=tracestate, samples=samples)
 

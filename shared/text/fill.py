@@ -23,30 +23,30 @@ BEFORE_SUFFIX: Final = "\u263a"
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FillForm:
     """The tokens around prefix and suffix, by their texts."""
 
     prefix: str
     suffix: str
     middle: str | None
-    """What follows both. None where the prefix comes last, so that the answer follows it."""
+    """The token behind both. None where the prefix comes last, so that the answer follows it."""
 
 
 FORMS: Final = (
-    Form("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
-    Form("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SmolLM, Granite
-    Form("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    Form(
+    FillForm("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
+    FillForm("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SmolLM, Granite
+    FillForm("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    FillForm(
         "<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"
     ),  # DeepSeek-Coder
-    Form(f"{SPACE}<PRE>", f"{SPACE}<SUF>", f"{SPACE}<MID>"),  # Code Llama
-    Form("[PREFIX]", "[SUFFIX]", None),  # Codestral
+    FillForm(f"{SPACE}<PRE>", f"{SPACE}<SUF>", f"{SPACE}<MID>"),  # Code Llama
+    FillForm("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """How one tokenizer writes a prompt with a suffix."""
+    """The way in which one tokenizer writes a prompt with a suffix."""
 
     prefix_id: int
     suffix_id: int
@@ -64,7 +64,7 @@ class Fill:
         encode: Callable[[str], list[int]],
         before: list[int],
     ) -> Fill | None:
-        """None for a tokenizer without such tokens. `encode` adds no special tokens."""
+        """The form of a tokenizer's prompts; None without such tokens. `encode` adds no special tokens."""
         for form in FORMS:
             prefix_id, suffix_id = id_of(form.prefix), id_of(form.suffix)
             middle_id = None if form.middle is None else id_of(form.middle)

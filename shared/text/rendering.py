@@ -88,7 +88,7 @@ class Rendered(Struct, frozen=True, omit_defaults=True):
     detail: str | None = None
 
 
-class Failed(Exception):
+class RenderingFailed(Exception):
     """The child ended, or answered what is no answer."""
 
 
@@ -191,7 +191,7 @@ class Renderer:
             render_s = RENDER_S_MIN + (RENDER_S - RENDER_S_MIN) * min(1.0, length / BODY_LEN_MAX)
             answer = yield from self._asked(encoded(chat), render_s)
             is_over = True
-        except Failed as error:
+        except RenderingFailed as error:
             raise TooMuch(TOO_MUCH, param="messages", detail=str(error)) from None
         except OSError as error:
             raise Overloaded("Chats cannot be rendered at the moment.", detail=str(error)) from None
@@ -233,7 +233,7 @@ class Renderer:
         try:
             return msgspec.msgpack.decode(answer, type=Rendered)
         except msgspec.DecodeError as error:
-            raise Failed(str(error)) from None
+            raise RenderingFailed(str(error)) from None
 
     def _write(self, pipe: IO[bytes], data: bytes, due_s: float) -> Slices[None]:
         left = memoryview(data)
@@ -243,7 +243,7 @@ class Renderer:
                 try:
                     left = left[os.write(pipe.fileno(), left) :]
                 except BrokenPipeError:
-                    raise Failed("the child has ended") from None
+                    raise RenderingFailed("the child has ended") from None
             else:
                 self._check(due_s)
                 yield
@@ -255,7 +255,7 @@ class Renderer:
             if readable:
                 piece = os.read(pipe.fileno(), min(PIECE_LEN, length - len(data)))
                 if not piece:
-                    raise Failed("the child has ended")
+                    raise RenderingFailed("the child has ended")
                 data += piece
             else:
                 self._check(due_s)
@@ -264,7 +264,7 @@ class Renderer:
 
     def _check(self, due_s: float) -> None:
         if self._clock.monotonic() >= due_s:
-            raise Failed("it takes too long")
+            raise RenderingFailed("it takes too long")
 
     def _started(self) -> subprocess.Popen[bytes]:
         """The child, a new one where there is none that lives. Raises OSError."""

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from shared.apis.messages import ChatMessage, FunctionToolCall, RefusalPart, TextPart, ToolCall
+from shared.apis.chat_messages import ChatMessage, FunctionToolCall, RefusalPart, TextPart, ToolCall
 from shared.apis.prompt import ChatPrompt
 from shared.apis.tools import FunctionTool, Tool
 from shared.text.template_reads import Reads
@@ -39,7 +39,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TemplateInput:
-    """What one template is given of chats."""
+    """The variables that one template is given of a chat."""
 
     reads: Reads
     knows_developer: bool

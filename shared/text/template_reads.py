@@ -1,4 +1,4 @@
-"""What a chat template reads, as its syntax tree shows it.
+"""The variables that a chat template reads, as its syntax tree shows them.
 
 - *Content*: a template that goes through the parts of a content has a loop over it, or over a variable or a
   macro's parameter that stands for it; one that takes texts as well asks whether it is one.

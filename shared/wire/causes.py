@@ -1,6 +1,6 @@
 """The causes of a request's waits: what held it up, in codes and numbers.
 
-The engine finds them (`engine.api.told.causes`), and its closing comment takes them to the gateway. Both
+The engine finds them (`engine.api.told.attribution`), and its closing comment takes them to the gateway. Both
 services' completed lines have them. The sentence that people read is made of them in one place,
 `shared.trace.sentences`.
 

@@ -26,7 +26,7 @@ class ClientGone(Exception):
     """The client closed its end before the answer was complete."""
 
 
-class Request(Protocol):
+class HttpRequest(Protocol):
     @property
     def method(self) -> str: ...
 

@@ -40,8 +40,8 @@ async def send_continue(writer: Continuable) -> None:
 
 
 def check_head(headers: Mapping[str, str], len_max: int) -> None:
-    """Check the headers of a body by rule 1. `headers` are looked up without regard to case, and `len_max` is
-    in bytes. Raises InvalidRequest and BodyTooLarge."""
+    """Check the headers of a body before a byte is read (rule 1). `headers` are looked up without regard to
+    case, and `len_max` is in bytes. Raises InvalidRequest and BodyTooLarge."""
     if headers.get("content-encoding", "identity") != "identity":
         raise InvalidRequest("Compressed request bodies are not accepted.")
     declared = headers.get("content-length", "0").lstrip("0")

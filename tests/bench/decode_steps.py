@@ -14,13 +14,13 @@ import msgspec
 import zmq
 
 from engine.contract.messages import READ_EVERY, CoreOutput, Read, SamplingParams, StepOutput, StopCore
-from engine.core.config import SchedulerConfig
 from engine.core.loop import CoreLoop
 from engine.core.queue.newcomers import AddSequence, alone
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.transport import CoreTransport
 from engine.demo import MODEL_DIR
 from engine.runtime.load import load_runner
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 
 PROMPT = [7] * 16
 CACHE_LEN = 64 * 1024 * 1024

@@ -27,11 +27,11 @@ import msgspec
 import torch
 
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
-from engine.runtime.host.runner import HostRunner
+from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import load_runner
-from engine.runtime.models.config import ModelConfig, read_model_config
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.models.decoder_config import DecoderConfig, read_model_config
 from engine.runtime.setup.hardware import usable_cores
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.weights.parameters import LayerParameters
 from tests.bench.figures import Figure, at_least, exit_code, figure, write
 from tests.bench.machine import Memory, Multiplier
@@ -127,7 +127,7 @@ def _count(streams: int) -> str:
     return "1 stream" if streams == 1 else f"{streams} streams"
 
 
-def _matrix_elements(shape: ModelConfig) -> int:
+def _matrix_elements(shape: DecoderConfig) -> int:
     """Of all that a token is multiplied with; embeddings are looked up."""
     layer = LayerParameters(shape, 0)
     linears = (layer.qkv, layer.output, layer.gate_up, layer.down)

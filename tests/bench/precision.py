@@ -26,9 +26,9 @@ from torch import Tensor
 
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.demo import MODEL_DIR
-from engine.runtime.host.runner import HostRunner
+from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import load_runner
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.batch import assemble
 from tests.bench.figures import Figure, figure, write
 from tests.demo_training.evaluate import Probe, held_out

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from engine.demo import MODEL_DIR
 from engine.runtime.host.attention import BatchAttention
+from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.host.model import TorchModel
-from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.weights.fp8 import FP8_MAX, quantise
 from tests.bench.figures import Figure, figure, write

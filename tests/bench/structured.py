@@ -38,9 +38,9 @@ from engine.contract.messages import (
     StopCore,
 )
 from engine.contract.packing import packed
-from engine.core.config import SchedulerConfig
 from engine.core.grammars.threads import GrammarThreads
 from engine.core.loop import CoreLoop
+from engine.core.scheduler_config import SchedulerConfig
 from tests.bench.engine.load import BenchFailed, random_prompt
 from tests.bench.figures import Figure, at_least, at_most, figure, quantile
 
@@ -104,7 +104,7 @@ class _Core:
 
     def __init__(self, directory: Path, vocab_len: int) -> None:
         from engine.runtime.load import load_runner
-        from engine.runtime.setup.config import RunnerConfig
+        from engine.runtime.setup.runner_config import RunnerConfig
 
         vocabulary = vocabulary_of((directory / "tokenizer.json").read_text(), vocab_len, [END_ID])
         self._vocabulary = vocabulary

@@ -12,7 +12,7 @@ import pytest
 from engine.__main__ import _scheduling
 from engine.config import CoreStart, EngineConfig, build_parser, from_args
 from engine.contract.messages import ServiceClass
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from shared.fairness.fair_share import FairShare
 from shared.wire.shapes import PROMPTS_MAX
 from tests.fake_runner import runner_info

@@ -18,11 +18,11 @@ from engine.config import EngineConfig
 from engine.contract.messages import RunnerInfo
 from engine.core.pages.page_files import DirectoryInUse, PageFiles, open_directory
 from engine.disk_tier import fingerprint_of, open_disk_tier
-from engine.runtime.host.load import load_shard
-from engine.runtime.host.runner import HostRunner
+from engine.runtime.host.host_runner import HostRunner
+from engine.runtime.host.host_shard import load_shard
 from engine.runtime.native.decoder import built_isas
-from engine.runtime.setup.config import RunnerConfig
-from shared.process.config import ConfigError
+from engine.runtime.setup.runner_config import RunnerConfig
+from shared.process.setting_values import ConfigError
 from tests.engine.models import make_tiny_model
 from tests.fake_runner import runner_info
 

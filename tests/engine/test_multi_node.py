@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.contract.messages import SamplingParams
-from engine.core.config import SchedulerConfig
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_config import SchedulerConfig
 from engine.runtime.parallel import nodes
 from tests.engine.runtime.conftest import load
 from tests.engine.runtime.test_with_scheduler import all_said, serve

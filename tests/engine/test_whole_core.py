@@ -23,15 +23,15 @@ import torch
 
 from engine.contract.grammars import WHITESPACE, Matcher, Vocabulary, vocabulary_of
 from engine.contract.messages import FinishReason, Plan, SamplingParams, StepOutput, TokenLogprobs
-from engine.core.config import SchedulerConfig
 from engine.core.grammars.threads import GrammarThreads
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.step.swap import Preference
-from engine.runtime.host.runner import HostRunner
+from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import load_runner
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.step.results import Computed
+from engine.runtime.setup.runner_config import RunnerConfig
+from engine.runtime.step.result_tensors import Computed
 from tests.engine.models import (
     EOS_ID,
     FAMILIES,

@@ -19,7 +19,7 @@ from gateway.app import Gateway
 from gateway.config.whole import load
 from gateway.directory.follower import Follower
 from gateway.identity.keys import hash_key
-from shared.process.config import to_toml
+from shared.process.setting_values import to_toml
 from tests.gateway.conftest import House, settings, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, unary
 from tests.gateway.redis_server import RedisServer

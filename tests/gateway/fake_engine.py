@@ -18,10 +18,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from engine.api.http.app import AioResponder, HttpServer
 from engine.api.http.http2_server import ServerResponder
-from shared.http2.errors import ErrorCode
+from shared.http2.connection_errors import ErrorCode
 from shared.text.tokenizer import TokenizerBundle
 from shared.wire import sse
-from shared.wire.http import ClientGone, Request, Responder
+from shared.wire.http import ClientGone, HttpRequest, Responder
 from shared.wire.ids import TOKENIZER_HEADER
 from shared.wire.load_report import LOAD_HEADER, LoadReport, encode_load
 from shared.wire.shapes import BODY_LEN_MAX
@@ -183,7 +183,7 @@ class FakeEngine:
         """Over HTTP/2: finish what runs, take nothing more."""
         self._server.retire()
 
-    async def _handle(self, request: Request, responder: Responder) -> None:
+    async def _handle(self, request: HttpRequest, responder: Responder) -> None:
         match request.path:
             case "/v1/models":
                 model = {"id": "tiny", "object": "model", "created": 7, "max_model_len": self.max_model_len}
@@ -204,7 +204,7 @@ class FakeEngine:
     def _named(self) -> dict[str, str]:
         return {} if self.bundle is None else {TOKENIZER_HEADER: self.bundle.hash}
 
-    async def _answer(self, request: Request, responder: Responder) -> None:
+    async def _answer(self, request: HttpRequest, responder: Responder) -> None:
         body = await request.body(len_max=2 * BODY_LEN_MAX, deadline_s=60.0)
         seen = Seen(request.path, CIMultiDict(request.headers), msgspec.json.decode(body))
         self.seen.append(seen)

@@ -25,7 +25,7 @@ from gateway.config.holders import GrantConfig
 from gateway.identity.caller import Principal
 from gateway.identity.jwks import KeySources
 from gateway.identity.jwt import TokenTable
-from shared.process.config import to_toml
+from shared.process.setting_values import to_toml
 from shared.process.shield import Done
 from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock

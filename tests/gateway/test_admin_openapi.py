@@ -13,7 +13,7 @@ import pytest
 import schemathesis
 
 from gateway.operators import openapi
-from gateway.operators.table import operation_of
+from gateway.operators.operations import operation_of
 from gateway.workers.answers import operation_at
 from tests.gateway.described import asked_of
 from tests.gateway.directory_world import OPERATOR, World, directory_world

@@ -19,7 +19,7 @@ from gateway.billing import lines, spool
 from gateway.billing.lines import Billing, BillingLine
 from gateway.billing.spool import Spool
 from gateway.config.accounting import MIB, AccountingConfig
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.wire.ids import KeyId, RequestId, TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open, until

@@ -7,9 +7,9 @@ import pytest
 from gateway.config.whole import ModelConfig
 from gateway.routing.affinity import affinity_of
 from gateway.routing.health import RATE_MIN, ROW_MAX, WINDOW_S, HealthPhase, Outcome
-from gateway.routing.policy import Affinity, Route, nowhere
+from gateway.routing.maglev import key_of
+from gateway.routing.policy import Affinity, RouteReason, nowhere
 from gateway.routing.replicas import Replicas
-from gateway.routing.table import key_of
 from shared.apis.completions import CompletionRequest
 from tests.fakes import VirtualClock
 from tests.gateway.test_health import FAILURES, Replica
@@ -109,6 +109,6 @@ def test_a_tenant_whose_requests_are_answered_with_errors_leaves_a_pool_that_oth
         request = CompletionRequest(model=model, prompt=f"{session}")
         place = pool.place(model, affinity_of(request, model, "a", 1, 1))
         assert place is not None
-        assert place.route is not Route.PANIC
+        assert place.route is not RouteReason.PANIC
         pool.release(place, Outcome.FAILED)
         assert place.replica.health.phase is HealthPhase.WELL

@@ -14,7 +14,7 @@ from gateway.config.whole import (
 from gateway.identity.caller import Caller
 from gateway.identity.callers import Callers
 from gateway.identity.keys import KeyTable, hash_key
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.process.shield import Done
 from shared.wire.errors import Unauthenticated
 from tests.gateway.conftest import settings

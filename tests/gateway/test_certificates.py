@@ -27,7 +27,7 @@ from gateway.identity.callers import callers_of
 from gateway.identity.certificates import CertificateTable
 from gateway.identity.jwks import KeySources
 from shared.process import logs
-from shared.process.config import ConfigError, to_toml
+from shared.process.setting_values import ConfigError, to_toml
 from shared.process.shield import Done
 from shared.wire.errors import Unauthenticated
 from tests.fakes import VirtualClock

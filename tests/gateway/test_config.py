@@ -17,7 +17,7 @@ from gateway.directory.accounts import POLL_S, SETTLED_POLLS, AccountsReader
 from gateway.identity.caller import Principal
 from gateway.identity.keys import KeyTable, hash_key
 from shared.process import logs
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.wire.errors import Unauthenticated
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings, until

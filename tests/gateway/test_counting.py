@@ -11,13 +11,13 @@ import pytest
 from gateway.admission.tokens import (
     ESTIMATE_TOOLS_TOKENS,
     INLINE_LEN_MAX,
-    Count,
+    TokenCount,
     count_tokens,
     estimate_slices,
 )
 from shared.apis.chat import ChatRequest
+from shared.apis.chat_messages import ChatMessage, FunctionCall, FunctionToolCall, TextPart
 from shared.apis.completions import CompletionRequest
-from shared.apis.messages import ChatMessage, FunctionCall, FunctionToolCall, TextPart
 from shared.apis.tools import FunctionSpec, FunctionTool
 from shared.fairness.fair_threads import FairThreads, at_once
 from shared.text.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def tool_tokenizer() -> Tokenizer:
     )
 
 
-async def counted(message: ChatMessage) -> tuple[Count, int]:
+async def counted(message: ChatMessage) -> tuple[TokenCount, int]:
     """The count, and the number of jobs on threads that it took."""
     threads = CountingThreads(1)
     tokenizer = Tokenizer(msgspec.structs.replace(byte_bundle(), chat_template=TEMPLATE))

@@ -15,7 +15,7 @@ import pytest
 from gateway.directory.accounts import POLL_S
 from gateway.directory.registry import Registry
 from shared.process import logs
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.wire.errors import Conflict, Unauthenticated
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, until

@@ -25,8 +25,8 @@ from gateway.directory.file_directory import FileDirectory
 from gateway.directory.registry import Registry
 from gateway.directory.toml_edit import CannotEdit, replace_table
 from gateway.identity.keys import hash_key
-from shared.process.config import ConfigError
 from shared.process.files import MARK
+from shared.process.setting_values import ConfigError
 from shared.wire.errors import Conflict, DirectoryUnavailable
 from tests.gateway.conftest import until
 from tests.gateway.directory_world import World, directory_world

@@ -26,11 +26,11 @@ from gateway.config.whole import REPLICAS_MAX, ModelConfig, load
 from gateway.discovery import dns as discovery_dns
 from gateway.discovery.addresses import url_of, usable
 from gateway.discovery.discovery import Discovery
-from gateway.discovery.dns import DnsSource, Family, LookupFailed, SystemResolver, Target
-from gateway.discovery.source import FAILURES, Progress
+from gateway.discovery.dns import DnsSource, Family, LookupFailed, SrvTarget, SystemResolver
+from gateway.discovery.source import FAILURES, SourceProgress
 from gateway.routing.members import Listed
 from gateway.routing.replicas import Replicas
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, unary
@@ -54,7 +54,7 @@ class FakeResolver:
         await asyncio.sleep(0)
         return self._answer(name, family)
 
-    async def targets(self, name: str) -> Sequence[Target]:
+    async def targets(self, name: str) -> Sequence[SrvTarget]:
         return self._answer(name, "SRV")
 
 
@@ -65,7 +65,7 @@ class Asking:
         self.resolver = FakeResolver()
         self.clock = VirtualClock()
         self.taken: list[set[str]] = []
-        self.progress = Progress("m", self._take, self.clock)
+        self.progress = SourceProgress("m", self._take, self.clock)
         self.source = DnsSource(DiscoveryConfig(**config), self.resolver, self.clock, seed=1)
 
     def _take(self, listed: Sequence[Listed]) -> None:
@@ -113,8 +113,8 @@ async def test_srv_names_targets_and_ports_of_the_lowest_priority() -> None:
     asking = Asking(srv="_http._tcp.engines")
     asking.resolver.found = {
         ("_http._tcp.engines", "SRV"): [
-            *(Target(1, "a.engines.", 8001), Target(1, "b.engines.", 8002)),
-            *(Target(2, "spare.", 1), Target(1, ".", 8001), Target(1, "portless.", 0)),
+            *(SrvTarget(1, "a.engines.", 8001), SrvTarget(1, "b.engines.", 8002)),
+            *(SrvTarget(2, "spare.", 1), SrvTarget(1, ".", 8001), SrvTarget(1, "portless.", 0)),
         ],
         ("a.engines.", "A"): ["10.0.0.1"],
         ("b.engines.", "AAAA"): ["fd00::2"],
@@ -129,7 +129,7 @@ async def test_srv_names_targets_and_ports_of_the_lowest_priority() -> None:
 
 async def test_with_https_srv_targets_keep_the_names_that_their_certificates_have() -> None:
     asking = Asking(srv="_http._tcp.engines", scheme="https")
-    asking.resolver.found = {("_http._tcp.engines", "SRV"): [Target(0, "a.engines.", 8001)]}
+    asking.resolver.found = {("_http._tcp.engines", "SRV"): [SrvTarget(0, "a.engines.", 8001)]}
     assert await asking.ask() == {"https://a.engines:8001"}
 
 
@@ -137,7 +137,7 @@ async def test_a_hostile_answer_is_cut_and_cleaned() -> None:
     """10,000 targets are 256 questions, 16 at a time; addresses that nobody serves at are left out."""
     asking = Asking(srv="_http._tcp.engines")
     names = [f"t{i}." for i in range(10_000)]
-    asking.resolver.found = {("_http._tcp.engines", "SRV"): [Target(0, name, 1) for name in names]}
+    asking.resolver.found = {("_http._tcp.engines", "SRV"): [SrvTarget(0, name, 1) for name in names]}
     asking.resolver.found |= {(name, "A"): ["169.254.169.254", "127.0.0.1", "10.0.0.1"] for name in names}
     assert await asking.ask() == {"http://10.0.0.1:1"}
     assert len(asking.resolver.asked) == 1 + 2 * REPLICAS_MAX
@@ -292,8 +292,8 @@ async def test_answers_are_read_from_the_wire() -> None:
         assert not await resolver.addresses("engines.test.", "AAAA"), "no such records"
         assert not await resolver.addresses("nobody.test.", "A"), "no such name"
         assert sorted(await resolver.targets("_h._tcp.test.")) == [
-            Target(0, "a.test.", 8001),
-            Target(1, "b.test.", 8002),
+            SrvTarget(0, "a.test.", 8001),
+            SrvTarget(1, "b.test.", 8002),
         ]
         server.records["many.test.", "A"] = [f"10.0.{i // 256}.{i % 256}" for i in range(300)]
         assert len(await resolver.addresses("many.test.", "A")) == 300

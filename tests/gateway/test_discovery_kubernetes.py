@@ -20,7 +20,7 @@ from gateway.discovery import endpoint_slices, kubernetes
 from gateway.discovery.discovery import Discovery
 from gateway.discovery.endpoint_slices import EndpointSlice, Slices, TooManySlices
 from gateway.discovery.kubernetes import BACKOFF_S_MAX, KubernetesSource
-from gateway.discovery.source import FAILURES, Progress
+from gateway.discovery.source import FAILURES, SourceProgress
 from gateway.routing.health import Outcome
 from gateway.routing.members import Listed, Standing, bounded
 from tests.fakes import VirtualClock
@@ -44,7 +44,7 @@ class Watching:
         self.source = KubernetesSource(self.config, {}, self.clock, seed=1)
         self.members: dict[str, Standing] | None = None
         self.reports = 0
-        self.progress = Progress("k", self._take, self.clock)
+        self.progress = SourceProgress("k", self._take, self.clock)
 
     def _take(self, listed: Sequence[Listed]) -> None:
         self.reports += 1

@@ -16,7 +16,7 @@ from gateway.config.whole import ModelConfig, load
 from gateway.relay.engines import EngineProfile, Known
 from shared.wire import sse
 from shared.wire.envelope import ErrorBody, ErrorEnvelope
-from shared.wire.http import Request, Responder
+from shared.wire.http import HttpRequest, Responder
 from shared.wire.ids import SERVICE_TIER_HEADER, TENANT_HEADER
 from shared.wire.room import Room
 from tests.gateway.conftest import House, settings
@@ -33,7 +33,7 @@ NOT_READY = msgspec.json.encode(ErrorEnvelope(ErrorBody("It loads.", "server_err
 class Untold(FakeEngine):
     """An engine that does not tell what it is, and serves all the same."""
 
-    async def _handle(self, request: Request, responder: Responder) -> None:
+    async def _handle(self, request: HttpRequest, responder: Responder) -> None:
         if request.path in ("/v1/models", "/penstock/tokenizer"):
             await responder.send(503, {"content-type": "application/json"}, NOT_READY)
         else:

@@ -14,7 +14,7 @@ import pytest
 
 from gateway.billing.lines import BillingLine
 from gateway.config.whole import load
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.wire.ids import IGNORED_FIELDS_HEADER
 from shared.wire.room import Room
 from tests.gateway.conftest import House, Open, settings, until

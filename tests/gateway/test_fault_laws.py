@@ -13,10 +13,10 @@ import pytest
 from gateway.config.whole import ModelConfig
 from gateway.request.dispatch import REPEATS_MAX, Sending
 from gateway.routing.health import EJECTION_MS_MAX, JITTER, HealthPhase, Outcome
+from gateway.routing.maglev import key_of
 from gateway.routing.policy import Affinity
 from gateway.routing.replicas import Placement, Replica, Replicas
 from gateway.routing.retries import FLOOR, PART_PERCENT, RetryBudget
-from gateway.routing.table import key_of
 from shared.wire.ids import ReplicaId
 from tests.fakes import VirtualClock
 

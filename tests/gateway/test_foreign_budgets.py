@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from gateway.admission.tokens import Count, span
+from gateway.admission.tokens import TokenCount, span
 from gateway.config.quotas import QuotaLimits
 from shared.apis.chat import ChatRequest
 from shared.apis.validation import parse
@@ -189,7 +189,7 @@ def test_a_span_sets_the_bound_aside_where_a_budget_counts(
 ) -> None:
     fields = {**CHAT, "n": choices} | ({} if stated is None else {"max_tokens": stated})
     request = parse(msgspec.json.encode(fields), ChatRequest).request
-    count = Count(100, 100, 1, None, 300)
+    count = TokenCount(100, 100, 1, None, 300)
     asked = span(request, count, None, 20, 10_000, is_budgeted=is_budgeted)
     assert asked.least == 100 + choices * 20
     assert asked.wanted == (300 if is_budgeted else 100) + choices * 20

@@ -9,7 +9,7 @@ import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
 
-from gateway.admission.tokens import SLICE_LEN, Count, estimate_slices
+from gateway.admission.tokens import SLICE_LEN, TokenCount, estimate_slices
 from gateway.config.whole import ModelConfig
 from gateway.endpoints.chat import OPENAI_CHAT
 from gateway.endpoints.completions import OPENAI_COMPLETION
@@ -242,7 +242,9 @@ def chosen(shape: Any = ChatRequest, *, model: ModelConfig = THEIRS, **fields: A
     return passed_on(asked(shape, {"model": "tiny", **prompt, **fields}), model)
 
 
-def counted(shape: Any = ChatRequest, *, model: ModelConfig = THEIRS, **fields: Any) -> tuple[Count, bytes]:
+def counted(
+    shape: Any = ChatRequest, *, model: ModelConfig = THEIRS, **fields: Any
+) -> tuple[TokenCount, bytes]:
     """The estimate of a request, and what of it goes out."""
     prompt = {"messages": HI} if shape is ChatRequest else {"prompt": "hi"}
     whole = asked(shape, {"model": "tiny", **prompt, **fields})

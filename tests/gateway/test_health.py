@@ -23,17 +23,17 @@ from gateway.routing.health import (
     SORT_EVERY,
     Ejection,
     FirstEvents,
-    Health,
     HealthPhase,
     Outcome,
     Reason,
+    ReplicaHealth,
     Ticket,
     silent,
     usable,
 )
-from gateway.routing.policy import Affinity, Route
+from gateway.routing.maglev import key_of
+from gateway.routing.policy import Affinity, RouteReason
 from gateway.routing.replicas import Placement, Replicas
-from gateway.routing.table import key_of
 from shared.wire.ids import ReplicaId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import until
@@ -46,7 +46,7 @@ class Replica:
     """One replica's record, and its time."""
 
     def __init__(self, seed: int = 1) -> None:
-        self.health = Health(seed)
+        self.health = ReplicaHealth(seed)
         self.now_ms = 1_000_000
 
     def send(self) -> Ticket:
@@ -56,7 +56,7 @@ class Replica:
         return self.health.note(ticket or self.send(), outcome, self.now_ms)
 
     def work(self, ticket: Ticket | None = None) -> int | None:
-        """A request works and ends. Returns what `Health.began` does."""
+        """A request works and ends. Returns what `ReplicaHealth.began` does."""
         ticket = ticket or self.send()
         away_ms = self.health.began(ticket, self.now_ms)
         ended_ms = self.health.concluded(ticket, self.now_ms)
@@ -304,7 +304,7 @@ def test_failures_while_all_are_used_do_not_lengthen_an_ejection(replica: Replic
 # -- pools ----------------------------------------------------------------------------------------
 
 
-def pool_of(size: int, ejected: Iterable[int] = ()) -> tuple[list[Health], int]:
+def pool_of(size: int, ejected: Iterable[int] = ()) -> tuple[list[ReplicaHealth], int]:
     replicas = [Replica(seed) for seed in range(size)]
     for at in ejected:
         replicas[at].eject()
@@ -338,7 +338,7 @@ def test_a_suspect_is_passed_over(replica: Replica) -> None:
 LATE_MS = 2_000
 
 
-def wait(health: Health, now_ms: int, count: int = SILENT_MIN) -> list[Ticket]:
+def wait(health: ReplicaHealth, now_ms: int, count: int = SILENT_MIN) -> list[Ticket]:
     """Streams that wait for their first event."""
     tickets = [health.admit(now_ms) for _ in range(count)]
     for ticket in tickets:
@@ -346,7 +346,7 @@ def wait(health: Health, now_ms: int, count: int = SILENT_MIN) -> list[Ticket]:
     return tickets
 
 
-def begin(health: Health, now_ms: int) -> None:
+def begin(health: ReplicaHealth, now_ms: int) -> None:
     ticket = health.admit(now_ms)
     health.awaits(ticket, now_ms)
     health.began(ticket, now_ms)
@@ -461,7 +461,7 @@ def test_while_more_than_half_are_ejected_all_are_used() -> None:
         pool.release(take(pool, tried={first.id}), Outcome.LOST)
     places = [take(pool, session=key_of(b"%d" % i)) for i in range(20)]
     assert {place.replica.id for place in places} == {"a:1", "b:1"}
-    assert {place.route for place in places} == {Route.PANIC}
+    assert {place.route for place in places} == {RouteReason.PANIC}
 
 
 async def test_a_silent_replica_is_ejected_and_those_that_wait_for_it_are_told() -> None:

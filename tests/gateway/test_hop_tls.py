@@ -15,7 +15,7 @@ from gateway.relay import upstream
 from gateway.relay.upstream import Outbound, Upstream
 from shared.process.tls import HTTP1, HTTP2, UnusableTls, client_context, server_context
 from shared.wire.errors import UpstreamUnreachable
-from shared.wire.http import Request, Responder
+from shared.wire.http import HttpRequest, Responder
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def engine(files: Path) -> AsyncIterator[str]:
     """An engine that lets only our authority's clients in."""
 
-    async def handle(request: Request, responder: Responder) -> None:
+    async def handle(request: HttpRequest, responder: Responder) -> None:
         await responder.send(200, {"content-type": "text/plain"}, request.path.encode())
 
     own = str(files / "ours.pem")

@@ -19,7 +19,7 @@ from gateway.relay.http1_framing import (
     SIZE_LINE_LEN_MAX,
     TRAILER_LEN_MAX,
     BadAnswer,
-    Body,
+    BodyFraming,
     Chunked,
     Sized,
     UntilClosed,
@@ -31,7 +31,7 @@ from tests.gateway.conftest import PATIENCE_S, until
 OK = b"HTTP/1.1 200 OK"
 
 
-def body_of(*lines: bytes, first: bytes = OK, has_body: bool = True) -> Body:
+def body_of(*lines: bytes, first: bytes = OK, has_body: bool = True) -> BodyFraming:
     return parse_head(b"\r\n".join([first, *lines]), has_body=has_body).body
 
 
@@ -107,7 +107,7 @@ def test_a_chunked_body_of_the_old_version_is_refused() -> None:
 # -- bodies ---------------------------------------------------------------------------------------
 
 
-def feed_bytewise(body: Body, wire: bytes) -> None:
+def feed_bytewise(body: BodyFraming, wire: bytes) -> None:
     for at in range(len(wire)):
         body.feed(wire[at : at + 1])
 

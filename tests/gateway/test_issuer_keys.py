@@ -20,7 +20,7 @@ from gateway.identity.caller import Caller, Principal
 from gateway.identity.callers import callers_of
 from gateway.identity.jwks import TRIED_MAX, FileKeys, KeySources
 from gateway.identity.key_set import KEYS_MAX, SET_LEN_MAX, BadKeys, keys_of, secret_of
-from shared.process.config import ConfigError, to_toml
+from shared.process.setting_values import ConfigError, to_toml
 from shared.process.shield import Done
 from shared.wire.errors import Unauthenticated
 from tests.fakes import VirtualClock

@@ -17,7 +17,7 @@ from gateway.app import Gateway
 from gateway.config.whole import KeyConfig, load
 from gateway.endpoints.table import ENDPOINTS
 from gateway.identity.keys import KeyTable, hash_key, mint_key
-from shared.process.config import to_toml
+from shared.process.setting_values import to_toml
 from shared.wire.errors import IdentityUnavailable, Unauthenticated
 from shared.wire.ids import KeyId
 from tests.gateway.conftest import KEY, House, Open, error_of, settings, until

@@ -19,6 +19,7 @@ from gateway.app import Gateway
 from gateway.config.whole import ModelConfig, load
 from gateway.routing.affinity import class_of
 from gateway.routing.health import Outcome
+from gateway.routing.maglev import key_of
 from gateway.routing.members import MemberPhase
 from gateway.routing.policy import (
     LATE_MS,
@@ -31,9 +32,8 @@ from gateway.routing.policy import (
     loads,
 )
 from gateway.routing.replicas import ENGINE_DRAIN_S, Placement, Replica, Replicas
-from gateway.routing.table import key_of
 from shared.apis.chat import ChatRequest
-from shared.apis.messages import ChatMessage
+from shared.apis.chat_messages import ChatMessage
 from shared.wire.load_report import (
     DEFAULT,
     FLEX,

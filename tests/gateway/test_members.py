@@ -20,6 +20,7 @@ from gateway.identity.keys import hash_key
 from gateway.request.record import UPSTREAM_ATTEMPTS, forget_replica, observe_attempt
 from gateway.routing import replicas as pools
 from gateway.routing.health import Outcome
+from gateway.routing.maglev import STEP_LEN, Table, key_of
 from gateway.routing.members import (
     HANDOVER_S,
     MOVES,
@@ -30,7 +31,7 @@ from gateway.routing.members import (
     bounded,
     phase_of,
 )
-from gateway.routing.policy import SLOW_START_MS, Affinity, Route, nowhere
+from gateway.routing.policy import SLOW_START_MS, Affinity, RouteReason, nowhere
 from gateway.routing.replicas import (
     ENGINE_DRAIN_S,
     LINGER_S,
@@ -39,7 +40,6 @@ from gateway.routing.replicas import (
     Replica,
     Replicas,
 )
-from gateway.routing.table import STEP_LEN, Table, key_of
 from shared.wire.ids import ReplicaId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, KEY, until
@@ -481,5 +481,5 @@ def test_requests_go_round_one_after_the_other() -> None:
     assert all(after == before + 1 for before, after in pairwise(turns))
     place = fleet.replicas.place("m", nowhere())
     assert place is not None
-    assert place.route is Route.AFFINITY
-    assert place.replica.routes == {Route.AFFINITY: 1}
+    assert place.route is RouteReason.AFFINITY
+    assert place.replica.routes == {RouteReason.AFFINITY: 1}

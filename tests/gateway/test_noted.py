@@ -15,7 +15,7 @@ from gateway.admission.redis_store import RedisStore
 from gateway.admission.usage import Totals, Used
 from gateway.app import Gateway as App
 from gateway.config.whole import load
-from gateway.redis.link import Answer, RedisUnavailable
+from gateway.redis.link import RedisUnavailable, ReplySink
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings, until
 from tests.gateway.quota_calls import rid
@@ -108,7 +108,7 @@ async def test_one_that_lived_after_all_replaces_the_estimate(house: Noting, clo
     assert await house.counted() == ONCE
 
 
-def deaf(answer: Answer) -> Any:
+def deaf(answer: ReplySink) -> Any:
     """In its place: one that does not hear what Redis says."""
 
     class Deaf:

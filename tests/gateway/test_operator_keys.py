@@ -20,7 +20,7 @@ from gateway.directory.file_directory import FileDirectory
 from gateway.directory.operator_keys import OperatorKeys
 from gateway.identity.keys import hash_key
 from gateway.operators.gate import COOKIE, SESSION
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.wire.errors import ChangeUnknown, Conflict, NotFound
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import KEY, PATIENCE_S, settings, until

@@ -17,7 +17,7 @@ from gateway.request.outbound import bound_s
 from shared.apis.completions import CompletionRequest
 from shared.apis.holding import VALUES_MAX
 from shared.apis.validation import parse
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.wire.errors import InvalidRequest
 from shared.wire.ids import (
     FIRST_TOKEN_TIMEOUT_HEADER,

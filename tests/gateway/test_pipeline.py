@@ -12,7 +12,7 @@ import pytest
 from gateway.admission.tokens import estimate_slices
 from gateway.request.record import CALLS, TOKENS
 from shared.apis.chat import ChatRequest
-from shared.apis.messages import ChatMessage
+from shared.apis.chat_messages import ChatMessage
 from shared.fairness.fair_threads import at_once
 from shared.wire.causes import Cause, CauseCode
 from shared.wire.sse import Closing

@@ -16,7 +16,7 @@ from gateway.config.whole import load
 from gateway.endpoints.dialect import duration
 from gateway.identity.keys import hash_key
 from gateway.request.told_windows import TOLD_S, ToldWindows
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import KEY, OTHER_KEY, PROMPT, House, Open, error_of, settings

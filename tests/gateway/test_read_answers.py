@@ -27,7 +27,7 @@ from gateway.relay import http1
 from gateway.relay.foreign import NAME_LEN_MAX, USAGE_LEN_MAX, UsageFinder
 from gateway.relay.stream import HEAD_LEN_MAX
 from gateway.request import pipeline
-from gateway.routing.health import ROW_MAX, Health, HealthPhase, Outcome
+from gateway.routing.health import ROW_MAX, HealthPhase, Outcome, ReplicaHealth
 from gateway.routing.replicas import Placement
 from tests.gateway.conftest import KEY, OTHER_KEY, settings, until
 from tests.gateway.fake_engine import FakeEngine, Script, Seen
@@ -172,7 +172,7 @@ class Front:
         """Begin with replicas of which nothing is known."""
         self.outcomes.clear()
         for replica in self.gateway.replicas.members():
-            replica.health = Health(1)
+            replica.health = ReplicaHealth(1)
 
     async def charges(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
         """What was charged, and what was reserved, by request."""

@@ -15,7 +15,7 @@ from gateway.app import Gateway
 from gateway.config.redis import RedisConfig
 from gateway.config.whole import load
 from gateway.identity.keys import hash_key
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, error_of, settings, until
 from tests.gateway.fake_engine import unary
 from tests.gateway.redis_cluster import formed_cluster

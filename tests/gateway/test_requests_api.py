@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from gateway.operators.requests import AT_ONCE, LIMIT_MAX, Query, RequestsApi, parse
-from gateway.operators.table import Merge
+from gateway.operators.operations import Merge
+from gateway.operators.requests import AT_ONCE, LIMIT_MAX, RequestsApi, RequestsQuery, parse
 from gateway.relay.ticks import TICK_LEN, Ticks
 from gateway.request.recorder import SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
 from gateway.workers.answers import together
-from gateway.workers.channel import Answer
+from gateway.workers.channel import WorkerAnswer
 from shared import cli
 from shared.telemetry.stages import Stamps
-from shared.trace.record import RequestSummary, Tick
+from shared.trace.request_records import RequestSummary, Tick
 from shared.wire.causes import Cause
 from shared.wire.completed_line import EVENT, GatewayLine
 from shared.wire.end_reason import EndReason
@@ -164,9 +164,11 @@ def test_a_question_covers_what_it_asks_for(parameters: dict[str, str], found: s
 
 
 def test_live_and_done_are_both_asked_for_unless_one_is_named() -> None:
-    assert parse({}) == Query()
-    assert parse({"state": "live"}) == Query(done=False)
-    assert parse({"state": "done", "limit": "7", "before": "9"}) == Query(live=False, limit=7, before=9)
+    assert parse({}) == RequestsQuery()
+    assert parse({"state": "live"}) == RequestsQuery(done=False)
+    assert parse({"state": "done", "limit": "7", "before": "9"}) == RequestsQuery(
+        live=False, limit=7, before=9
+    )
 
 
 # -- a running gateway ----------------------------------------------------------------------------
@@ -291,8 +293,8 @@ async def test_the_command_asks_a_running_gateway(
 JOINED = {"data": Merge.JOIN, "before": Merge.MOST}
 
 
-def answer_of(status: int, body: object) -> Answer:
-    return Answer(status, {}, json.dumps(body).encode())
+def answer_of(status: int, body: object) -> WorkerAnswer:
+    return WorkerAnswer(status, {}, json.dumps(body).encode())
 
 
 def test_the_pages_of_several_workers_are_one_and_what_one_has_is_found() -> None:
@@ -318,13 +320,13 @@ async def test_others_have_their_turn_while_a_thousand_live_requests_are_listed(
     api = RequestsApi(live, recorder_of())
     turns: list[int] = []
     monkeypatch.setattr(api, "_live_summary", lambda _: api_summary())
-    listing = asyncio.create_task(api._lives(Query()))
+    listing = asyncio.create_task(api._lives(RequestsQuery()))
     while not listing.done():
         turns.append(len(turns))
         await asyncio.sleep(0)
     assert len(listing.result()) == LIMIT_MAX
     assert len(turns) >= LIMIT_MAX // AT_ONCE
-    page = api.page(Query(limit=7), listing.result())
+    page = api.page(RequestsQuery(limit=7), listing.result())
     assert (len(page.data), page.before) == (7, None)
 
 

@@ -14,21 +14,21 @@ from gateway.config.whole import ModelConfig
 from gateway.routing import affinity
 from gateway.routing.affinity import affinity_of
 from gateway.routing.health import Outcome
+from gateway.routing.maglev import MEMBERS_MAX, Table, key_of
 from gateway.routing.policy import (
     LATE_MS,
     SLOW_START_MS,
     Affinity,
-    Route,
+    RouteReason,
     View,
     choose,
     loads,
     nowhere,
 )
 from gateway.routing.replicas import Placement, Replicas
-from gateway.routing.table import MEMBERS_MAX, Table, key_of
 from shared.apis.chat import ChatRequest
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.completions import CompletionRequest
-from shared.apis.messages import ChatMessage
 from shared.apis.tools import FunctionSpec, FunctionTool, Tool
 from shared.wire.ids import ReplicaId
 from shared.wire.load_report import DEFAULT, LoadReport
@@ -118,7 +118,7 @@ def test_no_queue_is_longer_than_what_moving_would_save(
 def test_a_conversation_comes_home_at_every_turn(session: int, size: int) -> None:
     turns = [Affinity(1, session, 100, 100 + 500 * turn, 600 + 500 * turn) for turn in range(5)]
     homes = {choose(table(size), [0] * size, turn, None, [True] * size) for turn in turns}
-    assert {(home.route, home.computed_len) for home in homes if home} == {(Route.AFFINITY, 500)}
+    assert {(home.route, home.computed_len) for home in homes if home} == {(RouteReason.AFFINITY, 500)}
     assert len({home.replica for home in homes if home}) == 1
 
 
@@ -133,7 +133,7 @@ def test_a_busy_home_is_left_once_its_queue_exceeds_what_it_saves() -> None:
     queues[home.replica] += 1
     moved = choose(table(4), queues, turn, None, [True] * 4)
     assert moved is not None
-    assert (moved.replica != home.replica, moved.route, moved.computed_len) == (True, Route.LOAD, 1100)
+    assert (moved.replica != home.replica, moved.route, moved.computed_len) == (True, RouteReason.LOAD, 1100)
 
 
 def test_a_home_that_costs_as_much_as_another_owner_is_kept() -> None:
@@ -166,7 +166,7 @@ def test_strays_do_not_all_go_to_one_idle_replica() -> None:
     choices = [
         choose(pool, busy, Affinity(1, key_of(b"%d" % i), 0, 0, 50), None, [True] * 10) for i in range(3000)
     ]
-    strays = Counter(choice.replica for choice in choices if choice and choice.route is Route.LOAD)
+    strays = Counter(choice.replica for choice in choices if choice and choice.route is RouteReason.LOAD)
     assert len(strays) == 9
     assert max(strays.values()) < 3 * min(strays.values())
 
@@ -323,7 +323,7 @@ def test_each_replica_is_tried_once_per_request() -> None:
     first = take(pool)
     second = take(pool, tried={first.replica.id})
     assert {first.replica.id, second.replica.id} == {"a:1", "b:1"}
-    assert second.route is Route.RETRY
+    assert second.route is RouteReason.RETRY
     assert pool.place("m", nowhere(), {first.replica.id, second.replica.id}) is None
 
 

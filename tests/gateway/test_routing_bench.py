@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from gateway.routing import policy
-from gateway.routing.policy import Choice, Route, View, nowhere
-from gateway.routing.table import Table
+from gateway.routing.maglev import Table
+from gateway.routing.policy import ReplicaChoice, RouteReason, View, nowhere
 from shared.wire.load_report import DEFAULT, LoadReport
 from tests.bench.figures import at_least
 from tests.bench.gateway import routing, routing_live
@@ -66,7 +66,7 @@ def test_what_a_worker_knows_is_what_its_views_would_tell() -> None:
                 one[replica].count(DEFAULT, one[replica].sent[DEFAULT] // 1000)
         else:
             turns += 1
-            choice = Choice(replica, Route.LOAD, random.randrange(1, 5_000))
+            choice = ReplicaChoice(replica, RouteReason.LOAD, random.randrange(1, 5_000))
             fleet.send(worker, choice)
             views[worker][replica].enter(DEFAULT, choice.computed_len)
             views[worker][replica].leave()

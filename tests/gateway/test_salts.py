@@ -12,7 +12,7 @@ from gateway.config.whole import load
 from gateway.relay.foreign import FIGURE_LEN_MAX, BlankingScanner, Blanks
 from gateway.request.salts import salt_of, salts_secret
 from gateway.workers.channel import WorkerStart
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.wire import sse
 from shared.wire.ids import IGNORED_FIELDS_HEADER, TENANT_HEADER
 from tests.gateway.conftest import OTHER_KEY, House, Open, settings, until

@@ -20,8 +20,8 @@ from gateway.listen.listener import ListenFailed
 from gateway.service import supervise
 from gateway.workers import place as places
 from gateway.workers import supervisor as supervisors
-from gateway.workers.channel import Status, WorkerClient, WorkerSilent, WorkerStart
-from gateway.workers.metrics import Family, Sample, Snapshot
+from gateway.workers.channel import WorkerClient, WorkerSilent, WorkerStart, WorkerStatus
+from gateway.workers.metrics import MetricFamily, Sample, Snapshot
 from gateway.workers.place import MISSED_MAX, START_S, GaveUp, PlacePhase
 from gateway.workers.process import ChildWorker, Worker
 from gateway.workers.restarts import DEATHS_MIN
@@ -52,16 +52,18 @@ class StubClient:
     async def refresh(self) -> None:
         self.refreshed_at_beat = self.refreshed_at_beat or self.beats
 
-    async def status(self) -> Status:
+    async def status(self) -> WorkerStatus:
         self.beats += 1
         if self.is_silent:
             raise WorkerSilent("it hangs")
-        return Status("ready", not self.problems, self.problems, 0, self.drained)
+        return WorkerStatus("ready", not self.problems, self.problems, 0, self.drained)
 
     async def metrics(self) -> Snapshot:
         if self.is_silent:
             raise WorkerSilent("it hangs")
-        return [Family("requests", "Requests.", "counter", [Sample("requests_total", {}, self.requests)])]
+        return [
+            MetricFamily("requests", "Requests.", "counter", [Sample("requests_total", {}, self.requests)])
+        ]
 
 
 class StubWorker:

@@ -27,7 +27,7 @@ from gateway.billing.spool import Spool
 from gateway.billing.webhook import Webhook, signed_headers, webhook_secret, webhook_tls
 from gateway.config.accounting import AccountingConfig
 from gateway.config.whole import load
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import Open, settings, until
 from tests.gateway.fake_engine import unary

@@ -24,7 +24,7 @@ from gateway.identity.keys import hash_key
 from gateway.operators.listener import listen_for_operators
 from gateway.workers import front as fronts
 from gateway.workers.accepted import Accepted
-from gateway.workers.channel import Answer, WorkerClient, WorkerSilent, WorkerStart
+from gateway.workers.channel import WorkerAnswer, WorkerClient, WorkerSilent, WorkerStart
 from gateway.workers.front import Front
 from gateway.workers.process import Worker
 from gateway.workers.supervisor import Supervisor, hold_port
@@ -47,7 +47,7 @@ class Client(WorkerClient):
     is_silent = False
     on_ask: Callable[[], None] = staticmethod(lambda: None)
 
-    async def ask(self, *asked: Any) -> Answer:
+    async def ask(self, *asked: Any) -> WorkerAnswer:
         self.on_ask()
         if self.is_silent:
             raise WorkerSilent("it hangs")

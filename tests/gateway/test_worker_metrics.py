@@ -12,10 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.operators.table import Asks, Merge
+from gateway.operators.operations import Asks, Merge
 from gateway.workers import metrics
 from gateway.workers.answers import asks_of, operation_at, operations, together
-from gateway.workers.channel import Answer
+from gateway.workers.channel import WorkerAnswer
 from gateway.workers.metrics import Snapshot, merged, registry_of, retired, snapshot
 from gateway.workers.restarts import (
     DEATHS_MIN,
@@ -88,7 +88,7 @@ def test_what_a_dead_worker_had_counted_stays_and_its_gauges_go() -> None:
 
 
 def test_the_moment_of_creation_is_the_first_of_all() -> None:
-    family = metrics.Family("a", "A.", "counter", [metrics.Sample("a_created", {}, 7.0)])
+    family = metrics.MetricFamily("a", "A.", "counter", [metrics.Sample("a_created", {}, 7.0)])
     older = msgspec.structs.replace(family, samples=[metrics.Sample("a_created", {}, 5.0)])
     assert merged({"0": [family], "1": [older]}, [])[0].samples[0].value == 5.0
 
@@ -145,11 +145,11 @@ ENDED = merges("DELETE", "/admin/v1/requests/a")
 LISTED = merges("GET", "/admin/v1/replicas")
 
 
-def answer(body: Any, status: int = 200) -> Answer:
-    return Answer(status, {"content-type": "application/json"}, json.dumps(body).encode())
+def answer(body: Any, status: int = 200) -> WorkerAnswer:
+    return WorkerAnswer(status, {"content-type": "application/json"}, json.dumps(body).encode())
 
 
-def told(given: Answer) -> Any:
+def told(given: WorkerAnswer) -> Any:
     return json.loads(given.body)
 
 
@@ -191,7 +191,7 @@ def test_a_silent_worker_is_named() -> None:
 def test_an_error_of_one_is_the_answer_of_all_and_what_is_no_object_stays_as_it_is() -> None:
     refused = answer({"error": {"message": "no"}}, 401)
     assert together({0: answer({"reloaded": True}), 1: refused}, [], {}) is refused
-    text = Answer(200, {}, b"text")
+    text = WorkerAnswer(200, {}, b"text")
     assert together({0: text, 1: text}, [2], {}) is text
     alone = answer({"data": [{"id": "a"}]})
     assert together({0: alone}, [], LISTED) is alone

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.runtime.attention.build import Bounds, build_backends
-from engine.runtime.setup.backends import NAMES, Choice, Need, Phase, choose
-from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.setup.backends import NAMES, AttentionPhase, BackendChoice, Need, choose
+from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec, Chunk
 from tests.bench.engine.gpu.measuring import check
@@ -31,12 +31,12 @@ ERROR_MAX = {HALF: 1e-2, FP8: 5e-2}
 """Of the reference's norm. With an fp8 cache, some kernels round the weights of a row to fp8 as well."""
 
 
-def choice(name: str, phase: Phase, shape: Shape, kv_dtype: torch.dtype) -> Choice:
+def choice(name: str, phase: AttentionPhase, shape: Shape, kv_dtype: torch.dtype) -> BackendChoice:
     """Raises BadRunnerConfig where it cannot be had."""
     major, minor = torch.cuda.get_device_capability()
     stored = str(kv_dtype).removeprefix("torch.")
     sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.page_size
-    other = Phase.DECODE if phase is Phase.PREFILL else Phase.PREFILL
+    other = AttentionPhase.DECODE if phase is AttentionPhase.PREFILL else AttentionPhase.PREFILL
     need = Need(*sizes, "bfloat16", stored, (major, minor))
     return choose(f"{phase.value}={name},{other.value}=torch", need)
 
@@ -52,7 +52,7 @@ def cache_of(case: PagedCase, clean: bool) -> KVCache:
     return cache
 
 
-def both(case: PagedCase, how: Choice) -> tuple[Any, Any]:
+def both(case: PagedCase, how: BackendChoice) -> tuple[Any, Any]:
     """The second layer has a window."""
     shape = case.shape
     spec = AttentionSpec(shape.heads, shape.kv_heads, shape.head_dim, [None, WINDOW])
@@ -61,7 +61,7 @@ def both(case: PagedCase, how: Choice) -> tuple[Any, Any]:
 
 
 def decode(name: str, shape: Shape, kv_dtype: torch.dtype) -> dict[str, Any]:
-    how = choice(name, Phase.DECODE, shape, kv_dtype)
+    how = choice(name, AttentionPhase.DECODE, shape, kv_dtype)
     case = paged_case(shape, [1] * len(LENGTHS), LENGTHS, dtype=HALF, kv_dtype=kv_dtype)
     back_end, _ = both(case, how)
     q, tables = case.q.to(CUDA), case.tables.to(CUDA)
@@ -91,7 +91,7 @@ def decode(name: str, shape: Shape, kv_dtype: torch.dtype) -> dict[str, Any]:
 
 
 def prefill(name: str, shape: Shape, kv_dtype: torch.dtype) -> dict[str, Any]:
-    how = choice(name, Phase.PREFILL, shape, kv_dtype)
+    how = choice(name, AttentionPhase.PREFILL, shape, kv_dtype)
     case = paged_case(shape, CHUNKS, CONTEXTS, dtype=HALF, kv_dtype=kv_dtype)
     _, back_end = both(case, how)
     offsets = accumulate(CHUNKS, initial=0)
@@ -106,8 +106,8 @@ def prefill(name: str, shape: Shape, kv_dtype: torch.dtype) -> dict[str, Any]:
 def main() -> int:
     ok = True
     shapes = Shape(4, 4, 128, 64), Shape(4, 7, 128, 64), Shape(4, 4, 128, 256)
-    runs = {Phase.DECODE: decode, Phase.PREFILL: prefill}
-    for name, phase, shape, kv_dtype in product(NAMES, Phase, shapes, (HALF, FP8)):
+    runs = {AttentionPhase.DECODE: decode, AttentionPhase.PREFILL: prefill}
+    for name, phase, shape, kv_dtype in product(NAMES, AttentionPhase, shapes, (HALF, FP8)):
         kv = str(kv_dtype).removeprefix("torch.")
         row = f"{phase.value} by {name} group {shape.group} page {shape.page_size} KV {kv}"
         run = partial(runs[phase], name, shape, kv_dtype)

@@ -20,9 +20,9 @@ import torch
 from engine.contract.messages import FinishReason, Pending, Plan, RunnerInfo, SamplingParams
 from engine.contract.packing import Biases
 from engine.core.queue.newcomers import AddSequence
-from engine.runtime.device.runner import DeviceRunner
+from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.load import load_runner
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from tests.bench.engine.gpu.measuring import check
 from tests.engine.models import FAMILIES, VOCAB_SIZE, make_tiny_model, not_greedy
 from tests.gpu.loop import Served, serve

@@ -17,7 +17,7 @@ from engine.runtime.kernels import fused
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable, begin_norm, end_norm
 from engine.runtime.kernels.begin import begin_step
 from engine.runtime.kernels.folding import scaled_tiles
-from engine.runtime.kernels.fused import Norm, Stream
+from engine.runtime.kernels.fused import Norm, ResidualStream
 from engine.runtime.kernels.matmul import (
     ROWS,
     ROWS_FP8,
@@ -227,11 +227,11 @@ def shared_norms(dtype: torch.dtype, fp8: bool, gated: bool) -> dict[str, Any]:
         pair = DeviceLinear(weights[0]), DeviceLinear(weights[1], None, norm, gated)
         there, table = x.to(CUDA), MatmulTable({})
         change = table.linear(there, pair[0].weight)
-        apart, _ = table.of_stream(Stream(residual.to(CUDA, copy=True), change), pair[1])
+        apart, _ = table.of_stream(ResidualStream(residual.to(CUDA, copy=True), change), pair[1])
         worst_apart = max(worst_apart, near(apart, expected, ERROR_MAX[dtype]))
         for adding in split_tiles_for(hidden, inner, rows):
             for scaled in scaled_tiles(pair[1], dtype, rows):
-                begun = begin_norm(Stream(residual.to(CUDA, copy=True)), there, pair, adding)
+                begun = begin_norm(ResidualStream(residual.to(CUDA, copy=True)), there, pair, adding)
                 near(begun.residual, total, ERROR_MAX[dtype])
                 worst = max(worst, near(end_norm(begun, pair[1], scaled)[0], expected, ERROR_MAX[dtype]))
     is_nearer = dtype == torch.float32 or worst <= 1.1 * worst_apart
@@ -281,7 +281,7 @@ def whole_products(dtype: torch.dtype, tile: Tile, fp8: bool, gated: bool) -> di
         if gated:
             gate, up = expected.chunk(2, dim=-1)
             expected = silu(gate) * up
-        stream = Stream(residual.to(CUDA, copy=True), change.to(CUDA))
+        stream = ResidualStream(residual.to(CUDA, copy=True), change.to(CUDA))
         found, after = normed_matmul(stream, norm, own, tile, gated=gated)
         same(after.residual, residual + change, "the stream")
         worst = max(worst, near(found, expected, ERROR_MAX[dtype]))

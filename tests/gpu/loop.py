@@ -18,10 +18,10 @@ from engine.contract.messages import (
     StepOutput,
     StopCore,
 )
-from engine.core.config import SchedulerConfig
 from engine.core.loop import CoreLoop
 from engine.core.queue.newcomers import AddSequence, alone
-from engine.runtime.device.runner import DeviceRunner
+from engine.core.scheduler_config import SchedulerConfig
+from engine.runtime.device.device_runner import DeviceRunner
 
 
 @dataclass

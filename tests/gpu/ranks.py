@@ -20,7 +20,7 @@ from engine.runtime.collective.shard import Shard
 from engine.runtime.device.graphs import CudaGraphDevice
 from engine.runtime.load import load_runner
 from engine.runtime.parallel.leader import lead
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from tests.bench.engine.gpu.measuring import check
 from tests.bench.engine.gpu.results import write
 from tests.engine.models import make_tiny_model

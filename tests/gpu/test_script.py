@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.runtime.device.runner import DeviceRunner
+from engine.runtime.device.device_runner import DeviceRunner
 from tests.bench.engine.gpu import LIMITS_S
 from tests.bench.engine.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, kv_bytes, prefill_floor_s
 from tests.bench.engine.gpu.targets import TARGETS

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from engine.contract.messages import SamplingParams
 from engine.runtime.attention.triton_paged import TritonDecode, TritonPrefill
+from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, DeviceModel
+from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch
 from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs, batch_buckets
-from engine.runtime.device.network import DecodeStep, DeviceDecoder, DeviceModel
-from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
-from engine.runtime.host.runner import HostRunner
+from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import load_runner
-from engine.runtime.models.config import read_model_config
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.models.decoder_config import read_model_config
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import AttentionSpec
-from engine.runtime.weights.reading import Checkpoint, checkpoint_files
+from engine.runtime.weights.checkpoint import Checkpoint, checkpoint_files
 from tests.bench.engine.gpu.measuring import check
 from tests.engine.models import FAMILIES, make_tiny_model, not_greedy
 from tests.engine.runtime.driver import Driver

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.weights.checkpoint import ALL, TensorPart
 from engine.runtime.weights.parameters import read_all
-from engine.runtime.weights.reading import ALL, Part
 
 SHARD_BYTES = 4 << 30
 
@@ -25,12 +25,14 @@ class Shapes:
     def __init__(self) -> None:
         self.found: dict[str, tuple[int, ...]] = {}
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+    def stack(
+        self, names: Sequence[str], rows: Sequence[int], *columns: int, part: TensorPart = ALL
+    ) -> Tensor:
         self.found |= {name: (count, *columns) for name, count in zip(names, rows, strict=True)}
         return torch.empty(part.shape(rows, columns), device="meta")
 
 
-def write_model(config: ModelConfig, path: Path, device: torch.device) -> Path:
+def write_model(config: DecoderConfig, path: Path, device: torch.device) -> Path:
     """bf16, in shards. Numbers are made on `device`."""
     shapes = Shapes()
     read_all(config, shapes)
@@ -55,7 +57,7 @@ def write_model(config: ModelConfig, path: Path, device: torch.device) -> Path:
     return path
 
 
-def hf_config(config: ModelConfig) -> dict[str, Any]:
+def hf_config(config: DecoderConfig) -> dict[str, Any]:
     """config.json, as transformers writes it."""
     return {
         "architectures": [config.architecture],

@@ -25,9 +25,9 @@ from engine.contract.messages import (
     RunnerInfo,
     StepOutput,
 )
-from engine.core.config import SchedulerConfig
 from engine.core.loop import CoreLoop, last_words
 from engine.core.queue.newcomers import sequences_of
+from engine.core.scheduler_config import SchedulerConfig
 from shared.process.clock import Clock
 from tests.async_runner import AsyncRunner
 from tests.fake_runner import FakeRunner

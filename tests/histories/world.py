@@ -37,13 +37,13 @@ import shared.process.clock
 from engine.api.ask.model import load_model
 from engine.api.http.server import Engine
 from engine.config import EngineConfig, ModelTokens
-from engine.core.config import SchedulerConfig
+from engine.core.scheduler_config import SchedulerConfig
 from gateway.admission.memory_store import Ledger, MemoryStore
 from gateway.admission.quota import Account
 from gateway.app import Gateway
 from gateway.config.whole import KeyConfig, load
 from gateway.identity.keys import hash_key
-from gateway.routing.table import Table
+from gateway.routing.maglev import Table
 from shared.process import logs
 from shared.text.tokenizer import Tokenizer, TokenizerBundle
 from shared.wire.ids import KeyId
@@ -62,11 +62,11 @@ CONTEXT_LEN: Final = 256
 HANG_S: Final = 1.0
 OF_A_REQUEST: Final = (
     gateway.request.exchange.Exchange,
-    gateway.request.record.RequestRecord,
+    gateway.request.record.ExchangeRecord,
     gateway.client.answer.Client,
     gateway.relay.stream.Progress,
     gateway.client.deadlines.Watch,
-    engine.api.answer.exchange.Exchange,
+    engine.api.answer.exchange.EngineExchange,
     engine.api.http.generate.Arrival,
     engine.api.http.generate.Generation,
     engine.api.answer.outputs.ChoiceOutput,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.process.config import to_toml
+from shared.process.setting_values import to_toml
 from tests.bench.gateway.attack import Attack, Ends, Who
 from tests.bench.gateway.attackers import RequestOutcome, send
 from tests.bench.gateway.neighbourhood import (

@@ -24,8 +24,8 @@ import pytest
 
 from gateway.config.edge import TlsConfig
 from gateway.config.whole import ModelConfig
-from shared.process.config import to_toml
 from shared.process.memory import gateway_memory_max
+from shared.process.setting_values import to_toml
 from tests.bench.client import ApiServer
 from tests.bench.gateway.attack import BODY_LEN, CHATS, COMPLETION_HEAD, MODEL, Attack, Ends, Law, Who, chat
 from tests.bench.gateway.attackers import named, send

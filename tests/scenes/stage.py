@@ -24,7 +24,7 @@ import shared.fairness.fair_threads
 from engine.api.http.server import Engine
 from engine.config import EngineConfig, ModelTokens
 from engine.contract.messages import Plan
-from engine.core.config import SchedulerConfig
+from engine.core.scheduler_config import SchedulerConfig
 from gateway.admission.memory_store import MemoryStore
 from gateway.app import Gateway
 from gateway.config.whole import load
@@ -35,8 +35,8 @@ from gateway.identity.keys import hash_key
 from shared.process import logs
 from shared.text.tokenizer import TokenizerBundle
 from shared.trace.join import join
-from shared.trace.reading import Reading
-from shared.trace.table import table
+from shared.trace.log_reading import LogReading
+from shared.trace.request_text import table
 from shared.wire.completed_line import EngineLine, GatewayLine, Line
 from tests.fake_runner import runner_info
 from tests.histories.caller import Caller
@@ -319,8 +319,8 @@ class Told:
         """What `penstock trace` shows of a request."""
         return "\n".join(table(join(self._reading(request_id).lines)))
 
-    def _reading(self, request_id: str) -> Reading:
-        reading = Reading(request_id)
+    def _reading(self, request_id: str) -> LogReading:
+        reading = LogReading(request_id)
         reading.read(io.BytesIO(self.text.encode()))
         assert not reading.damaged
         return reading

@@ -12,10 +12,10 @@ import pytest
 
 from shared.apis.chat import EFFORTS, AssistantMessage, ChatDelta, ChatRequest, FunctionDelta, ToolCallDelta
 from shared.apis.chat_form import argument_slices, long_arguments
+from shared.apis.chat_messages import ChatMessage, FunctionCall, FunctionToolCall, TextPart
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import CompletionTokensDetails, PromptTokensDetails, Usage
 from shared.apis.holding import DEPTH_MAX, FIELDS_MAX, TOKEN_BYTES, VALUES_MAX
-from shared.apis.messages import ChatMessage, FunctionCall, FunctionToolCall, TextPart
 from shared.apis.prompt import ChatPrompt, TextPrompt
 from shared.apis.request import Request
 from shared.apis.structure import CHOICE_LEN_MAX, CHOICES_MAX, GRAMMAR_LEN_MAX, Structure, StructureKind

@@ -28,8 +28,8 @@ from shared.cli import admin, running, service, up
 from shared.cli.running import Running
 from shared.process import probe
 from shared.process.arguments import closest
-from shared.process.config import to_toml
 from shared.process.environment import OTHERS, SERVICE_PREFIXES
+from shared.process.setting_values import to_toml
 from shared.process.settings import walk
 
 
@@ -287,7 +287,7 @@ def test_the_running_file_is_private_and_taken_back_by_its_owner() -> None:
     assert running.read_running() is None
 
 
-def plan_of(*argv: str) -> up.Plan:
+def plan_of(*argv: str) -> up.StartPlan:
     parser, _ = cli.build_parser("up")
     options, options_more = parser.parse_known_args(["up", *argv])
     options.more = options_more
@@ -395,7 +395,7 @@ def certificate(directory: Path, *names: str, expired: bool = False) -> tuple[st
     return str(cert), str(key)
 
 
-def tls_plan(*argv: str) -> up.Plan:
+def tls_plan(*argv: str) -> up.StartPlan:
     return plan_of("--port", "0", "--tls-cert", "cert.pem", "--tls-key", "key.pem", *argv)
 
 
@@ -473,7 +473,7 @@ def test_a_host_that_is_not_this_machine_is_named(capsys: pytest.CaptureFixture[
 def test_the_announcement_can_be_pasted() -> None:
     key = "it's$HOME"
     ours = Running(url="http://127.0.0.1:1/v1", key=key, model="m'水", pid=1)
-    text = up.announcement(up.Plan((), ours, Path(), aliases=("a", "*")), 1.25)
+    text = up.announcement(up.StartPlan((), ours, Path(), aliases=("a", "*")), 1.25)
     curl = text[text.index("curl") : text.index("With the OpenAI")].replace("curl -N", "printf '%s\\n'", 1)
     words = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, check=True).stdout.splitlines()
     assert words[0] == "http://127.0.0.1:1/v1/chat/completions"
@@ -492,7 +492,7 @@ def test_the_announcement_names_a_command_that_a_shell_finds(
     own = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{own}:/usr/bin:/bin" if is_active else "/usr/bin:/bin")
     ours = Running(url="http://127.0.0.1:1/v1", key="key", model="m", pid=1)
-    text = up.announcement(up.Plan((), ours, Path()), 1.25)
+    text = up.announcement(up.StartPlan((), ours, Path()), 1.25)
     [line] = [line for line in text.splitlines() if line.startswith("In another terminal: ")]
     chat = line.removeprefix("In another terminal: ").partition(". ")[0]
     assert chat == ("penstock chat" if is_active else f"{own / 'penstock'} chat")

@@ -24,7 +24,7 @@ from shared import cli
 from shared.cli import running
 from shared.cli.admin import KEY_VARIABLE
 from shared.cli.running import Running, write_running
-from shared.process.config import to_toml
+from shared.process.setting_values import to_toml
 from tests.gateway.conftest import KEY, settings
 from tests.gateway.directory_world import OPERATOR, World, directory_world
 from tests.gateway.fake_engine import FakeEngine, byte_bundle

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from msgspec import Meta
 
-from shared.process.config import ConfigError, load
+from shared.process.setting_values import ConfigError, load
 
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 

@@ -9,8 +9,8 @@ import pytest
 from msgspec import Meta
 
 from shared.process.arguments import Parser, add_settings
-from shared.process.config import ConfigError, load
 from shared.process.environment import OTHERS, settings_in, unread_in
+from shared.process.setting_values import ConfigError, load
 from shared.process.settings import Text
 
 PREFIX = "PENSTOCK_ENGINE_"

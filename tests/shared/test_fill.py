@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Raw
 
 from shared.apis.prompt import TextPrompt
 from shared.fairness.fair_threads import at_once
-from shared.text.fill import FORMS, Form
+from shared.text.fill import FORMS, FillForm
 from shared.text.prompts import prompt_slices
 from shared.text.text_slices import SLICE_LEN
 from shared.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ def ids_of(tokenizer: Tokenizer, prompt: TextPrompt, room: Room | None = None) -
 
 
 @pytest.mark.parametrize("form", FORMS[:-1], ids=lambda form: form.prefix)
-def test_prefix_and_suffix_stand_between_the_tokens_of_the_family(form: Form) -> None:
+def test_prefix_and_suffix_stand_between_the_tokens_of_the_family(form: FillForm) -> None:
     names = (form.prefix, form.suffix, form.middle or "")
     tokenizer = filling(byte_level(), *names)
     first, second, third = map(tokenizer.raw.token_to_id, names)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shared.process.lifecycle import MOVES, IllegalMove, Lifecycle, Phase, on_stop_signals
+from shared.process.lifecycle import MOVES, IllegalPhase, Lifecycle, Phase, on_stop_signals
 
 ROUTES = {
     Phase.STARTING: [],
@@ -34,7 +34,7 @@ def test_only_the_moves_of_the_table_are_possible(start: Phase, goal: Phase) -> 
         lifecycle.to(goal, "because")
         assert (lifecycle.phase, lifecycle.reason) == (goal, "because")
     else:
-        with pytest.raises(IllegalMove):
+        with pytest.raises(IllegalPhase):
             lifecycle.to(goal)
         assert lifecycle.phase is start
 

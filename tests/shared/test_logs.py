@@ -22,7 +22,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.apis.messages import ChatMessage
+from shared.apis.chat_messages import ChatMessage
 from shared.process import logs
 from shared.wire.causes import Cause, CauseCode
 

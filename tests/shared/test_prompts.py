@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.apis.messages import ChatMessage
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.prompt import ChatPrompt, TextPrompt
 from shared.fairness.fair_threads import Slices
 from shared.text import prompts

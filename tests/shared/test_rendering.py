@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.apis.messages import ChatMessage
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.prompt import ChatPrompt
 from shared.fairness.fair_threads import FairThreads, Slices, at_once
 from shared.process import memory

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from shared.cli import serving_load
-from shared.cli.serving_load import Caller, Lengths, Load, Report, Sent, send_all
+from shared.cli.serving_load import Lengths, Load, LoadClient, Sent, ServingReport, send_all
 
 Events = Callable[[dict[str, Any]], list[bytes]]
 
@@ -60,9 +60,9 @@ class Served:
         self.bodies: list[dict[str, Any]] = []
         self._events, self._status = events, status
 
-    def caller(self, load: Load) -> Caller:
+    def caller(self, load: Load) -> LoadClient:
         transport = httpx.MockTransport(self._answer)
-        return Caller(httpx.AsyncClient(transport=transport, base_url="http://s/v1"), load)
+        return LoadClient(httpx.AsyncClient(transport=transport, base_url="http://s/v1"), load)
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         self.bodies.append(json.loads(request.content))
@@ -91,7 +91,7 @@ async def test_prompts_have_the_length_that_was_asked_for_as_the_server_counts(e
 async def test_a_report_has_what_was_counted() -> None:
     asked = load(concurrency_max=2)
     sent = await send_all(Served().caller(asked), asked, Lengths(2.0, 7.0))
-    report = Report.of(sent, ("ttft", "tpot", "itl"), (99.0,))
+    report = ServingReport.of(sent, ("ttft", "tpot", "itl"), (99.0,))
     assert (report.completed, report.failed, report.total_output_tokens) == (8, 0, 32)
     assert report.max_concurrent_requests <= 2
     printed = dict(line.rsplit(maxsplit=1) for line in report.text(asked).splitlines() if ": " in line)
@@ -103,7 +103,7 @@ async def test_a_report_has_what_was_counted() -> None:
 
 def test_times_are_of_tokens() -> None:
     sent = Sent(1.0, 10, 5, [1.5, 1.6, 1.8], 2.0)
-    report = Report.of([sent], ("ttft", "tpot", "itl", "e2el"), (50.0,))
+    report = ServingReport.of([sent], ("ttft", "tpot", "itl", "e2el"), (50.0,))
     means = {name: spread.mean for name, spread in report.latency_ms.items()}
     assert means == pytest.approx({"ttft": 500, "tpot": 125, "itl": 150, "e2el": 1000})
 
@@ -122,7 +122,7 @@ def test_times_are_of_tokens() -> None:
 async def test_a_request_that_fails_is_told_and_not_counted(events: Events, status: int, error: str) -> None:
     asked = load(prompts=2)
     sent = await send_all(Served(events, status).caller(asked), asked, Lengths(1.0, 0.0))
-    report = Report.of(sent, ("ttft",), (99.0,))
+    report = ServingReport.of(sent, ("ttft",), (99.0,))
     assert (report.completed, report.failed) == (0, 2)
     assert error in next(iter(report.errors))
     assert "nan" in report.text(asked)

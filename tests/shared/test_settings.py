@@ -19,7 +19,7 @@ from gateway.config.whole import GatewayConfig
 from shared import cli
 from shared.cli.service import CONFIGS
 from shared.cli.settings import text_of
-from shared.process.config import load, to_toml
+from shared.process.setting_values import load, to_toml
 from shared.process.settings import (
     Kind,
     Port,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shared.process import logs
-from shared.process.config import ConfigError
 from shared.process.metrics import REGISTRY
+from shared.process.setting_values import ConfigError
 from shared.telemetry.otlp import tracing_of
 from shared.telemetry.span_queue import BATCH_MAX, SpanQueue
 from shared.telemetry.stages import TraceContext

@@ -58,7 +58,7 @@ class Stage:
     grace_s: float = PATIENCE_S
     engines: int = 1
     screen: Screen = field(default_factory=Screen)
-    plan: up.Plan = field(init=False)
+    plan: up.StartPlan = field(init=False)
     task: asyncio.Task[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Stage:
             restarts = self.engines > 1 and name != "gateway"
             specs.append(ServiceSpec(name, argv, log, url, self.start_deadline_s, restarts=restarts))
         ours = Running(url=f"{specs[-1].url}/v1", key="k", model="m", pid=os.getpid())
-        self.plan = up.Plan(tuple(specs), ours, self.directory, self.grace_s)
+        self.plan = up.StartPlan(tuple(specs), ours, self.directory, self.grace_s)
         self.task = asyncio.create_task(up.supervise(self.plan, self.screen))
 
     @property
@@ -271,10 +271,10 @@ async def test_a_signal_while_starting_stops_what_has_started(staging: Staging) 
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from shared.cli.supervisor import Service, ServiceSpec
+from shared.cli.supervisor import RunningService, ServiceSpec
 async def main():
     spec = ServiceSpec("child", tuple(sys.argv[2:]), Path(sys.argv[1]), f"http://127.0.0.1:{sys.argv[5]}", 60)
-    service = await Service.start(spec)
+    service = await RunningService.start(spec)
     await service.ready(lambda line: None)
     print(service.pid, flush=True)
     await service.failed()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared.apis.messages import ChatMessage
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.prompt import ChatPrompt
 from shared.fairness.fair_threads import at_once
 from shared.process.clock import SYSTEM_CLOCK

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gateway.relay import checked_bundles
 from gateway.relay.checked_bundles import check  # before tests are told to do without a process
 from gateway.relay.tokenizer_child import checked
-from shared.apis.messages import ChatMessage, TextPart
+from shared.apis.chat_messages import ChatMessage, TextPart
 from shared.apis.prompt import ChatPrompt, TextPrompt
 from shared.fairness.fair_threads import at_once
 from shared.text import tokenizer as tokenizer_module

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from shared.apis.chat import ChatRequest
-from shared.apis.messages import ChatMessage
+from shared.apis.chat_messages import ChatMessage
 from shared.fairness.fair_threads import at_once
 from shared.text.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
 from tests.shared.toy_tokenizers import byte_level, sentencepiece, with_bos

@@ -21,7 +21,7 @@ import yaml
 
 from gateway.config.discovery import DiscoveryConfig, KubernetesConfig
 from gateway.discovery.kubernetes import KubernetesSource
-from gateway.discovery.source import Progress
+from gateway.discovery.source import SourceProgress
 from gateway.routing.members import Listed, Standing
 from shared.process.clock import SYSTEM_CLOCK
 from tests.ship.rendering import NAMESPACE, Manifest
@@ -111,7 +111,7 @@ async def watched(server: Server, token: str, folder: Path, say: Callable[[str],
         )
     )
     seen: asyncio.Queue[list[Listed]] = asyncio.Queue()
-    progress = Progress("chat", lambda members: seen.put_nowait(_sorted(members)), SYSTEM_CLOCK)
+    progress = SourceProgress("chat", lambda members: seen.put_nowait(_sorted(members)), SYSTEM_CLOCK)
     task = asyncio.create_task(KubernetesSource(config, {}).watch(progress))
     try:
         path = f"{GROUP}/namespaces/{NAMESPACE}/endpointslices"

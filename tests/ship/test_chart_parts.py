@@ -15,7 +15,7 @@ import pytest
 from engine.api.told.metrics import CoreReading, EngineMetrics
 from engine.config import EngineConfig, from_args
 from gateway.config.whole import ENV_PREFIX, GatewayConfig
-from shared.process import config
+from shared.process import setting_values
 from tests.ship import judging
 from tests.ship.gateway_memory import container_max, size
 from tests.ship.rendering import (
@@ -45,7 +45,7 @@ def files(found: tuple[Manifest, ...], name: str) -> Iterator[tuple[Manifest, st
 
 def gateway_config(found: tuple[Manifest, ...]) -> GatewayConfig:
     [(_, toml)] = files(found, "gateway.toml")
-    return config.load(GatewayConfig, tomllib.loads(toml), {}, ENV_PREFIX)
+    return setting_values.load(GatewayConfig, tomllib.loads(toml), {}, ENV_PREFIX)
 
 
 def engine_configs(found: tuple[Manifest, ...], directory: Path) -> dict[str, EngineConfig]:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from llguidance import LLMatcher
 
-from engine.api.ask.grammar import Asked, checked
+from engine.api.ask.grammar import AskedForm, checked
 from engine.contract.grammars import Matcher, compiled, failure
 from shared.apis.structure import Structure, StructureKind
 from shared.wire.errors import InvalidRequest
@@ -40,7 +40,7 @@ def ours(schema: Any, documents: Sequence[Document], *, strict: bool = False) ->
     """What each document counts as."""
     try:
         asked = Structure(StructureKind.JSON_SCHEMA, json.dumps(schema), strict=strict, param="schema")
-        grammar = checked(walks.vocabulary(), None, Asked(structure=asked), reasons=False)
+        grammar = checked(walks.vocabulary(), None, AskedForm(structure=asked), reasons=False)
     except InvalidRequest:
         return [REFUSED for _ in documents]
     if grammar.ignored:

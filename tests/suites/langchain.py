@@ -18,7 +18,16 @@ OPTIONS: Final = (
     "--override-ini=asyncio_default_test_loop_scope=session",  # its client is shared by all tests, too
     "--override-ini=asyncio_default_fixture_loop_scope=session",
 )
-UP_TO_THE_MODEL: Final[dict[str, str]] = {}
+UP_TO_THE_MODEL: Final = {
+    r"test_tool_calling(_async)?(\[.*\])?\n.*== \{'input': 3\}": "the model calls with another number",
+    r"test_unicode_tool_call_integration\n.*Unicode characters not found": "the model names another customer",
+    r"test_agent_loop(\[.*\])?\n(.*\n)*.*Field required": "the model's arguments are not the tool's",
+    r"test_agent_loop(\[.*\])?\n.*any\(": "the model calls nothing",
+    r"test_json_mode\n(.*\n)*.*Field required": "the model's object has other keys, which no schema asks for",
+    r"test_structured_output\w*(\[.*\])?\n.*'setup'.*\n(.*\n)*.*Extra items in the left set": (
+        "the model's object has a key more, which its schema, not strict, leaves open"
+    ),
+}
 
 
 def run(cache: Path) -> list[Figure]:

@@ -36,7 +36,10 @@ OURS: Final = (
     "pydantic_ai_tool.py",
     "pydantic_ai_output.py",
 )
-UP_TO_THE_MODEL: Final = {r"parsing_tools\.py\n(.*\n)*IndexError": "the model calls nothing"}
+UP_TO_THE_MODEL: Final = {
+    r"parsing_tools\.py\n(.*\n)*IndexError": "the model calls nothing",
+    r"as the length limit was reached": "the model finds no end within its context",
+}
 ENDED_S: Final = 300.0
 """The time in which a script must end, in seconds."""
 

@@ -25,7 +25,7 @@ import msgspec
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shared.apis.messages import ChatMessage
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.prompt import ChatPrompt
 from shared.apis.tools import Tool
 from shared.fairness.fair_threads import at_once

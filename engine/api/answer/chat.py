@@ -43,8 +43,8 @@ from shared.apis.chat import (
     ToolCallDelta,
     TopLogprob,
 )
+from shared.apis.chat_messages import FunctionCall, FunctionToolCall
 from shared.apis.generation import Usage
-from shared.apis.messages import FunctionCall, FunctionToolCall
 
 
 class ChatEncoder(ChoicesEncoder[ChatChunkChoice]):

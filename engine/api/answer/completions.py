@@ -24,7 +24,7 @@ from engine.api.answer.encoder import (
     told,
 )
 from engine.api.answer.outputs import Delta, Entry
-from engine.api.answer.rows import Echo, Row, Rows
+from engine.api.answer.rows import Echo, LogprobRow, Rows
 from shared.apis.completions import Completion, CompletionChoice, CompletionLogprobs
 from shared.apis.generation import FinishReasonName, Usage
 
@@ -54,7 +54,7 @@ class CompletionEncoder(ChoicesEncoder[CompletionChoice]):
         parts = [(b'"text":"', characters(text))]
         if has_logprobs:
             rows, piece_len = self._rows(delta, echo), self._heading.piece_len
-            made: tuple[tuple[bytes, Callable[[Row], object]], ...] = (
+            made: tuple[tuple[bytes, Callable[[LogprobRow], object]], ...] = (
                 (b'"logprobs":{"text_offset":[', lambda row: row.start),
                 (b'],"token_logprobs":[', _value),
                 (b'],"tokens":[', lambda row: self._name(row.token_id)),
@@ -145,7 +145,7 @@ class CompletionEncoder(ChoicesEncoder[CompletionChoice]):
             return Rows(None, [], entries, base)
         return Rows(echo, self._scored[delta.index].prompt_logprobs, entries, base)
 
-    def _columns(self, rows: Sequence[Row]) -> CompletionLogprobs | None:
+    def _columns(self, rows: Sequence[LogprobRow]) -> CompletionLogprobs | None:
         if self._heading.logprobs is None:
             return None
         return CompletionLogprobs(
@@ -155,7 +155,7 @@ class CompletionEncoder(ChoicesEncoder[CompletionChoice]):
             top_logprobs=[self._top(row) for row in rows],
         )
 
-    def _top(self, row: Row) -> dict[str, float] | None:
+    def _top(self, row: LogprobRow) -> dict[str, float] | None:
         if row.logprobs is None:
             return None
         top: dict[str, float] = {}
@@ -181,5 +181,5 @@ class CompletionEncoder(ChoicesEncoder[CompletionChoice]):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _value(row: Row) -> float | None:
+def _value(row: LogprobRow) -> float | None:
     return None if row.logprobs is None else max(row.logprobs.logprob, LOGPROB_MIN)

@@ -155,7 +155,7 @@ class PartsDetokenizer(Detokenizer):
         self._machine = machine
         self._stops = stops
         self._runs: list[tuple[Part, int]] = []
-        """What was released since the last cut: a part for its kind, and the length of all of its text."""
+        """Runs of text that were released since the last cut: a part for its kind, and their length."""
 
     @property
     def reasoning_tokens(self) -> int:

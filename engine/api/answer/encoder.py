@@ -84,7 +84,8 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What an answer may say of its request's choices, beside what was generated. One entry per choice."""
+    """The facts about a request's choices that an answer may tell, beside what was generated. One entry per
+    choice."""
 
     scored: Sequence[ChoiceOutput]
     """The output that has the log-probabilities of the choice's prompt."""

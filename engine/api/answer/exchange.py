@@ -31,7 +31,7 @@ from shared.wire.errors import (
     error_headers,
     forget_frames,
 )
-from shared.wire.http import Request, Responder
+from shared.wire.http import HttpRequest, Responder
 from shared.wire.ids import (
     IGNORED_FIELDS_HEADER,
     REQUEST_ID_HEADER,
@@ -92,10 +92,10 @@ class House:
     tracing: Tracing = NO_TRACING
 
 
-class Exchange:
+class EngineExchange:
     """A request, its responder, and what its completed line will say."""
 
-    def __init__(self, request: Request, responder: Responder, house: House) -> None:
+    def __init__(self, request: HttpRequest, responder: Responder, house: House) -> None:
         self.request = request
         self.responder = responder
         self.request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
@@ -370,8 +370,8 @@ class Exchange:
 
 
 def log_unparsed(error: ApiError, clock: Clock) -> RequestId:
-    """Write the completed line of what is not well-formed HTTP, and so never became an `Exchange`. Returns
-    the id that the line and the answer have."""
+    """Write the completed line of what is not well-formed HTTP, and so never became an `EngineExchange`.
+    Returns the id that the line and the answer have."""
     request_id, stages = mint_request_id(), Stages("engine", clock)
     fields: dict[str, object] = {
         **_identity(request_id, stages),

@@ -32,7 +32,7 @@ import msgspec
 from engine.api.answer.detokenizer import Detokenizer, PartsDetokenizer
 from engine.api.answer.parts import Part, PartKind
 from engine.api.answer.text_room import TextRoom
-from engine.api.told.causes import SequenceMarks, Spent, causes_of
+from engine.api.told.attribution import SequenceMarks, Spent, causes_of
 from engine.api.told.halts import Halts
 from engine.api.told.steps import StepRing
 from engine.contract.messages import Finished, FinishReason, Moved, ServiceClass, Started, TokenLogprobs
@@ -115,6 +115,11 @@ class ChoiceOutput:
     """True once the core was told to end it: what comes then is counted, and not sent."""
     grammar_s = 0.0
     """The time that compiling its grammar and filling its masks took the core, in seconds."""
+    finish_reason: FinishReasonName | None = None
+    first_token_at: float | None = None
+    _queue_s: float | None = None
+    """How long the sequence waited for its first admission, in seconds. None until the core has begun it."""
+    _final_timing: Timing | None = None
 
     def __init__(
         self,
@@ -156,16 +161,10 @@ class ChoiceOutput:
         self._halts: Final = Halts(self._steps)
         self._preempted_in_prefill_s = 0.0
 
-        self.finish_reason: FinishReasonName | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.completion_tokens = 0
         self.cached_len = self.host_len = self.disk_len = 0
-        self.first_token_at: float | None = None
         self.submitted_at = submitted_at
-        self._queue_s: float | None = None
-        """How long the sequence waited for its first admission, in seconds. None until the core has
-        begun it."""
-        self._final_timing: Timing | None = None
 
     @property
     def has_begun(self) -> bool:

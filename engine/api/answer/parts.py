@@ -19,7 +19,7 @@ class PartKind(Enum):
     TEXT = "text"
     """The answer itself."""
     REASONING = "reasoning"
-    """What the model thinks before it answers."""
+    """The thoughts of the model before it answers."""
     CALL = "call"
     """The beginning of a call: the name of the function."""
     ARGUMENTS = "arguments"

@@ -32,7 +32,7 @@ class Echo:
     for."""
 
 
-class Row(NamedTuple):
+class LogprobRow(NamedTuple):
     """A token with its log-probabilities, as completions list it."""
 
     token_id: int
@@ -59,14 +59,14 @@ class Rows:
     def __len__(self) -> int:
         return self._prompt_len + len(self._told)
 
-    def __getitem__(self, part: slice) -> list[Row]:
+    def __getitem__(self, part: slice) -> list[LogprobRow]:
         first, last, _ = part.indices(len(self))
         echo, scores, prompt_len = self._echo, self._scores, self._prompt_len
-        rows: list[Row] = []
+        rows: list[LogprobRow] = []
         if echo is not None:
             ids, starts = echo.prompt_ids, echo.starts
             of_prompt = range(first, min(last, prompt_len))
-            rows += [Row(ids[at], starts[at], scores[at - 1] if at else None) for at in of_prompt]
+            rows += [LogprobRow(ids[at], starts[at], scores[at - 1] if at else None) for at in of_prompt]
         of_answer = self._told[max(first - prompt_len, 0) : max(last - prompt_len, 0)]
-        rows += [Row(entry.token_id, self._base + entry.start, entry.logprobs) for entry in of_answer]
+        rows += [LogprobRow(entry.token_id, self._base + entry.start, entry.logprobs) for entry in of_answer]
         return rows

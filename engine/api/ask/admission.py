@@ -1,4 +1,5 @@
-"""The door: from a well-formed request and its prompts' ids to sampling parameters, or to a refusal.
+"""Admission, the door: from a well-formed request and its prompts' ids to sampling parameters, or to a
+refusal.
 
 Pure. Whatever passes here can run to its end on an otherwise empty engine; nothing that cannot is
 ever queued. Every refusal names the `param` to change.
@@ -103,7 +104,8 @@ def plan_choices(
 ) -> list[Choice]:
     """The choices of a request in OpenAI's order: all `n` of the first prompt's, then those of the
     second. `check_fields` has passed it, and `stops` are its `stop_ids`. The prompts' ids are not looked at:
-    `engine.api.ask.packing` has done that. Raises InvalidRequest, ContextLengthExceeded and NeverFits."""
+    `engine.api.ask.prompt_packing` has done that. Raises InvalidRequest, ContextLengthExceeded and
+    NeverFits."""
     if not all(prompts):
         raise InvalidRequest(f"{request.prompt_param} must not be empty.", param=request.prompt_param)
     n = request.n or 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from engine.api.answer.exchange import Exchange
+from engine.api.answer.exchange import EngineExchange
 from engine.api.answer.rows import Echo
 from engine.api.answer.table import ANSWERS, AnswerApi
 from engine.api.ask.admission import (
@@ -30,10 +30,10 @@ from engine.api.ask.admission import (
     trusted_ids,
 )
 from engine.api.ask.echo import echoed
-from engine.api.ask.forms import Form
+from engine.api.ask.engine_state import EngineState
+from engine.api.ask.forms import AnswerForm
 from engine.api.ask.model import ServedModel
-from engine.api.ask.packing import pack
-from engine.api.ask.state import EngineState
+from engine.api.ask.prompt_packing import pack
 from engine.api.core.client import Share
 from engine.contract.messages import AddPrompt
 from shared.apis.generation import GenerationRequest
@@ -74,7 +74,7 @@ class Deadlines:
     clock: Clock
 
     @classmethod
-    def of(cls, exchange: Exchange, clock: Clock) -> Deadlines:
+    def of(cls, exchange: EngineExchange, clock: Clock) -> Deadlines:
         """The deadlines that the request's headers state. Raises InvalidRequest where one is not a
         number in range."""
         headers = exchange.request.headers
@@ -135,7 +135,7 @@ def _late(*, queued: bool) -> ApiError:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedRequest:
     """A request that may be submitted. It holds nothing of the body."""
 
     api: AnswerApi
@@ -147,7 +147,7 @@ class Asked:
     logprobs: int | None
     stop_strings: Sequence[str]
     stop_ids: frozenset[int]
-    form: Form
+    form: AnswerForm
     sends_reasoning: bool
     share: Share
     choices: Sequence[Choice]
@@ -157,7 +157,7 @@ class Asked:
     """The most bytes that the answer holds at any time."""
 
 
-async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: Holding) -> Parsed[S]:
+async def read(state: EngineState, exchange: EngineExchange, kind: type[S], holding: Holding) -> Parsed[S]:
     """Read and parse a request's body, and check that it names the model that is served. Raises
     ApiError."""
     check_page(exchange.request.headers)
@@ -181,8 +181,8 @@ async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: H
 
 
 async def ask(
-    state: EngineState, exchange: Exchange, kind: type[GenerationRequest], holding: Holding
-) -> Asked:
+    state: EngineState, exchange: EngineExchange, kind: type[GenerationRequest], holding: Holding
+) -> CheckedRequest:
     """Read, validate and tokenize a request, and plan its sequences. Raises ApiError."""
     model, limits = state.ready_model()
     tenant = exchange.tenant
@@ -198,7 +198,7 @@ async def ask(
         choices = plan_choices(request, prompts, limits, stops, model.sampling)
         echoes = await _echoes(state, tenant, model, request, prompt, prompts)
     form = await state.forms.of(model, exchange, parsed, prompt, prompts[0])
-    return Asked(
+    return CheckedRequest(
         api=ANSWERS[type(request)],
         model=request.model,
         streams=bool(request.stream),
@@ -283,7 +283,7 @@ def _texts(given: TextPrompt, prompts: list[list[int]]) -> list[tuple[str | None
     return list(zip(texts if len(prompts) > 1 else texts[:1], prompts, strict=True))
 
 
-def _share(exchange: Exchange, request: GenerationRequest) -> Share:
+def _share(exchange: EngineExchange, request: GenerationRequest) -> Share:
     headers = exchange.request.headers
     return Share(
         tenant=exchange.tenant,

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import msgspec
 
-from engine.api.answer.exchange import Exchange
-from engine.api.ask.grammar import Asked, Grammar, checked
+from engine.api.answer.exchange import EngineExchange
+from engine.api.ask.grammar import AskedForm, Grammar, checked
 from engine.api.ask.model import ServedModel
 from engine.api.formats.format import AnswerFormat, ArgumentsKind
 from engine.api.formats.machine import AnswerMachine
@@ -46,22 +46,22 @@ texts."""
 TAIL_TOKENS: Final = 64
 """The last tokens of a prompt, by which a machine knows where the answer begins."""
 CONTINUED_TOKENS: Final = 4096
-"""Those of a prompt that the answer continues: the answer's beginning is in it."""
+"""The last tokens of a prompt that the answer continues: the answer's beginning is in it."""
 TYPED_BYTES: Final = 16
 """Bytes of the types of a function's arguments, for each of its schema."""
 
 Types = Mapping[str, Mapping[str, Any]]
-"""By each function's name, what its schema says of the types of its arguments, as a schema."""
+"""The types of each function's arguments, as a schema, by the function's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingAs:
-    """How an answer is read into parts."""
+    """The way in which an answer is read into parts."""
 
     format: AnswerFormat
     prompt_tail: str
     types: Types | None
-    """None where no calls are looked for."""
+    """The types of arguments by function. None where no calls are looked for."""
     tells_calls: bool
     """True if the finish reason says that the answer ends with a call."""
 
@@ -70,23 +70,23 @@ class ReadingAs:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AnswerForm:
     reading: ReadingAs | None = None
-    """None where the whole answer is text."""
+    """The way to read the answer. None where all of it is text."""
     grammar: str = ""
-    """Empty where the answer is free."""
+    """The grammar as llguidance reads it. Empty where the answer is free."""
     kind: str = ""
-    """What the grammar is for. Empty without one."""
+    """The purpose of the grammar. Empty without one."""
     held_len: int = 0
     """Bytes that it holds until the answer's end."""
 
 
-PLAIN: Final = Form()
+PLAIN: Final = AnswerForm()
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What threads make of what a request asks."""
+    """The grammar and the types that threads make of what a request asks."""
 
     grammar: Grammar
     types: Types
@@ -108,11 +108,11 @@ class Forms:
     async def of(
         self,
         model: ServedModel,
-        exchange: Exchange,
+        exchange: EngineExchange,
         parsed: Parsed[GenerationRequest],
         prompt: PromptForm,
         prompt_ids: list[int],
-    ) -> Form:
+    ) -> AnswerForm:
         """The form of a request's answer; `prompt_ids` are its first prompt's. Notes what of its schemas is
         not held. Raises InvalidRequest and Overloaded."""
         request = parsed.request
@@ -136,7 +136,7 @@ class Forms:
             exchange.ignored_fields = named((*parsed.ignored, *made.grammar.ignored))
         if reading is not None and looks:
             reading = replace(reading, types=made.types)
-        return Form(reading, made.grammar.text, _kind(asked) if made.grammar.text else "", made.size)
+        return AnswerForm(reading, made.grammar.text, _kind(asked) if made.grammar.text else "", made.size)
 
     async def _tail(self, tenant: str, model: ServedModel, prompt: PromptForm, ids: list[int]) -> str:
         """The text of a prompt's last tokens."""
@@ -147,9 +147,9 @@ class Forms:
         return decode(ids[-TAIL_TOKENS:], skip_special_tokens=False)
 
     async def _made(
-        self, tenant: str, model: ServedModel, format_: AnswerFormat | None, asked: Asked, opened: bool
+        self, tenant: str, model: ServedModel, format_: AnswerFormat | None, asked: AskedForm, opened: bool
     ) -> _Made:
-        """What is made of what a request asks. `opened` says that its prompt opens reasoning."""
+        """The grammar and types of a request. `opened` says that its prompt opens reasoning."""
         key = b""
         if _asked_len(asked) <= KEYED_LEN_MAX:
             key = _key(asked, opened=opened, is_chat=format_ is not None)
@@ -174,9 +174,9 @@ class Forms:
             self._kept_len -= self._kept.popitem(last=False)[1].size
 
 
-def _asked(request: GenerationRequest) -> Asked:
+def _asked(request: GenerationRequest) -> AskedForm:
     functions = (tool.function for tool in request.tools_asked if isinstance(tool, FunctionTool))
-    return Asked(
+    return AskedForm(
         tuple(functions),
         request.tool_choice_asked,
         request.calls_in_parallel,
@@ -185,7 +185,7 @@ def _asked(request: GenerationRequest) -> Asked:
     )
 
 
-def _check(model: ServedModel, format_: AnswerFormat | None, asked: Asked) -> None:
+def _check(model: ServedModel, format_: AnswerFormat | None, asked: AskedForm) -> None:
     """Refuse what nothing is known of. Raises UnsupportedParameter."""
     choice = asked.choice
     if choice.mode is not ToolMode.NONE and (format_ is None or format_.calls is None):
@@ -214,13 +214,13 @@ def _check(model: ServedModel, format_: AnswerFormat | None, asked: Asked) -> No
         raise UnsupportedParameter(message, param=param)
 
 
-def _kind(asked: Asked) -> str:
+def _kind(asked: AskedForm) -> str:
     if asked.structure is not None:
         return asked.structure.kind.value
     return "tools" if asked.functions else "reasoning"
 
 
-def _asked_len(asked: Asked) -> int:
+def _asked_len(asked: AskedForm) -> int:
     """The bytes of what can be long."""
     length = sum([len(spec.schema) + len(spec.description or "") for spec in asked.functions])
     if (structure := asked.structure) is not None:
@@ -228,7 +228,7 @@ def _asked_len(asked: Asked) -> int:
     return length
 
 
-def _key(asked: Asked, *, opened: bool, is_chat: bool) -> bytes:
+def _key(asked: AskedForm, *, opened: bool, is_chat: bool) -> bytes:
     parts = [
         *(asked.functions, asked.choice, asked.is_parallel, asked.structure, asked.thinking_budget),
         *(opened, is_chat),
@@ -236,7 +236,9 @@ def _key(asked: Asked, *, opened: bool, is_chat: bool) -> bytes:
     return hashlib.sha256(msgspec.json.encode(parts)).digest()
 
 
-def _slices(model: ServedModel, format_: AnswerFormat | None, asked: Asked, opened: bool) -> Slices[_Made]:
+def _slices(
+    model: ServedModel, format_: AnswerFormat | None, asked: AskedForm, opened: bool
+) -> Slices[_Made]:
     types: dict[str, Mapping[str, Any]] = {}
     calls = None if format_ is None else format_.calls
     is_typed = calls is not None and calls.arguments is ArgumentsKind.TAGGED
@@ -252,8 +254,8 @@ def _slices(model: ServedModel, format_: AnswerFormat | None, asked: Asked, open
 
 
 def _typed(spec: FunctionSpec) -> Mapping[str, Any]:
-    """What a function's schema says of the types of its arguments. An answer's tokens are read on the event
-    loop, where no schema of a caller's is walked."""
+    """The types of a function's arguments, as its schema states them. An answer's tokens are read on the
+    event loop, where no schema of a caller's is walked."""
     if not spec.schema or len(spec.schema) > SCHEMA_LEN_MAX:
         return {}
     schema = msgspec.json.decode(spec.schema)

@@ -24,7 +24,9 @@ Rules
    special token. Its end is one of the model's own ends.
 3. Of a schema that is not strict, what cannot be held is left out and named. Where the rest cannot be held
    either, or makes the grammar too large, a function's arguments are any object, and that is named.
-4. What cannot be compiled is the caller's mistake, by the name of the field that it came in.
+4. A function is called with the arguments that it lists, unless its schema says more of others; one without
+   a schema with none.
+5. What cannot be compiled is the caller's mistake, by the name of the field that it came in.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ from shared.wire.errors import InvalidRequest, UnsupportedParameter
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What of a request shapes its answer."""
+class AskedForm:
+    """The part of a request that shapes its answer."""
 
     functions: tuple[FunctionSpec, ...] = ()
     choice: ToolChoice = NO_CALLS
@@ -66,13 +68,13 @@ class Grammar:
     """An answer's grammar."""
 
     text: str = ""
-    """As llguidance reads it; empty where nothing is constrained."""
+    """The grammar as llguidance reads it; empty where nothing is constrained."""
     ignored: tuple[str, ...] = ()
-    """What of schemas that are not strict is left out, by its place in the request."""
+    """The parts of schemas that are not strict which are left out, by their places in the request."""
 
 
-class Hold(Enum):
-    """How schemas that are not strict are held. What cannot be compiled one way is tried the next."""
+class SchemaHold(Enum):
+    """The ways to hold schemas that are not strict. What cannot be compiled one way is tried the next."""
 
     WHOLE = "whole"
     COERCED = "coerced"
@@ -81,11 +83,13 @@ class Hold(Enum):
     """Of functions' arguments, as any object."""
 
 
-def checked(vocabulary: Vocabulary, format_: AnswerFormat | None, asked: Asked, *, reasons: bool) -> Grammar:
+def checked(
+    vocabulary: Vocabulary, format_: AnswerFormat | None, asked: AskedForm, *, reasons: bool
+) -> Grammar:
     """The grammar of an answer, which was compiled once: a job for a thread. `reasons` says that the prompt's
     end opened reasoning. Raises InvalidRequest."""
     tried: dict[str, str] = {}
-    for hold in Hold:
+    for hold in SchemaHold:
         grammar = grammar_of(format_, asked, reasons=reasons, hold=hold)
         if not grammar.text:
             return grammar
@@ -102,7 +106,7 @@ def checked(vocabulary: Vocabulary, format_: AnswerFormat | None, asked: Asked, 
 
 
 def grammar_of(
-    format_: AnswerFormat | None, asked: Asked, *, reasons: bool, hold: Hold = Hold.WHOLE
+    format_: AnswerFormat | None, asked: AskedForm, *, reasons: bool, hold: SchemaHold = SchemaHold.WHOLE
 ) -> Grammar:
     """The grammar of an answer, not yet compiled. Raises InvalidRequest."""
     if not (asked.functions or asked.structure is not None or asked.thinking_budget is not None):
@@ -121,15 +125,24 @@ class _Answer:
     """True if it begins with any text."""
 
 
+NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of the arguments of a function that has no `parameters`."""
+OPEN: Final = frozenset(
+    (
+        *("additionalProperties", "patternProperties", "minProperties", "dependentSchemas"),
+        *("allOf", "anyOf", "oneOf", "$ref", "if"),
+    )
+)
+"""The keywords by which a schema says itself what other properties there may be."""
 _FREE: Final = _Answer(lark.TEXT, is_text=True)
 
 
 @dataclass(slots=True)
 class _Composer:
     format: AnswerFormat
-    asked: Asked
+    asked: AskedForm
     reasons: bool
-    hold: Hold
+    hold: SchemaHold
     rules: Rules = field(default_factory=Rules)
     ignored: list[str] = field(default_factory=list)
     own: str = ""
@@ -186,14 +199,13 @@ class _Composer:
 
     def coerces(self, strict: bool) -> bool:
         """True if `oneOf` is held as `anyOf`."""
-        return self.hold is Hold.COERCED and not strict
+        return self.hold is SchemaHold.COERCED and not strict
 
     def held_arguments(self, source: bytes, strict: bool, param: str) -> dict[str, Any] | None:
         """The schema of a function's arguments. None, and named, where it can only be that of any object."""
         try:
-            if strict or self.hold is not Hold.LAX:
-                held: dict[str, Any] = json.loads(self._held(source, strict, param).text)
-                return held
+            if strict or self.hold is not SchemaHold.LAX:
+                return _closed(json.loads(self._held(source, strict, param).text))
         except InvalidRequest:
             if strict:
                 raise
@@ -269,10 +281,18 @@ class _Composer:
         return lark.text_without(self.rules, [head for head in heads if isinstance(head, str)])
 
     def _frame(self) -> str:
-        """What the format has around text. Empty where that is nothing, or no token."""
+        """The marks around text. Empty where there are none, or they are no tokens."""
         marks = [self.format.pieces(mark.strip()) for mark in self.format.ignored]
         framed = [lark.row(mark) for mark in marks if isinstance(mark[0], int)]
         return self.rules.add("frame", lark.any_of(framed)) if framed else ""
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, which has no others than it lists, if it lists any."""
+    names = schema.get("properties")
+    if names is None or schema.keys() & OPEN or not names.keys() >= set(schema.get("required", ())):
+        return schema
+    return {**schema, "additionalProperties": False}
 
 
 @dataclass(slots=True)
@@ -286,7 +306,7 @@ class _Calls:
 
     @property
     def _opener(self) -> str:
-        """What the first call begins with; white space before it is the text's."""
+        """The beginning of the first call; white space before it is the text's."""
         return (self.calls.opener + self.calls.begin).lstrip()[: len(self.calls.opener)]
 
     def every(self) -> str:
@@ -346,7 +366,7 @@ class _Calls:
         of, calls = self.of, self.calls
         strict = spec.strict is True
         param = f"tools[{of.asked.functions.index(spec)}].function.parameters"
-        held = None
+        held = None if spec.schema else NO_ARGUMENTS
         if spec.schema and (strict or of.asked.choice.mode is ToolMode.REQUIRED):
             held = of.held_arguments(spec.schema, strict, param)
         if calls.is_bare and calls.envelope is not None and self.is_with_text:

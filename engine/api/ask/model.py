@@ -18,8 +18,8 @@ from engine.contract.generation_keys import GENERATION_KEYS
 from engine.contract.grammars import BadGrammar, Vocabulary, vocabulary_of
 from engine.contract.messages import END_TOKENS_MAX
 from shared.apis.chat import ChatRequest
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.completions import CompletionRequest
-from shared.apis.messages import ChatMessage
 from shared.apis.prompt import ChatPrompt
 from shared.apis.validation import parse
 from shared.fairness.fair_threads import at_once
@@ -61,7 +61,7 @@ class ServedModel:
     vocab_size: int
     """The number of token ids that the model has."""
     answer_format: AnswerFormat | None = None
-    """How the model marks reasoning and calls. None where that is not known."""
+    """The format of the model's answers. None where it is not known."""
     vocabulary: Vocabulary | None = None
     """The tokens as grammars know them. None where llguidance cannot read them, or no answer ends."""
 

@@ -85,7 +85,7 @@ class CoreQueue:
 
     def leave_aborted(self, handle: int) -> None:
         """Let an aborted sequence out, unless its message may still wait for the core, and takes room until
-        then (rule 2)."""
+        then (rule 2: it waits until the core has seen it)."""
         if handle <= self.seen:
             self.leave(handle)
 

@@ -86,7 +86,7 @@ _GEMMA_4: Final[_Data] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class FormatFamily:
     """A family's format, and the texts of a chat template that is the family's."""
 
     name: str
@@ -99,9 +99,9 @@ class Family:
 
 
 FAMILIES: Final = (
-    Family("gpt-oss", _GPT_OSS, ("<|channel|>", "<|message|>", "functions.")),
-    Family("gemma-4", _GEMMA_4, ("<|tool_call>call:",)),
-    Family(
+    FormatFamily("gpt-oss", _GPT_OSS, ("<|channel|>", "<|message|>", "functions.")),
+    FormatFamily("gemma-4", _GEMMA_4, ("<|tool_call>call:",)),
+    FormatFamily(
         "lfm2",
         _family(
             _CHATML,
@@ -114,7 +114,7 @@ FAMILIES: Final = (
         ),
         ("<|tool_call_start|>",),
     ),
-    Family(
+    FormatFamily(
         "minicpm5",
         _family(
             _CHATML,
@@ -130,7 +130,7 @@ FAMILIES: Final = (
         ),
         ("<function name=", "<param name="),
     ),
-    Family(
+    FormatFamily(
         "glm-4",
         _family(
             "<|assistant|>",
@@ -151,13 +151,13 @@ FAMILIES: Final = (
         ),
         ("<arg_key>", "<tool_call>"),
     ),
-    Family(
+    FormatFamily(
         "qwen3.5",
         _family(_CHATML, _QWEN_XML, _THINK, call_ends_reasoning=True),
         ("<tool_call>", "<function=", "<think>"),
     ),
-    Family("qwen3-coder", _family(_CHATML, _QWEN_XML), ("<tool_call>", "<function=")),
-    Family(
+    FormatFamily("qwen3-coder", _family(_CHATML, _QWEN_XML), ("<tool_call>", "<function=")),
+    FormatFamily(
         "mistral",
         _family(
             "[/INST]",
@@ -172,7 +172,7 @@ FAMILIES: Final = (
         ),
         ("[TOOL_CALLS]", "[ARGS]"),
     ),
-    Family(
+    FormatFamily(
         "mistral-list",
         _family(
             "[/INST]",
@@ -185,7 +185,7 @@ FAMILIES: Final = (
         ),
         ("[TOOL_CALLS]",),
     ),
-    Family(
+    FormatFamily(
         "granite",
         _family(
             "<|start_of_role|>assistant<|end_of_role|>",
@@ -200,14 +200,14 @@ FAMILIES: Final = (
         ),
         ("<|start_of_role|>", "<|tool_call|>"),
     ),
-    Family(
+    FormatFamily(
         "granite-4",
         _family("<|start_of_role|>assistant<|end_of_role|>", _JSON_CALL),
         ("<tool_call>", "<|start_of_role|>"),
     ),
-    Family("qwen3", _family(_CHATML, _JSON_CALL, _THINK), ("<tool_call>", "<think>")),
-    Family("hermes", _family(_CHATML, _JSON_CALL), ("<tool_call>",)),
-    Family(
+    FormatFamily("qwen3", _family(_CHATML, _JSON_CALL, _THINK), ("<tool_call>", "<think>")),
+    FormatFamily("hermes", _family(_CHATML, _JSON_CALL), ("<tool_call>",)),
+    FormatFamily(
         "pythonic",
         _family(
             "<|header_end|>\n\n",
@@ -216,7 +216,7 @@ FAMILIES: Final = (
         ),
         ("func_name1(",),
     ),
-    Family(
+    FormatFamily(
         "llama-3",
         _family(
             "<|start_header_id|>assistant<|end_header_id|>\n\n",
@@ -230,15 +230,15 @@ FAMILIES: Final = (
         ),
         ("<|start_header_id|>", "parameters"),
     ),
-    Family("deepseek-r1", _family(_DEEPSEEK, None, _THINK), (_DEEPSEEK, "</think>")),
-    Family("think", _family(_CHATML, None, _THINK), ("<think>", "</think>")),
+    FormatFamily("deepseek-r1", _family(_DEEPSEEK, None, _THINK), (_DEEPSEEK, "</think>")),
+    FormatFamily("think", _family(_CHATML, None, _THINK), ("<think>", "</think>")),
 )
 """The most telling first: the first one that wrote a template is its family."""
 
 
-def family_of(template: str) -> Family | None:
+def family_of(template: str) -> FormatFamily | None:
     return next((family for family in FAMILIES if family.wrote(template)), None)
 
 
-def family_named(name: str) -> Family | None:
+def family_named(name: str) -> FormatFamily | None:
     return next((family for family in FAMILIES if family.name == name), None)

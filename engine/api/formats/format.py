@@ -60,7 +60,7 @@ class TaggedArgument:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How calls are written. The first of `openers` and `middles` is what the model writes by its template;
+    """The notation of calls. The first of `openers` and `middles` is what the model writes by its template;
     the others are read, too."""
 
     openers: tuple[str, ...]
@@ -74,9 +74,9 @@ class CallFormat:
     is_list: bool
     envelope: Envelope | None = None
     argument: TaggedArgument | None = None
-    """How one argument is written. None unless the notation is TAGGED."""
+    """The notation of one argument. None unless it is TAGGED."""
     delimiter: str = ""
-    """What stands before and behind a string in RELAXED notation."""
+    """The text before and behind a string in RELAXED notation."""
 
     @property
     def opener(self) -> str:
@@ -111,7 +111,7 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How reasoning is marked; the first of each is what the model writes."""
+    """The marks of reasoning; the first of each is what the model writes."""
 
     openers: tuple[str, ...]
     closers: tuple[str, ...]
@@ -131,9 +131,9 @@ class AnswerFormat:
 
     name: str
     reasoning: ReasoningFormat | None = None
-    """None for a model that does not mark its reasoning."""
+    """The marks of reasoning. None for a model that has none."""
     calls: CallFormat | None = None
-    """None for a model that has no format for calls."""
+    """The format of calls. None for a model that has none."""
     call_ends_reasoning: bool = False
     """True if a call's marker within reasoning ends it. Otherwise it is part of the reasoning."""
     anchors: tuple[str, ...] = ()

@@ -65,7 +65,7 @@ def regex(pattern: str) -> str:
 def schema(text: str, *, coerced: bool = False) -> str:
     """A JSON text that follows a schema which was checked. `coerced`: its `oneOf` are held as `anyOf`."""
     value: dict[str, Any] = json.loads(text)
-    options = {**_OPTIONS, "coerce_one_of": coerced}
+    options = {**_OPTIONS, "coerce_one_of": True} if coerced and '"oneOf"' in text else _OPTIONS
     return f"%json {json.dumps({**value, 'x-guidance': options})}"
 
 

@@ -43,9 +43,9 @@ from engine.api.formats.source import (
     MARKS,
     PARTIAL,
     Broken,
+    MarkedSource,
     Marker,
     Reading,
-    Source,
     Spelling,
     markers,
     match,
@@ -253,9 +253,9 @@ class _Reader:
         mint: Callable[[], str],
     ) -> None:
         self.tables = _tables(format_, tools is not None)
-        self.source = Source()
+        self.source = MarkedSource()
         self.parts: list[Part] = []
-        """What is certain and was not taken."""
+        """The parts that are certain and were not taken."""
         self.is_reasoning = begun is PartKind.REASONING
         self.calls = 0
         self.free: PartKind | None = None

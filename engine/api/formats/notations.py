@@ -19,9 +19,9 @@ from engine.api.formats.source import (
     NONE,
     PARTIAL,
     Broken,
+    MarkedSource,
     Marker,
     Reading,
-    Source,
     match,
     space_end,
 )
@@ -45,7 +45,7 @@ _OUTSIDE: Final = re.compile(rf'[^"{{}}\[\]<{MARKS}]*')
 _SCALAR: Final = re.compile(rf'[^\s"{{}}\[\],:<{MARKS}]{{1,{SCALAR_LEN_MAX}}}')
 
 
-def json_string(source: Source) -> Reading[str]:
+def json_string(source: MarkedSource) -> Reading[str]:
     """Pass a JSON string, and return it with its quotes. What waits for its end is bounded."""
     scanned = 1
     while True:
@@ -59,7 +59,7 @@ def json_string(source: Source) -> Reading[str]:
             raise Broken
 
 
-def json_scalar(source: Source) -> Reading[str]:
+def json_scalar(source: MarkedSource) -> Reading[str]:
     """Pass a number or a word, and return it."""
     found = yield from source.matched(_SCALAR, _SCALAR)
     if found is None:
@@ -68,7 +68,7 @@ def json_scalar(source: Source) -> Reading[str]:
     return found.group()
 
 
-def json_value(source: Source, emit: Emit) -> Reading[None]:
+def json_value(source: MarkedSource, emit: Emit) -> Reading[None]:
     """Pass a JSON object or array up to its closing bracket. Brackets and strings are followed; whatever
     else it consists of is the model's."""
     depth, in_string = 0, False
@@ -86,7 +86,7 @@ def json_value(source: Source, emit: Emit) -> Reading[None]:
             return
 
 
-def _follow(source: Source, depth: int, in_string: bool) -> tuple[int, bool]:
+def _follow(source: MarkedSource, depth: int, in_string: bool) -> tuple[int, bool]:
     """Pass what there is of a JSON value, or its end."""
     text, at = source.text, source.at
     while True:
@@ -156,7 +156,7 @@ class Tags:
 
 
 def tagged(
-    source: Source, emit: Emit, tags: Tags, schema: Mapping[str, Any], plain: Callable[[str], str]
+    source: MarkedSource, emit: Emit, tags: Tags, schema: Mapping[str, Any], plain: Callable[[str], str]
 ) -> Reading[None]:
     """Pass elements up to what is none. A value is a JSON string of its text, unless its schema knows another
     type that it can be read as."""
@@ -179,7 +179,7 @@ def tagged(
             return
 
 
-def _tag(source: Source, tags: Tags) -> Reading[str | None]:
+def _tag(source: MarkedSource, tags: Tags) -> Reading[str | None]:
     """Pass the beginning of an element, and return its key. None if there is none."""
     while True:
         key, end = _tag_at(source.text, source.at, tags)
@@ -204,7 +204,7 @@ def _tag_at(text: str, at: int, tags: Tags) -> tuple[str, int]:
 
 
 def _tagged_value(
-    source: Source, emit: Emit, tags: Tags, types: tuple[str, ...], plain: Callable[[str], str]
+    source: MarkedSource, emit: Emit, tags: Tags, types: tuple[str, ...], plain: Callable[[str], str]
 ) -> Reading[bool]:
     """Pass a value and the end of its element. False if the answer ends within it."""
     ending, *rest = tags.end
@@ -233,13 +233,13 @@ def _tagged_value(
             return False
 
 
-def _rest(source: Source, rest: list[str]) -> Reading[None]:
+def _rest(source: MarkedSource, rest: list[str]) -> Reading[None]:
     if rest:
         yield from source.space()
         yield from source.accepts(tuple(rest))
 
 
-def _whole_value(source: Source, ending: str, drops_break: bool) -> Reading[str | None]:
+def _whole_value(source: MarkedSource, ending: str, drops_break: bool) -> Reading[str | None]:
     """The value, at whose ending the source is then. None if it is too long to wait for, or the answer ends:
     then nothing is passed."""
     scanned = 0
@@ -298,7 +298,7 @@ def schema_types(
 
 
 def _referred(reference: str, root: Any) -> Any:
-    """What a reference names within the schema. None where it is not there."""
+    """The target of a reference within the schema. None where it is not there."""
     place, *steps = reference.split("/")
     if place != "#":
         return None
@@ -366,7 +366,9 @@ def _is_json(text: str) -> bool:
 # -- JSON with bare keys ------------------------------------------------------------------------------
 
 
-def relaxed(source: Source, emit: Emit, delimiter: Marker, plain: Callable[[str], str]) -> Reading[None]:
+def relaxed(
+    source: MarkedSource, emit: Emit, delimiter: Marker, plain: Callable[[str], str]
+) -> Reading[None]:
     """Pass an object with bare keys, and strings between delimiters."""
     depth, before = 0, ""
     while True:
@@ -390,7 +392,9 @@ def relaxed(source: Source, emit: Emit, delimiter: Marker, plain: Callable[[str]
         before = char
 
 
-def _delimited(source: Source, emit: Emit, delimiter: str, plain: Callable[[str], str]) -> Reading[None]:
+def _delimited(
+    source: MarkedSource, emit: Emit, delimiter: str, plain: Callable[[str], str]
+) -> Reading[None]:
     emit('"')
     while True:
         found = source.text.find(delimiter, source.at)
@@ -437,7 +441,7 @@ _BEHIND_STRING: Final = frozenset(",)]}:")
 
 
 def keywords(
-    source: Source, emit: Emit, commit: Callable[[], None], plain: Callable[[str], str]
+    source: MarkedSource, emit: Emit, commit: Callable[[], None], plain: Callable[[str], str]
 ) -> Reading[None]:
     """Pass keyword arguments up to their parenthesis, and it. `commit` is called once it is certain that they
     are arguments."""
@@ -472,7 +476,7 @@ class _Literals:
 
     __slots__ = ("emit", "plain", "source")
 
-    def __init__(self, source: Source, emit: Emit, plain: Callable[[str], str]) -> None:
+    def __init__(self, source: MarkedSource, emit: Emit, plain: Callable[[str], str]) -> None:
         self.source, self.emit, self.plain = source, emit, plain
 
     def value(self, depth: int, *, is_key: bool = False) -> Reading[None]:

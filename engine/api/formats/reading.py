@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from engine.api.formats.families import FAMILIES, Family, family_named, family_of
+from engine.api.formats.families import FAMILIES, FormatFamily, family_named, family_of
 from engine.api.formats.format import AnswerFormat
 from engine.api.formats.response_template import BadFormat, compiled
 from engine.api.formats.source import MARKS_MAX
@@ -98,7 +98,7 @@ def _bare_texts(format_: AnswerFormat) -> Iterator[tuple[str, ...]]:
     return (piece for text in format_.texts() if (piece := tuple(text.split())))
 
 
-def _of_family(family: Family) -> AnswerFormat:
+def _of_family(family: FormatFamily) -> AnswerFormat:
     return compiled(family.data, family.name, is_ours=True)
 
 

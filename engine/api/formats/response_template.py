@@ -146,7 +146,7 @@ def _reasoning(field: _Field, key: str) -> ReasoningFormat:
 
 
 def _texts(key: str, literal: str | list[str] | None, pattern: str | None) -> Iterator[str]:
-    """What a marker can be, where it has no holes."""
+    """The texts that a marker can be, where it has no holes."""
     for row in _rows(key, literal, pattern):
         if any(isinstance(item, Hole) for item in row):
             raise BadFormat(f"{key}_pattern: a named group has no meaning here")

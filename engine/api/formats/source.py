@@ -90,7 +90,7 @@ def space_end(text: str, at: int) -> int:
     return found.end()
 
 
-class Source:
+class MarkedSource:
     """The text that has come and is not read yet."""
 
     __slots__ = ("at", "holds", "is_whole", "text")

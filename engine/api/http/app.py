@@ -33,11 +33,11 @@ from shared.wire.errors import (
     error_headers,
     forget_frames,
 )
-from shared.wire.http import ClientGone, Request, Responder
+from shared.wire.http import ClientGone, HttpRequest, Responder
 from shared.wire.ids import REQUEST_ID_HEADER
 from shared.wire.request_body import misframed, read_body, send_continue
 
-Handle = Callable[[Request, Responder], Awaitable[None]]
+Handle = Callable[[HttpRequest, Responder], Awaitable[None]]
 
 
 class AioRequest:

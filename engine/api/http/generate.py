@@ -30,14 +30,14 @@ from msgspec import UNSET
 
 from engine.api.answer.detokenizer import Detokenizer, PartsDetokenizer
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading
-from engine.api.answer.exchange import SLOW_S, WRITE_LEN, Exchange, Tally
+from engine.api.answer.exchange import SLOW_S, WRITE_LEN, EngineExchange, Tally
 from engine.api.answer.outputs import ChoiceOutput, Delta, RequestOutput
 from engine.api.answer.stop_strings import StopStrings
 from engine.api.answer.text_room import TextRoom
 from engine.api.ask.admission import text_len
-from engine.api.ask.asking import Asked, Deadlines, ask
+from engine.api.ask.asking import CheckedRequest, Deadlines, ask
+from engine.api.ask.engine_state import EngineState
 from engine.api.ask.model import ServedModel
-from engine.api.ask.state import EngineState
 from engine.api.told.vllm_metrics import EndedSequence
 from shared.apis.generation import CompletionTokensDetails, GenerationRequest, PromptTokensDetails, Usage
 from shared.apis.holding import Holding
@@ -51,7 +51,7 @@ UNDER_WAY_S: Final = 0.2
 seconds: less than the time for which a gateway waits for the report (`gateway.request.pipeline.REPORT_S`)."""
 
 
-async def generate(state: EngineState, exchange: Exchange, kind: type[GenerationRequest]) -> None:
+async def generate(state: EngineState, exchange: EngineExchange, kind: type[GenerationRequest]) -> None:
     """Answer a request of one of the APIs that generate."""
     exchange.is_generation = True
     model, _ = state.ready_model()
@@ -88,8 +88,8 @@ class Generation:
     def __init__(
         self,
         state: EngineState,
-        exchange: Exchange,
-        asked: Asked,
+        exchange: EngineExchange,
+        asked: CheckedRequest,
         model: ServedModel,
         deadlines: Deadlines,
         holding: Holding,
@@ -399,7 +399,7 @@ class Generation:
 
     # -- making -----------------------------------------------------------------------------------
 
-    def _choice_output(self, asked: Asked, model: ServedModel, index: int) -> ChoiceOutput:
+    def _choice_output(self, asked: CheckedRequest, model: ServedModel, index: int) -> ChoiceOutput:
         choice, core = asked.choices[index], self._state.core
         decoder = model.tokenizer.decode_stream(choice.prompt_ids)
         reading, min_tokens = asked.form.reading, choice.sampling.min_tokens
@@ -420,7 +420,7 @@ class Generation:
             service_class=asked.share.service_class,
         )
 
-    def _make_encoder(self, asked: Asked, model: ServedModel) -> AnswerEncoder:
+    def _make_encoder(self, asked: CheckedRequest, model: ServedModel) -> AnswerEncoder:
         heading = Heading(
             id=asked.api.id_prefix + secrets.token_hex(12),
             created=int(self._state.clock.wall()),

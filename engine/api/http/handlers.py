@@ -9,12 +9,12 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from engine.api.answer.exchange import Exchange
+from engine.api.answer.exchange import EngineExchange
 from engine.api.answer.table import ANSWERS
 from engine.api.ask.admission import Limits, out_of_vocab
 from engine.api.ask.asking import read
+from engine.api.ask.engine_state import EngineState
 from engine.api.ask.model import ServedModel
-from engine.api.ask.state import EngineState
 from engine.api.http.generate import generate
 from shared.apis.holding import Holding
 from shared.apis.models import ModelList
@@ -31,24 +31,24 @@ from shared.wire.paths import no_such_path
 _encode = msgspec.json.Encoder().encode
 T = TypeVar("T", bound=msgspec.Struct)
 
-Handler = Callable[[EngineState, Exchange], Awaitable[None]]
+Handler = Callable[[EngineState, EngineExchange], Awaitable[None]]
 
 
 class NamedHandler(Protocol):
-    async def __call__(self, state: EngineState, exchange: Exchange, name: str) -> None: ...
+    async def __call__(self, state: EngineState, exchange: EngineExchange, name: str) -> None: ...
 
 
 # -- probes ---------------------------------------------------------------------------------------
 
 
-async def probe(state: EngineState, exchange: Exchange) -> None:
+async def probe(state: EngineState, exchange: EngineExchange) -> None:
     """Answer one of `PROBES`. The engine's port is inside the hop, so problems are told."""
     exchange.is_quiet = True
     status, body = answer_probe(exchange.endpoint, state.health, tells_problems=True)
     await exchange.send(body, status=status)
 
 
-async def metrics(state: EngineState, exchange: Exchange) -> None:
+async def metrics(state: EngineState, exchange: EngineExchange) -> None:
     exchange.is_quiet = True
     told = state.metrics.exposition(exchange.request.headers.get("accept"))
     await exchange.send(told.body, content_type=told.content_type)
@@ -57,20 +57,20 @@ async def metrics(state: EngineState, exchange: Exchange) -> None:
 # -- the model ------------------------------------------------------------------------------------
 
 
-async def list_models(state: EngineState, exchange: Exchange) -> None:
+async def list_models(state: EngineState, exchange: EngineExchange) -> None:
     await exchange.send(_encode(ModelList(data=[state.card()])))
 
 
-async def get_model(state: EngineState, exchange: Exchange, name: str) -> None:
+async def get_model(state: EngineState, exchange: EngineExchange, name: str) -> None:
     state.check_name(name)
     await exchange.send(_encode(state.card()))
 
 
-async def get_tokenizer(state: EngineState, exchange: Exchange) -> None:
+async def get_tokenizer(state: EngineState, exchange: EngineExchange) -> None:
     await exchange.send(state.loaded_model().bundle_json)
 
 
-async def tokenize(state: EngineState, exchange: Exchange) -> None:
+async def tokenize(state: EngineState, exchange: EngineExchange) -> None:
     model, limits = state.ready_model()
     with Holding(state.memory, exchange.tenant) as holding:
         parsed = await read(state, exchange, TokenizeRequest, holding)
@@ -98,7 +98,7 @@ def _tokenized(model: ServedModel, limits: Limits, request: TokenizeRequest) -> 
     return _encode(TokenizeResponse(len(ids), limits.room.most, ids))
 
 
-async def detokenize(state: EngineState, exchange: Exchange) -> None:
+async def detokenize(state: EngineState, exchange: EngineExchange) -> None:
     model, limits = state.ready_model()
     with Holding(state.memory, exchange.tenant) as holding:
         parsed = await read(state, exchange, DetokenizeRequest, holding)
@@ -119,7 +119,7 @@ async def detokenize(state: EngineState, exchange: Exchange) -> None:
 # -- requests -------------------------------------------------------------------------------------
 
 
-async def abort_request(state: EngineState, exchange: Exchange, name: str) -> None:
+async def abort_request(state: EngineState, exchange: EngineExchange, name: str) -> None:
     aborted = state.abort(RequestId(name), exchange.tenant)
     await exchange.send(_encode(AbortResponse(name, aborted)))
 
@@ -145,21 +145,21 @@ NAMED: Final[dict[str, dict[str, NamedHandler]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class FoundRoute:
     name: str
     run: Handler
 
 
-def find_route(method: str, path: str) -> Route:
+def find_route(method: str, path: str) -> FoundRoute:
     """The handler of a path and a method, and the route's name for the log. Raises RouteNotFound and
     MethodNotAllowed."""
     if (exact := EXACT.get(path)) is not None:
-        return Route(path, _of_method(exact, method, path))
+        return FoundRoute(path, _of_method(exact, method, path))
     for prefix, named in NAMED.items():
         name = path.removeprefix(prefix)
         if name and name != path:
             handler = _of_method(named, method, prefix)
-            return Route(prefix + "{id}", partial(handler, name=name))
+            return FoundRoute(prefix + "{id}", partial(handler, name=name))
     raise RouteNotFound(no_such_path(path, _exists))
 
 

@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from engine.api.ask.engine_state import EngineState
 from engine.api.ask.model import UnusableModel, load_model
-from engine.api.ask.state import EngineState
 from engine.api.core.client import CoreClient, CoreLink
 from engine.api.http.app import HttpServer
 from engine.api.http.service import Service

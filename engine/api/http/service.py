@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.api.answer.exchange import Exchange, House
-from engine.api.ask.state import EngineState
+from engine.api.answer.exchange import EngineExchange, House
+from engine.api.ask.engine_state import EngineState
 from engine.api.http.handlers import OPERATORS_PATHS, find_route
 from shared.process import logs
 from shared.wire.errors import ApiError, InternalError, RouteNotFound
-from shared.wire.http import ClientGone, Request, Responder
+from shared.wire.http import ClientGone, HttpRequest, Responder
 from shared.wire.paths import no_such_path
 
 log = logs.get(__name__)
@@ -27,11 +27,11 @@ class Service:
         self._state = state
         self._is_for_operators = is_for_operators
 
-    async def handle(self, request: Request, responder: Responder) -> None:
+    async def handle(self, request: HttpRequest, responder: Responder) -> None:
         state = self._state
         tokenizer_hash = None if state.model is None else state.model.tokenizer.hash
         house = House(tokenizer_hash, state.load, state.clock, state.tracing)
-        exchange = Exchange(request, responder, house)
+        exchange = EngineExchange(request, responder, house)
         try:
             await self._answer(exchange)
         except ClientGone:
@@ -45,7 +45,7 @@ class Service:
                 state.metrics.requests.inc(exchange.end_reason)
                 state.metrics.e2e_s.observe(total_s, exemplar=exchange.exemplar(total_s))
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: EngineExchange) -> None:
         try:
             exchange.check_tenant()
             path = exchange.request.path

@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from engine.api.told.causes import Interruption, preemption_code
+from engine.api.told.attribution import Interruption, preemption_code
 from engine.api.told.steps import StepRing
 from engine.contract.messages import Move
 from shared.wire.causes import CauseCode

@@ -23,7 +23,7 @@ PREFIX: Final = "penstock_engine_"
 _LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STEP_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 GRAMMAR_KINDS: Final = (*(kind.value for kind in StructureKind), "tools", "reasoning")
-"""What a grammar is asked for by: a structure, tools, or a bound on reasoning."""
+"""The wishes that a grammar is made for: a structure, tools, or a bound on reasoning."""
 _SHARES: Final = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""How much of a step prompts may take: one rule.
+"""How much of a step prompts may take: the size of the chunks of chunked prefill, by one rule.
 
 A step computes one token of every running sequence that decodes, and chunks of prompts beside them. The
 decodes alone take `D` seconds. With chunks of `P` seconds beside them the streams see gaps of `D + P`. Let
@@ -61,7 +61,7 @@ STEP_S_MAX: Final = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class PrefillBudget:
     """The time of one step for prompts, in seconds."""
 
     seconds: float
@@ -80,16 +80,16 @@ class Credit:
     """The time of the chunk of one token that waits for it; 0.0 when none does."""
 
 
-def prompt_budget(gap_target_s: float, decodes_s: float, share: float, error: float) -> Budget:
+def prompt_budget(gap_target_s: float, decodes_s: float, share: float, error: float) -> PrefillBudget:
     """The rule at the head of this module. `decodes_s` is D, `share` is phi and `error` is m."""
     assert 0.0 < share < 1.0
     by_target_s = gap_target_s / (1.0 + error) - decodes_s
     by_share_s = share / (1.0 - share) * decodes_s / (1.0 + error)
     seconds = min(max(by_target_s, by_share_s), STEP_S_MAX)
-    return Budget(seconds, max(seconds, decodes_s / (1.0 + error)))
+    return PrefillBudget(seconds, max(seconds, decodes_s / (1.0 + error)))
 
 
-def time_with_credit_s(budget: Budget, credit: Credit) -> float:
+def time_with_credit_s(budget: PrefillBudget, credit: Credit) -> float:
     """The time for prompts in a step, what is left from earlier ones included; below zero in debt."""
     return min(budget.seconds + credit.seconds, max(budget.longest_s, credit.wanted_s))
 

@@ -39,7 +39,7 @@ GRACE_PART_ALONE: Final = 0.5
 GRACE_S_MAX: Final = 0.002
 
 
-class Standing(Enum):
+class MatcherStanding(Enum):
     """Where a matcher stands after a token."""
 
     GOES_ON = "goes on"
@@ -56,7 +56,7 @@ class Filled:
     handle: int
     mask: bytes
     """Bit t of little-endian 32-bit words says whether token t is allowed. Never empty unless it failed."""
-    standing: Standing
+    standing: MatcherStanding
     seconds: float
     """The time that it took a thread."""
 
@@ -93,7 +93,7 @@ class NoGrammars:
         self._failed: list[Filled] = []
 
     def open(self, handle: int, grammar: str, tenant: str) -> None:
-        self._failed.append(Filled(handle, b"", Standing.FAILED, 0.0))
+        self._failed.append(Filled(handle, b"", MatcherStanding.FAILED, 0.0))
 
     def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
         assert not tokens, "no mask was there"
@@ -115,7 +115,7 @@ class Masks:
     def __init__(self, grammars: Grammars | None = None) -> None:
         self._grammars: Final[Grammars] = NoGrammars() if grammars is None else grammars
         self.sequences: Final[dict[int, Sequence_]] = {}
-        """By handle, until they end. While there is none, nothing here is called."""
+        """The sequences by handle, until they end. While there is none, nothing here is called."""
 
     def open(self, sequence: Sequence_, grammar: str) -> None:
         """Begin the answer of a sequence, which is not due until its first mask is there."""
@@ -139,9 +139,9 @@ class Masks:
             if sequence is None:
                 continue  # it ended meanwhile
             sequence.grammar_s += filled.seconds
-            if filled.standing is Standing.FAILED:
+            if filled.standing is MatcherStanding.FAILED:
                 yield sequence, FinishReason.GRAMMAR
-            elif filled.standing is Standing.COMPLETE and not _may_end(sequence, filled.mask):
+            elif filled.standing is MatcherStanding.COMPLETE and not _may_end(sequence, filled.mask):
                 yield sequence, FinishReason.STOP
             else:
                 assert sequence.mask is None

@@ -38,7 +38,7 @@ from typing import Final
 
 from engine.contract.grammars import BadGrammar, Executor, Matcher, Vocabulary, compiled, failure
 from engine.core.grammars.lanes import SLOW_S, Lane
-from engine.core.grammars.masks import Filled, Standing
+from engine.core.grammars.masks import Filled, MatcherStanding
 from shared.process import logs
 
 CACHED_MAX: Final = 256
@@ -53,7 +53,7 @@ class _Compiled:
 
     matcher: Matcher | None
     mask: bytes
-    standing: Standing
+    standing: MatcherStanding
     seconds: float
     is_slow: bool = False
     """True if a mask of it was slow in the fast lane."""
@@ -201,7 +201,7 @@ class GrammarThreads:
     def _compiled(self, grammar: str) -> _Compiled:
         began_s = time.thread_time()
         matcher: Matcher | None = None
-        mask, standing = b"", Standing.FAILED
+        mask, standing = b"", MatcherStanding.FAILED
         try:
             matcher = compiled(self._vocabulary, grammar)
             mask, standing = self._mask(matcher)
@@ -257,16 +257,16 @@ class GrammarThreads:
             standings = [_standing(matcher) for matcher in matchers]
         except BaseException as error:  # llguidance's panics are no Exceptions
             log.warning("core.grammar_failed", reason=type(error).__name__)
-            taken, standings = [False] * len(rows), [Standing.FAILED] * len(rows)
+            taken, standings = [False] * len(rows), [MatcherStanding.FAILED] * len(rows)
         seconds = time.monotonic() - began_s
         if seconds > SLOW_S:
             for row in rows:
                 row.suspect = PROVEN
         for at, (row, is_taken, standing) in enumerate(zip(rows, taken, standings, strict=True)):
-            if is_taken and standing is not Standing.FAILED:
+            if is_taken and standing is not MatcherStanding.FAILED:
                 mask = bytes(masks[at * size : (at + 1) * size])
             else:
-                mask, standing = b"", Standing.FAILED
+                mask, standing = b"", MatcherStanding.FAILED
             self._done.append(Filled(row.handle, mask, standing, seconds / len(rows)))
 
     def _executor(self) -> Executor:
@@ -279,7 +279,7 @@ class GrammarThreads:
     def _filled(self, row: _Row) -> Filled:
         """Take in a row's token, and fill its next mask."""
         began_s = time.thread_time()
-        mask, standing = b"", Standing.FAILED
+        mask, standing = b"", MatcherStanding.FAILED
         try:
             matcher = row.own_matcher()
             if matcher.consume_token(row.token):
@@ -288,17 +288,17 @@ class GrammarThreads:
             log.warning("core.grammar_failed", reason=type(error).__name__)
         return Filled(row.handle, mask, standing, time.thread_time() - began_s)
 
-    def _mask(self, matcher: Matcher) -> tuple[bytes, Standing]:
+    def _mask(self, matcher: Matcher) -> tuple[bytes, MatcherStanding]:
         mask = matcher.compute_bitmask()  # with a word more than there are tokens, where these fill the last
         standing = _standing(matcher)
-        return b"" if standing is Standing.FAILED else mask[: self._mask_len], standing
+        return b"" if standing is MatcherStanding.FAILED else mask[: self._mask_len], standing
 
 
-def _standing(matcher: Matcher) -> Standing:
+def _standing(matcher: Matcher) -> MatcherStanding:
     """Where a matcher stands whose mask was filled."""
     if not matcher.is_stopped():
-        return Standing.GOES_ON
-    return Standing.FAILED if failure(matcher) else Standing.COMPLETE
+        return MatcherStanding.GOES_ON
+    return MatcherStanding.FAILED if failure(matcher) else MatcherStanding.COMPLETE
 
 
 def _len(grammar: str, held: _Compiled) -> int:

@@ -1,1 +1,2 @@
-"""The pages of the KV cache, on the device, in host memory and on disk."""
+"""The pages of the KV cache, on the device, in host memory and on disk, and the prefix cache that they
+make."""

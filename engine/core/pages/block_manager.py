@@ -1,4 +1,5 @@
-"""The pages of the KV cache: which sequences hold each, and which prefix it contains.
+"""The pages of the KV cache, and the prefix cache: which sequences hold each page, and which prefix it
+contains.
 
 A page holds the keys and values of `page_size` consecutive tokens of one sequence. The runner owns
 the tensors; here a page is only its number. At any moment each page is exactly one of
@@ -38,7 +39,7 @@ Rules
    since its release, goes before all full ones: heads take no room from prefixes.
 5. The first tokens of a page that do not fill it are its *head*. A head may be found as a page is, by an
    identity of the same kind, as soon as it is computed. It is never shared, since its owner writes behind it:
-   who finds it copies it into a page of its own (`engine.core.step.allocator`, rule K).
+   who finds it copies it into a page of its own (a fork: `engine.core.step.allocator`, rule K).
 6. Two sequences may compute the same page at the same time. The first to finish it gives it its
    identity; the second then refers to that page, too, and gives its own back (`register` names the
    one to keep, `engine.core.step.allocator` changes the table). Both hold the same keys and values: to the
@@ -226,7 +227,8 @@ class BlockManager:
         return pages
 
     def _evict(self, count: int) -> list[int]:
-        """Take `count` cached pages, of which nothing is found any more (rule 4)."""
+        """Take `count` cached pages, of which nothing is found any more, in rule 4's order: heads first, then
+        by rent and age."""
         heads = min(count, len(self._cached_heads))
         pages = [self._cached_heads.popitem(last=False)[0] for _ in range(heads)]
         pages += self._cached.pop(count - heads, self._handed_out)
@@ -247,7 +249,8 @@ class BlockManager:
     def register(self, page: int, identity: PageIdentity) -> int:
         """Give a page that is full and computed its identity, so that `match` finds it.
 
-        Returns the page that has the identity: this one, or another that had it before (rule 6).
+        Returns the page that has the identity: this one, or another that had it before, since two sequences
+        computed it (rule 6).
         """
         assert self._refs[page] >= 1
         assert self._identity[page] is None
@@ -312,7 +315,8 @@ class BlockManager:
             self._free.append(page)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert rule 1; `tables` has the page tables of all living sequences."""
+        """Assert rule 1, that no page is lost or counted wrongly; `tables` has the page tables of all living
+        sequences."""
         refs = [0] * self.total
         for table in tables:
             assert len(set(table)) == len(table), "a page twice in one table"

@@ -96,7 +96,7 @@ class CachedPages:
         return pages
 
     def _highest(self, now: int) -> str:
-        """The tenant that pays (rule 3)."""
+        """The tenant that pays: of the first of each magnitude, the one with the highest rent (rule 3)."""
         highest, rent = "", -1
         for magnitude, heap in enumerate(self._magnitudes):
             while heap and self._ranked.get(heap[0][1]) != (magnitude, heap[0][0]):

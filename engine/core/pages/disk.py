@@ -22,7 +22,7 @@ from typing import Final
 from engine.contract.messages import DiskCounts
 from engine.core.pages.block_manager import PageIdentity
 from engine.core.pages.page_files import PageFiles
-from engine.core.pages.tiers import Done
+from engine.core.pages.tiers import ReturnedPage
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 
@@ -49,7 +49,7 @@ class DiskThreads:
         self._clock: Final = clock
         self._writes: Final[queue.Queue[Job]] = queue.Queue(WRITES_MAX)
         self._reads: Final[queue.Queue[Job]] = queue.Queue(READS_MAX)
-        self._done: Final[deque[Done]] = deque()  # bounded by the pages that are lent
+        self._done: Final[deque[ReturnedPage]] = deque()  # bounded by the pages that are lent
         self._is_on = True
         self._written = self._dropped = self._read = self._missed = 0
 
@@ -78,7 +78,7 @@ class DiskThreads:
             if self._files.drop(identity):
                 _put(self._writes, (identity, NO_PAGE))
 
-    def take_done(self) -> list[Done]:
+    def take_done(self) -> list[ReturnedPage]:
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def counts(self) -> DiskCounts:
@@ -105,7 +105,7 @@ class DiskThreads:
         began_at = self._clock.monotonic()
         is_good = self._guarded(lambda: self._files.write(identity, self._view(page)))
         self._written += is_good
-        self._done.append(Done(page, identity, False, is_good, self._clock.monotonic() - began_at))
+        self._done.append(ReturnedPage(page, identity, False, is_good, self._clock.monotonic() - began_at))
 
     def _read_all(self) -> None:
         while True:
@@ -118,7 +118,7 @@ class DiskThreads:
         is_good = self._guarded(lambda: self._files.read_into(identity, self._view(page)))
         self._read += is_good
         self._missed += not is_good
-        self._done.append(Done(page, identity, True, is_good, self._clock.monotonic() - began_at))
+        self._done.append(ReturnedPage(page, identity, True, is_good, self._clock.monotonic() - began_at))
 
     def _guarded(self, work: Callable[[], bool]) -> bool:
         """The result of `work`. False once the tier is off, and when this error turns it off."""

@@ -97,11 +97,13 @@ class HostPool:
         self._free += pages
 
     def release_after_plan(self, pages: Iterable[int]) -> None:
-        """Free these pages once the plan in the making is made, which copies from them (rule 3)."""
+        """Free these pages once the plan in the making is made, which copies from them (rule 3: until then
+        they are leaving)."""
         self._leaving += pages
 
     def plan_made(self, step: int = 0, touched: Iterable[int] = ()) -> None:
-        """Free the leaving pages (rule 3). The plan of this step copies from or to the pages `touched`."""
+        """Free the leaving pages, which nothing copies from any more (rule 3). The plan of this step copies
+        from or to the pages `touched`."""
         self._free += [page for page in self._leaving if page not in self._lent]
         self._leaving.clear()
         self._touched.update(dict.fromkeys(touched, step))
@@ -136,7 +138,8 @@ class HostPool:
 
     def keep(self, identity: PageIdentity, tenant: str = "") -> int | None:
         """The page that the plan in the making is to copy a page of this tenant with this identity to, which
-        is kept from now on. None when it was kept before, or when there is no room (rule 2)."""
+        is kept from now on. None when it was kept before, or when there is no room but what sequences hold
+        (rule 2)."""
         if identity in self._kept:
             self._use(self._kept[identity])
             return None
@@ -202,7 +205,7 @@ class HostPool:
         return self._kept.get(identity) == page and page not in self._lent and page not in self._touched
 
     def lend(self, page: int) -> None:
-        """Note that a thread reads a kept page (rule 4)."""
+        """Note that a thread reads a kept page, which stays until then (rule 4)."""
         assert page in self._identity
         assert page not in self._lent
         self._droppable.discard((page,))
@@ -210,7 +213,7 @@ class HostPool:
 
     def lend_empty(self) -> int | None:
         """A page for a thread to write, dropping a kept one when none is free; None when neither is there, or
-        the one that would be dropped is in use (rule 5)."""
+        the one that would be dropped is in use by a step in flight (rule 5)."""
         for at in range(len(self._free) - 1, -1, -1):
             if self._free[at] not in self._touched:
                 page = self._free.pop(at)
@@ -237,7 +240,8 @@ class HostPool:
             self._fetched.add(page)
 
     def check(self, held: Iterable[Collection[int]]) -> None:
-        """Assert rule 1; `held` has the host pages of each living sequence."""
+        """Assert rule 1, that each page is in one set and held by one sequence; `held` has the host pages of
+        each living sequence."""
         assert {page: identity for identity, page in self._kept.items()} == self._identity
         assert sorted(self._droppable) == sorted(self._identity.keys() - self._lent)
         lent = [page for page in self._lent if page not in self._identity and page not in self._leaving]

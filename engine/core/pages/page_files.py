@@ -261,7 +261,8 @@ class PageFiles:
             self.remove(identity)
 
     def _make_room(self, count: int) -> None:
-        """Remove files so that there is room for `count` more (rule 4)."""
+        """Remove files so that there is room for `count` more, other fingerprints' first and the longest
+        unused (rule 4)."""
         while True:
             with self._lock:
                 own = len(self._files) + count

@@ -43,7 +43,7 @@ slow is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ReturnedPage:
     """A page that a thread gives back."""
 
     page: int
@@ -61,16 +61,18 @@ class PageDisk(Protocol):
     def has(self, identity: PageIdentity) -> bool: ...
 
     def write(self, identity: PageIdentity, page: int) -> bool:
-        """Write this host page, which is lent until it is `Done`. False when too many wait."""
+        """Write this host page, which is lent until it comes back as a `ReturnedPage`. False when too many
+        wait."""
         ...
 
     def read(self, identity: PageIdentity, page: int) -> bool:
-        """Read to this host page, which is lent until it is `Done`. False when too many wait."""
+        """Read to this host page, which is lent until it comes back as a `ReturnedPage`. False when too many
+        wait."""
         ...
 
     def forget(self, identities: Iterable[PageIdentity]) -> None: ...
 
-    def take_done(self) -> list[Done]:
+    def take_done(self) -> list[ReturnedPage]:
         """The pages that are given back since the last call."""
         ...
 
@@ -95,7 +97,7 @@ class DiskLink:
 
     def landed(self, step: int, host_pages: Iterable[int]) -> None:
         """Note that a step is committed that copied pages to these host pages, and write what is kept of
-        them (rule 1)."""
+        them, which is complete only now (rule 1)."""
         complete = self._host.landed(step, host_pages)
         if self._disk is None:
             return
@@ -107,7 +109,7 @@ class DiskLink:
         self._write_due(self._disk)
 
     def _write_due(self, disk: PageDisk) -> None:
-        """Write pages that wait for it and are still kept, as far as rule 1 lets."""
+        """Write pages that wait for it and are still kept, as far as rule 1 lets: so many at a time."""
         while self._due and len(self._writing) < max(1, self._host.total // WRITING_PART):
             identity, page = self._due.popleft()
             if disk.has(identity) or not self._host.may_lend(identity, page):
@@ -162,7 +164,7 @@ class DiskLink:
         return identity in self._reading
 
     def is_late(self) -> None:
-        """Note that somebody waited in vain (rule 3)."""
+        """Note that somebody waited in vain: nothing is read until the disk answers (rule 3)."""
         self._is_stuck = True
 
     def take_done(self) -> None:
@@ -187,7 +189,8 @@ class DiskLink:
         self._write_due(self._disk)
 
     def forget(self, identities: Sequence[PageIdentity]) -> None:
-        """Forget pages whose contents are not to be trusted, in host memory and on disk (rule 4)."""
+        """Forget pages whose contents are not to be trusted, in host memory and on disk (rule 4: in every
+        tier)."""
         self._host.forget(identities)
         if self._disk is not None:
             self._forgotten |= set(identities) & {*self._writing.values(), *self._reading}

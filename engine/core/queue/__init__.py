@@ -1,1 +1,1 @@
-"""The sequences that wait, and the order in which they are admitted."""
+"""Admission: the sequences that wait, and the order in which they are admitted."""

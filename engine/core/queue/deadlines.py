@@ -100,9 +100,9 @@ def first_token_s(
     length: int,
     allowance_s: float,
 ) -> float:
-    """The estimate of rule 1, in seconds. `fast` is the rate while the prompt is hurried, `before` has the
-    pending tokens of the prompts before it, and `allowance_s` is what its tenant may lengthen steps by
-    now."""
+    """The estimate of rule 1, by which what is hopeless is refused, in seconds. `fast` is the rate while the
+    prompt is hurried, `before` has the pending tokens of the prompts before it, and `allowance_s` is what its
+    tenant may lengthen steps by now."""
     queue_s = sum([cost.chunk_s(0, pending) for pending in before]) / _prompts_share(rate)
     own_s = prefill_s(cost, rate, position, length)
     if fast.prompts_s > rate.prompts_s:
@@ -157,7 +157,7 @@ class HurryCredits:
 
 
 @dataclass(slots=True)
-class Deadlines:
+class DeadlineQueue:
     """The deadlines of the sequences that have no first token yet, by handle, in the order of their times."""
 
     _heap: list[tuple[float, int]] = field(default_factory=list)

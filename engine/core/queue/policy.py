@@ -42,8 +42,8 @@ passes it from then on, and the turn goes to the oldest of the other tenants. Th
 For one of any sixteen admissions in a row was the oldest's, and as long as a sequence waits, the oldest is
 that sequence or came before it. Hence with k before it in the queue of a lone tenant, and none of them
 preempted, it is admitted with the 16 * (k + 1)-th admission at the latest. Paused sequences are not counted,
-nor those that resume with their pages, nor those that follow others (`engine.core.step.planner`, rule D).
-(`engine.core.queue.waiting` keeps the turn.)
+nor those that resume with their pages, nor those that follow others which compute their prompt
+(`engine.core.step.planner`, rule D). (`engine.core.queue.waiting` keeps the turn.)
 
 `python -m tests.bench scheduler` measures the rule beside others in virtual time; `tests/bench/results` has
 its figures.

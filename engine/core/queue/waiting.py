@@ -50,7 +50,8 @@ class WaitingQueue:
         self._admitted_since_oldest = 0
         self._held: dict[str, Sequence] = {}  # by tenant
         self.computed: set[PageIdentity | None] = set()
-        """The prompts that running sequences compute (rule D of `engine.core.step.planner`)."""
+        """The prompts that running sequences compute, for which others wait (rule D of
+        `engine.core.step.planner`)."""
 
     @property
     def newcomers(self) -> int:

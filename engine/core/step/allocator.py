@@ -1,11 +1,12 @@
-"""Slots and pages: which sequence holds which, and which sequence gives them up for which.
+"""Admission, preemption, and between them growth: which sequence holds which slots and pages, and which
+sequence gives them up for which.
 
 A sequence holds a slot while it runs, and pages while it runs, is stalled or has yielded. It gets them when
 it is admitted (`admit`), gets a page more whenever its decode needs one (`grow`), and loses them when it is
 preempted, for one that runs and grows or for one that is admitted (`preempt_for`), or when it ends
 (`release`). It loses the slot alone when it stalls (`stall_paused`) or yields (`_step_aside`). Which sequence
-is preempted is chosen in `engine.core.step.victims`, with the rules G and J; how it is restored, in
-`engine.core.step.swap`.
+is preempted is chosen in `engine.core.step.victims`, with the rules G, by class, and J, by tenants' shares;
+how it is restored, in `engine.core.step.swap`.
 
 A. Pages for all known tokens are taken at admission, so only decodes grow, one page at a time. A new sequence
    is admitted into a free slot when the whole uncached part fits into the available pages, with a watermark
@@ -14,18 +15,19 @@ A. Pages for all known tokens are taken at admission, so only decodes grow, one 
 C. A sequence that was preempted `preemptions_max` times is *protected*: from its next admission on, none is
    admitted unless all that run, itself included, can grow to their ends, into pages that are available or
    that sequences without a slot hold. So none is preempted while it runs, and no sequence is preempted more
-   than `preemptions_max` times while it runs, apart from yields by rule J.
+   than `preemptions_max` times while it runs, apart from yields to tenants that hold less (rule J).
 E. A paused sequence is in no plan. What was in flight when the pause came still counts. It harms no other:
    its slot is released at the next plan at which nothing of it is in flight, since admitting it again costs
    no computation; its pages are released when others lack them, before any running sequence is preempted.
-   This is not counted against rule C, since its reader caused it: each pause costs it its pages once at most.
+   This is not counted against rule C's bound on preemptions, since its reader caused it: each pause costs it
+   its pages once at most.
 F. A stalled sequence that is resumed needs a slot, and is admitted as others are (first in rank), except that
-   it brings its pages along. So rule C holds for it, too.
+   it brings its pages along. So rule C holds for it, too: protected ones are waited for.
 I. No running sequence is preempted while a step is in flight: its pages would be free only later, and until
    then every plan would find too few and take more. When one has to be, no plan is made, the step in flight
-   is committed, and the next plan is made as if steps had never overlapped. So rules C and G hold as they
-   stand, and rows in flight can only be late (rule H) for a sequence that has ended, never for one that goes
-   on.
+   is committed, and the next plan is made as if steps had never overlapped. So rules C and G, the bound
+   on preemptions and their order by class, hold as they stand, and rows in flight can only be late (rule H)
+   for a sequence that has ended, never for one that goes on.
 K. What a sequence lacks of its prompt's last page may be the head of a page that another fills, or filled.
    Then it is *forked*: the plan that admits the sequence copies the head into a page of its own. So the
    choices of one prompt compute its last token alone for themselves, and a prompt that comes again does.
@@ -42,12 +44,12 @@ from typing import Final
 
 from engine.contract.messages import Move, Moved, RunnerInfo, ServiceClass
 from engine.contract.records import Lack
-from engine.core.config import SchedulerConfig
 from engine.core.estimate.cost import CostLearner
 from engine.core.pages.block_manager import BlockManager, PageIdentity, pages_for
 from engine.core.pages.tiers import DiskLink, PageDisk
 from engine.core.queue.tenants import TenantHoldings
 from engine.core.queue.waiting import WaitingQueue
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence, Status
 from engine.core.step.flight import InFlight
 from engine.core.step.plan_builder import PlanBuilder
@@ -181,7 +183,8 @@ class Allocator:
         """True if `sequence` could be admitted once `victims` and all that wait with pages are preempted.
 
         It needs a slot, pages for all its known tokens, and beside running sequences the watermark as well;
-        with a protected sequence it needs the pages that all of them may need to grow to their ends (rule C).
+        with a protected sequence it needs the pages that all of them may need to grow to their ends (rule C:
+        those are not preempted).
         """
         if not (self._slots_free or victims):
             self.lack = self.lack or Lack.SLOTS
@@ -209,7 +212,7 @@ class Allocator:
         waiting = self._waiting.due
         highest = max((s.service_class for s in waiting), default=min(ServiceClass))
         if any(s.service_class < highest for s in self.running.values()):
-            return True  # rule G
+            return True  # a lower class gives way: rule G
         if now + YIELDS_AHEAD_S < self._may_yield_from:
             return False
         most, tenants = self.holdings.most, {sequence.tenant for sequence in waiting}
@@ -253,7 +256,7 @@ class Allocator:
         yields: bool,
     ) -> bool:
         """Preempt as many of `ordered`, from the first on, as `sequence` needs. While a step is in flight
-        none is preempted, and the result is False (rule I)."""
+        none is preempted, and the result is False (rule I: pages would be free only later)."""
         if self._in_flight:
             self._preemption_awaits_commit = True
             return False
@@ -316,7 +319,7 @@ class Allocator:
 
     def must_wait(self) -> bool:
         """True if a running sequence has to be preempted, and cannot be before the step in flight is
-        committed (rule I)."""
+        committed (rule I: none is preempted meanwhile)."""
         if not self._in_flight:
             self._preemption_awaits_commit = False
             return False
@@ -379,7 +382,7 @@ class Allocator:
 
     def _step_aside(self, victim: Sequence, builder: PlanBuilder, now: float) -> None:
         """Take the slot from a running sequence, and leave it its pages until others need them."""
-        assert not self._in_flight, "rule I is broken"
+        assert not self._in_flight, "preempted while a step is in flight: rule I is broken"
         builder.drop(self._release_slot(victim), victim)
         victim.step_aside(now)
         self._waiting.enter(victim)
@@ -391,7 +394,7 @@ class Allocator:
         """Take pages, and the slot if it has one, from a sequence, with all that was planned for it. What it
         has computed may be copied to host memory first."""
         if victim.status is Status.RUNNING:
-            assert not self._in_flight, "rule I is broken"
+            assert not self._in_flight, "preempted while a step is in flight: rule I is broken"
             builder.drop(self._release_slot(victim), victim)
         else:
             self._waiting.displace(victim)
@@ -429,7 +432,7 @@ class Allocator:
 
     def _release_pages(self, sequence: Sequence, pages: list[int]) -> None:
         """Take back pages of its table; at the commit of the last step in flight that works on them, if there
-        is one (rule H)."""
+        is one (rule H: its rows are late, and still write)."""
         last = self._in_flight.get(sequence.last_step)
         if last is None:
             self.pages.release(pages)
@@ -437,7 +440,8 @@ class Allocator:
             last.tables.append(pages)
 
     def _release_slot(self, sequence: Sequence) -> int:
-        """Take back the slot of a running sequence, and return it. It is free when its pages are (rule H)."""
+        """Take back the slot of a running sequence, and return it. It is free when its pages are: once no row
+        in flight is its own (rule H)."""
         slot, last = sequence.slot, self._in_flight.get(sequence.last_step)
         assert slot is not None
         del self.running[slot]

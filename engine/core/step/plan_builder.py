@@ -15,7 +15,7 @@ from typing import Final
 from engine.contract.messages import SlotAssignment, Want
 from engine.core.estimate import pace
 from engine.core.estimate.cost import StepCost, Work
-from engine.core.estimate.pace import Budget, Credit
+from engine.core.estimate.pace import Credit, PrefillBudget
 from engine.core.sequence import Sequence
 
 WANTED_MARGIN: Final = 1.001
@@ -126,7 +126,7 @@ class PlanBuilder:
     def is_full(self) -> bool:
         return not self.tokens_left or self.is_saving or (self.time_left_s <= 0.0 and bool(self.rows))
 
-    def open_to_prompts(self, budget: Budget, credit: Credit, cost: StepCost) -> None:
+    def open_to_prompts(self, budget: PrefillBudget, credit: Credit, cost: StepCost) -> None:
         """Go on from decodes to prompts; reserve a part of their time for the first prefill, if there is
         one."""
         self.has_streams = bool(self.rows)

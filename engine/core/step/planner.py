@@ -1,4 +1,5 @@
-"""Spends one step's token budget: on decodes, then by rank on chunks of running prefills and on admissions.
+"""Spends one step's token budget: on decodes, then by rank on chunks of running prefills (chunked prefill)
+and on admissions.
 
 The first sequence of a tenant that does not fit ends the tenant's admissions for its class and those below,
 so none overtakes it for good, and none of its class takes the pages that a preempted sequence just released.
@@ -23,15 +24,15 @@ from itertools import islice
 from typing import Final
 
 from engine.contract.messages import RunnerInfo, ServiceClass, SlotAssignment, Started
-from engine.core.config import SchedulerConfig
 from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, Work
-from engine.core.estimate.pace import Budget, Credit
+from engine.core.estimate.pace import Credit, PrefillBudget
 from engine.core.queue import deadlines
 from engine.core.queue.deadlines import HurryCredits, Rate
 from engine.core.queue.policy import Circumstances
 from engine.core.queue.tenants import TenantCounters
 from engine.core.queue.waiting import Candidate, WaitingQueue
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import LifePhase, Sequence, Status
 from engine.core.step.allocator import Allocator
 from engine.core.step.flight import InFlight, News
@@ -39,7 +40,7 @@ from engine.core.step.plan_builder import PlanBuilder
 from engine.core.step.swap import Prefix
 
 PASSED_MAX: Final = 16
-"""Sequences of one tenant that one plan passes over by rule D."""
+"""Sequences of one tenant that one plan passes over by rule D, as others compute what they lack."""
 SEATED_LEN_MAX: Final = 128 * 1024
 """Known tokens of admitted sequences after which a plan admits no other. An admission costs the host 50 ns
 for each, also of those in the cache: its page table, and its seat, which has them all."""
@@ -59,7 +60,7 @@ class Blocked:
     of_tenant: dict[str, int] = field(default_factory=dict)
     """The highest class of which no sequence of a tenant is admitted, by tenant."""
     passed: Counter[str] = field(default_factory=Counter)
-    """The number of sequences that rule D passed over, by tenant."""
+    """The number of sequences that rule D passed over as others compute what they lack, by tenant."""
 
     def has(self, sequence: Sequence) -> bool:
         return sequence.service_class <= max(self.of_all, self.of_tenant.get(sequence.tenant, NO_CLASS))
@@ -158,7 +159,7 @@ class Planner:
         if builder.hurried is not None:
             self.hurries.spend(builder.hurried.tenant, builder.hurried_s, now)
 
-    def _budget(self, streams: Sequence_[Sequence], decodes_s: float) -> Budget:
+    def _budget(self, streams: Sequence_[Sequence], decodes_s: float) -> PrefillBudget:
         """The time for prompts beside these decodes, which take `decodes_s`."""
         targets, error = self.config.gap_targets_s, self.learner.error
         if not streams:
@@ -169,7 +170,8 @@ class Planner:
     # -- first-token deadlines --------------------------------------------------------------------
 
     def _hurry(self, builder: PlanBuilder, rate: Rate, now: float) -> None:
-        """Choose the prompt that is hurried, if one is: by rule 2 of `engine.core.queue.deadlines`."""
+        """Choose the prompt that is hurried, if one is: what would miss its deadline, by rule 2 of
+        `engine.core.queue.deadlines`."""
         fast = deadlines.hurried(rate, self.learner.error)
         if fast.prompts_s <= rate.prompts_s:
             return
@@ -190,9 +192,9 @@ class Planner:
             builder.extra_s = min(fast.prompts_s - rate.prompts_s, left_s)
 
     def first_token_s(self, sequence: Sequence, now: float, within_s: float) -> float:
-        """The estimate of a newcomer's time to first token, by rule 1 of `engine.core.queue.deadlines`, or
-        more where even that is at most `within_s`. Its work does not grow with the queue: a flood of requests
-        with deadlines would cost its square otherwise."""
+        """The estimate of a newcomer's time to first token, by which what is hopeless is refused (rule 1 of
+        `engine.core.queue.deadlines`), or more where even that is at most `within_s`. Its work does not grow
+        with the queue: a flood of requests with deadlines would cost its square otherwise."""
         if self.outlook is None:
             self.outlook = self._look_out()
         cost, rate, rivals = self.learner.cost, self.outlook.rate, self.outlook.rivals
@@ -254,7 +256,7 @@ class Planner:
 
     def _is_coming(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder) -> bool:
         """True if a chunk of this very plan, or of a step in flight, works towards the next page that
-        `sequence` lacks (rule D)."""
+        `sequence` lacks, so that it may wait for that (rule D)."""
         if sequence.pages or prefix.host_pages or not self.config.prefix_cache:
             return False
         hits_len = len(prefix.pages) + len(prefix.kept)

@@ -26,9 +26,9 @@ from engine.contract.messages import (
     Want,
 )
 from engine.contract.records import Lack, StepRecord
-from engine.core.config import SchedulerConfig
 from engine.core.pages.block_manager import BlockManager
 from engine.core.queue.tenants import TenantCounters
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence, Status
 from engine.core.step.allocator import Allocator
 from engine.core.step.flight import InFlight, News
@@ -58,7 +58,7 @@ class Results:
         """Take in the results row by row.
 
         Yields each sequence that its token ends, with the reason; the caller ends it before it asks for the
-        next one. Rows of sequences that ended meanwhile bring nothing (rule H).
+        next one. Rows of sequences that ended meanwhile bring nothing, as they are late (rule H).
         """
         plan = flight.plan
         unsound = self._take_prompt_logprobs(flight, result.prompt_logprobs, news)

@@ -171,7 +171,8 @@ class Swapper:
 
     def keep(self, evicted: Sequence_[Evicted], cost: StepCost, *, streams: bool) -> None:
         """Let the plan in the making copy pages that the prefix cache evicted to host memory, as far as there
-        is time (rule 3). The oldest come first in `evicted`; `streams` says whether sequences run."""
+        is time (rule 3: where copying takes less than computing). The oldest come first in `evicted`;
+        `streams` says whether sequences run."""
         size = self._pages.page_size
         if not evicted or not self._prefers(Restoration(0, 1, cost.chunk_s(0, size), 2 * cost.page_s)):
             return
@@ -183,7 +184,8 @@ class Swapper:
                 self.pages_out += 1
 
     def _copies_left(self, cost: StepCost) -> int:
-        """The number of pages that the plan in the making may still copy beside streams (rule 5)."""
+        """The number of pages that the plan in the making may still copy beside streams, within `COPY_SHARE`
+        of their gap (rule 5)."""
         if not cost.page_s or self._copies_s_max == math.inf:
             return COPIES_MAX
         return max(0, int(self._copies_s_max / cost.page_s) - self.copied_pages)
@@ -203,7 +205,7 @@ class Swapper:
 
     def prefix(self, sequence: Sequence, found: list[int], kept: Sequence_[PageIdentity] = ()) -> Prefix:
         """The part of a sequence without pages that need not be computed; `found` are the pages that the
-        prefix cache has of it, and host memory keeps those behind them (rule 4)."""
+        prefix cache has of it, and host memory keeps those behind them, with no gap between (rule 4)."""
         swapped, size = sequence.swapped, self._pages.page_size
         known = len(found) + len(kept)
         if swapped is None or known < swapped.first or swapped.computed_len <= known * size:

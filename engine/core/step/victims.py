@@ -1,4 +1,4 @@
-"""The choice of victims: which sequences lose their slot and pages, and in which order.
+"""The choice of victims, for preemption: which sequences lose their slot and pages, and in which order.
 
 Pure functions that read sequences and change nothing; `engine.core.step.allocator` says when a victim is
 needed, and preempts it.
@@ -8,7 +8,8 @@ Running ones are chosen by class, then by what their tenant holds, then by what 
 (`by_expendability`).
 
 G. A sequence that does not fit takes slot and pages from running sequences of a lower class, if that is
-   enough; otherwise from none. Protected ones (rule C) and those admitted by the same plan are spared.
+   enough; otherwise from none. Protected ones (preempted as often as rule C allows) and those admitted by the
+   same plan are spared.
 J. Slots are shared by tenants. A sequence that does not fit, and with which its tenant would hold less than
    another tenant holds now, by their dominant shares (`engine.core.queue.tenants`), takes slot and pages from
    that other tenant, again if that is enough. Spared are the oldest running sequence of each tenant and those
@@ -34,7 +35,8 @@ from engine.core.queue.tenants import TenantHoldings
 from engine.core.sequence import Sequence
 
 YIELDS_AHEAD_S: Final = 1.0
-"""The seconds of restoring that yields may cause before time without them has paid for it (rule J)."""
+"""The seconds of restoring that yields may cause before time without them has paid for it (rule J: one second
+each)."""
 
 
 def may_yield(running: Iterable[Sequence], sequence: Sequence) -> list[Sequence]:

@@ -1,1 +1,1 @@
-"""The back ends of attention on a device, of which one prefills and one decodes."""
+"""The back ends of paged attention on a device, of which one prefills and one decodes."""

@@ -23,7 +23,7 @@ from engine.runtime.attention.flashinfer_paged import (
     workspace,
 )
 from engine.runtime.attention.reference import ReferenceDecode, ReferencePrefill
-from engine.runtime.setup.backends import Backend, Choice, Chosen
+from engine.runtime.setup.backends import Backend, BackendChoice, Chosen
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import AttentionSpec, DecodePages, PrefillPages
 
@@ -45,7 +45,7 @@ class Bounds:
 
 
 def build_backends(
-    choice: Choice, cache: KVCache, spec: AttentionSpec, dtype: torch.dtype, bounds: Bounds
+    choice: BackendChoice, cache: KVCache, spec: AttentionSpec, dtype: torch.dtype, bounds: Bounds
 ) -> tuple[DecodePages, PrefillPages]:
     """The decode and the prefill back end over `cache`, for queries in `dtype`.
 

@@ -21,7 +21,7 @@ import torch.distributed
 from torch import Tensor
 
 from engine.runtime.collective.shard import Shard
-from engine.runtime.setup.errors import CollectiveFailed
+from engine.runtime.setup.model_errors import CollectiveFailed
 
 RENDEZVOUS_DEADLINE: Final = timedelta(seconds=60)
 """The time in which ranks, all of which have started, find each other."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from engine.runtime.models.config import ModelConfig
-from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.setup.model_errors import BadRunnerConfig
 
 Span = tuple[int, int]
 """A range [start, stop)."""
@@ -43,7 +43,7 @@ class Shard:
         """The number of items per rank, rounded up."""
         return -(-count // self.size)
 
-    def of(self, config: ModelConfig) -> ModelConfig:
+    def of(self, config: DecoderConfig) -> DecoderConfig:
         """The model as one rank computes it: its heads, its part of the MLP. Raises BadRunnerConfig."""
         problems = list(_problems(config, self.size))
         if problems:
@@ -62,11 +62,11 @@ class Shard:
 WHOLE: Final = Shard()
 
 
-def _fits(config: ModelConfig, size: int) -> bool:
+def _fits(config: DecoderConfig, size: int) -> bool:
     return not any(_problems(config, size))
 
 
-def _problems(config: ModelConfig, size: int) -> Iterator[str]:
+def _problems(config: DecoderConfig, size: int) -> Iterator[str]:
     if config.heads % size:
         yield f"does not divide num_attention_heads ({config.heads})"
     if config.kv_heads % size and size % config.kv_heads:

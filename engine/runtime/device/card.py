@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from engine.runtime.device.graphs import CudaGraphDevice, GraphDevice
-from engine.runtime.device.timing import DeviceTimer, shortest_replay_us
+from engine.runtime.device.kernel_timing import DeviceTimer, shortest_replay_us
 from engine.runtime.kernels.autotune import Timer
 from engine.runtime.kernels.launching import compiling_in
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from engine.runtime.setup.errors import DoesNotFit
+from engine.runtime.setup.model_errors import DoesNotFit
 from engine.runtime.step.kv_cache import PAGES_MIN
 
 OUT_OF_MEMORY: Final = ("out of memory", "ALLOC_FAILED")

@@ -34,8 +34,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from engine.runtime.attention.triton_paged import FRESH_TOKENS_MIN, TritonDecode, TritonPrefillStep
+from engine.runtime.device.device_decoder import DeviceDecoder
 from engine.runtime.device.graphs import Captured, DecodeInputs, GraphDevice
-from engine.runtime.device.network import DeviceDecoder
 from engine.runtime.device.slots import DeviceBatch
 from engine.runtime.device.transfer import ALIGNMENT
 from engine.runtime.kernels.autotune import Timer

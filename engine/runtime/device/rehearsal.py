@@ -27,8 +27,8 @@ from engine.runtime.device.card import Card, Compiler, MemoryReading
 from engine.runtime.device.graphs import GraphDevice
 from engine.runtime.kernels.autotune import Timer, once
 from engine.runtime.models.quantization import Fp8Scheme
+from engine.runtime.weights.checkpoint import ALL, TensorPart
 from engine.runtime.weights.fp8 import Fp8Weight
-from engine.runtime.weights.reading import ALL, Part
 
 T = TypeVar("T")
 META: Final = torch.device("meta")
@@ -118,11 +118,13 @@ class Shapes:
     dtype: torch.dtype
     fp8: Fp8Scheme | None
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+    def stack(
+        self, names: Sequence[str], rows: Sequence[int], *columns: int, part: TensorPart = ALL
+    ) -> Tensor:
         return torch.empty(part.shape(rows, columns), dtype=self.dtype, device=META)
 
     def stack_fp8(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, part: Part = ALL
+        self, names: Sequence[str], rows: Sequence[int], columns: int, part: TensorPart = ALL
     ) -> Fp8Weight | None:
         if self.fp8 is None:
             return None

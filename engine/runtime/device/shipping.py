@@ -25,12 +25,12 @@ import msgspec
 import torch
 
 from engine.runtime.collective.shard import WHOLE
-from engine.runtime.device.load import Design, rehearse
+from engine.runtime.device.device_shard import Design, rehearse
 from engine.runtime.device.rehearsal import META, Blueprint
 from engine.runtime.kernels.absent_card import compile_as_for, keep_compiled_in
 from engine.runtime.kernels.launching import compiling_in
-from engine.runtime.models.config import ModelConfig, parse_model_config
-from engine.runtime.setup.config import RunnerConfig, Weights
+from engine.runtime.models.decoder_config import DecoderConfig, parse_model_config
+from engine.runtime.setup.runner_config import RunnerConfig, Weights
 from shared.process.child_python import environment
 
 
@@ -93,7 +93,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
 
 
 @dataclass(slots=True)
-class Count:
+class KernelCount:
     """The kernels that Triton was asked for."""
 
     compiled: int = 0
@@ -106,7 +106,7 @@ class Count:
             self.compiled += 1
 
 
-def compile_for(make: Make, model: ModelConfig, weights: Weights, threads: int) -> None:
+def compile_for(make: Make, model: DecoderConfig, weights: Weights, threads: int) -> None:
     """Compile everything that a start launches, into Triton's cache. The active driver is the card's."""
     blueprint = Blueprint("absent", make.capability, make.multiprocessors)
     config = RunnerConfig(model="absent", device="cuda", weights=weights)
@@ -119,9 +119,9 @@ def compile_for(make: Make, model: ModelConfig, weights: Weights, threads: int) 
         rehearse(design, blueprint, WHOLE, all_products=True)
 
 
-def compile_all(make: Make, models: Sequence[str], threads: int) -> Count:
+def compile_all(make: Make, models: Sequence[str], threads: int) -> KernelCount:
     """Compile each model's kernels for one card. Takes this process' driver for good."""
-    count = Count()
+    count = KernelCount()
     compile_as_for(make.capability, count.listen)
     for name in models:
         model = parse_model_config(msgspec.json.encode(MODELS[name]))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.contract.messages import Plan, SlotAssignment
-from engine.runtime.device.sampling import DeviceSampling
+from engine.runtime.device.device_sampling import DeviceSampling
 from engine.runtime.device.transfer import upload
 from engine.runtime.step.batch import PackedBatch, rows_of
 from engine.runtime.step.kv_cache import TokenPlaces

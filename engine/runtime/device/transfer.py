@@ -55,18 +55,18 @@ _TYPES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class DeviceArrival:
     """The moment at which all copies to the host that were queued before it are done."""
 
     event: torch.cuda.Event | None
 
     @staticmethod
-    def on(device: torch.device) -> Arrival:
+    def on(device: torch.device) -> DeviceArrival:
         if device.type != "cuda":
-            return Arrival(None)
+            return DeviceArrival(None)
         event = torch.cuda.Event()
         event.record()
-        return Arrival(event)
+        return DeviceArrival(event)
 
     def wait(self) -> None:
         if self.event is not None:
@@ -74,6 +74,6 @@ class Arrival:
 
 
 def download(tensor: Tensor) -> Tensor:
-    """A copy in host memory, not to be read before an `Arrival` that was created after it."""
+    """A copy in host memory, not to be read before a `DeviceArrival` that was created after it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return host.copy_(tensor, non_blocking=True)

@@ -20,7 +20,7 @@ either, a top-k of the whole vocabulary being none, draws in the order of ids.
 Edits are made on copies of the rows that ask for them. The mask, and the steps behind it, are a `Draw`'s: the
 network's own, or `draw_by_torch`, which sorts what top-k and top-p may keep. Of a large vocabulary that takes
 so long that only the likeliest few are put in order (`CANDIDATES`); rows that need more are sorted one by
-one. """
+one."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton import OutOfResources
 
-from engine.runtime.kernels.fused import Norm, Stream, norm_stream, silu_mul
+from engine.runtime.kernels.fused import Norm, ResidualStream, norm_stream, silu_mul
 from engine.runtime.kernels.matmul import (
     ROWS_FP8,
     ROWS_MAX,
@@ -199,8 +199,8 @@ class MatmulTable:
         return _by_library(x, weight, bias, out)
 
     def of_stream(
-        self, stream: Stream, linear: DeviceLinear, *, out: Tensor | None = None
-    ) -> tuple[Tensor, Stream]:
+        self, stream: ResidualStream, linear: DeviceLinear, *, out: Tensor | None = None
+    ) -> tuple[Tensor, ResidualStream]:
         """The product of the stream's norm, [M, N], or [M, N / 2] where it is gated; and the stream with its
         change added. The given stream must not be used again."""
         rows = len(stream.residual)
@@ -215,8 +215,8 @@ class MatmulTable:
         return _apart(self, stream, linear, out)
 
     def added(
-        self, stream: Stream, x: Tensor, adding: DeviceLinear, following: DeviceLinear
-    ) -> Stream | None:
+        self, stream: ResidualStream, x: Tensor, adding: DeviceLinear, following: DeviceLinear
+    ) -> ResidualStream | None:
         """The stream with the product of x added and the norm before `following` begun. The given stream must
         not be used again. None, and nothing is done, where the kernels apart are faster."""
         if len(x) > MEASURED_ROWS[-1]:
@@ -228,8 +228,8 @@ class MatmulTable:
 
 
 def _apart(
-    table: MatmulTable, stream: Stream, linear: DeviceLinear, out: Tensor | None = None
-) -> tuple[Tensor, Stream]:
+    table: MatmulTable, stream: ResidualStream, linear: DeviceLinear, out: Tensor | None = None
+) -> tuple[Tensor, ResidualStream]:
     """The norm, the product and SiLU, each by a kernel of its own."""
     assert linear.norm is not None
     x, stream = norm_stream(stream, linear.norm)
@@ -238,8 +238,8 @@ def _apart(
 
 
 def _headed(
-    stream: Stream, linear: DeviceLinear, tile: Tile, out: Tensor | None = None
-) -> tuple[Tensor, Stream]:
+    stream: ResidualStream, linear: DeviceLinear, tile: Tile, out: Tensor | None = None
+) -> tuple[Tensor, ResidualStream]:
     """One kernel for all, SiLU included where the product is gated."""
     assert linear.norm is not None
     return normed_matmul(
@@ -248,31 +248,31 @@ def _headed(
 
 
 def _tailed(
-    stream: Stream, linear: DeviceLinear, tile: Tile, out: Tensor | None = None
-) -> tuple[Tensor, Stream]:
+    stream: ResidualStream, linear: DeviceLinear, tile: Tile, out: Tensor | None = None
+) -> tuple[Tensor, ResidualStream]:
     """The norm by a kernel of its own, then the product with SiLU in its tail."""
     assert linear.norm is not None
     x, stream = norm_stream(stream, linear.norm)
     return skinny_matmul(x, linear.weight, tile, bias=linear.bias, gated=True, out=out), stream
 
 
-def begin_norm(stream: Stream, x: Tensor, pair: Pair, tile: Tile) -> Stream:
+def begin_norm(stream: ResidualStream, x: Tensor, pair: Pair, tile: Tile) -> ResidualStream:
     """The first product of a pair, which begins the norm."""
     adding, following = pair
     assert following.norm is not None
     return adding_matmul(x, adding.weight, tile, stream, following.norm, bias=adding.bias)
 
 
-def end_norm(stream: Stream, linear: DeviceLinear, tile: Tile) -> tuple[Tensor, Stream]:
+def end_norm(stream: ResidualStream, linear: DeviceLinear, tile: Tile) -> tuple[Tensor, ResidualStream]:
     """The second product of a pair, which ends the norm."""
-    x, after = stream.unscaled, Stream(stream.residual)
+    x, after = stream.unscaled, ResidualStream(stream.residual)
     assert x is not None
     if tile.splits > 1:
         return split_matmul(x, linear.weight, tile, bias=linear.bias), after
     return scaled_matmul(x, linear.weight, tile, bias=linear.bias, gated=linear.gated), after
 
 
-Way = Callable[[Stream, DeviceLinear, Tile], tuple[Tensor, Stream]]
+Way = Callable[[ResidualStream, DeviceLinear, Tile], tuple[Tensor, ResidualStream]]
 
 
 def measured_rows(rows: int) -> int:
@@ -348,7 +348,7 @@ def _measure_fused(
     residual, change = torch.randn(
         2, rows, shape.width, dtype=activations, device=_values(linear.weight).device
     )
-    stream = Stream(residual, change)
+    stream = ResidualStream(residual, change)
     apart_us = timer(partial(_apart, table, stream, linear))
     tiles = _tiles(linear.weight, activations, rows)
     found = [

@@ -36,7 +36,7 @@ from engine.runtime.kernels.autotune import (
     end_norm,
     folded_shape,
 )
-from engine.runtime.kernels.fused import Stream, Unscaled
+from engine.runtime.kernels.fused import ResidualStream, Unscaled
 from engine.runtime.kernels.matmul import Tile, row_bucket, rows_max
 
 SUMS_MAX: Final = 1 << 14
@@ -69,7 +69,7 @@ def _measure_scaled(linear: DeviceLinear, rows: int, activations: torch.dtype, t
     width, each = values.shape[1], min(values.shape[1], 64)
     x = torch.randn(rows, width, dtype=activations, device=values.device)
     squares = torch.full((width // each, row_bucket(rows)), float(each), device=values.device)
-    stream = Stream(x, unscaled=Unscaled(x, squares, 0.0))
+    stream = ResidualStream(x, unscaled=Unscaled(x, squares, 0.0))
     return _best(scaled_tiles(linear, activations, rows), partial(end_norm, stream, linear), timer)[0]
 
 
@@ -83,7 +83,7 @@ def _measure_pair(
         torch.randn(rows, columns, dtype=activations, device=_values(weight).device)
         for columns in (width, height)
     )
-    stream = Stream(residual)
+    stream = ResidualStream(residual)
 
     def apart() -> None:
         table.of_stream(stream.plus(table.linear(x, weight, pair[0].bias)), following)

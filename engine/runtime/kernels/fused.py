@@ -59,7 +59,7 @@ class Unscaled:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ResidualStream:
     """The hidden states between two blocks, [T, hidden]: the residual, and the last block's output, which the
     next kernel adds to it (None: nothing is left to add)."""
 
@@ -68,18 +68,18 @@ class Stream:
     unscaled: Unscaled | None = None
     """The next norm, where the last block's product has begun it; None: it is left to the next kernel."""
 
-    def plus(self, change: Tensor) -> Stream:
+    def plus(self, change: Tensor) -> ResidualStream:
         assert self.change is None
         assert self.unscaled is None
-        return Stream(self.residual, change)
+        return ResidualStream(self.residual, change)
 
 
-def norm_stream(stream: Stream, norm: Norm) -> tuple[Tensor, Stream]:
+def norm_stream(stream: ResidualStream, norm: Norm) -> tuple[Tensor, ResidualStream]:
     """The stream's norm, and the stream with its change added in place. The given stream must not be used
     again."""
     if stream.change is None:
         return rms_norm(stream.residual, norm.weight, norm.eps), stream
-    return rms_norm(stream.change, norm.weight, norm.eps, stream.residual), Stream(stream.residual)
+    return rms_norm(stream.change, norm.weight, norm.eps, stream.residual), ResidualStream(stream.residual)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

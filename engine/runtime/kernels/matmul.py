@@ -59,7 +59,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.kernels.dependent_launch import dependent, prefetch, wait_for_earlier
-from engine.runtime.kernels.fused import Norm, Stream, Unscaled
+from engine.runtime.kernels.fused import Norm, ResidualStream, Unscaled
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.widening import widened
 from engine.runtime.weights.fp8 import Fp8Weight
@@ -177,7 +177,7 @@ def scaled_matmul(
 
 
 def normed_matmul(
-    stream: Stream,
+    stream: ResidualStream,
     norm: Norm,
     weight: Weight,
     tile: Tile,
@@ -185,14 +185,14 @@ def normed_matmul(
     bias: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
-) -> tuple[Tensor, Stream]:
+) -> tuple[Tensor, ResidualStream]:
     """`skinny_matmul` of the stream's norm, and the stream with its change added. The given stream is left as
     it is."""
     residual, change = stream.residual, stream.change
     total = None if change is None else torch.empty_like(residual)
     head = _Head(change, norm.weight, norm.eps, total)
     found = _launch(residual, head, weight, tile, bias, gated, out)
-    return found, Stream(residual if total is None else total)
+    return found, ResidualStream(residual if total is None else total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
-from engine.runtime.kernels.fused import Norm, Stream, Unscaled
+from engine.runtime.kernels.fused import Norm, ResidualStream, Unscaled
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.matmul import (
     ROWS,
@@ -90,8 +90,8 @@ def split_matmul(
 
 
 def adding_matmul(
-    x: Tensor, weight: Weight, tile: Tile, stream: Stream, norm: Norm, *, bias: Tensor | None = None
-) -> Stream:
+    x: Tensor, weight: Weight, tile: Tile, stream: ResidualStream, norm: Norm, *, bias: Tensor | None = None
+) -> ResidualStream:
     """Add `split_matmul` to the stream's residual [M, N], in place, and begin the stream's norm. The given
     stream must not be used again."""
     residual = stream.residual
@@ -101,7 +101,7 @@ def adding_matmul(
     squares = x.new_empty(tiles, row_bucket(len(x)), dtype=torch.float32)
     values = torch.empty_like(residual)
     _launch(x, weight, tile, bias, values, residual=residual, norm=norm.weight, squares=squares)
-    return Stream(residual, unscaled=Unscaled(values, squares, norm.eps))
+    return ResidualStream(residual, unscaled=Unscaled(values, squares, norm.eps))
 
 
 def _launch(

@@ -8,8 +8,8 @@ proves nothing about the arithmetic.
     a choice     its field and its value        `architecture Qwen3ForCausalLM`, `activation silu`
     an option    its field, where it is used    `qk_norm`, `windows`, `tied_embeddings`, `rope.llama3`
 
-The names follow from the fields of `ModelConfig` and `RopeConfig`, so that a field which is added there, and
-which a network has not declared, keeps that network from being chosen.
+The names follow from the fields of `DecoderConfig` and `RopeConfig`, so that a field which is added there,
+and which a network has not declared, keeps that network from being chosen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Final
 
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.decoder_config import DecoderConfig
 from engine.runtime.models.rope import RopeConfig
 
 NUMBERS: Final = frozenset(
@@ -30,18 +30,18 @@ NO_ARITHMETIC: Final = frozenset({"unread", "rope"})
 """Fields that change nothing by themselves: `rope` is looked into."""
 
 
-def features_of(config: ModelConfig) -> frozenset[str]:
+def features_of(config: DecoderConfig) -> frozenset[str]:
     """The names of all that a network has to implement to compute this model."""
     return frozenset((*_named(config, ""), *_named(config.rope, "rope.")))
 
 
-def lacking(config: ModelConfig, implemented: frozenset[str]) -> str | None:
+def lacking(config: DecoderConfig, implemented: frozenset[str]) -> str | None:
     """The model's features that are not among `implemented`, as a reason; None when all are."""
     missing = sorted(features_of(config) - implemented)
     return f"{', '.join(missing)}: not implemented" if missing else None
 
 
-def _named(described: ModelConfig | RopeConfig, prefix: str) -> Iterator[str]:
+def _named(described: DecoderConfig | RopeConfig, prefix: str) -> Iterator[str]:
     for own in fields(described):
         name, value = prefix + own.name, getattr(described, own.name)
         if name in NUMBERS or name in NO_ARITHMETIC:

@@ -1,7 +1,7 @@
 """The meaning of each key of config.json, as a table in the form that `shared.text.model_files` describes.
 
-`config.py`, `rope.py` and `quantization.py` decide which values of the used keys are served. A key that is
-used in one family and has no effect in another (`attention_bias` in Mistral) counts as used.
+`decoder_config.py`, `rope.py` and `quantization.py` decide which values of the used keys are served. A key
+that is used in one family and has no effect in another (`attention_bias` in Mistral) counts as used.
 
 Keys of `Only` are read by code that all architectures of transformers share, so that they change what any
 model computes. Settings of generation are for the API process, which reads them here where the model has no

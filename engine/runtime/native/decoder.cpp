@@ -3,7 +3,7 @@
 //     x += output(attention(rotate(norm(q)), rotate(norm(k)), v))     q, k, v = qkv(rms_norm(x))
 //     x += down(silu(gate) * up)                                      gate, up = gate_up(rms_norm(x))
 //
-// It is engine/runtime/host/network.py again, without an interpreter between two operations: a step of a small model,
+// It is engine/runtime/host/torch_decoder.py again, without an interpreter between two operations: a step of a small model,
 // or of a large one with few rows, is some two hundred loops too short to be called one by one.
 //
 // The residual x is float32; what is multiplied is rounded to the element type just before. All loops

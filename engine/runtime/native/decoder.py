@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.decoder_config import DecoderConfig
 from engine.runtime.models.features import lacking
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.native.build import ISAS, library_path
@@ -24,8 +24,8 @@ from engine.runtime.setup.hardware import PROC, processor_flags
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.seats import SamplingColumns
+from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, LayerParameters
-from engine.runtime.weights.reading import WeightSource
 
 # -- the library ----------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class Step(ctypes.Structure):
     )
 
 
-class Draw(ctypes.Structure):
+class NativeDraw(ctypes.Structure):
     """`PenstockDraw` in decoder.cpp."""
 
     _fields_ = (
@@ -110,7 +110,7 @@ _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     "penstock_set_tables": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "penstock_forward": (c_int32, (c_void_p, POINTER(Step), c_void_p)),
     "penstock_logits": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p)),
-    "penstock_draw": (c_int32, (c_void_p, POINTER(Draw), c_void_p)),
+    "penstock_draw": (c_int32, (c_void_p, POINTER(NativeDraw), c_void_p)),
 }
 
 
@@ -169,12 +169,12 @@ IMPLEMENTED: Final = frozenset(
 """The features of models (`engine.runtime.models.features`) that decoder.cpp and this module implement."""
 
 
-def misfit(config: ModelConfig, page_size: int) -> str | None:
+def misfit(config: DecoderConfig, page_size: int) -> str | None:
     """Why the native kernels do not compute this model; None where they do."""
     return NativeDecoder.implements(config) or _odd_sizes(config, page_size)
 
 
-def _odd_sizes(config: ModelConfig, page_size: int) -> str | None:
+def _odd_sizes(config: DecoderConfig, page_size: int) -> str | None:
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -191,7 +191,7 @@ class NativeDecoder:
     def __init__(
         self,
         isa: str,
-        config: ModelConfig,
+        config: DecoderConfig,
         source: WeightSource,
         *,
         dtype: torch.dtype,
@@ -231,7 +231,7 @@ class NativeDecoder:
             self._set_layer(layer, source)
 
     @staticmethod
-    def implements(config: ModelConfig) -> str | None:
+    def implements(config: DecoderConfig) -> str | None:
         """Why this network does not compute the model, whatever its sizes; None where it does."""
         return lacking(config, IMPLEMENTED)
 
@@ -292,7 +292,7 @@ class NativeDecoder:
         column = c_int64 * len(rows)
         mask_len = max(map(len, masks), default=0)
         assert all(len(mask) in (0, mask_len) for mask in masks)
-        wanted = Draw(
+        wanted = NativeDraw(
             count=len(rows),
             vocab=logits.shape[1],
             rows=column(*rows),

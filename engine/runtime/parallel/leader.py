@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from engine.contract.messages import Pending, Plan, RunnerInfo, RunResult
 from engine.runtime.collective.shard import Shard
-from engine.runtime.models.config import read_model_config
+from engine.runtime.models.decoder_config import read_model_config
 from engine.runtime.parallel.ranks import OnLost, Ranks
 from engine.runtime.parallel.rendezvous import Rendezvous
 from engine.runtime.parallel.wire import Build, Execute, Here, Landed, Loaded, digest_of
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.setup.model_errors import BadRunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from shared.process.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:

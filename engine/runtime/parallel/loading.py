@@ -1,7 +1,7 @@
 """A rank's part of the model, made the same way on every rank.
 
-On a GPU that is `engine.runtime.device.load`, rank r of a machine on card r; on a CPU
-`engine.runtime.host.load`, where ranks share the machine's cores and memory.
+On a GPU that is `engine.runtime.device.device_shard`, rank r of a machine on card r; on a CPU
+`engine.runtime.host.host_shard`, where ranks share the machine's cores and memory.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from engine.runtime.collective.group import Group, Meeting
 from engine.runtime.collective.shard import Shard
 from engine.runtime.load import choose_device
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.setup.model_errors import BadRunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start.starting import LoadedShard, Progress, ShardRunner
 
 
@@ -35,10 +35,10 @@ def connect(config: RunnerConfig, rank: int, store_file: str, meeting: Meeting |
 def load_shard(config: RunnerConfig, ranks: Group, progress: Progress) -> LoadedShard[ShardRunner]:
     """This rank's weights. Raises ModelError. Sets torch's thread counts, which belong to the process."""
     if ranks.device.type == "cpu":
-        from engine.runtime.host import load as host
+        from engine.runtime.host import host_shard as host
 
         return host.load_shard(config, progress, ranks)
-    from engine.runtime.device import load as device
+    from engine.runtime.device import device_shard as device
     from engine.runtime.device.card import CudaCard
 
     return device.load_shard(config, CudaCard(ranks.device), progress, ranks)

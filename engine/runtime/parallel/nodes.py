@@ -33,7 +33,7 @@ import torch.distributed
 
 from engine.runtime.collective.group import Meeting
 from engine.runtime.parallel.rendezvous import Rendezvous
-from engine.runtime.setup.errors import BadRunnerConfig, RankLost
+from engine.runtime.setup.model_errors import BadRunnerConfig, RankLost
 from shared.process import logs
 from shared.process.build import version
 from shared.process.files import open_regular

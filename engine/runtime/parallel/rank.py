@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 from engine.runtime.parallel.wire import (
     Build,
     Closed,
-    Done,
     Execute,
-    Failed,
     Goodbye,
     Here,
     Landed,
     Loaded,
+    RankDone,
     RankEnd,
+    RankFailed,
     Start,
     digest_of,
 )
-from engine.runtime.setup.errors import CollectiveFailed, ModelError, RankLost
+from engine.runtime.setup.model_errors import CollectiveFailed, ModelError, RankLost
 from shared.process import logs
 from shared.process.lifecycle import die_with_parent
 
@@ -66,9 +66,9 @@ def follow(wire: RankEnd, start: Start, meeting: Meeting | None = None) -> int:
         raise Closed from error
     except ModelError as error:
         log.error("rank.failed", reason=str(error))
-        wire.send(Failed(str(error)))
+        wire.send(RankFailed(str(error)))
     except Exception as error:
-        wire.send(Failed(f"{type(error).__name__}: {' '.join(str(error).split())}"))
+        wire.send(RankFailed(f"{type(error).__name__}: {' '.join(str(error).split())}"))
         raise
     else:
         return 0
@@ -89,7 +89,7 @@ def load(wire: RankEnd, start: Start, meeting: Meeting | None = None) -> Runner:
         build = wire.receive()
         assert isinstance(build, Build)
         runner = shard.build(build.info, _quiet)
-    wire.send(Done())
+    wire.send(RankDone())
     gc.collect()
     gc.freeze()  # as rank 0's process does: a collection that walks torch's modules would delay all ranks
     return runner
@@ -116,7 +116,7 @@ def execute(wire: RankEnd, runner: Runner) -> None:
                 return
             case message:
                 raise AssertionError(f"{type(message).__name__} between steps")
-        wire.send(Done())
+        wire.send(RankDone())
 
 
 if __name__ == "__main__":

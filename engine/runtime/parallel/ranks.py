@@ -35,18 +35,18 @@ import msgspec
 from engine.runtime.parallel.wire import (
     RECEIVE_LEN,
     Build,
-    Done,
     Execute,
-    Failed,
     FromRank,
     Goodbye,
     Landed,
+    RankDone,
+    RankFailed,
     Reader,
     Start,
     frame,
 )
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import CollectiveFailed, RankLost
+from engine.runtime.setup.model_errors import CollectiveFailed, RankLost
+from engine.runtime.setup.runner_config import RunnerConfig
 from shared.process import logs
 from shared.process.child_python import environment
 from shared.process.clock import SYSTEM_CLOCK, Clock
@@ -274,9 +274,9 @@ class Ranks:
             return rank.end_reason()
         for message in rank.reader.feed(data):
             match message:
-                case Done():
+                case RankDone():
                     rank.told_at_s.popleft()
-                case Failed(reason):
+                case RankFailed(reason):
                     return f"rank {rank.number}: {reason}"
                 case _:
                     with self._news:

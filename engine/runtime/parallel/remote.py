@@ -31,8 +31,8 @@ import msgspec
 from engine.runtime.parallel import rank
 from engine.runtime.parallel.rendezvous import Rendezvous
 from engine.runtime.parallel.wire import Closed, RankEnd, Start
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import ModelError, RankLost
+from engine.runtime.setup.model_errors import ModelError, RankLost
+from engine.runtime.setup.runner_config import RunnerConfig
 from shared.process import logs
 
 FAILED: Final = 1

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 
 PORT_MAX: Final = 65535
 ADDRESS_LEN_MAX: Final = 253

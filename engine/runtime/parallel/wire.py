@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from engine.contract.messages import Plan, RunnerInfo
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 
 FRAME_LEN_MAX: Final = 1 << 30
 """The most bytes of a message. A plan that seats every slot with a full context is a tenth of it."""
@@ -71,17 +71,17 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     pages: int
 
 
-class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
+class RankDone(msgspec.Struct, array_like=True, frozen=True, tag="done"):
     """The rank has finished one `Build`, `Execute` or `Landed`, in their order."""
 
 
-class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
+class RankFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     """The rank's last message. `message` is for the operator and holds no prompt text."""
 
     message: str
 
 
-FromRank = Here | Loaded | Done | Failed
+FromRank = Here | Loaded | RankDone | RankFailed
 
 encode = msgspec.msgpack.Encoder().encode
 Message = TypeVar("Message")

@@ -23,12 +23,12 @@ from enum import Enum
 from types import ModuleType
 from typing import Final
 
-from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.setup.model_errors import BadRunnerConfig
 
 AUTO: Final = "auto"
 
 
-class Phase(Enum):
+class AttentionPhase(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -57,9 +57,9 @@ NAMES: Final[Mapping[str, tuple[Backend, ...]]] = {
 }
 """The back ends that each name of the setting stands for: the first that fits is taken."""
 
-ORDER: Final[Mapping[Phase, tuple[Backend, ...]]] = {
-    Phase.PREFILL: (Backend.CUDNN, Backend.TRITON, Backend.TORCH),
-    Phase.DECODE: (Backend.TRITON, Backend.TORCH),
+ORDER: Final[Mapping[AttentionPhase, tuple[Backend, ...]]] = {
+    AttentionPhase.PREFILL: (Backend.CUDNN, Backend.TRITON, Backend.TORCH),
+    AttentionPhase.DECODE: (Backend.TRITON, Backend.TORCH),
 }
 """What `auto` may take, the fastest first. Only what this project has measured on a card is here."""
 
@@ -128,7 +128,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackendChoice:
     prefill: Chosen
     decode: Chosen
     passed_over: tuple[str, ...] = ()
@@ -150,17 +150,17 @@ class Choice:
         return text + (f" ({'; '.join(self.passed_over)})" if self.passed_over else "")
 
 
-def parse(asked: str) -> Mapping[Phase, str]:
+def parse(asked: str) -> Mapping[AttentionPhase, str]:
     """The back end's name for each phase, from a setting in the form that the module describes. Raises
     BadRunnerConfig."""
     if "=" not in asked:
-        return dict.fromkeys(Phase, _known(asked))
-    found = dict.fromkeys(Phase, AUTO)
+        return dict.fromkeys(AttentionPhase, _known(asked))
+    found = dict.fromkeys(AttentionPhase, AUTO)
     for part in asked.split(","):
         phase, _, name = part.partition("=")
-        if phase not in {p.value for p in Phase}:
+        if phase not in {p.value for p in AttentionPhase}:
             raise BadRunnerConfig(f"attention_backend {asked!r}: a phase is prefill or decode, not {phase!r}")
-        found[Phase(phase)] = _known(name)
+        found[AttentionPhase(phase)] = _known(name)
     return found
 
 
@@ -199,16 +199,18 @@ def _version(package: str) -> str:
     return importlib.metadata.version(distributions[0]) if distributions else "version unknown"
 
 
-def choose(asked: str, need: Need, find: Find = find) -> Choice:
+def choose(asked: str, need: Need, find: Find = find) -> BackendChoice:
     """The back ends for `asked`, a setting. Raises BadRunnerConfig, with the reason, where one that is asked
     for by name is not installed or does not fit."""
     names = parse(asked)
     passed: list[str] = []
-    chosen = {phase: _choose(phase, names[phase], need, find, passed) for phase in Phase}
-    return Choice(chosen[Phase.PREFILL], chosen[Phase.DECODE], tuple(dict.fromkeys(passed)))
+    chosen = {phase: _choose(phase, names[phase], need, find, passed) for phase in AttentionPhase}
+    return BackendChoice(
+        chosen[AttentionPhase.PREFILL], chosen[AttentionPhase.DECODE], tuple(dict.fromkeys(passed))
+    )
 
 
-def _choose(phase: Phase, name: str, need: Need, find: Find, passed: list[str]) -> Chosen:
+def _choose(phase: AttentionPhase, name: str, need: Need, find: Find, passed: list[str]) -> Chosen:
     """The first back end that fits. The reasons against those before it are appended to `passed`."""
     candidates = ORDER[phase] if name == AUTO else NAMES[name]
     refused: list[str] = []
@@ -225,16 +227,16 @@ def _choose(phase: Phase, name: str, need: Need, find: Find, passed: list[str]) 
     raise BadRunnerConfig(f"attention_backend {name} cannot be had for {phase.value}: {'; '.join(refused)}")
 
 
-def _misfits(backend: Backend, phase: Phase, need: Need) -> Iterator[str]:
+def _misfits(backend: Backend, phase: AttentionPhase, need: Need) -> Iterator[str]:
     """The reasons why a back end cannot be used, the plainest first."""
     if backend is Backend.TORCH:
         return
     if need.capability is None:
         yield "needs a GPU"
         return
-    if backend is Backend.CUDNN and phase is Phase.DECODE:
+    if backend is Backend.CUDNN and phase is AttentionPhase.DECODE:
         yield "computes whole prompts only: it can be had as prefill=cudnn"
-    if backend is Backend.FLASHINFER_TRTLLM and phase is Phase.PREFILL:
+    if backend is Backend.FLASHINFER_TRTLLM and phase is AttentionPhase.PREFILL:
         yield "computes decode rows only: it can be had as decode=flashinfer-trtllm"
     if backend is not Backend.TRITON and need.dtype not in ("float16", "bfloat16"):
         yield f"computes in float16 or bfloat16, not {need.dtype}"

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from engine.runtime.setup.errors import ModelUnavailable
+from engine.runtime.setup.model_errors import ModelUnavailable
 
 FILES_WANTED: Final = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja")
 FILES_REFUSED: Final = ("*/*", "consolidated*")

@@ -1,10 +1,10 @@
 """The one way a runner starts, whatever computes: load, size, build, warm up.
 
-    load       the weights become a `LoadedShard`: `host.load` on a CPU, `device.load` on a GPU
+    load       the weights become a `LoadedShard`: `host.host_shard` on a CPU, `device.device_shard` on a GPU
     size       the number of pages for which every rank has room, and the other sizes (`RunnerInfo`)
     build      the cache, the slots' tables, graphs
     warm up    one plan of each kind, run by the runner that is handed out
-    time       steps of a few shapes (`engine.runtime.start.timing`), and a page's copy
+    time       steps of a few shapes (`engine.runtime.start.step_timing`), and a page's copy
 
 Tensor-parallel ranks start the same way. Rank 0 calls `start` with an `Others` that keeps the other ranks in
 step (`parallel.leader`); those load and build as they are told (`parallel.rank`).
@@ -32,14 +32,14 @@ from engine.contract.messages import (
     SlotAssignment,
     Want,
 )
-from engine.runtime.models.config import ModelConfig, read_model_config
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.models.decoder_config import DecoderConfig, read_model_config
 from engine.runtime.setup.hardware import available_memory_bytes, multiplies_bf16, usable_cores
-from engine.runtime.start.timing import time_steps
+from engine.runtime.setup.model_errors import BadRunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
+from engine.runtime.start.step_timing import time_steps
 from engine.runtime.step.kv_cache import HostPages, KVGeometry, host_page_count
+from engine.runtime.weights.checkpoint import Checkpoint, Inspection, checkpoint_files
 from engine.runtime.weights.parameters import EMBEDDING, LM_HEAD, read_all
-from engine.runtime.weights.reading import Checkpoint, Inspection, checkpoint_files
 
 Progress = Callable[[str], None]
 """Called with each stage of a start, in words for the operator."""
@@ -194,7 +194,7 @@ def _sized(
 
 def untimed_info(
     config: RunnerConfig,
-    model: ModelConfig,
+    model: DecoderConfig,
     geometry: KVGeometry,
     dtype: torch.dtype,
     max_model_len: int,
@@ -232,7 +232,7 @@ def warm_up(runner: Warmable) -> None:
     runner.run(Plan(3, [0], [], [], [], [], [], []))
 
 
-def read_model(config: RunnerConfig, progress: Progress) -> ModelConfig:
+def read_model(config: RunnerConfig, progress: Progress) -> DecoderConfig:
     """The directory's config.json. `progress` hears which of its keys are ignored. Raises ModelError."""
     model = read_model_config(Path(config.model))
     if model.unread:
@@ -242,11 +242,11 @@ def read_model(config: RunnerConfig, progress: Progress) -> ModelConfig:
 
 def checked_checkpoint(
     config: RunnerConfig,
-    model: ModelConfig,
+    model: DecoderConfig,
     dtype: torch.dtype,
     progress: Progress,
     device: torch.device | None = None,
-) -> tuple[ModelConfig, Checkpoint]:
+) -> tuple[DecoderConfig, Checkpoint]:
     """The model with its checkpoint's head, and the checkpoint, whose tensors go to `device`. Raises
     ModelError.
 
@@ -279,7 +279,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def choose_max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
+def choose_max_model_len(config: RunnerConfig, model: DecoderConfig) -> int:
     """The longest sequence that is served, in tokens. Raises BadRunnerConfig beyond the model's positions."""
     if config.max_model_len is not None and config.max_model_len > model.context_len:
         raise BadRunnerConfig(

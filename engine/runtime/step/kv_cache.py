@@ -1,10 +1,10 @@
-"""Keys and values in pages, and a second, larger pool of pages in host memory.
+"""Keys and values in pages, for paged attention, and a second, larger pool of pages in host memory.
 
 Layout, per layer: `[page, kv_head, page_size, head_dim]`, keys and values apart. A page of one head
 is contiguous, which is the tile that attention reads.
 
 A page that no sequence owns may hold anything, NaN included: attention multiplies masked values by a
-weight of zero, and zero times NaN is NaN. Two rules keep garbage out:
+weight of zero, and zero times NaN is NaN. Three rules keep garbage out:
 
   1. Attention reads only pages that belong to the row.
   2. A page that a step begins and does not fill is cleared before it is written, so the places behind a
@@ -33,9 +33,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.runtime.models.config import ModelConfig
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import DoesNotFit
+from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.setup.model_errors import DoesNotFit
+from engine.runtime.setup.runner_config import RunnerConfig
 
 Move = tuple[int, int]
 """A copy of a page: its source and its target."""
@@ -224,7 +224,7 @@ def _runs(moves: Sequence[Move]) -> Iterator[tuple[int, int, int]]:
 
 
 def page_count(
-    config: RunnerConfig, model: ModelConfig, geometry: KVGeometry, max_model_len: int, available_bytes: int
+    config: RunnerConfig, model: DecoderConfig, geometry: KVGeometry, max_model_len: int, available_bytes: int
 ) -> int:
     """The number of pages to allocate. Raises DoesNotFit.
 
@@ -274,7 +274,7 @@ def _pages_per_sequence(config: RunnerConfig, max_model_len: int) -> int:
     return -(-max_model_len // config.page_size)
 
 
-def step_bytes(config: RunnerConfig, model: ModelConfig) -> int:
+def step_bytes(config: RunnerConfig, model: DecoderConfig) -> int:
     """An upper bound, in bytes, of the largest step's activations: the tensors of one layer, logits,
     sampling.
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.runtime.collective.shard import WHOLE, Shard
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.weights.checkpoint import Fp8Source, TensorPart, WeightSource
 from engine.runtime.weights.fp8 import Fp8Weight, quantise
-from engine.runtime.weights.reading import Fp8Source, Part, WeightSource
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 FINAL_NORM: Final = "model.norm.weight"
@@ -33,7 +33,7 @@ class LinearParameters:
     rows: tuple[int, ...]
     columns: int
     bias: bool
-    part: Part
+    part: TensorPart
 
     def read(self, source: WeightSource) -> tuple[Tensor, Tensor | None]:
         """The rank's part of the weight [sum of rows, columns], and of the bias [sum of rows], None without
@@ -60,13 +60,13 @@ class LinearParameters:
         if not self.bias:
             return None
         names = [f"{module}.bias" for module in self.modules]
-        return source.stack(names, self.rows, part=Part(self.part.rows))
+        return source.stack(names, self.rows, part=TensorPart(self.part.rows))
 
 
 class LayerParameters:
     """The parameters of one layer, by its number. `config` describes the whole model."""
 
-    def __init__(self, config: ModelConfig, layer: int, shard: Shard = WHOLE) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, shard: Shard = WHOLE) -> None:
         self._config = config
         self._shard = shard
         self._at = f"model.layers.{layer}"
@@ -78,14 +78,14 @@ class LayerParameters:
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         own_q = self._shard.span(config.heads, config.head_dim)
         own_kv = self._shard.span(config.kv_heads, config.head_dim)
-        part = Part(rows=(own_q, own_kv, own_kv))
+        part = TensorPart(rows=(own_q, own_kv, own_kv))
         return self._linear(names, (q, kv, kv), config.hidden_size, config.qkv_bias, part)
 
     @property
     def output(self) -> LinearParameters:
         config = self._config
         columns = config.heads * config.head_dim
-        part = Part(columns=self._shard.span(config.heads, config.head_dim))
+        part = TensorPart(columns=self._shard.span(config.heads, config.head_dim))
         bias = config.output_bias and self._shard.rank == 0
         return self._linear(("self_attn.o_proj",), (config.hidden_size,), columns, bias, part)
 
@@ -95,12 +95,12 @@ class LayerParameters:
         rows = (config.intermediate_size, config.intermediate_size)
         own = self._shard.span(config.intermediate_size)
         names = ("mlp.gate_proj", "mlp.up_proj")
-        return self._linear(names, rows, config.hidden_size, config.mlp_bias, Part(rows=(own, own)))
+        return self._linear(names, rows, config.hidden_size, config.mlp_bias, TensorPart(rows=(own, own)))
 
     @property
     def down(self) -> LinearParameters:
         config = self._config
-        part = Part(columns=self._shard.span(config.intermediate_size))
+        part = TensorPart(columns=self._shard.span(config.intermediate_size))
         bias = config.mlp_bias and self._shard.rank == 0
         return self._linear(("mlp.down_proj",), (config.hidden_size,), config.intermediate_size, bias, part)
 
@@ -119,13 +119,13 @@ class LayerParameters:
         return source.stack(names, [dim, dim]).view(2, dim)
 
     def _linear(
-        self, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool, part: Part
+        self, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool, part: TensorPart
     ) -> LinearParameters:
         names = tuple(f"{self._at}.{module}" for module in modules)
         return LinearParameters(names, rows, columns, bias, part)
 
 
-def read_lm_head(config: ModelConfig, source: WeightSource, shard: Shard, embedding: Tensor) -> Tensor:
+def read_lm_head(config: DecoderConfig, source: WeightSource, shard: Shard, embedding: Tensor) -> Tensor:
     """The rank's rows of the head, [padded_len(vocab), hidden], with zeros behind those of the last rank.
 
     `embedding` [vocab, hidden]: tied weights are a part of it, and share its memory.
@@ -135,12 +135,12 @@ def read_lm_head(config: ModelConfig, source: WeightSource, shard: Shard, embedd
     if config.tied_embeddings:
         head = embedding[start:stop]
     else:
-        head = source.stack([LM_HEAD], [vocab], config.hidden_size, part=Part(rows=((start, stop),)))
+        head = source.stack([LM_HEAD], [vocab], config.hidden_size, part=TensorPart(rows=((start, stop),)))
     missing = shard.padded_len(vocab) - len(head)
     return F.pad(head, (0, 0, 0, missing)) if missing else head
 
 
-def read_all(config: ModelConfig, source: WeightSource) -> None:
+def read_all(config: DecoderConfig, source: WeightSource) -> None:
     """Ask `source` for every parameter of the model, once and whole."""
     embedding = source.stack([EMBEDDING], [config.vocab_size], config.hidden_size)
     for layer in range(config.layers):

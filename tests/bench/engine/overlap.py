@@ -38,9 +38,9 @@ from engine.contract.messages import (
     StepOutput,
     StopCore,
 )
-from engine.core.config import SchedulerConfig
 from engine.core.loop import CoreLoop
 from engine.core.queue.newcomers import AddSequence, alone
+from engine.core.scheduler_config import SchedulerConfig
 from tests.bench.figures import Figure, at_most, figure
 
 DEVICE_STEP_S: Final = 5e-3

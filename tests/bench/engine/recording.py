@@ -17,9 +17,9 @@ import msgspec
 
 from engine.api.told.steps import StepRing
 from engine.contract.messages import CoreOutput, RunnerInfo, RunResult, SamplingParams, StepOutput
-from engine.core.config import SchedulerConfig
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.step.flight import InFlight
 from engine.core.step.results import StepBook
 from tests.bench.engine.load import Load, Sample, Server, measure

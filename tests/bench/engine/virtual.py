@@ -25,11 +25,11 @@ from engine.contract.messages import (
     StepOutput,
     TimedStep,
 )
-from engine.core.config import SchedulerConfig
 from engine.core.estimate.cost import StepCost, Work
 from engine.core.queue.newcomers import AddSequence
 from engine.core.queue.policy import OLDEST_EVERY, RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence as Admitted
 from engine.core.sequence import Status
 from engine.core.step.planner import Planner

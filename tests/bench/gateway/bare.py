@@ -23,7 +23,7 @@ from aiohttp import web
 from engine.api.http.http2_server import Http2Server, ServerRequest, ServerResponder
 from engine.api.http.sniff import SniffingProtocol
 from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
-from shared.http2.config import ConnectionConfig
+from shared.http2.connection_config import ConnectionConfig
 from shared.wire.sse import DONE
 
 HTTP1: Final = "aiohttp HTTP/1.1"

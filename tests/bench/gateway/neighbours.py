@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shared.process.config import to_toml
+from shared.process.setting_values import to_toml
 from tests.bench.cpu import descendants
 from tests.bench.figures import Figure, at_least, at_most, figure, quantile
 from tests.bench.gateway.attack import MIB, Attack, Law

@@ -42,7 +42,7 @@ from gateway.admission.redis_store import RedisStore, open_store
 from gateway.admission.usage import Payer, Used
 from gateway.config.quotas import QuotaLimits
 from gateway.config.redis import RedisConfig
-from gateway.redis.link import Command, Moved, RedisLink, packed
+from gateway.redis.link import Command, RedisLink, SlotMoved, packed
 from gateway.service import collect_rarely
 from shared.wire.ids import KeyId, TenantId
 from tests.bench.figures import Figure, Target, at_most, figure, quantile
@@ -268,7 +268,7 @@ class _Pool:
     def tag_of(self, link: RedisLink) -> str:
         return "probe"
 
-    async def follow(self, moved: Moved, tag: str, probe: Command) -> RedisLink:
+    async def follow(self, moved: SlotMoved, tag: str, probe: Command) -> RedisLink:
         raise moved
 
     async def refresh(self) -> None:

@@ -38,11 +38,11 @@ import msgspec
 from gateway.__main__ import main as gateway_main
 from gateway.directory.development import development_config, development_key
 from gateway.routing import policy, replicas
-from gateway.routing.policy import Affinity, Choice, Route
-from gateway.routing.table import Table
+from gateway.routing.maglev import Table
+from gateway.routing.policy import Affinity, ReplicaChoice, RouteReason
 from shared.apis.chat import ChatChunk
 from shared.apis.generation import Usage
-from shared.process.config import to_toml
+from shared.process.setting_values import to_toml
 from tests.bench.client import ApiServer, TimedRequest
 from tests.bench.figures import Figure, at_least, at_most, figure, quantile
 from tests.bench.gateway.unary import checked
@@ -78,7 +78,7 @@ REQUEST_S: Final = 60.0
 
 Asked = tuple[Table, Sequence[int], Affinity, int | None, Sequence[bool]]
 """The arguments of `policy.choose`."""
-Rule = Callable[[Unpack[Asked]], Choice | None]
+Rule = Callable[[Unpack[Asked]], ReplicaChoice | None]
 
 
 @dataclass(slots=True)
@@ -122,10 +122,10 @@ def blind(pick: Callable[[Sequence[int], Sequence[int]], int]) -> Rule:
     """A rule that does not look at what a prompt shares. `pick` chooses of the indices that are usable, by
     all loads."""
 
-    def choose(*args: *Asked) -> Choice | None:
+    def choose(*args: *Asked) -> ReplicaChoice | None:
         _, loads, affinity, _, usable = args
         able = [i for i, is_usable in enumerate(usable) if is_usable]
-        return Choice(pick(able, loads), Route.LOAD, affinity.prompt_len) if able else None
+        return ReplicaChoice(pick(able, loads), RouteReason.LOAD, affinity.prompt_len) if able else None
 
     return choose
 

@@ -13,14 +13,14 @@ from itertools import count
 from typing import Final
 
 from gateway.routing import policy
-from gateway.routing.policy import Choice, Route
+from gateway.routing.policy import ReplicaChoice, RouteReason
 from tests.bench.gateway.routing_world import TOKEN_MS, Fleet, Rule, Turn
 
 
 def affinity(owners: int | None = None) -> Rule:
     """The product's own rule."""
 
-    def choose(turn: Turn, fleet: Fleet, worker: int) -> Choice:
+    def choose(turn: Turn, fleet: Fleet, worker: int) -> ReplicaChoice:
         choice = policy.choose(fleet.table, fleet.loads(worker), turn.affinity, owners, fleet.usable)
         assert choice is not None
         return choice
@@ -30,28 +30,30 @@ def affinity(owners: int | None = None) -> Rule:
 
 def round_robin() -> Rule:
     turns = count()
-    return lambda turn, fleet, _: Choice(next(turns) % len(fleet.free_ms), Route.LOAD, turn.prompt)
+    return lambda turn, fleet, _: ReplicaChoice(
+        next(turns) % len(fleet.free_ms), RouteReason.LOAD, turn.prompt
+    )
 
 
 def least_load() -> Rule:
-    def choose(turn: Turn, fleet: Fleet, worker: int) -> Choice:
-        return Choice(_least(fleet, fleet.loads(worker)), Route.LOAD, turn.prompt)
+    def choose(turn: Turn, fleet: Fleet, worker: int) -> ReplicaChoice:
+        return ReplicaChoice(_least(fleet, fleet.loads(worker)), RouteReason.LOAD, turn.prompt)
 
     return choose
 
 
 def last_report() -> Rule:
-    def choose(turn: Turn, fleet: Fleet, _: int) -> Choice:
-        return Choice(_least(fleet, fleet.told), Route.LOAD, turn.prompt)
+    def choose(turn: Turn, fleet: Fleet, _: int) -> ReplicaChoice:
+        return ReplicaChoice(_least(fleet, fleet.told), RouteReason.LOAD, turn.prompt)
 
     return choose
 
 
 def random_of_two() -> Rule:
-    def choose(turn: Turn, fleet: Fleet, worker: int) -> Choice:
+    def choose(turn: Turn, fleet: Fleet, worker: int) -> ReplicaChoice:
         loads = fleet.loads(worker)
         replica = min(fleet.random.sample(range(len(loads)), 2), key=loads.__getitem__)
-        return Choice(replica, Route.LOAD, turn.prompt)
+        return ReplicaChoice(replica, RouteReason.LOAD, turn.prompt)
 
     return choose
 
@@ -60,7 +62,7 @@ def exact_index() -> Rule:
     """Where the first token comes first: the best of those that hold the conversation, of those that hold
     the prefix, and of all."""
 
-    def choose(turn: Turn, fleet: Fleet, _: int) -> Choice:
+    def choose(turn: Turn, fleet: Fleet, _: int) -> ReplicaChoice:
         free_ms, now_ms = fleet.free_ms, fleet.now_ms
         prefix, session = turn.cached_as
         best = free_ms.index(min(free_ms))
@@ -71,7 +73,7 @@ def exact_index() -> Rule:
         def first_token_ms(replica: int) -> float:
             return max(free_ms[replica], now_ms) + TOKEN_MS * (turn.prompt - fleet.hit(replica, turn))
 
-        return Choice(min(candidates, key=first_token_ms), Route.AFFINITY, turn.prompt)
+        return ReplicaChoice(min(candidates, key=first_token_ms), RouteReason.AFFINITY, turn.prompt)
 
     return choose
 

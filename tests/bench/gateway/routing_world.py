@@ -25,8 +25,8 @@ from statistics import median
 from typing import Final
 
 from gateway.routing import policy
-from gateway.routing.policy import Affinity, Choice, View
-from gateway.routing.table import Table, key_of
+from gateway.routing.maglev import Table, key_of
+from gateway.routing.policy import Affinity, ReplicaChoice, View
 from shared.wire.load_report import PUSH_CHANGED_S
 from tests.bench.figures import quantile
 
@@ -156,7 +156,7 @@ class Fleet:
         for known in self.known:
             known[replica] = waiting
 
-    def send(self, worker: int, choice: Choice) -> None:
+    def send(self, worker: int, choice: ReplicaChoice) -> None:
         """Count what a worker sends to a replica."""
         self.known[worker][choice.replica] += choice.computed_len
 
@@ -213,7 +213,7 @@ class Fleet:
         return worst / median(self.longest_ms)
 
 
-Rule = Callable[[Turn, Fleet, int], Choice]
+Rule = Callable[[Turn, Fleet, int], ReplicaChoice]
 """A rule under test. The last argument is the worker that asks."""
 
 

@@ -23,7 +23,7 @@ from gateway.config.quotas import QuotaLimits
 from gateway.config.whole import GatewayConfig
 from gateway.directory.development import development_config, development_key
 from shared.apis.models import ModelList
-from shared.process.config import to_toml
+from shared.process.setting_values import to_toml
 from tests.bench.client import ApiServer
 from tests.bench.cpu import cpu_s, resident_bytes
 from tests.bench.gateway.paced_engine import MODEL, STATS, Stats

@@ -30,9 +30,9 @@ from engine.contract.messages import AddRequest, SamplingParams, ServiceClass
 from engine.contract.packing import Biases, packed
 from engine.core.queue.newcomers import AddSequence, alone, sequences_of
 from shared.apis.chat import ChatRequest
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import PromptExtension
-from shared.apis.messages import ChatMessage
 from shared.wire.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 
 CHAT = ChatRequest(model="m", messages=[ChatMessage("user", "x")])

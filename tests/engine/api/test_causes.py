@@ -7,7 +7,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from engine.api.told.causes import INTERRUPTIONS_MAX, Interruption, SequenceMarks, Spent, causes_of
+from engine.api.told.attribution import INTERRUPTIONS_MAX, Interruption, SequenceMarks, Spent, causes_of
 from engine.api.told.halts import Halts
 from engine.api.told.steps import (
     BEGINNING,

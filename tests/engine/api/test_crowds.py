@@ -10,7 +10,7 @@ import pytest
 
 from engine.api.ask import asking
 from engine.api.ask.admission import Choice, plan_choices
-from engine.api.ask.state import IN_ONE_TURN
+from engine.api.ask.engine_state import IN_ONE_TURN
 from engine.api.http import generate
 from engine.api.http.generate import Generation
 from tests.engine.api.conftest import Serve, Served, until

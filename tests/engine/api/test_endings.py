@@ -13,7 +13,7 @@ import httpx
 import pytest
 import zmq
 
-from engine.api.answer.exchange import Exchange
+from engine.api.answer.exchange import EngineExchange
 from engine.api.answer.outputs import ChoiceOutput, RequestOutput
 from engine.api.core.client import CoreDied
 from engine.api.http.generate import Generation
@@ -188,7 +188,7 @@ async def test_a_request_that_has_ended_is_gone_without_a_garbage_collection(
     served: Served, streams: bool
 ) -> None:
     body, core = {**CHAT, "stream": streams, "n": 2}, served.core
-    with uncollected(Exchange, Generation, RequestOutput, ChoiceOutput) as left:
+    with uncollected(EngineExchange, Generation, RequestOutput, ChoiceOutput) as left:
         served.says("the lazy dog")
         assert (await served.http.post("/v1/chat/completions", json=body)).status_code == 200
         served.says("the lazy dog", ends=False)

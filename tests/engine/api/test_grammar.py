@@ -13,7 +13,7 @@ import jsonschema_rs
 import msgspec
 import pytest
 
-from engine.api.ask.grammar import Asked, Grammar, checked, grammar_of
+from engine.api.ask.grammar import AskedForm, Grammar, checked, grammar_of
 from engine.api.formats.format import AnswerFormat, ArgumentsKind
 from engine.api.formats.machine import AnswerMachine
 from engine.contract.grammars import compiled, failure
@@ -91,7 +91,7 @@ def is_marked(format_: AnswerFormat | None) -> bool:
     return format_ is None or bool(format_.token_ids)
 
 
-def made(asked: Asked, format_: AnswerFormat | None = None, *, reasons: bool = False) -> Grammar:
+def made(asked: AskedForm, format_: AnswerFormat | None = None, *, reasons: bool = False) -> Grammar:
     return checked(walks.vocabulary(marked=is_marked(format_)), format_, asked, reasons=reasons)
 
 
@@ -128,7 +128,7 @@ def test_every_answer_that_ends_follows_its_schema(block: int) -> None:
     for seed in range(block, DRAWN, 6):
         rng = random.Random(seed)
         schema = walks.schema(rng, strict=seed % 2 == 0)
-        grammar = made(Asked(structure=structure(schema, strict=seed % 2 == 0)))
+        grammar = made(AskedForm(structure=structure(schema, strict=seed % 2 == 0)))
         assert not grammar.ignored
         tokens = walks.walk(grammar.text, rng)
         if tokens is not None:
@@ -139,20 +139,20 @@ def test_every_answer_that_ends_follows_its_schema(block: int) -> None:
 
 
 def test_any_object() -> None:
-    grammar = made(Asked(structure=Structure(StructureKind.JSON_OBJECT, param="response_format")))
+    grammar = made(AskedForm(structure=Structure(StructureKind.JSON_OBJECT, param="response_format")))
     assert all(isinstance(parsed(text), dict) for text in answers(grammar))
     assert not accepts(grammar, "[1]")
 
 
 @pytest.mark.parametrize("pattern", ["a/b{2,4}", r"[^/\n]{1,4}\/x", "^ab$", "é|x+", "a\nb", "(?:a|/)*"])
 def test_a_regular_expression_is_the_whole_answer(pattern: str) -> None:
-    grammar = made(Asked(structure=Structure(StructureKind.REGEX, pattern, param="here")))
+    grammar = made(AskedForm(structure=Structure(StructureKind.REGEX, pattern, param="here")))
     assert all(re.fullmatch(pattern, text) for text in answers(grammar))
 
 
 def test_a_choice_is_one_of_the_texts_whatever_is_in_them() -> None:
     texts = ("a", "ab", 'quo"te\\', "new\nline", "%json {}", "<[3]>", "// x", "/x/", "é😀", "start: x")
-    grammar = made(Asked(structure=Structure(StructureKind.CHOICE, choices=texts, param="here")))
+    grammar = made(AskedForm(structure=Structure(StructureKind.CHOICE, choices=texts, param="here")))
     assert set(answers(grammar, 60)) <= set(texts)
     assert all(accepts(grammar, text) for text in texts)
 
@@ -163,7 +163,7 @@ def test_a_choice_is_one_of_the_texts_whatever_is_in_them() -> None:
     ids=["lark", "gbnf"],
 )
 def test_a_grammar_of_the_callers(source: str) -> None:
-    grammar = made(Asked(structure=Structure(StructureKind.GRAMMAR, source, param="here")))
+    grammar = made(AskedForm(structure=Structure(StructureKind.GRAMMAR, source, param="here")))
     assert all(re.fullmatch(r"\d{1,3}(\+\d{1,3})*", text) for text in answers(grammar))
 
 
@@ -193,7 +193,9 @@ def test_a_grammar_of_the_callers(source: str) -> None:
 )
 def test_a_grammar_that_reaches_out_or_costs_too_much_is_refused(source: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        made(Asked(structure=Structure(StructureKind.GRAMMAR, source, param="structured_outputs.grammar")))
+        made(
+            AskedForm(structure=Structure(StructureKind.GRAMMAR, source, param="structured_outputs.grammar"))
+        )
     assert refused.value.param == "structured_outputs.grammar"
 
 
@@ -202,17 +204,17 @@ def test_a_grammar_that_reaches_out_or_costs_too_much_is_refused(source: str) ->
 )
 def test_a_regular_expression_that_cannot_be_held_is_refused(pattern: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        made(Asked(structure=Structure(StructureKind.REGEX, pattern, param="here")))
+        made(AskedForm(structure=Structure(StructureKind.REGEX, pattern, param="here")))
     assert refused.value.param == "here"
 
 
 def test_what_has_no_answer_is_refused_and_does_not_end_cleanly() -> None:
     with pytest.raises(InvalidRequest):
-        made(Asked(structure=structure({"$ref": "#"})))
+        made(AskedForm(structure=structure({"$ref": "#"})))
 
 
 def test_white_space_is_bounded() -> None:
-    grammar = made(Asked(structure=structure({"type": "array", "items": {"type": "integer"}})))
+    grammar = made(AskedForm(structure=structure({"type": "array", "items": {"type": "integer"}})))
     assert accepts(grammar, "[\n" + " " * 32 + "1,  2]")
     assert not accepts(grammar, "[   1]")
     assert not accepts(grammar, "[\n\n1]")
@@ -225,54 +227,54 @@ def test_a_schema_that_is_not_strict_is_held_in_part_and_the_rest_is_named() -> 
         "properties": {"a": {"type": "array", "uniqueItems": True}},
         "required": ["a"],
     }
-    grammar = made(Asked(structure=structure(schema)))
+    grammar = made(AskedForm(structure=structure(schema)))
     assert grammar.ignored == ("here.properties.a.uniqueItems",)
     assert accepts(grammar, '{"a": [1, 1]}')
     assert not accepts(grammar, '{"a": 1}')
     with pytest.raises(InvalidRequest):
-        made(Asked(structure=structure({**schema, "additionalProperties": False}, strict=True)))
+        made(AskedForm(structure=structure({**schema, "additionalProperties": False}, strict=True)))
 
 
 def test_one_of_is_held_where_its_schemas_do_not_meet_else_as_any_of() -> None:
     apart = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
-    assert made(Asked(structure=structure(apart))).ignored == ()
+    assert made(AskedForm(structure=structure(apart))).ignored == ()
     meeting = {"oneOf": [{"type": "integer", "minimum": 1}, {"type": "integer", "maximum": 5}]}
-    grammar = made(Asked(structure=structure(meeting)))
+    grammar = made(AskedForm(structure=structure(meeting)))
     assert grammar.ignored == ("here.oneOf",)
     assert accepts(grammar, "3")
 
 
 def test_nothing_to_hold_costs_nothing() -> None:
-    assert made(Asked(), QWEN).text == ""
-    assert made(Asked((function("f"),)), None).text == ""
+    assert made(AskedForm(), QWEN).text == ""
+    assert made(AskedForm((function("f"),)), None).text == ""
 
 
 # -- reasoning ----------------------------------------------------------------------------------------
 
 
 def test_a_structure_begins_behind_reasoning() -> None:
-    grammar = made(Asked(structure=structure(ADD)), QWEN, reasons=True)
+    grammar = made(AskedForm(structure=structure(ADD)), QWEN, reasons=True)
     answer = '{"a": 1, "unit": "km", "note": ""}'
     assert accepts(grammar, "so {\n", "</think>", "\n\n" + answer)
     assert not accepts(grammar, answer)
     assert not accepts(grammar, "so", "<tool_call>")
-    closed = made(Asked(structure=structure(ADD)), QWEN)
+    closed = made(AskedForm(structure=structure(ADD)), QWEN)
     assert accepts(closed, answer)
     assert accepts(closed, "<think>", "so", "</think>", answer)
     assert not accepts(closed, "so", "</think>", answer)
-    spelled = made(Asked(structure=structure(ADD)), SPELLED["qwen3"], reasons=True)
+    spelled = made(AskedForm(structure=structure(ADD)), SPELLED["qwen3"], reasons=True)
     assert accepts(spelled, "so {\n</think>\n\n" + answer, marked=False)
     assert not accepts(spelled, "so {\n</think>\n\nHello", marked=False)
 
 
 def test_a_thinking_budget_ends_reasoning_and_only_that() -> None:
-    asked = Asked(structure=structure(ADD), thinking_budget=3)
+    asked = AskedForm(structure=structure(ADD), thinking_budget=3)
     matcher = compiled(walks.vocabulary(), made(asked, QWEN, reasons=True).text)
     for _ in range(3):
         assert len(walks.allowed(matcher)) > 100
         assert matcher.consume_token(walks.token_id("a"))
     assert walks.allowed(matcher) == [IDS["</think>"]]
-    alone = made(Asked(thinking_budget=0), QWEN, reasons=True)
+    alone = made(AskedForm(thinking_budget=0), QWEN, reasons=True)
     assert walks.allowed(compiled(walks.vocabulary(), alone.text)) == [IDS["</think>"]]
     with pytest.raises(UnsupportedParameter):
         grammar_of(SPELLED["qwen3"], asked, reasons=True)
@@ -280,16 +282,18 @@ def test_a_thinking_budget_ends_reasoning_and_only_that() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
 def test_a_call_ends_reasoning_where_the_family_has_it_so(name: str) -> None:
-    grammar = made(Asked((function("f", {}),), REQUIRED), MARKED[name], reasons=True)
+    grammar = made(AskedForm((function("f", {}),), REQUIRED), MARKED[name], reasons=True)
     body = {"qwen3": '\n{"name": "f", "arguments": {}}\n', "qwen3.5": "\n<function=f>\n</function>\n"}[name]
     assert accepts(grammar, "so", "</think>", "<tool_call>", body, "</tool_call>")
     assert accepts(grammar, "so", "<tool_call>", body, "</tool_call>") is MARKED[name].call_ends_reasoning
 
 
 def test_text_and_structure_stand_in_the_familys_frames() -> None:
-    grammar = made(Asked(structure=structure({"type": "integer"})), MARKED["gpt-oss"])
+    grammar = made(AskedForm(structure=structure({"type": "integer"})), MARKED["gpt-oss"])
     assert accepts(grammar, "<|channel|>", "final", "<|message|>", "12")
-    assert accepts(made(Asked((function("f"),), AUTO), MARKED["granite"]), "<response>", "Hi", "</response>")
+    assert accepts(
+        made(AskedForm((function("f"),), AUTO), MARKED["granite"]), "<response>", "Hi", "</response>"
+    )
 
 
 # -- calls --------------------------------------------------------------------------------------------
@@ -323,7 +327,7 @@ def test_calls_that_must_come_are_read_back_and_follow_their_schemas(
     knows_json = format_.calls.arguments in (ArgumentsKind.JSON, ArgumentsKind.TAGGED)
     schema = ADD if knows_json else PLAIN
     functions = function("other"), function("add", schema, strict=True)
-    grammar = made(Asked(functions, ToolChoice(ToolMode.REQUIRED, "add"), is_parallel), format_)
+    grammar = made(AskedForm(functions, ToolChoice(ToolMode.REQUIRED, "add"), is_parallel), format_)
     assert not grammar.ignored
     for calls in calls_in(grammar, format_, schema):
         assert len(calls) == 1 or (calls and is_parallel)
@@ -334,7 +338,7 @@ def test_calls_that_must_come_are_read_back_and_follow_their_schemas(
 
 @EACH
 def test_arguments_of_all_kinds_are_read_back_as_their_schema_has_them(format_: AnswerFormat) -> None:
-    grammar = made(Asked((function("add", KINDS),), REQUIRED, is_parallel=False), format_)
+    grammar = made(AskedForm((function("add", KINDS),), REQUIRED, is_parallel=False), format_)
     for ((_, arguments),) in calls_in(grammar, format_, KINDS):
         jsonschema_rs.validate(KINDS, parsed(arguments))
 
@@ -342,17 +346,17 @@ def test_arguments_of_all_kinds_are_read_back_as_their_schema_has_them(format_: 
 def test_one_call_and_then_the_end() -> None:
     call = ("<tool_call>", '\n{"name": "f", "arguments": {}}\n', "</tool_call>")
     for choice in (REQUIRED, AUTO):
-        one = made(Asked((function("f"),), choice, is_parallel=False), HERMES)
+        one = made(AskedForm((function("f"),), choice, is_parallel=False), HERMES)
         assert accepts(one, *call)
         assert not accepts(one, *call, "\n", *call)
-        assert accepts(made(Asked((function("f"),), choice), HERMES), *call, "\n", *call)
+        assert accepts(made(AskedForm((function("f"),), choice), HERMES), *call, "\n", *call)
 
 
 @EACH
 def test_auto_is_text_until_a_trigger_from_which_the_name_holds(format_: AnswerFormat) -> None:
     calls = format_.calls
     assert calls is not None
-    grammar = made(Asked((function("add"), function("adds", PLAIN)), AUTO), format_)
+    grammar = made(AskedForm((function("add"), function("adds", PLAIN)), AUTO), format_)
     assert accepts(grammar, "Hello, (world).", marked=is_marked(format_))
     matcher = compiled(walks.vocabulary(marked=is_marked(format_)), grammar.text)
     before = "" if calls.opener == calls.bare_opener else "Now "
@@ -362,14 +366,33 @@ def test_auto_is_text_until_a_trigger_from_which_the_name_holds(format_: AnswerF
     assert {tokenizer.decode([token])[0] for token in walks.allowed(matcher)} == {"a"}
 
 
+@EACH
+def test_a_function_is_called_with_the_arguments_that_it_lists(format_: AnswerFormat) -> None:
+    listed = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    marked = is_marked(format_)
+    for schema, own, other in (
+        (listed, {"a": 1}, {"a": 1, "m": 33}),
+        ({**listed, "properties": {}, "required": []}, {}, {"m": 33}),
+        (None, {}, {"m": 33}),
+    ):
+        grammar = made(AskedForm((function("add", schema),), REQUIRED, is_parallel=False), format_)
+        assert accepts(grammar, answer_texts.written(format_, [("add", own)]), marked=marked)
+        assert not accepts(grammar, answer_texts.written(format_, [("add", other)]), marked=marked)
+    others: list[dict[str, Any]] = [{"additionalProperties": True}, {"required": ["m"]}]
+    for more in (*others, {"anyOf": [{"required": ["m"]}, {}]}):
+        schema = {**listed, **more, "properties": {"a": {"type": "integer"}}}
+        grammar = made(AskedForm((function("add", schema),), REQUIRED, is_parallel=False), HERMES)
+        assert accepts(grammar, answer_texts.written(HERMES, [("add", {"a": 1, "m": 33})]))
+
+
 def test_auto_holds_arguments_to_a_schema_that_is_strict_alone() -> None:
     call = ("<tool_call>", '\n{"name": "add", "arguments": {"x": 1}}\n', "</tool_call>")
-    assert accepts(made(Asked((function("add", ADD),), AUTO), HERMES), "Sure.\n", *call)
-    assert not accepts(made(Asked((function("add", ADD, strict=True),), AUTO), HERMES), "Sure.\n", *call)
+    assert accepts(made(AskedForm((function("add", ADD),), AUTO), HERMES), "Sure.\n", *call)
+    assert not accepts(made(AskedForm((function("add", ADD, strict=True),), AUTO), HERMES), "Sure.\n", *call)
 
 
 def test_none_bans_the_trigger() -> None:
-    asked = Asked((function("f"),))
+    asked = AskedForm((function("f"),))
     grammar = made(asked, QWEN, reasons=True)
     assert accepts(grammar, "so", "</think>", "\n\nHello <tool_call")
     assert not accepts(grammar, "so", "</think>", "<tool_call>")
@@ -382,7 +405,7 @@ def test_none_bans_the_trigger() -> None:
 def test_with_a_structure_the_text_follows_it_and_calls_may_come_instead(format_: AnswerFormat) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     text = structure({**schema, "additionalProperties": False})
-    grammar = made(Asked((function("add", PLAIN),), AUTO, structure=text), format_)
+    grammar = made(AskedForm((function("add", PLAIN),), AUTO, structure=text), format_)
     marked = is_marked(format_)
     assert accepts(grammar, '{"n": 1}', marked=marked)
     assert not accepts(grammar, "Hello", marked=marked)
@@ -391,13 +414,16 @@ def test_with_a_structure_the_text_follows_it_and_calls_may_come_instead(format_
 
 
 def test_a_schema_that_cannot_be_held_is_any_object_unless_it_is_strict() -> None:
-    lookahead = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
-    grammar = made(Asked((function("f", lookahead),), REQUIRED), HERMES)
+    lookahead: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "(?=x)y"}},
+    }
+    grammar = made(AskedForm((function("f", lookahead),), REQUIRED), HERMES)
     assert grammar.ignored == ("tools[0].function.parameters",)
     assert accepts(grammar, "<tool_call>", '\n{"name": "f", "arguments": {"z": 1}}\n', "</tool_call>")
-    closed = {**lookahead, "required": ["a"], "additionalProperties": False}
+    closed: dict[str, Any] = {**lookahead, "required": ["a"], "additionalProperties": False}
     with pytest.raises(InvalidRequest) as refused:
-        made(Asked((function("f", closed, strict=True),), REQUIRED), HERMES)
+        made(AskedForm((function("f", closed, strict=True),), REQUIRED), HERMES)
     assert refused.value.param == "tools"
 
 
@@ -405,12 +431,12 @@ def test_a_schema_that_cannot_be_held_is_any_object_unless_it_is_strict() -> Non
 @pytest.mark.parametrize("family", ["hermes", "qwen3.5", "mistral", "gemma-4", "lfm2"])
 def test_a_name_is_no_grammar(name: str, family: str) -> None:
     """The door takes plain names alone; the grammar does not rest on that."""
-    grammar = made(Asked((function(name),), REQUIRED), MARKED[family])
+    grammar = made(AskedForm((function(name),), REQUIRED), MARKED[family])
     shown = json.dumps(name)[1:-1] if family == "hermes" else name
     assert all(shown in text for text in answers(grammar, 2))
 
 
 def test_a_model_without_a_format_refuses_tools() -> None:
     with pytest.raises(UnsupportedParameter) as refused:
-        made(Asked((function("f"),), AUTO), None)
+        made(AskedForm((function("f"),), AUTO), None)
     assert refused.value.param == "tools"

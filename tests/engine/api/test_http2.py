@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from engine.contract.messages import FinishReason
-from shared.http2.config import ConnectionConfig
+from shared.http2.connection_config import ConnectionConfig
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Served, until
 from tests.shared.http2.pair import REQUEST, End
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.ask import packing
-from engine.api.ask.packing import INLINE_IDS_MAX, pack, pack_slices
+from engine.api.ask import prompt_packing
+from engine.api.ask.prompt_packing import INLINE_IDS_MAX, pack, pack_slices
 from engine.contract.packing import unpacked
 from shared.fairness.fair_threads import FairThreads, Slices
 from shared.text.prompts import SLICE_IDS
@@ -36,7 +36,7 @@ def test_what_is_packed_are_the_ids_and_none_that_is_no_tokens(
     prompts: list[list[int]], wrong: tuple[int, int] | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "SLICE_IDS", 3)
+        patch.setattr(prompt_packing, "SLICE_IDS", 3)
         result, slices = packed_in(prompts)
         assert result is not None
         assert [unpacked(ids).tolist() for ids in result] == prompts

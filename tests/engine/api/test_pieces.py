@@ -178,14 +178,14 @@ def test_the_rows_of_a_long_scored_prompt_are_made_piece_by_piece(
 ) -> None:
     """Making all of them first would hold the loop for a tenth of a second."""
     monkeypatch.setattr(encoding, "PIECE_ENTRIES", 10)
-    made, row = 0, rows.Row
+    made, row = 0, rows.LogprobRow
 
     def counted(*fields: Any) -> Any:
         nonlocal made
         made += 1
         return row(*fields)
 
-    monkeypatch.setattr(rows, "Row", counted)
+    monkeypatch.setattr(rows, "LogprobRow", counted)
     echo = Echo("a" * 500, list(range(500)), list(range(500)))
     prompt_logprobs = [scored(i, 0) for i in range(1, 500)]
     encoder = CompletionEncoder(heading(0), Letters(), Answered([output(prompt_logprobs)], [], [echo]))

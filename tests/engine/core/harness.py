@@ -18,10 +18,10 @@ from engine.contract.messages import (
     TimedStep,
     TokenLogprobs,
 )
-from engine.core.config import SchedulerConfig
 from engine.core.queue.newcomers import AddSequence
 from engine.core.queue.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Hold
 from engine.core.step.swap import Preference, if_cheaper
 from tests.fake_grammars import FakeGrammars

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.config import SchedulerConfig
+from engine.core.scheduler_config import SchedulerConfig
 from tests.fake_runner import runner_info
 
 

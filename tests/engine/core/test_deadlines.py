@@ -19,7 +19,7 @@ from engine.core.queue.deadlines import (
     HURRY_S,
     HURRY_SHARE,
     LOOKED_AT_MAX,
-    Deadlines,
+    DeadlineQueue,
     HurryCredits,
     Rate,
 )
@@ -133,7 +133,7 @@ def test_what_a_tenant_spends_comes_back() -> None:
 
 
 def test_deadlines_of_the_ended_are_forgotten() -> None:
-    waiting = Deadlines()
+    waiting = DeadlineQueue()
     for handle in range(1000):
         waiting.add(float(handle), handle)
     waiting.forget({1, 2, 999}, 3)

@@ -13,7 +13,7 @@ import pytest
 from engine.contract.grammars import Matcher, Vocabulary, vocabulary_of
 from engine.core.grammars import lanes, threads
 from engine.core.grammars.lanes import Lane
-from engine.core.grammars.masks import Filled, Standing, is_allowed
+from engine.core.grammars.masks import Filled, MatcherStanding, is_allowed
 from engine.core.grammars.threads import CACHED_MAX, PROVEN, GrammarThreads
 from engine.demo import MODEL_DIR
 
@@ -84,9 +84,9 @@ def test_masks_follow_the_tokens_of_each_sequence(bell: Bell, vocabulary: Vocabu
     bell.grammars.advance([(1, b), (2, a), (3, a)])  # 2 goes where nothing may
     third = bell.filled(1, 2, 3)
     assert [third[handle].standing for handle in (1, 2, 3)] == [
-        Standing.GOES_ON,
-        Standing.FAILED,
-        Standing.GOES_ON,
+        MatcherStanding.GOES_ON,
+        MatcherStanding.FAILED,
+        MatcherStanding.GOES_ON,
     ]
     assert third[3].mask == second[1].mask, "its own matcher"
 
@@ -95,7 +95,7 @@ def test_a_complete_matcher_allows_the_end_alone(bell: Bell, vocabulary: Vocabul
     bell.grammars.open(1, choice("ab"), "")
     bell.filled(1)
     last = spelt(bell, vocabulary, 1, "ab")
-    assert last.standing is Standing.COMPLETE
+    assert last.standing is MatcherStanding.COMPLETE
     assert [token for token in range(VOCAB) if is_allowed(last.mask, token)] == [END]
 
 
@@ -103,7 +103,7 @@ def test_a_complete_matcher_allows_the_end_alone(bell: Bell, vocabulary: Vocabul
 def test_what_cannot_be_compiled_fails(bell: Bell, grammar: str) -> None:
     for handle in (1, 2):
         bell.grammars.open(handle, grammar, "")
-        assert bell.filled(handle)[handle].standing is Standing.FAILED
+        assert bell.filled(handle)[handle].standing is MatcherStanding.FAILED
 
 
 def test_what_a_thread_raises_ends_its_sequence_alone(
@@ -124,7 +124,11 @@ def test_what_a_thread_raises_ends_its_sequence_alone(
     for handle, grammar in enumerate(("panics", choice("ab"), "panics"), 1):
         bell.grammars.open(handle, grammar, "")
     found = bell.filled(1, 2, 3)
-    assert [found[h].standing for h in (1, 2, 3)] == [Standing.FAILED, Standing.GOES_ON, Standing.FAILED]
+    assert [found[h].standing for h in (1, 2, 3)] == [
+        MatcherStanding.FAILED,
+        MatcherStanding.GOES_ON,
+        MatcherStanding.FAILED,
+    ]
 
 
 def test_a_grammar_is_compiled_once_and_the_cache_is_bounded(
@@ -186,10 +190,10 @@ def test_a_tenants_hostile_grammars_delay_no_other_tenant(
         assert began.wait(PATIENCE_S)
         bell.grammars.open(1, choice("abc"), "victim")
         bell.filled(1)
-        assert spelt(bell, vocabulary, 1, "abc").standing is Standing.COMPLETE
+        assert spelt(bell, vocabulary, 1, "abc").standing is MatcherStanding.COMPLETE
         for handle in range(102, 140):
             bell.grammars.close(handle)
-    assert {f.standing for f in bell.filled(100, 101).values()} == {Standing.FAILED}
+    assert {f.standing for f in bell.filled(100, 101).values()} == {MatcherStanding.FAILED}
 
 
 def test_what_nobody_waits_for_any_more_is_not_compiled(bell: Bell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +240,7 @@ def test_a_slow_row_leaves_the_lane_that_plans_wait_for_until_it_is_proven(
     slow = [lanes.SLOW_S * 2]
     real = GrammarThreads._mask
 
-    def mask(self: GrammarThreads, matcher: Matcher) -> tuple[bytes, Standing]:
+    def mask(self: GrammarThreads, matcher: Matcher) -> tuple[bytes, MatcherStanding]:
         clock.now += slow.pop() if slow else 0.0
         return real(self, matcher)
 
@@ -271,7 +275,7 @@ def test_rows_whose_common_call_was_slow_are_filled_one_by_one(
     tokens = vocabulary.tokenize_str(text)
     real = threads._standing
 
-    def standing(matcher: Matcher) -> Standing:
+    def standing(matcher: Matcher) -> MatcherStanding:
         clock.now += lanes.SLOW_S
         return real(matcher)
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import pytest
 
 from engine.contract.messages import AbortSequences, CoreInput, FinishReason, SamplingParams
-from engine.core.config import SchedulerConfig
-from engine.core.grammars.masks import GRACE_S_MAX, Filled, Standing
+from engine.core.grammars.masks import GRACE_S_MAX, Filled, MatcherStanding
 from engine.core.loop import CoreLoop
 from engine.core.queue.newcomers import AddSequence, alone
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Hold
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.test_loop import BUDGET, ListOutbox, ScriptedInbox, TickingRunner
@@ -217,7 +217,7 @@ def test_a_mask_that_comes_after_the_end_is_dropped() -> None:
     h = Harness()
     h.add(1, PROMPT, greedy(5), grammar=long_grammar(5, greedy(5)))
     h.abort(1)
-    h.grammars.take_filled = lambda: [Filled(1, b"\xff", Standing.GOES_ON, 0.0)]  # type: ignore[method-assign]
+    h.grammars.take_filled = lambda: [Filled(1, b"\xff", MatcherStanding.GOES_ON, 0.0)]  # type: ignore[method-assign]
     h.add(2, PROMPT, greedy(2), grammar="another")
     assert h.step() is None
     h.abort(2)

@@ -19,9 +19,9 @@ from engine.contract.messages import (
     StepOutput,
     StopCore,
 )
-from engine.core.config import SchedulerConfig
 from engine.core.loop import CoreLoop, Disconnected, last_words
 from engine.core.queue.newcomers import AddSequence, alone
+from engine.core.scheduler_config import SchedulerConfig
 from tests.engine.core.harness import STEP_S, greedy
 from tests.fake_runner import FakeRunner, runner_info, solo
 from tests.fakes import VirtualClock

@@ -21,10 +21,10 @@ from engine.contract.messages import (
     ServiceClass,
     StopCore,
 )
-from engine.core.config import SchedulerConfig
 from engine.core.loop import CoreLoop
 from engine.core.queue.newcomers import AddSequence, alone
 from engine.core.scheduler import STEPS_AHEAD_MAX
+from engine.core.scheduler_config import SchedulerConfig
 from tests.async_runner import AsyncRunner, Flight
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.test_loop import BUDGET, ListOutbox, ScriptedInbox, add

@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.estimate import pace
 from engine.core.estimate.cost import StepCost
-from engine.core.estimate.pace import Budget, Credit
+from engine.core.estimate.pace import Credit, PrefillBudget
 from engine.core.step.plan_builder import chunk_len
 
 GPU = StepCost(token_s=2.5e-5, row_s=1e-5, pair_s=2e-10, context_s=3e-8, fixed_s=6e-3)
@@ -73,7 +73,7 @@ def test_what_a_step_takes_without_any_row_is_at_most_a_fifth_where_nothing_deco
 
 
 def test_debt_is_paid_and_credit_is_bounded() -> None:
-    budget = Budget(0.02, 0.05)
+    budget = PrefillBudget(0.02, 0.05)
     assert pace.time_with_credit_s(budget, Credit(-0.03)) == pytest.approx(-0.01)
     assert pace.time_with_credit_s(budget, Credit(0.01)) == pytest.approx(0.03)
     assert pace.time_with_credit_s(budget, Credit(9.0)) == pytest.approx(0.05)

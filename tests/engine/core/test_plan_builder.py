@@ -7,7 +7,7 @@ import pytest
 
 from engine.core.estimate import pace
 from engine.core.estimate.cost import StepCost, Work
-from engine.core.estimate.pace import Budget, Credit
+from engine.core.estimate.pace import Credit, PrefillBudget
 from engine.core.sequence import Sequence
 from engine.core.step.plan_builder import PlanBuilder
 from tests.engine.core.sequences import sequence
@@ -56,7 +56,7 @@ def test_a_prompt_that_is_scored_gets_as_much_time_as_another_and_fewer_tokens(
     for prompt in (plain, scored):
         builder = PlanBuilder(tokens_left=2048, prefills=[prompt])
         builder.add_decodes({1: stream})
-        builder.open_to_prompts(Budget(0.05, 0.05), Credit(), cost)
+        builder.open_to_prompts(PrefillBudget(0.05, 0.05), Credit(), cost)
         assert builder.has_time_for(prompt, 1)
         builder.add_chunk(prompt)
         lengths[prompt.handle] = builder.lengths[-1]

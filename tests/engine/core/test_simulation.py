@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from engine.contract.messages import FinishReason
-from engine.core.config import SchedulerConfig
+from engine.core.scheduler_config import SchedulerConfig
 from tests.effort import drawn
 from tests.overlapped import OverlappedSimulation, simulate_overlapped
 from tests.simulator import Report, simulate

@@ -194,7 +194,7 @@ def test_receive_notices_a_dead_parent_whether_busy_or_idle(
 
 CORE = """
     import sys
-    from engine.core.config import SchedulerConfig
+    from engine.core.scheduler_config import SchedulerConfig
     from engine.core.loop import CoreLoop
     from engine.core.transport import CoreTransport
     from tests.fake_runner import FakeRunner, runner_info

@@ -23,8 +23,8 @@ def lacking(scheduler: Scheduler) -> tuple[int, ...]:
     """What all sequences lack, counted position by position."""
     tokens = Counter[ServiceClass]()
     for sequence in scheduler._sequences.values():
-        if sequence.is_paused:
-            continue
+        if sequence.is_paused or (sequence.status is not Status.RUNNING and sequence.hold is not None):
+            continue  # neither paused ones count, nor those that wait for a mask before a slot
         if sequence.status is Status.WAITING:
             assert 1 <= sequence.expected_len <= sequence.prompt_len
             lacks = sequence.expected_len

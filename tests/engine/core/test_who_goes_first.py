@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.api.ask import state
+from engine.api.ask import engine_state
 from engine.config import EngineConfig
-from engine.core.config import SchedulerConfig
 from engine.core.estimate import pace
 from engine.core.queue import deadlines, newcomers, policy, tenants
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.step import planner, victims
 from shared.fairness import fair_share
 
@@ -25,7 +25,7 @@ OWNERS = {
     "pace": pace,
     "planner": planner,
     "policy": policy,
-    "state": state,
+    "state": engine_state,
     "tenants": tenants,
     "victims": victims,
 }

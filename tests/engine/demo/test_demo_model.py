@@ -14,6 +14,11 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from engine.demo import MODEL_DIR
+from shared.apis.chat import ChatRequest
+from shared.apis.validation import parse
+from shared.fairness.fair_threads import at_once
+from shared.text.tokenizer import Tokenizer as ServedTokenizer
+from shared.text.tokenizer import TokenizerBundle, read_files
 from tests.demo_training import corpus, evaluate, facts, polish
 from tests.demo_training.concepts import CONCEPTS
 from tests.demo_training.draw import Draw
@@ -178,3 +183,42 @@ def test_some_fresh_questions_are_answered_together_as_alone(model: DemoModel, t
         question.text for question, answer in zip(some, together, strict=True) if not question.accepts(answer)
     ]
     assert len(wrong) <= 1, wrong
+
+
+# ------------------------------------------------------------------------------------ functions
+
+
+def test_functions_are_signatures_in_the_system_prompt_and_calls_are_as_hermes_writes_them() -> None:
+    weather = {
+        "name": "get_weather",
+        "description": "Get the weather.",
+        "parameters": {"type": "object", "properties": {"city": {}, "unit": {}}, "required": ["city"]},
+    }
+    body = {
+        "model": "demo",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Weather in Paris?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "get_weather", "arguments": '{"city":"Paris"}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "18"},
+        ],
+        "tools": [{"type": "function", "function": tool} for tool in (weather, {"name": "now"})],
+    }
+    prompt = parse(json.dumps(body).encode(), ChatRequest).request.prompt_form
+    template = ServedTokenizer(TokenizerBundle.of(read_files(MODEL_DIR))).template_of(prompt)
+    rendered = at_once(template.slices(prompt))
+    head = "Be brief.\n\nFunctions:\nget_weather(city, unit?): Get the weather.\nnow()\n"
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    assert head in rendered
+    assert f"assistant\n{call}{END}\n" in rendered
+    assert rendered.endswith(f"tool\n18{END}\n<|im_start|>assistant\n")

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
-from engine.runtime.host.load import host_network
-from engine.runtime.setup.config import Kernels, RunnerConfig
-from engine.runtime.setup.errors import ModelError
+from engine.runtime.host.host_shard import host_network
+from engine.runtime.setup.model_errors import ModelError
+from engine.runtime.setup.runner_config import Kernels, RunnerConfig
 from engine.runtime.start import starting
 from engine.runtime.step.batch import assemble
 from engine.runtime.step.kv_cache import KVCache, KVGeometry

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.host.runner import HostRunner
+from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import load_runner
 from engine.runtime.native.build import build
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from tests.engine.models import make_tiny_model
 
 MakeModel = Callable[..., Path]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.contract.messages import Plan, RunResult, SamplingParams, SlotAssignment, TokenLogprobs, Want
-from engine.runtime.host.runner import HostRunner
+from engine.runtime.host.host_runner import HostRunner
 
 if TYPE_CHECKING:  # it imports Triton, which a CPU's tests do without
-    from engine.runtime.device.runner import DeviceRunner
+    from engine.runtime.device.device_runner import DeviceRunner
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.attention.flashinfer_paged import FlashInferDecode, workspace
-from engine.runtime.setup.backends import Backend, Choice, Chosen
+from engine.runtime.setup.backends import Backend, BackendChoice, Chosen
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec, Chunk, DecodePages, PrefillPages
 from tests.engine.runtime import attention_libraries as libraries
@@ -56,7 +56,7 @@ def back_ends(
 ) -> tuple[DecodePages, PrefillPages]:
     """The second layer has a window."""
     spec = AttentionSpec(shape.heads, shape.kv_heads, shape.head_dim, [None, WINDOW])
-    return build_backends(Choice(prefill, decode), cache, spec, HALF, Bounds(8, 1024, 1))
+    return build_backends(BackendChoice(prefill, decode), cache, spec, HALF, Bounds(8, 1024, 1))
 
 
 def close(found: Tensor, expected: Tensor) -> None:

@@ -12,10 +12,10 @@ from types import ModuleType
 import pytest
 
 from engine.runtime.setup import backends
-from engine.runtime.setup.backends import Backend, Find, FoundLibrary, Need, Phase, choose, parse
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import BadRunnerConfig
-from shared.process.config import ConfigError
+from engine.runtime.setup.backends import AttentionPhase, Backend, Find, FoundLibrary, Need, choose, parse
+from engine.runtime.setup.model_errors import BadRunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
+from shared.process.setting_values import ConfigError
 
 HOPPER = Need(32, 8, 128, 64, "bfloat16", "bfloat16", (9, 0))
 EVERY_LIBRARY = tuple(backends.FUNCTIONS)
@@ -146,7 +146,7 @@ def test_unknown_names_are_refused(asked: str) -> None:
         parse(asked)
     with pytest.raises(ConfigError):
         RunnerConfig("somewhere", attention_backend=asked)
-    assert parse("decode=torch") == {Phase.PREFILL: "auto", Phase.DECODE: "torch"}
+    assert parse("decode=torch") == {AttentionPhase.PREFILL: "auto", AttentionPhase.DECODE: "torch"}
 
 
 def test_a_machine_without_a_gpu_looks_for_no_library() -> None:

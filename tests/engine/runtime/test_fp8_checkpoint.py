@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.contract.messages import SamplingParams
-from engine.runtime.host.network import TorchDecoder
-from engine.runtime.models.config import parse_model_config, read_model_config
+from engine.runtime.host.torch_decoder import TorchDecoder
+from engine.runtime.models.decoder_config import parse_model_config, read_model_config
 from engine.runtime.models.quantization import Fp8Scheme, read_fp8_scheme
-from engine.runtime.setup.errors import UnsupportedModel, WeightsMismatch
+from engine.runtime.setup.model_errors import UnsupportedModel, WeightsMismatch
+from engine.runtime.weights.checkpoint import Checkpoint, Inspection, TensorPart, checkpoint_files
 from engine.runtime.weights.fp8 import quantise
-from engine.runtime.weights.reading import Checkpoint, Inspection, Part, checkpoint_files
 from tests.engine.models import make_tiny_model, reference_greedy
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver
@@ -166,10 +166,10 @@ def test_held_in_fp8_it_is_what_the_file_holds(tiny_model: MakeModel, tmp_path: 
         assert ((found - expected).abs() <= largest * 16 / 448 * 1.001).all()
         assert (found - expected).norm() / expected.norm() < 0.03
     # A rank's part is the same part of the same numbers.
-    part = Part(columns=(16, 48))
+    part = TensorPart(columns=(16, 48))
     shared = Checkpoint(files, torch.float32, scheme).stack(names[:1], (64,), 64, part=part)
     assert torch.equal(shared, expected[:64, 16:48])
-    part = Part(rows=((32, 64),))
+    part = TensorPart(rows=((32, 64),))
     shared = Checkpoint(files, torch.float32, scheme).stack(names[:1], (64,), 64, part=part)
     assert torch.equal(shared, expected[32:64])
 

@@ -9,8 +9,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from engine.runtime.setup.errors import ModelUnavailable
 from engine.runtime.setup.hub import download, resolve_model
+from engine.runtime.setup.model_errors import ModelUnavailable
 
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.runtime.models.config import parse_model_config
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import DoesNotFit
+from engine.runtime.models.decoder_config import parse_model_config
+from engine.runtime.setup.model_errors import DoesNotFit
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step import kv_cache
 from engine.runtime.step.kv_cache import (
     HostPages,
@@ -22,7 +22,7 @@ from engine.runtime.step.kv_cache import (
     page_count,
     step_bytes,
 )
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from tests.engine.runtime.device.waits import no_waits
 from tests.engine.runtime.test_model_config import BASE
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.models.config import (
+from engine.runtime.models.decoder_config import (
     FAMILIES,
-    ModelConfig,
+    DecoderConfig,
     parse_model_config,
     read_model_config,
 )
 from engine.runtime.models.rope import Llama3Scaling
-from engine.runtime.setup.errors import ModelUnavailable, UnsupportedModel
+from engine.runtime.setup.model_errors import ModelUnavailable, UnsupportedModel
 
 BASE: dict[str, Any] = {
     "vocab_size": 100,
@@ -37,7 +37,7 @@ LLAMA3 = {
 }
 
 
-def parse(model_type: str = "llama", **fields: Any) -> ModelConfig:
+def parse(model_type: str = "llama", **fields: Any) -> DecoderConfig:
     return parse_model_config(json.dumps({"model_type": model_type} | BASE | fields).encode())
 
 
@@ -211,7 +211,7 @@ def test_rotary_defaults() -> None:
 
 
 def test_biases_by_family() -> None:
-    def biases(config: ModelConfig) -> tuple[bool, bool, bool]:
+    def biases(config: DecoderConfig) -> tuple[bool, bool, bool]:
         return config.qkv_bias, config.output_bias, config.mlp_bias
 
     declared = {"attention_bias": True, "mlp_bias": True}

@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
-from engine.runtime.host import load as loading
+from engine.runtime.host import host_shard as loading
 from engine.runtime.host.model import PagedModel, TorchModel
-from engine.runtime.host.network import TorchDecoder
+from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.load import load_runner
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.decoder_config import DecoderConfig
 from engine.runtime.models.rope import RopeConfig
 from engine.runtime.native import build
 from engine.runtime.native.decoder import NativeDecoder, Shape, Step, built_isas, misfit
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.setup.model_errors import BadRunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.batch import assemble
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
-from engine.runtime.weights.reading import ALL, Part
+from engine.runtime.weights.checkpoint import ALL, TensorPart
 from tests.engine.runtime.conftest import MakeModel, load
 
 PAGE_SIZE, MAX_LEN, VOCAB = 16, 256, 100
@@ -47,7 +47,7 @@ RAGGED: dict[str, Rows] = {
     "chunks": [(5, 6), (8, 1), (8, 8), (37, 103)],
     "mixed": [(11, 1), (64, 1), (0, 17), (13, 20), (4, 4), (0, 1)],
 }
-PLAIN = ModelConfig(
+PLAIN = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=VOCAB,
     hidden_size=64,
@@ -61,7 +61,7 @@ PLAIN = ModelConfig(
     windows=(None, None),
     tied_embeddings=True,
 )
-SHAPES: dict[str, ModelConfig] = {
+SHAPES: dict[str, DecoderConfig] = {
     "plain": PLAIN,
     "group of 1, norms": replace(PLAIN, heads=2, qk_norm=True),
     "group of 4, biases": replace(PLAIN, kv_heads=1, qkv_bias=True, output_bias=True, mlp_bias=True),
@@ -79,7 +79,9 @@ class Weights:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+    def stack(
+        self, names: Sequence[str], rows: Sequence[int], *columns: int, part: TensorPart = ALL
+    ) -> Tensor:
         parts = []
         for name, count in zip(names, rows, strict=True):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -97,7 +99,7 @@ class Stage:
 
     @staticmethod
     def of(
-        config: ModelConfig,
+        config: DecoderConfig,
         dtype: torch.dtype = torch.float32,
         isa: str | None = None,
         page_size: int = PAGE_SIZE,
@@ -149,7 +151,7 @@ class Stage:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("rows", RAGGED.values(), ids=RAGGED.keys())
-def test_equals_torch_in_float32(rows: Rows, config: ModelConfig, isa: str) -> None:
+def test_equals_torch_in_float32(rows: Rows, config: DecoderConfig, isa: str) -> None:
     expected, found = Stage.of(config), Stage.of(config, isa=isa)
     hidden = found.run(rows)
     torch.testing.assert_close(hidden, expected.run(rows), atol=2e-5, rtol=1e-4)
@@ -160,7 +162,7 @@ def test_equals_torch_in_float32(rows: Rows, config: ModelConfig, isa: str) -> N
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_bfloat16_is_no_further_from_float32_than_torch_is(config: ModelConfig, isa: str) -> None:
+def test_bfloat16_is_no_further_from_float32_than_torch_is(config: DecoderConfig, isa: str) -> None:
     rows = [row for kind in ("decodes", "mixed") for row in RAGGED[kind][:4]]
     exact = Stage.of(config).run(rows)
     torchs = Stage.of(config, torch.bfloat16).run(rows).float()
@@ -175,7 +177,7 @@ def test_company_chunks_pages_and_threads_change_nothing(isa: str, dtype: torch.
     company(replace(PLAIN, windows=(None, 24), qk_norm=True), dtype, isa)
 
 
-def company(config: ModelConfig, dtype: torch.dtype, isa: str, **native: Any) -> None:
+def company(config: DecoderConfig, dtype: torch.dtype, isa: str, **native: Any) -> None:
     """To the bit, in bfloat16 too: every sum is taken in one order."""
     ends = [130, 1, 33, 77, 16, 15, 90, 64]
     alone = Stage.of(config, dtype, isa, **native)

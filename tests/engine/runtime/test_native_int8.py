@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engine.runtime.native import build
 from engine.runtime.native.decoder import library
+from engine.runtime.weights.checkpoint import ALL, TensorPart
 from engine.runtime.weights.parameters import EMBEDDING
-from engine.runtime.weights.reading import ALL, Part
 from tests.engine.runtime.test_native import ISAS, PLAIN, RAGGED, Stage, Weights, company
 
 GROUP: Final = 128
@@ -65,7 +65,9 @@ def levels(request: pytest.FixtureRequest, isa: str) -> int:
 class Head(Weights):
     """A head of whole numbers up to 127 and down to -127, by 64; everything else is made up."""
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+    def stack(
+        self, names: Sequence[str], rows: Sequence[int], *columns: int, part: TensorPart = ALL
+    ) -> Tensor:
         if list(names) != [EMBEDDING]:
             return super().stack(names, rows, *columns, part=part)
         return whole_weights(rows[0], columns[0]) / 64

@@ -12,35 +12,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runtime.device import load as device_load
-from engine.runtime.device import network as device_network
-from engine.runtime.device.load import load_on_card
-from engine.runtime.device.network import DeviceDecoder
-from engine.runtime.host import load as host_load
-from engine.runtime.host import network as torch_network
-from engine.runtime.host.network import TorchDecoder
+from engine.runtime.device import device_decoder as device_network
+from engine.runtime.device import device_shard as device_load
+from engine.runtime.device.device_decoder import DeviceDecoder
+from engine.runtime.device.device_shard import load_on_card
+from engine.runtime.host import host_shard as host_load
+from engine.runtime.host import torch_decoder as torch_network
+from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.load import load_runner
 from engine.runtime.models import features
-from engine.runtime.models.config import FAMILIES, ModelConfig, read_model_config
+from engine.runtime.models.decoder_config import FAMILIES, DecoderConfig, read_model_config
 from engine.runtime.models.features import features_of
 from engine.runtime.models.rope import Llama3Scaling, RopeConfig
 from engine.runtime.native import decoder as native_network
 from engine.runtime.native.decoder import NativeDecoder, built_isas
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import BadRunnerConfig, UnsupportedModel
+from engine.runtime.setup.model_errors import BadRunnerConfig, UnsupportedModel
+from engine.runtime.setup.runner_config import RunnerConfig
+from engine.runtime.weights.checkpoint import ALL, TensorPart
 from engine.runtime.weights.parameters import read_all
-from engine.runtime.weights.reading import ALL, Part
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, fake_config
 
-Implements = Callable[[ModelConfig], str | None]
+Implements = Callable[[DecoderConfig], str | None]
 NETWORKS: dict[str, Implements] = {
     "native": NativeDecoder.implements,
     "torch": TorchDecoder.implements,
     "device": DeviceDecoder.implements,
 }
 MODULES = {"native": native_network, "torch": torch_network, "device": device_network}
-PLAIN = ModelConfig(
+PLAIN = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=96,
     hidden_size=64,
@@ -57,7 +57,7 @@ PLAIN = ModelConfig(
 
 
 @dataclass(frozen=True, slots=True)
-class SoftCapped(ModelConfig):
+class SoftCapped(DecoderConfig):
     """A description of models with one field more, as the next family would bring it."""
 
     logit_softcap: float | None = None
@@ -124,7 +124,7 @@ def features_of_families() -> frozenset[str]:
 
 def test_a_field_that_is_no_setting_is_named_as_a_number_or_as_nothing() -> None:
     """A name in these tables that is no field any more would let the next field of that name through."""
-    known = {own.name for own in fields(ModelConfig)} | {f"rope.{own.name}" for own in fields(RopeConfig)}
+    known = {own.name for own in fields(DecoderConfig)} | {f"rope.{own.name}" for own in fields(RopeConfig)}
     assert known >= features.NUMBERS | features.NO_ARITHMETIC
 
 
@@ -134,17 +134,19 @@ class Asked:
 
     names: list[str] = field(default_factory=list)
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+    def stack(
+        self, names: Sequence[str], rows: Sequence[int], *columns: int, part: TensorPart = ALL
+    ) -> Tensor:
         self.names += names
         return torch.zeros(part.shape(rows, columns))
 
 
-def read_natively(config: ModelConfig, source: Asked) -> object:
+def read_natively(config: DecoderConfig, source: Asked) -> object:
     settings = {"dtype": torch.float32, "page_size": 16, "max_model_len": 32, "threads": 1}
     return NativeDecoder(built_isas()[0], config, source, **settings)  # type: ignore[arg-type]
 
 
-READERS: dict[str, Callable[[ModelConfig, Asked], object]] = {
+READERS: dict[str, Callable[[DecoderConfig, Asked], object]] = {
     "native": read_natively,
     "torch": TorchDecoder,
     "device": lambda config, source: DeviceDecoder(config, source, torch.device("cpu")),
@@ -164,10 +166,10 @@ def test_a_checkpoint_is_checked_for_what_every_network_reads(network: str, is_t
     assert len(set(checked.names)) == len(checked.names)
 
 
-def foreign_reader(**settings: Any) -> Callable[..., ModelConfig]:
+def foreign_reader(**settings: Any) -> Callable[..., DecoderConfig]:
     """Reads a model as an unknown family's."""
 
-    def read(config: RunnerConfig, progress: object) -> ModelConfig:
+    def read(config: RunnerConfig, progress: object) -> DecoderConfig:
         return replace(read_model_config(Path(config.model)), **settings)
 
     return read

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import ModelUnavailable, WeightsMismatch
+from engine.runtime.setup.model_errors import ModelUnavailable, WeightsMismatch
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start import starting
-from engine.runtime.weights import reading
-from engine.runtime.weights.reading import Checkpoint, Inspection, checkpoint_files
+from engine.runtime.weights import checkpoint
+from engine.runtime.weights.checkpoint import Checkpoint, Inspection, checkpoint_files
 from tests.engine.runtime.conftest import MakeModel, load
 
 A, B = torch.arange(6.0).reshape(2, 3), -torch.arange(9.0).reshape(3, 3)
@@ -131,7 +131,7 @@ def test_a_name_that_the_index_puts_in_the_wrong_shard(tmp_path: Path) -> None:
 
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "COMPARED_ROWS", 100)
+    monkeypatch.setattr(checkpoint, "COMPARED_ROWS", 100)
 
 
 @pytest.mark.usefixtures("few_rows")

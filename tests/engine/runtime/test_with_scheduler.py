@@ -22,9 +22,9 @@ from engine.contract.messages import (
     TokenLogprobs,
 )
 from engine.contract.packing import Biases
-from engine.core.config import SchedulerConfig
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_config import SchedulerConfig
 from tests.engine.models import FAMILIES, VOCAB_SIZE, reference_logprobs, reference_model
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_oracle import TOLERANCE, distance

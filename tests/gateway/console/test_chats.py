@@ -13,8 +13,8 @@ from gateway.identity.caller import Caller
 from gateway.identity.callers import Guests, WithGuests
 from gateway.identity.keys import hash_key
 from gateway.operators import chats
+from gateway.operators.chat_reading import TEXT_LEN_MAX
 from gateway.operators.chats import CHATS
-from gateway.operators.reading import TEXT_LEN_MAX
 from shared.wire.errors import Unauthenticated
 from tests.gateway.conftest import KEY, PATIENCE_S, House, Open, until
 from tests.gateway.console.test_gate import Page, page_of

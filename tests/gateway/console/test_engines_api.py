@@ -13,7 +13,7 @@ from aiohttp import web
 from gateway.config.quotas import QuotaLimits
 from gateway.operators import engines
 from gateway.operators.engines import ENGINES, EVERY_S
-from gateway.operators.limits import LIMITS, parse
+from gateway.operators.tenant_limits import LIMITS, parse
 from shared.wire.errors import InvalidRequest
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.operators.reading import TICKS_MAX, Reading, error_text
+from gateway.operators.chat_reading import TICKS_MAX, ChatReading, error_text
 
 
 def event(text: str) -> bytes:
@@ -10,7 +10,7 @@ def event(text: str) -> bytes:
 
 
 def test_text_and_times_are_kept_and_told_from_where_the_page_is() -> None:
-    reading = Reading()
+    reading = ChatReading()
     for at_ms, text in enumerate(("Hel", "lo", " you")):
         reading.take(event(text), float(at_ms))
     assert (reading.text_after(0), reading.text_after(5), reading.text_after(99)) == ("Hello you", " you", "")
@@ -18,11 +18,11 @@ def test_text_and_times_are_kept_and_told_from_where_the_page_is() -> None:
     assert reading.problem is not None
     reading.take(b"data: [DONE]\n", 3.0)
     assert reading.problem is None
-    assert Reading().text_after(0) == ""
+    assert ChatReading().text_after(0) == ""
 
 
 def test_other_lines_are_passed_over() -> None:
-    reading = Reading()
+    reading = ChatReading()
     for line in (
         b"\n",
         b": comment\n",
@@ -36,7 +36,7 @@ def test_other_lines_are_passed_over() -> None:
 
 
 def test_an_error_in_the_stream_is_told() -> None:
-    reading = Reading()
+    reading = ChatReading()
     reading.take(event("a"), 1.0)
     reading.take(b'data: {"error":{"message":"The engine is gone."}}\n', 2.0)
     assert reading.problem == "The engine is gone."
@@ -45,7 +45,7 @@ def test_an_error_in_the_stream_is_told() -> None:
 
 
 def test_the_times_are_bounded() -> None:
-    reading = Reading()
+    reading = ChatReading()
     for _ in range(TICKS_MAX + 5):
         reading.take(event("a"), 1.0)
     assert len(reading.ticks_ms) == TICKS_MAX

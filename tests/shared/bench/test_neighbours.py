@@ -7,8 +7,8 @@ import tomllib
 import pytest
 
 from gateway.config.whole import load
-from shared.process.config import to_toml
 from shared.process.memory import core_memory_max, engine_memory_max, gateway_memory_max
+from shared.process.setting_values import to_toml
 from tests.bench.client import TimedRequest
 from tests.bench.gateway.attack import Attack, Law
 from tests.bench.gateway.attackers import named

@@ -12,7 +12,7 @@ import httpx
 
 from engine.api.http.http2_server import Http2Server, ServerRequest, ServerResponder
 from gateway.relay.http2_client import ClientEndpoint, Http2Transport
-from shared.http2.config import ConnectionConfig
+from shared.http2.connection_config import ConnectionConfig
 
 Handler = Callable[[ServerRequest, ServerResponder], Awaitable[None]]
 PATIENCE_S = 30.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shared.http2 import frames
-from shared.http2.config import ConnectionConfig
 from shared.http2.connection import Connection
+from shared.http2.connection_config import ConnectionConfig
 from shared.http2.headers import HeaderList
 from shared.http2.stream import Stream
 

@@ -9,8 +9,8 @@ import pytest
 from engine.api.http.http2_server import Http2Server, ServerEndpoint, ServerRequest, ServerResponder
 from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport, RequestUnprocessed
 from shared.http2 import limits
-from shared.http2.config import ConnectionConfig
-from shared.http2.errors import ErrorCode
+from shared.http2.connection_config import ConnectionConfig
+from shared.http2.connection_errors import ErrorCode
 from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from shared.wire.http import CONNECTED

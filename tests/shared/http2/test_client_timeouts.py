@@ -10,7 +10,7 @@ import pytest
 
 from gateway.relay.http2_client import Http2Transport, NotHttp2
 from shared.http2 import frames, limits
-from shared.http2.config import WatchConfig
+from shared.http2.connection_config import WatchConfig
 from shared.http2.phase import ConnectionPhase
 from tests.fakes import VirtualClock
 from tests.shared.http2.loopback import (

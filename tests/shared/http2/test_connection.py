@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.http2 import frames, limits
-from shared.http2.config import ConnectionConfig
-from shared.http2.errors import ConnectionLost, ErrorCode, ProtocolViolation, StreamRefused, StreamReset
+from shared.http2.connection_config import ConnectionConfig
+from shared.http2.connection_errors import (
+    ConnectionLost,
+    ErrorCode,
+    ProtocolViolation,
+    StreamRefused,
+    StreamReset,
+)
 from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from tests.shared.http2.pair import REQUEST, RESPONSE, End, Pair

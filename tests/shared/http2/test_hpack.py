@@ -8,7 +8,7 @@ from hpack.exceptions import HPACKError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.http2.errors import ErrorCode, ProtocolViolation
+from shared.http2.connection_errors import ErrorCode, ProtocolViolation
 from shared.http2.headers import BlockDecoder, LiteralEncoder, _stateless
 from tests.shared.http2.pair import REQUEST, RESPONSE
 

@@ -22,7 +22,7 @@ import pytest
 from engine.api.http.http2_server import ServerRequest, ServerResponder
 from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
 from shared.http2 import limits
-from shared.http2.config import ConnectionConfig
+from shared.http2.connection_config import ConnectionConfig
 from tests.bench.services import free_port
 from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, echo, endpoints, serving, until
 

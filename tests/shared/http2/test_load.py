@@ -11,8 +11,8 @@ import pytest
 from engine.api.http.http2_server import ServerRequest, ServerResponder
 from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
 from shared.http2 import limits
-from shared.http2.config import ConnectionConfig
 from shared.http2.connection import Connection
+from shared.http2.connection_config import ConnectionConfig
 from shared.http2.phase import ConnectionPhase
 from shared.wire.http import ClientGone
 from tests.shared.http2.loopback import EVENTS, endpoints, serving, until

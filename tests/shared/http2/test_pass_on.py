@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from shared.http2.config import ConnectionConfig
-from shared.http2.errors import ErrorCode, StreamReset
+from shared.http2.connection_config import ConnectionConfig
+from shared.http2.connection_errors import ErrorCode, StreamReset
 from shared.http2.stream import Stream
 from tests.shared.http2.pair import Pair
 

@@ -11,7 +11,7 @@ import pytest
 from engine.api.http.http2_server import ServerRequest, ServerResponder
 from gateway.relay.http2_client import CLIENT_WATCH, PING, ClientEndpoint, Http2Transport
 from shared.http2 import frames
-from shared.http2.config import PulseConfig
+from shared.http2.connection_config import PulseConfig
 from tests.fakes import VirtualClock
 from tests.shared.http2.loopback import EVENTS, Silent, client, endpoints, hello, listening, serving, until
 from tests.shared.http2.test_client_timeouts import Deaf

@@ -11,8 +11,8 @@ from h2.connection import H2Connection
 from engine.api.http.http2_server import ServerRequest, ServerResponder
 from gateway.relay.http2_client import Http2Transport, Origin
 from shared.http2 import frames, limits
-from shared.http2.config import ConnectionConfig
-from shared.http2.errors import ProtocolViolation
+from shared.http2.connection_config import ConnectionConfig
+from shared.http2.connection_errors import ProtocolViolation
 from shared.http2.stream import Report
 from tests.shared.http2.loopback import PATIENCE_S, Silent, hello, serving, until
 from tests.shared.http2.pair import REQUEST, Pair

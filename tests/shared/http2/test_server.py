@@ -12,8 +12,8 @@ import pytest
 from engine.api.http.http2_server import Http2Server, ServerRequest, ServerResponder
 from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
 from shared.http2 import frames, limits
-from shared.http2.config import ConnectionConfig
-from shared.http2.errors import ErrorCode
+from shared.http2.connection_config import ConnectionConfig
+from shared.http2.connection_errors import ErrorCode
 from shared.http2.phase import ConnectionPhase
 from shared.process.listening import bound_socket
 from shared.process.sockets import SEND_BUFFER_LEN, UNSENT_LEN_MAX, bound_transport

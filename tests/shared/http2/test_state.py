@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from h2.connection import H2Connection
 
-from shared.http2.config import ConnectionConfig
 from shared.http2.connection import Connection
+from shared.http2.connection_config import ConnectionConfig
 from tests.shared.http2.pair import RESPONSE, Pair
 
 PLAIN = ConnectionConfig(fast=False)

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from engine.api.http.http2_server import ServerRequest, ServerResponder
-from gateway.relay.http2_client import Http2Transport, Place
-from shared.http2.errors import StreamRefused, StreamReset
+from gateway.relay.http2_client import Http2Transport, QueuePlace
+from shared.http2.connection_errors import StreamRefused, StreamReset
 from shared.http2.stream import Stream
 from shared.wire.http import ClientGone
 from tests.shared.http2.loopback import EVENTS, Silent, serving, until
@@ -92,7 +92,7 @@ async def test_a_failed_connect_leaves_waiting_requests_without_a_reference_cycl
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/"
         async with Http2Transport() as transport:
-            with uncollected(Place) as left:
+            with uncollected(QueuePlace) as left:
                 with pytest.raises(httpx.ConnectError):
                     await transport.exchange("GET", url, [], b"")
                 await until(lambda: not left())

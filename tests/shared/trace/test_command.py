@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shared.cli import trace as command
-from shared.trace.reading import LINE_LEN_MAX, SlowestReading, Tail
+from shared.trace.log_reading import LINE_LEN_MAX, SlowestReading, Tail
 from tests.shared.trace.test_trace import REAL, line_of, trace
 
 

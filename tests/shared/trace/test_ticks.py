@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from shared.trace.axis import Axis, Bar
-from shared.trace.record import RequestRecord, RequestSummary, Tick
-from shared.trace.table import BAR_WIDTH, record_text, waterfall
+from shared.trace.request_records import RequestRecord, RequestSummary, Tick
+from shared.trace.request_text import BAR_WIDTH, record_text, waterfall
 
 BARS = (
     Bar("gateway", "wait", 20.0, 0.0),

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from shared import cli
-from shared.trace import reading
+from shared.trace import log_reading
 from shared.trace.axis import axis
 from shared.trace.join import Trace, join
-from shared.trace.reading import Reading, bounded_lines
-from shared.trace.record import RequestRecord, RequestSummary
-from shared.trace.table import record_text, table
+from shared.trace.log_reading import LogReading, bounded_lines
+from shared.trace.request_records import RequestRecord, RequestSummary
+from shared.trace.request_text import record_text, table
 from shared.wire.completed_line import schema_problem
 
 REAL = Path(__file__).with_name("lines.jsonl")
@@ -32,8 +32,8 @@ def line_of(service: str, request_id: str, /, **changes: Any) -> dict[str, Any]:
     return {name: value for name, value in {**found, **changes}.items() if value is not ...}
 
 
-def read(request_id: str, *lines: dict[str, Any] | bytes) -> Reading:
-    found = Reading(request_id)
+def read(request_id: str, *lines: dict[str, Any] | bytes) -> LogReading:
+    found = LogReading(request_id)
     texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     found.read(io.BytesIO(b"\n".join(texts) + b"\n"))
     return found
@@ -235,11 +235,11 @@ def test_a_line_without_an_end_is_never_held() -> None:
 
     log = Endless()
     assert list(bounded_lines(log)) == [b"the next line\n"]  # type: ignore[arg-type]
-    assert log.asked_max == reading.LINE_LEN_MAX
+    assert log.asked_max == log_reading.LINE_LEN_MAX
 
 
 def test_lines_beyond_the_bound_are_counted_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LINES_MAX", 3)
+    monkeypatch.setattr(log_reading, "LINES_MAX", 3)
     found = read("left", *[line_of("gateway", "left", span_id=f"{i:016x}") for i in range(5)])
     assert (len(found.lines), found.left_out) == (3, 2)
 

@@ -20,6 +20,8 @@ if kinds == ["human", "ai"]:
     raise SystemExit(f"The model calls nothing: {result['messages'][-1].content}")
 assert kinds[:3] == ["human", "ai", "tool"], kinds
 assert kinds[-1] == "ai", kinds
+if result["messages"][2].status == "error":
+    raise SystemExit(f"The model's arguments are not the tool's: {result['messages'][2].content}")
 assert result["messages"][2].content.startswith("It's always sunny in"), result["messages"][2]
 answer = result["messages"][-1].content
 if "sunny" not in answer:

@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.attention.triton_paged import TritonPrefill
-from engine.runtime.setup.backends import NAMES, Choice, Need, choose
-from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.setup.backends import NAMES, BackendChoice, Need, choose
+from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec, Chunk
 from tests.bench.engine.gpu.measuring import check, graph_ms
@@ -34,7 +34,7 @@ LIBRARIES: Final = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash-attn 2": SDPBack
 """The attention kernels that are part of torch."""
 
 
-def chosen(name: str, kv_dtype: torch.dtype) -> tuple[Choice, int]:
+def chosen(name: str, kv_dtype: torch.dtype) -> tuple[BackendChoice, int]:
     """A back end for decode, and the page size it takes. Raises BadRunnerConfig where it cannot be had."""
     properties = torch.cuda.get_device_properties(0)
     stored, problem = str(kv_dtype).removeprefix("torch."), None

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.decoder_config import DecoderConfig
 from engine.runtime.models.rope import RopeConfig
-from engine.runtime.weights.reading import ALL, Part
+from engine.runtime.weights.checkpoint import ALL, TensorPart
 
-LLAMA_8B = ModelConfig(
+LLAMA_8B = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=128_256,
     hidden_size=4096,
@@ -26,7 +26,7 @@ LLAMA_8B = ModelConfig(
     windows=(None,) * 32,
     tied_embeddings=False,
 )
-QWEN3_06B = ModelConfig(
+QWEN3_06B = DecoderConfig(
     architecture="Qwen3ForCausalLM",
     vocab_size=151_936,
     hidden_size=1024,
@@ -50,29 +50,31 @@ class RandomWeights:
     device: torch.device
     dtype: torch.dtype = torch.bfloat16
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+    def stack(
+        self, names: Sequence[str], rows: Sequence[int], *columns: int, part: TensorPart = ALL
+    ) -> Tensor:
         whole = torch.empty(part.shape(rows, columns), dtype=self.dtype, device=self.device)
         return whole.normal_(std=0.02) if columns else whole.fill_(1.0)
 
 
-def layer_parameters(config: ModelConfig) -> int:
+def layer_parameters(config: DecoderConfig) -> int:
     """The number of parameters in all layers' matrices, without the head."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = config.hidden_size * (q + 2 * kv) + q * config.hidden_size
     return config.layers * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
-def head_parameters(config: ModelConfig) -> int:
+def head_parameters(config: DecoderConfig) -> int:
     return config.vocab_size * config.hidden_size
 
 
-def kv_bytes(config: ModelConfig, itemsize: int = 2) -> int:
+def kv_bytes(config: DecoderConfig, itemsize: int = 2) -> int:
     """Bytes of one token's keys and values, in all layers."""
     return 2 * config.layers * config.kv_heads * config.head_dim * itemsize
 
 
 def decode_floor_s(
-    config: ModelConfig,
+    config: DecoderConfig,
     batch: int,
     context: int,
     floors: tuple[float, float],
@@ -88,7 +90,7 @@ def decode_floor_s(
     return weights + batch * context * kv_bytes(config, kv_itemsize) / bandwidth
 
 
-def prefill_floor_s(config: ModelConfig, tokens: int, flops: float) -> float:
+def prefill_floor_s(config: DecoderConfig, tokens: int, flops: float) -> float:
     """The least time of one prompt with a causal mask; the head's single row is left out."""
     attention = 2 * config.heads * config.head_dim * config.layers * tokens
     return tokens * (2 * layer_parameters(config) + attention) / flops

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from engine.contract.messages import SamplingParams
 from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
+from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, StepTokens
+from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch, sample
+from engine.runtime.device.device_shard import OVERLAP_CAPABILITY
 from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs
-from engine.runtime.device.load import OVERLAP_CAPABILITY
-from engine.runtime.device.network import DecodeStep, DeviceDecoder, StepTokens
-from engine.runtime.device.sampling import DeviceSampling, SamplingScratch, sample
-from engine.runtime.device.timing import DeviceTimer, shortest_replay_us
+from engine.runtime.device.kernel_timing import DeviceTimer, shortest_replay_us
 from engine.runtime.kernels.autotune import (
     DeviceLinear,
     MatmulTable,
@@ -34,7 +34,7 @@ from engine.runtime.kernels.autotune import (
     shape_of,
 )
 from engine.runtime.kernels.launching import compiling_in
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.decoder_config import DecoderConfig
 from engine.runtime.setup.hardware import usable_cores
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec, Chunk
@@ -64,7 +64,7 @@ _TABLES: dict[str, MatmulTable] = {}
 class Bench:
     """A model of random weights, tuned to the card."""
 
-    def __init__(self, name: str, config: ModelConfig, *, fp8: bool = False) -> None:
+    def __init__(self, name: str, config: DecoderConfig, *, fp8: bool = False) -> None:
         began = time.perf_counter()
         self.name, self.config, self.fp8 = name, config, fp8
         self.spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
@@ -204,7 +204,7 @@ def _compile(step: DecodeStep, batch: int, context: int) -> None:
         DecodeGraphs(step, [batch], batch, CUDA).eager(list(range(batch)), [context] * batch)
 
 
-def fitting_context(config: ModelConfig, batch: int, context: int) -> int:
+def fitting_context(config: DecoderConfig, batch: int, context: int) -> int:
     """The longest context, of `context` and its halves, at which weights and cache leave a tenth of the card
     free."""
     weights = 2 * (layer_parameters(config) + head_parameters(config))

@@ -262,7 +262,7 @@ def test_a_value_that_is_too_long_to_wait_for_is_a_string() -> None:
 
 
 def test_an_answer_that_is_given_up_leaves_nothing_behind() -> None:
-    with uncollected(AnswerMachine, sources.Source) as left:
+    with uncollected(AnswerMachine, sources.MarkedSource) as left:
         for text in ("a", '<tool_call>{"na', '<tool_call>{"name": "f", "arguments": {'):
             AnswerMachine(FORMATS["hermes"], "", tools={}).feed(-1, text)
         assert left() == []

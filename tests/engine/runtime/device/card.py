@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from engine.runtime.device.card import MemoryReading
+from engine.runtime.device.device_runner import DeviceRunner
+from engine.runtime.device.device_shard import load_on_card
 from engine.runtime.device.graphs import GraphDevice
-from engine.runtime.device.load import load_on_card
-from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.kernels.autotune import Timer
 from engine.runtime.kernels.launching import compiling
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start import starting
 from tests.engine.runtime.kernels.interpreter import prepare_interpreter
 

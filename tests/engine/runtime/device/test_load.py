@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from engine.contract.messages import RunnerInfo
-from engine.runtime.device import load as loading
+from engine.runtime.device import device_shard as loading
 from engine.runtime.device.card import CudaCard, MemoryReading
-from engine.runtime.device.load import enough_memory, largest_plans, load_on_card
+from engine.runtime.device.device_shard import enough_memory, largest_plans, load_on_card
 from engine.runtime.device.memory import MemoryProfile
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import DoesNotFit
+from engine.runtime.setup.model_errors import DoesNotFit
+from engine.runtime.setup.runner_config import RunnerConfig
 from tests.engine.models import reference_greedy
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, fake_config, load_fake

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.runtime.device.memory import MemoryProfile, kv_page_count
-from engine.runtime.setup.errors import DoesNotFit
+from engine.runtime.setup.model_errors import DoesNotFit
 
 GIB = 1 << 30
 H200 = MemoryProfile(

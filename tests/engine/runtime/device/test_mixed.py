@@ -10,13 +10,13 @@ from torch import Tensor
 
 from engine.contract.messages import Plan, SlotAssignment, Want
 from engine.runtime.collective.shard import Shard
-from engine.runtime.device import load as loading
+from engine.runtime.device import device_shard as loading
 from engine.runtime.device.card import MemoryReading
-from engine.runtime.device.load import load_shard
+from engine.runtime.device.device_runner import DeviceRunner
+from engine.runtime.device.device_shard import load_shard
 from engine.runtime.device.memory import MemoryProfile
 from engine.runtime.device.mixed import CHUNKS_MAX, MixedGraphs, MixedInputs, MixedShape, listed
 from engine.runtime.device.rehearsal import Unjoined
-from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.device.slots import DeviceBatch
 from engine.runtime.step.batch import Row
 from engine.runtime.step.protocols import AttentionSpec

@@ -9,13 +9,13 @@ import torch
 
 from engine.contract.messages import SamplingParams
 from engine.runtime.attention.triton_paged import TritonDecode, TritonPrefill
+from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, DeviceModel
+from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch
 from engine.runtime.device.graphs import DecodeGraphs, batch_buckets
-from engine.runtime.device.network import DecodeStep, DeviceDecoder, DeviceModel
-from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
-from engine.runtime.host.runner import HostRunner
-from engine.runtime.models.config import read_model_config
+from engine.runtime.host.host_runner import HostRunner
+from engine.runtime.models.decoder_config import read_model_config
 from engine.runtime.step.protocols import AttentionSpec
-from engine.runtime.weights.reading import Checkpoint, checkpoint_files
+from engine.runtime.weights.checkpoint import Checkpoint, checkpoint_files
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver
 from tests.engine.runtime.kernels.tables import all_by_tiles, all_folded

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.contract.messages import SamplingParams
 from engine.runtime.attention import triton_paged
+from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.device.precision import Precision
-from engine.runtime.device.runner import DeviceRunner
-from engine.runtime.models.config import read_model_config
+from engine.runtime.models.decoder_config import read_model_config
 from engine.runtime.models.quantization import Fp8Scheme
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import BadRunnerConfig
+from engine.runtime.setup.model_errors import BadRunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec, Chunk
 from engine.runtime.weights.fp8 import Fp8Weight

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from engine.runtime.collective.shard import Shard
-from engine.runtime.device.load import load_shard
+from engine.runtime.device.device_shard import load_shard
 from engine.runtime.device.rehearsal import Unjoined, Workers, rehearsed
 from engine.runtime.kernels.launching import compiling
-from engine.runtime.setup.errors import WeightsMismatch
+from engine.runtime.setup.model_errors import WeightsMismatch
 from engine.runtime.start.starting import warm_up
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, Specialized, fake_config, load_fake, specialized
@@ -109,7 +109,7 @@ def test_nor_do_products_that_share_a_norm(tiny_model: MakeModel, monkeypatch: p
 
 
 def test_nor_do_graphs_of_steps_with_prompts(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.runtime.device.load.TOKEN_COUNTS", (2, 8, 16, 32))
+    monkeypatch.setattr("engine.runtime.device.device_shard.TOKEN_COUNTS", (2, 8, 16, 32))
     times = cycle((2.0, 1.0))
     card = Seen(replay_us=lambda run: next(times), capability=(8, 9))
     with card.watched():

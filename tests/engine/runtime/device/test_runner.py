@@ -12,8 +12,8 @@ import torch
 
 from engine.contract.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment, Want
 from engine.contract.packing import Biases
-from engine.runtime.device.runner import DeviceRunner
-from engine.runtime.host.runner import HostRunner
+from engine.runtime.device.device_runner import DeviceRunner
+from engine.runtime.host.host_runner import HostRunner
 from tests.engine.models import VOCAB_SIZE, reference_greedy
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.device.card import FakeCard, load_fake
@@ -175,7 +175,7 @@ def test_a_numeric_failure_ends_its_row_alone(path: Path) -> None:
 def test_more_rows_than_graphs_are_for_go_kernel_by_kernel(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.runtime.device.load.GRAPH_ROWS_MAX", 1)
+    monkeypatch.setattr("engine.runtime.device.device_shard.GRAPH_ROWS_MAX", 1)
     card = FakeCard()
     driver = Driver(load_fake(path, card, max_num_seqs=2, kv_cache_memory=1 << 20))
     lives = [driver.seat(slot, [slot + 2, 5], GREEDY) for slot in range(2)]

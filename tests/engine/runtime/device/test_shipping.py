@@ -14,7 +14,7 @@ import torch
 from engine.runtime.device import shipping
 from engine.runtime.device.shipping import LLAMA, MAKES, MODELS, compile_all, main
 from engine.runtime.kernels.launching import compiling
-from engine.runtime.models.config import parse_model_config
+from engine.runtime.models.decoder_config import parse_model_config
 from tests.engine.runtime.device.card import specialized
 
 Seen = set[tuple[object, ...]]
@@ -83,7 +83,7 @@ def test_what_is_unknown_is_refused_by_name(option: str, capsys: pytest.CaptureF
 
 
 def test_what_triton_is_asked_for_is_counted() -> None:
-    count = shipping.Count()
+    count = shipping.KernelCount()
     for cache_hit in (True, False, True):
         count.listen(cache_hit=cache_hit, src=None)
     assert (count.found, count.compiled) == (2, 1)

@@ -9,7 +9,7 @@ import torch
 
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.contract.packing import Biases
-from engine.runtime.device import sampling
+from engine.runtime.device import device_sampling
 from engine.runtime.device import slots as module
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.device.transfer import upload
@@ -27,7 +27,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(arrays))
         return upload(arrays, device)
 
-    for place in (module, sampling):
+    for place in (module, device_sampling):
         monkeypatch.setattr(place, "upload", counted)
     return seen
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.runtime.device.transfer import ALIGNMENT, Arrival, download, upload
+from engine.runtime.device.transfer import ALIGNMENT, DeviceArrival, download, upload
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def test_every_upload_has_memory_of_its_own() -> None:
 
 def test_what_comes_back_is_a_copy() -> None:
     on_device = torch.tensor([1, 2])
-    host, arrival = download(on_device), Arrival.on(CPU)
+    host, arrival = download(on_device), DeviceArrival.on(CPU)
     on_device.zero_()
     arrival.wait()
     assert host.tolist() == [1, 2]

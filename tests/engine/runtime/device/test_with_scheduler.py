@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from engine.contract.messages import FinishReason, Pending, Plan, RunnerInfo, SamplingParams
-from engine.core.config import SchedulerConfig
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
-from engine.runtime.device.runner import DeviceRunner
+from engine.core.scheduler_config import SchedulerConfig
+from engine.runtime.device.device_runner import DeviceRunner
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.device.card import load_fake

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from engine.contract.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment, Want
 from engine.contract.packing import Biases
-from engine.runtime.host.runner import HostRunner
+from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import choose_device, load_runner
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import BadRunnerConfig, ModelUnavailable
+from engine.runtime.setup.model_errors import BadRunnerConfig, ModelUnavailable
+from engine.runtime.setup.runner_config import RunnerConfig
 from tests.engine.models import CONTEXT_LEN, VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver
@@ -98,7 +98,7 @@ def test_settings_for_the_other_device_are_refused(
 def test_loading_imports_no_compiler(tiny_model: MakeModel, kernels: str) -> None:
     """Some operations on tensors without data do, and a third of the engine's memory is gone."""
     program = (
-        "import sys; from engine.runtime.setup.config import RunnerConfig; "
+        "import sys; from engine.runtime.setup.runner_config import RunnerConfig; "
         "from engine.runtime.load import load_runner; "
         f"load_runner(RunnerConfig({str(tiny_model('qwen3'))!r}, kernels={kernels!r}, threads=1), print); "
         "assert not {'torch._dynamo', 'sympy', 'triton'} & sys.modules.keys()"

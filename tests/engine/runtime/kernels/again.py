@@ -14,7 +14,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from engine.runtime.device.shipping import Count
+from engine.runtime.device.shipping import KernelCount
 from engine.runtime.kernels import shipped
 from engine.runtime.kernels.absent_card import AbsentCard
 from engine.runtime.kernels.launching import compiling_in
@@ -25,7 +25,7 @@ def main() -> int:
     setattr(shipped, "SHIPPED", Path(sys.argv[1]))  # noqa: B010  # for this process alone
     knobs.cache.manager_class = shipped.ShippedCache
     driver.set_active(AbsentCard((9, 0)))
-    count = Count()
+    count = KernelCount()
     knobs.compilation.listener = count.listen
     with ThreadPoolExecutor(1) as threads, compiling_in(threads, torch.device("meta")):
         walk()

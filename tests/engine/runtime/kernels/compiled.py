@@ -25,8 +25,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.runtime.device import sampling
-from engine.runtime.device.sampling import DeviceSampling
+from engine.runtime.device import device_sampling
+from engine.runtime.device.device_sampling import DeviceSampling
 from engine.runtime.kernels import (
     autotune,
     begin,
@@ -198,7 +198,7 @@ def report_dependent() -> None:
     """Every kernel that a decode step launches."""
     on = {"dependently": True}
     norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
-    stream, weight = fused.Stream(meta(1, 1024), meta(1, 1024)), matrix(6144, 1024, torch.bfloat16)
+    stream, weight = fused.ResidualStream(meta(1, 1024), meta(1, 1024)), matrix(6144, 1024, torch.bfloat16)
     for tile in (*matmul.TILES[:2], matmul.TILES_ALONE[1]):
         gated = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=True)
         report(f"dependent gated {tile}", matmul, "skinny_kernel", gated, **on)
@@ -227,7 +227,7 @@ def report_dependent() -> None:
     report("dependent norm", fused, "rms_norm_kernel", norm_of, **on)
     report("dependent silu", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 28_672)), **on)
     for kernel in ("measure_kernel", "weigh_kernel", "order_kernel", "choose_kernel"):
-        report(f"dependent {kernel}", sampling, kernel, sample_launch, **on)
+        report(f"dependent {kernel}", device_sampling, kernel, sample_launch, **on)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -345,15 +345,15 @@ def sample_launch() -> object:
     """A batch of 32 over Qwen3's vocabulary."""
     rows, vocab, device = 32, 151_936, torch.device("meta")
     columns = DeviceSampling.empty(64, vocab, device)
-    scratch = sampling.SamplingScratch.empty(rows, vocab, torch.bfloat16, device)
+    scratch = device_sampling.SamplingScratch.empty(rows, vocab, torch.bfloat16, device)
     row = meta(rows, dtype=torch.int32)
     with (
-        recorded(sampling, "measure_kernel"),
-        recorded(sampling, "weigh_kernel"),
-        recorded(sampling, "order_kernel"),
-        recorded(sampling, "choose_kernel"),
+        recorded(device_sampling, "measure_kernel"),
+        recorded(device_sampling, "weigh_kernel"),
+        recorded(device_sampling, "order_kernel"),
+        recorded(device_sampling, "choose_kernel"),
     ):
-        return sampling.sample(
+        return device_sampling.sample(
             meta(rows, vocab), row, row, columns, scratch, meta(64, 4097, dtype=torch.int32)
         )
 
@@ -367,7 +367,7 @@ def begin_launch() -> object:
 
 def report_sampling() -> None:
     for kernel in ("measure_kernel", "weigh_kernel", "choose_kernel"):
-        report(kernel.removesuffix("_kernel"), sampling, kernel, sample_launch)
+        report(kernel.removesuffix("_kernel"), device_sampling, kernel, sample_launch)
 
 
 def matrix(height: int, width: int, dtype: torch.dtype, group: int = 0) -> matmul.Weight:
@@ -382,18 +382,18 @@ def matrix(height: int, width: int, dtype: torch.dtype, group: int = 0) -> matmu
 def report_fused_matmul() -> None:
     """Qwen3-0.6B's gate-up and QKV, a row, by every tile; and 8B's gate-up in fp8."""
     norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
-    stream = fused.Stream(meta(1, 1024), meta(1, 1024))
+    stream = fused.ResidualStream(meta(1, 1024), meta(1, 1024))
     for tile in matmul.TILES:
         for name, gated in (("normed", False), ("gated", True)):
             weight = matrix(6144, 1024, torch.bfloat16)
             launch = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=gated)
             report(f"matmul {name} {tile.n}x{tile.k}", matmul, "skinny_kernel", launch)
-    begun = fused.Stream(stream.residual)
+    begun = fused.ResidualStream(stream.residual)
     launch = partial(matmul.normed_matmul, begun, norm, matrix(4096, 1024, torch.bfloat16), matmul.TILES[1])
     report("matmul first", matmul, "skinny_kernel", launch)
     norm = fused.Norm(meta(4096, dtype=torch.float32), 1e-6)
-    stream = fused.Stream(meta(16, 4096), meta(16, 4096))
-    lone = fused.Stream(meta(1, 4096), meta(1, 4096))
+    stream = fused.ResidualStream(meta(16, 4096), meta(16, 4096))
+    lone = fused.ResidualStream(meta(1, 4096), meta(1, 4096))
     for tile in matmul.TILES_ALONE:
         for name, dtype in (("", torch.bfloat16), (" fp8", torch.float8_e4m3fn)):
             launch = partial(
@@ -444,7 +444,7 @@ def unscaled(rows: int, width: int) -> fused.Unscaled:
 def adding(rows: int, tile: matmul.Tile, dtype: torch.dtype, group: int = 0) -> Callable[[], object]:
     """8B's down projection, and the beginning of the norm behind it."""
     norm, weight = fused.Norm(meta(4096, dtype=torch.float32), 1e-6), matrix(4096, 14_336, dtype, group)
-    x, stream = meta(rows, 14_336), fused.Stream(meta(rows, 4096))
+    x, stream = meta(rows, 14_336), fused.ResidualStream(meta(rows, 4096))
     return lambda: split_matmul.adding_matmul(x, weight, tile, stream, norm)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.runtime.kernels import autotune, matmul
 from engine.runtime.kernels.autotune import DeviceLinear, FusedMeasured, MatmulTable
-from engine.runtime.kernels.fused import Norm, Stream
+from engine.runtime.kernels.fused import Norm, ResidualStream
 from engine.runtime.weights.fp8 import quantise
 
 EPS = 1e-5
@@ -24,7 +24,7 @@ def test_products_are_timed_with_random_numbers(monkeypatch: pytest.MonkeyPatch)
         spreads.append(float(x.float().std()))
         return x
 
-    def normed(stream: Stream, *_: object, **__: object) -> None:
+    def normed(stream: ResidualStream, *_: object, **__: object) -> None:
         assert stream.change is not None
         spreads.extend(float(part.float().std()) for part in (stream.residual, stream.change))
 

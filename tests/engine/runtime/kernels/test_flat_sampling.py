@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.contract.messages import NUMERIC_FAILURE
 from engine.contract.packing import Biases
-from engine.runtime.device import sampling as device_sampling
+from engine.runtime.device import device_sampling as device_sampling
 from tests.engine.runtime.kernels.test_sampling import VOCAB, histories, on_cpu, on_device, params
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where a row is not finite

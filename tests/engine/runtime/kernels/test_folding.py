@@ -21,7 +21,7 @@ from engine.runtime.kernels.autotune import (
     folded_shape,
 )
 from engine.runtime.kernels.folding import fold_norms
-from engine.runtime.kernels.fused import Norm, Stream, Unscaled
+from engine.runtime.kernels.fused import Norm, ResidualStream, Unscaled
 from engine.runtime.kernels.matmul import Tile, Weight
 from engine.runtime.kernels.split_matmul import _counters
 from engine.runtime.weights.fp8 import Fp8Weight, quantise
@@ -53,11 +53,11 @@ def meant(weight: Weight) -> Tensor:
     return weight.restored(torch.float32) if isinstance(weight, Fp8Weight) else weight
 
 
-def truth(stream: Stream, x: Tensor, pair: Pair) -> Tensor:
+def truth(stream: ResidualStream, x: Tensor, pair: Pair) -> Tensor:
     adding, scaled = pair
     change = linear(x, meant(adding.weight), adding.bias)
     assert scaled.norm is not None
-    after = Stream(stream.residual, change)
+    after = ResidualStream(stream.residual, change)
     return expected_of(after, scaled.norm, meant(scaled.weight), scaled.bias, scaled.gated)
 
 
@@ -79,7 +79,7 @@ def test_two_products_and_the_norm_between_them(
     for gated in (False, True) if scaled.splits == 1 else (False,):
         pair = pair_of(inner, hidden, outer, kind, gated=gated)
         x, residual = torch.randn(rows, inner), torch.randn(rows, hidden) * 3
-        stream = Stream(residual.clone())
+        stream = ResidualStream(residual.clone())
         expected = truth(stream, x, pair)
         total = residual + linear(x, meant(pair[0].weight), pair[0].bias)
         begun = begin_norm(stream, x, pair, adding)
@@ -95,9 +95,11 @@ def test_a_rows_bits_do_not_depend_on_the_others() -> None:
     torch.manual_seed(0)
     pair = pair_of(64, 96, 32, gated=True)
     x, residual = torch.randn(40, 64), torch.randn(40, 96)
-    together, _ = end_norm(begin_norm(Stream(residual.clone()), x, pair, TWO), pair[1], WHOLE)
+    together, _ = end_norm(begin_norm(ResidualStream(residual.clone()), x, pair, TWO), pair[1], WHOLE)
     some = slice(7, 25)
-    alone, _ = end_norm(begin_norm(Stream(residual[some].clone()), x[some], pair, TWO), pair[1], WHOLE)
+    alone, _ = end_norm(
+        begin_norm(ResidualStream(residual[some].clone()), x[some], pair, TWO), pair[1], WHOLE
+    )
     assert torch.equal(alone, together[some])
 
 
@@ -113,14 +115,16 @@ def test_it_is_as_near_to_the_truth_as_with_a_norm_of_its_own(gated: bool) -> No
     x, residual = torch.randn(24, 256).half(), (torch.randn(24, 128) * 3).half()
     exact = tuple(DeviceLinear(meant(own.weight).double(), None, own.norm, own.gated) for own in pair)
     assert len(exact) == 2
-    expected = truth(Stream(residual.double()), x.double(), exact)
+    expected = truth(ResidualStream(residual.double()), x.double(), exact)
 
     def error(found: Tensor) -> float:
         return float((found.double() - expected).norm() / expected.norm())
 
-    folded, _ = end_norm(begin_norm(Stream(residual.clone()), x, pair, TWO), pair[1], WHOLE)
+    folded, _ = end_norm(begin_norm(ResidualStream(residual.clone()), x, pair, TWO), pair[1], WHOLE)
     table = MatmulTable({})
-    apart, _ = table.of_stream(Stream(residual.clone()).plus(table.linear(x, pair[0].weight)), pair[1])
+    apart, _ = table.of_stream(
+        ResidualStream(residual.clone()).plus(table.linear(x, pair[0].weight)), pair[1]
+    )
     assert error(folded) <= 1.05 * error(apart)
     assert error(folded) < 1e-3
 
@@ -148,8 +152,10 @@ class FakeTimer:
             [tile] = [arg for arg in args if isinstance(arg, Tile)]
             return together_us / 2 + (tile.splits != 4) * (tile.n != 128)
 
-        def begun(x: Tensor, weight: Weight, tile: Tile, stream: Stream, norm: Norm) -> Stream:
-            return Stream(stream.residual, unscaled=Unscaled(x, x, 0.0))
+        def begun(
+            x: Tensor, weight: Weight, tile: Tile, stream: ResidualStream, norm: Norm
+        ) -> ResidualStream:
+            return ResidualStream(stream.residual, unscaled=Unscaled(x, x, 0.0))
 
         apart = counts(lambda *_: 10.0, lambda x, *_: x)
         for name, way in {
@@ -224,12 +230,12 @@ def test_a_table_folds_where_that_was_faster(rows: int) -> None:
         {shape.scaled: WHOLE for shape in shapes},
     )
     x, residual = torch.randn(rows, 64), torch.randn(rows, 48)
-    begun = table.added(Stream(residual.clone()), x, adding, scaled)
+    begun = table.added(ResidualStream(residual.clone()), x, adding, scaled)
     assert (begun is not None) == (17 <= rows <= 64)
     if begun is not None:
         found, after = table.of_stream(begun, scaled)
         assert after.unscaled is None
-        expected = truth(Stream(residual), x, pair)
+        expected = truth(ResidualStream(residual), x, pair)
         torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=1e-5)
     slower = MatmulTable({}, {}, dict.fromkeys(shapes, FoldedMeasured(None, 2.0, 1.0)))
-    assert slower.added(Stream(residual), x, adding, scaled) is None
+    assert slower.added(ResidualStream(residual), x, adding, scaled) is None

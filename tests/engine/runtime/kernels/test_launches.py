@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.runtime.attention.triton_paged import TritonDecode
-from engine.runtime.device import sampling as device_sampling
+from engine.runtime.device import device_sampling as device_sampling
+from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder
+from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch
 from engine.runtime.device.graphs import DecodeInputs
-from engine.runtime.device.network import DecodeStep, DeviceDecoder
-from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
 from engine.runtime.kernels import begin, decode_attention, fused, matmul, split_matmul
 from engine.runtime.kernels.autotune import MatmulTable
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.decoder_config import DecoderConfig
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
 from tests.bench.engine.gpu.shapes import QWEN3_06B, RandomWeights
@@ -76,7 +76,7 @@ def counted() -> Iterator[Counter[str]]:
         yield launches.seen
 
 
-def step_of(config: ModelConfig) -> DecodeStep:
+def step_of(config: DecoderConfig) -> DecodeStep:
     cache = KVCache(KVGeometry(config.layers, config.kv_heads, PAGE, config.head_dim, torch.float32), 8)
     spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
     decoder = DeviceDecoder(config, RandomWeights(CPU, torch.float32), CPU)

@@ -22,7 +22,7 @@ from engine.runtime.kernels.autotune import (
     MatmulTable,
     Measured,
 )
-from engine.runtime.kernels.fused import Norm, Stream
+from engine.runtime.kernels.fused import Norm, ResidualStream
 from engine.runtime.kernels.matmul import TILES, Tile, Weight, normed_matmul, row_bucket, skinny_matmul
 from engine.runtime.kernels.restoring import restored
 from engine.runtime.weights.fp8 import FP8_MAX, Fp8Weight, quantise
@@ -108,7 +108,9 @@ def test_fp8_weights_with_a_scale_for_each_group_of_columns(height: int, width: 
 EPS = 1e-5
 
 
-def expected_of(stream: Stream, norm: Norm, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+def expected_of(
+    stream: ResidualStream, norm: Norm, weight: Tensor, bias: Tensor | None, gated: bool
+) -> Tensor:
     """In float64, of a stream whose sum is rounded as it is stored."""
     total = stream.residual if stream.change is None else stream.residual + stream.change
     total = total.double()
@@ -120,10 +122,10 @@ def expected_of(stream: Stream, norm: Norm, weight: Tensor, bias: Tensor | None,
     return silu(gate) * up
 
 
-def stream_of(rows: int, width: int, dtype: torch.dtype) -> tuple[Stream, Norm]:
+def stream_of(rows: int, width: int, dtype: torch.dtype) -> tuple[ResidualStream, Norm]:
     torch.manual_seed(0)
     residual, change = (torch.randn(2, rows, width) * 3).to(dtype)
-    return Stream(residual, change), Norm(torch.rand(width) * 2, EPS)
+    return ResidualStream(residual, change), Norm(torch.rand(width) * 2, EPS)
 
 
 @pytest.mark.parametrize("kind", ["plain", "biased", "fp8", "fp8 groups"])
@@ -165,7 +167,7 @@ def test_a_norm_in_the_head_and_a_gate_in_the_tail(
 
 def test_a_stream_without_a_change_is_normed_as_it_is() -> None:
     stream, norm = stream_of(2, 64, torch.float32)
-    begun, weight = Stream(stream.residual), torch.randn(32, 64)
+    begun, weight = ResidualStream(stream.residual), torch.randn(32, 64)
     found, after = normed_matmul(begun, norm, weight, SMALL)
     torch.testing.assert_close(
         found.double(), expected_of(begun, norm, weight, None, False), atol=1e-4, rtol=1e-5
@@ -178,7 +180,7 @@ def test_a_normed_rows_bits_do_not_depend_on_the_others() -> None:
     weight = torch.randn(32, 64)
     together, _ = normed_matmul(stream, norm, weight, SMALL, gated=True)
     assert stream.change is not None
-    alone = Stream(stream.residual[4:5].clone(), stream.change[4:5].clone())
+    alone = ResidualStream(stream.residual[4:5].clone(), stream.change[4:5].clone())
     assert torch.equal(normed_matmul(alone, norm, weight, SMALL, gated=True)[0], together[4:5])
 
 
@@ -249,7 +251,7 @@ def test_a_tail_without_a_head(rows: int) -> None:
     shape = autotune.shape_of(linear_of_it.weight, autotune.measured_rows(rows))
     tailed = MatmulTable({}, {FusedShape(shape, True): FusedMeasured(SMALL, 1.0, 2.0, is_headed=False)})
     assert stream.change is not None
-    given = Stream(stream.residual.clone(), stream.change.clone())
+    given = ResidualStream(stream.residual.clone(), stream.change.clone())
     expected, after = MatmulTable({}).of_stream(stream, linear_of_it)
     found, after_too = tailed.of_stream(given, linear_of_it)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
@@ -311,10 +313,10 @@ class FakeTimer:
             self._took += library_us
             return x
 
-        def fused(stream: Stream, norm: Norm, weight: Weight, tile: Tile, **_: object) -> None:
+        def fused(stream: ResidualStream, norm: Norm, weight: Weight, tile: Tile, **_: object) -> None:
             self._took += fused_us.get(tile, 100.0)
 
-        def beside(given: Stream | Tensor, *_: object) -> Any:
+        def beside(given: ResidualStream | Tensor, *_: object) -> Any:
             self._took += beside_us
             return given if isinstance(given, Tensor) else (given.residual, given)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.contract.messages import NUMERIC_FAILURE, SamplingParams, SlotAssignment
 from engine.contract.packing import Biases
-from engine.runtime.device import sampling as device_sampling
-from engine.runtime.device.sampling import DeviceSampling
+from engine.runtime.device import device_sampling as device_sampling
+from engine.runtime.device.device_sampling import DeviceSampling
 from engine.runtime.host import sampler
 from engine.runtime.step.edits import Edits
 from engine.runtime.step.seats import SamplingColumns, Seat

@@ -6,10 +6,10 @@ import sys
 from dataclasses import replace
 
 from engine.runtime.collective.group import Group
-from engine.runtime.device import load as device
-from engine.runtime.device.load import DeviceShard
+from engine.runtime.device import device_shard as device
+from engine.runtime.device.device_shard import DeviceShard
 from engine.runtime.parallel import loading, rank
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start.starting import Progress
 from tests.engine.runtime.device.card import FakeCard
 

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 
-from engine.runtime.parallel.wire import Closed, Done, Execute, Failed, Here, RankEnd, Start
+from engine.runtime.parallel.wire import Closed, Execute, Here, RankDone, RankEnd, RankFailed, Start
 from shared.process.lifecycle import die_with_parent
 
 
@@ -24,7 +24,7 @@ def main() -> None:
             return
         if isinstance(message, Execute):
             act(start.config.model, wire)
-        wire.send(Done())
+        wire.send(RankDone())
 
 
 def act(part: str, wire: RankEnd) -> None:
@@ -42,7 +42,7 @@ def act(part: str, wire: RankEnd) -> None:
         case "wait":
             signal.pause()
         case "complain":
-            wire.send(Failed("the device has fallen off the bus"))
+            wire.send(RankFailed("the device has fallen off the bus"))
         case "hang up":
             os.close(sys.stdin.fileno())
             signal.pause()

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from engine.contract.messages import Runner
-from engine.core.config import SchedulerConfig
 from engine.core.scheduler import Scheduler
-from engine.runtime.device.runner import DeviceRunner
+from engine.core.scheduler_config import SchedulerConfig
+from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.parallel import leader, loading
 from engine.runtime.parallel import ranks as parallel_ranks
-from engine.runtime.setup.config import RunnerConfig
+from engine.runtime.setup.runner_config import RunnerConfig
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.device.test_runner import SMALL
 from tests.engine.runtime.device.test_with_scheduler import requests

@@ -27,18 +27,18 @@ from engine.contract.messages import (
     Want,
 )
 from engine.contract.packing import Biases
-from engine.core.config import SchedulerConfig
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.step.swap import if_cheaper
 from engine.runtime.collective.shard import Shard
-from engine.runtime.models.config import read_model_config
+from engine.runtime.models.decoder_config import read_model_config
 from engine.runtime.parallel.leader import LeadingRunner, lead
-from engine.runtime.parallel.wire import Done, Landed
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import BadRunnerConfig, RankLost
+from engine.runtime.parallel.wire import Landed, RankDone
+from engine.runtime.setup.model_errors import BadRunnerConfig, RankLost
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.kv_cache import KVGeometry
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
@@ -159,7 +159,7 @@ def test_a_rank_that_finds_other_tokens_ends_it_all(tiny_model: MakeModel) -> No
         runner.launch(plan(17))
         runner.ranks.send(Landed(17, 0))
         with pytest.raises(RankLost, match="rank 1: its tokens of step 17 are not those of rank 0"):
-            runner.ranks.answers(Done)
+            runner.ranks.answers(RankDone)
     assert reasons == ["rank 1: its tokens of step 17 are not those of rank 0"]
 
 

@@ -19,8 +19,8 @@ from engine.runtime.parallel.nodes import Gathered, Hello, gather, join
 from engine.runtime.parallel.ranks import Ranks
 from engine.runtime.parallel.rendezvous import Rendezvous
 from engine.runtime.parallel.wire import Closed, Execute, Goodbye, Here, RankEnd, Start
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import BadRunnerConfig, RankLost
+from engine.runtime.setup.model_errors import BadRunnerConfig, RankLost
+from engine.runtime.setup.runner_config import RunnerConfig
 from shared.process.build import version
 from tests.services import MODEL_DIR, PATIENCE_S, until
 

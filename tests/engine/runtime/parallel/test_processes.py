@@ -73,8 +73,8 @@ def test_a_rank_that_stops_answering(short_tmp: Path) -> None:
 SICK_RANK = """
 import sys
 if "engine.runtime.parallel.rank" in sys.orig_argv:
-    from engine.runtime.setup.errors import DoesNotFit
-    from engine.runtime.weights.reading import Checkpoint
+    from engine.runtime.setup.model_errors import DoesNotFit
+    from engine.runtime.weights.checkpoint import Checkpoint
     def stack(*args, **kwargs):
         raise DoesNotFit("there is no room for the shard")
     Checkpoint.stack = stack

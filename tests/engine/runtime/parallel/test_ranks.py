@@ -29,8 +29,8 @@ from engine.runtime.parallel.wire import (
     digest_of,
     frame,
 )
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import CollectiveFailed, RankLost
+from engine.runtime.setup.model_errors import CollectiveFailed, RankLost
+from engine.runtime.setup.runner_config import RunnerConfig
 from tests.fakes import VirtualClock
 from tests.services import PATIENCE_S, ROOT, until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.runtime.parallel.rendezvous import Rendezvous, rendezvous_in
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 
 TORCHRUN = {
     "RANK": "9",

@@ -16,12 +16,12 @@ from torch import Tensor
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.group import Group
 from engine.runtime.collective.shard import Shard
-from engine.runtime.host.network import TorchDecoder
-from engine.runtime.models.config import ModelConfig, read_model_config
-from engine.runtime.setup.errors import BadRunnerConfig, CollectiveFailed, WeightsMismatch
-from engine.runtime.weights import reading
+from engine.runtime.host.torch_decoder import TorchDecoder
+from engine.runtime.models.decoder_config import DecoderConfig, read_model_config
+from engine.runtime.setup.model_errors import BadRunnerConfig, CollectiveFailed, WeightsMismatch
+from engine.runtime.weights import checkpoint
+from engine.runtime.weights.checkpoint import Checkpoint, Inspection, TensorPart, checkpoint_files
 from engine.runtime.weights.parameters import EMBEDDING
-from engine.runtime.weights.reading import Checkpoint, Inspection, Part, checkpoint_files
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel
 
@@ -139,7 +139,7 @@ def test_a_rank_reads_its_part(
     path = tiny_model(family, **overrides)
     config, files = read_model_config(path), checkpoint_files(path)
     asked: dict[str, int] = {}
-    monkeypatch.setattr(reading, "_open", counting(reading._open, asked))
+    monkeypatch.setattr(checkpoint, "_open", counting(checkpoint._open, asked))
 
     def bytes_of(shard: Shard) -> dict[str, int]:
         asked.clear()
@@ -217,8 +217,8 @@ def test_the_inspection_still_sees_whole_shapes(
         cut.verify()
 
 
-def model(heads: int, kv_heads: int, intermediate: int = 96) -> ModelConfig:
-    return ModelConfig(
+def model(heads: int, kv_heads: int, intermediate: int = 96) -> DecoderConfig:
+    return DecoderConfig(
         architecture="LlamaForCausalLM",
         vocab_size=320,
         hidden_size=64,
@@ -243,7 +243,7 @@ def model(heads: int, kv_heads: int, intermediate: int = 96) -> ModelConfig:
         (model(8, 8, intermediate=100), 8, ("intermediate_size (100)", "takes 1, 2, 4")),
     ],
 )
-def test_a_size_that_does_not_fit_is_named(config: ModelConfig, size: int, words: tuple[str, ...]) -> None:
+def test_a_size_that_does_not_fit_is_named(config: DecoderConfig, size: int, words: tuple[str, ...]) -> None:
     with pytest.raises(BadRunnerConfig) as caught:
         Shard(0, size).of(config)
     for word in words:
@@ -266,7 +266,7 @@ def test_a_part_of_nothing() -> None:
     """More ranks than rows: the last ones have none, and pad."""
     spans = [Shard(rank, 4).padded_span(5) for rank in range(4)]
     assert spans == [(0, 2), (2, 4), (4, 5), (5, 5)]
-    assert Part(rows=((5, 5),)).shape([5], [3]) == (0, 3)
+    assert TensorPart(rows=((5, 5),)).shape([5], [3]) == (0, 3)
 
 
 def test_sums_and_rows_put_together(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta
 
 from engine.runtime.setup.backends import misnamed
-from shared.process.config import ConfigError
+from shared.process.setting_values import ConfigError
 from shared.process.settings import Rule, Text, Unit, problems_of
 
 PAGE_SIZE_MAX: Final = 1024

@@ -14,16 +14,16 @@ import torch
 from engine.contract.messages import RunnerInfo
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
+from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.host.model import PagedModel, TorchModel
-from engine.runtime.host.network import TorchDecoder
-from engine.runtime.host.runner import HostRunner
 from engine.runtime.host.sampler import Draw
+from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.decoder_config import DecoderConfig
 from engine.runtime.native.decoder import NativeDecoder, built_isas, misfit
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import BadRunnerConfig, UnsupportedModel
 from engine.runtime.setup.hardware import available_memory_bytes
+from engine.runtime.setup.model_errors import BadRunnerConfig, UnsupportedModel
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start.starting import (
     Progress,
     checked_checkpoint,
@@ -38,7 +38,7 @@ from engine.runtime.start.starting import (
 from engine.runtime.step.kv_cache import HostPages, KVCache, KVGeometry, page_count
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
-from engine.runtime.weights.reading import WeightSource
+from engine.runtime.weights.checkpoint import WeightSource
 
 
 def load_on_host(config: RunnerConfig, progress: Progress) -> HostRunner:
@@ -74,7 +74,7 @@ class TorchNetwork:
     """Implements `HostNetwork` with torch's operations."""
 
     decoder: TorchDecoder
-    config: ModelConfig
+    config: DecoderConfig
     """The model as this rank computes it."""
     reason: str
     """Why the native kernels do not compute, for the log."""
@@ -106,7 +106,7 @@ class HostShard:
     """Implements `LoadedShard` on a CPU."""
 
     config: RunnerConfig
-    model: ModelConfig
+    model: DecoderConfig
     """The model as this rank computes it."""
     dtype: torch.dtype
     max_model_len: int
@@ -161,7 +161,7 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
 
 def host_network(
     config: RunnerConfig,
-    model: ModelConfig,
+    model: DecoderConfig,
     source: WeightSource,
     dtype: torch.dtype,
     max_model_len: int,
@@ -187,7 +187,7 @@ def host_network(
     )
 
 
-def _hindrance(config: RunnerConfig, model: ModelConfig, shard: Shard) -> str | None:
+def _hindrance(config: RunnerConfig, model: DecoderConfig, shard: Shard) -> str | None:
     """Why the native kernels do not compute; None where they do. Raises BadRunnerConfig where the settings
     ask for them."""
     hindrance: str | None

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from engine.runtime.collective.shard import Span
 from engine.runtime.models.quantization import Fp8Scheme
-from engine.runtime.setup.errors import ModelUnavailable, WeightsMismatch
+from engine.runtime.setup.model_errors import ModelUnavailable, WeightsMismatch
 from engine.runtime.weights.fp8 import Fp8Weight, quantise
 from shared.process.files import open_regular
 from shared.wire.undecodable import UNDECODABLE
@@ -52,7 +52,7 @@ _KV_SCALE_NAMES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """The part of stacked tensors that a rank reads."""
 
     rows: tuple[Span, ...] | None = None
@@ -70,13 +70,15 @@ class Part:
         return sum(stop - start for start, stop in self.row_spans(rows)), *columns
 
 
-ALL: Final = Part()
+ALL: Final = TensorPart()
 
 
 class WeightSource(Protocol):
     """The source that a network reads its parameters from."""
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+    def stack(
+        self, names: Sequence[str], rows: Sequence[int], *columns: int, part: TensorPart = ALL
+    ) -> Tensor:
         """The parts `part` of the named tensors, [rows[i], *columns] each, one above the other."""
         ...
 
@@ -86,7 +88,7 @@ class Fp8Source(Protocol):
     """A WeightSource that may hold matrices in fp8."""
 
     def stack_fp8(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, part: Part = ALL
+        self, names: Sequence[str], rows: Sequence[int], columns: int, part: TensorPart = ALL
     ) -> Fp8Weight | None:
         """The stacked parts in fp8, as they are stored; None where one of the tensors is not in fp8.
 
@@ -146,7 +148,9 @@ class Inspection:
         self._files = files
         self._headers = _headers(files)
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+    def stack(
+        self, names: Sequence[str], rows: Sequence[int], *columns: int, part: TensorPart = ALL
+    ) -> Tensor:
         for name, count in zip(names, rows, strict=True):
             self._inspect(name, (count, *columns))
         return torch.empty(part.shape(rows, columns), dtype=self._dtype, device="meta")
@@ -215,7 +219,9 @@ class Checkpoint:
         self._open_path: Path | None = None
         self._open_handle: Any = None  # safetensors has no stub for its handle
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+    def stack(
+        self, names: Sequence[str], rows: Sequence[int], *columns: int, part: TensorPart = ALL
+    ) -> Tensor:
         stacked = torch.empty(part.shape(rows, columns), dtype=self._dtype, device=self._device)
         at = 0
         for name, count, (start, stop) in zip(names, rows, part.row_spans(rows), strict=True):
@@ -229,14 +235,14 @@ class Checkpoint:
     def are_equal(self, left: str, right: str, rows: int, columns: int) -> bool:
         """True if two matrices [rows, columns] hold the same numbers in the compute type."""
         for start in range(0, rows, COMPARED_ROWS):
-            part = Part(rows=((start, min(start + COMPARED_ROWS, rows)),))
+            part = TensorPart(rows=((start, min(start + COMPARED_ROWS, rows)),))
             ours, theirs = (self.stack([name], [rows], columns, part=part) for name in (left, right))
             if not torch.equal(ours, theirs):
                 return False
         return True
 
     def stack_fp8(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, part: Part = ALL
+        self, names: Sequence[str], rows: Sequence[int], columns: int, part: TensorPart = ALL
     ) -> Fp8Weight | None:
         found = []
         for name, count, span in zip(names, rows, part.row_spans(rows), strict=True):

@@ -22,7 +22,7 @@ from engine.runtime.host.sampler import Draw, sample
 from engine.runtime.step.batch import PackedBatch, assemble
 from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import stable_topk
-from engine.runtime.step.results import Computed, asked_logprobs, asked_prompt_logprobs
+from engine.runtime.step.result_tensors import Computed, asked_logprobs, asked_prompt_logprobs
 from engine.runtime.step.seats import HostSlots
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from shared.trace.axis import Axis, Bar, axis, named
 from shared.trace.join import Trace
-from shared.trace.record import RequestRecord, RequestSummary, Tick
+from shared.trace.request_records import RequestRecord, RequestSummary, Tick
 from shared.trace.sentences import duration, sentence
 from shared.wire.causes import Cause
 from shared.wire.completed_line import EngineLine, GatewayLine, Line

@@ -32,24 +32,24 @@ from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, 
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.device.card import Card, MemoryReading, OwnCard
+from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, DeviceModel, DeviceSampler
+from engine.runtime.device.device_runner import DeviceRunner
+from engine.runtime.device.device_sampling import SamplingScratch
 from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, GraphDevice, Overlap, batch_buckets
 from engine.runtime.device.memory import MemoryProfile, kv_page_count, out_of_memory
 from engine.runtime.device.mixed import TOKEN_COUNTS, MixedGraphs, MixedShape, MixedStep
-from engine.runtime.device.network import DecodeStep, DeviceDecoder, DeviceModel, DeviceSampler
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
-from engine.runtime.device.runner import DeviceRunner
-from engine.runtime.device.sampling import SamplingScratch
 from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.kernels import launching
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kernels.folding import fold_norms
-from engine.runtime.models.config import ModelConfig
-from engine.runtime.setup.backends import Backend, Choice, Chosen, Need, choose
-from engine.runtime.setup.config import RunnerConfig
-from engine.runtime.setup.errors import DoesNotFit, UnsupportedModel
+from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.setup.backends import Backend, BackendChoice, Chosen, Need, choose
 from engine.runtime.setup.hardware import usable_cores
+from engine.runtime.setup.model_errors import DoesNotFit, UnsupportedModel
+from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start.starting import (
     Progress,
     checked_checkpoint,
@@ -69,7 +69,7 @@ from engine.runtime.step.kv_cache import (
     useful_pages,
 )
 from engine.runtime.step.protocols import AttentionSpec
-from engine.runtime.weights.reading import WeightSource
+from engine.runtime.weights.checkpoint import WeightSource
 
 GRAPH_ROWS_MAX: Final = 512
 """The most rows of a decode step that is captured. A step of more rows takes longer than launching its
@@ -86,15 +86,15 @@ class Design:
     """The decisions that are made before a weight is read."""
 
     config: RunnerConfig
-    model: ModelConfig
+    model: DecoderConfig
     """The whole model."""
     dtype: torch.dtype
     max_model_len: int
     precision: Precision
-    attention: Choice
+    attention: BackendChoice
 
     @staticmethod
-    def of(config: RunnerConfig, model: ModelConfig, card: Card, shard: Shard) -> Design:
+    def of(config: RunnerConfig, model: DecoderConfig, card: Card, shard: Shard) -> Design:
         """The design for this model on this card. Raises UnsupportedModel where the kernels do not implement
         the model, BadRunnerConfig where the card cannot do what is asked for."""
         if (reason := DeviceDecoder.implements(model)) is not None:
@@ -111,7 +111,7 @@ class DeviceShard:
     """Implements `LoadedShard` on a GPU: a rank's weights, before there is a cache."""
 
     design: Design
-    model: ModelConfig
+    model: DecoderConfig
     """The model as this rank computes it."""
     card: OwnCard
     decoder: DeviceDecoder
@@ -362,7 +362,7 @@ def enough_memory(doing: str, advice: str) -> Iterator[None]:
 
 
 def _need(
-    config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, precision: Precision, card: Card
+    config: RunnerConfig, model: DecoderConfig, dtype: torch.dtype, precision: Precision, card: Card
 ) -> Need:
     return Need(
         model.heads,
@@ -413,7 +413,7 @@ def rehearse(design: Design, blueprint: Blueprint, shard: Shard, *, all_products
     """
     windows = (design.model.windows[0], *dict.fromkeys(design.model.windows))
     model = replace(design.model, windows=windows)
-    triton = Choice(Chosen(Backend.TRITON), Chosen(Backend.TRITON))
+    triton = BackendChoice(Chosen(Backend.TRITON), Chosen(Backend.TRITON))
     rehearsal = DeviceShard.load(
         replace(design, model=model, attention=triton),
         Shapes(design.dtype, model.fp8),

@@ -26,7 +26,7 @@ from gateway.client.responses import json_response
 from gateway.config.quotas import NO_LIMITS, ModelLimits, QuotaLimits
 from gateway.config.whole import TenantConfig
 from gateway.directory.accounts import AccountsReader
-from gateway.operators.table import Asked, Asks, Merge, Operation, Parameter, Table, does
+from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
 from gateway.request.exchange import LiveRequests
 from shared.wire.errors import InvalidRequest, QuotaUnavailable
 from shared.wire.ids import TenantId
@@ -72,7 +72,7 @@ class LimitsPage(Struct, frozen=True):
     """True if there are more after the last one's id."""
 
 
-class Query(Struct, frozen=True):
+class LimitsQuery(Struct, frozen=True):
     """An operator's question."""
 
     after: str = ""
@@ -80,7 +80,7 @@ class Query(Struct, frozen=True):
     tenant: str | None = None
 
 
-def parse(parameters: Mapping[str, str]) -> Query:
+def parse(parameters: Mapping[str, str]) -> LimitsQuery:
     """The question in a query string. Raises InvalidRequest, naming the parameter."""
     for name, text in parameters.items():
         if name not in _PARAMETERS:
@@ -90,7 +90,7 @@ def parse(parameters: Mapping[str, str]) -> Query:
     limit = parameters.get("limit", str(LIMIT))
     if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= LIMIT_MAX):
         raise InvalidRequest(f"limit must be a whole number from 1 to {LIMIT_MAX}.", param="limit")
-    return Query(parameters.get("after", ""), int(limit), parameters.get("tenant"))
+    return LimitsQuery(parameters.get("after", ""), int(limit), parameters.get("tenant"))
 
 
 class LimitsApi:
@@ -116,7 +116,7 @@ class LimitsApi:
             merges={"data": Merge.JOIN, "has_more": Merge.ANY},
         )
     )
-    async def _answer(self, asked: Asked) -> web.Response:
+    async def _answer(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest, and QuotaUnavailable when the store cannot be asked."""
         query = parse(asked.request.query)
         found = sorted(

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from engine.contract.messages import Plan, RunnerInfo, RunResult
-from engine.runtime.device.network import DeviceModel, DeviceSampler
+from engine.runtime.device.device_decoder import DeviceModel, DeviceSampler
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
-from engine.runtime.device.transfer import Arrival, download, upload
+from engine.runtime.device.transfer import DeviceArrival, download, upload
 from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import LogprobColumns, distinct_topk
-from engine.runtime.step.results import Computed, asked_logprobs, asked_prompt_logprobs
+from engine.runtime.step.result_tensors import Computed, asked_logprobs, asked_prompt_logprobs
 
 Decode = Callable[[Sequence[int], Sequence[int]], tuple[Tensor, Tensor]]
 """Slots, and the number of tokens that each has -> tokens and log-probabilities: a row per slot, then
@@ -43,7 +43,7 @@ class DevicePending:
     """Implements the `Pending` protocol: results that are being copied to host memory."""
 
     coming: Computed
-    arrival: Arrival
+    arrival: DeviceArrival
 
     def collect(self) -> RunResult:
         self.arrival.wait()
@@ -73,7 +73,7 @@ class DeviceRunner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> DevicePending:
         """Queue a plan's work and the copy of its results. Asserts that it follows from the plans before."""
-        return DevicePending(self.compute(plan).moved(download), Arrival.on(self.slots.device))
+        return DevicePending(self.compute(plan).moved(download), DeviceArrival.on(self.slots.device))
 
     def compute(self, plan: Plan) -> Computed:
         """Queue a plan's work, and leave its results on the device."""

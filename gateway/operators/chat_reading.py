@@ -41,7 +41,7 @@ class _Event(Struct):
 _decode: Final = msgspec.json.Decoder(_Event).decode
 
 
-class Reading:
+class ChatReading:
     """An answer as far as it has come."""
 
     def __init__(self) -> None:

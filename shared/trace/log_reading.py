@@ -40,7 +40,7 @@ class DamagedLine(ValueError):
     """The error of a line that seems to be about the request, and fits no service's schema."""
 
 
-class Reading:
+class LogReading:
     """The completed lines found so far, in the order in which they were read."""
 
     def __init__(self, request_id: str) -> None:

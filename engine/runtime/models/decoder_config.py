@@ -1,4 +1,4 @@
-"""Reads config.json of a Hugging Face directory into a `ModelConfig`, the description that networks compute
+"""Reads config.json of a Hugging Face directory into a `DecoderConfig`, the description that networks compute
 by.
 
 Rules:
@@ -26,7 +26,7 @@ from msgspec import UNSET, UnsetType
 from engine.runtime.models.keys import CONFIG_KEYS
 from engine.runtime.models.quantization import Fp8Scheme, read_fp8_scheme
 from engine.runtime.models.rope import RopeConfig, UnsupportedRope, read_rope, unread_rope_keys
-from engine.runtime.setup.errors import ModelUnavailable, UnsupportedModel
+from engine.runtime.setup.model_errors import ModelUnavailable, UnsupportedModel
 from shared.process.files import read_bytes
 from shared.text.model_files import FILE_LEN_MAX, BadModelFile, parse_object, refusals, shown, unexplained
 
@@ -48,7 +48,7 @@ SLIDING_ATTENTION: Final = "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class DecoderConfig:
     """A dense decoder, fully described. Sizes are in elements."""
 
     architecture: str
@@ -85,7 +85,7 @@ class ModelConfig:
         return len(self.windows)
 
 
-class Windows(Enum):
+class WindowRule(Enum):
     """A family's rule for the layers that have a sliding window."""
 
     NONE = "none"
@@ -115,25 +115,27 @@ class Family:
     kv_heads: int | None = None
     """The number of key-value heads where config.json has none. None: the number of query heads, which is
     also the meaning of null in every family."""
-    windows: Windows = Windows.NONE
+    windows: WindowRule = WindowRule.NONE
 
     @property
     def slides(self) -> bool:
-        return self.windows is not Windows.NONE
+        return self.windows is not WindowRule.NONE
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
     "llama": Family("LlamaForCausalLM", qkv_bias=None, mlp_bias=None),
-    "ministral": Family("MinistralForCausalLM", ("MistralForCausalLM",), kv_heads=8, windows=Windows.TYPED),
-    "mistral": Family("MistralForCausalLM", kv_heads=8, windows=Windows.ALL),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, kv_heads=32, windows=Windows.SWITCHED),
+    "ministral": Family(
+        "MinistralForCausalLM", ("MistralForCausalLM",), kv_heads=8, windows=WindowRule.TYPED
+    ),
+    "mistral": Family("MistralForCausalLM", kv_heads=8, windows=WindowRule.ALL),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, kv_heads=32, windows=WindowRule.SWITCHED),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         qkv_bias=None,
         qk_norm=True,
         head_dim=128,
         kv_heads=32,
-        windows=Windows.SWITCHED,
+        windows=WindowRule.SWITCHED,
     ),
 }
 """The families that are implemented, by `model_type`."""
@@ -171,7 +173,7 @@ _DEFAULT_WINDOW: Final = 4096
 """The window, in tokens, of every family that slides, where config.json is silent."""
 
 
-def read_model_config(model_dir: Path) -> ModelConfig:
+def read_model_config(model_dir: Path) -> DecoderConfig:
     """The directory's model. Raises ModelUnavailable without a config.json, UnsupportedModel where it is
     refused."""
     try:
@@ -181,7 +183,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     return parse_model_config(data)
 
 
-def parse_model_config(data: bytes) -> ModelConfig:
+def parse_model_config(data: bytes) -> DecoderConfig:
     """The model that `data`, a config.json, describes. Raises UnsupportedModel, naming all that is
     unsupported."""
     try:
@@ -218,7 +220,7 @@ def _family(fields: Mapping[str, Any]) -> Family:
     return family
 
 
-def _model_config(family: Family, fields: Mapping[str, Any], hf: _HfConfig) -> ModelConfig:
+def _model_config(family: Family, fields: Mapping[str, Any], hf: _HfConfig) -> DecoderConfig:
     problems = [*refusals(fields, CONFIG_KEYS), *_unsupported(family, hf), *_inconsistent(family, hf)]
     rope = RopeConfig(0.0)
     try:
@@ -228,7 +230,7 @@ def _model_config(family: Family, fields: Mapping[str, Any], hf: _HfConfig) -> M
     if problems:
         raise UnsupportedModel(f"config.json of this {family.architecture}: " + "; ".join(problems))
     declared = family.qkv_bias is None
-    return ModelConfig(
+    return DecoderConfig(
         architecture=family.architecture,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
@@ -309,14 +311,14 @@ def _head_dim(family: Family, hf: _HfConfig) -> int:
 
 def _window(family: Family, hf: _HfConfig) -> int | None:
     """The window of the layers that slide, in tokens; None when no layer slides."""
-    if not family.slides or (family.windows is Windows.SWITCHED and not hf.use_sliding_window):
+    if not family.slides or (family.windows is WindowRule.SWITCHED and not hf.use_sliding_window):
         return None
     return _DEFAULT_WINDOW if hf.sliding_window is UNSET else hf.sliding_window
 
 
 def _windows(family: Family, hf: _HfConfig) -> tuple[int | None, ...]:
     window, layers = _window(family, hf), hf.num_hidden_layers
-    if family.windows is not Windows.ALL and hf.layer_types is not None:
+    if family.windows is not WindowRule.ALL and hf.layer_types is not None:
         return tuple(window if kind == SLIDING_ATTENTION else None for kind in hf.layer_types)
-    first = hf.max_window_layers if family.windows is Windows.SWITCHED else 0
+    first = hf.max_window_layers if family.windows is WindowRule.SWITCHED else 0
     return tuple(window if layer >= first else None for layer in range(layers))

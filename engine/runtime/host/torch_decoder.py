@@ -1,5 +1,5 @@
 """The dense decoder in torch: Llama, Mistral, Qwen2 and Qwen3 differ only in the settings of their
-ModelConfig.
+DecoderConfig.
 
     x += output(attention(rotate(norm(q)), rotate(norm(k)), v))     q, k, v = qkv(rms_norm(x))
     x += down(silu(gate) * up)                                      gate, up = gate_up(rms_norm(x))
@@ -23,11 +23,11 @@ from torch import Tensor
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import Shard
 from engine.runtime.host.layers import PackedLinear, rms_norm, rotate
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.decoder_config import DecoderConfig
 from engine.runtime.models.features import lacking
 from engine.runtime.models.rotary import Rotary
+from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import EMBEDDING, FINAL_NORM, LayerParameters, read_lm_head
-from engine.runtime.weights.reading import WeightSource
 
 IMPLEMENTED: Final = frozenset(
     {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}
@@ -60,7 +60,7 @@ class _Layer:
 class TorchDecoder:
     """The weights and the forward pass, without state between calls. H and Hkv count the rank's own heads."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, ranks: Collective = ALONE) -> None:
+    def __init__(self, config: DecoderConfig, source: WeightSource, ranks: Collective = ALONE) -> None:
         """`config` describes the whole model; the rank's part of it is read."""
         assert self.implements(config) is None
         self.ranks: Final = ranks
@@ -74,7 +74,7 @@ class TorchDecoder:
         self._lm_head = PackedLinear(read_lm_head(config, source, ranks.shard, self._embedding))
 
     @staticmethod
-    def implements(config: ModelConfig) -> str | None:
+    def implements(config: DecoderConfig) -> str | None:
         """Why this network does not compute the model, whatever its sizes; None where it does."""
         return lacking(config, IMPLEMENTED)
 
@@ -105,7 +105,7 @@ class TorchDecoder:
         return q, k, v
 
 
-def _load_layer(config: ModelConfig, source: WeightSource, layer: int, shard: Shard) -> _Layer:
+def _load_layer(config: DecoderConfig, source: WeightSource, layer: int, shard: Shard) -> _Layer:
     own, share = LayerParameters(config, layer, shard), shard.of(config)
 
     def qk_norm() -> Tensor:

@@ -21,7 +21,7 @@ from gateway.identity.caller import Principal
 from shared.wire.errors import ApiError
 
 
-class Asked(Struct, frozen=True):
+class OperatorRequest(Struct, frozen=True):
     """A request of an operator's."""
 
     request: web.BaseRequest
@@ -30,7 +30,7 @@ class Asked(Struct, frozen=True):
     """The id in its path. Empty where the path has none."""
 
 
-Handler = Callable[[Asked], Awaitable[web.Response]]
+Handler = Callable[[OperatorRequest], Awaitable[web.Response]]
 """Answers an operator. Raises ApiError and ConfigError."""
 Methods = Mapping[str, Handler]
 """The handlers of a path, by method."""
@@ -88,7 +88,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class OperationBody:
     """The fields that the body of an operation may have: some of a configuration's."""
 
     name: str
@@ -106,7 +106,7 @@ class Operation:
     answer: object
     """The type of the answer's JSON."""
     parameters: tuple[Parameter, ...] = ()
-    body: Body | None = None
+    body: OperationBody | None = None
     errors: tuple[type[ApiError], ...] = ()
     """Errors that not every operation has."""
     is_versioned: bool = False

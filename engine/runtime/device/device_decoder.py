@@ -1,4 +1,5 @@
-"""The dense decoder on a GPU: the network of `engine.runtime.host.network`, in fewer and larger kernels.
+"""The dense decoder on a GPU: the network of `engine.runtime.host.torch_decoder`, in fewer and larger
+kernels.
 
 Per layer, in decode: norm, QKV, norm-rotate-store, attention, output, norm, gate-up, SiLU, down. Norms and
 SiLU may be parts of the products beside them (`kernels/autotune.py`): six kernels are left of the nine. All
@@ -23,19 +24,20 @@ from torch import Tensor
 
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
+from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch, sample
 from engine.runtime.device.graphs import DecodeInputs
-from engine.runtime.device.sampling import DeviceSampling, SamplingScratch, sample
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable, Pair
 from engine.runtime.kernels.begin import StepRows, begin_step
 from engine.runtime.kernels.dependent_launch import dependent_launches
-from engine.runtime.kernels.fused import Norm, QKNorm, Stream, norm_rotate_store, norm_stream
+from engine.runtime.kernels.fused import Norm, QKNorm, ResidualStream, norm_rotate_store, norm_stream
 from engine.runtime.kernels.matmul import Weight
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.decoder_config import DecoderConfig
 from engine.runtime.models.features import lacking
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import DecodePages, PrefillPages
+from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
     EMBEDDING,
     FINAL_NORM,
@@ -43,7 +45,6 @@ from engine.runtime.weights.parameters import (
     LinearParameters,
     read_lm_head,
 )
-from engine.runtime.weights.reading import WeightSource
 
 IMPLEMENTED: Final = frozenset(
     {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}
@@ -86,7 +87,7 @@ class DeviceDecoder:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         source: WeightSource,
         device: torch.device,
         *,
@@ -112,7 +113,7 @@ class DeviceDecoder:
         self._lm_head = DeviceLinear(lm_head, norm=norm)
 
     @staticmethod
-    def implements(config: ModelConfig) -> str | None:
+    def implements(config: DecoderConfig) -> str | None:
         """Why this network does not compute the model; None where it does."""
         if config.head_dim & (config.head_dim - 1):
             return f"head_dim {config.head_dim} is not a power of two"
@@ -154,9 +155,9 @@ class DeviceDecoder:
             inputs.slots, inputs.lengths, tokens, page_table, self._embedding, frequencies, page_size
         )
 
-    def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> Stream:
+    def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> ResidualStream:
         """Store keys and values -> the stream behind the last layer, [T, hidden]."""
-        stream = Stream(step.residual)
+        stream = ResidualStream(step.residual)
         for index, (layer, following) in enumerate(zip_longest(self._layers, self._layers[1:])):
             qkv, stream = self.table.of_stream(stream, layer.qkv)
             keys, values = cache.keys[index], cache.values[index]
@@ -178,8 +179,8 @@ class DeviceDecoder:
         return stream
 
     def _added(
-        self, stream: Stream, x: Tensor, linear: DeviceLinear, following: DeviceLinear | None
-    ) -> Stream:
+        self, stream: ResidualStream, x: Tensor, linear: DeviceLinear, following: DeviceLinear | None
+    ) -> ResidualStream:
         """The stream with a product added. `following`: the product that multiplies the stream's norm next;
         None behind the last layer."""
         if following is not None:
@@ -188,12 +189,12 @@ class DeviceDecoder:
                 return folded
         return stream.plus(self.ranks.all_reduce_(self.table.linear(x, linear.weight, linear.bias)))
 
-    def normed(self, stream: Stream) -> Tensor:
+    def normed(self, stream: ResidualStream) -> Tensor:
         """The final hidden states [T, hidden], as the head multiplies them. Overwrites the stream."""
         assert self._lm_head.norm is not None
         return norm_stream(stream, self._lm_head.norm)[0]
 
-    def logits(self, hidden: Tensor | Stream, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor | ResidualStream, out: Tensor | None = None) -> Tensor:
         """Normed hidden states [S, hidden], or the stream that is still to be normed -> logits [S, vocab] in
         the weights' type, in `out` where that is given."""
         own = self._own_logits(hidden, out if self.is_whole else None)
@@ -202,16 +203,16 @@ class DeviceDecoder:
         logits = self.ranks.all_gather(own)[:, : self.config.vocab_size]
         return logits if out is None else out.copy_(logits)
 
-    def _own_logits(self, hidden: Tensor | Stream, out: Tensor | None) -> Tensor:
+    def _own_logits(self, hidden: Tensor | ResidualStream, out: Tensor | None) -> Tensor:
         """The logits of this rank's part of the vocabulary."""
-        if isinstance(hidden, Stream):
+        if isinstance(hidden, ResidualStream):
             return self.table.of_stream(hidden, self._lm_head, out=out)[0]
         return self.table.linear(hidden, self._lm_head.weight, out=out)
 
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    config: ModelConfig
+    config: DecoderConfig
     source: WeightSource
     device: torch.device
     fp8: bool
@@ -300,7 +301,9 @@ class DeviceSampler:
     columns: DeviceSampling
     scratch: SamplingScratch
 
-    def __call__(self, hidden: Tensor | Stream, slots: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, hidden: Tensor | ResidualStream, slots: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """hidden with S rows, as `DeviceDecoder.logits` takes it; slots, lengths [S] int32 -> tokens [S]
         int64, NUMERIC_FAILURE where logits were not finite, and their log-probabilities [S]. The logits stay
         in `scratch` until the next call."""
