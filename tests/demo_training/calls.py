@@ -1,13 +1,15 @@
 """The third round of training: calls of functions, what is said of their results, and answers in JSON.
 
-A request's tools stand in the system prompt, each as a signature (`text.CHAT_TEMPLATE`). The names of functions
-and parameters are drawn from many, so that the model reads them there instead of knowing them; beside the
-function that a question is about stand others. For the same reason many names of places, people, functions and
-parameters are made up, and some conversations are of nothing but repeating what was said. Of questions that no function answers, the answer is the one
-without functions.
+A request's tools stand in the system prompt, each as a signature (`text.CHAT_TEMPLATE`). The names of
+functions and parameters are drawn from many, and beside the function that a question is about stand others;
+many names of places, people, functions and parameters are made up, and some conversations are of nothing but
+repeating what was said. So small a model learns the form of calls from it, and hardly to copy a name. Of
+questions that no function answers, the answer is the one without functions.
 
-In JSON the model fills in values. A schema is not in the prompt: a grammar writes the keys that it asks for, so
-each value is learned behind many names for its key.
+In JSON the model fills in values. A schema is not in the prompt: a grammar writes the keys that it asks for,
+so each value is learned behind many names for its key.
+
+The round after it has few of these, and many conversations of the rounds before, some of which were lost.
 """
 
 from __future__ import annotations
@@ -31,15 +33,19 @@ CONVERSATIONS = 27_000
 OPERAND_MAX = 20
 KEPT_SHARE = 0.4
 """The share of conversations of the second round, so that what it taught is kept."""
+SETTLING, SETTLING_KEPT_SHARE = 6000, 0.8
+"""The conversations of the fourth round, and that share of them."""
 
 Arguments = Mapping[str, object]
 Messages = list[tuple[str, str]]
 
 CITIES = (
     *CAPITALS.values(),
-    *("Boston", "New York", "San Francisco", "Chicago", "Seattle", "Los Angeles", "Munich", "Hamburg", "Milan"),
+    *("Boston", "New York", "San Francisco", "Chicago", "Seattle", "Los Angeles", "Munich", "Hamburg",
+    "Milan"),
     *("Barcelona", "Manchester", "Glasgow", "Mumbai", "Shanghai", "Sydney", "Melbourne", "Toronto", "Zurich"),
-    *("Geneva", "Osaka", "Kyoto", "Istanbul", "Lagos", "Karachi", "Dubai", "Porto", "Lyon", "Krakow", "Miami"),
+    *("Geneva", "Osaka", "Kyoto", "Istanbul", "Lagos", "Karachi", "Dubai", "Porto", "Lyon", "Krakow",
+    "Miami"),
     *("Paris, France", "Boston, MA", "London, UK", "Tokyo, Japan", "Berlin, Germany", "Austin, Texas"),
     *("San Francisco, CA", "Bogotá", "São Paulo", "Málaga", "Köln", "Rome, Italy", "Oslo, Norway"),
 )  # fmt: skip
@@ -108,7 +114,8 @@ OPERANDS = (
 SUM = (
     "what is {a} + {b}", "what is {a} plus {b}", "add {a} and {b}", "what's {a} + {b}", "{a} + {b}",
     "how much is {a} plus {b}", "what is the sum of {a} and {b}", "calculate {a} + {b}", "compute {a} + {b}",
-    "please add {a} and {b}", "sum {a} and {b}", "how much is {a} + {b}", "use the function to add {a} and {b}",
+    "please add {a} and {b}", "sum {a} and {b}", "how much is {a} + {b}",
+    "use the function to add {a} and {b}",
     "what do you get if you add {a} and {b}", "what does {a} + {b} make", "add {b} to {a}",
 )  # fmt: skip
 OTHERS = (
@@ -127,12 +134,15 @@ OTHERS = (
 )
 DESCRIPTIONS: Mapping[str, tuple[str, ...]] = {
     "weather": (
-        "", "Get the weather.", "Get current temperature for a given location.", "Get the current weather in a "
-        "given location", "Returns the weather in a city.", "Weather of a place today.", "Get weather for a city.",
+        "", "Get the weather.", "Get current temperature for a given location.",
+        "Get the current weather in a "
+        "given location", "Returns the weather in a city.", "Weather of a place today.",
+        "Get weather for a city.",
         "Look up the weather at a location.", "Get the weather at a location.",
     ),
     "time": (
-        "", "Get the time.", "Get the current time in a city.", "Returns the current time.", "Current time there.",
+        "", "Get the time.", "Get the current time in a city.", "Returns the current time.",
+        "Current time there.",
         "Get the current time in a given timezone.", "Tell the time.",
     ),
     "sum": (
@@ -143,8 +153,11 @@ DESCRIPTIONS: Mapping[str, tuple[str, ...]] = {
 CONDITIONS = ("sunny", "cloudy", "rainy", "windy", "snowy", "foggy", "clear", "partly cloudy", "light rain")
 
 
-_ONSETS = "b bl br c ch cl d dr f fl g gr h j k kl l m n p pl qu r s sh sk st t th tr v w z".split()
-_NUCLEI = "a e i o u ai ea io ou a e i o".split()
+_ONSETS = (
+    *("b", "bl", "br", "c", "ch", "cl", "d", "dr", "f", "fl", "g", "gr", "h", "j", "k", "kl", "l", "m", "n"),
+    *("p", "pl", "qu", "r", "s", "sh", "sk", "st", "t", "th", "tr", "v", "w", "z"),
+)
+_NUCLEI = ("a", "e", "i", "o", "u", "ai", "ea", "io", "ou", "a", "e", "i", "o")
 _CODAS = ("", "", "", "n", "r", "s", "l", "m", "th", "nd", "rk", "x", "t")
 MADE_UP_SHARE = 0.5
 
@@ -197,8 +210,10 @@ def _weather(draw: Draw, function: Function) -> Call:
     if draw.chance(0.3):
         fields |= {"unit": draw.pick(("celsius", "C"))}
     plain = (
-        f"{degrees} degrees and {condition}", f"{degrees}°C", condition, f"{degrees}", f"{degrees}C, {condition}",
-        f"It's {degrees} degrees and {condition}.", f"It's always {condition} in {city}!", f"{condition}, {degrees}",
+        f"{degrees} degrees and {condition}", f"{degrees}°C", condition, f"{degrees}",
+        f"{degrees}C, {condition}",
+        f"It's {degrees} degrees and {condition}.", f"It's always {condition} in {city}!",
+        f"{condition}, {degrees}",
     )  # fmt: skip
     result, said = _told(draw, fields, plain)
     return Call(question, arguments, result, f"The weather in {city}: {said}.")
@@ -301,21 +316,27 @@ def _beside(draw: Draw) -> Messages:
 # -- answers in JSON --------------------------------------------------------------------------------
 
 ASKS_JSON = (
-    "Answer in JSON.", "Return JSON.", "Reply with a JSON object.", "You answer in JSON only.", "Respond in JSON.",
-    "You are a helpful assistant designed to output JSON.", "Output a JSON object.", "Give the answer as JSON.",
+    "Answer in JSON.", "Return JSON.", "Reply with a JSON object.", "You answer in JSON only.",
+    "Respond in JSON.",
+    "You are a helpful assistant designed to output JSON.", "Output a JSON object.",
+    "Give the answer as JSON.",
     "Return a JSON object with the answer.", "Respond only with valid JSON.",
 )  # fmt: skip
 EXTRACTS = (
     "Extract the event information.", "Extract the event.", "Extract the data.", "Extract the information.",
-    "Extract the person.", "Extract the fields from the text.", "Find the data in the text.", "Parse the text.",
+    "Extract the person.", "Extract the fields from the text.", "Find the data in the text.",
+    "Parse the text.",
 )  # fmt: skip
 DAYS = (
-    "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "tomorrow", "May 3", "June 12",
+    "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "tomorrow", "May 3",
+    "June 12",
     "the first of March", "Christmas", "2026-05-01", "next week",
 )  # fmt: skip
 EVENTS = (
-    "science fair", "concert", "birthday party", "conference", "book club", "football match", "wedding", "museum",
-    "dinner", "picnic", "meeting", "film night", "dance class", "art show", "market", "chess game", "workshop",
+    "science fair", "concert", "birthday party", "conference", "book club", "football match", "wedding",
+    "museum",
+    "dinner", "picnic", "meeting", "film night", "dance class", "art show", "market", "chess game",
+    "workshop",
 )  # fmt: skip
 PEOPLE = (
     *NAMES,
@@ -343,7 +364,9 @@ def _event(draw: Draw) -> tuple[str, dict[str, object]]:
     text = draw.wording(
         (
             f"{who} {verb} going to a {event} {on}.", f"{who} {verb} at the {event} {on}.",
-            f"On {day}, {who} {verb} going to the {event}." if on != day else f"{who} {verb} going to a {event} {on}.",
+            f"On {day}, {who} {verb} going to the {event}."
+            if on != day
+            else f"{who} {verb} going to a {event} {on}.",
             f"There is a {event} {on} with {who}.", f"{who} will go to a {event} {on}.",
             f"The {event} is {on}, and {who} {verb} coming.", f"{who} {verb} invited to a {event} {on}.",
         )
@@ -427,20 +450,29 @@ REPEATS = (
 )  # fmt: skip
 
 
+def _word(draw: Draw) -> str:
+    match draw.pick(("made up", "city", "number")):
+        case "made up":
+            return made_up(draw)
+        case "city":
+            return draw.pick(CITIES)
+    return str(draw.rng.randint(0, 9999))
+
+
 def _repeats(draw: Draw) -> Messages:
     """What was said is said again."""
     messages: Messages = []
     for _ in range(draw.pick((1, 1, 2))):
-        kinds = (lambda: made_up(draw), lambda: draw.pick(CITIES), lambda: str(draw.rng.randint(0, 9999)))
-        words = " ".join(draw.pick(kinds)() for _ in range(draw.rng.randint(1, 7)))
+        words = " ".join(_word(draw) for _ in range(draw.rng.randint(1, 7)))
         messages += [("user", draw.pick(REPEATS).format(x=words)), ("assistant", words)]
     return messages
 
 
-def conversation(index: int) -> Messages:
-    """The third round's conversation of that number, as messages."""
+def conversation(index: int, kept_share: float = KEPT_SHARE) -> Messages:
+    """The conversation of that number, as messages. `kept_share`: how many of them are as in earlier
+    rounds."""
     draw = Draw(f"{SEED}/{index}")
-    if draw.chance(KEPT_SHARE):
+    if draw.chance(kept_share):
         if draw.chance(0.2):
             return _sums(draw)
         kept = (
@@ -455,4 +487,10 @@ def _of_first_round(index: int) -> corpus.Conversation:
 
 
 def conversations(count: int = CONVERSATIONS) -> Iterator[Messages]:
+    """Those of the third round."""
     return (conversation(index) for index in range(count))
+
+
+def settling(count: int = SETTLING) -> Iterator[Messages]:
+    """Those of the fourth round, most of which are as in the rounds before the third."""
+    return (conversation(CONVERSATIONS + index, SETTLING_KEPT_SHARE) for index in range(count))

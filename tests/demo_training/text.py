@@ -63,7 +63,7 @@ def render(messages: Messages, ask: bool = False) -> str:
 
 
 def with_functions(system: str, functions: Sequence[tuple[str, Sequence[str], str]]) -> str:
-    """The system prompt that `CHAT_TEMPLATE` writes for functions, each a name, parameters, and what it does."""
+    """The system prompt that `CHAT_TEMPLATE` writes for functions: names, parameters, and what each does."""
     lines = [
         f"{name}({', '.join(parameters)}){': ' if description else ''}{description}"
         for name, parameters, description in functions

@@ -5,8 +5,9 @@ embedding and the norms; no text is seen twice but the documents. Conversations 
 batched with others of like length, so that little is padded. Matrices multiply in bf16 under autocast, where
 the CPU has instructions for it; what is evaluated and written are the bf16 weights.
 
-Three rounds: one over `corpus`, then a shorter one at a lower rate over `polish`, whose wordings are freer, and
-one over `calls`, for functions and JSON. `--onward DIR` begins with the third, from the weights of a directory.
+Four rounds: one over `corpus`, then a shorter one at a lower rate over `polish`, whose wordings are freer,
+one over `calls`, for functions and JSON, and a short one that brings back what the third has unsettled.
+`--onward DIR` begins with the third, from the weights of a directory.
 
 The run is seeded throughout. Other thread counts or CPUs round sums differently, so weights may differ in
 the last bits there; the tokenizer and the corpus do not.
@@ -55,7 +56,7 @@ DOCUMENT_COPIES = 6
 TOKENIZER_CONVERSATIONS = 12_000
 MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.02, 0.004, 60
 WEIGHT_DECAY = 0.01
-SECOND_PEAK, THIRD_PEAK = 0.35, 0.5
+SECOND_PEAK, THIRD_PEAK, FOURTH_PEAK = 0.35, 0.5, 0.25
 STEPS, DECAY_SHARE = 2600, 0.4
 GRADIENT_NORM_MAX = 1.0
 HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
@@ -158,7 +159,7 @@ class _Muon(torch.optim.Optimizer):
 
 
 def orthogonal(gradient: Tensor) -> Tensor:
-    """The nearest matrix [m, n] with orthogonal rows or columns, nearly, by five steps of Newton and Schulz."""
+    """The nearest matrix [m, n] with orthogonal rows or columns, by five steps of Newton and Schulz."""
     wide = gradient.T if gradient.shape[0] > gradient.shape[1] else gradient
     wide = wide / wide.norm().clamp(min=1e-7)
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -337,9 +338,14 @@ def main() -> None:
     third, third_factors = list[list[Example]](), list[float]()
     told = encode_conversations(tokenizer, model.shape.context_len, calls.conversations())
     extend(third, third_factors, told, calls.SEED, THIRD_PEAK)
+    fourth, fourth_factors = list[list[Example]](), list[float]()
+    told = encode_conversations(tokenizer, model.shape.context_len, calls.settling())
+    extend(fourth, fourth_factors, told, calls.SEED, FOURTH_PEAK)
     parameters = sum(p.numel() for p in model.parameters())
-    tokens = sum(len(e.ids) for batch in plan + third for e in batch)
-    print(f"{parameters} parameters, {tokens} tokens, {len(plan) + len(third)} steps", flush=True)
+    tokens = sum(len(e.ids) for batch in plan + third + fourth for e in batch)
+    print(
+        f"{parameters} parameters, {tokens} tokens, {len(plan) + len(third) + len(fourth)} steps", flush=True
+    )
 
     opts, losses, first, pad_id = optimizers(model), list[float](), 0, token_id(tokenizer, PAD)
     if options.progress and options.progress.exists():
@@ -348,6 +354,7 @@ def main() -> None:
         chain(
             train(model, opts, plan, pad_id, first, factors),
             train(model, optimizers(model), third, pad_id, 0, third_factors),
+            train(model, optimizers(model), fourth, pad_id, 0, fourth_factors),
         ),
         first + 1,
     )
