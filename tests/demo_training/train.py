@@ -6,7 +6,8 @@ batched with others of like length, so that little is padded. Matrices multiply 
 the CPU has instructions for it; what is evaluated and written are the bf16 weights.
 
 Four rounds: one over `corpus`, then a shorter one at a lower rate over `polish`, whose wordings are freer,
-one over `calls`, for functions and JSON, and a short one that brings back what the third has unsettled.
+one over `calls`, for functions and JSON, and a short one that brings back what the third has unsettled. For
+the same reason a part of the weights is that of before the third (Wortsman et al., 2022, arXiv 2203.05482).
 `--onward DIR` begins with the third, from the weights of a directory.
 
 The run is seeded throughout. Other thread counts or CPUs round sums differently, so weights may differ in
@@ -57,6 +58,7 @@ TOKENIZER_CONVERSATIONS = 12_000
 MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.02, 0.004, 60
 WEIGHT_DECAY = 0.01
 SECOND_PEAK, THIRD_PEAK, FOURTH_PEAK = 0.35, 0.5, 0.25
+EARLIER_PART = 0.05
 STEPS, DECAY_SHARE = 2600, 0.4
 GRADIENT_NORM_MAX = 1.0
 HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
@@ -241,6 +243,11 @@ def train(
         yield step + 1, loss.item()
 
 
+def copied(model: DemoModel) -> dict[str, Tensor]:
+    """The weights as they are now, by name."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
 def rounded(model: DemoModel) -> DemoModel:
     """A copy of the model with the weights that will be written, rounded to bf16."""
     copy = DemoModel(model.shape)
@@ -358,13 +365,18 @@ def main() -> None:
         ),
         first + 1,
     )
+    earlier = copied(model)
     for step, (_, loss) in steps:
         losses.append(loss)
+        if step == len(plan):
+            earlier = copied(model)
         if step % options.log_every == 0:
             mean = sum(losses[-options.log_every :]) / len(losses[-options.log_every :])
             print(f"step {step} loss {mean:.4f} seconds {time.monotonic() - began:.0f}", flush=True)
         if options.progress and step % options.keep_every == 0 and step <= len(plan):
             save_progress(options.progress, model, opts, step)
+    own = model.state_dict()
+    model.load_state_dict({name: own[name].lerp(earlier[name], EARLIER_PART) for name in own})
     write(model, tokenizer, options.out)
     print(evaluate.report(rounded(model), tokenizer), flush=True)
     print(f"done in {time.monotonic() - began:.0f} seconds", flush=True)
