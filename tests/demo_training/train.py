@@ -314,6 +314,42 @@ def extend(
     factors += [peak * learning_rate_factor(at, len(more), decay_share=1.0) for at in range(len(more))]
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Batches, and the learning rate's factor of each."""
+
+    batches: list[list[Example]]
+    factors: list[float]
+
+
+def first_rounds(tokenizer: Tokenizer, context_len: int, steps: int) -> Plan:
+    """The first round, of so many steps, and the second."""
+    first = batches(encode_corpus(tokenizer, context_len), Random(corpus.SEED))[:steps]
+    plan = Plan(first, [learning_rate_factor(step, len(first)) for step in range(len(first))])
+    second = (each.messages() for each in polish.conversations())
+    extend(plan.batches, plan.factors, encode_conversations(tokenizer, context_len, second), polish.SEED)
+    return plan
+
+
+def later_rounds(tokenizer: Tokenizer, context_len: int) -> list[Plan]:
+    """The third round and the fourth."""
+    plans = []
+    for said, peak in ((calls.conversations(), THIRD_PEAK), (calls.settling(), FOURTH_PEAK)):
+        plans.append(Plan([], []))
+        told = encode_conversations(tokenizer, context_len, said)
+        extend(plans[-1].batches, plans[-1].factors, told, calls.SEED, peak)
+    return plans
+
+
+def loaded(directory: Path) -> tuple[Tokenizer, DemoModel]:
+    """The tokenizer and the model of a directory."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    model = DemoModel(Shape(vocab_size=tokenizer.get_vocab_size()))
+    weights = load_file(directory / "model.safetensors")
+    model.load_state_dict({name: value.float() for name, value in weights.items()})
+    return tokenizer, model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="where the model directory is written")
@@ -328,52 +364,31 @@ def main() -> None:
     torch.manual_seed(corpus.SEED)
     began = time.monotonic()
     if options.onward:
-        tokenizer = Tokenizer.from_file(str(options.onward / "tokenizer.json"))
-        model = DemoModel(Shape(vocab_size=tokenizer.get_vocab_size()))
-        weights = load_file(options.onward / "model.safetensors")
-        model.load_state_dict({name: value.float() for name, value in weights.items()})
-        plan, factors = list[list[Example]](), list[float]()
+        tokenizer, model = loaded(options.onward)
+        plan = Plan([], [])
     else:
         tokenizer = tokenizer_of_corpus()
         model = DemoModel(Shape(vocab_size=tokenizer.get_vocab_size()))
-        plan = batches(encode_corpus(tokenizer, model.shape.context_len), Random(corpus.SEED))[
-            : options.steps
-        ]
-        factors = [learning_rate_factor(step, len(plan)) for step in range(len(plan))]
-        second = (each.messages() for each in polish.conversations())
-        extend(plan, factors, encode_conversations(tokenizer, model.shape.context_len, second), polish.SEED)
-    third, third_factors = list[list[Example]](), list[float]()
-    told = encode_conversations(tokenizer, model.shape.context_len, calls.conversations())
-    extend(third, third_factors, told, calls.SEED, THIRD_PEAK)
-    fourth, fourth_factors = list[list[Example]](), list[float]()
-    told = encode_conversations(tokenizer, model.shape.context_len, calls.settling())
-    extend(fourth, fourth_factors, told, calls.SEED, FOURTH_PEAK)
-    parameters = sum(p.numel() for p in model.parameters())
-    tokens = sum(len(e.ids) for batch in plan + third + fourth for e in batch)
-    print(
-        f"{parameters} parameters, {tokens} tokens, {len(plan) + len(third) + len(fourth)} steps", flush=True
-    )
+        plan = first_rounds(tokenizer, model.shape.context_len, options.steps)
+    later = later_rounds(tokenizer, model.shape.context_len)
+    whole = [batch for own in (plan, *later) for batch in own.batches]
+    parameters, tokens = sum(p.numel() for p in model.parameters()), sum(len(e.ids) for b in whole for e in b)
+    print(f"{parameters} parameters, {tokens} tokens, {len(whole)} steps", flush=True)
 
     opts, losses, first, pad_id = optimizers(model), list[float](), 0, token_id(tokenizer, PAD)
     if options.progress and options.progress.exists():
         first = load_progress(options.progress, model, opts)
-    steps = enumerate(
-        chain(
-            train(model, opts, plan, pad_id, first, factors),
-            train(model, optimizers(model), third, pad_id, 0, third_factors),
-            train(model, optimizers(model), fourth, pad_id, 0, fourth_factors),
-        ),
-        first + 1,
-    )
+    runs = [train(model, opts, plan.batches, pad_id, first, plan.factors)]
+    runs += [train(model, optimizers(model), own.batches, pad_id, 0, own.factors) for own in later]
     earlier = copied(model)
-    for step, (_, loss) in steps:
+    for step, (_, loss) in enumerate(chain.from_iterable(runs), first + 1):
         losses.append(loss)
-        if step == len(plan):
+        if step == len(plan.batches):
             earlier = copied(model)
         if step % options.log_every == 0:
             mean = sum(losses[-options.log_every :]) / len(losses[-options.log_every :])
             print(f"step {step} loss {mean:.4f} seconds {time.monotonic() - began:.0f}", flush=True)
-        if options.progress and step % options.keep_every == 0 and step <= len(plan):
+        if options.progress and step % options.keep_every == 0 and step <= len(plan.batches):
             save_progress(options.progress, model, opts, step)
     own = model.state_dict()
     model.load_state_dict({name: own[name].lerp(earlier[name], EARLIER_PART) for name in own})

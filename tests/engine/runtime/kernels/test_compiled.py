@@ -141,7 +141,7 @@ def test_dependently_launched_kernels_wait_before_they_touch_anything_but_weight
     reports: dict[str, Report],
 ) -> None:
     dependent = {name: report for name, report in reports.items() if name.startswith("dependent ")}
-    assert len(dependent) == 19
+    assert len(dependent) == 16
     for name, report in dependent.items():
         assert report["waits"] == report["lets_start"] == 1, name
         assert report["touched"] == 0, name
