@@ -28,6 +28,13 @@ class ChatPrompt(Unshown):
     """True where the answer continues the last message, which the prompt leaves open."""
     opens_answer: bool = True
     """True where the prompt ends with what begins an assistant's message."""
+    places: tuple[str, ...] = ()
+    """The caller's own name of each message, where it is not the message of that number in `param`."""
+
+    def place(self, index: int, field: str = "") -> str:
+        """The name of a message in errors, and behind it that of a field in it, where the caller sent it as
+        a message."""
+        return self.places[index] if self.places else f"{self.param}[{index}]{field}"
 
     def count(self) -> int:
         """Count the prompts."""

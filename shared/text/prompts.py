@@ -116,7 +116,9 @@ def text_slices(
         raise _too_long(room, param, -(-len(text) // slicer.longest))
     if slicer is None or len(text) <= SLICE_LEN:
         if len(text) > WHOLE_LEN_MAX:
-            message = f"{param} has more than {WHOLE_LEN_MAX} characters, the most that this model's "
+            message = (
+                f"There are more than {WHOLE_LEN_MAX} characters in {param}, the most that this model's "
+            )
             raise InvalidRequest(f"{message}tokenizer takes at once.", param=param)
         ids = tokenizer.encode(text, add_special_tokens)
         if len(ids) > most:
@@ -169,8 +171,8 @@ def _too_long(room: Room | None, param: str, tokens: int) -> ApiError:
     if room is None or room.most >= TOKENS_MAX:
         return _too_many(param)
     error, holds = room.refused(tokens)
-    return error(f"{holds}, and the {param} has more.", param=param)
+    return error(f"{holds}, and there are more in {param}.", param=param)
 
 
 def _too_many(param: str) -> ApiError:
-    return InvalidRequest(f"{param} has more than {TOKENS_MAX} tokens.", param=param)
+    return InvalidRequest(f"There are more than {TOKENS_MAX} tokens in {param}.", param=param)

@@ -16,6 +16,7 @@ from shared.text import bounded_template
 from shared.text.bounded_template import SHORT_S, SOURCE_LEN_MAX, Spending, Unbounded
 from shared.text.chat_template import BoundedEnvironment, ChatTemplate, CompiledTemplate, Environment
 from shared.text.rendering import DOUBTFUL, Renderer
+from shared.text.template_takes import Takes
 from shared.wire.errors import ApiError, InvalidRequest, NotInPlace
 from tests.shared.chat_templates import TEMPLATES
 
@@ -103,7 +104,7 @@ def test_what_is_rendered_in_place_has_little_time_and_memory(
         return len(reads) / 100
 
     monkeypatch.setattr(time, "thread_time", clock)
-    template = ChatTemplate(CAUGHT[name], {})
+    template = ChatTemplate(CAUGHT[name], {}, takes=Takes())
     tracemalloc.start()
     try:
         with pytest.raises(NotInPlace):
@@ -143,8 +144,9 @@ def test_a_short_chat_of_a_model_is_rendered_without_a_call_that_counts(
 
     for name in ("start", "refill", "keep"):
         monkeypatch.setattr(Spending, name, called)
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
     for name in ("ChatML", "Llama 3", "Mistral"):
-        assert ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"}).render(
+        assert ChatTemplate(TEMPLATES[name], special, takes=Takes()).render(
             ChatPrompt([ChatMessage("system", "Be brief."), ChatMessage("user", "Hello!")])
         )
 

@@ -50,7 +50,7 @@ USER = {"role": "user", "content": "Hi"}
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_chats_of_all_kinds_are_rendered_as_transformers_renders_them(name: str) -> None:
-    from tests.suites.templates import KINDS, Judge
+    from tests.suites.templates import EQUAL, KINDS, Judge
 
     judge = Judge(WITH_TOOLS[name])
     assert judge.is_in_place
@@ -60,7 +60,7 @@ def test_chats_of_all_kinds_are_rendered_as_transformers_renders_them(name: str)
         for opens in ((False,) if chat.get("continues") else (True, False))
     ]
     assert set(kinds) <= set(KINDS)
-    assert kinds.count("equal") + kinds.count("equal in the template's form") > len(kinds) / 3
+    assert sum(kind in EQUAL for kind in kinds) > len(kinds) / 3
 
 
 def test_arguments_that_are_no_object_are_named() -> None:
@@ -200,7 +200,7 @@ def test_tools_count_among_what_makes_a_chat_long(monkeypatch: pytest.MonkeyPatc
         {"role": "assistant", "tool_calls": calls}, tools=[tool], arguments={"enable_thinking": "z" * 700}
     )
     rendered(HERMES_TOOLS, chat, arguments=("enable_thinking",))
-    assert lengths[0] >= 8700
+    assert lengths[-1] >= 8700
 
 
 # -- bounds ---------------------------------------------------------------------------------------

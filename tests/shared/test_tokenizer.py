@@ -22,6 +22,7 @@ from shared.apis.prompt import ChatPrompt, TextPrompt
 from shared.fairness.fair_threads import at_once
 from shared.text import tokenizer as tokenizer_module
 from shared.text.prompts import prompt_slices
+from shared.text.template_takes import Takes
 from shared.text.tokenizer import (
     TEMPLATE_LEN_MAX,
     Tokenizer,
@@ -48,7 +49,7 @@ from tests.shared.toy_tokenizers import (
 
 def says(*turns: str) -> list[ChatMessage]:
     """`says("s:Be brief.", "u:Hi")`."""
-    roles: dict[str, Any] = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
+    roles: dict[str, Any] = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
     return [ChatMessage(role=roles[turn[0]], content=turn[2:]) for turn in turns]
 
 
@@ -66,7 +67,7 @@ CHATS = [
         *says("u:a"),
         ChatMessage("assistant", "b", reasoning_content="Hm. "),
         ChatMessage("user", "c", name="ann"),
-        ChatMessage("assistant", "d", name="bot", reasoning_content=""),
+        ChatMessage("assistant", "d", name="bot"),
         *says("u:e"),
     ],
 ]
@@ -77,7 +78,7 @@ CHATS = [
 def test_chats_render_and_encode_as_transformers_does(name: str, messages: list[ChatMessage]) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    bundle = bundle_of(with_bos(byte_level()), TEMPLATES[name])
+    bundle = msgspec.structs.replace(bundle_of(with_bos(byte_level()), TEMPLATES[name]), takes=Takes())
     oracle: Any = PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(bundle.tokenizer_json),
         chat_template=bundle.chat_template,
@@ -102,6 +103,9 @@ def test_a_template_that_writes_bos_gets_it_once() -> None:
     assert ids == ours.encode("Hi") == [0, *ours.encode("Hi", add_special_tokens=False)]
 
 
+OWN_NAME = "'dev' if m.role == 'developer' else m.role"
+
+
 def test_parts_names_developers_and_reasoning_reach_the_template() -> None:
     of_each = "{{ m.role }}:{{ m.content }}:{{ m.name or m.reasoning_content }};"
     template = f"{{% for m in messages %}}{of_each}{{% endfor %}}"
@@ -112,20 +116,21 @@ def test_parts_names_developers_and_reasoning_reach_the_template() -> None:
     ]
     ours = Tokenizer(bundle_of(byte_level(), template))
     assert rendered(ours, messages) == "system:x:;user:ab:ann;assistant:c:hm;"
-    knowing = Tokenizer(bundle_of(byte_level(), template + "{# developer #}"))
-    assert rendered(knowing, messages) == "developer:x:;user:ab:ann;assistant:c:hm;"
+    knowing = Tokenizer(bundle_of(byte_level(), template.replace("m.role", OWN_NAME)))
+    assert rendered(knowing, messages) == "dev:x:;user:ab:ann;assistant:c:hm;"
 
 
-def refusal(template: str | None, *turns: str) -> InvalidRequest:
+def refusal(template: str | None, *turns: str, param: str = "messages") -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
         rendered(Tokenizer(bundle_of(byte_level(), template)), says(*(turns or ("u:secret",))))
-    assert caught.value.param == "messages"
+    assert caught.value.param == param
     assert "secret" not in caught.value.message + str(caught.value.detail)
     return caught.value
 
 
 def test_a_template_may_refuse() -> None:
-    assert "roles must alternate" in refusal(MISTRAL, "u:a", "u:b").message
+    refused = refusal(MISTRAL, "u:a", "a:b", "t:c", param="messages[2]")
+    assert "roles must alternate" in refused.message
 
 
 def test_no_template_is_said_clearly() -> None:
