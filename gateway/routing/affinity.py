@@ -4,7 +4,14 @@ A chat's prefix is its tools, which templates write first, and the system messag
 conversation is told by the first message after them, which all its turns have in common. Its history ends
 with the last message of the assistant: so much had been computed when that answer was complete. A
 completion's prompt has no parts; those that begin with the same `BEGINNING_LEN` characters are taken for one
-conversation. Where the caller names a session (`gateway.routing.sessions`), all of it counts as one.
+conversation.
+
+Where the caller names a session (`gateway.routing.sessions`), its conversations are those with the same first
+message, whatever their tools and system messages: sessions that begin alike, with the same instructions, say,
+are told apart, and a conversation whose tools change stays where its history is. They have homes of their
+own, as sub-agents and titles share no prefix with what they serve. One home for all of a session would be
+that of all of an application's conversations where it gives them one key: in the simulation
+(`python -m tests.bench routing`) that is as bad as no affinity at all.
 
 Lengths in tokens are estimated by the characters' share of the prompt, which was counted as a whole.
 """
@@ -54,8 +61,13 @@ def affinity_of(
     service_class, prompt = class_of(request, tier_max), request.prompt_form
     if isinstance(prompt, ChatPrompt):
         return _of_chat(prompt, named, owner, tenant, prompt_len, service_class)
-    session = int(named, 16) if named else key_of(owner.to_bytes(8), _beginning(prompt.prompt).encode())
+    session = _session(owner, named, _beginning(prompt.prompt).encode())
     return Affinity(owner, session, 0, 0, prompt_len, service_class, tenant)
+
+
+def _session(base: int, named: SessionId | None, *opening: bytes) -> int:
+    """The key of a conversation of the session that is named, or of `base` where none is."""
+    return key_of(base.to_bytes(8) if named is None else named.encode(), *opening)
 
 
 def class_of(request: GenerationRequest, tier_max: Tier) -> int:
@@ -85,10 +97,9 @@ def _of_chat(
     tools_len, told = _tools(prompt.tools) if prompt.tools else (0, ())
     whole = max(1, tools_len + sum(lengths))
     prefix = key_of(owner.to_bytes(8), *told, *_texts(messages[:system]))
-    opening = _texts(messages[system : system + 1])
     return Affinity(
         prefix,
-        int(named, 16) if named else key_of(prefix.to_bytes(8), *opening),
+        _session(prefix, named, *_texts(messages[system : system + 1])),
         prompt_len * (tools_len + sum(lengths[:system])) // whole,
         prompt_len * (tools_len + sum(lengths[: max(system, answered)])) // whole,
         prompt_len,

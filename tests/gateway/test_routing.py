@@ -244,10 +244,19 @@ def test_tools_are_a_part_of_a_chats_prefix() -> None:
     assert of("f", system="else").prefix != of("f").prefix
 
 
-def test_a_session_has_one_home_whatever_its_requests_begin_with() -> None:
-    main, side = chat("sys", "a", named="k"), chat("title", "b", named="k")
-    assert main.session == side.session != chat("sys", "a", named="l").session
-    assert main.prefix != side.prefix, "prefixes are told apart as ever"
+def test_sessions_that_begin_alike_are_told_apart_by_their_names() -> None:
+    one, other, unnamed = chat("sys", "a", named="k"), chat("sys", "a", named="l"), chat("sys", "a")
+    assert len({one.session, other.session, unnamed.session}) == 3
+    assert one.prefix == other.prefix == unnamed.prefix
+
+
+def test_a_named_conversation_stays_at_home_whatever_its_system_prompt_and_tools() -> None:
+    assert chat("sys", "a", named="k").session == chat("sys of today", "a", "b", "c", named="k").session
+    assert chat("sys", "a").session != chat("sys of today", "a").session
+
+
+def test_one_key_for_all_conversations_leaves_them_their_homes() -> None:
+    assert len({chat("sys", f"{i}", named="app").session for i in range(50)}) == 50
 
 
 def test_what_is_hashed_is_bounded_however_many_messages_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from itertools import count, islice
 from typing import Any
 
 import pytest
 
+from gateway.config.whole import ModelConfig
+from gateway.routing.affinity import affinity_of
+from gateway.routing.health import Outcome
+from gateway.routing.policy import RouteReason
+from gateway.routing.replicas import Placement, Replicas
 from gateway.routing.sessions import KEY_LEN_MAX, SESSION_HEADERS, session_of
+from shared.apis.chat import ChatRequest
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.completions import CompletionRequest
 from shared.wire.ids import SESSION_HEADER
+from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, House, Open
 from tests.gateway.fake_engine import unary
 
@@ -43,6 +54,52 @@ def test_a_key_of_any_length_and_any_bytes_is_16_digits() -> None:
         assert len(session) == 16
         assert int(session, 16) >= 0
     assert named("x" * KEY_LEN_MAX) == named("x" * (KEY_LEN_MAX + 1)), "what is hashed is bounded"
+
+
+# -- hostile keys ---------------------------------------------------------------------------------
+
+
+def strays(keys: Callable[[int], tuple[str | None, str]]) -> int:
+    """The turns that a tenant's conversations spend away from home beside long prompts of others, ten of which
+    are waiting at a time. `keys` has the key and the tenant of each prompt."""
+    pool = Replicas([ModelConfig("m", tuple(f"http://{name}:1" for name in "abcd"))], VirtualClock())
+    waiting, prompts, away = deque[Placement](), count(), 0
+
+    def place(tenant: str, key: str | None, tokens: int, *texts: str) -> Placement:
+        roles: tuple[Any, ...] = ("user", "assistant", "user")
+        messages = [ChatMessage(role, text) for role, text in zip(roles, texts, strict=False)]
+        request = ChatRequest(model="m", messages=messages, prompt_cache_key=key)
+        session = session_of({}, request, tenant)
+        placed = pool.place("m", affinity_of(request, "m", tenant, tokens, 1, session))
+        assert placed is not None
+        return placed
+
+    for turn in range(10 * 16):
+        for number in islice(prompts, 3):
+            key, tenant = keys(number)
+            waiting.append(place(tenant, key, 16_000, f"{number}"))
+        while len(waiting) > 10:
+            pool.release(waiting.popleft(), Outcome.NEUTRAL)
+        own = place("victim", f"{turn % 16}", 3_300, "q", "a" * 3_000, "q" * 300)
+        away += own.route is not RouteReason.AFFINITY
+        pool.release(own, Outcome.NEUTRAL)
+    return away
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(lambda number: (f"{number}", "a"), id="a new key with each request"),
+        pytest.param(lambda _: ("k", "a"), id="one key for everything"),
+        pytest.param(lambda number: ("k", f"t{number % 200}"), id="one key of many tenants"),
+        pytest.param(lambda number: ("0123"[number % 4], "a"), id="other tenants' keys"),
+    ],
+)
+def test_no_keys_send_another_tenants_conversations_from_home(
+    keys: Callable[[int], tuple[str | None, str]],
+) -> None:
+    """Oftener than as many prompts without keys do."""
+    assert 0 < strays(keys) < 1.2 * strays(lambda _: (None, "a")) < 160
 
 
 # -- the engine -----------------------------------------------------------------------------------
