@@ -38,5 +38,10 @@ def session_of(headers: Mapping[str, str], request: GenerationRequest, tenant: s
     else:
         if not (key := request.prompt_cache_key):
             return None
+    return session_id(tenant, key)
+
+
+def session_id(tenant: str, key: str) -> SessionId:
+    """The hash of the session that a tenant names by this key."""
     text = key[:KEY_LEN_MAX].encode(errors="surrogateescape")  # of a header that is not UTF-8
     return SessionId(f"{key_of(tenant.encode(), text):016x}")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.config.whole import ModelConfig
+from gateway.request.record import TOKENS
 from gateway.routing.affinity import affinity_of
 from gateway.routing.health import Outcome
 from gateway.routing.policy import RouteReason
@@ -21,7 +22,8 @@ from shared.apis.completions import CompletionRequest
 from shared.wire.ids import SESSION_HEADER
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, House, Open
-from tests.gateway.fake_engine import unary
+from tests.gateway.fake_engine import chunk, closing, stream, unary
+from tests.gateway.test_admin import OPERATOR, operator_keys
 
 
 def named(key: str | None = None, tenant: str = "acme", **headers: str) -> str | None:
@@ -60,8 +62,8 @@ def test_a_key_of_any_length_and_any_bytes_is_16_digits() -> None:
 
 
 def strays(keys: Callable[[int], tuple[str | None, str]]) -> int:
-    """The turns that a tenant's conversations spend away from home beside long prompts of others, ten of which
-    are waiting at a time. `keys` has the key and the tenant of each prompt."""
+    """The turns that a tenant's conversations spend away from home beside long prompts of others, of which
+    ten are waiting at a time. `keys` has the key and the tenant of each prompt."""
     pool = Replicas([ModelConfig("m", tuple(f"http://{name}:1" for name in "abcd"))], VirtualClock())
     waiting, prompts, away = deque[Placement](), count(), 0
 
@@ -124,6 +126,31 @@ async def test_an_engine_of_ours_is_told_the_hash_alone(house: House, path: str)
         assert await told(house, path, {header.title(): "mine"}) == [session]
         assert header not in house.engine.seen[-1].headers
     assert await told(house, path) == []
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_operators_are_told_the_session_and_what_was_cached_of_it(
+    open_house: Open, streams: bool
+) -> None:
+    house = await open_house(admin=operator_keys())
+    house.engine.script = stream(chunk("a"), end=closing(10, 1)) if streams else unary(end=closing(10, 1))
+    kinds = ("prompt", "cached", "session_prompt", "session_cached")
+    before = [TOKENS.value("tiny", "acme", kind) for kind in kinds]
+    async with house.chat(stream=streams, headers={"session-id": "joe@example.org"}) as answer:
+        await answer.read()
+    async with house.chat(stream=streams) as answer:
+        await answer.read()
+    with_, without = await house.lines(2)
+    assert (with_["session"], with_["cached_tokens"]) == (named("joe@example.org"), 4)
+    assert "session" not in without
+    assert "example.org" not in house.log.getvalue()
+    after = [TOKENS.value("tiny", "acme", kind) for kind in kinds]
+    assert [late - early for late, early in zip(after, before, strict=True)] == [20, 8, 10, 4]
+    url = f"http://127.0.0.1:{house.gateway.admin_port}/admin/v1/requests"
+    for asked in (with_["session"], "joe@example.org"):
+        async with house.client.get(url, params={"session": asked}, headers=OPERATOR) as answer:
+            [one] = (await answer.json())["data"]
+        assert (one["session"], one["prompt_tokens"], one["cached_tokens"]) == (with_["session"], 10, 4)
 
 
 async def test_a_callers_own_word_for_the_hash_goes_nowhere(house: House) -> None:
