@@ -103,6 +103,7 @@ BESIDE: Final[dict[Traffic, tuple[str, ...]]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each rule, whose mean is taken")
     parser.add_argument("--workers", type=int, default=16, help="gateway processes, which do not talk")
+    parser.add_argument("--only", nargs="+", metavar="WORLD", help="these worlds alone, such as agents chat")
     parser.add_argument("--live", action="store_true", help="three CPU engines, in place of virtual time")
     parser.add_argument("--limit-s", type=float, default=120.0, help="with --live: no round is begun later")
 
@@ -112,11 +113,16 @@ async def run(options: argparse.Namespace) -> list[Figure]:
         raise BenchFailed("--seeds and --workers must be at least 1")
     if options.live:
         return await run_live(options.limit_s)
-    counts = options.seeds, options.workers
-    found = [one for traffic, judged in JUDGED.items() for one in figures(traffic, judged, *counts)]
-    return found + [
-        one for traffic, rules in BESIDE.items() for one in agent_figures(traffic, rules, *counts)
-    ]
+    names = [traffic.name for traffic in (*JUDGED, *BESIDE)]
+    wanted = options.only or names
+    if unknown := set(wanted).difference(names):
+        raise BenchFailed(f"there is no world {', '.join(sorted(unknown))}; there are: {'; '.join(names)}")
+    counts, found = (options.seeds, options.workers), list[Figure]()
+    for traffic, judged in JUDGED.items():
+        found += figures(traffic, judged, *counts) if traffic.name in wanted else ()
+    for traffic, rules in BESIDE.items():
+        found += agent_figures(traffic, rules, *counts) if traffic.name in wanted else ()
+    return found
 
 
 def figures(traffic: Traffic, judged: Sequence[Judged], seeds: int, workers: int) -> list[Figure]:
