@@ -154,6 +154,9 @@ class EngineConfig(RunnerConfig):
     """An idle connection is closed after this time."""
     stall_deadline_s: Seconds = 60.0
     """A stream that its client does not read ends after this time."""
+    stream_keepalive_s: Seconds | None = None
+    """A stream that had nothing to say for this time, and at most twice as long, is sent a keep-alive: in
+    Messages a ping, else a comment. Unset: 10 s in Messages, none in any other API."""
 
     startup_timeout_s: Seconds = 900.0
     """Loading and warming up may take this long."""

@@ -14,6 +14,10 @@ from shared.apis.prompt import TextPrompt
 from shared.wire.errors import ApiError
 from shared.wire.shapes import TOKENS_MAX
 
+OPEN: Final = b"event: open\ndata: [%d]\n\n"
+"""The event that opens a stream, with the number of the prompt's tokens."""
+ALIVE: Final = b"event: alive\ndata: {}\n\n"
+"""What is sent where there is nothing to say."""
 OVER: Final = b"event: over\ndata: {}\n\n"
 """The last event of a whole answer."""
 
@@ -44,9 +48,9 @@ class EchoAnswer(Struct):
     text: str
 
 
-def error_body(error: ApiError) -> bytes:
-    return msgspec.json.encode({"type": "error", "problem": error.code})
+def error_body(error: ApiError, request_id: str) -> bytes:
+    return msgspec.json.encode({"type": "error", "problem": error.code, "of": request_id})
 
 
-def error_event(error: ApiError) -> bytes:
-    return b"event: failed\ndata: " + error_body(error) + b"\n\n"
+def error_event(error: ApiError, request_id: str) -> bytes:
+    return b"event: failed\ndata: " + error_body(error, request_id) + b"\n\n"

@@ -166,10 +166,12 @@ def span(
     """
     choices = (request.n or 1) * count.prompts
     prompts = count.prompt_tokens, count.bound if is_budgeted else count.prompt_tokens
+    left = estimate if room is None else max(1, room.most - count.longest)
     stated = request.output_tokens_max
     if stated is not None:
+        if request.stated_tokens_max is None and room is not None:  # it need not fit
+            stated = min(stated, left)
         return TokenSpan(*prompts, choices, stated, stated)
-    left = estimate if room is None else max(1, room.most - count.longest)
     each = min(estimate, left)
     if tokens_max is None:
         return TokenSpan(*prompts, choices, each, each)
@@ -180,7 +182,7 @@ def span(
 
 def _is_short(prompt: PromptForm) -> bool:
     if isinstance(prompt, ChatPrompt):
-        if prompt.tools or prompt.arguments or prompt.continues_final:  # rule 3
+        if prompt.tools or prompt.arguments or prompt.wishes or prompt.continues_final:  # rule 3
             return False
         length = 0
         for message in prompt.messages:
@@ -219,8 +221,9 @@ def estimate_slices(
     """An estimate of all that `fields`, the body that goes out, hold; token ids count as they are. In slices,
     since a body may be long. `image_tokens` are those of an image."""
     beside, beside_len = 0, 0
+    passed_over = _BOUNDED | request.prompt_beside | {request.prompt_param}
     for name, value in fields.items():
-        if name == request.prompt_param or name in _BOUNDED or memoryview(value)[0] not in _TEXT_BEGINS:
+        if name in passed_over or memoryview(value)[0] not in _TEXT_BEGINS:
             continue
         # what of a prediction does not come true is billed beside each choice's own tokens
         times = (request.n or 1) if name == "prediction" else 1

@@ -30,7 +30,7 @@ _ABSOLUTE: Final = re.compile(r"(?P<scheme>[^/?#]*)://(?P<authority>[^/?#]*)")
 """The beginning of a target in absolute form, up to its path."""
 HOSTS_MAX: Final = 64
 """The number of values of `host` whose check is cached: there are few of them."""
-_SINGLE: Final = ("authorization", "host", "content-encoding")
+_SINGLE: Final = ("authorization", "x-api-key", "host", "content-encoding")
 """Headers that must not be repeated, because proxies and servers differ in which of them counts."""
 
 

@@ -24,8 +24,14 @@ def json_response(status: int, body: bytes, headers: Mapping[str, str]) -> web.R
 
 
 def error_response(error: ApiError, headers: Mapping[str, str], dialect: Dialect = CHUNKS) -> web.Response:
-    """A response with an error in a dialect's envelope, and the headers that belong to the error."""
-    return json_response(error.status, dialect.error_body(error), {**headers, **error_headers(error)})
+    """A response with an error in a dialect's envelope, and the headers that belong to the error. `headers`
+    have the request's id."""
+    request_id = headers.get(REQUEST_ID_HEADER, "")
+    return json_response(
+        dialect.error_status(type(error)),
+        dialect.error_body(error, request_id),
+        {**headers, **error_headers(error)},
+    )
 
 
 def probe_response(health: Health, request: web.BaseRequest, *, tells_problems: bool = False) -> web.Response:

@@ -7,12 +7,13 @@ from typing import Final
 
 from msgspec import Struct
 
+from shared.process.clock import Clock
 from shared.wire import sse
-from shared.wire.envelope import error_envelope
-from shared.wire.errors import ApiError
+from shared.wire.envelope import ErrorEnvelope, error_envelope
+from shared.wire.errors import ApiError, status_of
 
 
-def duration(ms: int) -> str:
+def duration(ms: int, _clock: Clock | None = None) -> str:
     """A duration as OpenAI writes it: `12ms`, `1.5s`, `6m0s`, `30h0m0s`."""
     if ms < 1000:
         return f"{ms}ms"
@@ -25,14 +26,18 @@ def duration(ms: int) -> str:
 
 class LimitHeaders(Struct, frozen=True):
     """The headers that tell a caller's limits: for each the names of the limit, of what is left of it, and of
-    the time until it is whole again."""
+    when it is whole again."""
 
     requests: tuple[str, str, str]
     tokens: tuple[str, str, str]
     day: tuple[str, str, str]
     month: tuple[str, str, str]
-    reset: Callable[[int], str] = duration
-    """Writes that time, from milliseconds."""
+    reset: Callable[[int, Clock], str] = duration
+    """Writes when that is, from milliseconds from now on."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *self.requests, *self.tokens, *self.day, *self.month
 
 
 class Dialect(Struct, frozen=True):
@@ -44,12 +49,32 @@ class Dialect(Struct, frozen=True):
     scanner: Callable[[bytes], sse.TailScanner] = sse.TailScanner
     """Makes the scanner of an answer of our engines, from `done`. It tells whether the answer is whole."""
 
-    def error_body(self, error: ApiError) -> bytes:
+    silent: tuple[bytes, ...] = ()
+    """The beginnings of events that tell nothing of the answer: those that open a stream before its first
+    token, and keep-alives. Empty where all events but comments tell of it."""
+
+    folds_cached: bool = False
+    """True if usage tells the part of a prompt that was not cached, in place of all of it."""
+    id_header: str = ""
+    """The header in which an answer has the request's id once more. Empty for none."""
+    envelope: type[Struct] = ErrorEnvelope
+    """The shape of an error's body."""
+
+    def error_status(self, kind: type[ApiError]) -> int:
+        """The status of an answer with an error of a class."""
+        return status_of(kind)
+
+    def error_body(self, error: ApiError, request_id: str) -> bytes:
         return error_envelope(error)
 
-    def error_event(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError, request_id: str) -> bytes:
         """The event that ends a stream which fails after its first byte."""
-        return sse.event(self.error_body(error))
+        return sse.event(self.error_body(error, request_id))
+
+    def told(self, events: bytes) -> list[bytes]:
+        """Of whole events those that tell of the answer."""
+        silent = b":", *self.silent
+        return [one for one in events.split(b"\n\n") if one and not one.startswith(silent)]
 
 
 def _names(of: str) -> tuple[str, str, str]:

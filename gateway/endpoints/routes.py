@@ -18,8 +18,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from gateway.endpoints.dialect import CHUNKS, Dialect
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.table import ENDPOINTS
 from shared.apis.models import Model, ModelList
@@ -66,6 +67,8 @@ class Resource(Struct, frozen=True, eq=False):
     """The endpoint that engines serve here. None for any other path."""
     is_open: bool = False
     """True if it is answered without a key."""
+    dialect: Dialect = CHUNKS
+    """How its answers look beside their content."""
 
     def id_of(self, path: str) -> str:
         """The id in a path that is one of this resource's. Empty where there is none."""
@@ -133,7 +136,9 @@ def _resource(path: str, routes: Mapping[str, Route]) -> Resource:
     pattern = re.compile(re.escape(path).replace(re.escape(_ID), "(.+)"), re.DOTALL)
     endpoints = [route.endpoint for route in routes.values() if route.endpoint is not None]
     is_open = any(route.is_open for route in routes.values())
-    return Resource(path, routes, pattern, endpoints[0] if endpoints else None, is_open)
+    endpoint = endpoints[0] if endpoints else None
+    dialect = CHUNKS if endpoint is None else endpoint.dialect
+    return Resource(path, routes, pattern, endpoint, is_open, dialect)
 
 
 RESOURCES: Final = resources(ROUTES)
@@ -141,10 +146,19 @@ RESOURCES: Final = resources(ROUTES)
 _WITH_IDS: Final = tuple(resource for path, resource in RESOURCES.items() if _ID in path)
 
 
+_BELOW: Final = tuple(
+    (f"{path}/", structs.replace(NOTHING, dialect=endpoint.dialect))
+    for path, endpoint in ENDPOINTS.items()
+    if endpoint.dialect is not CHUNKS
+)
+"""The paths below those of an API with a dialect of its own: nothing is there either, which is said in it."""
+
+
 def find(path: str) -> Resource:
     """What is served at a path."""
-    return RESOURCES.get(path) or _find_with_id(path)
+    return RESOURCES.get(path) or _find_other(path)
 
 
-def _find_with_id(path: str) -> Resource:
-    return next((resource for resource in _WITH_IDS if resource.pattern.fullmatch(path)), NOTHING)
+def _find_other(path: str) -> Resource:
+    found = next((resource for resource in _WITH_IDS if resource.pattern.fullmatch(path)), None)
+    return found or next((nothing for above, nothing in _BELOW if path.startswith(above)), NOTHING)

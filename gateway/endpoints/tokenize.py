@@ -23,6 +23,7 @@ TOKENIZE: Final = Endpoint(
     answer=TokenizeResponse,
     summary="Turn text into token ids.",
     passes=_PASSES,
+    is_optional=True,
     generates=False,
     nested=(("tools", shaped_tools), _ARGUMENTS),
 )
@@ -31,6 +32,7 @@ DETOKENIZE: Final = Endpoint(
     answer=DetokenizeResponse,
     summary="Turn token ids into text.",
     passes=_PASSES,
+    is_optional=True,
     generates=False,
     nested=(_ARGUMENTS,),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Final, Protocol
 
 from msgspec import Struct
@@ -20,11 +20,20 @@ Revoked = frozenset[tuple[bytes, int]]
 """Certificates that are revoked: their issuers' names in DER, and their serial numbers."""
 
 
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """What the headers of a request show of its caller: `Authorization`, or an `x-api-key` as the same. Where
+    both are sent the first one counts."""
+    shown = headers.get("authorization")
+    if shown is None and (key := headers.get("x-api-key")) is not None:
+        return f"Bearer {key}"
+    return shown
+
+
 class Caller(Struct, frozen=True):
     """One request's claims about who sends it."""
 
     authorization: str | None
-    """The `Authorization` header; None without one."""
+    """What `authorization_of` its headers is; None without any."""
     transport: asyncio.BaseTransport | None
     """The connection; None where it is broken already."""
     served: str = ""

@@ -4,10 +4,11 @@
    gateway does not have the key, only its hash. So it mints a secret for the one request, which stands for
    the key's principal as long as that request runs, and for nothing afterwards. All limits of the key and of
    its tenant hold as ever.
-2. What the `Authorization` header holds decides, where there is one. It is a token (JWT) where issuers are
+2. What the `Authorization` header holds decides, where there is one, or `x-api-key`, which Anthropic's SDKs
+   send. It is a token (JWT) where issuers are
    configured and it has the form of one, at least two dots, and is no key: a development key may have dots.
    Else it is a key.
-3. Without that header it is the client's certificate.
+3. Without these headers it is the client's certificate.
 
 The first that is shown decides alone. A key that is revoked does not fall back on the certificate that came
 with it: else revoking it would change its caller's rights instead of ending them. And a certificate that is

@@ -271,7 +271,7 @@ def _digests(record: _Record) -> tuple[bytes, ...]:
 def _bearer(authorization: str | None) -> str:
     if not authorization:
         raise Unauthenticated(
-            "You did not provide an API key. Send it in the header 'Authorization: Bearer KEY'.",
+            "You did not provide an API key. Send it as 'Authorization: Bearer KEY', or as x-api-key.",
             detail="no key",
         )
     scheme, _, text = authorization.partition(" ")

@@ -47,6 +47,7 @@ WAITING_MAX: Final = 1024
 LOOKED_AT_LEN: Final = 2048
 """Bytes of a connection's beginning in which a key is looked for."""
 _AUTHORIZATION: Final = re.compile(rb"\r\nauthorization:[ \t]*([^\r\n]*)", re.IGNORECASE)
+_API_KEY: Final = re.compile(rb"\r\nx-api-key:[ \t]*([^\r\n]*)", re.IGNORECASE)
 
 
 class FairAccepting(Accepting):
@@ -154,8 +155,10 @@ class FairAccepting(Accepting):
 
     def _tenant_of(self, begun: bytes) -> str | None:
         """The tenant whose key a connection's first bytes show. None where they show none that is known."""
-        found = _AUTHORIZATION.search(begun)
-        return None if found is None else self._known.tenant_of(found[1].decode("latin-1").rstrip())
+        scheme = ""
+        if (found := _AUTHORIZATION.search(begun)) is None:
+            scheme, found = "Bearer ", _API_KEY.search(begun)
+        return None if found is None else self._known.tenant_of(scheme + found[1].decode("latin-1").rstrip())
 
 
 def _begun(sock: socket.socket) -> bytes | None:

@@ -10,11 +10,13 @@ from typing import Any, Final, get_origin
 
 from msgspec import inspect
 
+from gateway.endpoints.dialect import CHUNKS, Dialect
+from gateway.endpoints.table import ENDPOINTS
+from shared.apis.message_answers import OVERLOADED
 from shared.apis.nothing import LOOKED_INTO
 from shared.apis.request import Request
 from shared.process.build import DISTRIBUTION
 from shared.process.docstrings import field_docstrings
-from shared.wire.envelope import ErrorEnvelope
 from shared.wire.errors import ApiError, InvalidRequest
 
 REF: Final = "#/components/schemas/{name}"
@@ -108,13 +110,13 @@ def path_parameter(name: str, description: str) -> Json:
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def errors_of(classes: Iterable[type[ApiError]]) -> Json:
+def errors_of(classes: Iterable[type[ApiError]], dialect: Dialect = CHUNKS) -> Json:
     """The answers with errors of these classes and those below them, by status."""
     codes: dict[int, dict[str, None]] = {}
     for class_ in classes:
         for one in _with_subclasses(class_):
-            codes.setdefault(int(one.status), {})[one.code] = None
-    return {str(status): _error(status, codes[status]) for status in sorted(codes)}
+            codes.setdefault(dialect.error_status(one), {})[one.code] = None
+    return {str(status): _error(status, codes[status], dialect) for status in sorted(codes)}
 
 
 def _with_subclasses(class_: type[ApiError]) -> Iterator[type[ApiError]]:
@@ -123,17 +125,22 @@ def _with_subclasses(class_: type[ApiError]) -> Iterator[type[ApiError]]:
         yield from _with_subclasses(below)
 
 
-def _error(status: int, codes: Iterable[str]) -> Json:
-    names = ["x-request-id", "x-should-retry"]
-    if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+def _error(status: int, codes: Iterable[str], dialect: Dialect) -> Json:
+    names = [*id_headers(dialect), "x-should-retry"]
+    if status in _LATER:
         names += ["retry-after", "retry-after-ms"]
     if status == HTTPStatus.UNAUTHORIZED:
         names.append("www-authenticate")
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         names.append("allow")
     told = " or ".join(f"`{code}`" for code in codes)
-    content = {JSON: {"schema": ref(ErrorEnvelope)}}
-    return {"description": f"`error.code` is {told}.", "content": content, "headers": headers_of(*names)}
+    content = {JSON: {"schema": ref(dialect.envelope)}}
+    return {"description": f"The code is {told}.", "content": content, "headers": headers_of(*names)}
+
+
+def id_headers(dialect: Dialect) -> Iterator[str]:
+    """The headers with a request's id."""
+    yield from ("x-request-id", dialect.id_header) if dialect.id_header else ("x-request-id",)
 
 
 # -- headers --------------------------------------------------------------------------------------
@@ -146,13 +153,16 @@ def header(description: str, pattern: str | None = None) -> Json:
     }
 
 
-RATE_LIMITS: Final = tuple(
-    f"x-ratelimit-{what}-{unit}"
-    for unit in ("requests", "tokens", "tokens-day", "tokens-month")
-    for what in ("limit", "remaining", "reset")
+_LIMITS: Final = dict.fromkeys(
+    name
+    for limits in (CHUNKS.limits, *(endpoint.dialect.limits for endpoint in ENDPOINTS.values()))
+    for name in limits.names
 )
+_LATER: Final = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, OVERLOADED)
+"""The statuses that say when to come again."""
 HEADERS: Final[Mapping[str, Json]] = {
     "x-request-id": header("The request's name in both services' logs.", r"^[A-Za-z0-9._-]{1,64}$"),
+    "request-id": header("The same, as Anthropic's SDKs read it."),
     "server-timing": header("Milliseconds of each stage until the first byte."),
     "x-penstock-ignored-fields": header(
         "The unknown fields of the request, or those that its engine was not sent."
@@ -163,7 +173,7 @@ HEADERS: Final[Mapping[str, Json]] = {
     "retry-after-ms": header("The same in milliseconds.", "^[0-9]+$"),
     "www-authenticate": header("How to authenticate."),
     "allow": header("The methods that the path has."),
-    **{name: header("Where the key or its tenant has such a limit.") for name in RATE_LIMITS},
+    **{name: header("Where the key or its tenant has such a limit.") for name in _LIMITS},
 }
 
 

@@ -11,23 +11,25 @@ is refused from clients. A field that is refused unless it asks for nothing has 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final
+from types import UnionType
+from typing import Any, Final, get_args
 
 import msgspec
 from msgspec import NODEFAULT, Raw, Struct
 
+from gateway.endpoints.dialect import CHUNKS
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.routes import ROUTES, Route
 from gateway.openapi.parts import (
     HEADERS,
     JSON,
-    RATE_LIMITS,
     REF,
     Json,
     classes_of,
     describe,
     errors_of,
     headers_of,
+    id_headers,
     info,
     path_parameter,
     probe,
@@ -35,7 +37,6 @@ from gateway.openapi.parts import (
     request_header,
 )
 from shared.process.probes import PROBES
-from shared.wire.envelope import ErrorEnvelope
 from shared.wire.errors import (
     ApiError,
     IdentityUnavailable,
@@ -83,10 +84,16 @@ def document() -> bytes:
                     "scheme": "bearer",
                     "description": "An API key, or a token (JWT).",
                 },
+                "api_key": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": "x-api-key",
+                    "description": "The same, as Anthropic's SDKs send it.",
+                },
                 "certificate": {"type": "mutualTLS", "description": "A client certificate."},
             },
         },
-        "security": [{"bearer": []}, {"certificate": []}],
+        "security": [{"bearer": []}, {"api_key": []}, {"certificate": []}],
     }
     return msgspec.json.encode(value)
 
@@ -100,7 +107,7 @@ def _schemas() -> Json:
     requests = [endpoint.shape for endpoint in endpoints]
     events = [endpoint.event for endpoint in endpoints if endpoint.event is not None]
     answers = [route.answer for route in ROUTES if route.answer is not None]
-    others = [*events, *answers, ErrorEnvelope]
+    others = [*events, *answers, *dict.fromkeys(endpoint.dialect.envelope for endpoint in endpoints)]
     types = dict.fromkeys([*map(_public, requests), *others])
     _, components = msgspec.json.schema_components(types, ref_template=REF)
     classes = classes_of([*requests, *others])
@@ -139,21 +146,27 @@ def _paths() -> Json:
 
 
 def _proxied(endpoint: Endpoint) -> Json:
+    dialect = endpoint.dialect
     content = {JSON: {"schema": ref(endpoint.answer)}}
     if endpoint.event is not None:
         content["text/event-stream"] = {
-            "schema": {"description": endpoint.dialect.described},
-            "x-event-schema": ref(endpoint.event),
+            "schema": {"description": dialect.described},
+            "x-event-schema": _event_schema(endpoint.event),
         }
     own = "x-penstock-ignored-fields", "x-penstock-fallback"
-    names = "x-request-id", "server-timing", *own, *RATE_LIMITS
+    names = *id_headers(dialect), "server-timing", *own, *dialect.limits.names
     whole = {"description": "The answer.", "content": content, "headers": headers_of(*names)}
     return {
         "summary": endpoint.summary,
         "parameters": _REQUEST_HEADERS,
         "requestBody": {"required": True, "content": {JSON: {"schema": ref(endpoint.shape)}}},
-        "responses": {"200": whole} | errors_of([ApiError]),
+        "responses": {"200": whole} | errors_of([ApiError], dialect),
     }
+
+
+def _event_schema(event: type[Struct] | UnionType) -> Json:
+    """The schema of a stream's events, or of any of them."""
+    return ref(event) if isinstance(event, type) else {"anyOf": [*map(ref, get_args(event))]}
 
 
 def _answered(route: Route) -> Json:
@@ -161,7 +174,7 @@ def _answered(route: Route) -> Json:
     headers: tuple[str, ...] = "x-request-id", "server-timing"
     errors: tuple[type[ApiError], ...] = *_EVERYWHERE, *route.errors
     if not route.is_open:
-        headers += RATE_LIMITS
+        headers += CHUNKS.limits.names
         errors += *_KNOWN_CALLERS, RouteNotFound
     whole = {
         "description": "The answer.",

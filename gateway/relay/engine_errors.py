@@ -277,8 +277,8 @@ def _wall_s(date: str) -> float | None:
 
 
 def _said(body: bytes, media_type: str) -> _Said:
-    """What a body says: OpenAI's envelope, vLLM's without one, TGI's text in one, Google's in a list,
-    FastAPI's `detail`, or plain text."""
+    """What a body says: OpenAI's envelope, Anthropic's, vLLM's without one, TGI's text in one, Google's in a
+    list, FastAPI's `detail`, or plain text."""
     try:
         value = msgspec.json.decode(body)
     except UNDECODABLE:
@@ -299,11 +299,13 @@ def _said_in(fields: dict[str, Any], envelope: dict[str, Any]) -> _Said:
     inner = fields.get("innererror")
     inner_code = inner.get("code") if isinstance(inner, dict) else None
     metadata = fields.get("metadata")
-    code = fields.get("code", envelope.get("code"))
+    details = fields.get("details")
+    named: dict[str, Any] = details if isinstance(details, dict) else {}
+    code = fields.get("code", envelope.get("code", named.get("error_code")))
     kinds = [fields.get("type"), fields.get("status"), envelope.get("error_type")]
     words = [word for word in (code, inner_code, *kinds) if isinstance(word, str)]
     statuses = [_number(one) for one in (code, fields.get("status"), envelope.get("status"))]
-    told = fields.get("param", param)
+    told = fields.get("param", named.get("param", param))
     return _Said(
         message,
         told if isinstance(told, str) and told else param,

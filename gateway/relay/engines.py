@@ -38,6 +38,7 @@ from gateway.config.whole import EngineMake, ModelConfig, Salted
 from gateway.relay.checked_bundles import CheckedBundle, Unreadable, bundle_file
 from gateway.relay.upstream import HeaderPairs, Upstream
 from shared.apis.chat_messages import ChatMessage
+from shared.apis.models import Capabilities
 from shared.apis.prompt import ChatPrompt
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
@@ -82,6 +83,8 @@ class EngineProfile:
     created: int | None
     owned_by: str | None = None
     """Whose it says that it is: `vllm`, `sglang`, `llamacpp`, `penstock`."""
+    capabilities: Capabilities | None = None
+    """The abilities of the model. None where the engine does not tell them."""
 
     @property
     def is_whole(self) -> bool:
@@ -230,7 +233,7 @@ class Engines:
         if known.is_foreign and not known.takes_salt:
             told = "tenants share cached prefixes at this engine, which shows in its times"
             log.warning("prefixes.shared", model=name, owned_by=profile.owned_by, consequence=told)
-        if before is None or (before.created, before.room) != (profile.created, profile.room):
+        if before is None or _listed(before) != _listed(profile):
             self.changes += 1
 
     async def _load(self, name: str, known: Known, urls: Sequence[str], hash_: str) -> None:
@@ -276,6 +279,7 @@ class _Model(msgspec.Struct):
     context_len: int | None = None
     created: int | None = None
     owned_by: object = None
+    capabilities: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Models(msgspec.Struct):
@@ -328,7 +332,7 @@ class Replies:
         if not listed and hash_ is not None:
             raise UpstreamFailed("The engine's list of models is not there.", detail=urls[0])
         created = listed[0].created if listed else None
-        return EngineProfile(hash_, _room(listed), created, _owner(listed)), urls
+        return EngineProfile(hash_, _room(listed), created, _owner(listed), _abilities(listed)), urls
 
     async def _told(self, model: ModelConfig, url: str) -> Told:
         try:
@@ -432,6 +436,22 @@ def _room(listed: Sequence[_Model]) -> Room | None:
     fit."""
     rooms = Counter(Room.of(one.max_model_len, one.context_len) for one in listed)
     return max(rooms, key=lambda room: (rooms[room], 0 if room is None else room.most), default=None)
+
+
+def _listed(profile: EngineProfile) -> tuple[object, ...]:
+    """The part of a profile that lists of models tell."""
+    return profile.created, profile.room, profile.capabilities
+
+
+def _abilities(listed: Sequence[_Model]) -> Capabilities | None:
+    """A model's abilities, where its engine tells them as ours do: other makes have other things of that
+    name."""
+    if not listed:
+        return None
+    try:
+        return msgspec.json.decode(listed[0].capabilities, type=Capabilities | None)
+    except UNDECODABLE:
+        return None
 
 
 def _owner(listed: Sequence[_Model]) -> str | None:

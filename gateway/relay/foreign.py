@@ -7,7 +7,8 @@ one kind of boundary. Nothing of this is done per event: the last events are kep
 when all have come.
 
 What such an engine had cached may be another tenant's: where nothing keeps them apart, the figures that tell
-it are blanked on their way, in their place. The gateway's own books have the true ones.
+it are blanked on their way, in their place. Those of Messages, which tell of a prompt the part that was not
+cached, are added up. The gateway's own books have the true ones.
 
 An event that is one line, alone in its chunk, is passed on as it came, with its framing: `takes` tells which
 are. Most events are, and each then costs four slices and three searches for a byte.
@@ -67,9 +68,16 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: UsedTokens
+    """A usage, by the names of OpenAI's chats or of Anthropic's Messages."""
+
+    prompt_tokens: UsedTokens | None = None
     completion_tokens: UsedTokens | None = 0
     prompt_tokens_details: _PromptDetails | None = None
+    input_tokens: UsedTokens | None = None
+    """Those that were not found in a cache."""
+    cache_read_input_tokens: UsedTokens | None = 0
+    cache_creation_input_tokens: UsedTokens | None = 0
+    output_tokens: UsedTokens | None = 0
 
 
 _NO_FIELD: Final = msgspec.Raw(b"null")
@@ -132,13 +140,24 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _closing(usage: _Usage) -> Closing:
-    cached = usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
+def _closing(usage: _Usage) -> Closing | None:
+    """None for a usage that does not tell the prompt's tokens."""
+    if usage.prompt_tokens is None:
+        if usage.input_tokens is None:
+            return None
+        cached = usage.cache_read_input_tokens or 0
+        return Closing(
+            end_reason="",
+            prompt_tokens=usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0),
+            completion_tokens=usage.output_tokens or 0,
+            cached_tokens=cached,
+        )
+    details = usage.prompt_tokens_details
     return Closing(
         end_reason="",
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens or 0,
-        cached_tokens=cached or 0,
+        cached_tokens=(details and details.cached_tokens) or 0,
     )
 
 
@@ -184,7 +203,7 @@ class ForeignScanner(TailScanner):
         self._cr = b""
         """A CR at the end of what was read, which an LF may follow; else empty."""
         self._kept: list[bytes] = []
-        self._done = _data_of(done)
+        self._done = _spaceless(_data_of(done))
         self._noted: Closing | None = None
         """The usage in what is not kept any more."""
 
@@ -229,7 +248,7 @@ class ForeignScanner(TailScanner):
         connection behind it."""
         held = self._held
         rest = TailScanner.finish(self)
-        if not rest and held and _data_of(held) == self._done:
+        if not rest and held and _spaceless(_data_of(held)) == self._done:
             rest = held.rstrip(_LF) + _BOUNDARY
             self._kept.append(rest)
         return rest
@@ -239,7 +258,8 @@ class ForeignScanner(TailScanner):
         """True if the last event with data was the one that ends a whole answer: servers write it in several
         ways, and comments or empty lines behind it."""
         events = reversed(b"".join(self._kept)[-TAIL_LEN:].split(_BOUNDARY))
-        return next((data for event in events if (data := _data_of(event)) is not None), None) == self._done
+        last = next((data for event in events if (data := _data_of(event)) is not None), None)
+        return _spaceless(last) == self._done
 
     @property
     def usage(self) -> Closing | None:
@@ -294,6 +314,66 @@ class Blanks:
         return b"".join([*parts, data[at:cut]])
 
 
+class Folds:
+    """What adds the figures of what was cached to those of the rest, in an answer of Messages that comes in
+    pieces."""
+
+    __slots__ = ("_back",)
+
+    def __init__(self) -> None:
+        self._back = b""
+        """The end of what came, in which a usage may have begun."""
+
+    def feed(self, data: bytes, *, ended: bool = False) -> bytes:
+        """The bytes that may be passed on. `ended`: no usage goes on behind `data`."""
+        data = self._back + data
+        cut = len(data) if ended else max(0, len(data) - NAME_LEN_MAX)
+        parts: list[bytes] = []
+        at = 0
+        for match in _USAGE.finditer(data):
+            start = match.end()
+            if not ended and len(data) - start < USAGE_LEN_MAX:
+                cut = min(cut, match.start())
+                break
+            if (folded := _folded(data[start : start + USAGE_LEN_MAX])) is not None:
+                told, length = folded
+                parts += data[at:start], told
+                at = start + length
+        cut = max(cut, at)
+        self._back = data[cut:]
+        return b"".join([*parts, data[at:cut]])
+
+
+def _folded(data: bytes) -> tuple[bytes, int] | None:
+    """A usage that `data` begins with, without telling what was cached, and its length there. None where it
+    tells nothing of it."""
+    try:
+        usage, length = _raw_decode(data.decode("latin-1"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(usage, dict) or not isinstance(total := usage.get("input_tokens"), int):
+        return None
+    for name, value in usage.items():
+        if "cache" in name:
+            total += value if isinstance(value, int) else 0
+            usage[name] = 0 if isinstance(value, int) else None
+    usage["input_tokens"] = total
+    return msgspec.json.encode(usage), length
+
+
+class FoldingScanner(ForeignScanner):
+    """The scanner of a stream of Messages whose client is not to see what was cached."""
+
+    __slots__ = ()
+
+    def feed(self, chunk: bytes) -> bytes:
+        data = ForeignScanner.feed(self, chunk)
+        return Folds().feed(data, ended=True) if data.find(_NAME) >= 0 else data
+
+    def finish(self) -> bytes:
+        return Folds().feed(ForeignScanner.finish(self), ended=True)
+
+
 class BlankingScanner(ForeignScanner):
     """The scanner of a stream whose client is not to see what was cached."""
 
@@ -332,6 +412,11 @@ def _data_of(event: bytes) -> bytes | None:
     lines = event.split(_LF)
     data = [line[len(_DATA) :].removeprefix(b" ") for line in lines if line.startswith(_DATA)]
     return b"\n".join(data) if data else None
+
+
+def _spaceless(data: bytes | None) -> bytes | None:
+    """The data of a last event, which servers write with blanks and without."""
+    return None if data is None else data.replace(b" ", b"")
 
 
 def _tells_usage_alone(event: bytes) -> bool:

@@ -6,13 +6,16 @@ error in an envelope of success, and the closing comment at the very end. So may
 Rules:
 
 1. Nothing is sent to the client before the first event (or a unary answer's first bytes), so that
-   until then an error can have a status of its own.
+   until then an error can have a status of its own. Comments are none.
 2. The next chunk is read only when the client's buffers have room, so that backpressure reaches the engine.
    While they have room, the bytes of one turn of the loop are written in that turn, as one piece: no task is
    woken for them, and no byte waits for more.
 3. A stream that fails after its first byte ends with an error event and no `[DONE]`. Its client is sent whole
    events alone (`shared.wire.sse`), so that one can be appended at any moment. Within an event that is too
    long to be withheld none can, and the connection is cut. It never ends cleanly as if it were whole.
+4. Some APIs' streams open before there is a token (`Dialect.silent`). What opens one is passed on, and begins
+   the answer: an error behind it is an event, and no other replica is asked. Deadlines, figures and the
+   replica's health wait for the first event that tells of the answer, and keep-alives count for none of them.
 """
 
 from __future__ import annotations
@@ -28,12 +31,20 @@ from gateway.client.interface import Sink
 from gateway.config.timeouts import TimeoutsConfig
 from gateway.endpoints.dialect import Dialect
 from gateway.relay.engine_errors import event_is_error, read_back
-from gateway.relay.foreign import BlankingScanner, Blanks, ForeignScanner, UsageFinder, look_into
+from gateway.relay.foreign import (
+    BlankingScanner,
+    Blanks,
+    FoldingScanner,
+    Folds,
+    ForeignScanner,
+    UsageFinder,
+    look_into,
+)
 from gateway.relay.ticks import Ticks
 from gateway.relay.upstream import Answer
 from shared.http2.stream import Report
 from shared.process.clock import SYSTEM_CLOCK
-from shared.wire.errors import InterTokenTimeout, UpstreamLost
+from shared.wire.errors import ApiError, FirstTokenTimeout, InterTokenTimeout, UpstreamLost
 from shared.wire.sse import CONTENT_TYPE, Closing, TailScanner, parse_closing
 
 HEAD_LEN_MAX: Final = 256 * 1024
@@ -49,6 +60,7 @@ _STREAM_HEADERS: Final = {
 }
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 STOPPED: Final = "The engine stopped sending."
+LATE: Final = "The engine produced no token in time."
 
 
 @dataclass(slots=True, eq=False)  # it is written for every event, and a write to a Struct takes twice as long
@@ -130,6 +142,8 @@ class Opened(Struct, frozen=True, eq=False):
     """The bytes of a stream up to the end of its first event, or beyond. Of any other answer all, or the
     first `HEAD_LEN_MAX`."""
     streams: bool
+    is_opening: bool = False
+    """True if the head tells nothing of the answer: its first token is still to come."""
 
     def __repr__(self) -> str:
         """Nothing of the answer."""
@@ -158,17 +172,20 @@ async def open_answer(
         progress.header_closing = answer.closing
         watch.expect(inter_token_s, InterTokenTimeout, STOPPED)
         return Opened(answer, await _unary_head(answer, progress, watch), streams)
-    kind = BlankingScanner if progress.blanks_cached else ForeignScanner
+    kind: type[ForeignScanner] = ForeignScanner
+    if progress.blanks_cached:
+        kind = FoldingScanner if dialect.folds_cached else BlankingScanner
     if answer.tokenizer is None:
         progress.scanner = progress.foreign = kind(dialect.done, hides_usage=hides_usage)
     elif hides_usage or progress.blanks_cached:  # one of ours that is not taken for one
         progress.scanner = kind(dialect.done, hides_usage=hides_usage)
     head, first = await _first_event(answer, progress)
+    told = dialect.told(head) if dialect.silent else []
+    if told:
+        first = _read_event(told[0]) or first
     if first.is_error:
-        await _read_to_end(answer, progress)
-        progress.refused = True
-        raise read_back(answer.status, first.data)
-    return Opened(answer, head, streams)
+        raise await _failed(answer, progress, first)
+    return Opened(answer, head, streams, is_opening=bool(dialect.silent) and not told)
 
 
 async def _unary_head(answer: Answer, progress: Progress, watch: Watch) -> bytes:
@@ -231,6 +248,13 @@ async def _first_event(answer: Answer, progress: Progress) -> tuple[bytes, _Even
             raise UpstreamLost("The engine's answer broke off.", detail="it ended before an event")
 
 
+async def _failed(answer: Answer, progress: Progress, event: _Event) -> ApiError:
+    """The error of a stream that tells nothing but this event."""
+    await _read_to_end(answer, progress)
+    progress.refused = True
+    return read_back(answer.status, event.data)
+
+
 async def _read_to_end(answer: Answer, progress: Progress) -> None:
     """Read a failed stream of our engine to its end, where the closing comment says what it cost."""
     room = HEAD_LEN_MAX
@@ -246,9 +270,11 @@ class Relay(Struct, frozen=True, eq=False):
     watch: Watch
     timeouts: TimeoutsConfig
     progress: Progress
-    first_byte: Callable[[], Mapping[str, str]]
-    """A function that is called when the first byte is there. It returns the headers that the gateway
-    adds."""
+    dialect: Dialect
+    first_byte: Callable[[], None]
+    """A function that is called when the first byte is there that tells of the answer."""
+    headers: Callable[[], Mapping[str, str]]
+    """Makes the headers that the gateway adds."""
     monotonic: Callable[[], float] = SYSTEM_CLOCK.monotonic
     """The clock of the request's stages, in seconds."""
 
@@ -260,8 +286,12 @@ class Relay(Struct, frozen=True, eq=False):
 
     async def _stream(self, opened: Opened) -> None:
         scanner, answer = self.progress.scanner, opened.answer
-        self.progress.events += opened.head.count(_BOUNDARY)
-        await self._begin(answer, opened.head, _STREAM_HEADERS)
+        if opened.is_opening:
+            await self._open(opened)
+        else:
+            self.progress.events += self._told(opened.head)
+            self.first_byte()
+            await self._begin(answer, opened.head, _STREAM_HEADERS)
         self._expect_more()
         accept_chunk = self._pass_chunk if self._passes_chunks else None
         while await answer.pass_on(self._pass, accept_chunk):
@@ -273,6 +303,35 @@ class Relay(Struct, frozen=True, eq=False):
         if scanner.closing is None and not scanner.saw_done:
             raise UpstreamLost("The engine's answer broke off.", detail="no last event, no closing comment")
 
+    async def _open(self, opened: Opened) -> None:
+        """Pass on what tells nothing of the answer, and the first that does, which may be the engine's error.
+        Until then the first token is awaited. Raises that error."""
+        answer, progress, client = opened.answer, self.progress, self.client
+        data, told = b"", list[bytes]()
+
+        def accept(chunk: bytes) -> bool:
+            nonlocal data, told
+            data = progress.scanner.feed(chunk)
+            if told := self.dialect.told(data):
+                return False
+            progress.body_len += len(data)
+            return not data or client.write_nowait(data)
+
+        await self._begin(answer, opened.head, _STREAM_HEADERS)
+        while not told:
+            self.watch.expect(self.timeouts.first_token_s, FirstTokenTimeout, LATE)
+            if not await answer.pass_on(accept):
+                return  # it broke off
+            if not told:
+                await client.drain()
+        if (first := _read_event(told[0])) is not None and first.is_error:
+            raise await _failed(answer, progress, first)
+        self.first_byte()
+        progress.events += len(told)
+        progress.note(self.monotonic())
+        progress.body_len += len(data)
+        await client.write(data)
+
     def _pass(self, chunk: bytes) -> bool:
         """Pass a chunk on. Returns whether the client has room for more. A keep-alive comment does not count
         as a token."""
@@ -282,15 +341,19 @@ class Relay(Struct, frozen=True, eq=False):
             self.watch.again()
             progress.events += 1
         elif data := progress.scanner.feed(chunk):
-            if data.find(_DATA) >= 0:
+            if data.find(_DATA) >= 0 and (told := self._told(data)):
                 self.watch.again()
-            progress.events += data.count(_BOUNDARY)
+                progress.events += told
         else:
             return True
         if progress.events >= progress.tick_due:
             progress.note(self.monotonic())
         progress.body_len += len(data)
         return self.client.write_nowait(data)
+
+    def _told(self, events: bytes) -> int:
+        """The number of whole events that tell of the answer."""
+        return len(self.dialect.told(events)) if self.dialect.silent else events.count(_BOUNDARY)
 
     @property
     def _passes_chunks(self) -> bool:
@@ -311,8 +374,11 @@ class Relay(Struct, frozen=True, eq=False):
 
     async def _unary(self, opened: Opened) -> None:
         answer = opened.answer
-        blanks = Blanks() if self.progress.blanks_cached else None
+        blanks: Blanks | Folds | None = None
+        if self.progress.blanks_cached:
+            blanks = Folds() if self.dialect.folds_cached else Blanks()
         head = opened.head if blanks is None else blanks.feed(opened.head, ended=answer.finished)
+        self.first_byte()
         await self._begin(answer, head)
         if answer.finished:
             return
@@ -347,7 +413,7 @@ class Relay(Struct, frozen=True, eq=False):
     def _begin(
         self, answer: Answer, body: bytes, headers: Mapping[str, str] = _NO_HEADERS
     ) -> Awaitable[None]:
-        headers = {"content-type": answer.content_type or "application/json", **headers, **self.first_byte()}
+        headers = {"content-type": answer.content_type or "application/json", **headers, **self.headers()}
         if self.progress.events:
             self.progress.note(self.monotonic())
         self.progress.body_len += len(body)

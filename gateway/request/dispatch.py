@@ -2,7 +2,8 @@
 
 Rules:
 
-1. A request is sent again only until its answer begins, with a stream's first event, or with what is held of
+1. A request is sent again only until its answer begins, with a stream's first event (which some APIs send
+   when a core admits the request, before there is a token), or with what is held of
    any other answer: its client has been sent nothing until then. It goes to a replica that was not asked
    before, after the stream at the one before was reset, so that never two work on it at a time (hedging is
    the exception that operators turn on). What `relay.http1` sends once more on a new connection (where a kept
@@ -24,6 +25,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -32,7 +34,7 @@ from msgspec import Struct, field
 from gateway.client.deadlines import Watch
 from gateway.config.whole import ModelConfig
 from gateway.endpoints.dialect import Dialect
-from gateway.relay.stream import Opened, Progress, open_answer
+from gateway.relay.stream import LATE, Opened, Progress, open_answer
 from gateway.relay.upstream import Outbound, Upstream
 from gateway.request.exchange import Exchange
 from gateway.request.hedging import failure_of, race, succeeded
@@ -51,6 +53,7 @@ from shared.wire.errors import (
     InterTokenTimeout,
     NotReady,
     Overloaded,
+    PathNotServed,
     UpstreamDenied,
     UpstreamFailed,
     UpstreamLost,
@@ -74,6 +77,8 @@ FINAL: Final = (UpstreamRefused, UpstreamLostTwice)
 """Those of them after which none is: another would not take it either, or it has broken two already."""
 TOLD: Final = (UpstreamRefused, UpstreamDenied)
 """The failures that no request causes, and that operators alone can mend."""
+NOT_THERE: Final = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
+"""The statuses by which an engine says that it has no such path."""
 OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {
     ConnectTimeout: Outcome.UNREACHABLE,
     UpstreamUnreachable: Outcome.UNREACHABLE,
@@ -102,6 +107,8 @@ class Prepared(Struct, frozen=True):
     dialect: Dialect
     is_fallback: bool = False
     """True if the caller asked for another model, which could not answer."""
+    is_optional: bool = False
+    """True if engines of other makes may lack its path."""
     is_hedged: bool = False
     """True if it may be sent to a second replica when the first is slow to begin."""
 
@@ -244,6 +251,10 @@ class Dispatcher:
         exchange.progress = progress.anew(prepared.dialect, lost=is_lost)
         return True
 
+    def told(self, dispatched: Dispatched) -> None:
+        """Note that an answer which had opened before has its first token."""
+        self._replicas.told(dispatched.placement)
+
     def end(self, exchange: Exchange, dispatched: Dispatched, error: BaseException | None) -> None:
         """Note the end of a request, and the error that ended it."""
         self._budgets[dispatched.model.name].active -= 1
@@ -276,7 +287,7 @@ class Dispatcher:
         after_ms = None
         if exchange.streams:
             within_s = exchange.timeouts.first_token_s
-            exchange.watch.expect(within_s, FirstTokenTimeout, "The engine produced no token in time.")
+            exchange.watch.expect(within_s, FirstTokenTimeout, LATE)
             if prepared.is_hedged:
                 after_ms = self._replicas.first_events(prepared.model.name).p95_ms
         if after_ms is None:
@@ -421,10 +432,12 @@ class Dispatcher:
                 streams=exchange.streams,
                 hides_usage=request.asks_for_usage,
             )
-        except BaseException:
+        except BaseException as error:
             await answer.aclose()
+            if prepared.is_optional and isinstance(error, UpstreamRefused) and answer.status in NOT_THERE:
+                raise PathNotServed(f"The engine of this model has no {request.path}.") from None
             raise
-        self._replicas.began(place)
+        self._replicas.began(place, is_opening=opened.is_opening)
         return Dispatched(prepared.model, place, opened)
 
 

@@ -31,8 +31,7 @@ from gateway.client.interface import Body, ClientConnection, Sink
 from gateway.client.responses import JSON, error_response, probe_response
 from gateway.config.whole import GatewayConfig
 from gateway.directory.accounts import AccountsReader
-from gateway.endpoints.dialect import CHUNKS
-from gateway.endpoints.routes import DESCRIBE, END_REQUESTS, LIST_MODELS, NOTHING, SHOW_MODEL, Route, find
+from gateway.endpoints.routes import DESCRIBE, END_REQUESTS, LIST_MODELS, SHOW_MODEL, Route, find
 from gateway.identity.caller import Principal
 from gateway.openapi.public import document
 from gateway.relay.engines import Engines
@@ -44,6 +43,7 @@ from gateway.request.pipeline import Pipeline
 from gateway.request.record import ExchangeRecord, Reporter
 from gateway.request.recorder import Recorder
 from gateway.request.told_windows import ToldWindows
+from shared.apis.models import VERSION_HEADER, ModelInfo
 from shared.apis.requests import AbortResponse
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
@@ -213,8 +213,8 @@ class Edge:
         if not resource.is_open:
             await self._pipeline.begin(exchange)
             exchange.stages.enter("answer")
-        if resource is NOTHING:
-            raise RouteNotFound(no_such_path(path, lambda other: find(other) is not NOTHING))
+        if not resource.routes:
+            raise RouteNotFound(no_such_path(path, lambda other: bool(find(other).routes)))
         if route is None:
             raise _not_allowed(exchange)
         await self._handlers[route](exchange, resource.id_of(path))
@@ -224,12 +224,16 @@ class Edge:
     async def _list_models(self, exchange: Exchange, _: str) -> None:
         principal = _principal_of(exchange)
         self._live.claim(exchange, principal.tenant)  # who reads a long list slowly holds a part of it
-        await self._send(exchange, self._lists.all(exchange.accounts.tenants, principal))
+        is_anthropics = VERSION_HEADER in exchange.headers
+        listed = self._lists.all(exchange.accounts.tenants, principal, is_anthropics)
+        await self._send(exchange, listed)
 
     async def _show_model(self, exchange: Exchange, id_: str) -> None:
         name = unquote(id_)  # SDKs escape the slash of org/model
         model = exchange.accounts.tenants.resolve(_principal_of(exchange), name)
-        await self._send(exchange, msgspec.json.encode(self._lists.one(name, model)))
+        card = self._lists.one(name, model)
+        told = ModelInfo.of(card) if VERSION_HEADER in exchange.headers else card
+        await self._send(exchange, msgspec.json.encode(told))
 
     async def _end_requests(self, exchange: Exchange, id_: str) -> None:
         tenant, request_id = _principal_of(exchange).tenant, RequestId(id_)
@@ -270,12 +274,12 @@ class Edge:
         if (begun := client.status) is not None and client.finished:
             exchange.record.status = begun  # its whole answer was sent already
             return
-        exchange.record.failed(error, begun)
-        endpoint = exchange.resource.endpoint
-        dialect = CHUNKS if endpoint is None else endpoint.dialect
+        dialect = exchange.resource.dialect
+        exchange.record.failed(error, begun or dialect.error_status(type(error)))
         if begun is not None:
+            event = dialect.error_event(error, exchange.request_id)
             at_boundary = exchange.progress.scanner.at_boundary
-            await client.fail(error, dialect.error_event(error) if at_boundary else None)
+            await client.fail(error, event if at_boundary else None)
             return
         await self._look_up_windows(exchange)
         closes = exchange.stages.now == "edge" or not exchange.body.is_eof()
@@ -309,8 +313,7 @@ class Edge:
         )
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         resource = find(path)
-        endpoint = resource.endpoint
-        dialect = CHUNKS if endpoint is None else endpoint.dialect
+        dialect = resource.dialect
         return Exchange(
             method=method,
             path=path,
@@ -346,7 +349,7 @@ class Edge:
         message = "The request is not well-formed HTTP, or its headers are too large."
         error = InvalidRequest(message, detail=cause)
         record = ExchangeRecord(mint_request_id(), "", UNPARSED, stage="parse")
-        record.failed(error, None)
+        record.failed(error, int(error.status))
         self._reporter.completed(record, Stages("gateway", self._clock), 0.0)
         response = error_response(error, {REQUEST_ID_HEADER: record.request_id})
         response.force_close()

@@ -16,7 +16,7 @@ from gateway.client.deadlines import Watch
 from gateway.client.interface import Body, ClientConnection, Sink
 from gateway.config.timeouts import TimeoutsConfig
 from gateway.directory.accounts import Accounts
-from gateway.endpoints.dialect import CHUNKS, LimitHeaders
+from gateway.endpoints.dialect import LimitHeaders
 from gateway.endpoints.routes import Resource
 from gateway.identity.caller import Principal
 from gateway.relay.stream import Progress
@@ -141,32 +141,37 @@ class Exchange(Struct, eq=False):
             headers[IGNORED_FIELDS_HEADER] = self.ignored_fields
         if self.fallback:
             headers[FALLBACK_HEADER] = self.fallback
+        dialect = self.resource.dialect
+        if dialect.id_header:
+            headers[dialect.id_header] = self.request_id
         if self.windows is not None:
-            endpoint = self.resource.endpoint
-            dialect = CHUNKS if endpoint is None else endpoint.dialect
-            _add_windows(headers, self.windows, dialect.limits)
+            _add_windows(headers, self.windows, dialect.limits, self.clock)
         return headers
 
 
-def _add_windows(headers: dict[str, str], windows: Windows, names: LimitHeaders) -> None:
+def _add_windows(headers: dict[str, str], windows: Windows, names: LimitHeaders, clock: Clock) -> None:
     """Add the headers that tell the caller's limits."""
     if (window := windows.requests) is not None:
-        _add_window(headers, names.requests, window, names.reset)
+        _add_window(headers, names.requests, window, names.reset, clock)
     if (window := windows.tokens) is not None:
-        _add_window(headers, names.tokens, window, names.reset)
+        _add_window(headers, names.tokens, window, names.reset, clock)
     if (window := windows.day) is not None:
-        _add_window(headers, names.day, window, names.reset)
+        _add_window(headers, names.day, window, names.reset, clock)
     if (window := windows.month) is not None:
-        _add_window(headers, names.month, window, names.reset)
+        _add_window(headers, names.month, window, names.reset, clock)
 
 
 def _add_window(
-    headers: dict[str, str], names: tuple[str, str, str], window: Window, duration: Callable[[int], str]
+    headers: dict[str, str],
+    names: tuple[str, str, str],
+    window: Window,
+    duration: Callable[[int, Clock], str],
+    clock: Clock,
 ) -> None:
     limit, remaining, reset = names
     headers[limit] = str(window.limit)
     headers[remaining] = str(window.remaining)
-    headers[reset] = duration(window.reset_ms)
+    headers[reset] = duration(window.reset_ms, clock)
 
 
 class LiveRequests:

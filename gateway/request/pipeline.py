@@ -49,7 +49,7 @@ from gateway.client.body import read_body, validate, validate_slices
 from gateway.config.whole import ALL_ENDPOINTS, GatewayConfig, ModelConfig
 from gateway.directory.accounts import Terms
 from gateway.endpoints.endpoint import Asked, Endpoint
-from gateway.identity.caller import Caller, Principal
+from gateway.identity.caller import Caller, Principal, authorization_of
 from gateway.identity.callers import KnownCallers
 from gateway.identity.tenant import check_endpoint
 from gateway.relay.engines import Engines, Known
@@ -181,6 +181,7 @@ class Pipeline:
             affinity,
             asked.endpoint.dialect,
             is_fallback=bool(exchange.fallback),
+            is_optional=asked.endpoint.is_optional,
             is_hedged=terms.is_hedged,
         )
 
@@ -259,7 +260,7 @@ class Pipeline:
         what it asks for."""
         exchange.stages.enter("auth")
         headers, connection = exchange.headers, exchange.connection
-        caller = Caller(headers.get("authorization"), connection.transport, connection.tenant)
+        caller = Caller(authorization_of(headers), connection.transport, connection.tenant)
         try:
             found = exchange.accounts.identity.identify(caller, exchange.clock.wall())
         except Unauthenticated:
@@ -426,10 +427,11 @@ class Pipeline:
         """Pass the answer on."""
         answer = dispatched.opened.answer
 
-        def first_byte() -> dict[str, str]:
-            """Enter the stage `relay`, and return the headers that the gateway adds."""
+        def first_byte() -> None:
+            """Enter the stage `relay`."""
             exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
-            return exchange.answer_headers()
+            if dispatched.opened.is_opening:
+                self._dispatcher.told(dispatched)
 
         engine = self._engines.of(dispatched.model)
         engine.observe(answer.tokenizer)
@@ -441,7 +443,9 @@ class Pipeline:
             exchange.watch,
             exchange.timeouts,
             exchange.progress,
+            exchange.resource.dialect,
             first_byte,
+            exchange.answer_headers,
             exchange.clock.monotonic,
         )
         return relay.run(dispatched.opened)

@@ -98,11 +98,11 @@ class ExchangeRecord(Struct, eq=False):
         if len(self.failures) < FAILURES_SHOWN_MAX:
             self.failures += (f"{replica}={code}",)
 
-    def failed(self, error: ApiError, sent_status: int | None) -> None:
-        """Note the error that ended the request. `sent_status` is the status that the client was
-        already sent, when the answer had begun."""
+    def failed(self, error: ApiError, status: int) -> None:
+        """Note the error that ended the request. `status` is the one that its client is sent, or was when the
+        answer began."""
         self.error = error
-        self.status = sent_status or int(error.status)
+        self.status = status
         self.end_reason = end_reason_of(error)
 
     def set_progress(self, progress: Progress) -> None:
@@ -138,7 +138,7 @@ TOKENS: Final = Counter(
 CALLS: Final = Counter("penstock_gateway_calls", "Calls of functions in answers.", ("model", "tenant"))
 FIRST_BYTE: Final = Histogram(
     "penstock_gateway_first_byte_seconds",
-    "From a request's arrival to the first byte of its answer's body.",
+    "From a request's arrival to the first byte of its answer's body that tells of the answer.",
     ("model", "stream"),
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
 )

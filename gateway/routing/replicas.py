@@ -244,16 +244,23 @@ class Replicas:
         """How long a model's streams take to their first events."""
         return self._first_events.setdefault(model, FirstEvents())
 
-    def began(self, placement: Placement) -> None:
-        """Note that the answer has begun: its prompt is computed, and the replica works."""
+    def began(self, placement: Placement, *, is_opening: bool = False) -> None:
+        """Note that the answer has begun: the replica works, and its prompt is computed. With `is_opening` it
+        is not yet: `told` follows."""
         self.counted(placement)
         now_ms = self._now_ms()
-        if placement.first_events is not None:
+        if placement.first_events is not None and not is_opening:
             placement.first_events.add(now_ms - placement.sent_ms)
             placement.first_events = None
         if (away_ms := placement.replica.health.began(placement.ticket, now_ms)) is not None:
             observe_return(placement.replica.id, away_ms)
             placement.replica.view.returned(away_ms, now_ms)
+
+    def told(self, placement: Placement) -> None:
+        """Note the first event that tells of an answer which had begun before."""
+        if placement.first_events is not None:
+            placement.first_events.add(self._now_ms() - placement.sent_ms)
+            placement.first_events = None
 
     def look(self, is_mute: Callable[[Replica], bool]) -> None:
         """Find the replicas that are silent, and end the attempts that wait for them. `is_mute` says whether

@@ -41,6 +41,10 @@ class GenerationRequest(Request, kw_only=True):
     """What it asks for, as OpenTelemetry names it (`gen_ai.operation.name`)."""
     prompt_param: ClassVar[str]
     """The name of the field that holds the prompt."""
+    prompt_beside: ClassVar[frozenset[str]] = frozenset()
+    """The names of other fields whose text is in the prompt."""
+    thinking_param: ClassVar[str] = "thinking_token_budget"
+    """The name of the field that bounds the reasoning."""
 
     model: str
     stream: bool | None = None
@@ -82,6 +86,11 @@ class GenerationRequest(Request, kw_only=True):
         return ()
 
     @property
+    def tool_places(self) -> Sequence[str]:
+        """The places in the request of the schemas of `tools_asked`. Empty for those of chats."""
+        return ()
+
+    @property
     def tool_choice_asked(self) -> ToolChoice:
         """Which of them the answer calls."""
         return NO_CALLS
@@ -97,9 +106,26 @@ class GenerationRequest(Request, kw_only=True):
         return None
 
     @property
+    def needs_reasoning(self) -> bool:
+        """True if a bound on reasoning is refused where it is not known how the model reasons. Else such a
+        model keeps within any."""
+        return True
+
+    @property
     def shows_reasoning(self) -> bool:
         """True if the answer tells the model's reasoning."""
         return True
+
+    @property
+    def hides_reasoning(self) -> bool:
+        """True if the answer tells that there was reasoning, and for the next turn what it was."""
+        return False
+
+    @property
+    def reasoning_kept_tokens(self) -> int:
+        """The tokens of reasoning for which there is to be room until it is told, where that is at its end
+        alone."""
+        return 0
 
     @property
     def output_tokens_max(self) -> int | None:

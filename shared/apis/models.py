@@ -1,12 +1,35 @@
-"""The list of models."""
+"""The list of models, as OpenAI has it, and as Anthropic has it for who names its API's version in a header.
+
+What clients read beside a name has several names among them: the context's length is `max_model_len` to
+vLLM's and `context_length` to OpenRouter's.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from datetime import UTC, datetime
+from typing import Final, Literal, Self
 
 from msgspec import UNSET, Struct, UnsetType
 
 from shared.wire.room import Room
+
+_CREATED_END: Final = 253_402_300_800
+"""The first second of the year 10,000."""
+VERSION_HEADER: Final = "anthropic-version"
+"""The header of a request that is to be answered as Anthropic does."""
+
+
+class Capabilities(Struct, frozen=True):
+    """The abilities of a model, as its engine knows them."""
+
+    tools: bool
+    """True if it can call tools."""
+    reasoning: bool
+    """True if it marks its reasoning, which is then told apart."""
+    structured_output: bool
+    """True if answers can be held to a schema."""
+    effort: bool = False
+    """True if its chat template reads `reasoning_effort`."""
 
 
 class Model(Struct, kw_only=True):
@@ -16,20 +39,132 @@ class Model(Struct, kw_only=True):
     owned_by: str = "penstock"
     max_model_len: int | None = None
     """The most tokens that a prompt and its answer may have together."""
+    context_length: int | None = None
+    """The same."""
     context_len: int | UnsetType = UNSET
     """The tokens that the model's context holds, where the engine's KV cache holds fewer. Left out where
     `max_model_len` is that number."""
+    capabilities: Capabilities | UnsetType = UNSET
+    """The abilities of the model. Left out where they are not known."""
 
     @classmethod
-    def of(cls, name: str, created: int, room: Room | None) -> Self:
-        """The model as it is listed. `room` is None while that is unknown."""
+    def of(cls, name: str, created: int, room: Room | None, capabilities: Capabilities | None = None) -> Self:
+        """The model as it is listed. `room` is None while that is unknown, and so are `capabilities`."""
+        told = UNSET if capabilities is None else capabilities
         if room is None:
-            return cls(id=name, created=created)
-        is_less = room.most < room.context_len
-        context_len = room.context_len if is_less else UNSET
-        return cls(id=name, created=created, max_model_len=room.most, context_len=context_len)
+            return cls(id=name, created=created, capabilities=told)
+        most = room.most
+        return cls(
+            id=name,
+            created=created,
+            max_model_len=most,
+            context_length=most,
+            context_len=room.context_len if most < room.context_len else UNSET,
+            capabilities=told,
+        )
 
 
 class ModelList(Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+# -- Anthropic's ----------------------------------------------------------------------------------
+
+
+class Support(Struct, frozen=True):
+    supported: bool
+
+
+class ThinkingTypes(Struct):
+    adaptive: Support
+    enabled: Support
+
+
+class ThinkingSupport(Struct):
+    supported: bool
+    types: ThinkingTypes
+
+
+class EffortSupport(Struct):
+    supported: bool
+    low: Support
+    medium: Support
+    high: Support
+    xhigh: Support
+    max: Support
+
+
+class ContextSupport(Struct):
+    supported: bool
+    clear_thinking_20251015: Support
+    clear_tool_uses_20250919: Support
+    compact_20260112: Support
+
+
+class ModelCapabilities(Struct, kw_only=True):
+    batch: Support
+    citations: Support
+    code_execution: Support
+    context_management: ContextSupport
+    effort: EffortSupport
+    image_input: Support
+    pdf_input: Support
+    structured_outputs: Support
+    thinking: ThinkingSupport
+
+
+class ModelInfo(Struct, tag_field="type", tag="model", kw_only=True):
+    """A model, as Anthropic describes one."""
+
+    id: str
+    display_name: str
+    created_at: str
+    """RFC 3339."""
+    max_input_tokens: int | None
+    max_tokens: int | None
+    capabilities: ModelCapabilities | None
+
+    @classmethod
+    def of(cls, model: Model) -> Self:
+        is_date = 0 <= model.created < _CREATED_END  # an engine of another make may tell any number
+        at = datetime.fromtimestamp(model.created if is_date else 0, UTC).isoformat(timespec="seconds")
+        told = model.capabilities
+        return cls(
+            id=model.id,
+            display_name=model.id,
+            created_at=at.replace("+00:00", "Z"),
+            max_input_tokens=model.max_model_len,
+            max_tokens=model.max_model_len,
+            capabilities=None if isinstance(told, UnsetType) else _abilities(told),
+        )
+
+
+def _abilities(told: Capabilities) -> ModelCapabilities:
+    no, thinks, effort = Support(False), Support(told.reasoning), Support(told.effort)
+    return ModelCapabilities(
+        batch=no,
+        citations=no,
+        code_execution=no,
+        context_management=ContextSupport(False, no, no, no),
+        effort=EffortSupport(told.effort, effort, effort, effort, effort, effort),
+        image_input=no,
+        pdf_input=no,
+        structured_outputs=Support(told.structured_output),
+        thinking=ThinkingSupport(told.reasoning, ThinkingTypes(thinks, thinks)),
+    )
+
+
+class ModelInfoList(Struct, kw_only=True):
+    """All models, in one page."""
+
+    data: list[ModelInfo]
+    has_more: Literal[False] = False
+    first_id: str | None
+    last_id: str | None
+
+    @classmethod
+    def of(cls, models: list[Model]) -> Self:
+        ids: list[str | None] = [model.id for model in models]
+        ids = ids or [None]
+        return cls(data=[*map(ModelInfo.of, models)], first_id=ids[0], last_id=ids[-1])

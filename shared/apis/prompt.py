@@ -24,6 +24,8 @@ class ChatPrompt(Unshown):
     arguments: dict[str, Any] = {}  # noqa: RUF012  msgspec copies it
     """The template's variables that the request sets (`chat_template_kwargs`), `reasoning_effort` among
     them."""
+    wishes: dict[str, Any] = {}  # noqa: RUF012  as above
+    """Variables that the template is given where it may be: one that has none of the name goes without."""
     continues_final: bool = False
     """True where the answer continues the last message, which the prompt leaves open."""
     opens_answer: bool = True

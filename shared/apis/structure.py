@@ -107,7 +107,7 @@ def check_format(format_: ResponseFormat, raw: Raw) -> None:
     if NAME.fullmatch(schema.name) is None:
         message = f"{where}.name must be 1 to 64 of A-Z, a-z, 0-9, _ and -."
         raise InvalidRequest(message, param=f"{where}.name")
-    _check_schema(schema.schema, f"{where}.schema", (b"{",))
+    check_schema(schema.schema, f"{where}.schema", (b"{",))
 
 
 # -- vLLM's ---------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def check_outputs(outputs: StructuredOutputs, raw: Raw) -> None:
     if len(given) > 1:
         raise InvalidRequest(f"{where} must have one field, not {len(given)}.", param=f"{where}.{given[1]}")
     if "json" in given:
-        _check_schema(outputs.json, f"{where}.json", (b"{", b'"'))
+        check_schema(outputs.json, f"{where}.json", (b"{", b'"'))
     for problem, name in _problems(outputs):
         raise InvalidRequest(f"{where}.{name} {problem}.", param=f"{where}.{name}")
 
@@ -179,7 +179,7 @@ def _text(raw: Raw | UnsetType) -> str:
     return msgspec.json.decode(data, type=str) if data.startswith(b'"') else data.decode()
 
 
-def _check_schema(raw: Raw | UnsetType, param: str, begins: tuple[bytes, ...]) -> None:
+def check_schema(raw: Raw | UnsetType, param: str, begins: tuple[bytes, ...]) -> None:
     """Check the form of a schema. `begins` are the bytes that it may begin with."""
     schema = b"" if raw is UNSET else bytes(raw)
     if not schema.startswith(begins):

@@ -153,7 +153,7 @@ def survey(request: Request, fields: Mapping[str, Raw], known: frozenset[str]) -
     if chat is not None and not _are_plain(chat, fields["messages"]):
         is_plain = False
         _check_contents(chat)
-        shapeless = tuple(dict.fromkeys(_shapeless(chat, fields["messages"], "messages", "messages")))
+        shapeless = tuple(dict.fromkeys(surplus_fields(chat, fields["messages"], "messages", "messages")))
         unknown += [name for name in shapeless if name not in _NOT_NAMED]
         unsupported = unsupported or _unsupported_in_messages(chat, fields["messages"], shapeless)
     if unknown or unsupported or shapeless or not is_plain:
@@ -266,10 +266,12 @@ def _shape(type_: type[Struct]) -> tuple[frozenset[str], tuple[str, ...]]:
     return names, tuple(name for name in type_.__struct_fields__ if name in _NESTED)
 
 
-_NESTED: Final = frozenset({"content", "tool_calls", "function_call", "image_url", "function", "custom"})
+_NESTED: Final = frozenset(
+    {"content", "tool_calls", "function_call", "image_url", "function", "custom", "source", "format"}
+)
 
 
-def _shapeless(value: Struct | Sequence[Struct], raw: Raw, path: str, name: str) -> Iterator[str]:
+def surplus_fields(value: Struct | Sequence[Struct], raw: Raw, path: str, name: str) -> Iterator[str]:
     """The names of the fields in `raw` that the shapes of `value`, which was read from it, do not have.
     `path` is where it is in the request, `name` the same without numbers. Raises InvalidJson where an object
     has a field twice."""
@@ -289,7 +291,7 @@ def _shapeless(value: Struct | Sequence[Struct], raw: Raw, path: str, name: str)
         for key in nested:
             if isinstance(held := getattr(one, key), list | Struct):
                 where = path if isinstance(value, Struct) else f"{path}[{at}]"
-                yield from _shapeless(held, fields[key], f"{where}.{key}", f"{name}.{key}")
+                yield from surplus_fields(held, fields[key], f"{where}.{key}", f"{name}.{key}")
 
 
 # -- the whole body -------------------------------------------------------------------------------

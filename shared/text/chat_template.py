@@ -147,7 +147,7 @@ class ChatTemplate:
         """The prompt of a short chat that is plain, in place. Raises InvalidRequest where the template
         refuses, and NotInPlace where the chat is to be rendered elsewhere (`slices`)."""
         compiled = self._compiled
-        if compiled is None or prompt.tools or prompt.arguments or prompt.continues_final:
+        if compiled is None or prompt.tools or prompt.arguments or prompt.wishes or prompt.continues_final:
             raise NotInPlace(TOO_MUCH, param="messages")
         for message in prompt.messages:
             if message.tool_calls or not prompt.opens_answer:

@@ -94,7 +94,8 @@ class TemplateInput:
 
     def variables(self, prompt: ChatPrompt) -> dict[str, Any]:
         """The variables beside the messages that are not the same for all chats. Raises InvalidRequest."""
-        arguments = self._with_effort(prompt.arguments)
+        wishes = {name: value for name, value in prompt.wishes.items() if name in self.arguments}
+        arguments = {**wishes, **self._with_effort(prompt.arguments)}
         for name in arguments:
             if name not in self.arguments:
                 where = EFFORT if name == EFFORT else f"chat_template_kwargs.{name}"
@@ -235,7 +236,8 @@ def measured(prompt: ChatPrompt) -> int:
         spec = tool.function if isinstance(tool, FunctionTool) else tool.custom
         values = (getattr(spec, name) for name in spec.__struct_fields__)
         length += sum(len(value) for value in values if isinstance(value, str | msgspec.Raw))
-    return length + _length(prompt.arguments) if prompt.arguments else length
+    given = prompt.arguments or prompt.wishes
+    return length + _length({**prompt.wishes, **prompt.arguments}) if given else length
 
 
 def _length(arguments: Mapping[str, Any]) -> int:

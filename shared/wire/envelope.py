@@ -19,7 +19,8 @@ class ErrorEnvelope(Struct):
     error: ErrorBody
 
 
-def error_envelope(error: ApiError) -> bytes:
-    """The JSON body of an error, as OpenAI's SDKs expect it; also the data of an SSE error event."""
+def error_envelope(error: ApiError, _request_id: str = "") -> bytes:
+    """The JSON body of an error, as OpenAI's SDKs expect it; also the data of an SSE error event. Other APIs'
+    envelopes name the request, this one does not."""
     body = ErrorBody(message=error.message, type=error.type, param=error.param, code=error.code)
     return msgspec.json.encode(ErrorEnvelope(body))

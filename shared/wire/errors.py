@@ -45,6 +45,11 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
 
+def status_of(kind: type[ApiError]) -> int:
+    """The status of errors of a class, where an API has none of its own for it."""
+    return int(kind.status)
+
+
 def error_headers(error: ApiError) -> dict[str, str]:
     """The headers that an error's answer has beside its body.
 
@@ -366,6 +371,14 @@ class UpstreamLostTwice(UpstreamLost):
 class UpstreamRefused(UpstreamFailed):
     """The engine, or what is before it, does not take what the gateway sends (its path, its method, its
     type), which another would not take either."""
+
+
+class PathNotServed(ApiError):
+    """The model's engine, one of another make, has no such path: it speaks other APIs than this one."""
+
+    status = HTTPStatus.NOT_FOUND
+    type = "invalid_request_error"
+    code = "path_not_served"
 
 
 class UpstreamDenied(UpstreamFailed):

@@ -40,6 +40,8 @@ CLOSING_LEN_MAX: Final = 4096
 EVENT_LEN_MAX: Final = 64 * 1024
 """The bytes of an event that are withheld at most until it is whole."""
 
+KEEPALIVE: Final = b": keep-alive\n\n"
+"""A comment for clients and proxies that take silence for the end; readers of events skip it."""
 LINE_LEN_MAX: Final = 16 * 1024 * 1024
 
 _BOUNDARY: Final = b"\n\n"
@@ -106,7 +108,12 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + _BOUNDARY
 
 
-def error_event(error: ApiError) -> bytes:
+def named_event(name: bytes, data: bytes) -> bytes:
+    """One event of this name, as `event` makes one without."""
+    return b"event: " + name + b"\ndata: " + data + _BOUNDARY
+
+
+def error_event(error: ApiError, _request_id: str = "") -> bytes:
     """The event that ends a stream which fails after its first byte; no `[DONE]` follows it."""
     return event(error_envelope(error))
 
@@ -243,6 +250,33 @@ class TailScanner:
         else:
             return None
         return start if _may_be_comment(data[start : start + CLOSING_LEN_MAX + 1]) else None
+
+
+class NamedScanner(TailScanner):
+    """The scanner of a stream whose events have names: two lines each."""
+
+    __slots__ = ("_hot", "_hot_len")
+
+    def __init__(self, done: bytes, hot: bytes) -> None:
+        """`hot` is the beginning of nearly every event, which tells of the answer."""
+        super().__init__(done)
+        self._hot = hot
+        self._hot_len = len(hot)
+
+    def takes(self, event: bytes) -> bool:
+        """Take a chunk that is one event which begins as nearly all do. Returns False, and takes nothing, of
+        any other, which is for `feed`."""
+        room = len(self._end)
+        if (
+            event[: self._hot_len] != self._hot
+            or event[-2:] != _BOUNDARY
+            or event.count(_LF) != 3
+            or len(event) < room
+            or self._held
+        ):
+            return False
+        self._tail = event[-room:]
+        return True
 
 
 def _may_be_comment(data: bytes) -> bool:

@@ -90,8 +90,19 @@ def settings(
 
 
 async def error_of(answer: aiohttp.ClientResponse) -> dict[str, Any]:
+    """The error of an answer, in the names of OpenAI's envelope, in whichever it came."""
     assert answer.headers["x-request-id"]
     body = await answer.json()
+    if body.get("type") == "error":
+        assert body.keys() == {"type", "error", "request_id"}
+        assert body["request_id"] == answer.headers["x-request-id"]
+        told, details = body["error"], body["error"]["details"]
+        return {
+            "message": told["message"],
+            "type": told["type"],
+            "param": details.get("param"),
+            "code": details["error_code"],
+        }
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
     error: dict[str, Any] = body["error"]

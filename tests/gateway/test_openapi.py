@@ -24,9 +24,11 @@ from gateway.request import edge
 from shared.apis.chat import AssistantMessage, ChatChoice, ChatCompletion
 from shared.apis.completions import Completion, CompletionChoice
 from shared.apis.generation import PromptTokensDetails, Usage
+from shared.apis.message_answers import STOP, AnswerText, MessageAnswer, message_usage
+from shared.apis.messages import CountTokensResponse
 from shared.apis.tokenize import DetokenizeResponse, TokenizeResponse
 from shared.process.memory import gateway_memory_max
-from shared.wire.sse import CLOSING_HEADER, encode_closing
+from shared.wire.sse import CLOSING_HEADER, closing_comment, encode_closing, named_event
 from tests.bench.cpu import resident_bytes
 from tests.gateway.conftest import CHAT, KEY, House, Open, error_of, settings, until
 from tests.gateway.described import EXAMPLES, asked_of
@@ -136,6 +138,7 @@ async def test_every_header_of_an_answer_is_described() -> None:
                 ("get", "/v1/models", None),
                 ("delete", "/v1/requests/{id}", None),
                 ("post", "/v1/chat/completions", {**CHAT, "made_up": 1}),
+                ("post", "/v1/messages", {**CHAT, "max_tokens": 9, "made_up": 1}),
             ):
                 async with client.request(method, url + path.replace("{id}", "r1"), json=body) as answer:
                     assert answer.status == 200, await answer.text()
@@ -157,6 +160,9 @@ def test_what_a_request_that_no_engine_answers_may_be_refused_with_is_described(
 # -- what it says holds ---------------------------------------------------------------------------
 
 
+MESSAGE: Final = named_event(b"content_block_stop", b'{"type":"content_block_stop","index":0}')
+
+
 def answer(seen: Seen) -> Script:
     """What an engine answers, in short, to any request."""
     usage = Usage(3, 2, 5, PromptTokensDetails())
@@ -168,6 +174,15 @@ def answer(seen: Seen) -> Script:
             value, reported = TokenizeResponse(1, 4096, [1]), {}
         case "/detokenize":
             value, reported = DetokenizeResponse("a"), {}
+        case "/v1/messages/count_tokens":
+            value, reported = CountTokensResponse(1), {}
+        case "/v1/messages" if seen.body.get("stream"):
+            return Script([MESSAGE, STOP, closing_comment(closing(3, 2))])
+        case "/v1/messages":
+            used = message_usage(usage)
+            value = MessageAnswer(
+                id="m", model="tiny", content=[AnswerText("a")], stop_reason="end_turn", usage=used
+            )
         case _ if seen.body.get("stream"):
             return stream(chunk("a"))
         case "/v1/completions":

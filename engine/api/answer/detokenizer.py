@@ -72,6 +72,7 @@ class Detokenizer:
         "decoded_len",
         "released_len",
         "stopped",
+        "stopped_by",
     )
 
     def __init__(self, decoder: TextDecoder, stops: StopStrings | None = None, min_tokens: int = 0) -> None:
@@ -87,6 +88,8 @@ class Detokenizer:
         self.stopped = False
         """True if a stop string has completed. The text then ends at `released_len`, and further
         tokens do not count."""
+        self.stopped_by = ""
+        """That stop string."""
 
     @property
     def reasoning_tokens(self) -> int:
@@ -131,6 +134,7 @@ class Detokenizer:
             taken, stop_len = match
             kept_len = len(self._held) + taken - stop_len
             self.stopped, self._held = True, ""
+            self.stopped_by = pending[kept_len : kept_len + stop_len]
         return self._release(pending[:kept_len])
 
     def _release(self, text: str) -> str:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
@@ -71,6 +71,8 @@ class Heading:
     sends_token_ids: bool
     logprobs: int | None
     sends_reasoning: bool = True
+    hides_reasoning: bool = False
+    """True if the answer tells that there was reasoning, without its text."""
 
     @property
     def usage(self) -> UnsetType | None:
@@ -93,10 +95,19 @@ class Answered:
     """The ids of its prompt; empty where they are not told."""
     echoes: Sequence[Echo | None]
     """Its prompt as it is repeated; None where it is not."""
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)
+    """The stop strings that are tokens, by their ids."""
+    is_cut_by_context: bool = False
+    """True if the context holds less than the answer's maximum."""
 
 
 class AnswerEncoder(Protocol):
     """The encoder of one request's answer, whole or event by event."""
+
+    def opening(self, usage: Usage) -> bytes:
+        """The events of a stream before any that tells of the answer. Asked only of an API that opens its
+        streams early; `usage` has the tokens of the prompt and those of them that were cached."""
+        ...
 
     def events(self, delta: Delta) -> Iterator[bytes]:
         """The events that a delta makes, in order."""
@@ -116,13 +127,18 @@ class Template:
 
     __slots__ = ("_head", "_tail")
 
-    def __init__(self, make: Callable[[str], msgspec.Struct]) -> None:
+    def __init__(
+        self,
+        make: Callable[[str], msgspec.Struct],
+        encoded: Callable[[msgspec.Struct], bytes] | None = None,
+    ) -> None:
+        """`encoded` makes an event: `encoded_event`, unless events have names."""
         marker = secrets.token_hex(16)
-        self._head, self._tail = encoded_event(make(marker)).split(encode(marker))
+        self._head, self._tail = (encoded or encoded_event)(make(marker)).split(encode(marker))
 
     def fill(self, text: str) -> bytes:
         data = encode(text)
-        return self._head + (data if text.isascii() else _on_one_line(data)) + self._tail
+        return self._head + (data if text.isascii() else on_one_line(data)) + self._tail
 
 
 class SpreadTemplate:
@@ -136,16 +152,16 @@ class SpreadTemplate:
 
     def fill(self, text: str) -> bytes:
         data = encode(text)
-        return (data if text.isascii() else _on_one_line(data)).join(self._pieces)
+        return (data if text.isascii() else on_one_line(data)).join(self._pieces)
 
 
 def encoded_event(chunk: msgspec.Struct) -> bytes:
     """An event with `chunk`."""
     data = encode(chunk)
-    return sse.event(data if data.isascii() else _on_one_line(data))
+    return sse.event(data if data.isascii() else on_one_line(data))
 
 
-def _on_one_line(data: bytes) -> bytes:
+def on_one_line(data: bytes) -> bytes:
     """`data`, JSON, with the characters escaped that some clients take for line ends. They occur only
     within strings."""
     for raw, escaped in _LINE_ENDS:
@@ -198,6 +214,9 @@ class ChoicesEncoder(ABC, Generic[C]):
     @abstractmethod
     def _choice(self, delta: Delta) -> Iterator[bytes]:
         """A choice of an answer that is not streamed, in pieces."""
+
+    def opening(self, usage: Usage) -> bytes:
+        raise AssertionError("its streams open with the first event")
 
     def ending(self, usage: Usage) -> bytes:
         told = encoded_event(self._chunk([], usage)) if self._heading.sends_usage else b""

@@ -12,6 +12,7 @@ import msgspec
 import structlog
 
 from engine.api.answer.outputs import Timing
+from engine.api.answer.table import api_at
 from shared.process import logs
 from shared.process.clock import Clock
 from shared.process.metrics import Exemplar
@@ -21,7 +22,6 @@ from shared.wire import sse
 from shared.wire.causes import Cause, CauseCode, most_telling
 from shared.wire.completed_line import EVENT, UNPARSED
 from shared.wire.end_reason import EndReason, end_reason_of
-from shared.wire.envelope import error_envelope
 from shared.wire.errors import (
     STATUS_CLIENT_GONE,
     ApiError,
@@ -134,10 +134,8 @@ class EngineExchange:
         self._house = house
         self._status = 0
         self._is_event_stream = False
-        self.error_event: Callable[[ApiError], bytes] = sse.error_event
-        """Makes the event that ends a stream which fails, as the request's API has it."""
         self.first_byte_at: float | None = None
-        """When the first byte of the answer's body was written, in seconds on `clock`. None before."""
+        """When the first byte was written that tells of the answer, in seconds on `clock`. None before."""
         self._error: ApiError | None = None
         self._cut: asyncio.TimerHandle | None = None
         self._cut_after_s = 0.0
@@ -182,20 +180,22 @@ class EngineExchange:
         await self._send(status, body, {"content-type": content_type, **(headers or {})})
 
     async def send_error(self, error: ApiError) -> None:
-        """Answer with an error. Before the answer has begun it is the whole answer; a stream that has
-        begun ends with an error event and no `[DONE]`; any other answer that has begun is cut off."""
+        """Answer with an error, as the API of the path has it. Before the answer has begun it is the whole
+        answer; a stream that has begun ends with an error event, and nothing behind it; any other answer that
+        has begun is cut off."""
         self._ended_by(error)
+        api = api_at(self.request.path)
         if self.responder.started and not self._is_event_stream:
             self.responder.abort()
             return
         if self.responder.started:
-            await self.responder.write(self.error_event(error) + self.closing_comment())
+            await self.responder.write(api.error_event(error, self.request_id) + self.closing_comment())
             await self.responder.finish()
             return
         headers = {"content-type": JSON_TYPE, **error_headers(error)}
         if self.tally is not None:
             headers[sse.CLOSING_HEADER] = sse.encode_closing(self.closing()).decode()
-        await self._send(int(error.status), error_envelope(error), headers)
+        await self._send(api.error_status(type(error)), api.error_body(error, self.request_id), headers)
 
     async def start_body(self, headers: Mapping[str, str]) -> None:
         """Begin an answer in JSON whose body is written in pieces."""

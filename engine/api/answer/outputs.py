@@ -117,6 +117,8 @@ class ChoiceOutput:
     """The time that compiling its grammar and filling its masks took the core, in seconds."""
     finish_reason: FinishReasonName | None = None
     first_token_at: float | None = None
+    stopped_by: str | int | None = None
+    """The stop string, or the id of the stop token, that ended it. None where nothing of the kind did."""
     _queue_s: float | None = None
     """How long the sequence waited for its first admission, in seconds. None until the core has begun it."""
     _final_timing: Timing | None = None
@@ -236,7 +238,7 @@ class ChoiceOutput:
         self.cached_len, self.host_len = started.cached_len, started.host_len
         self.disk_len = started.disk_len
         self._queue_s = started.queue_s
-        self.output.has_begun = True
+        self.output.begin()
         self._marks.admitted = self._steps.mark()
         self._marks.admitted_first = tuple(self._steps.admitted)
         self._steps.admitted[self._marks.service_class] += 1
@@ -269,6 +271,7 @@ class ChoiceOutput:
         self.completion_tokens += 1
         detokenizer = self._detokenizer
         if token_id in self._stop_token_ids:
+            self.stopped_by = token_id
             if self._keeps_entries:
                 end = detokenizer.decoded_len
                 self._trail.append((end, Entry(token_id, end, None)))
@@ -283,6 +286,7 @@ class ChoiceOutput:
             self._unsent_tokens += 1
         if detokenizer.stopped:  # the core would report the times a step later
             self._final_timing = self.timing(now)
+            self.stopped_by = detokenizer.stopped_by
             self._finish(self._stop_reason())
         return detokenizer.stopped
 
@@ -305,6 +309,7 @@ class ChoiceOutput:
             case FinishReason.STOP | FinishReason.LENGTH:
                 self._release(self._detokenizer.finish())
                 is_stop = finished.reason is FinishReason.STOP or self._detokenizer.stopped
+                self.stopped_by = self._detokenizer.stopped_by or self.stopped_by
                 self._finish(self._stop_reason() if is_stop else "length")
             case FinishReason.REJECTED:
                 self.output.fail(Overloaded("The engine's queue is full.", retry_after_s=1.0))
@@ -381,10 +386,12 @@ class RequestOutput:
         choices: int,
         *,
         whole: bool = False,
+        tells_begin: bool = False,
         on_end: Callable[[], None] = _nothing,
         room: TextRoom | None = None,
     ) -> None:
-        """`room` is for the text of a whole answer."""
+        """`room` is for the text of a whole answer. `tells_begin`: the handler of a stream is to go on once
+        the core has begun a sequence, before there is output."""
         self.open = choices
         """The number of choices that have not finished."""
         self._in_core = choices
@@ -392,6 +399,8 @@ class RequestOutput:
         self._left_core: asyncio.Future[None] | None = None
         self.has_begun = False
         """True if the core has begun any of the sequences."""
+        self._tells_begin = tells_begin
+        self._is_stirred = False
         self.is_whole = whole
         """True if the answer is not streamed, so that its handler waits until every choice has
         finished."""
@@ -406,9 +415,25 @@ class RequestOutput:
         self._waiter: asyncio.Future[None] | None = None
 
     @property
+    def is_awaited(self) -> bool:
+        """True if the handler waits for output, so that its client has read what there was."""
+        return self._waiter is not None and not self._waiter.done()
+
+    @property
     def is_done(self) -> bool:
         """True if every choice has finished and everything was taken."""
         return not self.open and not self._news
+
+    def begin(self) -> None:
+        """Note that the core has begun a sequence."""
+        if self._tells_begin and not self.has_begun:
+            self.stir()
+        self.has_begun = True
+
+    def stir(self) -> None:
+        """Let the handler of a stream, which may wait in `take`, go on without output."""
+        self._is_stirred = True
+        self._wake()
 
     def tell(self, choice: ChoiceOutput) -> None:
         self._news.append(choice)
@@ -458,7 +483,7 @@ class RequestOutput:
 
     async def take(self) -> list[Delta]:
         """Wait for output. Returns one delta for each choice that has any, in the order in which they
-        came.
+        came; none after `stir`.
 
         Raises the error that ended the request. Must not be called once `is_done`.
         """
@@ -468,6 +493,9 @@ class RequestOutput:
                 await self._waiter
             finally:
                 self._waiter = None
+        if self._is_stirred:
+            self._is_stirred = False
+            return []
         if self.error is not None and (self.is_whole or not self._news):
             raise self.error
         news, self._news = self._news, []
@@ -475,7 +503,9 @@ class RequestOutput:
 
     @property
     def _has_news(self) -> bool:
-        return self.error is not None or (not self.open if self.is_whole else bool(self._news))
+        if self.error is not None or self._is_stirred:
+            return True
+        return not self.open if self.is_whole else bool(self._news)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done() and self._has_news:

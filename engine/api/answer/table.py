@@ -11,11 +11,15 @@ from msgspec import Struct
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Vocabulary
+from engine.api.answer.messages import MessagesEncoder
+from shared.apis import message_answers
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
+from shared.apis.messages import MessagesRequest
 from shared.wire import sse
-from shared.wire.errors import ApiError
+from shared.wire.envelope import error_envelope
+from shared.wire.errors import ApiError, status_of
 
 
 class AnswerApi(Struct, frozen=True):
@@ -24,11 +28,39 @@ class AnswerApi(Struct, frozen=True):
     id_prefix: str
     """The beginning of the id of each answer."""
     encoder: Callable[[Heading, Vocabulary, Answered], AnswerEncoder]
-    error_event: Callable[[ApiError], bytes] = sse.error_event
-    """Makes the event that ends a stream which fails after its first byte."""
+    error_body: Callable[[ApiError, str], bytes] = error_envelope
+    """Makes the body of an error from it and the request's id."""
+    error_event: Callable[[ApiError, str], bytes] = sse.error_event
+    """Makes the event that ends a stream which fails after its first byte, from the same."""
+    error_status: Callable[[type[ApiError]], int] = status_of
+    """The status of an answer with an error of a class."""
+    opens_early: bool = False
+    """True if a stream begins with events that tell nothing of the answer. They are sent once the core has
+    admitted the request."""
+    keepalive: bytes = sse.KEEPALIVE
+    """What a stream is sent where it has nothing to say for a while, behind those events."""
+    keepalive_s: float | None = None
+    """The time after which it is, where no operator has set one, in seconds. None for never."""
 
 
 ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
     ChatRequest: AnswerApi("chatcmpl-", ChatEncoder),
     CompletionRequest: AnswerApi("cmpl-", CompletionEncoder),
+    MessagesRequest: AnswerApi(
+        "msg_",
+        MessagesEncoder,
+        message_answers.error_body,
+        message_answers.error_event,
+        message_answers.error_status,
+        opens_early=True,
+        keepalive=message_answers.PING,
+        keepalive_s=10.0,
+    ),
 }
+
+
+def api_at(path: str) -> AnswerApi:
+    """The API that a path belongs to: OpenAI's, where it is below that of no other."""
+    return next(
+        (api for kind, api in ANSWERS.items() if f"{path}/".startswith(f"{kind.path}/")), ANSWERS[ChatRequest]
+    )

@@ -179,6 +179,7 @@ def answer_len(request: GenerationRequest, choices: Sequence[Choice]) -> int:
     told = sum(map(len, prompts)) * TOKEN_BYTES if is_told else 0
     if not request.stream:
         told = max(told, _repeated_len(request, prompts))
+    held = max(held, request.reasoning_kept_tokens)
     return held * _token_len(request) + _scores_len(request, prompts) + told
 
 
@@ -324,8 +325,13 @@ def stop_ids(
 ) -> frozenset[int]:
     """The tokens that end a choice. A stop string that is one of the model's special tokens is that token,
     which has no text to be found in."""
-    named = (special_ids[stop] for stop in request.stop_strings if stop in special_ids)
+    named = stop_tokens(request, special_ids)
     return frozenset((*named, *(request.stop_token_ids or ()), *(() if request.ignore_eos else eos_ids)))
+
+
+def stop_tokens(request: GenerationRequest, special_ids: Mapping[str, int]) -> dict[int, str]:
+    """The stop strings that are special tokens, by their ids."""
+    return {special_ids[stop]: stop for stop in request.stop_strings if stop in special_ids}
 
 
 def check_fields(request: GenerationRequest, vocab_size: int) -> None:

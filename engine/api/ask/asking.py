@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from engine.api.ask.admission import (
     prompts_of,
     service_class,
     stop_ids,
+    stop_tokens,
     trusted_ids,
 )
 from engine.api.ask.echo import echoed
@@ -149,6 +150,9 @@ class CheckedRequest:
     stop_ids: frozenset[int]
     form: AnswerForm
     sends_reasoning: bool
+    hides_reasoning: bool
+    stop_tokens: Mapping[int, str]
+    is_cut_by_context: bool
     share: Share
     choices: Sequence[Choice]
     prompts: list[AddPrompt]
@@ -210,6 +214,9 @@ async def ask(
         stop_ids=stops,
         form=form,
         sends_reasoning=request.shows_reasoning,
+        hides_reasoning=request.hides_reasoning,
+        stop_tokens=stop_tokens(request, model.special_ids),
+        is_cut_by_context=choices[0].sampling.max_tokens < (request.output_tokens_max or 0),
         share=_share(exchange, request),
         choices=choices,
         prompts=prompts_of(choices, packed, request.n or 1),

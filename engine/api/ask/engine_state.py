@@ -124,8 +124,9 @@ class EngineState:
     def card(self) -> Model:
         info = self.core.info
         room = None if info is None else Limits.of(info).room
-        created = 0 if self.model is None else self.model.created
-        return Model.of(self.config.name, created, room)
+        if self.model is None:
+            return Model.of(self.config.name, 0, room)
+        return Model.of(self.config.name, self.model.created, room, self.model.capabilities)
 
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: it changes when the answers to the same seed may change."""

@@ -120,7 +120,7 @@ class Forms:
         reasons = format_ is not None and format_.reasoning is not None
         if parsed.is_plain and not reasons and request.thinking_tokens_max is None:
             return PLAIN
-        asked = _asked(request)
+        asked = _asked(request, format_)
         _check(model, format_, asked)
         looks = asked.choice.mode is not ToolMode.NONE
         reading = None
@@ -174,14 +174,19 @@ class Forms:
             self._kept_len -= self._kept.popitem(last=False)[1].size
 
 
-def _asked(request: GenerationRequest) -> AskedForm:
+def _asked(request: GenerationRequest, format_: AnswerFormat | None) -> AskedForm:
     functions = (tool.function for tool in request.tools_asked if isinstance(tool, FunctionTool))
+    budget = request.thinking_tokens_max
+    if format_ is None and not request.needs_reasoning:
+        budget = None
     return AskedForm(
         tuple(functions),
         request.tool_choice_asked,
         request.calls_in_parallel,
         request.structure,
-        request.thinking_tokens_max,
+        budget,
+        request.thinking_param,
+        tuple(request.tool_places),
     )
 
 
@@ -196,9 +201,9 @@ def _check(model: ServedModel, format_: AnswerFormat | None, asked: AskedForm) -
         )
     if asked.thinking_budget is not None and format_ is None:
         raise UnsupportedParameter(
-            "thinking_token_budget is not supported by this model: it is not known how it marks reasoning. "
+            f"{asked.thinking_param} is not supported by this model: it is not known how it marks reasoning. "
             "The engine's --answer-format can say so.",
-            param="thinking_token_budget",
+            param=asked.thinking_param,
         )
     if model.vocabulary is not None:
         return
@@ -208,7 +213,7 @@ def _check(model: ServedModel, format_: AnswerFormat | None, asked: AskedForm) -
     elif choice.mode is ToolMode.AUTO and any(spec.strict for spec in asked.functions):
         param = "tools"
     elif asked.thinking_budget is not None:
-        param = "thinking_token_budget"
+        param = asked.thinking_param
     if param is not None:
         message = f"{param} is not supported by this model: no grammar can be made of its tokenizer."
         raise UnsupportedParameter(message, param=param)
@@ -231,7 +236,7 @@ def _asked_len(asked: AskedForm) -> int:
 def _key(asked: AskedForm, *, opened: bool, is_chat: bool) -> bytes:
     parts = [
         *(asked.functions, asked.choice, asked.is_parallel, asked.structure, asked.thinking_budget),
-        *(opened, is_chat),
+        *(opened, is_chat, asked.places),
     ]
     return hashlib.sha256(msgspec.json.encode(parts)).digest()
 

@@ -61,6 +61,15 @@ class AskedForm:
     structure: Structure | None = None
     thinking_budget: int | None = None
     """The most tokens of reasoning. None for no bound."""
+    thinking_param: str = "thinking_token_budget"
+    """The name of the field with the budget."""
+    places: tuple[str, ...] = ()
+    """The places in the request of the functions' schemas. Empty for those of chats."""
+
+    def place_of(self, spec: FunctionSpec) -> str:
+        """The place of a function's schema."""
+        index = self.functions.index(spec)
+        return self.places[index] if self.places else f"tools[{index}].function.parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +230,9 @@ class _Composer:
             return "" if answer is _FREE else answer.whole
         opens, closes = map(self.format.pieces, (reasoning.opener.strip(), reasoning.closer.strip()))
         if budget is not None and not isinstance(closes[0], int):
-            message = (
-                "thinking_token_budget is not supported by this model: what ends its reasoning is no token."
-            )
-            raise UnsupportedParameter(message, param="thinking_token_budget")
+            param = self.asked.thinking_param
+            message = f"{param} is not supported by this model: what ends its reasoning is no token."
+            raise UnsupportedParameter(message, param=param)
         may_open = bool(opens) and isinstance(opens[0], int)
         if answer is _FREE and (budget is None or not (self.reasons or may_open)):
             return ""
@@ -374,7 +382,7 @@ class _Calls:
         """One call of a function."""
         of, calls = self.of, self.calls
         strict = spec.strict is True
-        param = f"tools[{of.asked.functions.index(spec)}].function.parameters"
+        param = of.asked.place_of(spec)
         held = None if spec.schema else NO_ARGUMENTS
         if spec.schema and (strict or of.asked.choice.mode is ToolMode.REQUIRED):
             held = of.held_arguments(spec.schema, strict, param)

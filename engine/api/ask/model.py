@@ -20,12 +20,14 @@ from engine.contract.messages import END_TOKENS_MAX
 from shared.apis.chat import ChatRequest
 from shared.apis.chat_messages import ChatMessage
 from shared.apis.completions import CompletionRequest
+from shared.apis.models import Capabilities
 from shared.apis.prompt import ChatPrompt
 from shared.apis.validation import parse
 from shared.fairness.fair_threads import at_once
 from shared.process import logs
 from shared.text.model_files import BadModelFile, parse_object, read_text, refusals, shown, unexplained
 from shared.text.prompts import prompt_slices
+from shared.text.template_input import EFFORT
 from shared.text.tokenizer import Tokenizer, TokenizerBundle, read_files
 from shared.text.tokenizer_files import CONFIG as TOKENIZER_CONFIG
 from shared.text.tokenizer_files import TokenizerFiles
@@ -64,6 +66,16 @@ class ServedModel:
     """The format of the model's answers. None where it is not known."""
     vocabulary: Vocabulary | None = None
     """The tokens as grammars know them. None where llguidance cannot read them, or no answer ends."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        format_ = self.answer_format
+        return Capabilities(
+            tools=format_ is not None and format_.calls is not None,
+            reasoning=format_ is not None and format_.reasoning is not None,
+            structured_output=self.vocabulary is not None,
+            effort=EFFORT in self.tokenizer.bundle.template_arguments,
+        )
 
     @property
     def tokens(self) -> ModelTokens:

@@ -14,7 +14,11 @@ Rules
 2. Deadlines count from the request's arrival, on this process's clock: they hold whether or not the core
    steps.
 3. Requests begin and end in turns, one in each turn of the loop, of one tenant after another.
-4. A prompt counts as computed once one of its choices has begun. What a request has cost is reported at its
+4. A stream of an API that opens early begins when the core admits the request, with events that tell nothing
+   of the answer. Of any other, nothing is written before the first token. Silence is broken by keep-alives
+   where the API or an operator wants them: a timer for each stream, that no event moves, looks whether any
+   was written since it looked last. A client that does not read gets none.
+5. A prompt counts as computed once one of its choices has begun. What a request has cost is reported at its
    end, whatever that is.
 """
 
@@ -24,6 +28,7 @@ import asyncio
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from msgspec import UNSET
@@ -41,6 +46,7 @@ from engine.api.ask.model import ServedModel
 from engine.api.told.vllm_metrics import EndedSequence
 from shared.apis.generation import CompletionTokensDetails, GenerationRequest, PromptTokensDetails, Usage
 from shared.apis.holding import Holding
+from shared.process.clock import Timer
 from shared.process.shield import shielded
 from shared.wire import sse
 from shared.wire.causes import Cause, CauseCode
@@ -62,7 +68,6 @@ async def generate(state: EngineState, exchange: EngineExchange, kind: type[Gene
             asked = await deadlines.bounded(ask(state, exchange, kind, holding))
         if arrival.is_aborted:
             raise RequestAborted("The request was aborted.")
-        exchange.error_event = asked.api.error_event
         holding.hold(asked.answer_len)
         exchange.stage = "queue"
         prompt_lens = [len(choice.prompt_ids) for choice in asked.choices]
@@ -85,6 +90,13 @@ class Arrival:
 class Generation:
     """A request whose sequences are in the core."""
 
+    _is_open: bool
+    """True once the events of a stream were written that come before any of its answer."""
+    _is_silent = True
+    """True if no event was written since the keep-alives' timer went off last."""
+    _beats: Timer | None = None
+    """That timer. None where the stream has none."""
+
     def __init__(
         self,
         state: EngineState,
@@ -99,6 +111,8 @@ class Generation:
         self._exchange = exchange
         self._deadlines = deadlines
         self._streams = asked.streams
+        self._api = asked.api
+        self._is_open = not asked.api.opens_early
         self._n = asked.n
         self._share = asked.share
         self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
@@ -116,7 +130,11 @@ class Generation:
         self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
         room = None if asked.streams else TextRoom(holding, asked.answer_len, text_len(asked.choices))
         self._output = RequestOutput(
-            len(asked.choices), whole=not asked.streams, on_end=self._on_end, room=room
+            len(asked.choices),
+            whole=not asked.streams,
+            tells_begin=asked.streams and asked.api.opens_early,
+            on_end=self._on_end,
+            room=room,
         )
         self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
@@ -174,17 +192,22 @@ class Generation:
 
     async def _stream(self) -> None:
         exchange, output, responder = self._exchange, self._output, self._exchange.responder
-        core, held = self._state.core, list[Delta]()
+        held = list[Delta]()
         await exchange.start_stream()
-        bearer: ChoiceOutput | None = self._outputs[self._bearer]
+        own_s = self._state.config.stream_keepalive_s
+        if (keepalive_s := self._api.keepalive_s if own_s is None else own_s) is not None:
+            self._beat(keepalive_s)
+        is_first = True
         while not output.is_done:
             deltas = await output.take()
-            if bearer is not None:  # once, with the first event
-                if bearer.first_token_at is None:
-                    core.lift_deadline(self._handles[self._bearer])
-                bearer = None
+            if not deltas:
+                await exchange.write(self._meanwhile())
+                continue
+            if is_first:
+                self._lift_deadline()
+                is_first = False
             exchange.answers()
-            core.resume(self._handles)
+            self._state.core.resume(self._handles)
             if self._awaits_scores:
                 deltas, held = self._with_scores(held + deltas)
             pieces: list[bytes] = []
@@ -203,9 +226,35 @@ class Generation:
                     await turn
                     pieces = []
                 pieces.append(self._ending())
-            await exchange.write(b"".join(pieces))
+            if pieces:
+                self._is_silent = False
+                await exchange.write(b"".join(pieces))
         exchange.is_served = True
         await responder.finish()
+
+    def _lift_deadline(self) -> None:
+        """Lift the deadline of the first token, where a choice has one that is not its bearer."""
+        if self._outputs[self._bearer].first_token_at is None:
+            self._state.core.lift_deadline(self._handles[self._bearer])
+
+    def _meanwhile(self) -> bytes:
+        """What a stream is sent where there is no output: its opening, once, or a keep-alive. Before the
+        opening that is a comment, which is no event."""
+        if self._is_open:
+            return self._api.keepalive
+        if not self._output.has_begun:
+            return sse.KEEPALIVE
+        self._is_open, self._is_silent = True, False
+        return self._encoder.opening(self._usage(self._tally(self._state.clock.monotonic())))
+
+    def _beat(self, after_s: float) -> None:
+        """Have a keep-alive written where nothing was since the last call, unless the client does not read
+        what there was; and look again after as long."""
+        if self._beats is not None and self._is_silent and self._output.is_awaited:
+            self._output.stir()
+        self._is_silent = True
+        clock = self._state.clock
+        self._beats = clock.call_at(clock.monotonic() + after_s, partial(self._beat, after_s))
 
     def _with_scores(self, deltas: list[Delta]) -> tuple[list[Delta], list[Delta]]:
         """The deltas that can be sent, and those that must wait because the log-probabilities of
@@ -221,7 +270,7 @@ class Generation:
 
     def _ending(self) -> bytes:
         self._settle()
-        return self._encoder.ending(self._usage()) + self._exchange.closing_comment()
+        return self._encoder.ending(self._usage(self._exchange.tally)) + self._exchange.closing_comment()
 
     async def _respond(self) -> None:
         deltas: list[Delta] = sorted(await self._output.take(), key=lambda delta: delta.index)
@@ -231,7 +280,7 @@ class Generation:
         self._exchange.answers()
         closing = sse.encode_closing(self._exchange.closing()).decode()
         headers = {sse.CLOSING_HEADER: closing}
-        await self._write_whole(self._encoder.whole(deltas, self._usage()), headers)
+        await self._write_whole(self._encoder.whole(deltas, self._usage(self._exchange.tally)), headers)
 
     async def _write_whole(self, pieces: Iterator[bytes], headers: Mapping[str, str]) -> None:
         """Send a small answer at once, with its length, and a large one in pieces as they are
@@ -262,6 +311,8 @@ class Generation:
     async def _end(self) -> None:
         """Settle, after the core was heard out about the sequences that have not ended, and forget them."""
         core, exchange, output = self._state.core, self._exchange, self._output
+        if self._beats is not None:
+            self._beats.cancel()
         try:
             if self._handles and not self._is_settled:
                 exchange.fate = exchange.fate or output.error
@@ -386,8 +437,7 @@ class Generation:
         ]
         return sum(sum(lens) - max(lens, default=0) for lens in lacking)
 
-    def _usage(self) -> Usage:
-        tally = self._exchange.tally
+    def _usage(self, tally: Tally | None) -> Usage:
         assert tally is not None
         return Usage(
             tally.prompt_tokens,
@@ -430,11 +480,13 @@ class Generation:
             sends_token_ids=asked.sends_token_ids,
             logprobs=asked.logprobs,
             sends_reasoning=asked.sends_reasoning,
+            hides_reasoning=asked.hides_reasoning,
         )
         prompts = [choice.prompt_ids for choice in asked.choices] if asked.sends_token_ids else []
         scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
         echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
-        return asked.api.encoder(heading, model.tokenizer, Answered(scored, prompts, echoes))
+        answered = Answered(scored, prompts, echoes, asked.stop_tokens, asked.is_cut_by_context)
+        return asked.api.encoder(heading, model.tokenizer, answered)
 
 
 _STAGES = ("queue", "prefill", "preempted", "decode", "stalled")

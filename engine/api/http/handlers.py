@@ -17,7 +17,8 @@ from engine.api.ask.engine_state import EngineState
 from engine.api.ask.model import ServedModel
 from engine.api.http.generate import generate
 from shared.apis.holding import Holding
-from shared.apis.models import ModelList
+from shared.apis.messages import CountTokensRequest, CountTokensResponse
+from shared.apis.models import VERSION_HEADER, ModelInfo, ModelInfoList, ModelList
 from shared.apis.prompt import ChatPrompt
 from shared.apis.requests import AbortResponse
 from shared.apis.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
@@ -58,12 +59,15 @@ async def metrics(state: EngineState, exchange: EngineExchange) -> None:
 
 
 async def list_models(state: EngineState, exchange: EngineExchange) -> None:
-    await exchange.send(_encode(ModelList(data=[state.card()])))
+    cards = [state.card()]
+    is_anthropics = VERSION_HEADER in exchange.request.headers
+    await exchange.send(_encode(ModelInfoList.of(cards) if is_anthropics else ModelList(data=cards)))
 
 
 async def get_model(state: EngineState, exchange: EngineExchange, name: str) -> None:
     state.check_name(name)
-    await exchange.send(_encode(state.card()))
+    card, is_anthropics = state.card(), VERSION_HEADER in exchange.request.headers
+    await exchange.send(_encode(ModelInfo.of(card) if is_anthropics else card))
 
 
 async def get_tokenizer(state: EngineState, exchange: EngineExchange) -> None:
@@ -98,6 +102,18 @@ def _tokenized(model: ServedModel, limits: Limits, request: TokenizeRequest) -> 
     return _encode(TokenizeResponse(len(ids), limits.room.most, ids))
 
 
+async def count_tokens(state: EngineState, exchange: EngineExchange) -> None:
+    """Count the tokens of a conversation of Messages."""
+    model, _ = state.ready_model()
+    with Holding(state.memory, exchange.tenant) as holding:
+        parsed = await read(state, exchange, CountTokensRequest, holding)
+        parsed.require_supported()
+        with exchange.enter("tokenize"):
+            counting = prompt_slices(model.tokenizer, parsed.request.prompt_form, None)
+            [ids] = await state.threads.run(exchange.tenant, counting)
+        await exchange.send(_encode(CountTokensResponse(len(ids))))
+
+
 async def detokenize(state: EngineState, exchange: EngineExchange) -> None:
     model, limits = state.ready_model()
     with Holding(state.memory, exchange.tenant) as holding:
@@ -129,6 +145,7 @@ async def abort_request(state: EngineState, exchange: EngineExchange, name: str)
 EXACT: Final[dict[str, dict[str, Handler]]] = {
     **{kind.path: {"POST": partial(generate, kind=kind)} for kind in ANSWERS},
     "/v1/models": {"GET": list_models},
+    CountTokensRequest.path: {"POST": count_tokens},
     TokenizeRequest.path: {"POST": tokenize},
     DetokenizeRequest.path: {"POST": detokenize},
     "/penstock/tokenizer": {"GET": get_tokenizer},
