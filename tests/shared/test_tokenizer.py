@@ -239,7 +239,8 @@ def test_the_hash_survives_the_hop_and_tells_bundles_apart() -> None:
     bundle = bundle_of(byte_level(), CHATML)
     there = msgspec.json.decode(msgspec.json.encode(bundle), type=TokenizerBundle)
     assert there == bundle
-    assert there.hash == bundle.hash == Tokenizer(bundle).hash
+    assert there.hash == bundle.hash == Tokenizer(bundle, hash_=bundle.hash).hash
+    assert Tokenizer(there).hash == Tokenizer(bundle).hash == Tokenizer(bundle).bundle.hash
     assert bundle.hash.startswith("sha256:")
     assert (
         len({bundle.hash, bundle_of(byte_level(), None).hash, bundle_of(sentencepiece(), CHATML).hash}) == 3
