@@ -71,6 +71,7 @@ from shared.fairness.fair_share import FairShare
 from shared.fairness.fair_threads import FairThreads, Slices, at_once
 from shared.fairness.fair_turns import FairTurns
 from shared.process.shield import Done, shielded
+from shared.text.known_pieces import KnownPieces
 from shared.wire.errors import (
     ApiError,
     BudgetExhausted,
@@ -129,6 +130,7 @@ class Pipeline:
         self._threads = threads
         self._turns = turns
         self._memory = memory
+        self._pieces = KnownPieces()
         self._config = config
         self._engines = engines
         self._quotas = quotas
@@ -337,7 +339,8 @@ class Pipeline:
         engine = self._engines.of(terms.model)
         if engine.tokenizer is not None and request is not None:
             chosen = draft(asked, terms.model, engine)
-            count = await count_tokens(request, engine.tokenizer, engine.room, self._threads, tenant)
+            parts = engine.tokenizer, engine.room, self._threads, tenant
+            count = await count_tokens(request, *parts, known=self._pieces)
         else:
             work = _estimated(asked, terms.model, engine)
             if sum(map(len, asked.parsed.fields.values())) <= INLINE_LEN_MAX:
