@@ -182,7 +182,7 @@ async def test_who_reads_a_whole_answer_steadily_may_take_longer_for_all_of_it(
     monkeypatch.setattr(loop, "time", lambda: now_s() + writes * 0.6)
     async with serve(core=CORE, stall_deadline_s=1.0) as served:
         served.core.script = lambda _: served.ids("the") * 3000
-        fields = {"logprobs": True, "top_logprobs": 20, "max_tokens": 500}
+        fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 20, "max_tokens": 500}
         slow = Client(served, **fields, stream=False)
         answer = json.loads(await slow.read())
         assert answer["usage"]["completion_tokens"] == 500
