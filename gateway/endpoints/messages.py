@@ -50,8 +50,8 @@ def _moment(ms: int, clock: Clock) -> str:
     return f"{moment.isoformat(timespec='seconds').removesuffix('+00:00')}Z"
 
 
-def _names(of: str) -> tuple[str, str, str]: return tuple(f"anthropic-ratelimit-{of}-{what}" for what in
-("limit", "remaining", "reset"))  # type: ignore[return-value]
+def _names(of: str) -> tuple[str, str, str]:
+    return tuple(f"anthropic-ratelimit-{of}-{what}" for what in ("limit", "remaining", "reset"))  # type: ignore[return-value]
 
 
 class _Messages(Dialect, frozen=True):
