@@ -34,9 +34,9 @@ class Client:
     """Both ends of a request that never was on a socket: it reads when the test says so."""
 
     method = "POST"
-    path = "/v1/chat/completions"
 
-    def __init__(self, served: Served, **fields: Any) -> None:
+    def __init__(self, served: Served, path: str = "/v1/chat/completions", **fields: Any) -> None:
+        self.path = path
         self.headers: Mapping[str, str] = {"x-request-id": "slow"}
         self.started = False
         self.received = b""
@@ -85,16 +85,18 @@ class Client:
 
 
 def text_of(stream: bytes) -> str:
-    events = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: {")]
-    deltas = [choice["delta"] for event in events for choice in json.loads(event)["choices"]]
-    return "".join(delta.get("content") or "" for delta in deltas)
+    events = [json.loads(line[6:]) for line in stream.split(b"\n") if line.startswith(b"data: {")]
+    deltas = [choice["delta"] for event in events for choice in event.get("choices", ())]
+    deltas += [event["delta"] for event in events if event.get("type") == "content_block_delta"]
+    return "".join(delta.get("content") or delta.get("text", "") for delta in deltas)
 
 
-async def test_its_sequence_pauses_and_resumes_and_no_token_is_lost(serve: Serve) -> None:
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_its_sequence_pauses_and_resumes_and_no_token_is_lost(serve: Serve, path: str) -> None:
     async with serve(core=CORE) as served:
         core, state = served.core, served.engine.state
         core.script = lambda _: served.ids("the") * 3000
-        slow = Client(served)
+        slow = Client(served, path)
         await until(lambda: bool(core.paused))
         await until(core._messages.empty)
         unsent = state.core._live[1]._unsent_tokens
@@ -180,7 +182,7 @@ async def test_who_reads_a_whole_answer_steadily_may_take_longer_for_all_of_it(
     monkeypatch.setattr(loop, "time", lambda: now_s() + writes * 0.6)
     async with serve(core=CORE, stall_deadline_s=1.0) as served:
         served.core.script = lambda _: served.ids("the") * 3000
-        fields = {"logprobs": True, "top_logprobs": 20, "max_tokens": 500}
+        fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 20, "max_tokens": 500}
         slow = Client(served, **fields, stream=False)
         answer = json.loads(await slow.read())
         assert answer["usage"]["completion_tokens"] == 500

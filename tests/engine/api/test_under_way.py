@@ -14,6 +14,7 @@ from engine.contract.messages import FinishReason
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Served, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+EACH_API = pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 
 
 def uncharged(served: Served, reason: str) -> float:
@@ -25,12 +26,14 @@ def late_tokens(served: Served) -> float:
 
 
 @asynccontextmanager
-async def left(served: Served, *, steps: int, **fields: Any) -> AsyncIterator[None]:
+async def left(
+    served: Served, *, steps: int, path: str = "/v1/chat/completions", **fields: Any
+) -> AsyncIterator[None]:
     """A context in which a client has left after so many steps, and the core has only heard of it."""
     core = served.core
     served.says("the quick brown fox", ends=False)
     core.is_held, core.heeds_aborts = True, False
-    task = asyncio.create_task(served.http.post("/v1/chat/completions", json={**CHAT, **fields}))
+    task = asyncio.create_task(served.http.post(path, json={**CHAT, **fields}))
     await until(lambda: bool(core.added))
     for _ in range(steps):
         core.step()
@@ -76,8 +79,12 @@ async def test_a_client_that_leaves_a_request_that_has_failed_changes_no_charge(
     assert lines[0]["completion_tokens"] == 3
 
 
-async def test_a_prompt_that_began_unheard_is_charged(served: Served, lines: list[dict[str, Any]]) -> None:
-    async with left(served, steps=0):
+@EACH_API
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_prompt_that_began_unheard_is_charged(
+    served: Served, lines: list[dict[str, Any]], path: str, streams: bool
+) -> None:
+    async with left(served, steps=0, path=path, stream=streams, max_tokens=9):
         served.core.step()
         served.core.finish(1, FinishReason.ABORTED)
     [line] = lines
@@ -85,10 +92,11 @@ async def test_a_prompt_that_began_unheard_is_charged(served: Served, lines: lis
     assert line["completion_tokens"] == 1
 
 
+@EACH_API
 async def test_a_sequence_that_ends_by_itself_meanwhile_is_charged_to_its_end(
-    served: Served, lines: list[dict[str, Any]]
+    served: Served, lines: list[dict[str, Any]], path: str
 ) -> None:
-    async with left(served, steps=1, max_tokens=3):
+    async with left(served, steps=1, path=path, max_tokens=3):
         served.core.step()
         served.core.step()
     [line] = lines
