@@ -346,6 +346,7 @@ class BlockManager:
                 refs[page] += 1
         assert self._refs == refs, f"references {self._refs}, and in so many tables {refs}"
         held = [page for page, count in enumerate(refs) if count]
+        self._cached.check()
         cached = [*self._cached, *self._cached_heads]
         states = sorted([*self._free, *cached, *held])
         assert states == list(range(self.total)), "a page is lost, free twice, or in two states"

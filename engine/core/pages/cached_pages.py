@@ -23,8 +23,9 @@ Rules:
    evicted while there is another; then it is the one that was released first. In its tenant's rent it is
    counted like any other, but not as the oldest: who keeps pays with its other pages, and sooner.
 5. Half of the cache may be kept pages, in equal parts for the tenants that have any. So whatever tenants ask
-   to keep, the other half is shared by rents as ever. What is too many when it is released is not kept, from
-   the tail of its prefix on; what becomes too many later is kept no more.
+   to keep, the other half is shared by rents as ever. What is more than its tenant's part when it is released
+   is not kept, from the tail of its prefix on. When they are too many, since one more tenant has its part,
+   those that were released first are kept no more.
 6. A page that is kept no more is as old as its release. Kept pages wait in the order of theirs, and only the
    first is looked at, whenever pages are evicted. So there are no timers.
 """
@@ -125,6 +126,20 @@ class CachedPages:
         self._kept_of[tenant] += len(kept)
         self.add(pages[:first], tenant, now)
 
+    def check(self) -> None:
+        """Assert that each page is in one place, and that tenants' counts are those of their pages."""
+        of_queues = {
+            page: tenant
+            for tenant, own in self._of.items()
+            for queue in (own.released, own.let_go)
+            for page in queue
+        }
+        of_kept = {page: self._tenants[page] for page in self._kept}
+        assert of_queues.keys().isdisjoint(of_kept)
+        assert of_queues | of_kept == self._tenants
+        assert self._kept_of == Counter(of_kept.values())
+        assert self._of.keys() == set(self._tenants.values())
+
     def _part(self, tenants: int) -> int:
         """The most pages that are kept for each of so many tenants (rule 5)."""
         return self._total // (2 * tenants)
@@ -175,11 +190,11 @@ class CachedPages:
 
     def _let_go(self, now_s: float) -> None:
         """Keep pages no longer whose deadlines have passed, or which have become too many (rule 5)."""
-        most, tenants = self._part(len(self._kept_of)), set[str]()
+        most, tenants = self._part(1), set[str]()
         while self._kept:
             page, (time, deadline_s) = next(iter(self._kept.items()))
             tenant = self._tenants[page]
-            if deadline_s > now_s and self._kept_of[tenant] <= most:
+            if deadline_s > now_s and len(self._kept) <= most:
                 break
             del self._kept[page]
             self._kept_of[tenant] -= 1
