@@ -115,8 +115,9 @@ class EngineConfig(RunnerConfig):
     """Keep the KV cache of ended sequences, so that a prompt is not computed again where it begins as another
     did. On unless --no-prefix-cache is given."""
     session_keep_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 30.0
-    """What a session's request leaves in the prefix cache is kept for this time, while its tool runs, before
-    what others leave there: of half of the cache at most. 0: it is cached like any other."""
+    """The prefix cache keeps for this time, before all else, what a request leaves that belongs to a session
+    or may call tools, so that the next turn finds it when the tool has run: half of the cache at most. 0: it
+    is cached like any other."""
     overlap: bool | None = None
     """Plan the next step while one is computed. Unset: on a GPU; a CPU gains nothing."""
 

@@ -82,13 +82,14 @@ def found_after(h: Harness, wait_s: float, prompts: int = 20) -> int:
     """A session's turn, whose tool runs for so long while prompts of the same tenant pass through all of the
     cache. The pages that the next turn finds."""
     first = max(h.messages, default=0) + 1
-    h.add(first, HISTORY, greedy(1), has_next_turn=True)
+    stops = tuple(range(h.runner.info.vocab_size))  # so that overlapped steps have a late row
+    h.add(first, HISTORY, greedy(8, stop_token_ids=stops), has_next_turn=True)
     h.run()
     for handle in range(first + 1, first + 1 + prompts):
         h.now += wait_s / prompts
         h.add(handle, [handle % 250] * 30, greedy(2))
         h.run()
-    h.add(first + 1 + prompts, HISTORY, greedy(1), has_next_turn=True)
+    h.add(first + 1 + prompts, HISTORY, greedy(8, stop_token_ids=stops), has_next_turn=True)
     h.run()
     h.assert_all_as_solo()
     return h.started[first + 1 + prompts].cached_len // 4
