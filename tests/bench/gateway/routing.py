@@ -19,7 +19,8 @@ while tools run, and sub-agents now and then. Its figures are of the sessions' o
 *agents, restarts* is the same with fewer chats, which two replicas can serve, while the three are restarted
 one after the other, each with an empty cache.
 
-With `--live`, rules are compared on real engines instead (`tests.bench.gateway.routing_live`).
+With `--live`, rules are compared on real engines instead (`tests.bench.gateway.routing_live`), and with
+`--agents` for agents' sessions (`tests.bench.gateway.agents_live`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from statistics import mean
 from typing import Final
 
 from tests.bench.figures import Figure, Target, at_least, at_most, figure
+from tests.bench.gateway.agents_live import TURNS, run_agents
 from tests.bench.gateway.routing_live import run_live
 from tests.bench.gateway.routing_rules import BLIND, RULES
 from tests.bench.gateway.routing_world import Agents, Result, Traffic, simulate
@@ -104,13 +106,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each rule, whose mean is taken")
     parser.add_argument("--workers", type=int, default=16, help="gateway processes, which do not talk")
     parser.add_argument("--only", nargs="+", metavar="WORLD", help="these worlds alone, such as agents chat")
-    parser.add_argument("--live", action="store_true", help="three CPU engines, in place of virtual time")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--live", action="store_true", help="three CPU engines, in place of virtual time")
+    instead.add_argument("--agents", action="store_true", help="agents' sessions on two CPU engines instead")
+    parser.add_argument("--turns", type=int, default=TURNS, help="with --agents: of each session")
     parser.add_argument("--limit-s", type=float, default=120.0, help="with --live: no round is begun later")
 
 
 async def run(options: argparse.Namespace) -> list[Figure]:
     if options.seeds < 1 or options.workers < 1:
         raise BenchFailed("--seeds and --workers must be at least 1")
+    if options.agents:
+        return await run_agents(options.turns)
     if options.live:
         return await run_live(options.limit_s)
     names = [traffic.name for traffic in (*JUDGED, *BESIDE)]
