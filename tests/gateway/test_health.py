@@ -21,6 +21,7 @@ from gateway.routing.health import (
     SAMPLES_MIN,
     SILENT_MIN,
     SORT_EVERY,
+    WINDOW_S,
     Ejection,
     FirstEvents,
     HealthPhase,
@@ -192,6 +193,18 @@ def test_a_success_that_is_long_past_is_taken_back_without_harm(replica: Replica
         replica.work()
     assert replica.fail(old) is None
     assert replica.health.began(old, replica.now_ms) is None, "counted once"
+
+
+def test_a_success_that_has_left_the_window_is_taken_back_from_no_later_second(replica: Replica) -> None:
+    """The two have one place in the window."""
+    old = replica.begin()
+    replica.now_ms += 1_000 * WINDOW_S
+    streams = [replica.begin() for _ in range(6)]
+    failures = [replica.fail(old), replica.fail()]
+    for stream in streams[:2]:
+        replica.health.concluded(stream, replica.now_ms)  # which ends the row
+        failures += [replica.fail(), replica.fail()]
+    assert failures == [None] * 6, "as many have begun as have failed"
 
 
 # -- the time away, and the way back --------------------------------------------------------------
