@@ -392,6 +392,14 @@ def test_where_all_are_slow_none_is_silent() -> None:
     assert silent(healths, LATE_MS, now_ms + 50 * LATE_MS) == []
 
 
+def test_one_that_begins_late_is_no_measure_for_others() -> None:
+    healths, now_ms = pool_of(3)
+    late = wait(healths[0], now_ms, 1)
+    wait(healths[1], now_ms)
+    healths[0].began(late[0], now_ms + LATE_MS - 1)
+    assert silent(healths, LATE_MS, now_ms + LATE_MS) == []
+
+
 def test_on_trial_one_that_waits_is_enough_and_those_from_before_do_not_count(replica: Replica) -> None:
     wait(replica.health, replica.now_ms)
     replica.now_ms += replica.eject().length_ms

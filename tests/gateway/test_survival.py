@@ -138,9 +138,7 @@ async def test_a_request_that_an_outage_divides_is_settled_with_both_stores() ->
     assert (await guarded.reserve(ReservationId("next"), local, 71, 71)).refusal is not None, "70 are left"
 
 
-async def test_a_request_whose_seat_was_given_in_an_outage_has_its_tokens_from_there_too() -> (
-    None
-):
+async def test_a_request_whose_seat_was_given_in_an_outage_has_its_tokens_from_there_too() -> None:
     store = BrokenStore()
     store.fails = {"enter"}
     guarded = GuardedStore(broken(store), gateways=2)

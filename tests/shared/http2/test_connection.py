@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.http2 import connection, frames, limits
+from shared.http2 import connection as connections
+from shared.http2 import frames, limits
 from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import (
     ConnectionLost,
@@ -275,7 +276,7 @@ def test_a_connection_whose_stream_ids_are_used_up_has_no_room(monkeypatch: pyte
     pair = Pair()
     ours, _ = pair.request()
     assert pair.client.connection.streams_room > 0
-    monkeypatch.setattr(connection, "LAST_ID_TO_OPEN", ours.id)
+    monkeypatch.setattr(connections, "LAST_ID_TO_OPEN", ours.id)
     assert pair.client.connection.streams_room == 0
 
 
@@ -314,7 +315,7 @@ def test_a_retiring_server_says_its_last_stream_once(pair: Pair) -> None:
     server = pair.server.connection
     server.retire()
     server.take_output()
-    pong = frames.frame(frames.PING, PONG, 0, connection.DRAIN_PING)
+    pong = frames.frame(frames.PING, PONG, 0, connections.DRAIN_PING)
     server.receive(pong)
     assert frames.goaway(0, ErrorCode.NO_ERROR) in server.take_output()
     server.receive(pong)
