@@ -201,9 +201,8 @@ class Pipeline:
                 except ApiError as error:
                     forget_frames(error)
                     first = first or error
-                    if not _falls_back(prepared, error) or not self._dispatcher.begins_anew(
-                        exchange, prepared, error
-                    ):
+                    begins = _falls_back(prepared, error) and self._dispatcher.begins_anew(exchange, prepared)
+                    if not begins:
                         raise
                 other = await self._next_fallback(exchange, principal, asked, names)
                 if other is None:

@@ -150,6 +150,21 @@ def test_a_home_that_costs_as_much_as_another_owner_is_kept() -> None:
     assert choose(pool, queues, turn, 2, [True] * 6) == free
 
 
+def test_a_home_is_kept_whose_queue_is_shorter_than_what_all_others_would_compute_twice() -> None:
+    """The prefix, too, where the other owner is busy."""
+    turn, pool = Affinity(1, 7, 4_000, 5_000, 6_000), table(6)
+    owners = [i for i, _ in zip(pool.walk(1), range(2), strict=False)]
+    home = choose(pool, [0] * 6, turn, 2, [True] * 6)
+    assert home is not None
+    queues = [1_000_000 if i in owners else 0 for i in range(6)]
+    queues[home.replica] = turn.stray_len + 4_000
+    assert choose(pool, queues, turn, 2, [True] * 6) == home
+    queues[home.replica] += 1
+    moved = choose(pool, queues, turn, 2, [True] * 6)
+    assert moved is not None
+    assert moved.replica not in owners
+
+
 def test_conversations_with_one_prefix_stay_with_its_owners() -> None:
     sessions, twelve = [key_of(b"%d" % i) for i in range(300)], table(12)
     chosen = Counter(
@@ -187,6 +202,13 @@ def test_a_replica_that_stops_reporting_fades_to_the_median_and_never_to_zero() 
     silent = told(0, 100_000 - LATE_MS)
     seen = [loads([*views, silent], 100_000 + late_ms)[3] for late_ms in (0, LATE_MS // 2, LATE_MS)]
     assert seen == [0, 3_000, 6_000]
+
+
+def test_engines_that_do_not_report_have_no_part_in_the_median() -> None:
+    """Their load of nothing would draw the whole pool's requests to the one that is cut off."""
+    silent = told(0, 100_000 - LATE_MS)
+    foreign = [View(-SLOW_START_MS) for _ in range(3)]
+    assert loads([silent, told(6_000, 100_000), *foreign], 100_000 + LATE_MS)[0] == 6_000
 
 
 def test_when_all_reports_are_late_the_pool_is_as_it_was() -> None:
