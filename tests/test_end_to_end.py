@@ -216,6 +216,28 @@ def test_stream_with_usage(client: openai.OpenAI) -> None:
     assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_usage_tells_what_was_cached_of_a_session(up: Up, path: str, streams: bool) -> None:
+    text = f"{path} {streams}: {'two and two make four. ' * 40}"
+    prompt = {"prompt": text} if path == "completions" else {"messages": ask(text)}
+    body = {"model": MODEL, "max_tokens": 2, "stream": streams, **prompt}
+    if streams:
+        body["stream_options"] = {"include_usage": True}
+    told, name = [], path.partition("/")[0]
+    for turn in range(2):
+        id_ = f"cached-{name}-{streams}-{turn}"
+        headers = {"authorization": f"Bearer {KEY}", "x-request-id": id_, "x-session-id": "mine"}
+        answer = httpx.post(f"{up.url}/{path}", json=body, headers=headers, timeout=PATIENCE_S)
+        data = answer.text.split("data: ")[-2] if streams else answer.text
+        usage, line = json.loads(data)["usage"], up.completed("gateway", id_)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        told.append(cached / usage["prompt_tokens"])
+        assert (line["prompt_tokens"], line["cached_tokens"]) == (usage["prompt_tokens"], cached)
+        assert re.fullmatch("[0-9a-f]{16}", line["session"])
+    assert told[0] < 0.5 < told[1]
+
+
 def test_logprobs_choices_and_seed(client: openai.OpenAI) -> None:
     def draw(n: int) -> Any:
         return client.chat.completions.create(

@@ -46,7 +46,7 @@ from shared.cli.service import SERVICES
 from shared.fairness import fair_share, fair_turns
 from shared.http2 import limits as http2_limits
 from shared.process import listening, memory
-from shared.text import prompts, rendering, text_slices
+from shared.text import known_pieces, prompts, rendering, text_slices
 from shared.wire import errors, shapes
 from shared.wire.end_reason import MEANINGS
 from tests.bench import __main__ as bench
@@ -401,7 +401,8 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     stated = {process: numbers(terms) for process, terms in (gateway | engine).items()}
     limits = LimitsConfig()
     terms = limits.request_memory, memory.LIVE_REQUEST, memory.THREAD, memory.CONNECTION, memory.HOLDING
-    assert stated["gateway"][2:] == [*terms, 2 * memory.RENDERING]
+    assert stated["gateway"][2:] == [*terms, memory.PIECES, 2 * memory.RENDERING]
+    assert known_pieces.KEPT_LEN_MAX * memory.FRAGMENTATION == memory.PIECES
     assert stated["gateway with TLS"] == [memory.TLS_LARGE, memory.HANDSHAKES_MAX, memory.TLS]
     terms_of_api = options.request_memory, memory.STREAM, memory.THREAD, 2 * memory.RENDERING
     assert stated["the engine's API"][2:] == [*terms_of_api]

@@ -18,7 +18,10 @@ All of the text is written in this package:
 
 `corpus` makes 90,000 conversations of one to sixteen turns from a seed, with and without a system prompt, in
 careless typing too (`wording`); the loss counts what the assistant says. A second, shorter round (`polish`)
-brings freer wordings. `evaluate` then asks in wordings that were held out: 341 of 400 were right after the
-run that made the present weights (3,441 steps, 0.6 s each on two quiet cores). 112 of the 117 fresh questions
-of `tests/engine/demo/questions.py` were.
+brings freer wordings, a third (`calls`) is of functions and of JSON, and a short fourth brings back what that
+has unsettled. `evaluate` then asks in wordings that were held out: of 400 some 332 are right, and of the 117
+fresh questions of `tests/engine/demo/questions.py` 112. The present weights took 3,441 steps for two rounds
+(0.6 s each on two quiet cores with bf16) and 1,292 for the others (1.8 s each on one core without). Of calls
+that are asked for in held-out words 53 of 61 have their form; the names in them are often wrong, as so small
+a model hardly copies: a grammar writes the names of functions and parameters.
 """

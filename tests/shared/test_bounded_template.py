@@ -40,6 +40,9 @@ CAUGHT = {
     "a condition of a loop": "{% for i in range(4000) %}"
     + "{% for j in range(4000) if j < 0 %}{% endfor %}" * 99
     + "{% endfor %}",
+    "a condition that takes long": (
+        "{% for i in range(4000) if messages[0].content.split('a')|length < 0 %}{% endfor %}" * 3
+    ),
     "ranges as lists": TWICE.replace("BODY", "{{ range(4000)|list|length }}"),
     "a text that is split": TWICE.replace("BODY", "{{ messages[0].content.split('a')|length }}"),
     "an endless answer": TWICE.replace("BODY", "{{ messages[0].content }}"),
@@ -86,6 +89,7 @@ UNKNOWN = (
     "{{ 2 ** 100000000 }}",
     "{% set a = namespace(x=1) %}{% set b = namespace(x=1) %}{% set b.x = [a, a] %}{{ b.x }}",
     "{% for a in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    "{% for a in messages recursive %}{{ a.content }}{% endfor %}",
     "{% include 'x' %}",
     "{{ messages|kept }}{{ -1000000000|spent }}",
     "x" * (SOURCE_LEN_MAX + 1),
@@ -121,6 +125,17 @@ def test_what_is_rendered_in_place_has_little_time_and_memory(
 def test_what_has_unknown_parts_is_never_compiled_in_place(source: str) -> None:
     with pytest.raises(NotInPlace):
         ChatTemplate(source, {}).render(CHAT)
+
+
+def test_the_spaces_before_each_line_of_deep_json_are_weighed() -> None:
+    """Twelve thousand characters become a megabyte and a half."""
+    deep: object = [0] * 4_000
+    for _ in range(100):
+        deep = [deep]
+    environment = BoundedEnvironment(SYSTEM_CLOCK, {})
+    template = CompiledTemplate("{{ messages[0].content|tojson(indent=4) }}", {}, environment)
+    with pytest.raises(Unbounded):
+        template.render([{"role": "user", "content": deep}])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -184,7 +184,10 @@ def test_a_schema_that_would_cost_too_much_is_refused(schema: dict[str, Any]) ->
     refused(schema)
 
 
-@pytest.mark.parametrize("schema", [_nested(80), _doubling(6), _chain(200), _products(2)])
+OF_ITSELF = {"properties": {key: {"$ref": "#", "type": "object"} for key in "lr"}}
+
+
+@pytest.mark.parametrize("schema", [_nested(80), _doubling(6), _chain(200), _products(2), OF_ITSELF])
 def test_a_schema_of_the_same_kinds_that_costs_little_is_taken(schema: dict[str, Any]) -> None:
     check_schema(json.dumps(schema), strict=False, param="at")
 
@@ -195,6 +198,7 @@ def test_a_schema_of_the_same_kinds_that_costs_little_is_taken(schema: dict[str,
         ("abc", 3),
         ("(ab){3}", 6),
         ("((x{10}){10}){10}", 1000),
+        ("x{10}{10}{10}", 1000),
         ("a{2,}b{,5}", 7),
         (r"[a-z{9}]{4}\{9\}", 7),
         (r"\p{L}{3}", 3),

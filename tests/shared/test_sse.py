@@ -113,6 +113,14 @@ def test_an_event_that_is_too_long_to_hold_is_forwarded_as_it_comes(size: int) -
     assert scanner.saw_done
 
 
+def test_a_comment_that_never_ends_is_not_withheld() -> None:
+    scanner = TailScanner()
+    comment = b": penstock " + b"x" * EVENT_LEN_MAX
+    forwarded = b"".join(scanner.feed(comment[at : at + 1000]) for at in range(0, len(comment), 1000))
+    assert len(comment) - len(forwarded) <= EVENT_LEN_MAX
+    assert comment.startswith(forwarded)
+
+
 def test_a_chunk_without_a_possible_tail_is_not_copied() -> None:
     scanner = TailScanner()
     chunks = [

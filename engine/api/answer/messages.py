@@ -34,7 +34,7 @@ from shared.apis.message_answers import (
     BlockDelta,
     BlockStart,
     BlockStop,
-    Caller,
+    DirectCaller,
     InputDelta,
     MessageAnswer,
     MessageChange,
@@ -208,7 +208,7 @@ def _event(value: MessageEvent | Struct) -> bytes:
 
 
 def _call(part: Part, arguments: Raw) -> AnswerToolUse:
-    return AnswerToolUse(id=part.call_id, name=part.text, input=arguments, caller=Caller())
+    return AnswerToolUse(id=part.call_id, name=part.text, input=arguments, caller=DirectCaller())
 
 
 def _object(arguments: str) -> Raw:

@@ -36,6 +36,7 @@ class Law(StrEnum):
     CHARGES = "charged is what was computed"
     PAGES = "cached pages are their tenant's own"
     HASTE = "haste is paid for by the hasty"
+    GRAMMARS = "a late mask delays its own row"
     REPLICAS = "a replica harms its own model alone"
 
 

@@ -176,9 +176,13 @@ def test_a_grammar_of_the_callers(source: str) -> None:
         "start: <|im_start|>",
         "start: <[0-MAX]>",
         "start: @answer",
+        'start: "x" | "y" @answer',
         'start: x::0x1\nx::_: "a"',
+        'start: x::0x0\nx::_: "a" x::incr(_) | "b"',
         "start: /((x{100}){100}){100}/",
         "start: A{1000}\nA: /x{1000}/",
+        '%ignore /((x{100}){100}){100}/\nstart: "a"',
+        '%ignore A{1000}\nstart: "a"\nA: /x{1000}/',
         "start: A9\nA0: /aaaaaaaaaa/\n" + "\n".join(f"A{i + 1}: A{i}{{10}}" for i in range(9)),
         "start: " + "(" * 100 + '"a"' + ")" * 100,
         "start: r0\n" + "\n".join(f'r{i}: "x" r{i + 1}' for i in range(3000)) + '\nr3000: "y"',
@@ -452,6 +456,14 @@ def test_a_schema_that_cannot_be_held_is_any_object_unless_it_is_strict() -> Non
     with pytest.raises(InvalidRequest) as refused:
         made(AskedForm((function("f", closed, strict=True),), REQUIRED), HERMES)
     assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("format_", [HERMES, AnswerFormat("plain")])
+def test_a_strict_schema_is_checked_whatever_the_choice(format_: AnswerFormat) -> None:
+    wrong = FunctionSpec("f", parameters=msgspec.Raw(b'{"type":"object","foo":1}'), strict=True)
+    with pytest.raises(InvalidRequest) as refused:
+        grammar_of(format_, AskedForm((wrong,)), reasons=False)
+    assert str(refused.value.param).startswith("tools[0].function.parameters")
 
 
 @pytest.mark.parametrize("name", ['f" | "g', "f)/ x: /", "f\n%ignore /a/", "<[3]>", "}]}", "é\\"])

@@ -13,7 +13,7 @@ from shared.http2 import frames, limits
 from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ErrorCode, ProtocolViolation
 from shared.http2.phase import ConnectionPhase
-from tests.shared.http2.pair import REQUEST, End
+from tests.shared.http2.pair import REQUEST, RESPONSE, End
 
 GREETING = frames.PREFACE + frames.settings({})
 HEAD = b"\x82\x86\x84\x41\x06engine"
@@ -78,6 +78,15 @@ def test_a_flood_is_refused(server: End, name: str) -> None:
     assert violation.code.to_bytes(4, "big") in server.connection.take_output(), "GOAWAY says why"
 
 
+def test_data_for_a_stream_that_has_ended_is_a_flood(server: End) -> None:
+    """Each piece is answered by a reset."""
+    server.connection.receive(frames.frame(frames.HEADERS, OPEN | frames.END_STREAM, 1, HEAD))
+    server.connection.respond(server.opened[0], RESPONSE, end=True)
+    violation = flood(server, lambda i: frames.frame(frames.DATA, 0, 1, b"x"), 10_000)
+    assert violation is not None
+    assert violation.code == ErrorCode.ENHANCE_YOUR_CALM
+
+
 @pytest.mark.parametrize("name", FLOODS)
 def test_the_same_frames_at_a_normal_rate_are_accepted(server: End, name: str) -> None:
     def slowly(i: int) -> bytes:
@@ -89,6 +98,14 @@ def test_the_same_frames_at_a_normal_rate_are_accepted(server: End, name: str) -
 
 def test_disconnects_of_all_clients_at_once_are_no_flood(server: End) -> None:
     assert flood(server, rapid_reset, 2 * limits.STREAMS_MAX) is None
+
+
+def test_the_ids_of_streams_that_were_reset_are_kept_for_a_while_alone(
+    server: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "RESET_IDS_MAX", 8)
+    assert flood(server, rapid_reset, 20) is None
+    assert [*server.connection.reset_ids] == [2 * i + 1 for i in range(12, 20)]
 
 
 def test_clients_that_do_nothing_but_leave_cost_the_others_of_their_gateway_no_stream(server: End) -> None:

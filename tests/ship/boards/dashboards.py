@@ -13,6 +13,12 @@ from tests.ship.boards.queries import ENGINE, GATEWAY, INSTANCE, MODEL, OF, RATE
 
 _CHARGED: Final = f'{OF}, kind=~"prompt|completion"'
 """The tokens of which the others are parts."""
+_TOKENS: Final = f"{GATEWAY}tokens_total"
+
+
+def _of_kind(kind: str) -> str:
+    return rate(_TOKENS, f'{OF}, kind="{kind}"')
+
 
 REQUESTS: Final = f"{GATEWAY}requests_total"
 EXPERIENCE: Final = Dashboard(
@@ -75,13 +81,27 @@ EXPERIENCE: Final = Dashboard(
                     "Tokens",
                     "short",
                     "Tokens per second, as the engines counted them.",
-                    (rate(f"{GATEWAY}tokens_total", OF, "kind"), "{{kind}}"),
+                    (rate(_TOKENS, f'{OF}, kind!~"session_.*"', "kind"), "{{kind}}"),
+                ),
+                panel(
+                    "Prompt tokens found cached",
+                    "percentunit",
+                    "Of the prompts of requests that name a session, as agents do, and of all others.",
+                    (share(_of_kind("session_cached"), _of_kind("session_prompt")), "with a session"),
+                    (
+                        share(
+                            f"({_of_kind('cached')} - {_of_kind('session_cached')})",
+                            f"({_of_kind('prompt')} - {_of_kind('session_prompt')})",
+                        ),
+                        "without",
+                    ),
+                    most=1.0,
                 ),
                 panel(
                     "Tokens by tenant",
                     "short",
                     "The ten tenants with the most tokens per second.",
-                    (f"topk(10, {rate(f'{GATEWAY}tokens_total', _CHARGED, 'tenant')})", "{{tenant}}"),
+                    (f"topk(10, {rate(_TOKENS, _CHARGED, 'tenant')})", "{{tenant}}"),
                     is_stacked=True,
                 ),
                 panel(

@@ -28,10 +28,8 @@ from triton.compiler import ASTSource
 from engine.runtime.device import device_sampling
 from engine.runtime.device.device_sampling import DeviceSampling
 from engine.runtime.kernels import (
-    autotune,
     begin,
     decode_attention,
-    folding,
     fused,
     matmul,
     prefill_attention,
@@ -207,13 +205,6 @@ def report_dependent() -> None:
     few, tile = meta(64, 4096), split_matmul.split_tiles_for(4096, 4096, 64)[0]
     split = partial(split_matmul.split_matmul, few, matrix(4096, 4096, torch.bfloat16), tile)
     report("dependent split", split_matmul, "split_kernel", split, **on)
-    report("dependent folded adding", split_matmul, "split_kernel", adding(64, tile, torch.bfloat16), **on)
-    x = unscaled(64, 4096)
-    split = partial(split_matmul.split_matmul, x, matrix(6144, 4096, torch.bfloat16), tile)
-    report("dependent folded scaled", split_matmul, "split_kernel", split, **on)
-    weight = matrix(28_672, 4096, torch.bfloat16)
-    scaled = partial(matmul.scaled_matmul, x, weight, matmul.TILES[3], gated=True)
-    report("dependent folded gated", matmul, "skinny_kernel", scaled, **on)
     fp8 = matrix(4096, 4096, torch.float8_e4m3fn)
     assert isinstance(fp8, Fp8Weight)
     restore = partial(restoring.restored, fp8, torch.bfloat16)
@@ -428,42 +419,11 @@ def report_matmul() -> None:
         for tile in {tile.n: tile for tile in split_matmul.split_tiles_for(4096, 4096, rows)}.values():
             product = partial(split_matmul.split_matmul, meta(rows, 4096), weight, tile)
             report(f"split {rows} rows {tile.n}x{tile.k}", split_matmul, "split_kernel", product)
-    report_folded_matmul()
     for group in (0, 128):
         weight = matrix(28_672, 4096, torch.float8_e4m3fn, group)
         assert isinstance(weight, Fp8Weight)
         restore = partial(restoring.restored, weight, torch.bfloat16)
         report(f"restore {group}", restoring, "restore_kernel", restore)
-
-
-def unscaled(rows: int, width: int) -> fused.Unscaled:
-    squares = meta(width // 64, matmul.row_bucket(rows), dtype=torch.float32)
-    return fused.Unscaled(meta(rows, width), squares, 1e-6)
-
-
-def adding(rows: int, tile: matmul.Tile, dtype: torch.dtype, group: int = 0) -> Callable[[], object]:
-    """8B's down projection, and the beginning of the norm behind it."""
-    norm, weight = fused.Norm(meta(4096, dtype=torch.float32), 1e-6), matrix(4096, 14_336, dtype, group)
-    x, stream = meta(rows, 14_336), fused.ResidualStream(meta(rows, 4096))
-    return lambda: split_matmul.adding_matmul(x, weight, tile, stream, norm)
-
-
-def report_folded_matmul() -> None:
-    """8B's products with the norm between them in two parts, by every tile that a start may choose."""
-    for dtype, group in ((torch.bfloat16, 0), (torch.float8_e4m3fn, 128)):
-        qkv, gate_up = matrix(6144, 4096, dtype, group), matrix(28_672, 4096, dtype, group)
-        for rows in (64, 256):
-            x, name = unscaled(rows, 4096), f"{rows} rows{' fp8 blocks' if group else ''}"
-            for tile in {tile.n: tile for tile in split_matmul.split_tiles_for(4096, 4096, rows)}.values():
-                of, launch = f"{name} {tile.n}x{tile.k}", adding(rows, tile, dtype, group)
-                report(f"folded adding {of}", split_matmul, "split_kernel", launch)
-                launch = partial(split_matmul.split_matmul, x, qkv, tile)
-                report(f"folded scaled {of}", split_matmul, "split_kernel", launch)
-            for tile in folding.scaled_tiles(
-                autotune.DeviceLinear(gate_up, gated=True), torch.bfloat16, rows
-            ):
-                launch = partial(matmul.scaled_matmul, x, gate_up, tile, gated=True)
-                report(f"folded gated {name} {tile.n}x{tile.k}", matmul, "skinny_kernel", launch)
 
 
 if __name__ == "__main__":
