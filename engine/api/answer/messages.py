@@ -151,6 +151,8 @@ class MessagesEncoder:
     # -- a whole answer's -----------------------------------------------------------------------------
 
     def _blocks(self, parts: Sequence[Part]) -> Iterator[AnswerBlock]:
+        if not (self._heading.sends_reasoning or self._heading.hides_reasoning):
+            parts = [part for part in parts if part.kind is not PartKind.REASONING]
         at = 0
         while at < len(parts):
             part, at = parts[at], at + 1
@@ -165,7 +167,7 @@ class MessagesEncoder:
                     yield AnswerText(text)
                 case PartKind.REASONING if self._heading.sends_reasoning:
                     yield AnswerThinking(text, SIGNATURE)
-                case PartKind.REASONING if self._heading.hides_reasoning:
+                case PartKind.REASONING:
                     yield AnswerThinking("", sealed(text if len(text) <= THOUGHTS_LEN_MAX else ""))
                 case PartKind.CALL:
                     self._calls += 1
