@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,7 +15,7 @@ import pytest
 import trustme
 from hypothesis import settings
 
-from tests import tracing
+from tests import outcomes, tracing
 
 TRACING = tracing.Tracing() if tracing.VARIABLE in os.environ else None
 
@@ -47,8 +47,20 @@ os.environ["SSL_CERT_FILE"] = _trusted.name
 # transformers loads each tensor on a thread, which for those of a toy model takes longer than the copying.
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 
-settings.register_profile("penstock", deadline=None)  # a busy machine is slow, not wrong
+settings.register_profile("penstock", deadline=None, print_blob=True)  # a busy machine is slow, not wrong
 settings.load_profile("penstock")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    outcomes.install(config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    outcomes.judge_skip(report)
+    return report
 
 
 def pytest_xdist_auto_num_workers() -> int:
