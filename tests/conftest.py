@@ -23,6 +23,7 @@ TRACING = tracing.Tracing() if tracing.VARIABLE in os.environ else None
 from gateway.relay import checked_bundles  # noqa: E402
 from gateway.relay.tokenizer_child import checked  # noqa: E402
 from tests.line_check import SUITES  # noqa: E402
+from tests.ship import tools  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 
@@ -78,6 +79,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    tools.asked_by = None if item.get_closest_marker("network") else item.nodeid
     if TRACING:
         TRACING.follow(item.path)
 

@@ -23,6 +23,8 @@ from tests.ship.rendering import (
 )
 from tests.ship.values_schema import CHART
 
+pytestmark = pytest.mark.network
+
 ALL = ("", *PRESETS)
 
 
