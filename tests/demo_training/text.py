@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -13,6 +13,8 @@ SPECIAL_TOKENS = (PAD, START, END)
 VOCAB_SIZE = 2048
 ANSWER_TOKENS_MAX = 300
 
+CALLS = 'Call a function by <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>.'
+"""The end of a system prompt with functions."""
 CHAT_TEMPLATE = (
     "{%- if tools -%}"
     "{{ '<|im_start|>system\\n' }}"
@@ -58,6 +60,21 @@ def render(messages: Messages, ask: bool = False) -> str:
     """The text that `CHAT_TEMPLATE` renders; with `ask` it ends with the head of the assistant's answer."""
     text = "".join(f"{START}{role}\n{content}{END}\n" for role, content in messages)
     return text + f"{START}assistant\n" if ask else text
+
+
+def with_functions(system: str, functions: Sequence[tuple[str, Sequence[str], str]]) -> str:
+    """The system prompt that `CHAT_TEMPLATE` writes for functions, each a name, parameters, and what it does."""
+    lines = [
+        f"{name}({', '.join(parameters)}){': ' if description else ''}{description}"
+        for name, parameters, description in functions
+    ]
+    return (f"{system}\n\n" if system else "") + "\n".join(("Functions:", *lines, CALLS))
+
+
+def call_text(name: str, arguments: Mapping[str, object]) -> str:
+    """A call as `CHAT_TEMPLATE` writes it, which is what the model is to write."""
+    shown = json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {shown}}}\n</tool_call>'
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:

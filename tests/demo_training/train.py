@@ -5,7 +5,8 @@ embedding and the norms; no text is seen twice but the documents. Conversations 
 batched with others of like length, so that little is padded. Matrices multiply in bf16 under autocast, where
 the CPU has instructions for it; what is evaluated and written are the bf16 weights.
 
-Two rounds: one over `corpus`, then a shorter one at a lower rate over `polish`, whose wordings are freer.
+Three rounds: one over `corpus`, then a shorter one at a lower rate over `polish`, whose wordings are freer, and
+one over `calls`, for functions and JSON. `--onward DIR` begins with the third, from the weights of a directory.
 
 The run is seeded throughout. Other thread counts or CPUs round sums differently, so weights may differ in
 the last bits there; the tokenizer and the corpus do not.
@@ -19,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -30,12 +32,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.demo import MODEL_DIR
-from tests.demo_training import corpus, evaluate, polish
+from tests.demo_training import calls, corpus, evaluate, polish
 from tests.demo_training.network import DemoModel, Shape
 from tests.demo_training.text import (
     END,
     PAD,
     START,
+    Messages,
     answer_spans,
     render,
     save_tokenizer,
@@ -52,9 +55,10 @@ DOCUMENT_COPIES = 6
 TOKENIZER_CONVERSATIONS = 12_000
 MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.02, 0.004, 60
 WEIGHT_DECAY = 0.01
-SECOND_PEAK = 0.35
+SECOND_PEAK, THIRD_PEAK = 0.35, 0.5
 STEPS, DECAY_SHARE = 2600, 0.4
 GRADIENT_NORM_MAX = 1.0
+HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
 TEMPERATURE = 0.1  # what a request that asks for none gets: so small a model means what it says most surely
 
 
@@ -76,16 +80,17 @@ def weighted(ids: list[int], spans: list[range]) -> Example:
 
 
 def encode_conversations(
-    tokenizer: Tokenizer, context_len: int, conversations: Iterable[corpus.Conversation]
+    tokenizer: Tokenizer, context_len: int, conversations: Iterable[Messages]
 ) -> list[Example]:
     """Conversations as token ids, cut at the context."""
-    cut = (e.ids[:context_len] for e in tokenizer.encode_batch([render(c.messages()) for c in conversations]))
+    cut = (e.ids[:context_len] for e in tokenizer.encode_batch([render(each) for each in conversations]))
     return [weighted(ids, answer_spans(ids, tokenizer)) for ids in cut]
 
 
 def encode_corpus(tokenizer: Tokenizer, context_len: int, count: int = corpus.CONVERSATIONS) -> list[Example]:
     """All conversations and documents of the first round."""
-    examples = encode_conversations(tokenizer, context_len, corpus.conversations(count))
+    told = (each.messages() for each in corpus.conversations(count))
+    examples = encode_conversations(tokenizer, context_len, told)
     for document in corpus.documents() * DOCUMENT_COPIES:
         ids = tokenizer.encode(document + END).ids
         examples.append(weighted(ids, [range(1, len(ids))]))
@@ -133,11 +138,41 @@ def tensors(batch: list[Example], pad_id: int) -> tuple[Tensor, Tensor, Tensor, 
     )
 
 
+class _Muon(torch.optim.Optimizer):
+    """Muon as in `torch.optim`, in float32, as that computes in bf16 whatever the processor can do."""
+
+    def __init__(
+        self, params: list[torch.nn.Parameter], lr: float, weight_decay: float, momentum: float
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                momentum = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+                momentum.lerp_(param.grad, 1 - group["momentum"])
+                update = orthogonal(param.grad.lerp(momentum, group["momentum"]))
+                scale = max(1.0, param.shape[0] / param.shape[1]) ** 0.5
+                param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+
+
+def orthogonal(gradient: Tensor) -> Tensor:
+    """The nearest matrix [m, n] with orthogonal rows or columns, nearly, by five steps of Newton and Schulz."""
+    wide = gradient.T if gradient.shape[0] > gradient.shape[1] else gradient
+    wide = wide / wide.norm().clamp(min=1e-7)
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(5):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if gradient.shape[0] > gradient.shape[1] else wide
+
+
 def optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
-        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=WEIGHT_DECAY, momentum=0.95),
+        _Muon(matrices, lr=MUON_RATE, weight_decay=WEIGHT_DECAY, momentum=0.95),
         torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
@@ -186,10 +221,10 @@ def train(
     """Runs the plan from step `first` on; yields (steps done, loss) after each step. `factors` are the
     learning rate's, one per step; by default those of a single round."""
     factors = factors or [learning_rate_factor(step, len(plan)) for step in range(len(plan))]
-    peaks = [MUON_RATE, ADAM_RATE]
+    peaks = [[group["lr"] for group in opt.param_groups] for opt in opts]
     for step in range(first, len(plan)):
         ids, positions, targets, weights = tensors(plan[step], pad_id)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=HAS_BF16):
             hidden, _ = model.hidden(ids)
             logits = model.logits(hidden.flatten(0, 1)[positions])
         losses = functional.cross_entropy(logits.float(), targets, reduction="none")
@@ -197,8 +232,8 @@ def train(
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM_MAX)
         factor = factors[step]
-        for opt, peak in zip(opts, peaks, strict=True):
-            for group in opt.param_groups:
+        for opt, own in zip(opts, peaks, strict=True):
+            for group, peak in zip(opt.param_groups, own, strict=True):
                 group["lr"] = peak * factor
             opt.step()
             opt.zero_grad(set_to_none=True)
@@ -252,10 +287,30 @@ def write(model: DemoModel, tokenizer: Tokenizer, directory: Path) -> None:
     save_tokenizer(tokenizer, directory, shape.context_len)
 
 
+def tokenizer_of_corpus() -> Tokenizer:
+    """The tokenizer, trained on the first round's text."""
+    texts = [render(c.messages()) for c in corpus.conversations(TOKENIZER_CONVERSATIONS)] + corpus.documents()
+    return train_tokenizer(text.replace(START, "").replace(END, "") for text in texts)
+
+
+def extend(
+    plan: list[list[Example]],
+    factors: list[float],
+    examples: list[Example],
+    seed: int,
+    peak: float = SECOND_PEAK,
+) -> None:
+    """Add a round to the plan, whose rate is at most `peak` times that of the first."""
+    more = batches(examples, Random(seed))
+    plan += more
+    factors += [peak * learning_rate_factor(at, len(more), decay_share=1.0) for at in range(len(more))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="where the model directory is written")
     parser.add_argument("--steps", type=int, default=STEPS, help="batches of the first round")
+    parser.add_argument("--onward", type=Path, help="a model directory from which the third round goes on")
     parser.add_argument("--log-every", type=int, default=25, help="steps between two lines of the log")
     parser.add_argument("--progress", type=Path, help="a file to keep the progress in, and to go on from")
     parser.add_argument("--keep-every", type=int, default=50, help="steps between two writes of that file")
@@ -264,30 +319,44 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     torch.manual_seed(corpus.SEED)
     began = time.monotonic()
-    texts = [render(c.messages()) for c in corpus.conversations(TOKENIZER_CONVERSATIONS)] + corpus.documents()
-    tokenizer = train_tokenizer(text.replace(START, "").replace(END, "") for text in texts)
-    model = DemoModel(Shape(vocab_size=tokenizer.get_vocab_size()))
-    examples = encode_corpus(tokenizer, model.shape.context_len)
-    plan = batches(examples, Random(corpus.SEED))[: options.steps]
-    factors = [learning_rate_factor(step, len(plan)) for step in range(len(plan))]
-    second = encode_conversations(tokenizer, model.shape.context_len, polish.conversations())
-    more = batches(second, Random(polish.SEED))
-    steps = range(len(more))
-    factors += [SECOND_PEAK * learning_rate_factor(step, len(more), decay_share=1.0) for step in steps]
-    plan += more
+    if options.onward:
+        tokenizer = Tokenizer.from_file(str(options.onward / "tokenizer.json"))
+        model = DemoModel(Shape(vocab_size=tokenizer.get_vocab_size()))
+        weights = load_file(options.onward / "model.safetensors")
+        model.load_state_dict({name: value.float() for name, value in weights.items()})
+        plan, factors = list[list[Example]](), list[float]()
+    else:
+        tokenizer = tokenizer_of_corpus()
+        model = DemoModel(Shape(vocab_size=tokenizer.get_vocab_size()))
+        plan = batches(encode_corpus(tokenizer, model.shape.context_len), Random(corpus.SEED))[
+            : options.steps
+        ]
+        factors = [learning_rate_factor(step, len(plan)) for step in range(len(plan))]
+        second = (each.messages() for each in polish.conversations())
+        extend(plan, factors, encode_conversations(tokenizer, model.shape.context_len, second), polish.SEED)
+    third, third_factors = list[list[Example]](), list[float]()
+    told = encode_conversations(tokenizer, model.shape.context_len, calls.conversations())
+    extend(third, third_factors, told, calls.SEED, THIRD_PEAK)
     parameters = sum(p.numel() for p in model.parameters())
-    tokens = sum(len(e.ids) for batch in plan for e in batch)
-    print(f"{parameters} parameters, {tokens} tokens, {len(plan)} steps", flush=True)
+    tokens = sum(len(e.ids) for batch in plan + third for e in batch)
+    print(f"{parameters} parameters, {tokens} tokens, {len(plan) + len(third)} steps", flush=True)
 
-    opts, losses, first = optimizers(model), list[float](), 0
+    opts, losses, first, pad_id = optimizers(model), list[float](), 0, token_id(tokenizer, PAD)
     if options.progress and options.progress.exists():
         first = load_progress(options.progress, model, opts)
-    for step, loss in train(model, opts, plan, token_id(tokenizer, PAD), first, factors):
+    steps = enumerate(
+        chain(
+            train(model, opts, plan, pad_id, first, factors),
+            train(model, optimizers(model), third, pad_id, 0, third_factors),
+        ),
+        first + 1,
+    )
+    for step, (_, loss) in steps:
         losses.append(loss)
         if step % options.log_every == 0:
             mean = sum(losses[-options.log_every :]) / len(losses[-options.log_every :])
             print(f"step {step} loss {mean:.4f} seconds {time.monotonic() - began:.0f}", flush=True)
-        if options.progress and step % options.keep_every == 0:
+        if options.progress and step % options.keep_every == 0 and step <= len(plan):
             save_progress(options.progress, model, opts, step)
     write(model, tokenizer, options.out)
     print(evaluate.report(rounded(model), tokenizer), flush=True)
