@@ -14,15 +14,15 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from helm.make.boards.alerts import ALERTS, proofs
+from helm.make.boards.dashboards import DASHBOARDS
+from helm.make.boards.files import HELM, RULES, contents
+from helm.make.boards.metrics import grouped_by, read_by
 from shared.cli.settings import text_of
 from shared.process.metrics import REGISTRY, Counter, GaugeFamily, Histogram
 from tests import metrics_page
 from tests.services import KEY, MODEL, PATIENCE_S, admin_url, engine, engine_url, gateway, gateway_url
 from tests.ship import tools
-from tests.ship.boards.alerts import ALERTS, proofs
-from tests.ship.boards.dashboards import DASHBOARDS
-from tests.ship.boards.files import HELM, RULES, contents
-from tests.ship.boards.metrics import grouped_by, read_by
 from tests.ship.grafana_types import problems
 
 QUERIES = [query for dashboard in DASHBOARDS.values() for query in dashboard.queries]
@@ -37,7 +37,7 @@ Labels = dict[str, set[str]]
 def test_the_files_are_as_described() -> None:
     made = contents()
     for path, text in made.items():
-        assert path.read_text() == text, f"{path.name}: run python -m tests.ship.boards"
+        assert path.read_text() == text, f"{path.name}: run python -m helm.make.boards"
     assert {*HELM.glob("dashboards/*.json"), *HELM.glob("alerts/*")} <= made.keys()
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from helm.make.values_schema import CHART
 from tests.ship.rendering import of_kind, render
-from tests.ship.values_schema import CHART
 
 STREAM, GROUP = CHART / "scripts/stream.py", CHART / "scripts/group.py"
 PATIENCE_S = 60

@@ -188,7 +188,7 @@ nothing."""
 
 @pytest.mark.parametrize("first", range(0, RANDOM_WORLDS, BATCH))
 def test_laws_hold_in_random_worlds(first: int) -> None:
-    """Two thirds of the worlds run plain steps, one third overlapped ones. What they compute is charged or named."""
+    """A third of the worlds run overlapped steps. What they compute is charged or named."""
     seen: Counter[object] = Counter()
     for seed in range(first, first + BATCH):
         report = (simulate_overlapped if seed % 3 == 0 else simulate)(seed, random_config(seed))
