@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import io
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -27,6 +26,8 @@ from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.fake_engine import FakeEngine, byte_bundle
 from tests.gateway.redis_server import RedisServer, redis_server, redis_store
+from tests.waiting import PATIENCE_S as PATIENCE_S
+from tests.waiting import until as until
 
 
 @pytest.fixture(scope="session")
@@ -57,10 +58,8 @@ async def clock_and_store(
 
 KEY = "dev-key"
 OTHER_KEY = "other-key"
-PATIENCE_S = 10.0
 CONVERSATIONS = 16
 """Conversations of which some are at home at either of two engines, whatever their ports."""
-"""Nothing takes this long; a test that is wrong fails then instead of hanging."""
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = "user:hi\nassistant:"
@@ -96,13 +95,6 @@ async def error_of(answer: aiohttp.ClientResponse) -> dict[str, Any]:
     assert set(body["error"]) == {"message", "type", "param", "code"}
     error: dict[str, Any] = body["error"]
     return error
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let everybody run until it holds."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 -- what it watches sets no event
-            await asyncio.sleep(0.001)
 
 
 @dataclass
