@@ -8,14 +8,11 @@ from typing import Final
 
 PATIENCE_S: Final = 60.0
 """Nothing takes this long; a test that is wrong fails then instead of hanging."""
-TURNS: Final = 100
-"""Turns of the event loop that are taken at once. What lasts longer is another process's doing."""
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Let everybody else run until the condition holds."""
+async def until(condition: Callable[[], bool], pause_s: float = 0.0) -> None:
+    """Let everybody else run until the condition holds. `pause_s`: between two looks, where other processes
+    have to do something."""
     async with asyncio.timeout(PATIENCE_S):
-        turns = 0
-        while not condition():
-            await asyncio.sleep(0 if turns < TURNS else 0.001)
-            turns += 1
+        while not condition():  # noqa: ASYNC110 -- what it watches sets no event
+            await asyncio.sleep(pause_s)

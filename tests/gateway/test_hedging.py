@@ -18,6 +18,8 @@ from tests.gateway.conftest import OTHER_KEY, House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, FakeEngine, Script, byte_bundle, chunk, closing, stream
 from tests.gateway.test_disconnect import RawClient, body
 
+pytestmark = pytest.mark.both_protocols
+
 HEDGED = {"default": {"hedge": True}}
 GOOD = stream(chunk("a"), end=closing(10, 1))
 

@@ -27,6 +27,8 @@ from tests.gateway.fake_engine import (
     unary,
 )
 
+pytestmark = pytest.mark.both_protocols
+
 DONE = b"data: [DONE]\n\n"
 # -- what passes ----------------------------------------------------------------------------------
 
