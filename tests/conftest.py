@@ -15,7 +15,7 @@ import pytest
 import trustme
 from hypothesis import settings
 
-from tests import outcomes, tracing
+from tests import effort, outcomes, tracing
 
 TRACING = tracing.Tracing() if tracing.VARIABLE in os.environ else None
 
@@ -68,6 +68,14 @@ def pytest_xdist_auto_num_workers() -> int:
     """One process more than there are cores: a third of the suite's time is waiting for services that start,
     stop and die."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to `.ci/nightly` what is marked so."""
+    if not effort.IS_WHOLE:
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:
