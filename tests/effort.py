@@ -10,7 +10,8 @@ marked `nightly`; whoever changes the scheduler, the relay, the accounts or the 
 from __future__ import annotations
 
 import os
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeVar
 
 IS_WHOLE: Final = os.environ.get("DRAWN") == "whole"
 
@@ -18,3 +19,11 @@ IS_WHOLE: Final = os.environ.get("DRAWN") == "whole"
 def drawn(usual: int, whole: int) -> int:
     """The number to draw, or to try, in this run."""
     return whole if IS_WHOLE else usual
+
+
+T = TypeVar("T")
+
+
+def some(cases: Sequence[T], usual: int) -> Sequence[T]:
+    """The cases to try in this run: the first few, or all."""
+    return cases if IS_WHOLE else cases[:usual]

@@ -20,6 +20,7 @@ from engine.runtime.device.rehearsal import Unjoined
 from engine.runtime.device.slots import DeviceBatch
 from engine.runtime.step.batch import Row
 from engine.runtime.step.protocols import AttentionSpec
+from tests.effort import some
 from tests.engine.models import reference_greedy
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.device.card import FakeCard, fake_config, load_fake
@@ -73,7 +74,7 @@ def watch(runner: DeviceRunner) -> list[int]:
     return replayed
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", some(["mistral", "qwen3"], usual=1))
 def test_a_step_by_a_graph_is_the_step_by_launches(tiny_model: MakeModel, family: str) -> None:
     """With a window or not: prompts in chunks beside decodes, pages shuffled and poisoned, tokens and
     log-probabilities as a CPU's."""
