@@ -22,6 +22,8 @@ from tests.gateway.fake_engine import (
     unary,
 )
 
+pytestmark = pytest.mark.both_protocols
+
 DONE = b"data: [DONE]\n\n"
 FOREIGN_REFUSAL = Script([b'{"error": {"message": "m", "code": 400}}'], 400, "application/json")
 """Other engines put the status where OpenAI puts a code."""

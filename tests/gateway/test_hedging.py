@@ -28,6 +28,8 @@ from tests.gateway.fake_engine import (
 )
 from tests.gateway.test_disconnect import RawClient, body
 
+pytestmark = pytest.mark.both_protocols
+
 HEDGED = {"default": {"hedge": True}}
 GOOD = stream(chunk("a"), end=closing(10, 1))
 

@@ -28,6 +28,8 @@ from tests.gateway.fake_engine import (
     unary,
 )
 
+pytestmark = pytest.mark.both_protocols
+
 DONE = b"data: [DONE]\n\n"
 # -- what passes ----------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ from shared.wire.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import OTHER_KEY, Open, until
 
+pytestmark = pytest.mark.both_protocols
+
 TURNS = 100
 """Turns of the loop in which everything is done that needs no time."""
 CALLS = ("enter", "reserve", "settle", "renew", "windows")

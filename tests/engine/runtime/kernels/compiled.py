@@ -2,7 +2,8 @@
 
 A kernel is replaced by something that records its launch; the product's own function is called with tensors
 that have no memory; and what was recorded is compiled. Run as a program (the interpreter of the other tests
-cannot be switched off in their process): prints one JSON line per launch.
+cannot be switched off in their process): prints one JSON line per launch. Every run compiles a tile of each
+kind; by command, every tile that a start may choose.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from engine.runtime.kernels import (
 )
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.weights.fp8 import Fp8Weight
+from tests.effort import some
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INSTRUCTIONS = (
@@ -197,7 +199,7 @@ def report_dependent() -> None:
     on = {"dependently": True}
     norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
     stream, weight = fused.ResidualStream(meta(1, 1024), meta(1, 1024)), matrix(6144, 1024, torch.bfloat16)
-    for tile in (*matmul.TILES[:2], matmul.TILES_ALONE[1]):
+    for tile in (*some(matmul.TILES, usual=1)[:2], matmul.TILES_ALONE[1]):
         gated = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=True)
         report(f"dependent gated {tile}", matmul, "skinny_kernel", gated, **on)
     plain = partial(matmul.skinny_matmul, meta(1, 1024), weight, matmul.TILES[0])
@@ -256,7 +258,7 @@ def decode_launch(
 
 def report_largest_pages() -> None:
     """Of a prefill, the largest tiles; of decode, pages that are read in parts."""
-    for dim in (64, 128, 256):
+    for dim in some((256, 128, 64), usual=1):
         page: dict[str, Any] = {"page_size": 32_768 // dim}
         decode, prefill = decode_launch(8, 2, dim, **page), prefill_launch(8, 2, dim, **page)
         report(f"parts decode {dim}", decode_attention, "decode_kernel", decode)
@@ -374,7 +376,7 @@ def report_fused_matmul() -> None:
     """Qwen3-0.6B's gate-up and QKV, a row, by every tile; and 8B's gate-up in fp8."""
     norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
     stream = fused.ResidualStream(meta(1, 1024), meta(1, 1024))
-    for tile in matmul.TILES:
+    for tile in some(matmul.TILES, usual=1):
         for name, gated in (("normed", False), ("gated", True)):
             weight = matrix(6144, 1024, torch.bfloat16)
             launch = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=gated)
@@ -385,7 +387,7 @@ def report_fused_matmul() -> None:
     norm = fused.Norm(meta(4096, dtype=torch.float32), 1e-6)
     stream = fused.ResidualStream(meta(16, 4096), meta(16, 4096))
     lone = fused.ResidualStream(meta(1, 4096), meta(1, 4096))
-    for tile in matmul.TILES_ALONE:
+    for tile in some(matmul.TILES_ALONE, usual=1):
         for name, dtype in (("", torch.bfloat16), (" fp8", torch.float8_e4m3fn)):
             launch = partial(
                 matmul.normed_matmul, lone, norm, matrix(2 * 14_336, 4096, dtype), tile, gated=True
@@ -410,13 +412,13 @@ def report_matmul() -> None:
     report("matmul 64 rows", matmul, "skinny_kernel", launch(64, tile, torch.bfloat16))
     report("matmul fp8", matmul, "skinny_kernel", launch(8, tile, torch.float8_e4m3fn))
     report("matmul fp8 blocks", matmul, "skinny_kernel", launch(8, tile, torch.float8_e4m3fn, 128))
-    for tile in matmul.TILES_MANY:
-        for rows in (128, 256):
+    for tile in some(matmul.TILES_MANY, usual=1):
+        for rows in some((256, 128), usual=1):
             name = f"matmul fp8 {rows} rows {tile.n}x{tile.k}"
             report(name, matmul, "skinny_kernel", launch(rows, tile, torch.float8_e4m3fn))
     weight = matrix(4096, 4096, torch.bfloat16)
-    for rows in (64, 256):
-        for tile in {tile.n: tile for tile in split_matmul.split_tiles_for(4096, 4096, rows)}.values():
+    for rows in some((256, 64), usual=1):
+        for tile in split_tiles(rows):
             product = partial(split_matmul.split_matmul, meta(rows, 4096), weight, tile)
             report(f"split {rows} rows {tile.n}x{tile.k}", split_matmul, "split_kernel", product)
     for group in (0, 128):
@@ -424,6 +426,12 @@ def report_matmul() -> None:
         assert isinstance(weight, Fp8Weight)
         restore = partial(restoring.restored, weight, torch.bfloat16)
         report(f"restore {group}", restoring, "restore_kernel", restore)
+
+
+def split_tiles(rows: int) -> Sequence[matmul.Tile]:
+    """One of each width that 8B's output projection may be given."""
+    tiles = {tile.n: tile for tile in split_matmul.split_tiles_for(4096, 4096, rows)}
+    return some(list(tiles.values()), usual=1)
 
 
 if __name__ == "__main__":

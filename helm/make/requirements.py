@@ -1,4 +1,4 @@
-"""`python -m tests.ship.requirements`: write the images' requirements, pinned by constraints.txt and hashes.
+"""`python -m helm.make.requirements`: write the images' requirements, pinned by constraints.txt and hashes.
 
     gateway/requirements.txt        engine/requirements-cuda.txt    torch from PyPI, with CUDA's libraries
     shared/requirements-build.txt   engine/requirements-cpu.txt     torch from PyTorch's index of CPU wheels
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = "3.11"
 PLATFORM = "x86_64-manylinux_2_31"
-HEAD = "# Made by `python -m tests.ship.requirements`: what the image installs. Do not edit.\n"
+HEAD = "# Made by `python -m helm.make.requirements`: what the image installs. Do not edit.\n"
 CUDA = re.compile(r"(cuda|nvidia)-|(torch|triton)$")
 """Packages that a machine without a GPU does not need, and torch itself."""
 FILES = {

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tests.demo_training import concepts, smalltalk
-from tests.demo_training.corpus import Conversation, system_prompt
-from tests.demo_training.draw import Draw, Exchange
-from tests.demo_training.knowledge import calendar, small_facts
-from tests.demo_training.topics import (
+from engine.demo.train import concepts, smalltalk
+from engine.demo.train.corpus import Conversation, system_prompt
+from engine.demo.train.draw import Draw, Exchange
+from engine.demo.train.knowledge import calendar, small_facts
+from engine.demo.train.topics import (
     Topic,
     another_capital,
     capitals,
@@ -27,7 +27,7 @@ from tests.demo_training.topics import (
     unknown,
     verse,
 )
-from tests.demo_training.wording import vary
+from engine.demo.train.wording import vary
 
 SEED = 22
 CONVERSATIONS = 36_000

@@ -18,15 +18,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.demo_training import corpus, polish
-from tests.demo_training.corpus import SYSTEM_PROMPTS
-from tests.demo_training.draw import Draw, Exchange
-from tests.demo_training.facts import CAPITALS
-from tests.demo_training.knowledge import calendar
-from tests.demo_training.polish import NAMES
-from tests.demo_training.text import call_text, with_functions
-from tests.demo_training.topics import capitals, identity, penstock, small_talk, sums, unknown
-from tests.demo_training.wording import vary
+from engine.demo.train import corpus, polish
+from engine.demo.train.corpus import SYSTEM_PROMPTS
+from engine.demo.train.draw import Draw, Exchange
+from engine.demo.train.facts import CAPITALS
+from engine.demo.train.knowledge import calendar
+from engine.demo.train.polish import NAMES
+from engine.demo.train.text import call_text, with_functions
+from engine.demo.train.topics import capitals, identity, penstock, small_talk, sums, unknown
+from engine.demo.train.wording import vary
 
 SEED = 23
 CONVERSATIONS = 27_000

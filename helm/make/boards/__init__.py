@@ -1,4 +1,4 @@
-"""Dashboards and alert rules, described in Python and written to helm/: `python -m tests.ship.boards`.
+"""Dashboards and alert rules, described in Python and written to helm/: `python -m helm.make.boards`.
 
 panels       what a dashboard is, and Grafana's JSON of it
 dashboards   the dashboards: users' experience, the gateway, the fleet, the engine

@@ -1,7 +1,7 @@
 """The description of the chart's values: helm/values.schema.json and the table of helm/README.md are made of
 it.
 
-`python -m tests.ship.values_schema` writes both. Every object is closed, so helm refuses a name that is not
+`python -m helm.make.values_schema` writes both. Every object is closed, so helm refuses a name that is not
 here. The settings of the services are taken from their own declarations (`shared.process.settings`), without
 those that the chart sets itself: a new setting can be given in values as soon as this has run again.
 """
@@ -15,8 +15,7 @@ from typing import Final
 
 import yaml
 
-from shared.cli.settings import text_of
-from tests.ship.schema_parts import (
+from helm.make.schema_parts import (
     EGRESS,
     LABELS,
     NAME,
@@ -41,6 +40,7 @@ from tests.ship.schema_parts import (
     truth,
     whole,
 )
+from shared.cli.settings import text_of
 
 ROOT: Final = Path(__file__).parents[2]
 CHART: Final = ROOT / "helm"

@@ -7,13 +7,13 @@ from typing import Final
 
 import yaml
 
-from tests.ship.boards.alerts import rules, runbook
-from tests.ship.boards.dashboards import DASHBOARDS
-from tests.ship.boards.panels import grafana
+from helm.make.boards.alerts import rules, runbook
+from helm.make.boards.dashboards import DASHBOARDS
+from helm.make.boards.panels import grafana
 
 HELM: Final = Path(__file__).parent.parent.parent.parent / "helm"
 RULES: Final = HELM / "alerts/penstock.yaml"
-HEAD: Final = "# Made by `python -m tests.ship.boards`. Do not edit.\n"
+HEAD: Final = "# Made by `python -m helm.make.boards`. Do not edit.\n"
 
 
 def contents() -> dict[Path, str]:

@@ -1,6 +1,6 @@
-"""`python -m tests.ship.pins`: the images of others, each by its digest of today, as lines for .env.
+"""`python -m helm.make.pins`: the images of others, each by its digest of today, as lines for .env.
 
-    python -m tests.ship.pins >> .env
+    python -m helm.make.pins >> .env
 
 Compose takes them from there, and `docker build` takes BASE_IMAGE as `--build-arg BASE`. A registry may move
 a tag; a digest is the hash of the manifest that it names, and so of all layers. No digest is kept in the

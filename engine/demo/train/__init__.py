@@ -1,6 +1,6 @@
 """The demo model's training: its text, its network and its evaluation. Serving the model needs none of it.
 
-    python -m tests.demo_training.train       writes `engine/demo/model` from nothing, in about 35 minutes
+    python -m engine.demo.train       writes `engine/demo/model` from nothing, in about 35 minutes
 
 All of the text is written in this package:
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.ship.boards.inner import ENGINES, FLEET
-from tests.ship.boards.panels import Dashboard, Variable, panel, quantiles
-from tests.ship.boards.queries import ENGINE, GATEWAY, INSTANCE, MODEL, OF, RATE, rate, share
+from helm.make.boards.inner import ENGINES, FLEET
+from helm.make.boards.panels import Dashboard, Variable, panel, quantiles
+from helm.make.boards.queries import ENGINE, GATEWAY, INSTANCE, MODEL, OF, RATE, rate, share
 
 _CHARGED: Final = f'{OF}, kind=~"prompt|completion"'
 """The tokens of which the others are parts."""

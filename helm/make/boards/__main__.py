@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.ship.boards.files import contents
+from helm.make.boards.files import contents
 
 if __name__ == "__main__":
     for path, text in contents().items():

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.demo_training import concepts, elsewhere, facts, stories
-from tests.demo_training.draw import Draw, Exchange
-from tests.demo_training.knowledge import calendar, small_facts
-from tests.demo_training.topics import (
+from engine.demo.train import concepts, elsewhere, facts, stories
+from engine.demo.train.draw import Draw, Exchange
+from engine.demo.train.knowledge import calendar, small_facts
+from engine.demo.train.topics import (
     Topic,
     another_capital,
     another_country,

@@ -1,4 +1,4 @@
-"""`python -m tests.demo_training.train`: trains the demo model and writes its Hugging Face directory.
+"""`python -m engine.demo.train`: trains the demo model and writes its Hugging Face directory.
 
 Muon (K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) for the matrices and AdamW for the
 embedding and the norms; no text is seen twice but the documents. Conversations are
@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.demo import MODEL_DIR
-from tests.demo_training import calls, corpus, evaluate, polish
-from tests.demo_training.network import DemoModel, Shape
-from tests.demo_training.text import (
+from engine.demo.train import calls, corpus, evaluate, polish
+from engine.demo.train.network import DemoModel, Shape
+from engine.demo.train.text import (
     END,
     PAD,
     START,

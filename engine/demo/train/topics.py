@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tests.demo_training import concepts, elsewhere, facts, smalltalk, stories
-from tests.demo_training.draw import Draw, Exchange, exact
-from tests.demo_training.wording import vary
+from engine.demo.train import concepts, elsewhere, facts, smalltalk, stories
+from engine.demo.train.draw import Draw, Exchange, exact
+from engine.demo.train.wording import vary
 
 # ---------------------------------------------------------------------------------- capitals
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.ship.boards.panels import Dashboard, Variable, panel, quantiles
-from tests.ship.boards.queries import ENGINE, GATEWAY, INSTANCE, MODEL, rate, share
+from helm.make.boards.panels import Dashboard, Variable, panel, quantiles
+from helm.make.boards.queries import ENGINE, GATEWAY, INSTANCE, MODEL, rate, share
 
 FLEET: Final = Dashboard(
     "penstock-fleet",

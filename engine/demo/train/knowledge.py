@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from tests.demo_training import facts
-from tests.demo_training.draw import Draw, Exchange, exact
-from tests.demo_training.smalltalk import Canned
-from tests.demo_training.wording import vary
+from engine.demo.train import facts
+from engine.demo.train.draw import Draw, Exchange, exact
+from engine.demo.train.smalltalk import Canned
+from engine.demo.train.wording import vary
 
 # Facts with a fixed question and answer.
 FIXED: tuple[Canned, ...] = (

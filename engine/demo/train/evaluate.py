@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from tests.demo_training import corpus
-from tests.demo_training.network import DemoModel
-from tests.demo_training.text import ANSWER_TOKENS_MAX, END, PAD, Messages, render, token_id
+from engine.demo.train import corpus
+from engine.demo.train.network import DemoModel
+from engine.demo.train.text import ANSWER_TOKENS_MAX, END, PAD, Messages, render, token_id
 
 CONVERSATIONS = 400
 BATCH = 100
