@@ -193,10 +193,10 @@ def _memory(stats: CoreStats) -> Iterator[Metric]:
     pages.add_metric(["cached"], stats.pages_cached)
     pages.add_metric(["owned"], stats.pages_owned)
     yield pages
-    yield _gauge("kept_pages", "Cached pages that are kept for a session's next turn.", stats.pages_kept)
+    yield _gauge("session_pages", "Cached pages that are kept for a session's next turn.", stats.pages_kept)
     kept = CounterMetricFamily(
-        f"{PREFIX}kept_page_events",
-        "What happened to kept pages in their time.",
+        f"{PREFIX}session_page_events",
+        "What happened to such pages: found by a turn, or evicted in their time.",
         labels=["event"],
     )
     kept.add_metric(["found"], stats.kept_found)

@@ -151,7 +151,7 @@ async def _engine(model: Path, cache_bytes: int, keep_s: float) -> AsyncIterator
 async def _measured(model: Path, cache_bytes: int, subject: Subject, turns: int, seed: int) -> Beside:
     async with contextlib.AsyncExitStack() as stack:
         starting = [_engine(model, cache_bytes, subject.keep_s) for _ in range(ENGINES)]
-        engines = await asyncio.gather(*map(stack.enter_async_context, starting))
+        engines = [await stack.enter_async_context(one) for one in starting]
         server = await stack.enter_async_context(gateway_by(subject.rule, engines))
         return await _Traffic(server, turns, seed).run()
 
