@@ -49,7 +49,7 @@ _NOT_TAKEN: Final = {
 """What is said of types that callers may expect, beside their name."""
 
 
-class Conversation(Struct, frozen=True):
+class InputMessages(Struct, frozen=True):
     """An input as messages."""
 
     messages: list[ChatMessage]
@@ -59,7 +59,7 @@ class Conversation(Struct, frozen=True):
     """The place of the first image. None without one."""
 
 
-def conversation(instructions: str | None, given: str | Sequence[InputItem]) -> Conversation:
+def conversation(instructions: str | None, given: str | Sequence[InputItem]) -> InputMessages:
     """The messages of an input, behind the instructions. Raises InvalidRequest, and UnsupportedParameter for
     items and parts of other types than those that are read here."""
     reader = _Reader()
@@ -71,7 +71,7 @@ def conversation(instructions: str | None, given: str | Sequence[InputItem]) -> 
         reader.read(given)
         if not reader.messages:
             raise InvalidRequest(f"{PARAM} has no item that says anything.", param=PARAM)
-    return Conversation(reader.messages, tuple(reader.places), reader.image)
+    return InputMessages(reader.messages, tuple(reader.places), reader.image)
 
 
 class _Turn(Struct):

@@ -23,7 +23,7 @@ from shared.apis.generation import GenerationRequest
 from shared.apis.nothing import EMPTY, EXTENSIONS, FALSE, LOOKED_INTO, NONE, PROMPT, Nothing, unsupported
 from shared.apis.prompt import ChatPrompt
 from shared.apis.request import Request
-from shared.apis.responses.conversion import Conversation, conversation
+from shared.apis.responses.conversion import InputMessages, conversation
 from shared.apis.responses.items import InputItem
 from shared.apis.responses.tools import (
     Choosing,
@@ -93,7 +93,7 @@ class _Fields(Protocol):
     conversation: Raw
 
     @property
-    def said(self) -> Conversation: ...
+    def said(self) -> InputMessages: ...
 
     @property
     def offers(self) -> OfferedTools: ...
@@ -244,7 +244,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
     prompt_cache_retention: str | None = None
 
     @cached_property
-    def said(self) -> Conversation:
+    def said(self) -> InputMessages:
         return conversation(self.instructions, self.input)
 
     @cached_property
@@ -357,7 +357,7 @@ class InputTokensRequest(Request, kw_only=True, dict=True):
     truncation: Literal["auto", "disabled"] | None = None
 
     @cached_property
-    def said(self) -> Conversation:
+    def said(self) -> InputMessages:
         return conversation(self.instructions, self.input)
 
     @cached_property

@@ -17,7 +17,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final
 
@@ -36,7 +36,8 @@ from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
 from tests.bench.engine.virtual import UNBOUNDED, VOCAB_SIZE, timed_steps
 from tests.bench.engine.workloads import TRACE_OUTPUT_LENS, TRACE_PROMPT_LENS, drawn_from
-from tests.bench.figures import Figure, at_least, figure, quantile
+from tests.bench.figures import Figure, at_least, figure
+from tests.bench.found_share import Seen
 
 COST: Final = StepCost(
     token_s=2.5e-5, row_s=2.5e-5, pair_s=5e-10, context_s=5e-10, fixed_s=15e-3, page_s=1e-4
@@ -91,24 +92,6 @@ MIXES: Final = (
     Mix("eleven tenants", TENANTS),
     Mix("a tenant that keeps all", keeps_chats=True),
 )
-
-
-@dataclass(slots=True)
-class Seen:
-    """What one kind of requests saw."""
-
-    possible: int = 0
-    """The prompt tokens that a turn before had, or another with the same system prompt."""
-    found: int = 0
-    first_s: list[float] = field(default_factory=list)
-
-    @property
-    def share(self) -> float:
-        return self.found / self.possible
-
-    def ttft(self, q: float) -> float:
-        """A quantile of the times to the first token, in seconds."""
-        return quantile(self.first_s, q)
 
 
 @dataclass(frozen=True, slots=True)

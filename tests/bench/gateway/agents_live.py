@@ -28,8 +28,8 @@ from typing import Any, Final
 import msgspec
 
 from tests.bench.client import ApiServer, TimedRequest
-from tests.bench.engine.agents import Seen
 from tests.bench.figures import Figure, at_least, at_most, figure
+from tests.bench.found_share import Seen
 from tests.bench.gateway.routing_live import MODEL, OWN, PAGE, WORDS, gateway_by, text_of, usage_of
 from tests.bench.gateway.unary import checked
 from tests.bench.services import free_port, service
