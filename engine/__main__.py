@@ -227,6 +227,7 @@ def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
         queue_len_max=held_max(config.max_queue_len, PROMPTS_MAX) + config.max_num_seqs,
         queue_tokens_max=held_max(config.max_queue_tokens, PROMPTS_MAX * runner.max_model_len),
         prefix_cache=config.prefix_cache,
+        session_keep_s=config.session_keep_s,
         stall_deadline_s=config.stall_deadline_s,
         gap_targets_s=(
             config.gap_target_flex_ms / 1e3,

@@ -63,6 +63,7 @@ from gateway.request.salts import salt_of
 from gateway.routing.affinity import affinity_of
 from gateway.routing.policy import Affinity, nowhere
 from gateway.routing.replicas import Replicas
+from gateway.routing.sessions import session_of
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import Holding, weigh, weigh_long
 from shared.apis.validation import INLINE_LEN_MAX
@@ -173,7 +174,7 @@ class Pipeline:
         chosen, count = counted or await self._count(exchange, terms, asked)
         maximum = await self._reserve(exchange, terms, asked.generation, count)
         request = self._outbound(exchange, terms, asked, chosen, count, maximum)
-        affinity = self._affinity(terms, asked.generation, count)
+        affinity = self._affinity(exchange, terms, asked.generation, count)
         return Prepared(
             terms.model,
             request,
@@ -314,7 +315,9 @@ class Pipeline:
             exchange.ignored_fields = parsed.ignored_header
         exchange.is_plain = parsed.is_plain
         generation = parsed.request if isinstance(parsed.request, GenerationRequest) else None
-        exchange.streams = generation is not None and bool(generation.stream)
+        if generation is not None:
+            exchange.streams = bool(generation.stream)
+            exchange.session = session_of(exchange.headers, generation, principal.tenant)
         return Asked(endpoint, parsed, generation)
 
     def _resolve(self, exchange: Exchange, principal: Principal, asked: Asked, name: str | None) -> Terms:
@@ -410,12 +413,14 @@ class Pipeline:
         parts = exchange, terms, asked, chosen, count
         return outbound(*parts, maximum=maximum, salt=salt, credentials=credentials)
 
-    def _affinity(self, terms: Terms, request: GenerationRequest | None, count: TokenCount) -> Affinity:
+    def _affinity(
+        self, exchange: Exchange, terms: Terms, request: GenerationRequest | None, count: TokenCount
+    ) -> Affinity:
         if not self._replicas.has_choice(terms.model.name):
             return nowhere(terms.tenant.id)
         model, tenant = terms.model.name, terms.tenant.id
         turn, tier = self._replicas.next_turn(), terms.tenant.service_tier
-        return affinity_of(request, model, tenant, count.prompt_tokens, turn, tier)
+        return affinity_of(request, model, tenant, count.prompt_tokens, turn, exchange.session, tier)
 
     def _relay(self, exchange: Exchange, dispatched: Dispatched) -> Awaitable[None]:
         """Pass the answer on."""

@@ -26,6 +26,7 @@ from gateway.routing.policy import (
     nowhere,
 )
 from gateway.routing.replicas import Placement, Replicas
+from gateway.routing.sessions import session_of
 from shared.apis.chat import ChatRequest
 from shared.apis.chat_messages import ChatMessage
 from shared.apis.completions import CompletionRequest
@@ -205,12 +206,13 @@ def test_a_new_replica_is_believed_little_by_little() -> None:
 # -- affinity of requests -------------------------------------------------------------------------
 
 
-def chat(*texts: str, cache_key: str | None = None) -> Affinity:
+def chat(*texts: str, named: str | None = None) -> Affinity:
     """The affinity of a chat of 1 token per character that begins with a system message."""
     roles = ["system", *["user", "assistant"] * len(texts)]
     messages = [ChatMessage(role, text) for role, text in zip(roles, texts, strict=False)]  # type: ignore[arg-type]
-    request = ChatRequest(model="m", messages=messages, prompt_cache_key=cache_key)
-    return affinity_of(request, "m", "acme", sum(map(len, texts)), 1)
+    request = ChatRequest(model="m", messages=messages, prompt_cache_key=named)
+    session = session_of({}, request, "acme")
+    return affinity_of(request, "m", "acme", sum(map(len, texts)), 1, session)
 
 
 def test_the_turns_of_a_chat_share_their_keys_and_add_to_its_history() -> None:
@@ -242,8 +244,10 @@ def test_tools_are_a_part_of_a_chats_prefix() -> None:
     assert of("f", system="else").prefix != of("f").prefix
 
 
-def test_a_cache_key_names_the_conversation() -> None:
-    assert chat("sys", "a", cache_key="k").session == chat("sys", "b", cache_key="k").session
+def test_a_session_has_one_home_whatever_its_requests_begin_with() -> None:
+    main, side = chat("sys", "a", named="k"), chat("title", "b", named="k")
+    assert main.session == side.session != chat("sys", "a", named="l").session
+    assert main.prefix != side.prefix, "prefixes are told apart as ever"
 
 
 def test_what_is_hashed_is_bounded_however_many_messages_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ Where a replica joins, or half of all conversations come to have a new prefix, t
 longest queue of the replica that has joined, or of the worst one, in the 15 s after that, by the median of
 all replicas' longest queues.
 
-With `--live`, rules are compared on real engines instead (`tests.bench.gateway.routing_live`).
+With `--live`, rules are compared on real engines instead (`tests.bench.gateway.routing_live`), and with
+`--agents` for agents' sessions (`tests.bench.gateway.agents_live`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from statistics import mean
 from typing import Final
 
 from tests.bench.figures import Figure, Target, at_least, at_most, figure
+from tests.bench.gateway.agents_live import TURNS, run_agents
 from tests.bench.gateway.routing_live import run_live
 from tests.bench.gateway.routing_rules import BLIND, RULES
 from tests.bench.gateway.routing_world import Result, Traffic, simulate
@@ -78,13 +80,18 @@ JUDGED: Final[dict[Traffic, tuple[Judged, ...]]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each rule, whose mean is taken")
     parser.add_argument("--workers", type=int, default=16, help="gateway processes, which do not talk")
-    parser.add_argument("--live", action="store_true", help="three CPU engines, in place of virtual time")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--live", action="store_true", help="three CPU engines, in place of virtual time")
+    instead.add_argument("--agents", action="store_true", help="agents' sessions on two CPU engines instead")
+    parser.add_argument("--turns", type=int, default=TURNS, help="with --agents: of each session")
     parser.add_argument("--limit-s", type=float, default=120.0, help="with --live: no round is begun later")
 
 
 async def run(options: argparse.Namespace) -> list[Figure]:
     if options.seeds < 1 or options.workers < 1:
         raise BenchFailed("--seeds and --workers must be at least 1")
+    if options.agents:
+        return await run_agents(options.turns)
     if options.live:
         return await run_live(options.limit_s)
     return [

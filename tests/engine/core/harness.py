@@ -57,6 +57,7 @@ class Harness:
         paused_max: int = 256,
         gap_target_s: float = math.inf,
         timed_steps: tuple[TimedStep, ...] = (),
+        session_keep_s: float = 30.0,
         fill_s: Callable[[int], float] = lambda handle: 0.0,
     ) -> None:
         config = SchedulerConfig(
@@ -69,6 +70,7 @@ class Harness:
             paused_max=paused_max,
             queue_tokens_max=queue_tokens_max,
             gap_targets_s=(gap_target_s,) * len(ServiceClass),
+            session_keep_s=session_keep_s,
         )
         info = runner_info(
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
@@ -98,6 +100,7 @@ class Harness:
         service_class: ServiceClass = ServiceClass.DEFAULT,
         first_token_s: float = math.inf,
         grammar: str = "",
+        has_next_turn: bool = False,
     ) -> None:
         message = AddSequence(
             handle,
@@ -109,6 +112,7 @@ class Harness:
             service_class,
             first_token_s,
             grammar,
+            has_next_turn,
         )
         self.take(message)
 
