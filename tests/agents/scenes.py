@@ -34,6 +34,8 @@ FEW_PAGES: Final = 768
 """A cache that one session and a few chats fill."""
 PEOPLE: Final = 2
 PROMPT_LEN: Final = 600
+LONG_PROMPT_LEN: Final = 4000
+"""The words of chats that are to fill the cache."""
 
 Keep = Callable[[Guest], None]
 """Takes what was recorded of an agent."""
@@ -56,7 +58,7 @@ def slow_tool(agents: list[Agent], folder: Path, template: str, keep: Keep) -> I
             staged(folder / agent.name, template, FEW_PAGES) as stage,
             guest(stage, agent, folder / agent.name / "own", PAUSE_S) as own,
         ):
-            with chatting(stage.url, PEOPLE, PROMPT_LEN) as chats:
+            with chatting(stage.url, PEOPLE, LONG_PROMPT_LEN) as chats:
                 runs = own.session()
             yield _rested(stage, _beside(outcome("slow-tool", stage, own, runs), chats))
 
