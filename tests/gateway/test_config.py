@@ -399,4 +399,4 @@ BEYOND: dict[str, dict[str, Any]] = {
 def test_what_is_beyond_a_settings_bound_is_refused_by_its_name(field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(settings("http://a:1", **BEYOND[field]), {})
-    assert [problem for problem in caught.value.problems if problem.startswith(f"{field}: ")]
+    assert [problem for problem in caught.value.problems if problem.startswith(f"{field}: must ")]

@@ -73,7 +73,7 @@ class _Uses:
             if isinstance(node, ast.Module) and isinstance(child, ast.Assert):
                 continue
             if isinstance(child, ast.JoinedStr):
-                yield from self._in_expression(child, own)
+                yield from self._in_text(child, own)
             elif isinstance(child, ast.Name | ast.Attribute) and self._is_read(child, own, modules):
                 yield self._span(child)
             else:
@@ -85,13 +85,14 @@ class _Uses:
         is_own = self.path == self.module and ast.unparse(node.value) == "self"
         return node.attr == self.name and (is_own or ast.unparse(node.value) in modules)
 
-    def _in_expression(self, node: ast.JoinedStr, own: set[str]) -> Iterator[tuple[int, int]]:
-        """A raw text is a regular expression, and no message."""
+    def _in_text(self, node: ast.JoinedStr, own: set[str]) -> Iterator[tuple[int, int]]:
+        """A raw text is a regular expression, and no message. A message may show what is cut to the bound.
+        Before Python 3.12 the parser does not say where the parts of such a text are."""
         start, end = self._span(node)
-        text = self.source[start:end]
-        if text[:2].lower() in ("rf", "fr"):
-            for found in re.finditer(rf"(?<!\{{)\{{({'|'.join(own) or '(?!)'})\}}", text):
-                yield start + found.start(1), start + found.end(1)
+        text, names = self.source[start:end], "|".join(own) or "(?!)"
+        is_raw = text[:2].lower() in ("rf", "fr")
+        for found in re.finditer(rf"(?<!\{{)\{{({names})\}}" if is_raw else rf"\[:({names})\]", text):
+            yield start + found.start(1), start + found.end(1)
 
     def _span(self, node: ast.expr) -> tuple[int, int]:
         assert node.end_lineno is not None

@@ -127,17 +127,6 @@ def test_what_has_unknown_parts_is_never_compiled_in_place(source: str) -> None:
         ChatTemplate(source, {}).render(CHAT)
 
 
-def test_the_spaces_before_each_line_of_deep_json_are_weighed() -> None:
-    """Twelve thousand characters become a megabyte and a half."""
-    deep: object = [0] * 4_000
-    for _ in range(100):
-        deep = [deep]
-    environment = BoundedEnvironment(SYSTEM_CLOCK, {})
-    template = CompiledTemplate("{{ messages[0].content|tojson(indent=4) }}", {}, environment)
-    with pytest.raises(Unbounded):
-        template.render([{"role": "user", "content": deep}])
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_of_models_have_the_same_text_with_their_steps_counted(name: str) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>"}

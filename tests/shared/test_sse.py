@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import itertools
+import json
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.wire import sse
+from shared.wire.causes import CODE_LEN_MAX, COUNT_MAX
 from shared.wire.errors import EngineFailed
 from shared.wire.sse import CLOSING_LEN_MAX, DONE, EVENT_LEN_MAX, Closing, TailScanner
 
@@ -210,6 +213,18 @@ def test_what_is_no_closing_is_none(data: bytes | str) -> None:
 @pytest.mark.parametrize("field", ["prompt_tokens", "completion_tokens", "cached_tokens", "preemptions"])
 def test_a_closing_out_of_all_bounds_is_none(field: str, number: int) -> None:
     assert sse.parse_closing(f'{{"end_reason":"ok","{field}":{number}}}') is None
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        {"code": "x" * (CODE_LEN_MAX + 1), "ms": 1},
+        {"code": "pages", "ms": 1, "step": COUNT_MAX + 1},
+    ],
+    ids=["code", "count"],
+)
+def test_a_closing_with_a_cause_out_of_all_bounds_is_none(cause: dict[str, Any]) -> None:
+    assert sse.parse_closing(json.dumps({"end_reason": "ok", "causes": [cause]})) is None
 
 
 def test_the_closing_survives_the_header() -> None:
