@@ -338,8 +338,8 @@ class Pipeline:
         engine = self._engines.of(terms.model)
         if engine.tokenizer is not None and request is not None:
             chosen = draft(asked, terms.model, engine)
-            parts = engine.tokenizer, engine.room, self._threads, tenant
-            count = await count_tokens(request, *parts, known=self._pieces)
+            parts = engine.tokenizer, engine.room, self._threads, tenant, self._pieces
+            count = await count_tokens(request, *parts)
         else:
             work = _estimated(asked, terms.model, engine)
             if sum(map(len, asked.parsed.fields.values())) <= INLINE_LEN_MAX:

@@ -192,6 +192,8 @@ NOT_SHOWN = {
     "penstock_engine_core_waiting_sequences": "penstock_engine_queue_depth has those of the API process, too",
     "penstock_engine_http2_streams": "the gateways show them",
     "penstock_engine_open_sequences": "they wait or run",
+    "penstock_engine_session_page_events": "the hit share of sessions says what they come to",
+    "penstock_engine_session_pages": "the hit share of sessions says what they are for",
     "penstock_engine_request_seconds": "the gateways show them, with their own time",
     "penstock_gateway_quota_tokens": "an account, which tests balance",
 }

@@ -61,7 +61,7 @@ SECOND_PEAK, THIRD_PEAK, FOURTH_PEAK = 0.35, 0.5, 0.25
 EARLIER_PART = 0.05
 STEPS, DECAY_SHARE = 2600, 0.4
 GRADIENT_NORM_MAX = 1.0
-HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
+HAS_BF16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 TEMPERATURE = 0.1  # what a request that asks for none gets: so small a model means what it says most surely
 
 

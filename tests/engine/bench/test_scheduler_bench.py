@@ -145,7 +145,7 @@ async def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    options = argparse.Namespace(live=False, overlap=False, plot=tmp_path / "plot.png")
+    options = argparse.Namespace(live=False, overlap=False, agents=False, plot=tmp_path / "plot.png")
     with pytest.raises(scheduler.BenchFailed, match=re.escape("pip install 'penstock-llm[bench]'")):
         await scheduler.run(options)
 
