@@ -22,7 +22,7 @@ from shared.apis.message_answers import (
     MessageEvent,
     MessagesErrorEnvelope,
 )
-from shared.apis.message_blocks import System, Tool, Turn
+from shared.apis.message_blocks import MessagesTool, MessageTurn, System
 from shared.apis.messages import CountTokensRequest, CountTokensResponse, MessagesRequest
 from shared.apis.nothing import unsupported
 from shared.apis.validation import surplus_fields
@@ -104,14 +104,14 @@ def _shaped(name: str, type_: Any) -> tuple[str, Cleaner]:
 def _refuse_servers(items: Sequence[object]) -> None:
     """Raises UnsupportedParameter for a tool that the engine would run itself."""
     for index, item in enumerate(items):
-        if isinstance(item, Tool) and item.type not in (None, "custom"):
+        if isinstance(item, MessagesTool) and item.type not in (None, "custom"):
             raise unsupported(f"tools[{index}].type")
 
 
 _NESTED: Final[Nested] = (
-    _shaped("messages", list[Turn]),
+    _shaped("messages", list[MessageTurn]),
     _shaped("system", System),
-    _shaped("tools", list[Tool]),
+    _shaped("tools", list[MessagesTool]),
 )
 
 MESSAGES: Final = _Endpoint(

@@ -80,7 +80,7 @@ class AnswerThinking(Unshown, tag_field="type", tag="thinking"):
     signature: str
 
 
-class Caller(Struct, tag_field="type", tag="direct"):
+class DirectCaller(Struct, tag_field="type", tag="direct"):
     """The model itself."""
 
 
@@ -89,7 +89,7 @@ class AnswerToolUse(Unshown, tag_field="type", tag="tool_use", kw_only=True):
     name: str
     input: Raw
     """An object."""
-    caller: Caller
+    caller: DirectCaller
 
 
 AnswerBlock = AnswerText | AnswerThinking | AnswerToolUse

@@ -96,18 +96,18 @@ Block = (
 )
 
 
-class Turn(Unshown):
+class MessageTurn(Unshown):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Meta(max_length=MESSAGES_MAX)]
 
 
-Turns = Annotated[list[Turn], Meta(min_length=1, max_length=MESSAGES_MAX)]
+Turns = Annotated[list[MessageTurn], Meta(min_length=1, max_length=MESSAGES_MAX)]
 System = str | Annotated[list[TextBlock], Meta(max_length=MESSAGES_MAX)]
 
 # -- tools ----------------------------------------------------------------------------------------
 
 
-class Tool(Unshown, omit_defaults=True):
+class MessagesTool(Unshown, omit_defaults=True):
     name: str
     """1 to 128 of A-Z, a-z, 0-9, _ and -."""
     type: str | None = None
@@ -124,7 +124,7 @@ class Tool(Unshown, omit_defaults=True):
     cache_control: Raw | UnsetType = UNSET
 
 
-class ToolChoice(Unshown, omit_defaults=True):
+class MessagesToolChoice(Unshown, omit_defaults=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     """The tool to call, for `tool`."""
@@ -168,7 +168,7 @@ class OutputConfig(Unshown, omit_defaults=True):
     """The structure of the answer's text."""
 
 
-class Edit(Unshown, omit_defaults=True):
+class ContextEdit(Unshown, omit_defaults=True):
     type: str
     keep: Raw | UnsetType = UNSET
 
@@ -177,8 +177,8 @@ class ContextManagement(Unshown):
     """What is to be left out of a context. Ours leave out nothing: `clear_thinking_20251015` that keeps
     all."""
 
-    edits: Annotated[list[Edit], Meta(max_length=16)] | None = None
+    edits: Annotated[list[ContextEdit], Meta(max_length=16)] | None = None
 
 
-class Metadata(Unshown, omit_defaults=True):
+class MessagesMetadata(Unshown, omit_defaults=True):
     user_id: str | None = None

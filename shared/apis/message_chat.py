@@ -42,6 +42,9 @@ from shared.apis.message_blocks import (
     ContextManagement,
     ImageBlock,
     JsonFormat,
+    MessagesTool,
+    MessagesToolChoice,
+    MessageTurn,
     OutputConfig,
     RedactedThinkingBlock,
     ResultContent,
@@ -52,18 +55,14 @@ from shared.apis.message_blocks import (
     ThinkingBlock,
     ThinkingDisabled,
     ThinkingEnabled,
-    Tool,
-    ToolChoice,
     ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
-    Turn,
 )
 from shared.apis.nothing import unsupported
 from shared.apis.prompt import ChatPrompt
 from shared.apis.structure import Structure, StructureKind, check_schema
-from shared.apis.tools import NO_CALLS, FunctionSpec, FunctionTool, ToolMode
-from shared.apis.tools import ToolChoice as AskedChoice
+from shared.apis.tools import NO_CALLS, FunctionSpec, FunctionTool, ToolChoice, ToolMode
 from shared.apis.validation import surplus_fields
 from shared.wire.errors import InvalidRequest
 from shared.wire.undecodable import UNDECODABLE
@@ -85,13 +84,13 @@ _BLOCKS: Final[Mapping[str, tuple[type[Block], ...]]] = {
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class Conversation(Protocol):
+class AskedConversation(Protocol):
     """A request that has a conversation."""
 
-    messages: list[Turn]
+    messages: list[MessageTurn]
     system: System | None
-    tools: list[Tool] | None
-    tool_choice: ToolChoice | None
+    tools: list[MessagesTool] | None
+    tool_choice: MessagesToolChoice | None
     thinking: Thinking | None
     output_config: OutputConfig | None
     output_format: JsonFormat | None
@@ -101,7 +100,7 @@ class Conversation(Protocol):
 # -- the chat -------------------------------------------------------------------------------------
 
 
-def chat_of(asked: Conversation) -> ChatPrompt:
+def chat_of(asked: AskedConversation) -> ChatPrompt:
     """The chat of a conversation that was checked."""
     deferred = {tool.name: tool for tool in asked.tools or () if tool.defer_loading}
     messages = [*_system(asked.system)]
@@ -124,7 +123,7 @@ def _system(system: System | None) -> Iterator[ChatMessage]:
         yield ChatMessage("system", _content(parts))
 
 
-def _messages(turn: Turn, deferred: Mapping[str, Tool]) -> Iterator[ChatMessage]:
+def _messages(turn: MessageTurn, deferred: Mapping[str, MessagesTool]) -> Iterator[ChatMessage]:
     if isinstance(turn.content, str):
         yield ChatMessage(turn.role, turn.content)
     elif turn.role == "assistant":
@@ -155,7 +154,9 @@ def _answer(blocks: Sequence[Block]) -> ChatMessage:
     )
 
 
-def _in_order(role: str, blocks: Sequence[Block], deferred: Mapping[str, Tool]) -> Iterator[ChatMessage]:
+def _in_order(
+    role: str, blocks: Sequence[Block], deferred: Mapping[str, MessagesTool]
+) -> Iterator[ChatMessage]:
     """The messages of a turn of the user's or the system's."""
     assert role in ("user", "system")
     parts: list[TextPart | ImagePart] = []
@@ -178,7 +179,7 @@ def _in_order(role: str, blocks: Sequence[Block], deferred: Mapping[str, Tool]) 
         yield ChatMessage("user" if role == "user" else "system", "")
 
 
-def _result(block: ToolResultBlock, deferred: Mapping[str, Tool]) -> list[TextPart | ImagePart]:
+def _result(block: ToolResultBlock, deferred: Mapping[str, MessagesTool]) -> list[TextPart | ImagePart]:
     given = block.content
     blocks: Sequence[ResultContent] = [TextBlock(given)] if isinstance(given, str) else given or ()
     parts: list[TextPart | ImagePart] = []
@@ -209,7 +210,7 @@ def _image(block: ImageBlock) -> ImagePart:
     return ImagePart(ImageUrl(url))
 
 
-def _wishes(asked: Conversation) -> dict[str, Any]:
+def _wishes(asked: AskedConversation) -> dict[str, Any]:
     wishes: dict[str, Any] = {}
     effort: str | None = None if asked.output_config is None else asked.output_config.effort
     if isinstance(asked.thinking, ThinkingDisabled):
@@ -242,11 +243,11 @@ def unsealed(signature: str) -> str:
 # -- tools ----------------------------------------------------------------------------------------
 
 
-def _function(tool: Tool) -> FunctionTool:
+def _function(tool: MessagesTool) -> FunctionTool:
     return FunctionTool(FunctionSpec(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
-def offered(asked: Conversation) -> list[tuple[int, FunctionTool]]:
+def offered(asked: AskedConversation) -> list[tuple[int, FunctionTool]]:
     """The tools that the answer may call, with their places: all but those that no result has loaded."""
     tools = asked.tools or ()
     loaded = {*_referenced(asked.messages)} if any(tool.defer_loading for tool in tools) else set[str]()
@@ -257,23 +258,23 @@ def offered(asked: Conversation) -> list[tuple[int, FunctionTool]]:
     ]
 
 
-def _referenced(turns: Sequence[Turn]) -> Iterator[str]:
+def _referenced(turns: Sequence[MessageTurn]) -> Iterator[str]:
     for turn in turns:
         for block in turn.content if isinstance(turn.content, list) else ():
             if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
                 yield from (one.tool_name for one in block.content if isinstance(one, ToolReferenceBlock))
 
 
-def choice_of(choice: ToolChoice | None, *, has_tools: bool) -> AskedChoice:
+def choice_of(choice: MessagesToolChoice | None, *, has_tools: bool) -> ToolChoice:
     """The choice of a request that was checked."""
     if not has_tools or (choice is not None and choice.type == "none"):
         return NO_CALLS
     if choice is None or choice.type == "auto":
-        return AskedChoice(ToolMode.AUTO)
-    return AskedChoice(ToolMode.REQUIRED, choice.name if choice.type == "tool" else None)
+        return ToolChoice(ToolMode.AUTO)
+    return ToolChoice(ToolMode.REQUIRED, choice.name if choice.type == "tool" else None)
 
 
-def structure_of(asked: Conversation) -> Structure | None:
+def structure_of(asked: AskedConversation) -> Structure | None:
     """The structure of the answer's text, of a request that was checked."""
     for where, format_ in _formats(asked):
         schema = format_.schema
@@ -282,7 +283,7 @@ def structure_of(asked: Conversation) -> Structure | None:
     return None
 
 
-def _formats(asked: Conversation) -> Iterator[tuple[str, JsonFormat]]:
+def _formats(asked: AskedConversation) -> Iterator[tuple[str, JsonFormat]]:
     """The formats that it states, with their places."""
     if asked.output_config is not None and asked.output_config.format is not None:
         yield "output_config.format", asked.output_config.format
@@ -293,7 +294,7 @@ def _formats(asked: Conversation) -> Iterator[tuple[str, JsonFormat]]:
 # -- checks ---------------------------------------------------------------------------------------
 
 
-def check_conversation(asked: Conversation) -> None:
+def check_conversation(asked: AskedConversation) -> None:
     """Check that each block is in a turn that can have it. Raises InvalidRequest."""
     for index, turn in enumerate(asked.messages):
         for at, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
@@ -305,7 +306,7 @@ def check_conversation(asked: Conversation) -> None:
                 raise InvalidRequest(f"{where} must be an object.", param=where)
 
 
-def check_conversation_for_ours(asked: Conversation) -> None:
+def check_conversation_for_ours(asked: AskedConversation) -> None:
     """Check what our engines take. Raises InvalidRequest, and UnsupportedParameter."""
     for index, turn in enumerate(asked.messages):
         for at, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
@@ -343,7 +344,7 @@ def _keeps_all(keep: Raw | UnsetType) -> bool:
     return value in ("all", {"type": "all"})
 
 
-def _check_tools(tools: Sequence[Tool]) -> None:
+def _check_tools(tools: Sequence[MessagesTool]) -> None:
     names: set[str] = set()
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
@@ -362,7 +363,7 @@ def _check_tools(tools: Sequence[Tool]) -> None:
             raise InvalidRequest(message, param=f"{where}.input_schema")
 
 
-def _check_choice(asked: Conversation) -> None:
+def _check_choice(asked: AskedConversation) -> None:
     choice = asked.tool_choice
     if choice is None or choice.type in ("auto", "none"):
         return
@@ -374,7 +375,7 @@ def _check_choice(asked: Conversation) -> None:
         raise InvalidRequest(f"{where} is that of no tool, or of one that is not loaded.", param=where)
 
 
-def _check_end(asked: Conversation) -> None:
+def _check_end(asked: AskedConversation) -> None:
     """Check the last turn where the answer continues it."""
     last = asked.messages[-1]
     if last.role != "assistant":
@@ -390,7 +391,7 @@ def _check_end(asked: Conversation) -> None:
         raise InvalidRequest(message, param="tool_choice")
 
 
-def unknown_in(asked: Conversation, fields: Mapping[str, Raw]) -> list[str]:
+def unknown_in(asked: AskedConversation, fields: Mapping[str, Raw]) -> list[str]:
     """The names of fields that no shape has, within what it consists of. Raises InvalidJson where an object
     has a field twice."""
     found: dict[str, None] = {}

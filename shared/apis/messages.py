@@ -22,14 +22,14 @@ from shared.apis.generation import GenerationRequest
 from shared.apis.message_blocks import (
     ContextManagement,
     JsonFormat,
-    Metadata,
+    MessagesMetadata,
+    MessagesTool,
+    MessagesToolChoice,
     OutputConfig,
     System,
     Thinking,
     ThinkingDisabled,
     ThinkingEnabled,
-    Tool,
-    ToolChoice,
     Turns,
 )
 from shared.apis.message_chat import (
@@ -45,8 +45,7 @@ from shared.apis.nothing import EXTENSIONS, LOOKED_INTO, NONE, Nothing
 from shared.apis.prompt import ChatPrompt
 from shared.apis.request import Request
 from shared.apis.structure import Structure
-from shared.apis.tools import FunctionTool
-from shared.apis.tools import ToolChoice as AskedChoice
+from shared.apis.tools import FunctionTool, ToolChoice
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import STOP_LEN_MAX, STOP_MAX, TOKENS_MAX, TOOLS_MAX
 
@@ -81,10 +80,10 @@ class MessagesRequest(GenerationRequest, kw_only=True, dict=True):
     """The most tokens of the answer. It ends sooner where the context does."""
     system: System | None = None
     """The system prompt, as a text or as blocks of text."""
-    tools: Annotated[list[Tool], Meta(max_length=TOOLS_MAX)] | None = None
+    tools: Annotated[list[MessagesTool], Meta(max_length=TOOLS_MAX)] | None = None
     """The tools that the model may call. One with `defer_loading` is not told to it before a result refers to
     it."""
-    tool_choice: ToolChoice | None = None
+    tool_choice: MessagesToolChoice | None = None
     stop_sequences: (
         Annotated[
             list[Annotated[str, Meta(min_length=1, max_length=STOP_LEN_MAX)]], Meta(max_length=STOP_MAX)
@@ -102,7 +101,7 @@ class MessagesRequest(GenerationRequest, kw_only=True, dict=True):
     service_tier: Literal["auto", "standard_only"] | None = None
 
     # accepted, without effect on the answer
-    metadata: Metadata | None = None
+    metadata: MessagesMetadata | None = None
     cache_control: Raw | UnsetType = UNSET
 
     def check(self, fields: Mapping[str, Raw]) -> None:
@@ -137,7 +136,7 @@ class MessagesRequest(GenerationRequest, kw_only=True, dict=True):
         return [f"tools[{index}].input_schema" for index, _ in self._offered]
 
     @property
-    def tool_choice_asked(self) -> AskedChoice:
+    def tool_choice_asked(self) -> ToolChoice:
         return choice_of(self.tool_choice, has_tools=bool(self._offered))
 
     @property
@@ -193,8 +192,8 @@ class CountTokensRequest(Request, kw_only=True, dict=True):
 
     messages: Turns
     system: System | None = None
-    tools: Annotated[list[Tool], Meta(max_length=TOOLS_MAX)] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[MessagesTool], Meta(max_length=TOOLS_MAX)] | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None

@@ -34,7 +34,7 @@ from shared.apis.message_answers import (
     BlockDelta,
     BlockStart,
     BlockStop,
-    Caller,
+    DirectCaller,
     InputDelta,
     MessageAnswer,
     MessageChange,
@@ -151,6 +151,8 @@ class MessagesEncoder:
     # -- a whole answer's -----------------------------------------------------------------------------
 
     def _blocks(self, parts: Sequence[Part]) -> Iterator[AnswerBlock]:
+        if not (self._heading.sends_reasoning or self._heading.hides_reasoning):
+            parts = [part for part in parts if part.kind is not PartKind.REASONING]
         at = 0
         while at < len(parts):
             part, at = parts[at], at + 1
@@ -208,7 +210,7 @@ def _event(value: MessageEvent | Struct) -> bytes:
 
 
 def _call(part: Part, arguments: Raw) -> AnswerToolUse:
-    return AnswerToolUse(id=part.call_id, name=part.text, input=arguments, caller=Caller())
+    return AnswerToolUse(id=part.call_id, name=part.text, input=arguments, caller=DirectCaller())
 
 
 def _object(arguments: str) -> Raw:
