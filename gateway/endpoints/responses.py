@@ -16,7 +16,7 @@ from gateway.endpoints.passing import EXTENSIONS, OPENAI, Nested, stream_options
 from shared.apis.generation import GenerationRequest
 from shared.apis.responses.answer import InputTokens, ResponseObject, outline
 from shared.apis.responses.events import ResponseEvent, failing_events, name_of
-from shared.apis.responses.items import InputItem
+from shared.apis.responses.items import InputItem, InputPart
 from shared.apis.responses.request import InputTokensRequest, ReasoningConfig, ResponsesRequest, TextConfig
 from shared.apis.responses.tools import DROPPED, ResponsesChoice, ResponsesTool
 from shared.apis.validation import surplus_fields
@@ -60,11 +60,15 @@ _others: Final[Mapping[str, msgspec.json.Decoder[Struct | str | None]]] = {
 
 
 def shaped_items(value: Raw, left_out: list[str]) -> Raw:
-    """The input of a request that was read, without what the shapes of its items do not have."""
+    """The input of a request that was read, without what the shapes of its items do not have, and with
+    reasoning that only our engines can read as text."""
     items = _items(value)
     if isinstance(items, str):
         return value
     left_out += dict.fromkeys(surplus_fields(items, value, "input", "input"))
+    for item in items:
+        if (kept := item.kept) is not None:
+            item.content, item.encrypted_content = item.content or [InputPart("reasoning_text", kept)], None
     return Raw(msgspec.json.encode(items))
 
 

@@ -30,7 +30,7 @@ from shared.apis.chat_messages import (
     TextPart,
 )
 from shared.apis.nothing import unsupported
-from shared.apis.responses.items import REASONING_MARK, InputItem, InputPart
+from shared.apis.responses.items import InputItem, InputPart
 from shared.apis.responses.tools import flat_name
 from shared.wire.errors import InvalidRequest, UnsupportedParameter
 from shared.wire.shapes import IMAGES_MAX
@@ -195,8 +195,8 @@ def _thought(item: InputItem, place: str) -> str:
     """The text of reasoning (rule 3). Empty where none can be read."""
     if item.content:
         return _thinking(item.content, f"{place}.content")
-    if (sealed := item.encrypted_content) is not None:
-        return sealed.removeprefix(REASONING_MARK) if sealed.startswith(REASONING_MARK) else ""
+    if item.encrypted_content is not None:
+        return item.kept or ""
     return _thinking(item.summary or "", f"{place}.summary")
 
 

@@ -43,7 +43,7 @@ def _of_event(event: dict[str, Any]) -> str:
     return str(event["delta"]) if event["type"] == "response.output_text.delta" else ""
 
 
-def _of_block(event: dict[str, Any]) -> str:
+def _of_delta(event: dict[str, Any]) -> str:
     return str(event["delta"].get("text", "")) if event["type"] == "content_block_delta" else ""
 
 
@@ -57,7 +57,13 @@ CHAT: Final = Api(
 RESPONSES: Final = Api(
     "/v1/responses", {"model": MODEL, "input": "hello"}, "max_output_tokens", {}, _of_event
 )
-MESSAGES: Final = Api("/v1/messages", {**CHAT.asked, "max_tokens": 4096}, "max_tokens", {}, _of_block)
+MESSAGES: Final = Api(
+    "/v1/messages",
+    {"model": MODEL, "max_tokens": 8000, "messages": [{"role": "user", "content": "hello"}]},
+    "max_tokens",
+    {},
+    _of_delta,
+)
 each_api = pytest.mark.parametrize(
     "api", [CHAT, RESPONSES, MESSAGES], ids=lambda api: api.path.rpartition("/")[2]
 )

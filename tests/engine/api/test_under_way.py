@@ -80,8 +80,12 @@ async def test_a_client_that_leaves_a_request_that_has_failed_changes_no_charge(
     assert lines[0]["completion_tokens"] == 3
 
 
-async def test_a_prompt_that_began_unheard_is_charged(served: Served, lines: list[dict[str, Any]]) -> None:
-    async with left(served, steps=0):
+@each_api
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_prompt_that_began_unheard_is_charged(
+    served: Served, lines: list[dict[str, Any]], api: Api, streams: bool
+) -> None:
+    async with left(served, steps=0, api=api, stream=streams, **{api.maximum: 9}):
         served.core.step()
         served.core.finish(1, FinishReason.ABORTED)
     [line] = lines
@@ -89,10 +93,11 @@ async def test_a_prompt_that_began_unheard_is_charged(served: Served, lines: lis
     assert line["completion_tokens"] == 1
 
 
+@each_api
 async def test_a_sequence_that_ends_by_itself_meanwhile_is_charged_to_its_end(
-    served: Served, lines: list[dict[str, Any]]
+    served: Served, lines: list[dict[str, Any]], api: Api
 ) -> None:
-    async with left(served, steps=1, max_tokens=3):
+    async with left(served, steps=1, api=api, **{api.maximum: 3}):
         served.core.step()
         served.core.step()
     [line] = lines
