@@ -25,6 +25,7 @@ import pytest
 import trustme
 
 from shared.wire.completed_line import schema_problem
+from tests.effort import IS_WHOLE, drawn
 from tests.engine.demo.questions import ACCURACY_MIN, QUESTIONS, Question
 from tests.services import PATIENCE_S, engine_at_rest, gauges, until
 
@@ -174,12 +175,11 @@ async def test_the_demo_model_answers_its_questions(up: Up) -> None:
             assert done.choices[0].finish_reason == "stop", f"{question.text!r} found no end"
             return done.choices[0].message.content or ""
 
-        answers = [
-            await answer(question) for question in QUESTIONS
-        ]  # one by one: bf16 sums depend on company
-    wrong = [(q.text, a) for q, a in zip(QUESTIONS, answers, strict=True) if not q.accepts(a)]
-    assert len(QUESTIONS) >= 50
-    assert 1 - len(wrong) / len(QUESTIONS) >= ACCURACY_MIN, wrong
+        asked = QUESTIONS[:: drawn(3, whole=1)]
+        answers = [await answer(question) for question in asked]  # one by one: bf16 sums depend on company
+    wrong = [(q.text, a) for q, a in zip(asked, answers, strict=True) if not q.accepts(a)]
+    assert len(asked) >= 30
+    assert 1 - len(wrong) / len(asked) >= (ACCURACY_MIN if IS_WHOLE else 0.9), wrong
 
 
 # -- the OpenAI SDK, its strict validation on ------------------------------------------------------
