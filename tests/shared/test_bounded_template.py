@@ -13,11 +13,26 @@ from shared.apis.prompt import ChatPrompt
 from shared.fairness.fair_threads import at_once
 from shared.process.clock import SYSTEM_CLOCK
 from shared.text import bounded_template
-from shared.text.bounded_template import SHORT_S, SOURCE_LEN_MAX, Spending, Unbounded
-from shared.text.chat_template import BoundedEnvironment, ChatTemplate, CompiledTemplate, Environment
+from shared.text.bounded_template import (
+    DEPTH_MAX,
+    LEAVES_MAX,
+    RANGE_MAX,
+    SHORT_S,
+    SOURCE_LEN_MAX,
+    Spending,
+    Unbounded,
+)
+from shared.text.chat_template import (
+    NUMBER_MAX,
+    BoundedEnvironment,
+    ChatTemplate,
+    CompiledTemplate,
+    Environment,
+)
 from shared.text.rendering import DOUBTFUL, Renderer
 from shared.text.template_takes import Takes
 from shared.wire.errors import ApiError, InvalidRequest, NotInPlace
+from shared.wire.shapes import BODY_LEN_MAX
 from tests.shared.chat_templates import TEMPLATES
 
 CHAT = ChatPrompt([ChatMessage("user", "a " * 450), ChatMessage("user", "b")])
@@ -59,7 +74,9 @@ CAUGHT = {
     "a macro that calls itself twice": (
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
     ),
-    "a macro's long text": "{% macro f() %}" + TWICE.replace("BODY", "z" * 5000) + "{% endmacro %}{{ f() }}",
+    "a macro's long text": "{% macro f() %}"
+    + TWICE.replace("BODY", "z" * 30_000)
+    + "{% endmacro %}{{ f() }}",
     "a macro's short text": "{% macro f() %}" + TWICE.replace("BODY", "z" * 60) + "{% endmacro %}{{ f() }}",
     "a block's text": "{% set x %}"
     + TWICE.replace("BODY", "{{ messages[0].content }}")
@@ -80,6 +97,9 @@ UNKNOWN = (
     "{{ ['a']|map('center', 3000000000)|list }}",
     "{{ 'a'|indent(3000000000) }}",
     "{{ 'a'" + "|replace('a', 'aaaaaaaaaaaaaaaaaaaa')" * 10 + " }}",
+    "{{ 'a'" + "|replace('a', 'aa')" * LEAVES_MAX.bit_length() + " }}",
+    f"{{{{ range({RANGE_MAX + 1})|length }}}}",
+    "{% if true %}" * (DEPTH_MAX + 1) + "x" + "{% endif %}" * (DEPTH_MAX + 1),
     "{{ range(4000)|join('" + "x" * 1000 + "') }}",
     "{{ lipsum(n=100000000) }}",
     "{% if false %}{% macro lipsum(n) %}{% endmacro %}{% endif %}{{ lipsum(n=100000000) }}",
@@ -125,6 +145,15 @@ def test_what_is_rendered_in_place_has_little_time_and_memory(
 def test_what_has_unknown_parts_is_never_compiled_in_place(source: str) -> None:
     with pytest.raises(NotInPlace):
         ChatTemplate(source, {}).render(CHAT)
+
+
+@pytest.mark.parametrize("product", [f"'a' * {2 * BODY_LEN_MAX + 1}", f"{NUMBER_MAX + 1} * 1"])
+def test_no_template_multiplies_what_is_larger_than_any_chat(product: str) -> None:
+    """Wherever it is rendered."""
+    source = f"{{% set x = {product} %}}{{{{ messages[0].content }}}}"
+    template = CompiledTemplate(source, {}, Environment(SYSTEM_CLOCK))
+    with pytest.raises(InvalidRequest):
+        template.render([{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shared.wire import sse
 from shared.wire.causes import CODE_LEN_MAX, COUNT_MAX
 from shared.wire.errors import EngineFailed
+from shared.wire.shapes import USED_TOKENS_MAX
 from shared.wire.sse import CLOSING_LEN_MAX, DONE, EVENT_LEN_MAX, Closing, TailScanner
 
 CLOSING = Closing(
@@ -213,6 +214,12 @@ def test_what_is_no_closing_is_none(data: bytes | str) -> None:
 @pytest.mark.parametrize("field", ["prompt_tokens", "completion_tokens", "cached_tokens", "preemptions"])
 def test_a_closing_out_of_all_bounds_is_none(field: str, number: int) -> None:
     assert sse.parse_closing(f'{{"end_reason":"ok","{field}":{number}}}') is None
+
+
+def test_a_closing_of_more_tokens_than_a_request_can_have_is_none() -> None:
+    for tokens, is_read in ((USED_TOKENS_MAX, True), (USED_TOKENS_MAX + 1, False)):
+        closing = sse.parse_closing(f'{{"end_reason":"ok","prompt_tokens":{tokens}}}')
+        assert (closing is not None) == is_read
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from shared.text.chat_template import (
     variables_read,
 )
 from shared.text.rendering import APART_LEN, Renderer
-from shared.text.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
+from shared.text.tokenizer import ARGUMENTS_LEN_MAX, Tokenizer, TokenizerBundle, UnusableTokenizer
 from shared.wire.errors import InvalidRequest, NotInPlace
 from tests.shared.chat_templates import HERMES_TOOLS, LLAMA_TOOLS, TEMPLATES, WITH_TOOLS
 from tests.shared.toy_tokenizers import bundle_of, byte_level
@@ -117,6 +117,8 @@ def test_variables_travel_with_the_tokenizer_and_are_part_of_its_hash() -> None:
     assert text.endswith("</think>\n\n")
     with pytest.raises(UnusableTokenizer, match="messages is no variable"):
         Tokenizer(bundle(template_arguments=("messages",)))
+    with pytest.raises(UnusableTokenizer, match="the variables of its template take more than"):
+        Tokenizer(bundle(template_defaults={"enable_thinking": "x" * ARGUMENTS_LEN_MAX}))
 
 
 def test_a_template_of_its_own_for_tools_is_used_for_chats_with_tools(tmp_path: Path) -> None:

@@ -21,9 +21,11 @@ from shared.apis.chat_messages import ChatMessage, TextPart
 from shared.apis.prompt import ChatPrompt, TextPrompt
 from shared.fairness.fair_threads import at_once
 from shared.text import tokenizer as tokenizer_module
+from shared.text.chat_template import MESSAGE_LEN_MAX
 from shared.text.prompts import prompt_slices
 from shared.text.template_takes import Takes
 from shared.text.tokenizer import (
+    REASON_LEN_MAX,
     TEMPLATE_LEN_MAX,
     Tokenizer,
     TokenizerBundle,
@@ -131,6 +133,8 @@ def refusal(template: str | None, *turns: str, param: str = "messages") -> Inval
 def test_a_template_may_refuse() -> None:
     refused = refusal(MISTRAL, "u:a", "a:b", "t:c", param="messages[2]")
     assert "roles must alternate" in refused.message
+    long = refusal(f"{{{{ raise_exception('no ' * {MESSAGE_LEN_MAX}) }}}}")
+    assert len(long.message) == MESSAGE_LEN_MAX
 
 
 def test_no_template_is_said_clearly() -> None:
@@ -228,6 +232,16 @@ def test_an_unusable_directory_says_what_is_wrong(tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text(text)
         with pytest.raises(UnusableTokenizer, match="tokenizer_config"):
             TokenizerBundle.from_dir(tmp_path)
+
+
+def test_what_a_file_says_of_itself_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("x" * 2 * REASON_LEN_MAX)
+
+    monkeypatch.setattr(Tokenizer, "_load", fails)
+    with pytest.raises(UnusableTokenizer) as caught:
+        Tokenizer(bundle_of(byte_level(), None))
+    assert str(caught.value).count("x") < REASON_LEN_MAX
 
 
 def test_a_broken_template_is_found_when_loading() -> None:
