@@ -95,7 +95,7 @@ class TemplateInput:
     def variables(self, prompt: ChatPrompt) -> dict[str, Any]:
         """The variables beside the messages that are not the same for all chats. Raises InvalidRequest."""
         wishes = {name: value for name, value in prompt.wishes.items() if name in self.arguments}
-        arguments = {**wishes, **self._with_effort(prompt.arguments)}
+        arguments = self._with_effort({**wishes, **prompt.arguments})
         for name in arguments:
             if name not in self.arguments:
                 where = prompt.effort_param if name == EFFORT else f"chat_template_kwargs.{name}"
