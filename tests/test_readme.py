@@ -258,8 +258,9 @@ BOUNDS_OF_A_REQUEST: Final[dict[str, list[float]]] = {
         listening.HEADERS_MAX,
         heads.HEAD_LEN_MAX,
     ],
-    "messages; prompts; `n`; choices in all": [
+    "messages; items of a response's input; prompts; `n`; choices in all": [
         shapes.MESSAGES_MAX,
+        shapes.ITEMS_MAX,
         shapes.PROMPTS_MAX,
         shapes.CHOICES_MAX,
         shapes.PROMPTS_MAX,

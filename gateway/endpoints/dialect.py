@@ -53,6 +53,9 @@ class Dialect(Struct, frozen=True):
     """The beginnings of events that tell nothing of the answer: those that open a stream before its first
     token, and keep-alives. Empty where all events but comments tell of it."""
 
+    ends: tuple[str, ...] = ()
+    """The names of the events of which one is the last of a whole answer, at engines of other makes. Empty
+    where it is `done`."""
     folds_cached: bool = False
     """True if usage tells the part of a prompt that was not cached, in place of all of it."""
     id_header: str = ""
@@ -70,6 +73,10 @@ class Dialect(Struct, frozen=True):
     def error_event(self, error: ApiError, request_id: str) -> bytes:
         """The event that ends a stream which fails after its first byte."""
         return sse.event(self.error_body(error, request_id))
+
+    def failing(self, error: ApiError, request_id: str, _events: int) -> bytes:
+        """What ends a stream that fails behind so many events that told of the answer."""
+        return self.error_event(error, request_id)
 
     def told(self, events: bytes) -> list[bytes]:
         """Of whole events those that tell of the answer."""

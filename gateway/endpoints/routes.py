@@ -25,7 +25,9 @@ from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.table import ENDPOINTS
 from shared.apis.models import Model, ModelList
 from shared.apis.requests import AbortResponse
-from shared.wire.errors import ApiError, ModelNotFound
+from shared.apis.responses.request import nothing_stored
+from shared.wire.errors import ApiError, ModelNotFound, RouteNotFound
+from shared.wire.paths import no_such_path
 
 _ID: Final = "{id}"
 
@@ -152,6 +154,11 @@ _BELOW: Final = tuple(
     if endpoint.dialect is not CHUNKS
 )
 """The paths below those of an API with a dialect of its own: nothing is there either, which is said in it."""
+
+
+def missing(path: str) -> ApiError:
+    """The error of a path at which nothing is served."""
+    return nothing_stored(path) or RouteNotFound(no_such_path(path, lambda other: bool(find(other).routes)))
 
 
 def find(path: str) -> Resource:

@@ -11,13 +11,18 @@ from gateway.endpoints.chat import CHAT
 from gateway.endpoints.completions import COMPLETIONS
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.messages import COUNT_TOKENS, MESSAGES
+from gateway.endpoints.responses import INPUT_TOKENS, RESPONSES
 from gateway.endpoints.tokenize import DETOKENIZE, TOKENIZE
 from shared.apis.request import Request
 from shared.apis.validation import parse
 from shared.wire.errors import InvalidRequest
 
 ENDPOINTS: Final[Mapping[str, Endpoint]] = {
-    endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)
+    endpoint.path: endpoint
+    for endpoint in (
+        *(CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS),
+        *(TOKENIZE, DETOKENIZE),
+    )
 }
 
 

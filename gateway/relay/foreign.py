@@ -48,11 +48,13 @@ _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\]')
 _NAME: Final = b'"usage"'
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 """No text in a string matches: the quotes in it are escaped."""
-_ANSWERS: Final = re.compile(rb'"(?:choices|tokens|prompt|content)"\s*:')
+_ANSWERS: Final = re.compile(rb'"(?:choices|tokens|prompt|content|output|input_tokens)"\s*:')
 """The fields of which an answer of an endpoint's has one."""
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _FIGURES: Final = b'"prompt_'
 """A part of every event that tells a usage (`prompt_tokens`), or llama.cpp's times (`prompt_n`)."""
+_FIGURES_NAMED: Final = b"cached_"
+"""A part of every event that tells what was cached, where events have names."""
 _CACHED: Final = re.compile(
     rb'"(?:\w{0,40}cache\w{0,40}|prompt_(?!tokens")\w{1,40})"\s{0,4}:\s{0,4}(-?[0-9][-+.0-9eE]{0,39})'
 )
@@ -68,16 +70,17 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """A usage, by the names of OpenAI's chats or of Anthropic's Messages."""
+    """A usage, under the names of OpenAI's older APIs, of its responses, or of Anthropic's Messages."""
 
     prompt_tokens: UsedTokens | None = None
     completion_tokens: UsedTokens | None = 0
     prompt_tokens_details: _PromptDetails | None = None
     input_tokens: UsedTokens | None = None
-    """Those that were not found in a cache."""
+    """In Messages those alone that were not found in a cache."""
     cache_read_input_tokens: UsedTokens | None = 0
     cache_creation_input_tokens: UsedTokens | None = 0
     output_tokens: UsedTokens | None = 0
+    input_tokens_details: _PromptDetails | None = None
 
 
 _NO_FIELD: Final = msgspec.Raw(b"null")
@@ -89,13 +92,14 @@ class _Body(msgspec.Struct):
     tokens: msgspec.Raw = _NO_FIELD
     prompt: msgspec.Raw = _NO_FIELD
     content: msgspec.Raw = _NO_FIELD
+    output: msgspec.Raw = _NO_FIELD
+    input_tokens: msgspec.Raw = _NO_FIELD
 
     @property
     def answers(self) -> bool:
         """True if it has one of the fields of which an endpoint's answer has one."""
-        return self.choices != _NO_FIELD or any(
-            one != _NO_FIELD for one in (self.tokens, self.prompt, self.content)
-        )
+        others = self.tokens, self.prompt, self.content, self.output, self.input_tokens
+        return self.choices != _NO_FIELD or any(one != _NO_FIELD for one in others)
 
 
 class _Told(msgspec.Struct):
@@ -141,23 +145,19 @@ def _whole(value: Any) -> Any:
 
 
 def _closing(usage: _Usage) -> Closing | None:
-    """None for a usage that does not tell the prompt's tokens."""
-    if usage.prompt_tokens is None:
-        if usage.input_tokens is None:
-            return None
-        cached = usage.cache_read_input_tokens or 0
-        return Closing(
-            end_reason="",
-            prompt_tokens=usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0),
-            completion_tokens=usage.output_tokens or 0,
-            cached_tokens=cached,
-        )
-    details = usage.prompt_tokens_details
+    """What a usage comes to. None where it says nothing of the prompt."""
+    read, beside = usage.cache_read_input_tokens or 0, usage.cache_creation_input_tokens or 0
+    if usage.prompt_tokens is not None:
+        prompt, completion = usage.prompt_tokens, usage.completion_tokens
+        details = usage.prompt_tokens_details
+    elif usage.input_tokens is not None:
+        prompt, completion = usage.input_tokens + read + beside, usage.output_tokens
+        details = usage.input_tokens_details
+    else:
+        return None
+    cached = (details and details.cached_tokens) or read
     return Closing(
-        end_reason="",
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens or 0,
-        cached_tokens=(details and details.cached_tokens) or 0,
+        end_reason="", prompt_tokens=prompt, completion_tokens=completion or 0, cached_tokens=cached
     )
 
 
@@ -193,17 +193,21 @@ class ForeignScanner(TailScanner):
     """The scanner of the event stream of an engine of another make: lines end with LF in what it returns, and
     the last bytes are kept for the usage."""
 
-    __slots__ = ("_cr", "_done", "_hides_usage", "_kept", "_noted")
+    __slots__ = ("_cr", "_done", "_ended", "_ends", "_hides_usage", "_kept", "_noted")
 
-    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False) -> None:
-        """`done` is the last event of a whole answer. `hides_usage`: the gateway asked for usage and the
-        client did not, so the event with it is not passed on."""
+    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False, ends: tuple[str, ...] = ()) -> None:
+        """`done` is the last event of a whole answer, if it has no event with one of the names `ends`.
+        `hides_usage`: the gateway asked for usage and the client did not, so the event with it is not passed
+        on."""
         super().__init__(done)
+        self._ends = _beginnings(ends) if ends else None
+        self._ended = False
+        """True once such an event has begun."""
         self._hides_usage = hides_usage
         self._cr = b""
         """A CR at the end of what was read, which an LF may follow; else empty."""
         self._kept: list[bytes] = []
-        self._done = _spaceless(_data_of(done))
+        self._done = _data_of(done)
         self._noted: Closing | None = None
         """The usage in what is not kept any more."""
 
@@ -212,6 +216,8 @@ class ForeignScanner(TailScanner):
             chunk = self._with_line_feeds(chunk)
         if not (data := TailScanner.feed(self, chunk)):
             return data
+        if self._ends is not None and self._ends.search(data) is not None:
+            self._ended = True
         kept = self._kept
         kept.append(data)
         if len(kept) > KEPT_MAX or len(data) > KEPT_LEN_MAX:
@@ -248,7 +254,7 @@ class ForeignScanner(TailScanner):
         connection behind it."""
         held = self._held
         rest = TailScanner.finish(self)
-        if not rest and held and _spaceless(_data_of(held)) == self._done:
+        if not rest and held and _data_of(held) == self._done:
             rest = held.rstrip(_LF) + _BOUNDARY
             self._kept.append(rest)
         return rest
@@ -257,9 +263,10 @@ class ForeignScanner(TailScanner):
     def saw_done(self) -> bool:
         """True if the last event with data was the one that ends a whole answer: servers write it in several
         ways, and comments or empty lines behind it."""
+        if self._ended:
+            return self.at_boundary
         events = reversed(b"".join(self._kept)[-TAIL_LEN:].split(_BOUNDARY))
-        last = next((data for event in events if (data := _data_of(event)) is not None), None)
-        return _spaceless(last) == self._done
+        return next((data for event in events if (data := _data_of(event)) is not None), None) == self._done
 
     @property
     def usage(self) -> Closing | None:
@@ -377,24 +384,32 @@ class FoldingScanner(ForeignScanner):
 class BlankingScanner(ForeignScanner):
     """The scanner of a stream whose client is not to see what was cached."""
 
-    __slots__ = ("_blanks",)
+    __slots__ = ("_blanks", "_figures")
 
-    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False) -> None:
-        super().__init__(done, hides_usage=hides_usage)
+    def __init__(self, done: bytes = DONE, *, hides_usage: bool = False, ends: tuple[str, ...] = ()) -> None:
+        super().__init__(done, hides_usage=hides_usage, ends=ends)
         self._blanks = Blanks()
+        self._figures = _FIGURES_NAMED if ends else _FIGURES
 
     def feed(self, chunk: bytes) -> bytes:
         data, blanks = ForeignScanner.feed(self, chunk), self._blanks
         is_whole = self.at_boundary  # else it is a part of an event that is too long to be withheld
-        if is_whole and not blanks.goes_on and data.find(_FIGURES) < 0:
+        if is_whole and not blanks.goes_on and data.find(self._figures) < 0:
             return data
         return blanks.feed(data, ended=is_whole)
 
     def takes(self, event: bytes) -> bool:
-        return event.find(_FIGURES) < 0 and ForeignScanner.takes(self, event)
+        return event.find(self._figures) < 0 and ForeignScanner.takes(self, event)
 
     def finish(self) -> bytes:
         return self._blanks.feed(ForeignScanner.finish(self), ended=True)
+
+
+def _beginnings(names: tuple[str, ...]) -> re.Pattern[bytes]:
+    """The beginnings of events with these names, which the data may repeat as its type. No text in a string
+    matches: it has neither the line's end nor the quotes."""
+    of = "|".join(map(re.escape, names))
+    return re.compile(rf'(?:\A|\n\n)(?:event: ?(?:{of})\n|data: ?\{{\s*"type"\s*:\s*"(?:{of})")'.encode())
 
 
 def _has_empty_array(event: bytes) -> bool:
@@ -412,11 +427,6 @@ def _data_of(event: bytes) -> bytes | None:
     lines = event.split(_LF)
     data = [line[len(_DATA) :].removeprefix(b" ") for line in lines if line.startswith(_DATA)]
     return b"\n".join(data) if data else None
-
-
-def _spaceless(data: bytes | None) -> bytes | None:
-    """The data of a last event, which servers write with blanks and without."""
-    return None if data is None else data.replace(b" ", b"")
 
 
 def _tells_usage_alone(event: bytes) -> bool:

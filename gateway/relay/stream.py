@@ -176,9 +176,9 @@ async def open_answer(
     if progress.blanks_cached:
         kind = FoldingScanner if dialect.folds_cached else BlankingScanner
     if answer.tokenizer is None:
-        progress.scanner = progress.foreign = kind(dialect.done, hides_usage=hides_usage)
+        progress.scanner = progress.foreign = kind(dialect.done, hides_usage=hides_usage, ends=dialect.ends)
     elif hides_usage or progress.blanks_cached:  # one of ours that is not taken for one
-        progress.scanner = kind(dialect.done, hides_usage=hides_usage)
+        progress.scanner = kind(dialect.done, hides_usage=hides_usage, ends=dialect.ends)
     head, first = await _first_event(answer, progress)
     told = dialect.told(head) if dialect.silent else []
     if told:

@@ -31,7 +31,15 @@ from gateway.client.interface import Body, ClientConnection, Sink
 from gateway.client.responses import JSON, error_response, probe_response
 from gateway.config.whole import GatewayConfig
 from gateway.directory.accounts import AccountsReader
-from gateway.endpoints.routes import DESCRIBE, END_REQUESTS, LIST_MODELS, SHOW_MODEL, Route, find
+from gateway.endpoints.routes import (
+    DESCRIBE,
+    END_REQUESTS,
+    LIST_MODELS,
+    SHOW_MODEL,
+    Route,
+    find,
+    missing,
+)
 from gateway.identity.caller import Principal
 from gateway.openapi.public import document
 from gateway.relay.engines import Engines
@@ -60,7 +68,6 @@ from shared.wire.errors import (
     Overloaded,
     RateLimited,
     RequestAborted,
-    RouteNotFound,
     forget_frames,
 )
 from shared.wire.http import ClientGone
@@ -74,7 +81,6 @@ from shared.wire.ids import (
     is_id,
     mint_request_id,
 )
-from shared.wire.paths import no_such_path
 
 DESCRIBING_MAX: Final = 64
 """Callers that are sent the API's description at a time: they have no key, and each may hold it in its
@@ -214,7 +220,7 @@ class Edge:
             await self._pipeline.begin(exchange)
             exchange.stages.enter("answer")
         if not resource.routes:
-            raise RouteNotFound(no_such_path(path, lambda other: bool(find(other).routes)))
+            raise missing(path)
         if route is None:
             raise _not_allowed(exchange)
         await self._handlers[route](exchange, resource.id_of(path))
@@ -277,7 +283,7 @@ class Edge:
         dialect = exchange.resource.dialect
         exchange.record.failed(error, begun or dialect.error_status(type(error)))
         if begun is not None:
-            event = dialect.error_event(error, exchange.request_id)
+            event = dialect.failing(error, exchange.request_id, exchange.progress.events)
             at_boundary = exchange.progress.scanner.at_boundary
             await client.fail(error, event if at_boundary else None)
             return

@@ -81,7 +81,7 @@ def check_images(prompt: PromptForm | None, hosts: Sequence[str]) -> None:
     for index, message in enumerate(prompt.messages):
         for at, part in enumerate(message.parts):
             if isinstance(part, ImagePart) and (problem := _problem(part.image_url.url, hosts)):
-                where = f"{prompt.param}[{index}].content[{at}].image_url.url"
+                where = f"{prompt.place(index)}.content[{at}].image_url.url"
                 raise InvalidRequest(f"{where} {problem}.", param=where)
 
 
@@ -291,9 +291,10 @@ def _instead(
     terms: Terms,
     maximum: int | None,
 ) -> dict[str, object]:
-    """The fields whose values are replaced for an engine of another make: a `service_tier` above the
-    tenant's, the maximum, and what asks for a stream's usage. `fields` are those that it is sent."""
-    instead: dict[str, object] = {}
+    """The fields whose values are replaced for an engine of another make: those of its endpoint, a
+    `service_tier` above the tenant's, the maximum, and what asks for a stream's usage. `fields` are those
+    that it is sent."""
+    instead: dict[str, object] = {**endpoint.sent}
     tier, tier_max = request.service_tier, terms.tenant.service_tier
     if "service_tier" in fields and tier is not None and _RANKS[tier] > _RANKS[tier_max]:
         instead["service_tier"] = tier_max

@@ -96,20 +96,22 @@ def _check_final(asked: ChatFields, final: ChatMessage) -> None:
 # -- the calls of a history -----------------------------------------------------------------------
 
 
-def long_arguments(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
+def long_arguments(prompt: ChatPrompt) -> list[tuple[str, str]]:
     """The arguments of calls, each behind its name, that may hold more than a body may have: all of them
     where together they are long, else those with more brackets than there may be levels."""
-    found = [*_arguments(messages)]
+    found = [*_arguments(prompt)]
     if sum([len(text) for _, text in found]) > SURE_LEN:
         return found
     return [one for one in found if one[1].count("[") + one[1].count("{") > DEPTH_MAX]
 
 
-def _arguments(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, str]]:
-    for index, message in enumerate(messages):
+def _arguments(prompt: ChatPrompt) -> Iterator[tuple[str, str]]:
+    param, places = prompt.param, prompt.places
+    for index, message in enumerate(prompt.messages):
         for at, call in enumerate(message.tool_calls or ()):
             if isinstance(call, FunctionToolCall):
-                yield f"messages[{index}].tool_calls[{at}].function.arguments", call.function.arguments
+                place = places[index] if places else f"{param}[{index}]"
+                yield f"{place}.tool_calls[{at}].function.arguments", call.function.arguments
 
 
 def argument_slices(arguments: Sequence[tuple[str, str]]) -> Slices[None]:

@@ -45,6 +45,8 @@ class GenerationRequest(Request, kw_only=True):
     """The names of other fields whose text is in the prompt."""
     thinking_param: ClassVar[str] = "thinking_token_budget"
     """The name of the field that bounds the reasoning."""
+    keeps_answer: ClassVar[bool] = False
+    """True if the end of a stream tells the whole answer again, so that it is held until then."""
 
     model: str
     stream: bool | None = None

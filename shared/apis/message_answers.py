@@ -112,16 +112,20 @@ class MessageAnswer(Unshown, tag_field="type", tag="message", kw_only=True):
 # -- events ---------------------------------------------------------------------------------------
 
 
-class MessageStart(Unshown, tag_field="type", tag="message_start"):
+class MessageEvent(Unshown):
+    """An event of a stream."""
+
+
+class MessageStart(MessageEvent, tag_field="type", tag="message_start"):
     message: MessageAnswer
 
 
-class BlockStart(Unshown, tag_field="type", tag="content_block_start"):
+class BlockStart(MessageEvent, tag_field="type", tag="content_block_start"):
     index: int
     content_block: AnswerBlock
 
 
-class TextDelta(Unshown, tag_field="type", tag="text_delta"):
+class MessageTextDelta(Unshown, tag_field="type", tag="text_delta"):
     text: str
 
 
@@ -137,15 +141,15 @@ class InputDelta(Unshown, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
-BlockChange = TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+BlockChange = MessageTextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
-class BlockDelta(Unshown, tag_field="type", tag="content_block_delta"):
+class BlockDelta(MessageEvent, tag_field="type", tag="content_block_delta"):
     index: int
     delta: BlockChange
 
 
-class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
+class BlockStop(MessageEvent, tag_field="type", tag="content_block_stop"):
     index: int
 
 
@@ -156,12 +160,10 @@ class MessageChange(Struct, kw_only=True):
     container: None = None
 
 
-class MessageDelta(Struct, tag_field="type", tag="message_delta"):
+class MessageDelta(MessageEvent, tag_field="type", tag="message_delta"):
     delta: MessageChange
     usage: DeltaUsage
 
-
-MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 STOP: Final = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
@@ -218,4 +220,4 @@ def error_body(error: ApiError, request_id: str) -> bytes:
 
 
 def error_event(error: ApiError, request_id: str) -> bytes:
-    return named_event(b"error", error_body(error, request_id))
+    return named_event("error", error_body(error, request_id))

@@ -63,7 +63,7 @@ from shared.apis.nothing import unsupported
 from shared.apis.prompt import ChatPrompt
 from shared.apis.structure import Structure, StructureKind, check_schema
 from shared.apis.tools import NO_CALLS, FunctionSpec, FunctionTool, ToolChoice, ToolMode
-from shared.apis.validation import surplus_fields
+from shared.apis.validation import shapeless_names
 from shared.wire.errors import InvalidRequest
 from shared.wire.undecodable import UNDECODABLE
 
@@ -398,5 +398,5 @@ def unknown_in(asked: AskedConversation, fields: Mapping[str, Raw]) -> list[str]
     for name in ("messages", "system", "tools", "tool_choice", "thinking", "output_config"):
         value = getattr(asked, name)
         if value is not None and not isinstance(value, str):
-            found |= dict.fromkeys(surplus_fields(value, fields[name], name, name))
+            found |= dict.fromkeys(shapeless_names(value, fields[name], name, name))
     return [*found]

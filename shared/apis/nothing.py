@@ -89,11 +89,11 @@ INSTEAD: Final[Mapping[str, str]] = {
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
 }
-"""The fields to use in place of fields that are refused, by these."""
+"""The fields of chats and completions to use in place of fields that are refused, by these."""
 
 
 def unsupported(param: str, instead: str | None = None) -> UnsupportedParameter:
     """The error of a field that asks for what no engine of ours does. `instead` is what does it."""
-    if (instead := instead or INSTEAD.get(param)) is not None:
+    if instead is not None:
         return UnsupportedParameter(f"{param} is not supported; use {instead}.", param=param)
     return UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)

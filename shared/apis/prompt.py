@@ -30,6 +30,14 @@ class ChatPrompt(Unshown):
     """True where the answer continues the last message, which the prompt leaves open."""
     opens_answer: bool = True
     """True where the prompt ends with what begins an assistant's message."""
+    places: tuple[str, ...] = ()
+    """The place of each message in the request. Empty where they are the items of the field `param`."""
+    effort_param: str = "reasoning_effort"
+    """The name of the field that holds the variable of that name."""
+
+    def place(self, index: int) -> str:
+        """The place of a message in the request."""
+        return self.places[index] if self.places else f"{self.param}[{index}]"
 
     def count(self) -> int:
         """Count the prompts."""

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from msgspec import Raw
 
-from shared.apis.nothing import Nothing
+from shared.apis.nothing import INSTEAD, Nothing
 from shared.apis.prompt import PromptForm
 from shared.wire.shapes import Unshown
 
@@ -33,6 +33,8 @@ class Request(Unshown, kw_only=True):
     """The path at which both services serve it."""
     nothing: ClassVar[Mapping[str, Nothing]]
     """The fields that are refused unless they ask for nothing, with the values that do so beside null."""
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
+    """The fields to use in place of some that are refused, by these."""
     has_messages: ClassVar[bool] = False
     """True if its field `messages` has OpenAI's shapes: they are looked into for unknown and unsupported
     fields."""

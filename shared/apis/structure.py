@@ -27,6 +27,8 @@ CHOICE_LEN_MAX: Final = 1024
 """Characters of one text to choose."""
 CHOICES_MAX: Final = 1024
 
+TEXT_FORMAT: Final = "text.format"
+"""The name of a response's field with the format of its text."""
 _NULL: Final = b"null"
 _NOTHING: Final = (_NULL, b"false")
 _object: Final = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -100,14 +102,53 @@ def check_format(format_: ResponseFormat, raw: Raw) -> None:
             raise unsupported(f"response_format.{name}")
     if format_.type != "json_schema":
         return
-    where, schema = "response_format.json_schema", format_.json_schema
-    if schema is None or schema.name is None or schema.schema is UNSET:
-        wanted = where if schema is None else f"{where}.name" if schema.name is None else f"{where}.schema"
+    where = "response_format.json_schema"
+    if format_.json_schema is None:
+        raise InvalidRequest(f"{where} is required.", param=where)
+    _check_named(format_.json_schema, where)
+
+
+def _check_named(schema: JsonSchemaFormat, where: str) -> None:
+    """Check a schema that has a name."""
+    if schema.name is None or schema.schema is UNSET:
+        wanted = f"{where}.name" if schema.name is None else f"{where}.schema"
         raise InvalidRequest(f"{wanted} is required.", param=wanted)
     if NAME.fullmatch(schema.name) is None:
         message = f"{where}.name must be 1 to 64 of A-Z, a-z, 0-9, _ and -."
         raise InvalidRequest(message, param=f"{where}.name")
     check_schema(schema.schema, f"{where}.schema", (b"{",))
+
+
+class TextFormat(JsonSchemaFormat, kw_only=True, omit_defaults=True):
+    """The format of a response's text, with the schema beside its type."""
+
+    type: str
+    """`text`, `json_object` or `json_schema`."""
+
+    @property
+    def structure(self) -> Structure | None:
+        """The structure of a format that was checked. None for text."""
+        match self.type:
+            case "json_object":
+                return Structure(StructureKind.JSON_OBJECT, param=TEXT_FORMAT)
+            case "json_schema":
+                source, strict = _text(self.schema), bool(self.strict)
+                return Structure(
+                    StructureKind.JSON_SCHEMA, source, strict=strict, param=f"{TEXT_FORMAT}.schema"
+                )
+        return None
+
+
+def check_text_format(format_: TextFormat) -> None:
+    """Check a format for our engines. Raises InvalidRequest, and UnsupportedParameter for a kind that they do
+    not know."""
+    match format_.type:
+        case "text" | "json_object":
+            return
+        case "json_schema":
+            _check_named(format_, TEXT_FORMAT)
+        case _:
+            raise unsupported(f"{TEXT_FORMAT}.type")
 
 
 # -- vLLM's ---------------------------------------------------------------------------------------

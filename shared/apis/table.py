@@ -9,8 +9,12 @@ from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.messages import MessagesRequest
+from shared.apis.responses.request import ResponsesRequest
 
-GENERATING: Final[tuple[type[GenerationRequest], ...]] = (ChatRequest, CompletionRequest, MessagesRequest)
+GENERATING: Final[tuple[type[GenerationRequest], ...]] = (
+    *(ChatRequest, CompletionRequest),
+    *(MessagesRequest, ResponsesRequest),
+)
 """Those whose requests generate tokens."""
 OPERATIONS: Final[Mapping[str, str]] = {kind.path: kind.operation for kind in GENERATING}
 """The operation of each path that generates, as spans name it."""

@@ -42,6 +42,14 @@ class FunctionSpec(Unshown, omit_defaults=True):
         return b"" if schema == _NULL else schema
 
 
+class AskedFunction(FunctionSpec, omit_defaults=True):
+    """A function of an API that holds its arguments to a schema wherever that is one which strict mode takes,
+    unless `strict` says otherwise. It is in no request's shape."""
+
+    place: str = ""
+    """The place of its schema in the request. Empty where that is none of the caller's."""
+
+
 class FunctionTool(Unshown, tag_field="type", tag="function"):
     function: FunctionSpec
 
@@ -113,17 +121,22 @@ def check_tools(tools: Sequence[Tool]) -> None:
         where = f"tools[{index}]"
         if not isinstance(tool, FunctionTool):
             raise unsupported(f"{where}.type")
-        spec = tool.function
-        if NAME.fullmatch(spec.name) is None:
-            message = f"{where}.function.name must be 1 to 64 of A-Z, a-z, 0-9, _ and -."
-            raise InvalidRequest(message, param=f"{where}.function.name")
-        if spec.name in names:
-            message = f"{where}.function.name is that of another tool."
-            raise InvalidRequest(message, param=f"{where}.function.name")
-        names.add(spec.name)
-        if (schema := spec.schema) and not schema.startswith(b"{"):
-            param = f"{where}.function.parameters"
-            raise InvalidRequest(f"{param} must be an object.", param=param)
+        check_function(tool.function, f"{where}.function", names, tool.function.name)
+
+
+def check_function(spec: FunctionSpec, where: str, names: set[str], called: str) -> None:
+    """Check one function, which came at `where`. Its name as the model is `called` it is added to `names`.
+    Raises InvalidRequest."""
+    if NAME.fullmatch(spec.name) is None:
+        raise InvalidRequest(
+            f"{where}.name must be 1 to 64 of A-Z, a-z, 0-9, _ and -.", param=f"{where}.name"
+        )
+    if called in names:
+        raise InvalidRequest(f"{where}.name is that of another tool.", param=f"{where}.name")
+    names.add(called)
+    if (schema := spec.schema) and not schema.startswith(b"{"):
+        param = f"{where}.parameters"
+        raise InvalidRequest(f"{param} must be an object.", param=param)
 
 
 def check_choice(choice: str | ChoiceObject | None, tools: Sequence[Tool] | None) -> None:

@@ -52,7 +52,9 @@ from shared.wire.undecodable import UNDECODABLE
 PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """The names that are repeated to the caller who sent them, in headers too."""
 _PLACE: Final = re.compile(
-    r"[A-Za-z0-9_.-]{1,64}|(?:tools\[\d{1,4}\]|response_format|structured_outputs)\.[A-Za-z0-9_.$-]{1,160}"
+    r"[A-Za-z0-9_.-]{1,64}"
+    r"|(?:tools\[\d{1,4}\](?:\.tools\[\d{1,4}\])?|response_format|structured_outputs|text\.format)"
+    r"\.[A-Za-z0-9_.$-]{1,160}"
 )
 """The names of fields, and places within tools and structures, such as
 `tools[3].function.parameters.uniqueItems`."""
@@ -143,17 +145,17 @@ def survey(request: Request, fields: Mapping[str, Raw], known: frozenset[str]) -
         unknown += request.unknown_within(fields)
     if request.taken_from is not None:
         unsupported = unsupported or request.surplus
-    if "stream_options" in fields and getattr(request, "stream_options", None) is not None:
+    if "stream_options" in fields and (given := getattr(request, "stream_options", None)) is not None:
         options = _object.decode(fields["stream_options"])
         if not stays(fields["stream_options"], options):
             refuse_repeated("stream_options", fields["stream_options"])
-        unknown += [f"stream_options.{name}" for name in options if name != "include_usage"]
+        unknown += [f"stream_options.{name}" for name in options if name not in given.__struct_fields__]
     chat: list[ChatMessage] | None = getattr(request, "messages", None) if request.has_messages else None
     shapeless: tuple[str, ...] = ()
     if chat is not None and not _are_plain(chat, fields["messages"]):
         is_plain = False
         _check_contents(chat)
-        shapeless = tuple(dict.fromkeys(surplus_fields(chat, fields["messages"], "messages", "messages")))
+        shapeless = tuple(dict.fromkeys(shapeless_names(chat, fields["messages"], "messages", "messages")))
         unknown += [name for name in shapeless if name not in _NOT_NAMED]
         unsupported = unsupported or _unsupported_in_messages(chat, fields["messages"], shapeless)
     if unknown or unsupported or shapeless or not is_plain:
@@ -267,11 +269,14 @@ def _shape(type_: type[Struct]) -> tuple[frozenset[str], tuple[str, ...]]:
 
 
 _NESTED: Final = frozenset(
-    {"content", "tool_calls", "function_call", "image_url", "function", "custom", "source", "format"}
+    {
+        *("content", "tool_calls", "function_call", "image_url", "function", "custom"),
+        *("output", "summary", "tools", "format"),  # of responses
+    }
 )
 
 
-def surplus_fields(value: Struct | Sequence[Struct], raw: Raw, path: str, name: str) -> Iterator[str]:
+def shapeless_names(value: Struct | Sequence[Struct], raw: Raw, path: str, name: str) -> Iterator[str]:
     """The names of the fields in `raw` that the shapes of `value`, which was read from it, do not have.
     `path` is where it is in the request, `name` the same without numbers. Raises InvalidJson where an object
     has a field twice."""
@@ -291,7 +296,7 @@ def surplus_fields(value: Struct | Sequence[Struct], raw: Raw, path: str, name: 
         for key in nested:
             if isinstance(held := getattr(one, key), list | Struct):
                 where = path if isinstance(value, Struct) else f"{path}[{at}]"
-                yield from surplus_fields(held, fields[key], f"{where}.{key}", f"{name}.{key}")
+                yield from shapeless_names(held, fields[key], f"{where}.{key}", f"{name}.{key}")
 
 
 # -- the whole body -------------------------------------------------------------------------------
@@ -326,7 +331,7 @@ class Parsed(Struct, Generic[T], frozen=True):
     def require_supported(self) -> None:
         """Refuse what no engine of ours takes. Raises InvalidRequest, and UnsupportedParameter."""
         if self.unsupported is not None:
-            raise unsupported(self.unsupported)
+            raise unsupported(self.unsupported, self.request.instead.get(self.unsupported))
         if not self.is_plain:
             self.request.check_for_ours(self.fields)
 

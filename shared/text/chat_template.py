@@ -135,7 +135,7 @@ class ChatTemplate:
     def slices(self, prompt: ChatPrompt, renderer: Renderer | None = None) -> Slices[str]:
         """The prompt of any chat, as a job: what is not rendered in place is rendered by another process,
         `renderer` where that is given. Raises InvalidRequest where the template refuses, and Overloaded."""
-        yield from argument_slices(long_arguments(prompt.messages))
+        yield from argument_slices(long_arguments(prompt))
         messages, length = self._input.messages(prompt), measured(prompt)
         variables = self._input.variables(prompt)
         text = yield from self._rendered(messages, variables, length, renderer)

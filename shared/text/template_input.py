@@ -55,7 +55,7 @@ class TemplateInput:
 
     def messages(self, prompt: ChatPrompt) -> list[Message]:
         """The messages, as the template expects them. Raises InvalidRequest."""
-        plain = [self._message(one, prompt.param, index) for index, one in enumerate(prompt.messages)]
+        plain = [self._message(one, prompt, index) for index, one in enumerate(prompt.messages)]
         if prompt.continues_final:
             _mark(plain[-1])
         return plain
@@ -66,7 +66,7 @@ class TemplateInput:
         arguments = {**wishes, **self._with_effort(prompt.arguments)}
         for name in arguments:
             if name not in self.arguments:
-                where = EFFORT if name == EFFORT else f"chat_template_kwargs.{name}"
+                where = prompt.effort_param if name == EFFORT else f"chat_template_kwargs.{name}"
                 raise InvalidRequest(f"{where} is not supported by this model's chat template.", param=where)
         if prompt.tools and not self.knows_tools:
             raise InvalidRequest("This model's chat template knows no tools.", param="tools")
@@ -87,7 +87,7 @@ class TemplateInput:
             return {THINKING: thinks, **others}
         return arguments if thinks else others
 
-    def _message(self, message: ChatMessage, param: str, index: int) -> Message:
+    def _message(self, message: ChatMessage, prompt: ChatPrompt, index: int) -> Message:
         """The message, keys in the order that they have in transformers, which gives reasoning a second name,
         `thinking`. For a template that does not know the role `developer`, it is `system`."""
         reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
@@ -106,10 +106,10 @@ class TemplateInput:
             plain["reasoning"] = message.reasoning
         if message.tool_calls:
             if not self.knows_calls:
-                where = f"{param}[{index}].tool_calls"
+                where = f"{prompt.place(index)}.tool_calls"
                 raise InvalidRequest("This model's chat template knows no calls of tools.", param=where)
             calls = enumerate(message.tool_calls)
-            plain["tool_calls"] = [_call(call, f"{param}[{index}].tool_calls[{at}]") for at, call in calls]
+            plain["tool_calls"] = [_call(call, prompt, index, at) for at, call in calls]
         if message.tool_call_id is not None:
             plain["tool_call_id"] = message.tool_call_id
         if reasoning is not None:
@@ -163,15 +163,15 @@ def _last_text(parts: list[dict[str, str]]) -> dict[str, str]:
     return parts[-1]  # all of them are texts
 
 
-def _call(call: ToolCall, where: str) -> dict[str, Any]:
+def _call(call: ToolCall, prompt: ChatPrompt, index: int, at: int) -> dict[str, Any]:
     if not isinstance(call, FunctionToolCall):
         custom = {"name": call.custom.name, "input": call.custom.input}
         return {"id": call.id, "type": "custom", "custom": custom}
-    where = f"{where}.function.arguments"
     text = call.function.arguments
     try:
         arguments = _decode_object(text) if text else {}
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        where = f"{prompt.place(index)}.tool_calls[{at}].function.arguments"
         raise InvalidRequest(f"{where} must be a JSON object, as text.", param=where) from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

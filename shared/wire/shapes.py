@@ -8,6 +8,8 @@ from msgspec import Meta, Struct
 
 BODY_LEN_MAX: Final = 8 * 1024 * 1024
 MESSAGES_MAX: Final = 2048
+ITEMS_MAX: Final = 2 * MESSAGES_MAX
+"""Bound on the items of a response's input: an answer of several parts is as many of them."""
 TOOLS_MAX: Final = 1024
 IMAGES_MAX: Final = 64
 """Bound on the images of a chat."""

@@ -47,6 +47,9 @@ LINE_LEN_MAX: Final = 16 * 1024 * 1024
 _BOUNDARY: Final = b"\n\n"
 _LF: Final = b"\n"
 _DATA: Final = b"data:"
+_EVENT: Final = b"event: "
+_NAMED_LINES: Final = 3
+"""The lines of an event with a name: that, its data, and an empty one."""
 _COMMENT: Final = b": penstock "
 _MAY_CONTINUE: Final = (b":", b"\n:")
 """The beginnings of a chunk that continues a boundary at the end of the chunk before, and may begin a
@@ -108,9 +111,9 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + _BOUNDARY
 
 
-def named_event(name: bytes, data: bytes) -> bytes:
-    """One event of this name, as `event` makes one without."""
-    return b"event: " + name + b"\ndata: " + data + _BOUNDARY
+def named_event(name: str, data: bytes) -> bytes:
+    """One event with a name, which some APIs' streams repeat outside of the data."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 def error_event(error: ApiError, _request_id: str = "") -> bytes:
@@ -253,29 +256,25 @@ class TailScanner:
 
 
 class NamedScanner(TailScanner):
-    """The scanner of a stream whose events have names: two lines each."""
+    """The scanner of a stream whose events have names."""
 
-    __slots__ = ("_hot", "_hot_len")
+    __slots__ = ("_silent",)
 
-    def __init__(self, done: bytes, hot: bytes) -> None:
-        """`hot` is the beginning of nearly every event, which tells of the answer."""
+    def __init__(self, done: bytes = DONE, silent: tuple[bytes, ...] = ()) -> None:
+        """`silent` are the beginnings of events that `feed` is to see."""
         super().__init__(done)
-        self._hot = hot
-        self._hot_len = len(hot)
+        self._silent = silent
 
     def takes(self, event: bytes) -> bool:
-        """Take a chunk that is one event which begins as nearly all do. Returns False, and takes nothing, of
-        any other, which is for `feed`."""
-        room = len(self._end)
         if (
-            event[: self._hot_len] != self._hot
+            event[:7] != _EVENT
             or event[-2:] != _BOUNDARY
-            or event.count(_LF) != 3
-            or len(event) < room
+            or event.count(_LF) != _NAMED_LINES
+            or event.startswith(self._silent)
             or self._held
         ):
             return False
-        self._tail = event[-room:]
+        self._tail = event[-len(self._end) :]
         return True
 
 

@@ -26,6 +26,7 @@ from shared.apis.completions import Completion, CompletionChoice
 from shared.apis.generation import PromptTokensDetails, Usage
 from shared.apis.message_answers import STOP, AnswerText, MessageAnswer, message_usage
 from shared.apis.messages import CountTokensResponse
+from shared.apis.responses.answer import InputTokens
 from shared.apis.tokenize import DetokenizeResponse, TokenizeResponse
 from shared.process.memory import gateway_memory_max
 from shared.wire.sse import CLOSING_HEADER, closing_comment, encode_closing, named_event
@@ -43,6 +44,8 @@ from tests.gateway.fake_engine import (
     stream,
     unary,
 )
+from tests.gateway.responses_scripts import streamed
+from tests.gateway.responses_scripts import unary as responded
 
 PLAIN: Final = {"content-type", "content-length", "date", "server"}
 """The headers that any answer of HTTP has."""
@@ -160,7 +163,7 @@ def test_what_a_request_that_no_engine_answers_may_be_refused_with_is_described(
 # -- what it says holds ---------------------------------------------------------------------------
 
 
-MESSAGE: Final = named_event(b"content_block_stop", b'{"type":"content_block_stop","index":0}')
+MESSAGE: Final = named_event("content_block_stop", b'{"type":"content_block_stop","index":0}')
 
 
 def answer(seen: Seen) -> Script:
@@ -183,6 +186,10 @@ def answer(seen: Seen) -> Script:
             value = MessageAnswer(
                 id="m", model="tiny", content=[AnswerText("a")], stop_reason="end_turn", usage=used
             )
+        case "/v1/responses/input_tokens":
+            value, reported = InputTokens(1), {}
+        case "/v1/responses":
+            return streamed("a") if seen.body.get("stream") else responded("a")
         case _ if seen.body.get("stream"):
             return stream(chunk("a"))
         case "/v1/completions":

@@ -11,14 +11,19 @@ from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.request import Request
+from shared.apis.responses.request import ResponsesRequest
 from shared.apis.validation import parse
 from shared.wire.errors import InvalidRequest
 
-REQUESTS: list[type[GenerationRequest]] = [ChatRequest, CompletionRequest]
+REQUESTS: list[type[GenerationRequest]] = [ChatRequest, CompletionRequest, ResponsesRequest]
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 MESSAGE = {"role": "assistant", "content": "hi"}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
-MINIMAL: dict[type, dict[str, Any]] = {ChatRequest: CHAT, CompletionRequest: COMPLETION}
+MINIMAL: dict[type, dict[str, Any]] = {
+    ChatRequest: CHAT,
+    CompletionRequest: COMPLETION,
+    ResponsesRequest: {"model": "m", "input": "hi"},
+}
 
 
 def chat(**fields: Any) -> bytes:

@@ -476,14 +476,14 @@ def test_what_is_made_of_the_arguments_of_calls_is_bounded_before_it_is_made(
 ) -> None:
     """They are a string of the body, in which its census counts nothing."""
     with pytest.raises(InvalidRequest, match="more than") as error:
-        at_once(argument_slices(long_arguments(of_calls(arguments, calls).messages)))
+        at_once(argument_slices(long_arguments(of_calls(arguments, calls))))
     assert (error.value.param or "").endswith(".tool_calls[0].function.arguments")
 
 
 def test_long_arguments_of_honest_calls_are_taken() -> None:
     code = json.dumps({"path": "a.py", "text": 'x = {"a": [1, 2]}\n' * 50_000})
-    at_once(argument_slices(long_arguments(of_calls(code).messages)))
-    assert not long_arguments(of_calls('{"a": 1}').messages), "nothing is counted"
+    at_once(argument_slices(long_arguments(of_calls(code))))
+    assert not long_arguments(of_calls('{"a": 1}')), "nothing is counted"
 
 
 @pytest.mark.parametrize("unit", ["{},", "[],", '{"":0},', '{"a":{}},', "[[]],", '"",'])

@@ -230,3 +230,40 @@ def test_the_last_event_of_an_answer_is_its_dialects() -> None:
     assert forwarded == done
     assert scanner.saw_done
     assert scanner.closing == CLOSING
+
+
+# -- events with names ----------------------------------------------------------------------------
+
+SILENT = b"event: open\n"
+
+
+@pytest.mark.parametrize(
+    ("chunk", "is_taken"),
+    [
+        (sse.named_event("text", b'{"text":"a"}'), True),
+        (sse.named_event("text", b"{}") * 2, False),
+        (sse.named_event("open", b"{}"), False),
+        (sse.event(b"{}"), False),
+        (b"event: text\ndata: {}\n", False),
+        (b"event: text\ndata: {}\nid: 1\n\n", False),
+        (b"event: text\ndata: {}\n\n: \n", False),
+        (COMMENT, False),
+    ],
+)
+def test_an_event_with_a_name_is_taken_as_it_is(chunk: bytes, is_taken: bool) -> None:
+    scanner = sse.NamedScanner(DONE, (SILENT,))
+    assert scanner.takes(chunk) is is_taken
+    if not is_taken:
+        scanner.feed(b"event: half")
+        assert not scanner.takes(sse.named_event("text", b"{}"))
+
+
+@given(st.lists(st.sampled_from(["text", "open", "done"]), max_size=6), st.booleans())
+def test_taken_or_read_a_stream_is_the_same(names: list[str], is_whole: bool) -> None:
+    chunks = [sse.named_event(name, b'{"a":"b"}') for name in names] + ([DONE] if is_whole else [])
+    taking, reading = sse.NamedScanner(DONE, (SILENT,)), TailScanner()
+    taken = b"".join(forward(taking, chunk) for chunk in [*chunks, COMMENT])
+    read = b"".join(map(reading.feed, [*chunks, COMMENT]))
+    assert taken == read == b"".join(chunks)
+    assert taking.saw_done is reading.saw_done is is_whole
+    assert taking.closing == reading.closing == CLOSING

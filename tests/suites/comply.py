@@ -1,43 +1,62 @@
-"""llm-comply's tests of chat completions on `penstock up`: answers against OpenAI's own schemas."""
+"""llm-comply's tests of chat completions and of responses on `penstock up`: answers against OpenAI's own
+schemas, and those of Open Responses."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from tests.bench.figures import Figure, figure
 from tests.suites.cache import SuiteFailed, environment
 from tests.suites.judging import Kind, Outcome, figures_of
-from tests.suites.serving import KEY, MODEL, up
+from tests.suites.serving import KEY, MODEL, Served, up
 
-SUMMARY: Final = "llm-comply's tests of chat completions"
+SUMMARY: Final = "llm-comply's tests of chat completions and responses"
 PACKAGES: Final = ("llm-comply==0.5.0",)
-NOT_SERVED: Final = {"chat-image-input": "images are not served"}
+FORMATS: Final = ("openai-chat", "open-responses")
+NOT_SERVED: Final = dict.fromkeys(("chat-image-input", "image-input"), "images are not served")
 """Tests of what is refused by name: llm-comply tells the status and not the message."""
 
 
 def run(cache: Path) -> list[Figure]:
     python = environment(cache, "comply", *PACKAGES)
     with up() as served:
-        options = ["--format", "openai-chat", "--base-url", served.url, "--api-key", KEY, "--model", MODEL]
-        done = subprocess.run(
-            [str(python.with_name("llm-comply")), *options, "--json"],
-            capture_output=True,
-            text=True,
-            env=served.environment,
-        )
-    try:
-        results: list[dict[str, Any]] = json.loads(done.stdout)["results"]
-    except ValueError as error:
-        raise SuiteFailed(f"llm-comply printed no results: {done.stdout}{done.stderr}") from error
+        results = [one for format_ in FORMATS for one in _results(python, served, format_)]
     warnings = [
         figure(f"warning: {warning} ({result['id']})", 1, "tests")
         for result in results
         for warning in result.get("warnings", [])
     ]
     return [*figures_of(map(_outcome, results)), *warnings]
+
+
+def _results(python: Path, served: Served, format_: str) -> Iterator[dict[str, Any]]:
+    """What comes of all tests of one API."""
+    options = [
+        "--timeout",
+        "300",
+        "--format",
+        format_,
+        "--base-url",
+        served.url,
+        "--api-key",
+        KEY,
+        "--model",
+        MODEL,
+    ]
+    done = subprocess.run(
+        [str(python.with_name("llm-comply")), *options, "--json"],
+        capture_output=True,
+        text=True,
+        env=served.environment,
+    )
+    try:
+        yield from json.loads(done.stdout)["results"]
+    except ValueError as error:
+        raise SuiteFailed(f"llm-comply printed no results: {done.stdout}{done.stderr}") from error
 
 
 def _outcome(result: dict[str, Any]) -> Outcome:

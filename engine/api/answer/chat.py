@@ -11,6 +11,7 @@ Streams are what OpenAI's SDKs put together, which join what comes under one nam
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from msgspec import UNSET, UnsetType
 
@@ -128,7 +129,9 @@ class ChatEncoder(ChoicesEncoder[ChatChunkChoice]):
             return
         head, tail = cut(data, b'"logprobs":{"content":[')
         yield head
-        yield from items(told(delta.entries), self._logprob, self._heading.piece_len)
+        yield from items(
+            told(delta.entries), partial(token_logprob, self._vocabulary), self._heading.piece_len
+        )
         yield tail
 
     def _message(self, delta: Delta) -> AssistantMessage:
@@ -152,7 +155,7 @@ class ChatEncoder(ChoicesEncoder[ChatChunkChoice]):
         """The choices of the chunks of a delta whose tokens are told: with the last of its parts."""
         logprobs = None
         if self._heading.logprobs is not None:
-            logprobs = ChatLogprobs([self._logprob(row) for row in told(delta.entries)])
+            logprobs = ChatLogprobs([token_logprob(self._vocabulary, row) for row in told(delta.entries)])
         *before, last = [_delta(part) for part in delta.parts if self._shows(part)] or [ChatDelta(content="")]
         for one in before:
             yield ChatChunkChoice(delta.index, one)
@@ -178,14 +181,16 @@ class ChatEncoder(ChoicesEncoder[ChatChunkChoice]):
             prompt_token_ids=prompt_ids,
         )
 
-    def _logprob(self, entry: Entry) -> TokenLogprob:
-        data, logprobs = self._vocabulary.token_bytes(entry.token_id), entry.logprobs
-        assert logprobs is not None
-        top = [
-            TopLogprob(*_shown(self._vocabulary.token_bytes(top_id), value))
-            for top_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-        ]
-        return TokenLogprob(*_shown(data, logprobs.logprob), top_logprobs=top)
+
+def token_logprob(vocabulary: Vocabulary, entry: Entry) -> TokenLogprob:
+    """A token that has log-probabilities, as OpenAI tells them."""
+    data, logprobs = vocabulary.token_bytes(entry.token_id), entry.logprobs
+    assert logprobs is not None
+    top = [
+        TopLogprob(*_shown(vocabulary.token_bytes(top_id), value))
+        for top_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+    ]
+    return TokenLogprob(*_shown(data, logprobs.logprob), top_logprobs=top)
 
 
 def _delta(part: Part) -> ChatDelta:

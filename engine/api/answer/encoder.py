@@ -26,7 +26,9 @@ from msgspec import UNSET, UnsetType
 
 from engine.api.answer.outputs import ChoiceOutput, Delta, Entry
 from engine.api.answer.rows import Echo, Sliced
+from engine.contract.messages import SamplingParams, ServiceClass
 from shared.apis.generation import FinishReasonName, Usage
+from shared.process.clock import SYSTEM_CLOCK
 from shared.wire import sse
 
 T = TypeVar("T")
@@ -50,6 +52,15 @@ _LINE_ENDS: Final = (
     (b"\xe2\x80\xa9", rb"\u2029"),
 )
 encode: Final = msgspec.json.Encoder().encode
+
+
+class Repeated(Protocol):
+    """What an answer repeats of its request."""
+
+    @property
+    def held_len(self) -> int:
+        """Bytes that it holds until the answer's end."""
+        ...
 
 
 class Vocabulary(Protocol):
@@ -95,6 +106,13 @@ class Answered:
     """The ids of its prompt; empty where they are not told."""
     echoes: Sequence[Echo | None]
     """Its prompt as it is repeated; None where it is not."""
+    sampling: SamplingParams | None = None
+    """How its tokens were drawn: that of the first choice."""
+    service_class: ServiceClass = ServiceClass.DEFAULT
+    repeated: Repeated | None = None
+    """What the answer repeats of the request. None where its API repeats nothing."""
+    wall: Callable[[], float] = SYSTEM_CLOCK.wall
+    """The clock of `Heading.created`."""
     stop_tokens: Mapping[int, str] = field(default_factory=dict)
     """The stop strings that are tokens, by their ids."""
     is_cut_by_context: bool = False
@@ -130,15 +148,30 @@ class Template:
     def __init__(
         self,
         make: Callable[[str], msgspec.Struct],
-        encoded: Callable[[msgspec.Struct], bytes] | None = None,
+        as_event: Callable[[msgspec.Struct], bytes] | None = None,
     ) -> None:
-        """`encoded` makes an event: `encoded_event`, unless events have names."""
+        """`as_event` makes an event: `encoded_event`, unless events have names."""
         marker = secrets.token_hex(16)
-        self._head, self._tail = (encoded or encoded_event)(make(marker)).split(encode(marker))
+        self._head, self._tail = (as_event or encoded_event)(make(marker)).split(encode(marker))
 
     def fill(self, text: str) -> bytes:
         data = encode(text)
-        return self._head + (data if text.isascii() else on_one_line(data)) + self._tail
+        return self._head + (data if text.isascii() else _on_one_line(data)) + self._tail
+
+
+class NumberedTemplate:
+    """An encoded event with a gap for a JSON string, and behind that one for the event's number."""
+
+    __slots__ = ("_format",)
+
+    def __init__(self, make: Callable[[str, int], bytes]) -> None:
+        marker, number = secrets.token_hex(16), secrets.randbits(61) | 1 << 61
+        made = make(marker, number).replace(b"%", b"%%")
+        self._format = made.replace(encode(marker), b"%b").replace(b"%d" % number, b"%d")
+
+    def fill(self, text: str, number: int) -> bytes:
+        data = encode(text)
+        return self._format % (data if text.isascii() else _on_one_line(data), number)
 
 
 class SpreadTemplate:
@@ -152,16 +185,21 @@ class SpreadTemplate:
 
     def fill(self, text: str) -> bytes:
         data = encode(text)
-        return (data if text.isascii() else on_one_line(data)).join(self._pieces)
+        return (data if text.isascii() else _on_one_line(data)).join(self._pieces)
 
 
 def encoded_event(chunk: msgspec.Struct) -> bytes:
     """An event with `chunk`."""
-    data = encode(chunk)
-    return sse.event(data if data.isascii() else on_one_line(data))
+    return sse.event(encoded(chunk))
 
 
-def on_one_line(data: bytes) -> bytes:
+def encoded(value: msgspec.Struct) -> bytes:
+    """The data of an event."""
+    data = encode(value)
+    return data if data.isascii() else _on_one_line(data)
+
+
+def _on_one_line(data: bytes) -> bytes:
     """`data`, JSON, with the characters escaped that some clients take for line ends. They occur only
     within strings."""
     for raw, escaped in _LINE_ENDS:

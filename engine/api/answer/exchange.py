@@ -134,6 +134,8 @@ class EngineExchange:
         self._house = house
         self._status = 0
         self._is_event_stream = False
+        self.error_event: Callable[[ApiError, str], bytes] | None = None
+        """Makes the event that ends this stream where it fails. None for that of its API."""
         self.first_byte_at: float | None = None
         """When the first byte was written that tells of the answer, in seconds on `clock`. None before."""
         self._error: ApiError | None = None
@@ -189,7 +191,8 @@ class EngineExchange:
             self.responder.abort()
             return
         if self.responder.started:
-            await self.responder.write(api.error_event(error, self.request_id) + self.closing_comment())
+            event = (self.error_event or api.error_event)(error, self.request_id)
+            await self.responder.write(event + self.closing_comment())
             await self.responder.finish()
             return
         headers = {"content-type": JSON_TYPE, **error_headers(error)}

@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw, Struct
 
-from engine.api.answer.encoder import Answered, Heading, Template, Vocabulary, encode, on_one_line
+from engine.api.answer.encoder import Answered, Heading, Template, Vocabulary, encode, encoded
 from engine.api.answer.outputs import Delta
 from engine.api.answer.parts import Part, PartKind
 from shared.apis.generation import FinishReasonName, Usage
@@ -39,11 +39,10 @@ from shared.apis.message_answers import (
     MessageAnswer,
     MessageChange,
     MessageDelta,
-    MessageEvent,
     MessageStart,
+    MessageTextDelta,
     SignatureDelta,
     StopReason,
-    TextDelta,
     ThinkingDelta,
     delta_usage,
     message_usage,
@@ -109,11 +108,11 @@ class MessagesEncoder:
         yield from self._end()
         self._index += 1
         index = self._index
-        change: type[TextDelta | ThinkingDelta | InputDelta]
+        change: type[MessageTextDelta | ThinkingDelta | InputDelta]
         match part.kind:
             case PartKind.TEXT:
                 block: AnswerBlock = AnswerText("")
-                change = TextDelta
+                change = MessageTextDelta
             case PartKind.REASONING:
                 block, change = AnswerThinking("", ""), ThinkingDelta
             case _:
@@ -151,6 +150,8 @@ class MessagesEncoder:
     # -- a whole answer's -----------------------------------------------------------------------------
 
     def _blocks(self, parts: Sequence[Part]) -> Iterator[AnswerBlock]:
+        if not (self._heading.sends_reasoning or self._heading.hides_reasoning):
+            parts = [part for part in parts if part.kind is not PartKind.REASONING]
         at = 0
         while at < len(parts):
             part, at = parts[at], at + 1
@@ -165,7 +166,7 @@ class MessagesEncoder:
                     yield AnswerText(text)
                 case PartKind.REASONING if self._heading.sends_reasoning:
                     yield AnswerThinking(text, SIGNATURE)
-                case PartKind.REASONING if self._heading.hides_reasoning:
+                case PartKind.REASONING:
                     yield AnswerThinking("", sealed(text if len(text) <= THOUGHTS_LEN_MAX else ""))
                 case PartKind.CALL:
                     self._calls += 1
@@ -200,11 +201,10 @@ class MessagesEncoder:
         return stopped_by
 
 
-def _event(value: MessageEvent | Struct) -> bytes:
+def _event(value: Struct) -> bytes:
     tag = value.__struct_config__.tag
     assert isinstance(tag, str)
-    data = encode(value)
-    return named_event(tag.encode(), data if data.isascii() else on_one_line(data))
+    return named_event(tag, encoded(value))
 
 
 def _call(part: Part, arguments: Raw) -> AnswerToolUse:

@@ -4,19 +4,22 @@ line."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
-from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Vocabulary
+from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Repeated, Vocabulary
 from engine.api.answer.messages import MessagesEncoder
+from engine.api.answer.responses import ResponsesEncoder, failing_of
 from shared.apis import message_answers
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.messages import MessagesRequest
+from shared.apis.responses.repeated import repeated
+from shared.apis.responses.request import ResponsesRequest
 from shared.wire import sse
 from shared.wire.envelope import error_envelope
 from shared.wire.errors import ApiError, status_of
@@ -41,6 +44,10 @@ class AnswerApi(Struct, frozen=True):
     """What a stream is sent where it has nothing to say for a while, behind those events."""
     keepalive_s: float | None = None
     """The time after which it is, where no operator has set one, in seconds. None for never."""
+    repeats: Callable[[Any, Mapping[str, Raw]], Repeated] | None = None
+    """Makes what an answer repeats of its request, from that and the fields of its body. None for nothing."""
+    failing: Callable[[AnswerEncoder], Callable[[ApiError, str], bytes]] | None = None
+    """What makes `error_event` of a stream from its encoder, where that must know the stream."""
 
 
 ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
@@ -55,6 +62,9 @@ ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
         opens_early=True,
         keepalive=message_answers.PING,
         keepalive_s=10.0,
+    ),
+    ResponsesRequest: AnswerApi(
+        "resp_", ResponsesEncoder, opens_early=True, repeats=repeated, failing=failing_of
     ),
 }
 

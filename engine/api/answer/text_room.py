@@ -1,4 +1,4 @@
-"""The memory for the text of an answer that is not streamed.
+"""The memory for the text of an answer that is held to its end.
 
 A token's text is estimated to have `TEXT_BYTES`, as text has that models write. Yet vocabularies have tokens
 of a hundred spaces, and a single emoji makes Python store four bytes for each character of a string. Nobody
@@ -16,10 +16,11 @@ STEP_LEN: Final = 64 * 1024
 
 
 class TextRoom:
-    __slots__ = ("_chars", "_held_len", "_holding", "_is_narrow", "_text_len")
+    __slots__ = ("_chars", "_copies", "_held_len", "_holding", "_is_narrow", "_text_len")
 
-    def __init__(self, holding: Holding, held_len: int, text_len: int) -> None:
-        """`holding` holds `held_len` bytes, of which `text_len` are for the text."""
+    def __init__(self, holding: Holding, held_len: int, text_len: int, copies: int = 1) -> None:
+        """`holding` holds `held_len` bytes, of which `text_len` are for the text and its `copies`."""
+        self._copies: Final = copies
         self._holding: Final = holding
         self._held_len = held_len
         self._text_len = text_len
@@ -30,7 +31,8 @@ class TextRoom:
         """Hold the memory of more text. Raises Overloaded where the tenant may not have as much."""
         self._chars += len(text)
         self._is_narrow = self._is_narrow and text.isascii()
-        lacking_len = self._chars * (1 if self._is_narrow else CHARACTER_BYTES_MAX) - self._text_len
+        char_len = self._copies * (1 if self._is_narrow else CHARACTER_BYTES_MAX)
+        lacking_len = self._chars * char_len - self._text_len
         if lacking_len > 0:
             more_len = max(lacking_len, STEP_LEN)
             self._holding.hold(self._held_len + more_len)

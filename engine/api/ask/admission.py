@@ -147,7 +147,7 @@ def answer_room(request: GenerationRequest, prompts: Sequence[list[int]]) -> int
     """The most tokens that each choice may have, at least 1, so that the whole answer stays within
     `ANSWER_LEN_MAX` bytes. Raises InvalidRequest where the caller asks for more."""
     token_len, choices = _token_len(request), (request.n or 1) * len(prompts)
-    if request.stream and request.logprobs_asked is None:
+    if request.stream and not request.keeps_answer and request.logprobs_asked is None:
         return TOKENS_MAX  # the answer is written as it comes, and paused when its client does not read
     stated = max(1, request.output_tokens_max or 1)
     left = ANSWER_LEN_MAX - (request.n or 1) * _scores_len(request, prompts)
@@ -173,7 +173,7 @@ def answer_len(request: GenerationRequest, choices: Sequence[Choice]) -> int:
     held = sum(choice.sampling.max_tokens for choice in choices)
     # the choices of a prompt that is scored may all be computed before the one that scores it
     waits = request.echoes and request.logprobs_asked is not None and (request.n or 1) > 1
-    if request.stream and not waits:
+    if request.stream and not (waits or request.keeps_answer):
         held = min(held, WINDOW_TOKENS * len(choices))
     is_told = bool(request.return_token_ids) or request.echoes
     told = sum(map(len, prompts)) * TOKEN_BYTES if is_told else 0
@@ -184,7 +184,7 @@ def answer_len(request: GenerationRequest, choices: Sequence[Choice]) -> int:
 
 
 def text_len(choices: Sequence[Choice]) -> int:
-    """The part of `answer_len` that is for the text of an answer that is not streamed."""
+    """The part of `answer_len` that is for the text of an answer that is held to its end."""
     return TEXT_BYTES * sum(choice.sampling.max_tokens for choice in choices)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from engine.api.answer.encoder import Repeated
 from engine.api.answer.exchange import EngineExchange
 from engine.api.answer.rows import Echo
 from engine.api.answer.table import ANSWERS, AnswerApi
@@ -56,6 +57,9 @@ from shared.wire.request_body import check_page
 from shared.wire.shapes import BODY_LEN_MAX
 from shared.wire.timeouts import stated_timeout_ms, stated_timeout_s
 
+REPEATED_COPIES: Final = 5
+"""The copies of what an answer repeats of its request: as it is held, and in the two events that open a
+stream, before and after they are put together."""
 _AT_ONCE: Final = 0.0
 """A time of any loop's that has passed."""
 T = TypeVar("T")
@@ -142,6 +146,8 @@ class CheckedRequest:
     api: AnswerApi
     model: str
     streams: bool
+    keeps_text: bool
+    """True if the answer's text is held to its end."""
     n: int
     sends_usage: bool
     sends_token_ids: bool
@@ -157,6 +163,8 @@ class CheckedRequest:
     choices: Sequence[Choice]
     prompts: list[AddPrompt]
     echoes: Sequence[Echo] | None
+    repeated: Repeated | None
+    """What the answer repeats of the request. None for nothing."""
     answer_len: int
     """The most bytes that the answer holds at any time."""
 
@@ -202,10 +210,14 @@ async def ask(
         choices = plan_choices(request, prompts, limits, stops, model.sampling)
         echoes = await _echoes(state, tenant, model, request, prompt, prompts)
     form = await state.forms.of(model, exchange, parsed, prompt, prompts[0])
+    api = ANSWERS[type(request)]
+    repeated = None if api.repeats is None else api.repeats(request, parsed.fields)
+    repeated_len = 0 if repeated is None else REPEATED_COPIES * repeated.held_len
     return CheckedRequest(
-        api=ANSWERS[type(request)],
+        api=api,
         model=request.model,
         streams=bool(request.stream),
+        keeps_text=request.keeps_answer or not request.stream,
         n=request.n or 1,
         sends_usage=request.include_usage,
         sends_token_ids=bool(request.return_token_ids),
@@ -221,7 +233,8 @@ async def ask(
         choices=choices,
         prompts=prompts_of(choices, packed, request.n or 1),
         echoes=echoes,
-        answer_len=answer_len(request, choices) + form.held_len,
+        repeated=repeated,
+        answer_len=answer_len(request, choices) + form.held_len + repeated_len,
     )
 
 

@@ -47,7 +47,7 @@ from engine.contract.grammars import BadGrammar, Vocabulary, compiled
 from shared.apis.patterns import check_pattern
 from shared.apis.schemas import SIZE_MAX, HeldSchema, held_schema
 from shared.apis.structure import Structure, StructureKind
-from shared.apis.tools import NO_CALLS, FunctionSpec, ToolChoice, ToolMode
+from shared.apis.tools import NO_CALLS, AskedFunction, FunctionSpec, ToolChoice, ToolMode
 from shared.wire.errors import InvalidRequest, UnsupportedParameter
 
 
@@ -221,6 +221,16 @@ class _Composer:
         self.ignored.append(param)
         return None
 
+    def held_if_strict(self, source: bytes, param: str) -> dict[str, Any] | None:
+        """The schema of a function's arguments, where it is one that strict mode takes, and all such schemas
+        of the request can be held. None otherwise."""
+        if self.hold is not SchemaHold.WHOLE:
+            return None
+        try:
+            return _closed(json.loads(self._held(source, True, param).text))
+        except InvalidRequest:
+            return None
+
     # -- reasoning ------------------------------------------------------------------------------------
 
     def _behind_reasoning(self, answer: _Answer) -> str:
@@ -373,9 +383,11 @@ class _Calls:
         """One call of a function."""
         of, calls = self.of, self.calls
         strict = spec.strict is True
-        param = of.asked.place_of(spec)
+        param = spec.place if isinstance(spec, AskedFunction) else of.asked.place_of(spec)
         held = None if spec.schema else NO_ARGUMENTS
-        if spec.schema and (strict or of.asked.choice.mode is ToolMode.REQUIRED):
+        if isinstance(spec, AskedFunction) and spec.schema and spec.strict is None:
+            held = of.held_if_strict(spec.schema, param)
+        if spec.schema and held is None and (strict or of.asked.choice.mode is ToolMode.REQUIRED):
             held = of.held_arguments(spec.schema, strict, param)
         if calls.is_bare and calls.envelope is not None and self.is_with_text:
             return self._as_schema(spec.name, held, strict, param)

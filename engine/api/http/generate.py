@@ -1,4 +1,4 @@
-"""Chat and completions. The way of one request is:
+"""The APIs that generate. The way of one request is:
 
     read -> validate -> tokenize -> admit -> submit -> (stream | collect) -> settle
 
@@ -52,6 +52,9 @@ from shared.wire import sse
 from shared.wire.causes import Cause, CauseCode
 from shared.wire.errors import ApiError, RequestAborted
 
+STREAM_COPIES: Final = 4
+"""The copies of a stream's text where its end tells it again: as it came, twice in an item that is done, and
+in an event."""
 UNDER_WAY_S: Final = 0.2
 """The time in which the core is heard out about the sequences of a request that ended before them, in
 seconds: less than the time for which a gateway waits for the report (`gateway.request.pipeline.REPORT_S`)."""
@@ -128,7 +131,10 @@ class Generation:
         """The choice whose first token has a deadline, that of the request: of those with the shortest prompt
         the first one, which begins before the others, as things stand."""
         self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
-        room = None if asked.streams else TextRoom(holding, asked.answer_len, text_len(asked.choices))
+        room = None
+        if asked.keeps_text:
+            copies = STREAM_COPIES if asked.streams else 1
+            room = TextRoom(holding, asked.answer_len, text_len(asked.choices), copies)
         self._output = RequestOutput(
             len(asked.choices),
             whole=not asked.streams,
@@ -139,6 +145,8 @@ class Generation:
         self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._encoder = self._make_encoder(asked, model)
+        if asked.api.failing is not None:
+            exchange.error_event = asked.api.failing(self._encoder)
         self._awaits_scores = asked.echoes is not None and asked.logprobs is not None
         self._handles: list[int] = []
         self._is_settled = False
@@ -485,7 +493,19 @@ class Generation:
         prompts = [choice.prompt_ids for choice in asked.choices] if asked.sends_token_ids else []
         scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
         echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
-        answered = Answered(scored, prompts, echoes, asked.stop_tokens, asked.is_cut_by_context)
+        answered = Answered(
+            *(scored, prompts, echoes),
+            stop_tokens=asked.stop_tokens,
+            is_cut_by_context=asked.is_cut_by_context,
+        )
+        if asked.repeated is not None:
+            answered = replace(
+                answered,
+                sampling=asked.choices[0].sampling,
+                service_class=asked.share.service_class,
+                repeated=asked.repeated,
+                wall=self._state.clock.wall,
+            )
         return asked.api.encoder(heading, model.tokenizer, answered)
 
 

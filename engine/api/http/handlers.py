@@ -21,6 +21,8 @@ from shared.apis.messages import CountTokensRequest, CountTokensResponse
 from shared.apis.models import VERSION_HEADER, ModelInfo, ModelInfoList, ModelList
 from shared.apis.prompt import ChatPrompt
 from shared.apis.requests import AbortResponse
+from shared.apis.responses.answer import InputTokens
+from shared.apis.responses.request import InputTokensRequest, nothing_stored
 from shared.apis.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from shared.fairness.fair_threads import Slices
 from shared.process.probes import METHODS, PROBES, answer_probe
@@ -104,14 +106,29 @@ def _tokenized(model: ServedModel, limits: Limits, request: TokenizeRequest) -> 
 
 async def count_tokens(state: EngineState, exchange: EngineExchange) -> None:
     """Count the tokens of a conversation of Messages."""
+    count = await _counted(state, exchange, CountTokensRequest)
+    await exchange.send(_encode(CountTokensResponse(count)))
+
+
+async def input_tokens(state: EngineState, exchange: EngineExchange) -> None:
+    """Count the tokens of what a response would be asked."""
+    await exchange.send(_encode(InputTokens(await _counted(state, exchange, InputTokensRequest))))
+
+
+async def _counted(
+    state: EngineState,
+    exchange: EngineExchange,
+    kind: type[CountTokensRequest] | type[InputTokensRequest],
+) -> int:
+    """The tokens of a request's prompt."""
     model, _ = state.ready_model()
     with Holding(state.memory, exchange.tenant) as holding:
-        parsed = await read(state, exchange, CountTokensRequest, holding)
+        parsed = await read(state, exchange, kind, holding)
         parsed.require_supported()
         with exchange.enter("tokenize"):
-            counting = prompt_slices(model.tokenizer, parsed.request.prompt_form, None)
-            [ids] = await state.threads.run(exchange.tenant, counting)
-        await exchange.send(_encode(CountTokensResponse(len(ids))))
+            work = prompt_slices(model.tokenizer, parsed.request.prompt_form, None)
+            [ids] = await state.threads.run(exchange.tenant, work)
+    return len(ids)
 
 
 async def detokenize(state: EngineState, exchange: EngineExchange) -> None:
@@ -148,6 +165,7 @@ EXACT: Final[dict[str, dict[str, Handler]]] = {
     CountTokensRequest.path: {"POST": count_tokens},
     TokenizeRequest.path: {"POST": tokenize},
     DetokenizeRequest.path: {"POST": detokenize},
+    InputTokensRequest.path: {"POST": input_tokens},
     "/penstock/tokenizer": {"GET": get_tokenizer},
     **{path: dict.fromkeys(METHODS, probe) for path in PROBES},
     "/metrics": {"GET": metrics},
@@ -168,8 +186,8 @@ class FoundRoute:
 
 
 def find_route(method: str, path: str) -> FoundRoute:
-    """The handler of a path and a method, and the route's name for the log. Raises RouteNotFound and
-    MethodNotAllowed."""
+    """The handler of a path and a method, and the route's name for the log. Raises RouteNotFound, NotFound
+    and MethodNotAllowed."""
     if (exact := EXACT.get(path)) is not None:
         return FoundRoute(path, _of_method(exact, method, path))
     for prefix, named in NAMED.items():
@@ -177,7 +195,7 @@ def find_route(method: str, path: str) -> FoundRoute:
         if name and name != path:
             handler = _of_method(named, method, prefix)
             return FoundRoute(prefix + "{id}", partial(handler, name=name))
-    raise RouteNotFound(no_such_path(path, _exists))
+    raise nothing_stored(path) or RouteNotFound(no_such_path(path, _exists))
 
 
 def _exists(path: str) -> bool:

@@ -22,6 +22,8 @@ from engine.api.http.service import Service
 from engine.config import EngineConfig
 from engine.contract.messages import CoreFailed, CoreInput, FinishReason
 from shared.wire.http import ClientGone
+from tests.engine.api import apis
+from tests.engine.api.apis import Api, each_api
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 from tests.engine.api.fake_core import FakeCore
 from tests.uncollected import uncollected
@@ -30,11 +32,16 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
 
 async def send_head(
-    served: Served, body: bytes, *, content_len: int | None = None, request_id: str = "r-1"
+    served: Served,
+    body: bytes,
+    *,
+    content_len: int | None = None,
+    request_id: str = "r-1",
+    path: str = apis.CHAT.path,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A raw request, so that the test decides when to leave."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: {request_id}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-Request-Id: {request_id}\r\n"
     writer.write(f"{head}Content-Length: {content_len or len(body)}\r\n\r\n".encode() + body)
     return reader, writer
 
@@ -46,20 +53,22 @@ def body_of(**fields: Any) -> bytes:
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("stage", ["queue", "prefill", "decode"])
+@each_api
 async def test_the_client_leaves(
-    served: Served, lines: list[dict[str, Any]], stage: str, streams: bool, how: str
+    served: Served, lines: list[dict[str, Any]], api: Api, stage: str, streams: bool, how: str
 ) -> None:
-    core, state = served.core, served.engine.state
+    core, state, count = served.core, served.engine.state, api.count
     if stage == "queue":
         core.admits = False
     elif stage == "prefill":
         core.script = lambda _: []
     else:
         served.says("the lazy dog", ends=False)
-    _, writer = await send_head(served, body_of(stream=streams, n=2))
-    await until(lambda: len(core.added) == 2)
+    asked = json.dumps({**api.asked, **api.choices, "stream": streams}).encode()
+    _, writer = await send_head(served, asked, path=api.path)
+    await until(lambda: len(core.added) == count)
     if stage != "queue":
-        await until(lambda: len(core.running) == 2)
+        await until(lambda: len(core.running) == count)
     if stage == "decode":
         await until(lambda: all(row.sent == len(row.script) for row in core.running.values()))
         await until(lambda: core._messages.empty())
@@ -70,14 +79,14 @@ async def test_the_client_leaves(
     else:
         writer.close()
     await until(lambda: bool(lines))
-    assert sorted(core.aborted) == [1, 2]
+    assert sorted(core.aborted) == [1, 2][:count]
     served.assert_nothing_leaks()
     [line] = lines
     assert (line["status"], line["end_reason"], line["stage"]) == (499, "client_cancel", stage)
     assert line["request_id"] == "r-1"
     assert (line["prompt_tokens"] > 0) == (stage != "queue"), "a prompt counts once it has begun"
     if stage == "decode":
-        assert line["completion_tokens"] == 2 * len(served.ids("the lazy dog"))
+        assert line["completion_tokens"] == count * len(served.ids("the lazy dog"))
 
 
 async def test_the_client_leaves_while_sending(served: Served, lines: list[dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from engine.api.formats.format import AnswerFormat, ArgumentsKind
 from engine.api.formats.machine import AnswerMachine
 from engine.contract.grammars import compiled, failure
 from shared.apis.structure import Structure, StructureKind
-from shared.apis.tools import FunctionSpec, ToolChoice, ToolMode
+from shared.apis.tools import AskedFunction, FunctionSpec, ToolChoice, ToolMode
 from shared.wire.errors import InvalidRequest, UnsupportedParameter
 from tests import answer_texts
 from tests.engine.api import walks
@@ -38,7 +38,7 @@ FORMATS = {
 }
 EACH = pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
 HERMES, QWEN = MARKED["hermes"], MARKED["qwen3"]
-ADD = {
+ADD: dict[str, Any] = {
     "type": "object",
     "properties": {
         "a": {"type": "integer", "minimum": 0, "maximum": 99},
@@ -48,7 +48,7 @@ ADD = {
     "required": ["a", "unit", "note"],
     "additionalProperties": False,
 }
-PLAIN = {**ADD, "properties": {**ADD["properties"], "a": {"type": "integer"}}}  # type: ignore[dict-item]
+PLAIN = {**ADD, "properties": {**ADD["properties"], "a": {"type": "integer"}}}
 
 
 KINDS = {
@@ -389,6 +389,31 @@ def test_auto_holds_arguments_to_a_schema_that_is_strict_alone() -> None:
     call = ("<tool_call>", '\n{"name": "add", "arguments": {"x": 1}}\n', "</tool_call>")
     assert accepts(made(AskedForm((function("add", ADD),), AUTO), HERMES), "Sure.\n", *call)
     assert not accepts(made(AskedForm((function("add", ADD, strict=True),), AUTO), HERMES), "Sure.\n", *call)
+
+
+def test_where_strict_mode_is_the_default_it_holds_what_it_takes() -> None:
+    """One that it does not take, or that makes the grammar too large, is held as one that is not strict."""
+    call = ("<tool_call>", '\n{"name": "f", "arguments": {"x": 1}}\n', "</tool_call>")
+
+    def asked(schema: Any, strict: bool | None = None, count: int = 1) -> AskedForm:
+        raw = msgspec.Raw(json.dumps(schema).encode())
+        names = ["f", *(f"f{i}" for i in range(1, count))]
+        return AskedForm(
+            tuple(AskedFunction(one, parameters=raw, strict=strict, place="here") for one in names), AUTO
+        )
+
+    closed = {**ADD, "required": [*ADD["properties"]]}
+    assert not accepts(made(asked(closed), HERMES), *call)
+    assert accepts(made(asked(closed, strict=False), HERMES), *call)
+    for open_ in (
+        {k: v for k, v in closed.items() if k != "additionalProperties"},
+        {**closed, "allOf": [{}]},
+        {"type": "wrong"},
+    ):
+        assert accepts(made(asked(open_), HERMES), *call)
+    many = {"type": "array", "items": {"anyOf": [{"const": i} for i in range(400)]}}
+    large = {**closed, "properties": {"x": many}, "required": ["x"]}
+    assert accepts(made(asked(large, count=12), HERMES), "Sure.")
 
 
 def test_none_bans_the_trigger() -> None:

@@ -15,6 +15,8 @@ from engine.api.http.service import Service
 from engine.contract.messages import FinishReason, PauseSequences, ResumeSequences
 from gateway.relay.http2_client import Http2Transport
 from shared.wire.http import ClientGone
+from tests.engine.api import apis
+from tests.engine.api.apis import Api, each_api
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3000}
@@ -35,13 +37,13 @@ class Client:
 
     method = "POST"
 
-    def __init__(self, served: Served, path: str = "/v1/chat/completions", **fields: Any) -> None:
-        self.path = path
+    def __init__(self, served: Served, api: Api = apis.CHAT, **fields: Any) -> None:
+        self.path = api.path
         self.headers: Mapping[str, str] = {"x-request-id": "slow"}
         self.started = False
         self.received = b""
         self.is_gone = False
-        self._body = json.dumps({**CHAT, "stream": True, **fields}).encode()
+        self._body = json.dumps({**api.asked, api.maximum: 3000, "stream": True, **fields}).encode()
         self._reads = asyncio.Event()
         self._task = asyncio.create_task(Service(served.engine.state).handle(self, self))
 
@@ -84,19 +86,15 @@ class Client:
         await self.read()
 
 
-def text_of(stream: bytes) -> str:
-    events = [json.loads(line[6:]) for line in stream.split(b"\n") if line.startswith(b"data: {")]
-    deltas = [choice["delta"] for event in events for choice in event.get("choices", ())]
-    deltas += [event["delta"] for event in events if event.get("type") == "content_block_delta"]
-    return "".join(delta.get("content") or delta.get("text", "") for delta in deltas)
+text_of = apis.CHAT.streamed_text
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_its_sequence_pauses_and_resumes_and_no_token_is_lost(serve: Serve, path: str) -> None:
+@each_api
+async def test_its_sequence_pauses_and_resumes_and_no_token_is_lost(serve: Serve, api: Api) -> None:
     async with serve(core=CORE) as served:
         core, state = served.core, served.engine.state
         core.script = lambda _: served.ids("the") * 3000
-        slow = Client(served, path)
+        slow = Client(served, api)
         await until(lambda: bool(core.paused))
         await until(core._messages.empty)
         unsent = state.core._live[1]._unsent_tokens
@@ -106,7 +104,7 @@ async def test_its_sequence_pauses_and_resumes_and_no_token_is_lost(serve: Serve
         assert fast.json()["usage"]["completion_tokens"] == 500, "nobody else is paused"
         assert state.core._live[1]._unsent_tokens == unsent, "and nothing came for it"
 
-        assert text_of(await slow.read()) == "the" * 3000
+        assert api.streamed_text(await slow.read()) == "the" * 3000
         assert core.pauses[:2] == [PauseSequences([1]), ResumeSequences([1])]
         assert not core.paused
         assert state.core._paused == set()
@@ -182,8 +180,7 @@ async def test_who_reads_a_whole_answer_steadily_may_take_longer_for_all_of_it(
     monkeypatch.setattr(loop, "time", lambda: now_s() + writes * 0.6)
     async with serve(core=CORE, stall_deadline_s=1.0) as served:
         served.core.script = lambda _: served.ids("the") * 3000
-        fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 20, "max_tokens": 500}
-        slow = Client(served, **fields, stream=False)
+        slow = Client(served, logprobs=True, top_logprobs=20, max_tokens=500, stream=False)
         answer = json.loads(await slow.read())
         assert answer["usage"]["completion_tokens"] == 500
         assert not slow.is_gone

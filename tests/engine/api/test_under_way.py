@@ -11,6 +11,8 @@ import pytest
 
 import engine.api.http.generate
 from engine.contract.messages import FinishReason
+from tests.engine.api import apis
+from tests.engine.api.apis import Api, each_api
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Served, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
@@ -26,14 +28,12 @@ def late_tokens(served: Served) -> float:
 
 
 @asynccontextmanager
-async def left(
-    served: Served, *, steps: int, path: str = "/v1/chat/completions", **fields: Any
-) -> AsyncIterator[None]:
+async def left(served: Served, *, steps: int, api: Api = apis.CHAT, **fields: Any) -> AsyncIterator[None]:
     """A context in which a client has left after so many steps, and the core has only heard of it."""
     core = served.core
     served.says("the quick brown fox", ends=False)
     core.is_held, core.heeds_aborts = True, False
-    task = asyncio.create_task(served.http.post(path, json={**CHAT, **fields}))
+    task = asyncio.create_task(served.http.post(api.path, json={**api.asked, **fields}))
     await until(lambda: bool(core.added))
     for _ in range(steps):
         core.step()
@@ -46,16 +46,18 @@ async def left(
 
 
 @pytest.mark.parametrize("streams", [True, False])
+@each_api
 async def test_a_client_that_leaves_is_charged_for_what_the_core_had_under_way(
-    served: Served, lines: list[dict[str, Any]], streams: bool
+    served: Served, lines: list[dict[str, Any]], api: Api, streams: bool
 ) -> None:
-    async with left(served, steps=2, n=2, stream=streams):
+    async with left(served, steps=2, api=api, stream=streams, **api.choices):
         served.core.step()
         assert lines == [], "the core has not said the last of it"
         served.core.finish(1, FinishReason.ABORTED, late_tokens=1)
-        served.core.finish(2, FinishReason.ABORTED)
+        if api.count > 1:
+            served.core.finish(2, FinishReason.ABORTED)
     [line] = lines
-    assert (line["end_reason"], line["completion_tokens"]) == ("client_cancel", 2 * 3 + 1)
+    assert (line["end_reason"], line["completion_tokens"]) == ("client_cancel", api.count * 3 + 1)
     assert late_tokens(served) == 0
 
 
