@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from engine.runtime.parallel.rendezvous import Rendezvous
     from engine.runtime.setup.runner_config import RunnerConfig
 
+    Told = Callable[[str], None]
+    Load = Callable[[RunnerConfig, Told, Told], Runner]
+
 DEMO: Final = "demo"
 """The built-in model's name for `--model`."""
 NICENESS: Final = 5
@@ -57,7 +60,7 @@ def main(argv: list[str]) -> int:
         case ["serve", *options]:
             return _rank(from_args(options, os.environ))
         case ["core"]:
-            return core(CoreStart.decode(sys.stdin.buffer.read()))
+            return core(CoreStart.decode(sys.stdin.buffer.read()), _load)
         case _:
             sys.stderr.write(USAGE)
             return 2
@@ -111,8 +114,9 @@ def _model_directory(config: EngineConfig) -> Path:
     return resolve_model(config.model, config.revision)
 
 
-def core(start: CoreStart) -> int:
-    """The core process, until it is told to stop or its parent is gone. Returns its exit status."""
+def core(start: CoreStart, load: Load) -> int:
+    """The core process, until it is told to stop or its parent is gone. Returns its exit status. `load`
+    makes the runner: of its settings, what hears of each stage, and what hears that a rank was lost."""
     from engine.contract.messages import CoreFailed
     from engine.core.loop import CoreLoop
     from engine.core.pages.page_files import DirectoryRefused
@@ -133,7 +137,7 @@ def core(start: CoreStart) -> int:
     with CoreTransport(start.inbox, start.outbox) as transport:
         carriers = _threads() - {os.getpid()}  # the log's and ZeroMQ's
         grammars = _grammars(start, transport)
-        runner = _runner(config.runner, transport, lost)
+        runner = _runner(lambda progress: load(config.runner, progress, lost), transport)
         if runner is None:
             return 1
         try:
@@ -182,14 +186,14 @@ def _grammars(start: CoreStart, transport: CoreTransport) -> Future[GrammarThrea
         reader.shutdown(wait=False)
 
 
-def _runner(config: RunnerConfig, transport: CoreTransport, lost: Callable[[str], None]) -> Runner | None:
+def _runner(load: Callable[[Told], Runner], transport: CoreTransport) -> Runner | None:
     """The loaded runner; None, once the API process has been told why, when the model cannot be served."""
     from engine.contract.messages import CoreFailed, CoreProgress
     from engine.core.loop import last_words
     from engine.runtime.setup.model_errors import ModelError
 
     try:
-        return _load(config, lambda stage: transport.outbox.send(CoreProgress(stage)), lost)
+        return load(lambda stage: transport.outbox.send(CoreProgress(stage)))
     except ModelError as error:
         transport.outbox.send(CoreFailed(str(error)))
         return None
@@ -223,6 +227,7 @@ def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
         queue_len_max=held_max(config.max_queue_len, PROMPTS_MAX) + config.max_num_seqs,
         queue_tokens_max=held_max(config.max_queue_tokens, PROMPTS_MAX * runner.max_model_len),
         prefix_cache=config.prefix_cache,
+        session_keep_s=config.session_keep_s,
         stall_deadline_s=config.stall_deadline_s,
         gap_targets_s=(
             config.gap_target_flex_ms / 1e3,
@@ -233,7 +238,7 @@ def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
     )
 
 
-def _load(settings: RunnerConfig, progress: Callable[[str], None], lost: Callable[[str], None]) -> Runner:
+def _load(settings: RunnerConfig, progress: Told, lost: Told) -> Runner:
     """Load the model. With ranks, torch is not imported before they have started, and do the same."""
     if settings.tensor_parallel_size > 1:
         from engine.runtime.parallel.leader import lead

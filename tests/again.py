@@ -1,60 +1,60 @@
-"""Runs the few tests that failed in the last run once more, one at a time.
+"""Runs the one test that failed in the last run once more.
 
     python -m tests.again
 
 CI runs all tests on every core at once, where a test that starts processes may meet a bound that it keeps
-alone. Such a test is named, passes here and wants mending. One that fails twice is a failure, and so are more
-than `AGAIN_MAX` failures: those have a cause of their own.
+alone. If it passes here, it is named in `.pytest_cache/again.txt` with the seed of what was drawn, and wants
+mending. Two failures have a cause of their own, and so have a worker that crashed, a test that took too long
+and a file that could not be collected: those are never run again.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-import msgspec
+from tests import outcomes
+from tests.outcomes import Outcome
 
 ROOT: Final = Path(__file__).parent.parent
-AGAIN_MAX: Final = 5
-"""The number of failed tests that may be run again."""
-LIMIT_S: Final = 600
-"""The time for all of them, in seconds."""
+RECORD: Final = Path(".pytest_cache") / "again.txt"
+"""The tests that passed when they were run again, a line each, from the root of the checkout."""
+LIMIT_S: Final = 300
+"""The time for the test, in seconds."""
 
 
-def failed_tests(root: Path) -> list[str]:
-    """The ids of the tests that failed when pytest last ran in this checkout."""
-    path = root / ".pytest_cache" / "v" / "cache" / "lastfailed"
-    if not path.is_file():
-        return []
-    return list(msgspec.json.decode(path.read_bytes(), type=dict[str, bool]))
-
-
-def refusal(failed: Iterable[str]) -> str | None:
-    """The reason why these tests are not run again; None where they may be."""
-    count = len(list(failed))
-    if count == 0:
-        return "What failed was no test: nothing is run again."
-    if count > AGAIN_MAX:
-        return f"{count} tests failed: at most {AGAIN_MAX} are run again."
+def refusal(outcome: Outcome | None) -> str | None:
+    """The reason why nothing is run again; None where one test may be."""
+    if outcome is None:
+        return "The tests did not come to their end."
+    if outcome.crashed:
+        return f"A worker crashed in {', '.join(outcome.crashed)}."
+    if outcome.uncollected:
+        return f"Not collected: {', '.join(outcome.uncollected)}."
+    if outcome.exit_status != 1 or len(outcome.failed) != 1:
+        return f"{len(outcome.failed)} tests failed, and pytest ended with {outcome.exit_status}."
     return None
 
 
 def main() -> None:
-    """Run them; exit with 1 when one fails again, or when none may be run again."""
-    failed = failed_tests(ROOT)
-    if reason := refusal(failed):
-        sys.exit(reason)
-    print(
-        "These tests failed beside the others. They are run again, alone:", *failed, sep="\n    ", flush=True
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *failed]
+    """Run it; exit with 1 when it fails again, or when it may not be run again."""
+    outcome = outcomes.last(ROOT)
+    reason = refusal(outcome)
+    if outcome is None or reason is not None:
+        sys.exit(f"{reason} Nothing is run again.")
+    [failed] = outcome.failed
+    print(f"{failed} failed beside the others. It is run again, alone.", flush=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [f"--hypothesis-seed={outcome.seed}", failed]
     done = subprocess.run(command, cwd=ROOT, timeout=LIMIT_S, check=False)
     if done.returncode:
         sys.exit("A test failed twice.")
-    print("WANTS MENDING: failed beside the others, passed alone:", *failed, sep="\n    ")
+    line = f"WANTS MENDING: failed beside the others, passed alone: {failed} --hypothesis-seed={outcome.seed}"
+    with (ROOT / RECORD).open("a") as record:
+        record.write(f"{line}\n")
+    print(line)
 
 
 if __name__ == "__main__":

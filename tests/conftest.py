@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,7 +15,7 @@ import pytest
 import trustme
 from hypothesis import settings
 
-from tests import tracing
+from tests import effort, outcomes, tracing
 
 TRACING = tracing.Tracing() if tracing.VARIABLE in os.environ else None
 
@@ -23,6 +23,7 @@ TRACING = tracing.Tracing() if tracing.VARIABLE in os.environ else None
 from gateway.relay import checked_bundles  # noqa: E402
 from gateway.relay.tokenizer_child import checked  # noqa: E402
 from tests.line_check import SUITES  # noqa: E402
+from tests.ship import tools  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,14 +48,34 @@ os.environ["SSL_CERT_FILE"] = _trusted.name
 # transformers loads each tensor on a thread, which for those of a toy model takes longer than the copying.
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 
-settings.register_profile("penstock", deadline=None)  # a busy machine is slow, not wrong
+settings.register_profile("penstock", deadline=None, print_blob=True)  # a busy machine is slow, not wrong
 settings.load_profile("penstock")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    outcomes.install(config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    outcomes.judge_skip(report)
+    return report
 
 
 def pytest_xdist_auto_num_workers() -> int:
     """One process more than there are cores: a third of the suite's time is waiting for services that start,
     stop and die."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to `.ci/nightly` what is marked so."""
+    if not effort.IS_WHOLE:
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:
@@ -66,6 +87,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    tools.asked_by = None if item.get_closest_marker("network") else item.nodeid
     if TRACING:
         TRACING.follow(item.path)
 

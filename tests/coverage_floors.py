@@ -3,7 +3,7 @@
     TRACED=1 python -m pytest ... && coverage combine
     python -m tests.coverage_floors
 
-`COVERAGE=whole .ci/run` does so. A percentage is that of lines and branches together, as `coverage report`
+`.ci/nightly coverage` does so. A percentage is that of lines and branches together, as `coverage report`
 computes it. A floor is what was measured, rounded down to a tenth, and for packages with branches that depend
 on timing a tenth below that; it is only ever raised.
 """

@@ -1,12 +1,11 @@
 """Responses and their events, held to two descriptions: OpenAI's own types, as its SDK has them, and the
-schemas of Open Responses (`open_responses.json`, of https://www.openresponses.org, 2026-04-24, MIT: what an
-answer is made of, without the words)."""
+schemas of Open Responses (https://www.openresponses.org), as llm-comply carries them."""
 
 from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
+from importlib.resources import files
 from typing import Any, Final, get_args
 
 import jsonschema_rs
@@ -15,7 +14,6 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from shared.wire import sse
 
-_SPEC: Final = json.loads(Path(__file__).with_name("open_responses.json").read_text())
 _SCHEMAS: Final = {
     name: f"Response{name}StreamingEvent"
     for name in (
@@ -117,7 +115,14 @@ def _check(name: str, value: Any) -> None:
 
 @cache
 def _validator(name: str) -> jsonschema_rs.Validator:
-    return jsonschema_rs.validator_for({"$ref": f"#/components/schemas/{name}", **_SPEC})
+    return jsonschema_rs.validator_for({"$ref": f"#/components/schemas/{name}", "components": _components()})
+
+
+@cache
+def _components() -> dict[str, Any]:
+    spec = json.loads(files("llm_comply.specs").joinpath("openresponses.json").read_text())
+    components: dict[str, Any] = spec["components"]
+    return components
 
 
 @cache

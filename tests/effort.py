@@ -1,21 +1,29 @@
-"""How many worlds and histories the tests draw: a share of them in every run, and all by
+"""How much the tests do: a part in every run, all by command, as `.ci/nightly` gives it.
 
     DRAWN=whole python -m pytest tests/engine/core/test_simulation.py tests/histories
-    DRAWN=whole python -m pytest tests/gateway/test_openapi.py
 
-The suite has 12 minutes on two cores. What is drawn from seeds finds most of what it finds in its first
-hundreds, and the rest takes minutes. So every run of the suite draws these, and whoever changes the
-scheduler, the relay, the accounts or the API draws all.
+A run of the suite has nine minutes on two cores. What is drawn from seeds finds most of what it finds in its
+first hundreds, and the rest takes minutes. So every run draws a part, and leaves out the tests that are
+marked `nightly`; whoever changes the scheduler, the relay, the accounts or the API runs all of theirs.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeVar
 
 IS_WHOLE: Final = os.environ.get("DRAWN") == "whole"
 
 
 def drawn(usual: int, whole: int) -> int:
-    """The number to draw in this run."""
+    """The number to draw, or to try, in this run."""
     return whole if IS_WHOLE else usual
+
+
+T = TypeVar("T")
+
+
+def some(cases: Sequence[T], usual: int) -> Sequence[T]:
+    """The cases to try in this run: the first few, or all."""
+    return cases if IS_WHOLE else cases[:usual]

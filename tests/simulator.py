@@ -83,6 +83,8 @@ class Report:
     hit_tokens: int
     host_tokens: int
     disk_tokens: int
+    kept_found: int
+    kept_evicted: int
     elapsed_s: float
 
     @property
@@ -200,6 +202,8 @@ class _Simulation:
             hit_tokens=stats.prefix_hit_tokens,
             host_tokens=stats.prefix_host_tokens,
             disk_tokens=stats.prefix_disk_tokens,
+            kept_found=stats.kept_found,
+            kept_evicted=stats.kept_evicted,
             elapsed_s=self._now,
         )
 

@@ -46,7 +46,7 @@ from shared.cli.service import SERVICES
 from shared.fairness import fair_share, fair_turns
 from shared.http2 import limits as http2_limits
 from shared.process import listening, memory
-from shared.text import prompts, rendering, text_slices
+from shared.text import known_pieces, prompts, rendering, text_slices
 from shared.wire import errors, shapes
 from shared.wire.end_reason import MEANINGS
 from tests.bench import __main__ as bench
@@ -112,29 +112,30 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_link_within_the_repository_leads_somewhere(document: str) -> None:
-    for target, fragment in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", DOCUMENTS[document]):
-        file = (ROOT / document).parent / target if target else ROOT / document
-        assert file.is_file(), target
-        assert not fragment or fragment in anchors(file.read_text()), f"{target}#{fragment}"
+def test_every_link_within_the_repository_leads_somewhere() -> None:
+    broken = []
+    for document, text in DOCUMENTS.items():
+        for target, fragment in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+            file = (ROOT / document).parent / target if target else ROOT / document
+            if not file.is_file() or (fragment and fragment not in anchors(file.read_text())):
+                broken.append(f"{document}: {target}#{fragment}")
+    assert broken == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_file_that_is_named_is_there(document: str) -> None:
-    named = re.findall(rf"(?<![\w/.-])(?:{'|'.join(TOPS)})/[\w./-]*\w", DOCUMENTS[document])
-    in_backticks = re.findall(r"`([\w.-]+(?:/[\w.-]+)*\.(?:py|md|sh|jsonl))`", DOCUMENTS[document])
-    outside_models = {"tokenizer.json", "config.json"}
-    for path in {*named, *in_backticks} - outside_models:
-        assert (ROOT / path).exists(), path
+def test_every_file_that_is_named_is_there() -> None:
+    outside_models, missing = {"tokenizer.json", "config.json"}, []
+    for document, text in DOCUMENTS.items():
+        named = re.findall(rf"(?<![\w/.-])(?:{'|'.join(TOPS)})/[\w./-]*\w", text)
+        in_backticks = re.findall(r"`([\w.-]+(?:/[\w.-]+)*\.(?:py|md|sh|jsonl))`", text)
+        paths = {*named, *in_backticks} - outside_models
+        missing += [f"{document}: {path}" for path in paths if not (ROOT / path).exists()]
+    assert missing == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_test_that_is_named_is_there(document: str) -> None:
-    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", DOCUMENTS[document]):
-        assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), (
-            f"{path}::{name}"
-        )
+def test_every_test_that_is_named_is_there() -> None:
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", EVERYTHING):
+        found = re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE)
+        assert found, f"{path}::{name}"
 
 
 # -- commands -------------------------------------------------------------------------------------
@@ -182,24 +183,22 @@ def bench_options(name: str) -> frozenset[str]:
     return frozenset(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", help_of(bench.main, name)))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_command_that_is_named_is_one_that_the_command_line_knows(document: str) -> None:
-    for words in command_lines(DOCUMENTS[document], "penstock"):
+def test_every_command_that_is_named_is_one_that_the_command_line_knows() -> None:
+    for words in command_lines(EVERYTHING, "penstock"):
         command, *rest = words
         assert command in cli.COMMANDS.keys() | SERVICES.keys(), words
         of_command = rest.pop(0).split(r"\|") if command in ("bench", "keys") and rest else [""]
         given = {word for word in rest if word.startswith("-")}
         for one in of_command:
             assert given <= options_of(command, *filter(None, [one])), words
-    for names, *rest in command_lines(DOCUMENTS[document], "python -m tests.bench"):
+    for names, *rest in command_lines(EVERYTHING, "python -m tests.bench"):
         for one in names.split(r"\|"):
             assert one in bench_names()
             assert {word for word in rest if word.startswith("-")} <= bench_options(one), rest
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_module_that_is_to_be_run_is_there(document: str) -> None:
-    for name, *_ in command_lines(DOCUMENTS[document], "python -m"):
+def test_every_module_that_is_to_be_run_is_there() -> None:
+    for name, *_ in command_lines(EVERYTHING, "python -m"):
         spec = importlib.util.find_spec(name)
         assert spec is not None, name
         assert spec.submodule_search_locations is None or importlib.util.find_spec(f"{name}.__main__"), name
@@ -401,7 +400,8 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     stated = {process: numbers(terms) for process, terms in (gateway | engine).items()}
     limits = LimitsConfig()
     terms = limits.request_memory, memory.LIVE_REQUEST, memory.THREAD, memory.CONNECTION, memory.HOLDING
-    assert stated["gateway"][2:] == [*terms, 2 * memory.RENDERING]
+    assert stated["gateway"][2:] == [*terms, memory.PIECES, 2 * memory.RENDERING]
+    assert known_pieces.KEPT_LEN_MAX * memory.FRAGMENTATION == memory.PIECES
     assert stated["gateway with TLS"] == [memory.TLS_LARGE, memory.HANDSHAKES_MAX, memory.TLS]
     terms_of_api = options.request_memory, memory.STREAM, memory.THREAD, 2 * memory.RENDERING
     assert stated["the engine's API"][2:] == [*terms_of_api]
@@ -487,27 +487,24 @@ def test_every_end_of_a_request_is_listed() -> None:
     assert listed == {f"`{reason}`": meaning for reason, meaning in MEANINGS.items()}
 
 
-def _glossary_names() -> list[str]:
-    """What stands in backticks in the glossary's tables."""
+def _names_of(source: str) -> set[str]:
+    """A module's identifiers, and its strings without quotes."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {t.string.strip("\"'") for t in tokens if t.type in (tokenize.NAME, tokenize.STRING)}
+
+
+def test_every_name_in_the_glossary_is_in_the_code() -> None:
+    """What stands in backticks in its tables."""
     rows = [line for line in (ROOT / "shared/GLOSSARY.md").read_text().splitlines() if line.startswith("|")]
-    return sorted({name for row in rows for name in re.findall(r"`([^`]+)`", row)})
-
-
-@cache
-def _names_in_the_code() -> frozenset[str]:
-    """The identifiers of all modules, and their strings without quotes."""
-    names: set[str] = set()
+    names = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    paths = {name for name in names if "/" in name}
+    missing = {
+        name.removeprefix("--").replace("-", "_") if name.startswith("--") else name for name in names - paths
+    }
+    assert len(missing) > 50
     for path in (path for top in CODE for path in (ROOT / top).rglob("*.py")):
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            if token.type in (tokenize.NAME, tokenize.STRING):
-                names.add(token.string.strip("\"'"))
-    return frozenset(names)
-
-
-@pytest.mark.parametrize("name", _glossary_names())
-def test_every_name_in_the_glossary_is_in_the_code(name: str) -> None:
-    if "/" in name:
-        assert (ROOT / name).exists()
-    else:
-        option = name.removeprefix("--").replace("-", "_")
-        assert (option if name.startswith("--") else name) in _names_in_the_code()
+        source = path.read_text()
+        if any(name in source for name in missing):
+            missing -= _names_of(source)
+    assert missing == set()
+    assert [path for path in paths if not (ROOT / path).exists()] == []

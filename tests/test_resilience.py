@@ -23,6 +23,7 @@ import aiohttp
 import httpx
 import pytest
 
+from tests.effort import drawn
 from tests.services import (
     KEY,
     MODEL,
@@ -163,7 +164,7 @@ def test_a_tenants_timeout_cancels_the_request_in_the_engine(served: Service, sh
 
 # -- clients that leave ---------------------------------------------------------------------------
 
-VISITS = 1000
+VISITS = drawn(300, whole=1000)
 TOGETHER = 64
 SEED = 20
 TURNS_MAX = 300

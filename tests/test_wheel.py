@@ -1,21 +1,25 @@
-"""The wheel's contents: the product and the demo model's files, without the demo's corpus and without tests.
-
-The wheel is described by `tool.hatch` in pyproject.toml as whole packages, so the directories of these
-packages are the list of its files.
-"""
+"""The wheel: the product and the demo model's files, without what trains it and without tests, for anybody
+who installs it by its name."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import sysconfig
 import tomllib
+import zipfile
 from pathlib import Path
+
+import pytest
 
 from shared.process.build import DISTRIBUTION
 from tests.test_layering import SOURCES, imports
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-WHEEL = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+PACKAGES = ("gateway", "engine", "shared")
 STRANGERS = re.compile(
     r"\b(?:pip3?|pipx|uv|uvx)\b[^&|;\n]*[ '\"]penstock(?!-llm\b)(?=[\s'\"\[=<>~]|$)"
     r"|\bpenstock\["
@@ -34,14 +38,68 @@ DEMO_FILES = {
 }
 
 
-def test_the_wheel_ships_whole_packages_and_no_tests() -> None:
-    assert WHEEL.keys() == {"packages", "artifacts", "hooks"}, "another key decides what is shipped: test it"
-    assert WHEEL["packages"] == ["gateway", "engine", "shared"]
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, as hatchling builds it of this checkout; kernels that are there are not compiled again."""
+    directory = tmp_path_factory.mktemp("wheel")
+    _uv(
+        "build",
+        "--wheel",
+        "--out-dir",
+        str(directory),
+        "--default-index",
+        "https://pypi.org/simple",
+        str(ROOT),
+    )
+    [file] = directory.glob("*.whl")
+    return file
 
 
-def test_the_wheel_ships_the_demo_model_and_not_its_corpus() -> None:
-    files = (path for path in (ROOT / "engine" / "demo").rglob("*") if path.is_file())
-    assert {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"} == DEMO_FILES
+def _uv(*arguments: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "SSL_CERT_FILE"}
+    command = [sys.executable, "-m", "uv", *arguments, "--no-config", "--system-certs", "--quiet"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_the_wheel_has_the_product_and_nothing_else(wheel: Path) -> None:
+    """All that git knows below the three packages, whatever .gitignore leaves out, and the native kernels."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PACKAGES],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout.split()
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    files = {name for name in names if not name.startswith("penstock_llm-")}
+    kernels = {name for name in files if name.startswith("engine/runtime/native/lib/")}
+    assert kernels
+    assert files - kernels == {name for name in tracked if not name.startswith("engine/demo/train/")}
+    assert {name for name in files if name.startswith("engine/demo/")} == DEMO_FILES
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_the_wheel_is_installed_and_runs(wheel: Path, tmp_path: Path) -> None:
+    """In an environment of its own, beside what it requires."""
+    _uv("venv", "--python", sys.executable, str(tmp_path / "own"))
+    python = tmp_path / "own" / "bin" / "python"
+    _uv("pip", "install", "--no-deps", "--python", str(python), str(wheel))
+    [site] = (tmp_path / "own" / "lib").glob("python3*/site-packages")
+    (site / "required.pth").write_text(sysconfig.get_path("purelib"))
+    installed = "import gateway, engine.demo, shared.cli; print(engine.demo.__file__)"
+    for command in (
+        [str(python), "-P", "-c", installed],
+        *([str(python.with_name("penstock")), "settings", service] for service in ("gateway", "engine")),
+    ):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert str(site) in done.stdout or "PENSTOCK_" in done.stdout
 
 
 def test_nothing_in_the_wheel_imports_tests() -> None:

@@ -76,6 +76,8 @@ class SimConfig:
     """The share of pauses that no resumption ends."""
     grammar_share: float = 0.15
     """The share of requests whose answers follow a grammar."""
+    session_share: float = 0.3
+    """The share of requests whose pages are kept for a next turn."""
     fails: bool = True
     """True if the model fails numerically for some sequences."""
     prompt_logprobs_share: float = 0.15
@@ -129,6 +131,7 @@ def random_config(seed: int) -> SimConfig:
             preemptions_max=rng.randint(1, 4),
             prefix_cache=rng.random() < 0.8,
             stall_deadline_s=rng.choice([0.001, 0.1, 5.0]),
+            session_keep_s=rng.choice([0.0, 0.05, 30.0]),
         ),
     )
 
@@ -151,11 +154,13 @@ class _Traffic:
         for request in range(config.requests):
             now += rng.expovariate(1 / config.arrival_gap_s)
             prompt = Prompt(array(TOKENS, self._prompt(prefixes)))
-            grammar = self._grammar(request)
+            grammar, has_next_turn = self._grammar(request), self._has_next_turn(request)
             salt = bytes([rng.randrange(config.salts)])
             for _ in range(rng.randint(1, config.n_max)):
                 handle += 1
-                messages.append((now, self._add(handle, f"req_{request}", prompt, salt, grammar)))
+                messages.append(
+                    (now, self._add(handle, f"req_{request}", prompt, salt, grammar, has_next_turn))
+                )
                 if rng.random() < config.abort_share:
                     later = now + rng.expovariate(1 / 0.3)
                     messages += [(later, AbortSequences([handle]))] * rng.randint(1, 2)
@@ -169,7 +174,18 @@ class _Traffic:
             return ""
         return BAD if rng.random() < 0.05 else f"grammar {rng.randrange(5)}"
 
-    def _add(self, handle: int, request_id: str, prompt: Prompt, salt: bytes, grammar: str) -> AddSequence:
+    def _has_next_turn(self, request: int) -> bool:
+        return random.Random(-1 - request).random() < self._config.session_share  # of its own, too
+
+    def _add(
+        self,
+        handle: int,
+        request_id: str,
+        prompt: Prompt,
+        salt: bytes,
+        grammar: str,
+        has_next_turn: bool,
+    ) -> AddSequence:
         rng, config = self._rng, self._config
         return AddSequence(
             handle,
@@ -180,6 +196,7 @@ class _Traffic:
             tenant=f"tenant_{rng.randrange(config.tenants)}",
             service_class=rng.choice(list(ServiceClass)[: config.classes]),
             grammar=grammar,
+            has_next_turn=has_next_turn,
         )
 
     def _pauses(self, handle: int, now: float) -> list[tuple[float, Message]]:

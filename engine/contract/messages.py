@@ -155,6 +155,9 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     grammar: str = ""
     """The grammar that every answer follows, as llguidance reads it (`engine.contract.grammars`); empty:
     none. It was compiled before it was sent."""
+    has_next_turn: bool = False
+    """True if a prompt that goes on from the answer is likely to come within seconds, as when the tool that
+    it calls has run."""
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -377,6 +380,12 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     disk: DiskCounts = DiskCounts()
     yields: int = 0
     """Counter: sequences that gave up their slots alone, to a tenant that held less."""
+    pages_kept: int = 0
+    """The part of `pages_cached` that is kept for the next turns of sessions."""
+    kept_found: int = 0
+    """Counter: pages that were found again while they were kept."""
+    kept_evicted: int = 0
+    """Counter: pages that were evicted while they were kept, since nothing else was left."""
 
 
 class Move(IntEnum):

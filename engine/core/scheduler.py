@@ -203,6 +203,7 @@ class Scheduler:
             arrived_at=now,
             tenant=message.tenant,
             service_class=message.service_class,
+            has_next_turn=message.has_next_turn,
             first_token_by=now + message.first_token_s,
         )
         sequence.expected_len -= self._allocator.find_prefix(sequence).computed_len
@@ -423,7 +424,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         assert not (sequence.coming and reason is FinishReason.LENGTH), "a row beyond the last token"
         self._planner.outlook = None
-        self._allocator.release(sequence)
+        self._allocator.release(sequence, now)
         del self._sequences[sequence.handle]
         self._tenants.leave(sequence.tenant)
         self._paused.pop(sequence.handle, None)
@@ -499,6 +500,9 @@ class Scheduler:
             class_tokens=tuple(class_tokens),
             newest=self.newest,
             yields=allocator.yields,
+            pages_kept=pages.kept,
+            kept_found=pages.kept_found,
+            kept_evicted=pages.kept_evicted,
         )
 
     def check(self) -> None:

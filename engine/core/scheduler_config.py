@@ -25,6 +25,9 @@ class SchedulerConfig:
     """Preemptions of one sequence. One that was preempted so often is admitted again only when no running
     sequence need be preempted after it."""
     prefix_cache: bool = True
+    session_keep_s: float = 30.0
+    """The time for which the pages of a session's request are kept for its next turn, in seconds; 0.0: they
+    are cached like any other."""
     stall_deadline_s: float = 60.0
     """The time for which a sequence may stay paused before it ends, in seconds."""
     paused_max: int = 256
@@ -42,6 +45,7 @@ class SchedulerConfig:
         assert self.queue_tokens_max >= 1
         assert 0.0 <= self.watermark < 1.0
         assert self.preemptions_max >= 1
+        assert 0.0 <= self.session_keep_s < math.inf
         assert self.stall_deadline_s > 0.0
         assert self.paused_max >= 1
         assert len(self.gap_targets_s) == len(ServiceClass)

@@ -145,6 +145,8 @@ class Sequence:
     arrived_at: float
     tenant: str = ""
     service_class: ServiceClass = ServiceClass.DEFAULT
+    has_next_turn: bool = False
+    """True if a prompt that goes on from its end is likely to come within seconds."""
     first_token_by: float = math.inf
     """The core's clock when its first token is of no use any more, in seconds."""
     status: Status = Status.WAITING

@@ -34,6 +34,7 @@ from shared.apis.chat_messages import ImagePart
 from shared.apis.generation import GenerationRequest, PromptExtension
 from shared.apis.prompt import ChatPrompt, PromptForm
 from shared.fairness.fair_threads import FairThreads, Slices
+from shared.text.known_pieces import KnownPieces
 from shared.text.prompts import prompt_slices
 from shared.text.tokenizer import Tokenizer
 from shared.wire.errors import NotInPlace
@@ -115,8 +116,9 @@ async def count_tokens(
     room: Room | None,
     threads: FairThreads,
     tenant: str,
+    known: KnownPieces | None = None,
 ) -> TokenCount:
-    """The exact count. `room` is None where it is unknown.
+    """The exact count. `room` is None where it is unknown. `known`: pieces of earlier prompts.
 
     Raises InvalidRequest for a prompt that is empty or that the chat template refuses, ContextLengthExceeded
     or NeverFits for one that is too long, and Overloaded.
@@ -129,7 +131,8 @@ async def count_tokens(
         except NotInPlace:  # it may be slow, and is another's work: rule 3
             prompt_ids = None
     if prompt_ids is None:
-        prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, prompt, room))
+        pieces = None if known is None else known.of(tenant)
+        prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, prompt, room, pieces))
     lengths = [*map(len, prompt_ids)]
     total = sum(lengths)
     return TokenCount(total, max(lengths), len(lengths), PromptExtension(tokenizer.hash, prompt_ids), total)

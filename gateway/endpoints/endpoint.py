@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import UnionType
 
 from msgspec import Raw, Struct
 
@@ -21,8 +22,8 @@ class Endpoint(Struct, frozen=True):
     """A sentence for the API's description."""
     passes: frozenset[str]
     """The fields that an engine of another make is sent, of those at the body's top level."""
-    event: type[Struct] | None = None
-    """The shape of a stream's events. None where nothing streams."""
+    event: type[Struct] | UnionType | None = None
+    """The shape of a stream's events, or their shapes. None where nothing streams."""
     is_optional: bool = False
     """True if engines of other makes may lack it, so that it says nothing of one that does."""
     generates: bool = True

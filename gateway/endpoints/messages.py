@@ -25,7 +25,7 @@ from shared.apis.message_answers import (
 from shared.apis.message_blocks import MessagesTool, MessageTurn, System
 from shared.apis.messages import CountTokensRequest, CountTokensResponse, MessagesRequest
 from shared.apis.nothing import unsupported
-from shared.apis.validation import shapeless_names
+from shared.apis.validation import surplus_fields
 from shared.process.clock import Clock
 from shared.wire.errors import ApiError
 from shared.wire.sse import NamedScanner
@@ -42,10 +42,6 @@ _PASSES: Final = _COUNTED | {
 }
 """Those of https://platform.claude.com/docs/en/api/messages/create that say neither where the request is
 served nor how it is paid."""
-
-
-_SILENT: Final = b"event: message_start\n", PING[:12]
-"""The event that the core's admission of a request brings, and the keep-alive."""
 
 
 def _moment(ms: int, clock: Clock) -> str:
@@ -77,9 +73,8 @@ MESSAGE_EVENTS: Final = _Messages(
     limits=LimitHeaders(
         _names("requests"), _names("tokens"), _names("tokens-day"), _names("tokens-month"), _moment
     ),
-    scanner=partial(NamedScanner, silent=(*_SILENT, STOP[:20])),
-    silent=_SILENT,
-    ends=("message_stop",),
+    scanner=partial(NamedScanner, hot=b"event: content_block_"),
+    silent=(b"event: message_start\n", PING.partition(b"\n")[0]),
     folds_cached=True,
     id_header="request-id",
     envelope=MessagesErrorEnvelope,
@@ -100,7 +95,7 @@ def _shaped(name: str, type_: Any) -> tuple[str, Cleaner]:
         if shaped is None or isinstance(shaped, str):
             return value
         _refuse_servers(shaped)
-        left_out += dict.fromkeys(shapeless_names(shaped, value, name, name))
+        left_out += dict.fromkeys(surplus_fields(shaped, value, name, name))
         return Raw(msgspec.json.encode(shaped))
 
     return name, clean

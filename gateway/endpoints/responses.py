@@ -15,11 +15,11 @@ from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.passing import EXTENSIONS, OPENAI, Nested, stream_options, template_arguments
 from shared.apis.generation import GenerationRequest
 from shared.apis.responses.answer import InputTokens, ResponseObject, outline
-from shared.apis.responses.events import StreamEvent, failing_events, name_of
-from shared.apis.responses.items import InputItem
+from shared.apis.responses.events import ResponseEvent, failing_events, name_of
+from shared.apis.responses.items import InputItem, InputPart
 from shared.apis.responses.request import InputTokensRequest, ReasoningConfig, ResponsesRequest, TextConfig
 from shared.apis.responses.tools import DROPPED, ResponsesChoice, ResponsesTool
-from shared.apis.validation import shapeless_names
+from shared.apis.validation import surplus_fields
 from shared.wire import sse
 from shared.wire.errors import ApiError, InvalidRequest
 
@@ -60,11 +60,15 @@ _others: Final[Mapping[str, msgspec.json.Decoder[Struct | str | None]]] = {
 
 
 def shaped_items(value: Raw, left_out: list[str]) -> Raw:
-    """The input of a request that was read, without what the shapes of its items do not have."""
+    """The input of a request that was read, without what the shapes of its items do not have, and with
+    reasoning that only our engines can read as text."""
     items = _items(value)
     if isinstance(items, str):
         return value
-    left_out += dict.fromkeys(shapeless_names(items, value, "input", "input"))
+    left_out += dict.fromkeys(surplus_fields(items, value, "input", "input"))
+    for item in items:
+        if (kept := item.kept) is not None:
+            item.content, item.encrypted_content = item.content or [InputPart("reasoning_text", kept)], None
     return Raw(msgspec.json.encode(items))
 
 
@@ -73,7 +77,7 @@ def shaped_tools(value: Raw, left_out: list[str]) -> Raw:
     server would call itself."""
     if not (tools := _tools(value)):
         return value
-    left_out += dict.fromkeys(shapeless_names(tools, value, "tools", "tools"))
+    left_out += dict.fromkeys(surplus_fields(tools, value, "tools", "tools"))
     kept = [tool for tool in tools if tool.type != DROPPED]
     return _repeatable("tools", Raw(msgspec.json.encode(kept)))
 
@@ -83,7 +87,7 @@ def _shaped(name: str, value: Raw, left_out: list[str]) -> Raw:
     held = _others[name].decode(value)
     if not isinstance(held, Struct):
         return value
-    left_out += dict.fromkeys(shapeless_names(held, value, name, name))
+    left_out += dict.fromkeys(surplus_fields(held, value, name, name))
     return _repeatable(name, Raw(msgspec.json.encode(held)))
 
 
@@ -125,7 +129,7 @@ EVENTS: Final = _Events(
     described="With `stream`. Each event is a line `event: ` with its type, a line `data: ` with JSON (see"
     " x-event-schema) and an empty line. Behind the last one comes `data: [DONE]`; an error is an event"
     " `error`, which `response.failed` follows, and no [DONE].",
-    scanner=partial(sse.NamedScanner, silent=_SILENT),
+    scanner=partial(sse.NamedScanner, hot=b"event: response.", silent=_SILENT),
     silent=_SILENT,
     ends=("response.completed", "response.incomplete"),
 )
@@ -133,7 +137,7 @@ RESPONSES: Final = _Responses(
     shape=ResponsesRequest,
     answer=ResponseObject,
     summary="Answer a conversation.",
-    event=StreamEvent,
+    event=ResponseEvent,
     is_optional=True,
     passes=(OPENAI_RESPONSES - WITHHELD) | EXTENSIONS | (OPENAI & {"presence_penalty", "frequency_penalty"}),
     maxima=("max_output_tokens",),
@@ -148,5 +152,6 @@ INPUT_TOKENS: Final = Endpoint(
     passes=_PROMPT,
     is_optional=True,
     generates=False,
+    maxima=(),
     nested=_NESTED,
 )

@@ -11,7 +11,8 @@ is refused from clients. A field that is refused unless it asks for nothing has 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final
+from types import UnionType
+from typing import Any, Final, get_args
 
 import msgspec
 from msgspec import NODEFAULT, Raw, Struct
@@ -104,7 +105,7 @@ def _schemas() -> Json:
     """The schemas by name, with descriptions from the docstrings."""
     endpoints = [route.endpoint for route in ROUTES if route.endpoint is not None]
     requests = [endpoint.shape for endpoint in endpoints]
-    events = [kind for endpoint in endpoints if endpoint.event for kind in _kinds(endpoint.event)]
+    events = [endpoint.event for endpoint in endpoints if endpoint.event is not None]
     answers = [route.answer for route in ROUTES if route.answer is not None]
     others = [*events, *answers, *dict.fromkeys(endpoint.dialect.envelope for endpoint in endpoints)]
     types = dict.fromkeys([*map(_public, requests), *others])
@@ -113,17 +114,6 @@ def _schemas() -> Json:
     for name, schema in components.items():
         describe(schema, classes[name])
     return components
-
-
-def _kinds(event: type[Struct]) -> list[type[Struct]]:
-    """The shapes of events that are of a kind: of each the last that derives from it."""
-    return [kind for below in event.__subclasses__() for kind in _kinds(below)] or [event]
-
-
-def _any_of(event: type[Struct]) -> Json:
-    """The schema of events of a kind."""
-    kinds = _kinds(event)
-    return ref(event) if kinds == [event] else {"oneOf": [*map(ref, kinds)]}
 
 
 def _public(shape: type[Struct]) -> type[Struct]:
@@ -161,7 +151,7 @@ def _proxied(endpoint: Endpoint) -> Json:
     if endpoint.event is not None:
         content["text/event-stream"] = {
             "schema": {"description": dialect.described},
-            "x-event-schema": _any_of(endpoint.event),
+            "x-event-schema": _event_schema(endpoint.event),
         }
     own = "x-penstock-ignored-fields", "x-penstock-fallback"
     names = *id_headers(dialect), "server-timing", *own, *dialect.limits.names
@@ -172,6 +162,11 @@ def _proxied(endpoint: Endpoint) -> Json:
         "requestBody": {"required": True, "content": {JSON: {"schema": ref(endpoint.shape)}}},
         "responses": {"200": whole} | errors_of([ApiError], dialect),
     }
+
+
+def _event_schema(event: type[Struct] | UnionType) -> Json:
+    """The schema of a stream's events, or of any of them."""
+    return ref(event) if isinstance(event, type) else {"anyOf": [*map(ref, get_args(event))]}
 
 
 def _answered(route: Route) -> Json:

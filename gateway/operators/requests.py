@@ -2,6 +2,7 @@
 
     state                       live, done; both without it
     tenant, model, endpoint     only of this one
+    session                     only of this one: its hash, or the name that the caller gives it
     status                      a status such as 429, or a class such as 5xx; of completed requests alone
     end_reason                  a word of `shared.wire.end_reason`; of completed requests alone
     min_ms                      only what took so long, or has taken so long
@@ -32,6 +33,7 @@ from gateway.client.responses import json_response
 from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
 from gateway.request.exchange import Exchange, LiveRequests
 from gateway.request.recorder import Recorder, ticks_of
+from gateway.routing.sessions import session_id
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.trace.axis import Axis, Bar, Visit
 from shared.trace.request_records import RequestPage, RequestRecord, RequestRecords, RequestSummary
@@ -48,13 +50,14 @@ SAME_ID_MAX: Final = 16
 """Records of one id that are answered."""
 NAME_LEN_MAX: Final = 512
 _NUMBERS: Final = {"limit": LIMIT_MAX, "before": 2**53, "min_ms": 10**12}
-_TEXTS: Final = ("tenant", "model", "endpoint", "end_reason", "status", "state")
+_TEXTS: Final = ("tenant", "model", "endpoint", "session", "end_reason", "status", "state")
 _STATUSES: Final = ("1xx", "2xx", "3xx", "4xx", "5xx")
 _TEXT: Final = {"type": "string", "minLength": 1, "maxLength": NAME_LEN_MAX}
 _STATUS: Final = {"type": "string", "pattern": "^([0-9]{3}|[1-5]xx)$"}
 _PARAMETERS: Final = (
     Parameter("state", "Without it both.", {"enum": ["live", "done"]}),
     *(Parameter(name, "Only of this one.", _TEXT) for name in ("tenant", "model", "endpoint")),
+    Parameter("session", "Only of this one: its hash, or the name that the caller gives it.", _TEXT),
     Parameter("end_reason", "Of completed requests alone.", {"enum": [*EndReason]}),
     Parameter(
         "status",
@@ -80,6 +83,7 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
     tenant: str | None = None
     model: str | None = None
     endpoint: str | None = None
+    session: str | None = None
     status: str | None = None
     end_reason: str | None = None
     min_ms: int = 0
@@ -93,9 +97,15 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
             and self.tenant in (None, one.tenant)
             and self.model in (None, one.model)
             and self.endpoint in (None, one.endpoint)
+            and (self.session is None or self._is_of_session(one))
             and self.end_reason in (None, one.end_reason)
             and self.status in (None, str(one.status), f"{(one.status or 0) // 100}xx")
         )
+
+    def _is_of_session(self, one: RequestSummary) -> bool:
+        asked, session, tenant = self.session, one.session, one.tenant
+        assert asked is not None
+        return session is not None and (session == asked or session == session_id(tenant or "", asked))
 
 
 def parse(parameters: Mapping[str, str]) -> RequestsQuery:
@@ -213,6 +223,7 @@ class RequestsApi:
             tenant=record.tenant,
             key_id=record.key,
             model=record.model,
+            session=exchange.session,
             replica=record.replica,
             attempts=record.attempts,
             prompt_tokens=record.prompt_tokens,

@@ -70,17 +70,17 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """A usage, under the names of OpenAI's older APIs, of its responses, or of Anthropic's Messages."""
+    """A usage, by the names of OpenAI's older APIs, of its responses or of Anthropic's Messages."""
 
     prompt_tokens: UsedTokens | None = None
     completion_tokens: UsedTokens | None = 0
     prompt_tokens_details: _PromptDetails | None = None
     input_tokens: UsedTokens | None = None
-    """In Messages those alone that were not found in a cache."""
+    """Messages do not count those here that were read from a cache, or written to one."""
+    input_tokens_details: _PromptDetails | None = None
     cache_read_input_tokens: UsedTokens | None = 0
     cache_creation_input_tokens: UsedTokens | None = 0
     output_tokens: UsedTokens | None = 0
-    input_tokens_details: _PromptDetails | None = None
 
 
 _NO_FIELD: Final = msgspec.Raw(b"null")
@@ -145,19 +145,23 @@ def _whole(value: Any) -> Any:
 
 
 def _closing(usage: _Usage) -> Closing | None:
-    """What a usage comes to. None where it says nothing of the prompt."""
-    read, beside = usage.cache_read_input_tokens or 0, usage.cache_creation_input_tokens or 0
+    """None for a usage that does not tell the prompt's tokens."""
+    read = 0
     if usage.prompt_tokens is not None:
         prompt, completion = usage.prompt_tokens, usage.completion_tokens
         details = usage.prompt_tokens_details
     elif usage.input_tokens is not None:
-        prompt, completion = usage.input_tokens + read + beside, usage.output_tokens
+        read = usage.cache_read_input_tokens or 0
+        prompt = usage.input_tokens + read + (usage.cache_creation_input_tokens or 0)
+        completion = usage.output_tokens
         details = usage.input_tokens_details
     else:
         return None
-    cached = (details and details.cached_tokens) or read
     return Closing(
-        end_reason="", prompt_tokens=prompt, completion_tokens=completion or 0, cached_tokens=cached
+        end_reason="",
+        prompt_tokens=prompt,
+        completion_tokens=completion or 0,
+        cached_tokens=read + ((details and details.cached_tokens) or 0),
     )
 
 
@@ -207,7 +211,7 @@ class ForeignScanner(TailScanner):
         self._cr = b""
         """A CR at the end of what was read, which an LF may follow; else empty."""
         self._kept: list[bytes] = []
-        self._done = _data_of(done)
+        self._done = _spaceless(_data_of(done))
         self._noted: Closing | None = None
         """The usage in what is not kept any more."""
 
@@ -254,7 +258,7 @@ class ForeignScanner(TailScanner):
         connection behind it."""
         held = self._held
         rest = TailScanner.finish(self)
-        if not rest and held and _data_of(held) == self._done:
+        if not rest and held and _spaceless(_data_of(held)) == self._done:
             rest = held.rstrip(_LF) + _BOUNDARY
             self._kept.append(rest)
         return rest
@@ -266,7 +270,8 @@ class ForeignScanner(TailScanner):
         if self._ended:
             return self.at_boundary
         events = reversed(b"".join(self._kept)[-TAIL_LEN:].split(_BOUNDARY))
-        return next((data for event in events if (data := _data_of(event)) is not None), None) == self._done
+        last = next((data for event in events if (data := _data_of(event)) is not None), None)
+        return _spaceless(last) == self._done
 
     @property
     def usage(self) -> Closing | None:
@@ -427,6 +432,11 @@ def _data_of(event: bytes) -> bytes | None:
     lines = event.split(_LF)
     data = [line[len(_DATA) :].removeprefix(b" ") for line in lines if line.startswith(_DATA)]
     return b"\n".join(data) if data else None
+
+
+def _spaceless(data: bytes | None) -> bytes | None:
+    """The data of a last event, which servers write with blanks and without."""
+    return None if data is None else data.replace(b" ", b"")
 
 
 def _tells_usage_alone(event: bytes) -> bool:

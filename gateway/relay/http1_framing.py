@@ -220,7 +220,7 @@ class Chunked:
                 break
             self._take_line(data, at, end_at)
             at = end_at + 2
-        self.has_surplus |= at < len(data) and self.is_done
+        self.has_surplus = at < len(data) and self.is_done
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     @staticmethod

@@ -242,10 +242,9 @@ async def _first_event(answer: Answer, progress: Progress) -> tuple[bytes, _Even
             if (first := _read_event(head[start:end])) is not None:
                 return head, first
             start = end + len(_BOUNDARY)
-        chunk = await answer.read()
-        head += progress.scanner.feed(chunk)
-        if not chunk or len(head) > HEAD_LEN_MAX:
+        if len(head) > HEAD_LEN_MAX or not (chunk := await answer.read()):
             raise UpstreamLost("The engine's answer broke off.", detail="it ended before an event")
+        head += progress.scanner.feed(chunk)
 
 
 async def _failed(answer: Answer, progress: Progress, event: _Event) -> ApiError:

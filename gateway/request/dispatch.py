@@ -239,14 +239,12 @@ class Dispatcher:
             sending.give_back()
             del failure  # its traceback refers to this frame, a cycle that would keep the body
 
-    def begins_anew(self, exchange: Exchange, prepared: Prepared, failure: ApiError) -> bool:
+    def begins_anew(self, exchange: Exchange, prepared: Prepared) -> bool:
         """Make the progress ready for another model, after all that could answer for this one have failed.
         Returns False where an answer reported tokens: they are not to be computed twice."""
         progress = exchange.progress
         if _tokens_of(progress):
             return False
-        if isinstance(failure, UNSENT) and not progress.refused:
-            progress.dispatched = False
         is_lost = progress.dispatched and not progress.refused
         exchange.progress = progress.anew(prepared.dialect, lost=is_lost)
         return True

@@ -343,7 +343,7 @@ class Edge:
     def _complete(self, exchange: Exchange) -> None:
         record, stages = exchange.record, exchange.stages
         record.stage = record.stage or stages.now
-        record.stream = exchange.streams
+        record.stream, record.session = exchange.streams, exchange.session
         record.reserved += exchange.reserved
         record.decision = exchange.decision
         record.set_progress(exchange.progress)

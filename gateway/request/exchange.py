@@ -32,6 +32,7 @@ from shared.wire.ids import (
     REQUEST_ID_HEADER,
     KeyId,
     RequestId,
+    SessionId,
     TenantId,
 )
 
@@ -72,6 +73,8 @@ class Exchange(Struct, eq=False):
     """True if the request has asked for its seat, so that it has a lease to renew."""
     streams: bool = False
     """True if the request asks for a stream. False until its body has been parsed."""
+    session: SessionId | None = None
+    """The session that the caller names. None where it names none, and until its body has been parsed."""
     reserved: int = 0
     """The tokens reserved."""
     estimated: int = 0

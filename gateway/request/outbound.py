@@ -1,11 +1,12 @@
 """A request as it goes to a replica: the body's fields, and the headers of the hop.
 
 An engine of ours is sent everything: the token ids that were counted, the tenant and the highest class that
-it may have, the deadlines. Ids count as values of the body there, so they are left out where there are too
-many. An engine of another make is sent the fields on a list alone, at every depth that it reads: it would not
-hold down a caller's `priority`, and may know fields by which more is generated than was reserved. It is told
-one maximum, which is the reserved one, and its streams are asked for their usage, by which the request is
-charged. One that takes a salt for its cached prefixes is sent the tenant's (`salts`), never the caller's own.
+it may have, the session, the deadlines. Ids count as values of the body there, so they are left out where
+there are too many. An engine of another make is sent the fields on a list alone, at every depth that it
+reads: it would not hold down a caller's `priority`, and may know fields by which more is generated than was
+reserved. It is told one maximum, which is the reserved one, and its streams are asked for their usage, by
+which the request is charged. One that takes a salt for its cached prefixes is sent the tenant's (`salts`),
+never the caller's own.
 
 What goes out is chosen before it is counted (`draft`), and is what is counted.
 
@@ -53,6 +54,7 @@ from shared.wire.ids import (
     REQUEST_ID_HEADER,
     REQUEST_TIMEOUT_HEADER,
     SERVICE_TIER_HEADER,
+    SESSION_HEADER,
     TENANT_HEADER,
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
@@ -156,6 +158,7 @@ _TRACEPARENT: Final = TRACEPARENT_HEADER.encode()
 _TRACESTATE: Final = TRACESTATE_HEADER.encode()
 _TENANT: Final = TENANT_HEADER.encode()
 _SERVICE_TIER: Final = SERVICE_TIER_HEADER.encode()
+_SESSION: Final = SESSION_HEADER.encode()
 _FIRST_TOKEN_TIMEOUT: Final = FIRST_TOKEN_TIMEOUT_HEADER.encode()
 
 
@@ -243,6 +246,8 @@ def _is_taken(body: bytes) -> bool:
 def _for_ours(exchange: Exchange, terms: Terms) -> HeaderPairs:
     tenant, model = terms.tenant, terms.model
     headers = _same_for_all(tenant.id, tenant.service_tier, _first_token_s(exchange))
+    if exchange.session is not None:
+        headers += ((_SESSION, exchange.session.encode()),)
     deadlines = (
         (QUEUE_TIMEOUT_HEADER, tenant.queue_timeout_s or model.queue_timeout_s),
         (REQUEST_TIMEOUT_HEADER, tenant.request_timeout_s or model.request_timeout_s),

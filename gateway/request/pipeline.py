@@ -63,6 +63,7 @@ from gateway.request.salts import salt_of
 from gateway.routing.affinity import affinity_of
 from gateway.routing.policy import Affinity, nowhere
 from gateway.routing.replicas import Replicas
+from gateway.routing.sessions import session_of
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import Holding, weigh, weigh_long
 from shared.apis.validation import INLINE_LEN_MAX
@@ -70,6 +71,7 @@ from shared.fairness.fair_share import FairShare
 from shared.fairness.fair_threads import FairThreads, Slices, at_once
 from shared.fairness.fair_turns import FairTurns
 from shared.process.shield import Done, shielded
+from shared.text.known_pieces import KnownPieces
 from shared.wire.errors import (
     ApiError,
     BudgetExhausted,
@@ -128,6 +130,7 @@ class Pipeline:
         self._threads = threads
         self._turns = turns
         self._memory = memory
+        self._pieces = KnownPieces()
         self._config = config
         self._engines = engines
         self._quotas = quotas
@@ -173,7 +176,7 @@ class Pipeline:
         chosen, count = counted or await self._count(exchange, terms, asked)
         maximum = await self._reserve(exchange, terms, asked.generation, count)
         request = self._outbound(exchange, terms, asked, chosen, count, maximum)
-        affinity = self._affinity(terms, asked.generation, count)
+        affinity = self._affinity(exchange, terms, asked.generation, count)
         return Prepared(
             terms.model,
             request,
@@ -198,9 +201,8 @@ class Pipeline:
                 except ApiError as error:
                     forget_frames(error)
                     first = first or error
-                    if not _falls_back(prepared, error) or not self._dispatcher.begins_anew(
-                        exchange, prepared, error
-                    ):
+                    begins = _falls_back(prepared, error) and self._dispatcher.begins_anew(exchange, prepared)
+                    if not begins:
                         raise
                 other = await self._next_fallback(exchange, principal, asked, names)
                 if other is None:
@@ -315,7 +317,9 @@ class Pipeline:
             exchange.ignored_fields = parsed.ignored_header
         exchange.is_plain = parsed.is_plain
         generation = parsed.request if isinstance(parsed.request, GenerationRequest) else None
-        exchange.streams = generation is not None and bool(generation.stream)
+        if generation is not None:
+            exchange.streams = bool(generation.stream)
+            exchange.session = session_of(exchange.headers, generation, principal.tenant)
         return Asked(endpoint, parsed, generation)
 
     def _resolve(self, exchange: Exchange, principal: Principal, asked: Asked, name: str | None) -> Terms:
@@ -334,7 +338,8 @@ class Pipeline:
         engine = self._engines.of(terms.model)
         if engine.tokenizer is not None and request is not None:
             chosen = draft(asked, terms.model, engine)
-            count = await count_tokens(request, engine.tokenizer, engine.room, self._threads, tenant)
+            parts = engine.tokenizer, engine.room, self._threads, tenant, self._pieces
+            count = await count_tokens(request, *parts)
         else:
             work = _estimated(asked, terms.model, engine)
             if sum(map(len, asked.parsed.fields.values())) <= INLINE_LEN_MAX:
@@ -411,12 +416,14 @@ class Pipeline:
         parts = exchange, terms, asked, chosen, count
         return outbound(*parts, maximum=maximum, salt=salt, credentials=credentials)
 
-    def _affinity(self, terms: Terms, request: GenerationRequest | None, count: TokenCount) -> Affinity:
+    def _affinity(
+        self, exchange: Exchange, terms: Terms, request: GenerationRequest | None, count: TokenCount
+    ) -> Affinity:
         if not self._replicas.has_choice(terms.model.name):
             return nowhere(terms.tenant.id)
         model, tenant = terms.model.name, terms.tenant.id
         turn, tier = self._replicas.next_turn(), terms.tenant.service_tier
-        return affinity_of(request, model, tenant, count.prompt_tokens, turn, tier)
+        return affinity_of(request, model, tenant, count.prompt_tokens, turn, exchange.session, tier)
 
     def _relay(self, exchange: Exchange, dispatched: Dispatched) -> Awaitable[None]:
         """Pass the answer on."""

@@ -26,7 +26,7 @@ from shared.wire.causes import Cause, CauseCode, most_telling
 from shared.wire.completed_line import EVENT, GATEWAY_STAGES, GatewayLine
 from shared.wire.end_reason import EndReason, end_reason_of
 from shared.wire.errors import STATUS_CLIENT_GONE, ApiError
-from shared.wire.ids import KeyId, ReplicaId, RequestId, TenantId
+from shared.wire.ids import KeyId, ReplicaId, RequestId, SessionId, TenantId
 from shared.wire.sse import Closing
 
 TENANTS_SHOWN_MAX: Final = 100
@@ -70,6 +70,8 @@ class ExchangeRecord(Struct, eq=False):
     """The replicas that failed, and how: the first `FAILURES_SHOWN_MAX`."""
     route: RouteReason | None = None
     """Why the last replica was chosen; None before one was."""
+    session: SessionId | None = None
+    """The session that the caller names."""
     prompt_tokens: int = 0
     prompt_exact: bool = False
     decision: Decision | None = None
@@ -128,7 +130,10 @@ IN_FLIGHT: Final = Gauge("penstock_gateway_requests_in_flight", "Requests in pro
 HELD_BYTES: Final = Gauge("penstock_gateway_held_bytes", "Of request_memory, what requests hold.")
 HTTP2_STREAMS: Final = Gauge("penstock_gateway_http2_streams", "Streams to engines that are open.")
 TOKENS: Final = Counter(
-    "penstock_gateway_tokens", "Tokens as the engine counted.", ("model", "tenant", "kind")
+    "penstock_gateway_tokens",
+    "Tokens as the engine counted; of prompt and cached the parts of requests that name a session are told "
+    "again as session_prompt and session_cached.",
+    ("model", "tenant", "kind"),
 )
 CALLS: Final = Counter("penstock_gateway_calls", "Calls of functions in answers.", ("model", "tenant"))
 FIRST_BYTE: Final = Histogram(
@@ -184,10 +189,11 @@ def forget_replica(replica: Replica) -> None:
 
 
 @cache
-def _token_series(model: str, tenant: str) -> tuple[Series, Series, Series]:
-    """The numbers of a model's and a tenant's tokens: of prompts, of answers, and those that were cached."""
-    prompt, completion, cached = (TOKENS.series(model, tenant, k) for k in ("prompt", "completion", "cached"))
-    return prompt, completion, cached
+def _token_series(model: str, tenant: str) -> tuple[Series, ...]:
+    """The numbers of a model's and a tenant's tokens: of prompts, of answers, and those that were cached; and
+    of prompts and cached ones the parts of requests that name a session."""
+    kinds = ("prompt", "completion", "cached", "session_prompt", "session_cached")
+    return tuple(TOKENS.series(model, tenant, kind) for kind in kinds)
 
 
 @cache
@@ -233,10 +239,13 @@ class Reporter:
         if record.first_byte_s is not None:
             FIRST_BYTE.observe(record.first_byte_s, model, record.stream, exemplar=exemplar)
         if (closing := record.closing) is not None:
-            prompt, completion, cached = _token_series(model, tenant)
+            prompt, completion, cached, session_prompt, session_cached = _token_series(model, tenant)
             prompt.value += closing.prompt_tokens
             completion.value += closing.completion_tokens
             cached.value += closing.cached_tokens
+            if record.session is not None:
+                session_prompt.value += closing.prompt_tokens
+                session_cached.value += closing.cached_tokens
             if closing.reasoning_tokens or closing.calls:
                 reasoning, calls = _answer_series(model, tenant)
                 reasoning.value += closing.reasoning_tokens
@@ -265,7 +274,7 @@ def _line(record: ExchangeRecord, stages: Stages, seconds: float) -> GatewayLine
     )  # fmt: skip
     line.parent_span_id = stages.parent_span_id
     line.tenant, line.key_id, line.model = record.tenant, record.key, record.model
-    line.replica = record.replica
+    line.replica, line.session = record.replica, record.session
     line.prompt_tokens = record.prompt_tokens
     if record.route is not None:
         line.route = record.route.value

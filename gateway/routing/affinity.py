@@ -1,10 +1,17 @@
 """Where a request's prompt may be cached, read off the request itself.
 
 A chat's prefix is its tools, which templates write first, and the system messages that it begins with. Its
-conversation is told by the first message after them, which all its turns have in common, or by
-`prompt_cache_key` where the caller gives one. Its history ends with the last message of the assistant: so
-much had been computed when that answer was complete. A completion's prompt has no parts; those that begin
-with the same `BEGINNING_LEN` characters are taken for one conversation.
+conversation is told by the first message after them, which all its turns have in common. Its history ends
+with the last message of the assistant: so much had been computed when that answer was complete. A
+completion's prompt has no parts; those that begin with the same `BEGINNING_LEN` characters are taken for one
+conversation.
+
+Where the caller names a session (`gateway.routing.sessions`), its conversations are those with the same first
+message, whatever their tools and system messages: sessions that begin alike, with the same instructions, say,
+are told apart, and a conversation whose tools change stays where its history is. They have homes of their
+own, as sub-agents and titles share no prefix with what they serve. One home for all of a session would be
+that of all of an application's conversations where it gives them one key: in the simulation
+(`python -m tests.bench routing`) that is as bad as no affinity at all.
 
 Lengths in tokens are estimated by the characters' share of the prompt, which was counted as a whole.
 """
@@ -24,6 +31,7 @@ from shared.apis.chat_messages import ChatMessage
 from shared.apis.generation import GenerationRequest
 from shared.apis.prompt import ChatPrompt, Prompt
 from shared.apis.tools import Tool
+from shared.wire.ids import SessionId
 from shared.wire.load_report import DEFAULT, FLEX, PRIORITY
 
 _CLASSES: Final[dict[str | None, int]] = {"flex": FLEX, "default": DEFAULT, "priority": PRIORITY}
@@ -41,19 +49,25 @@ def affinity_of(
     tenant: str,
     prompt_len: int,
     turn: int,
+    named: SessionId | None = None,
     tier_max: Tier = "priority",
 ) -> Affinity:
     """The affinity of a request for `model`. `prompt_len` is in tokens. Requests that generate nothing, None
-    here, go round by `turn`. `tier_max` is the highest service tier that the tenant may have."""
+    here, go round by `turn`. `named` is the session that the caller names. `tier_max` is the highest service
+    tier that the tenant may have."""
     owner = key_of(model.encode(), tenant.encode())
     if request is None:
         return Affinity(owner, key_of(turn.to_bytes(8)), 0, 0, 0, tenant=tenant)
     service_class, prompt = class_of(request, tier_max), request.prompt_form
     if isinstance(prompt, ChatPrompt):
-        key = request.prompt_cache_key
-        return _of_chat(prompt, key, owner, tenant, prompt_len, service_class)
-    session = key_of(owner.to_bytes(8), _text(request.prompt_cache_key or _beginning(prompt.prompt)))
+        return _of_chat(prompt, named, owner, tenant, prompt_len, service_class)
+    session = _session(owner, named, _beginning(prompt.prompt).encode())
     return Affinity(owner, session, 0, 0, prompt_len, service_class, tenant)
+
+
+def _session(base: int, named: SessionId | None, *opening: bytes) -> int:
+    """The key of a conversation of the session that is named, or of `base` where none is."""
+    return key_of(base.to_bytes(8) if named is None else named.encode(), *opening)
 
 
 def class_of(request: GenerationRequest, tier_max: Tier) -> int:
@@ -68,7 +82,7 @@ def class_of(request: GenerationRequest, tier_max: Tier) -> int:
 
 def _of_chat(
     prompt: ChatPrompt,
-    cache_key: str | None,
+    named: SessionId | None,
     owner: int,
     tenant: str,
     prompt_len: int,
@@ -83,10 +97,9 @@ def _of_chat(
     tools_len, told = _tools(prompt.tools) if prompt.tools else (0, ())
     whole = max(1, tools_len + sum(lengths))
     prefix = key_of(owner.to_bytes(8), *told, *_texts(messages[:system]))
-    opening = cache_key or "".join(message.text for message in messages[system : system + 1])
     return Affinity(
         prefix,
-        key_of(prefix.to_bytes(8), _text(opening)),
+        _session(prefix, named, *_texts(messages[system : system + 1])),
         prompt_len * (tools_len + sum(lengths[:system])) // whole,
         prompt_len * (tools_len + sum(lengths[: max(system, answered)])) // whole,
         prompt_len,
@@ -132,7 +145,3 @@ def _beginning(prompt: Prompt) -> str:
         return first[:BEGINNING_LEN]
     ids = prompt if isinstance(first, int) else first
     return ",".join(map(str, ids[:BEGINNING_LEN]))
-
-
-def _text(text: str) -> bytes:
-    return text[:TEXT_LEN_MAX].encode()

@@ -171,6 +171,8 @@ class AssistantMessage(Unshown):
     """Null where the answer is calls alone."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    annotations: tuple[()] = ()
+    """What a web search found. Our engines search none."""
     reasoning_content: str | UnsetType = UNSET
     """The model's reasoning, where it reasons."""
     reasoning: str | UnsetType = UNSET

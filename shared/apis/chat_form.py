@@ -96,22 +96,21 @@ def _check_final(asked: ChatFields, final: ChatMessage) -> None:
 # -- the calls of a history -----------------------------------------------------------------------
 
 
-def long_arguments(prompt: ChatPrompt) -> list[tuple[str, str]]:
+def long_arguments(chat: ChatPrompt) -> list[tuple[str, str]]:
     """The arguments of calls, each behind its name, that may hold more than a body may have: all of them
     where together they are long, else those with more brackets than there may be levels."""
-    found = [*_arguments(prompt)]
+    found = [*_arguments(chat)]
     if sum([len(text) for _, text in found]) > SURE_LEN:
         return found
     return [one for one in found if one[1].count("[") + one[1].count("{") > DEPTH_MAX]
 
 
-def _arguments(prompt: ChatPrompt) -> Iterator[tuple[str, str]]:
-    param, places = prompt.param, prompt.places
-    for index, message in enumerate(prompt.messages):
+def _arguments(chat: ChatPrompt) -> Iterator[tuple[str, str]]:
+    for index, message in enumerate(chat.messages):
         for at, call in enumerate(message.tool_calls or ()):
             if isinstance(call, FunctionToolCall):
-                place = places[index] if places else f"{param}[{index}]"
-                yield f"{place}.tool_calls[{at}].function.arguments", call.function.arguments
+                where = chat.place(index, f".tool_calls[{at}].function.arguments")
+                yield where, call.function.arguments
 
 
 def argument_slices(arguments: Sequence[tuple[str, str]]) -> Slices[None]:

@@ -41,12 +41,12 @@ class GenerationRequest(Request, kw_only=True):
     """What it asks for, as OpenTelemetry names it (`gen_ai.operation.name`)."""
     prompt_param: ClassVar[str]
     """The name of the field that holds the prompt."""
+    keeps_answer: ClassVar[bool] = False
+    """True if the end of a stream tells the whole answer again, so that it is held until then."""
     prompt_beside: ClassVar[frozenset[str]] = frozenset()
     """The names of other fields whose text is in the prompt."""
     thinking_param: ClassVar[str] = "thinking_token_budget"
     """The name of the field that bounds the reasoning."""
-    keeps_answer: ClassVar[bool] = False
-    """True if the end of a stream tells the whole answer again, so that it is held until then."""
 
     model: str
     stream: bool | None = None

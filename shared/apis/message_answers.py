@@ -112,20 +112,16 @@ class MessageAnswer(Unshown, tag_field="type", tag="message", kw_only=True):
 # -- events ---------------------------------------------------------------------------------------
 
 
-class MessageEvent(Unshown):
-    """An event of a stream."""
-
-
-class MessageStart(MessageEvent, tag_field="type", tag="message_start"):
+class MessageStart(Unshown, tag_field="type", tag="message_start"):
     message: MessageAnswer
 
 
-class BlockStart(MessageEvent, tag_field="type", tag="content_block_start"):
+class BlockStart(Unshown, tag_field="type", tag="content_block_start"):
     index: int
     content_block: AnswerBlock
 
 
-class MessageTextDelta(Unshown, tag_field="type", tag="text_delta"):
+class TextDelta(Unshown, tag_field="type", tag="text_delta"):
     text: str
 
 
@@ -141,15 +137,15 @@ class InputDelta(Unshown, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
-BlockChange = MessageTextDelta | ThinkingDelta | SignatureDelta | InputDelta
+BlockChange = TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
-class BlockDelta(MessageEvent, tag_field="type", tag="content_block_delta"):
+class BlockDelta(Unshown, tag_field="type", tag="content_block_delta"):
     index: int
     delta: BlockChange
 
 
-class BlockStop(MessageEvent, tag_field="type", tag="content_block_stop"):
+class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
     index: int
 
 
@@ -160,10 +156,12 @@ class MessageChange(Struct, kw_only=True):
     container: None = None
 
 
-class MessageDelta(MessageEvent, tag_field="type", tag="message_delta"):
+class MessageDelta(Struct, tag_field="type", tag="message_delta"):
     delta: MessageChange
     usage: DeltaUsage
 
+
+MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 STOP: Final = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
@@ -220,4 +218,4 @@ def error_body(error: ApiError, request_id: str) -> bytes:
 
 
 def error_event(error: ApiError, request_id: str) -> bytes:
-    return named_event("error", error_body(error, request_id))
+    return named_event(b"error", error_body(error, request_id))

@@ -63,7 +63,7 @@ from shared.apis.nothing import unsupported
 from shared.apis.prompt import ChatPrompt
 from shared.apis.structure import Structure, StructureKind, check_schema
 from shared.apis.tools import NO_CALLS, FunctionSpec, FunctionTool, ToolChoice, ToolMode
-from shared.apis.validation import shapeless_names
+from shared.apis.validation import surplus_fields
 from shared.wire.errors import InvalidRequest
 from shared.wire.undecodable import UNDECODABLE
 
@@ -104,10 +104,8 @@ def chat_of(asked: AskedConversation) -> ChatPrompt:
     """The chat of a conversation that was checked."""
     deferred = {tool.name: tool for tool in asked.tools or () if tool.defer_loading}
     messages = [*_system(asked.system)]
-    places = ["system" for _ in messages]
-    for index, turn in enumerate(asked.messages):
+    for turn in asked.messages:
         messages += _messages(turn, deferred)
-        places += [f"messages[{index}]"] * (len(messages) - len(places))
     continues = asked.messages[-1].role == "assistant"
     return ChatPrompt(
         messages,
@@ -115,7 +113,6 @@ def chat_of(asked: AskedConversation) -> ChatPrompt:
         wishes=_wishes(asked),
         continues_final=continues,
         opens_answer=not continues,
-        places=tuple(places),
     )
 
 
@@ -401,5 +398,5 @@ def unknown_in(asked: AskedConversation, fields: Mapping[str, Raw]) -> list[str]
     for name in ("messages", "system", "tools", "tool_choice", "thinking", "output_config"):
         value = getattr(asked, name)
         if value is not None and not isinstance(value, str):
-            found |= dict.fromkeys(shapeless_names(value, fields[name], name, name))
+            found |= dict.fromkeys(surplus_fields(value, fields[name], name, name))
     return [*found]

@@ -31,13 +31,14 @@ class ChatPrompt(Unshown):
     opens_answer: bool = True
     """True where the prompt ends with what begins an assistant's message."""
     places: tuple[str, ...] = ()
-    """The place of each message in the request. Empty where they are the items of the field `param`."""
+    """The caller's own name of each message, where it is not the message of that number in `param`."""
     effort_param: str = "reasoning_effort"
     """The name of the field that holds the variable of that name."""
 
-    def place(self, index: int) -> str:
-        """The place of a message in the request."""
-        return self.places[index] if self.places else f"{self.param}[{index}]"
+    def place(self, index: int, field: str = "") -> str:
+        """The name of a message in errors, and behind it that of a field in it, where the caller sent it as
+        a message."""
+        return self.places[index] if self.places else f"{self.param}[{index}]{field}"
 
     def count(self) -> int:
         """Count the prompts."""

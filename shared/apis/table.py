@@ -12,8 +12,10 @@ from shared.apis.messages import MessagesRequest
 from shared.apis.responses.request import ResponsesRequest
 
 GENERATING: Final[tuple[type[GenerationRequest], ...]] = (
-    *(ChatRequest, CompletionRequest),
-    *(MessagesRequest, ResponsesRequest),
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
 )
 """Those whose requests generate tokens."""
 OPERATIONS: Final[Mapping[str, str]] = {kind.path: kind.operation for kind in GENERATING}

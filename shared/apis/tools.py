@@ -46,9 +46,6 @@ class AskedFunction(FunctionSpec, omit_defaults=True):
     """A function of an API that holds its arguments to a schema wherever that is one which strict mode takes,
     unless `strict` says otherwise. It is in no request's shape."""
 
-    place: str = ""
-    """The place of its schema in the request. Empty where that is none of the caller's."""
-
 
 class FunctionTool(Unshown, tag_field="type", tag="function"):
     function: FunctionSpec

@@ -155,7 +155,7 @@ def survey(request: Request, fields: Mapping[str, Raw], known: frozenset[str]) -
     if chat is not None and not _are_plain(chat, fields["messages"]):
         is_plain = False
         _check_contents(chat)
-        shapeless = tuple(dict.fromkeys(shapeless_names(chat, fields["messages"], "messages", "messages")))
+        shapeless = tuple(dict.fromkeys(surplus_fields(chat, fields["messages"], "messages", "messages")))
         unknown += [name for name in shapeless if name not in _NOT_NAMED]
         unsupported = unsupported or _unsupported_in_messages(chat, fields["messages"], shapeless)
     if unknown or unsupported or shapeless or not is_plain:
@@ -270,13 +270,13 @@ def _shape(type_: type[Struct]) -> tuple[frozenset[str], tuple[str, ...]]:
 
 _NESTED: Final = frozenset(
     {
-        *("content", "tool_calls", "function_call", "image_url", "function", "custom"),
-        *("output", "summary", "tools", "format"),  # of responses
+        *("content", "tool_calls", "function_call", "image_url", "function", "custom", "source", "format"),
+        *("output", "summary", "tools"),
     }
 )
 
 
-def shapeless_names(value: Struct | Sequence[Struct], raw: Raw, path: str, name: str) -> Iterator[str]:
+def surplus_fields(value: Struct | Sequence[Struct], raw: Raw, path: str, name: str) -> Iterator[str]:
     """The names of the fields in `raw` that the shapes of `value`, which was read from it, do not have.
     `path` is where it is in the request, `name` the same without numbers. Raises InvalidJson where an object
     has a field twice."""
@@ -296,7 +296,7 @@ def shapeless_names(value: Struct | Sequence[Struct], raw: Raw, path: str, name:
         for key in nested:
             if isinstance(held := getattr(one, key), list | Struct):
                 where = path if isinstance(value, Struct) else f"{path}[{at}]"
-                yield from shapeless_names(held, fields[key], f"{where}.{key}", f"{name}.{key}")
+                yield from surplus_fields(held, fields[key], f"{where}.{key}", f"{name}.{key}")
 
 
 # -- the whole body -------------------------------------------------------------------------------

@@ -41,6 +41,9 @@ HANDSHAKES_MAX: Final = 1024
 few turns of the loop, and those that fill the number do not go on."""
 HOLDING: Final = 128 * MIB
 """Bytes of all connections' half heads and requests that were sent ahead, of which a gateway keeps 1,024."""
+PIECES: Final = 40 * MIB
+"""Bytes of the token ids that a gateway keeps of long prompts (`shared.text.known_pieces`), and their
+objects."""
 ADMIN: Final = 54 * MIB
 """Bytes of the admin listener's connections, of which there are 64, each with half a head, large buffers of
 TLS and a handshake beside it."""
@@ -70,7 +73,7 @@ def gateway_memory_max(
     request_memory: int, live_max: int, tokenizer_threads: int, connections_max: int, *, has_tls: bool = False
 ) -> int:
     """Bytes above rest for a gateway with these `[limits]`. `has_tls` is true if it terminates TLS itself."""
-    held = int(FRAGMENTATION * request_memory) + connections_max * CONNECTION + HOLDING
+    held = int(FRAGMENTATION * request_memory) + connections_max * CONNECTION + HOLDING + PIECES
     if has_tls:
         held += live_max * TLS_LARGE + (connections_max + HANDSHAKES_MAX) * TLS
     return held + live_max * LIVE_REQUEST + tokenizer_threads * THREAD + 2 * RENDERING

@@ -15,11 +15,14 @@ Rules:
 3. A template that needs too much for a short chat is not rendered in place again: no honest one does.
 4. Event loops render plain chats alone, which are texts. With tools, calls or variables of the request a chat
    is a tree of its caller's own, for which a template may need more than its length says.
+5. A template is given chats in the form that it takes. Which that is, small chats show that it renders as any
+   other (`shared.text.template_probes`): once, where the tokenizer's files are read.
 """
 
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final
@@ -33,7 +36,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.apis.chat_form import argument_slices, long_arguments
 from shared.apis.prompt import ChatPrompt
-from shared.fairness.fair_threads import Slices
+from shared.fairness.fair_threads import Slices, at_once
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.text.bounded_template import (
@@ -51,10 +54,13 @@ from shared.text.bounded_template import (
     spent,
     weighed,
 )
+from shared.text.call_arguments import written_json
 from shared.text.model_files import shown
-from shared.text.rendering import APART_LEN, DOUBTFUL, RENDERER, TOO_MUCH, Chat, Renderer
-from shared.text.template_input import Message, TemplateInput, continued, measured
-from shared.text.template_reads import Reads, reads_of, variables_of
+from shared.text.rendering import APART_LEN, DOUBTFUL, RENDERER, TOO_MUCH, Chat, Renderer, Unrenderable
+from shared.text.template_input import TemplateInput, continued, measured
+from shared.text.template_probes import PROBE_LEN, takes_of
+from shared.text.template_reads import variables_of
+from shared.text.template_takes import Message, Takes
 from shared.wire.errors import InvalidRequest, NotInPlace, TooMuch
 from shared.wire.shapes import BODY_LEN_MAX
 
@@ -95,9 +101,11 @@ class ChatTemplate:
         clock: Clock = SYSTEM_CLOCK,
         arguments: Collection[str] = (),
         defaults: Mapping[str, Any] = NO_DEFAULTS,
+        takes: Takes | None = None,
     ) -> None:
         """`special_tokens` maps names as templates know them (`bos_token`) to their text. `arguments` are the
-        variables that requests may set, and `defaults` values for some of the template's."""
+        variables that requests may set, and `defaults` values for some of the template's. `takes` is the form
+        of chats that was found before; None to find it out."""
         check_names((*arguments, *defaults), special_tokens)
         self._source, self._special_tokens, self._clock = source, special_tokens, clock
         self._defaults = dict(defaults)
@@ -105,7 +113,6 @@ class ChatTemplate:
         """What renders in place. None where nothing is."""
         self._apart = RENDERER
         """The process for long chats."""
-        reads = Reads()
         if len(source) > SOURCE_LEN_MAX:
             self._leave_place("it is long")
         else:
@@ -114,8 +121,27 @@ class ChatTemplate:
                 self._compiled = CompiledTemplate(source, special_tokens | self._defaults, environment)
             except Unbounded as reason:
                 self._leave_place(str(reason))
-            reads = environment.reads
-        self._input = TemplateInput.of(source, reads, frozenset(arguments))
+        self._input = TemplateInput.of(source, Takes() if takes is None else takes, frozenset(arguments))
+        if takes is None:
+            knows_calls = self._input.knows_calls
+            found = takes_of(self._probe, clock, knows_calls=knows_calls, arguments=arguments)
+            self._input = self._input.taking(found)
+
+    @property
+    def takes(self) -> Takes:
+        return self._input.takes
+
+    def _probe(self, chat: ChatPrompt, takes: Takes) -> str:
+        """The text of a small chat, put into a form. Raises Unrenderable, TooMuch and Overloaded."""
+        given = self._input.taking(takes)
+        messages = given.formed(at_once(given.message_slices(chat)), chat)
+        variables = given.variables(chat)
+        if self._compiled is None:
+            return at_once(self._rendered(messages, variables, PROBE_LEN, None))
+        try:
+            return self._compiled.render(messages, PROBE_LEN, variables)
+        except Unbounded as reason:
+            raise TooMuch(TOO_MUCH, param="messages", detail=str(reason)) from None
 
     def render(self, prompt: ChatPrompt) -> str:
         """The prompt of a short chat that is plain, in place. Raises InvalidRequest where the template
@@ -126,20 +152,28 @@ class ChatTemplate:
         for message in prompt.messages:
             if message.tool_calls or not prompt.opens_answer:
                 raise NotInPlace(TOO_MUCH, param="messages")
+        plain = self._input.messages(prompt)
+        formed = plain if self._input.takes_all else self._input.formed(plain, prompt)
         try:
-            return compiled.render(self._input.messages(prompt))
+            return compiled.render(formed)
         except Unbounded as reason:
             self._leave_place(str(reason))
             raise NotInPlace(TOO_MUCH, param="messages") from None
+        except Unrenderable as error:
+            raise _told(error, prompt, plain, formed) from None
 
     def slices(self, prompt: ChatPrompt, renderer: Renderer | None = None) -> Slices[str]:
         """The prompt of any chat, as a job: what is not rendered in place is rendered by another process,
         `renderer` where that is given. Raises InvalidRequest where the template refuses, and Overloaded."""
         yield from argument_slices(long_arguments(prompt))
-        messages, length = self._input.messages(prompt), measured(prompt)
+        plain = yield from self._input.message_slices(prompt)
+        formed, length = self._input.formed(plain, prompt), measured(prompt)
         variables = self._input.variables(prompt)
-        text = yield from self._rendered(messages, variables, length, renderer)
-        return continued(text, messages[-1]) if prompt.continues_final else text
+        try:
+            text = yield from self._rendered(formed, variables, length, renderer)
+        except Unrenderable as error:
+            raise _told(error, prompt, plain, formed) from None
+        return continued(text, formed[-1]) if prompt.continues_final else text
 
     def _rendered(
         self, messages: list[Message], variables: dict[str, Any], length: int, renderer: Renderer | None
@@ -162,6 +196,19 @@ class ChatTemplate:
         """Render nothing in place from now on."""
         self._compiled, self._apart = None, DOUBTFUL
         log.info("template.rendered_apart", reason=reason)
+
+
+def _told(
+    error: Unrenderable, prompt: ChatPrompt, plain: list[Message], formed: list[Message]
+) -> InvalidRequest:
+    """The error for the caller, which names the message that the template was at when it failed."""
+    at = (
+        None
+        if error.at is None
+        else next((index for index, one in enumerate(plain) if one is formed[error.at]), None)
+    )
+    param = prompt.param if at is None else prompt.place(at)
+    return InvalidRequest(error.problem, param=param, detail=error.detail)
 
 
 class CompiledTemplate:
@@ -189,8 +236,7 @@ class CompiledTemplate:
         self, messages: list[Message], length: int | None = None, variables: Mapping[str, Any] = NO_DEFAULTS
     ) -> str:
         """The prompt of messages as templates expect them. They and `variables` have so many characters; None
-        for a short chat, which has no variables. Raises InvalidRequest, and Unbounded where that was to
-        be."""
+        for a short chat, which has no variables. Raises Unrenderable, and Unbounded where that was to be."""
         blocks: list[str] = []
         room = RENDERED_LEN_MAX
         try:
@@ -202,18 +248,31 @@ class CompiledTemplate:
                 blocks.append(block)
                 room -= len(block)
                 if room < 0:
-                    raise InvalidRequest("The chat is too long.", param="messages")
+                    raise Unrenderable("The chat is too long.")
         except _Refused as error:
-            message = f"The model's chat template refuses these messages: {error}"
-            raise InvalidRequest(message[:MESSAGE_LEN_MAX], param="messages") from None
+            problem = f"The model's chat template refuses these messages: {error}"
+            raise Unrenderable(problem[:MESSAGE_LEN_MAX], at=_failed_at(error, messages)) from None
         except (jinja2.TemplateError, *_FAILURES) as error:
             what = "these messages with these tools" if variables.get("tools") else "these messages"
-            raise InvalidRequest(
+            raise Unrenderable(
                 f"The model's chat template cannot render {what}.",
-                param="messages",
-                detail=f"the chat template raised {type(error).__name__}",
+                f"the chat template raised {type(error).__name__}",
+                _failed_at(error, messages),
             ) from None
         return "".join(blocks)
+
+
+def _failed_at(error: BaseException, messages: list[Message]) -> int | None:
+    """The number of the message that the template was at: the innermost of its variables that is one. None
+    where none is."""
+    numbers = {id(message): number for number, message in enumerate(messages)}
+    found = [
+        (name, numbers[id(value)])
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        for name, value in frame.f_locals.items()
+        if name.startswith("l_") and id(value) in numbers
+    ]
+    return max(found)[1] if found else None
 
 
 class _Refused(jinja2.TemplateError):
@@ -267,14 +326,11 @@ class BoundedEnvironment(Environment):
         """`given` are the names of variables that are not the template's own."""
         super().__init__(clock)
         self._names_given = given
-        self.reads = Reads()
-        """The forms of content that the template takes, once it was parsed."""
         self.filters |= {KEEP: kept, SPEND: spent, WEIGH: weighed}
         self.globals["range"] = bounded_range
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
-        self.reads = reads_of(template)
         bound(template, self._names_given)
         return template
 
@@ -293,7 +349,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """The filter `tojson`, without the escapes of HTML that Jinja's own writes and no model has seen in
-    training."""
+    training. What remembers how it was written is printed so, unless the template asks for another form."""
+    if not (ensure_ascii or indent or separators or sort_keys):
+        return written_json(value)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -41,6 +41,7 @@ from shared.process.child_python import scant_environment
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.memory import RENDERING
 from shared.text.bounded_template import LONGEST_LEN
+from shared.text.call_arguments import WrittenObject, arguments_of, written_json
 from shared.wire.errors import InvalidRequest, Overloaded, TooMuch
 from shared.wire.shapes import BODY_LEN_MAX
 
@@ -86,6 +87,23 @@ class Rendered(Struct, frozen=True, omit_defaults=True):
     problem: str = ""
     """The error's message, for the caller."""
     detail: str | None = None
+    at: int | None = None
+    """The number of the message that was rendered when the template failed."""
+
+
+class Unrenderable(Exception):
+    """The template refuses a chat, or fails on it."""
+
+    def __init__(self, problem: str, detail: str | None = None, at: int | None = None) -> None:
+        super().__init__(problem)
+        self.problem, self.detail, self.at = problem, detail, at
+
+
+def told(answer: Rendered) -> str:
+    """The text of an answer. Raises Unrenderable where there is none."""
+    if answer.text is None:
+        raise Unrenderable(answer.problem, answer.detail, answer.at)
+    return answer.text
 
 
 class RenderingFailed(Exception):
@@ -95,6 +113,7 @@ class RenderingFailed(Exception):
 def encoded(chat: Chat) -> bytes:
     """The chat for the child. Raises InvalidRequest where it is nested too deeply."""
     try:
+        chat = msgspec.structs.replace(chat, messages=[*map(_with_texts, chat.messages)])
         try:
             return msgspec.msgpack.encode(chat)
         except OverflowError:
@@ -108,7 +127,31 @@ def encoded(chat: Chat) -> bytes:
 
 def decoded(data: bytes) -> Chat:
     """The inverse of `encoded`."""
-    return msgspec.msgpack.decode(data, type=Chat, ext_hook=lambda _, number: int(bytes(number)))
+    return msgspec.msgpack.decode(data, type=Chat, ext_hook=_of_ext)
+
+
+_NUMBER: Final = 0
+_ARGUMENTS: Final = 1
+"""The kinds of texts that stand for what MessagePack has no form of."""
+
+
+def _of_ext(kind: int, text: memoryview) -> Any:
+    return int(bytes(text)) if kind == _NUMBER else arguments_of(str(text, "utf-8"))
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message, with arguments as texts that remember how they were written."""
+    if "tool_calls" not in message:
+        return message
+    return message | {"tool_calls": [*map(_call_with_text, message["tool_calls"])]}
+
+
+def _call_with_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call.get("function", {}).get("arguments")
+    if not isinstance(arguments, WrittenObject):
+        return call
+    text = msgspec.msgpack.Ext(_ARGUMENTS, written_json(arguments).encode())
+    return call | {"function": call["function"] | {"arguments": text}}
 
 
 def _wide(value: Any) -> Any:
@@ -119,7 +162,7 @@ def _wide(value: Any) -> Any:
     if isinstance(value, list):
         return [_wide(one) for one in value]
     is_wide = isinstance(value, int) and not -(2**63) <= value < 2**63
-    return msgspec.msgpack.Ext(0, str(value).encode()) if is_wide else value
+    return msgspec.msgpack.Ext(_NUMBER, str(value).encode()) if is_wide else value
 
 
 class _Turns:
@@ -183,8 +226,8 @@ class Renderer:
         return None if self._child is None else self._child.pid
 
     def slices(self, chat: Chat, length: int) -> Slices[str]:
-        """The text of a chat of so many characters, as a job. Raises InvalidRequest where the template
-        refuses it, TooMuch, and Overloaded where there is no child to be had."""
+        """The text of a chat of so many characters, as a job. Raises Unrenderable where the template refuses
+        it, TooMuch, and Overloaded where there is no child to be had."""
         yield from self._turn(chat.source)
         is_over = False
         try:
@@ -199,9 +242,7 @@ class Renderer:
             if not is_over:
                 self._end()
             self._turns.give_back()
-        if answer.text is None:
-            raise InvalidRequest(answer.problem, param="messages", detail=answer.detail)
-        return answer.text
+        return told(answer)
 
     def _turn(self, template: str) -> Slices[None]:
         """Wait for a turn."""

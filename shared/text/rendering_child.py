@@ -22,8 +22,7 @@ import msgspec
 from shared.process.child_python import answer_pipe
 from shared.process.clock import SYSTEM_CLOCK
 from shared.text.chat_template import CompiledTemplate, Environment
-from shared.text.rendering import HEAD_LEN, RENDER_S, TOO_DEEP, TOO_MUCH, Rendered, decoded
-from shared.wire.errors import InvalidRequest
+from shared.text.rendering import HEAD_LEN, RENDER_S, TOO_DEEP, TOO_MUCH, Rendered, Unrenderable, decoded
 
 TEMPLATES_MAX: Final = 8
 """Templates that are kept compiled."""
@@ -57,8 +56,8 @@ def rendered(data: bytes) -> Rendered:
         _NOW.wall_s = chat.now_s
         template = _template(chat.source, tuple(chat.special_tokens.items()))
         return Rendered(template.render(chat.messages, variables=chat.variables))
-    except InvalidRequest as error:
-        return Rendered(problem=error.message, detail=error.detail)
+    except Unrenderable as error:
+        return Rendered(problem=error.problem, detail=error.detail, at=error.at)
     except ValueError:  # a long template is compiled here for the first time
         return Rendered(problem="The model's chat template is none.", detail="it does not compile")
     except RecursionError:

@@ -1,13 +1,16 @@
-"""A chat as its model's template is given it: OpenAI's shapes, as transformers passes them on.
+"""A chat as its model's template is given it: OpenAI's shapes, as transformers passes them on, in the form
+that the template takes.
 
 Rules:
 
-1. A message has the keys that it was sent with; one that is null, such as the content of an assistant that
-   called tools, is left out. `tool_calls` that is empty is left out, too. Reasoning is there under each of
-   its names. Messages of one role that follow one another stay apart.
-2. Arguments of past calls are objects, since templates write them as JSON or go through them.
-3. Content in parts stays in parts for a template that goes through them, and is one text for all others. A
-   template that takes nothing but parts gets a text as one.
+1. One meaning has one form. Content in parts is their texts, one behind the other, which is what templates
+   make of parts; a template that takes nothing but parts is given that text as one. Content that is null,
+   empty or left out is what the template takes for none in a message that is calls alone, else an empty text.
+   `tool_calls` that is empty is left out, and so is reasoning; where there is reasoning, it is there under
+   each of its names.
+2. Arguments of past calls are objects, since templates write them as JSON or go through them. They print as
+   they were written (`shared.text.call_arguments`).
+3. What a template does not take is changed as `shared.text.template_takes` has it.
 4. What a template does not read is not dropped in silence: tools and calls are refused where it has no word
    of them, and so is a variable that is not among those that its operator lets requests set.
 """
@@ -15,7 +18,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -23,7 +26,9 @@ import msgspec
 from shared.apis.chat_messages import ChatMessage, FunctionToolCall, RefusalPart, TextPart, ToolCall
 from shared.apis.prompt import ChatPrompt
 from shared.apis.tools import FunctionTool, Tool
-from shared.text.template_reads import Reads
+from shared.fairness.fair_threads import Slices
+from shared.text.call_arguments import arguments_of, plain_arguments_of, written_json
+from shared.text.template_takes import Message, Takes, nearest, taken, without_text
 from shared.wire.errors import InvalidRequest
 
 EFFORT: Final = "reasoning_effort"
@@ -33,32 +38,59 @@ THINKING: Final = "enable_thinking"
 TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 """transformers' mark at the end of a message that is to be continued, which some templates look for."""
 
-_decode_object: Final = msgspec.json.Decoder(dict[str, Any]).decode
-Message = dict[str, Any]
+SLICE_LEN: Final = 256 * 1024
+"""Characters of the arguments that are decoded in one slice, which takes some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateInput:
     """The variables that one template is given of a chat."""
 
-    reads: Reads
-    knows_developer: bool
+    takes: Takes
+    takes_all: bool
+    """True if the template takes every chat as it is."""
     knows_tools: bool
     knows_calls: bool
     arguments: Collection[str]
     """The variables that a request may set."""
 
     @classmethod
-    def of(cls, source: str, reads: Reads, arguments: Collection[str]) -> TemplateInput:
-        developer, tools, calls = (name in source for name in ("developer", "tools", "tool_calls"))
-        return cls(reads, developer, tools, calls, arguments)
+    def of(cls, source: str, takes: Takes, arguments: Collection[str]) -> TemplateInput:
+        return cls(takes, _takes_all(takes), "tools" in source, "tool_calls" in source, arguments)
+
+    def taking(self, takes: Takes) -> TemplateInput:
+        """The input of the same template if it takes this."""
+        return replace(self, takes=takes, takes_all=_takes_all(takes))
 
     def messages(self, prompt: ChatPrompt) -> list[Message]:
-        """The messages, as the template expects them. Raises InvalidRequest."""
-        plain = [self._message(one, prompt, index) for index, one in enumerate(prompt.messages)]
-        if prompt.continues_final:
-            _mark(plain[-1])
+        """The messages of a chat without calls, one for each of the prompt's. Raises InvalidRequest."""
+        return [self._message(one) for one in prompt.messages]
+
+    def message_slices(self, prompt: ChatPrompt) -> Slices[list[Message]]:
+        """The messages of any chat, one for each of the prompt's, in slices. Raises InvalidRequest."""
+        plain: list[Message] = []
+        length = 0
+        for index, one in enumerate(prompt.messages):
+            message = self._message(one)
+            plain.append(message)
+            if one.tool_calls:
+                length += self._add_calls(message, one.tool_calls, prompt, index)
+                if length > SLICE_LEN:
+                    length = 0
+                    yield
         return plain
+
+    def formed(self, plain: list[Message], prompt: ChatPrompt) -> list[Message]:
+        """The messages in the form that the template takes. Those that are changed are changed in place.
+        Raises InvalidRequest."""
+        formed = plain if self.takes_all else taken(plain, self.takes)
+        if prompt.continues_final:
+            _mark(formed[-1])
+        if not self.takes.text:
+            for message in formed:
+                if isinstance(text := message.get("content"), str):
+                    message["content"] = [{"type": "text", "text": text}]
+        return formed
 
     def variables(self, prompt: ChatPrompt) -> dict[str, Any]:
         """The variables beside the messages that are not the same for all chats. Raises InvalidRequest."""
@@ -77,68 +109,91 @@ class TemplateInput:
         }
 
     def _with_effort(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The variables, with the effort as a template has it that knows but whether to think. An effort of
-        `none` asks a template for nothing that knows not even that."""
-        if EFFORT not in arguments or EFFORT in self.arguments:
+        """The variables, with the effort as the template takes it. Where it takes no effort, or not that of
+        `none`, it may know whether to think; `none` asks a template for nothing that knows not even that."""
+        if EFFORT not in arguments:
             return arguments
+        asked, efforts = arguments[EFFORT], self.takes.efforts
+        thinks = asked != "none"
+        if EFFORT in self.arguments and (thinks or not efforts or THINKING not in self.arguments):
+            return {**arguments, EFFORT: nearest(asked, efforts)}
         others = {name: value for name, value in arguments.items() if name != EFFORT}
-        thinks = arguments[EFFORT] != "none"
         if THINKING in self.arguments:
             return {THINKING: thinks, **others}
         return arguments if thinks else others
 
-    def _message(self, message: ChatMessage, prompt: ChatPrompt, index: int) -> Message:
+    def _message(self, message: ChatMessage) -> Message:
         """The message, keys in the order that they have in transformers, which gives reasoning a second name,
         `thinking`. For a template that does not know the role `developer`, it is `system`."""
-        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-        plain: Message = {} if reasoning is None else {"thinking": reasoning}
-        is_unknown = message.role == "developer" and not self.knows_developer
+        reasoning = message.reasoning_content or message.reasoning
+        plain: Message = {"thinking": reasoning} if reasoning else {}
+        is_unknown = message.role == "developer" and not self.takes.developer
         plain["role"] = "system" if is_unknown else message.role
-        if type(message.content) is str and self.reads.takes_text:
-            plain["content"] = message.content
-        elif (content := self._content(message)) is not None:
-            plain["content"] = content
+        plain["content"] = message.content if type(message.content) is str else _content(message)
         if message.name is not None:
             plain["name"] = message.name
-        if message.reasoning_content is not None:
-            plain["reasoning_content"] = reasoning
-        if message.reasoning is not None:
-            plain["reasoning"] = message.reasoning
-        if message.tool_calls:
-            if not self.knows_calls:
-                where = f"{prompt.place(index)}.tool_calls"
-                raise InvalidRequest("This model's chat template knows no calls of tools.", param=where)
-            calls = enumerate(message.tool_calls)
-            plain["tool_calls"] = [_call(call, prompt, index, at) for at, call in calls]
+        if reasoning:
+            plain["reasoning_content"] = plain["reasoning"] = reasoning
         if message.tool_call_id is not None:
             plain["tool_call_id"] = message.tool_call_id
-        if reasoning is not None:
-            plain["reasoning_content"] = reasoning
         return plain
 
-    def _content(self, message: ChatMessage) -> list[dict[str, str]] | str | None:
-        """The content. That of an assistant which refused is the refusal."""
-        content = message.content
-        if not isinstance(content, list):
-            text = content if isinstance(content, str) else message.refusal
-            return text if text is None or self.reads.takes_text else [_text_part(text)]
-        texts = [
+    def _add_calls(self, message: Message, calls: list[ToolCall], prompt: ChatPrompt, index: int) -> int:
+        """Add its calls to a message. Returns the characters of their arguments."""
+        if not self.knows_calls:
+            where = prompt.place(index, ".tool_calls")
+            raise InvalidRequest("This model's chat template knows no calls of tools.", param=where)
+        length, made = 0, []
+        for at, call in enumerate(calls):
+            if isinstance(call, FunctionToolCall):
+                where = prompt.place(index, f".tool_calls[{at}].function.arguments")
+                made.append(self._call(call, where))
+                length += len(call.function.arguments)
+            else:
+                custom = {"name": call.custom.name, "input": call.custom.input}
+                made.append({"id": call.id, "type": "custom", "custom": custom})
+        message["tool_calls"] = made
+        if not message["content"]:
+            without_text(message, self.takes)
+        return length
+
+    def _call(self, call: FunctionToolCall, where: str) -> dict[str, Any]:
+        text = call.function.arguments or "{}"
+        decode = arguments_of if self.takes.written else plain_arguments_of
+        try:
+            arguments = decode(text)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            raise InvalidRequest(f"{where} must be a JSON object, as text.", param=where) from None
+        function = {
+            "name": call.function.name,
+            "arguments": arguments if self.takes.objects else written_json(arguments),
+        }
+        return {"id": call.id, "type": "function", "function": function}
+
+
+def _takes_all(takes: Takes) -> bool:
+    return takes.text and takes.any_order and takes.any_calls
+
+
+def _content(message: ChatMessage) -> str:
+    """The text of a content that is no text. That of an assistant which refused is the refusal."""
+    content = message.content
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else message.refusal or ""
+    return "".join(
+        [
             part.text if isinstance(part, TextPart) else part.refusal
             for part in content
             if isinstance(part, TextPart | RefusalPart)
         ]
-        return [*map(_text_part, texts)] if self.reads.takes_parts else "".join(texts)
-
-
-def _text_part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
+    )
 
 
 def continued(text: str, final: Message) -> str:
     """A chat, rendered with its last message marked, up to where that is to be continued. Raises
     InvalidRequest where the template does not write it as it is."""
     content = final["content"]
-    said = content if isinstance(content, str) else _last_text(content)["text"]
+    said: str = content if isinstance(content, str) else content[0]["text"]
     tag = TAG.strip()
     if tag not in text or said.removesuffix(TAG).strip() not in text:
         message = "The last message cannot be continued: the chat template does not write it as it is."
@@ -149,32 +204,10 @@ def continued(text: str, final: Message) -> str:
 
 def _mark(final: Message) -> None:
     """Mark the end of the message that is to be continued. Raises InvalidRequest where it has no text."""
-    match final.get("content"):
-        case str(text):
-            final["content"] = text + TAG
-        case [*_] as parts if parts:
-            _last_text(parts)["text"] += TAG
-        case _:
-            message = "continue_final_message needs a last message that has content."
-            raise InvalidRequest(message, param="continue_final_message")
-
-
-def _last_text(parts: list[dict[str, str]]) -> dict[str, str]:
-    return parts[-1]  # all of them are texts
-
-
-def _call(call: ToolCall, prompt: ChatPrompt, index: int, at: int) -> dict[str, Any]:
-    if not isinstance(call, FunctionToolCall):
-        custom = {"name": call.custom.name, "input": call.custom.input}
-        return {"id": call.id, "type": "custom", "custom": custom}
-    text = call.function.arguments
-    try:
-        arguments = _decode_object(text) if text else {}
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        where = f"{prompt.place(index)}.tool_calls[{at}].function.arguments"
-        raise InvalidRequest(f"{where} must be a JSON object, as text.", param=where) from None
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}
+    if final.get("content") is None:
+        message = "continue_final_message needs a last message that has content."
+        raise InvalidRequest(message, param="continue_final_message")
+    final["content"] += TAG
 
 
 def _tool(tool: Tool, index: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.text.chat_template import NO_DEFAULTS, ChatTemplate, variables_read
 from shared.text.fill import Fill
 from shared.text.model_files import BadModelFile, shown
+from shared.text.template_takes import Takes
 from shared.text.text_slices import Slicer
 from shared.text.token_text import DecodeStream, piece_spelling, whole_spelling
 from shared.text.tokenizer_files import AddedToken, TokenizerFiles, read_tokenizer_files
@@ -99,6 +100,10 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     """The variables of the chat template that requests may set."""
     template_defaults: dict[str, Any] = {}
     """Values for variables of the chat template that a request does not set."""
+    takes: Takes | None = None
+    """What the chat template takes of a chat. None before it was looked at, which `Tokenizer` does."""
+    tool_takes: Takes | None = None
+    """What the template for chats with tools takes. None without one, too."""
 
     @property
     def hash(self) -> str:
@@ -124,7 +129,7 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
             template_arguments = tuple(
                 sorted({name for each in sources for name in variables_read(each, named)})
             )
-        own = {name: named.pop(name, None) for name in _SPECIAL_NAMES}
+        own: dict[str, Any] = {name: named.pop(name, None) for name in _SPECIAL_NAMES}
         return cls(
             tokenizer_json=files.tokenizer_json,
             chat_template=files.chat_template,
@@ -135,6 +140,12 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
             template_defaults=dict(template_defaults),
             **own,
         )
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of all special tokens that templates know by a name."""
+        special = {name: text for name in _SPECIAL_NAMES if (text := getattr(self, name)) is not None}
+        return special | self.named_tokens
 
 
 def read_files(path: Path | str) -> TokenizerFiles:
@@ -168,13 +179,9 @@ class Tokenizer:
         self, bundle: TokenizerBundle, clock: Clock = SYSTEM_CLOCK, *, hash_: str | None = None
     ) -> None:
         """`hash_` is the bundle's, where its JSON was another text of the same meaning."""
-        self.bundle = bundle
-        self.hash = hash_ or bundle.hash
-        special = {name: text for name in _SPECIAL_NAMES if (text := getattr(bundle, name)) is not None}
-        special |= bundle.named_tokens
         try:
             with _LIBRARY:
-                self._load(bundle, special, clock)
+                self._load(bundle, clock)
         except TokenizerFailed as error:
             raise UnusableTokenizer(f"the tokenizer cannot be loaded: {error.detail}") from error
         except UnusableTokenizer as error:
@@ -182,13 +189,18 @@ class Tokenizer:
         except Exception as error:  # of any kind: nobody has looked at what is in the file
             reason = f"{type(error).__name__}: {error}"[:REASON_LEN_MAX]
             raise UnusableTokenizer(f"the tokenizer cannot be loaded: {reason}") from error
+        self.hash = hash_ or self.bundle.hash
 
-    def _load(self, bundle: TokenizerBundle, special: dict[str, str], clock: Clock) -> None:
+    def _load(self, bundle: TokenizerBundle, clock: Clock) -> None:
         self.raw = tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
         self.raw.no_truncation()
         self.raw.no_padding()
-        self._template, own = _templates(bundle, special, clock)
+        self._template, own = _templates(bundle, clock)
         self._tool_template = own or self._template
+        self.bundle = msgspec.structs.replace(
+            bundle, takes=self._template and self._template.takes, tool_takes=own and own.takes
+        )
+        """The bundle, with what its templates take."""
         _add(self.raw, bundle.added_tokens)
         added_tokens = self.raw.get_added_tokens_decoder()
         self._added = {token_id: added.content for token_id, added in added_tokens.items()}
@@ -339,19 +351,20 @@ class Tokenizer:
         return token_id >= self.vocab_size or (skip_special_tokens and token_id in self._special_ids)
 
 
-def _templates(
-    bundle: TokenizerBundle, special: dict[str, str], clock: Clock
-) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+def _templates(bundle: TokenizerBundle, clock: Clock) -> tuple[ChatTemplate | None, ChatTemplate | None]:
     """The chat template, and that for chats with tools. Raises UnusableTokenizer for what is too long, and
     what `ChatTemplate` raises."""
-    arguments, defaults = bundle.template_arguments, bundle.template_defaults
+    special, arguments, defaults = bundle.special_tokens, bundle.template_arguments, bundle.template_defaults
     if len(msgspec.json.encode((arguments, defaults))) > ARGUMENTS_LEN_MAX:
         raise UnusableTokenizer(f"the variables of its template take more than {ARGUMENTS_LEN_MAX} bytes")
     made = []
-    for source in (bundle.chat_template, bundle.tool_template):
+    for source, takes in ((bundle.chat_template, bundle.takes), (bundle.tool_template, bundle.tool_takes)):
         if len(source or "") > TEMPLATE_LEN_MAX:
             raise UnusableTokenizer(f"its chat template has more than {TEMPLATE_LEN_MAX} characters")
-        made.append(None if source is None else ChatTemplate(source, special, clock, arguments, defaults))
+        template = None
+        if source is not None:
+            template = ChatTemplate(source, special, clock, arguments, defaults, takes)
+        made.append(template)
     return made[0], made[1]
 
 

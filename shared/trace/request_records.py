@@ -32,12 +32,14 @@ class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str | None = None
     key_id: str | None = None
     model: str | None = None
+    session: str | None = None
     status: int | None = None
     end_reason: str | None = None
     error_code: str | None = None
     replica: str | None = None
     attempts: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int | None = None
     completion_tokens: int | None = None
     events: int = 0
     """Events that were passed on to the client: about the tokens that it was sent."""

@@ -67,8 +67,9 @@ def _words(trace: Trace, *, is_record: bool) -> Iterator[str]:
     model = f"model {line.model}" if line.model else "no model"
     tenant = f"tenant {line.tenant}" if line.tenant else "no tenant"
     key = f", key {line.key_id}" if isinstance(line, GatewayLine) and line.key_id else ""
+    session = f", session {line.session}" if isinstance(line, GatewayLine) and line.session else ""
     streamed = ", as a stream" if line.stream else ""
-    yield _row("asked", f"{line.method} {line.endpoint}{streamed}; {model}, {tenant}{key}")
+    yield _row("asked", f"{line.method} {line.endpoint}{streamed}; {model}, {tenant}{key}{session}")
     ended = line.ts.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     yield _row("ended", f"{ended} UTC; trace {line.trace_id}")
     if trace.gateway is not None:
@@ -113,7 +114,9 @@ def _engine_tokens(line: EngineLine) -> Iterator[str]:
 def _tokens(line: Line) -> str:
     host = f", {line.host_tokens} of them in host memory" if line.host_tokens else ""
     disk = f", {line.disk_tokens} of them on disk" if line.disk_tokens else ""
-    cached = "" if line.cached_tokens is None else f" ({line.cached_tokens} cached{host}{disk})"
+    hit, whole = line.cached_tokens, line.prompt_tokens
+    share = f", {hit / whole:.0%}" if hit and whole else ""
+    cached = "" if hit is None else f" ({hit} cached{share}{host}{disk})"
     answer = "" if line.completion_tokens is None else f", answer {_count(line.completion_tokens, 'token')}"
     reasoning = f" ({line.reasoning_tokens} of reasoning)" if line.reasoning_tokens else ""
     calls = f", {_count(line.calls, 'call')}" if line.calls else ""

@@ -107,6 +107,9 @@ class GatewayLine(CompletedLine, kw_only=True):
     service: Literal["gateway"]
     key_id: str | None = None
     """The public part of the caller's key. None without a valid one."""
+    session: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")] | None = None
+    """A hash of the session that the caller names; the name itself is the caller's own text. None where it
+    names none, and as long as the body was not read."""
     replica: str | None = None
     """The engine that was asked last. None where none was."""
     attempts: WholeNumber

@@ -15,11 +15,15 @@ RequestId = NewType("RequestId", str)
 TenantId = NewType("TenantId", str)
 KeyId = NewType("KeyId", str)
 ReplicaId = NewType("ReplicaId", str)
+SessionId = NewType("SessionId", str)
+"""A hash that stands for a session of a tenant's: 16 hexadecimal digits."""
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 TENANT_HEADER: Final = "x-penstock-tenant"
 SERVICE_TIER_HEADER: Final = "x-penstock-service-tier"
 """The highest service tier that the tenant may have; the engine takes the lower of this and what is asked."""
+SESSION_HEADER: Final = "x-penstock-session"
+"""The `SessionId` of the session that the request belongs to. Absent where the caller names none."""
 REQUEST_TIMEOUT_HEADER: Final = "x-request-timeout"
 """The caller's own bound on the whole request, in seconds."""
 QUEUE_TIMEOUT_HEADER: Final = "x-queue-timeout"

@@ -111,9 +111,9 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + _BOUNDARY
 
 
-def named_event(name: str, data: bytes) -> bytes:
-    """One event with a name, which some APIs' streams repeat outside of the data."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+def named_event(name: bytes, data: bytes) -> bytes:
+    """One event of this name, as `event` makes one without."""
+    return b"event: " + name + b"\ndata: " + data + _BOUNDARY
 
 
 def error_event(error: ApiError, _request_id: str = "") -> bytes:
@@ -256,25 +256,32 @@ class TailScanner:
 
 
 class NamedScanner(TailScanner):
-    """The scanner of a stream whose events have names."""
+    """The scanner of a stream whose events have names: two lines each."""
 
-    __slots__ = ("_silent",)
+    __slots__ = ("_hot", "_hot_len", "_silent")
 
-    def __init__(self, done: bytes = DONE, silent: tuple[bytes, ...] = ()) -> None:
-        """`silent` are the beginnings of events that `feed` is to see."""
+    def __init__(self, done: bytes, hot: bytes, silent: tuple[bytes, ...] = ()) -> None:
+        """`hot` is the beginning of nearly every event, which tells of the answer; `silent` are those of
+        events that begin so and do not."""
         super().__init__(done)
+        self._hot = hot
+        self._hot_len = len(hot)
         self._silent = silent
 
     def takes(self, event: bytes) -> bool:
+        """Take a chunk that is one event which begins as nearly all do. Returns False, and takes nothing, of
+        any other, which is for `feed`."""
+        room = len(self._end)
         if (
-            event[:7] != _EVENT
+            event[: self._hot_len] != self._hot
             or event[-2:] != _BOUNDARY
-            or event.count(_LF) != _NAMED_LINES
-            or event.startswith(self._silent)
+            or event.count(_LF) != 3
+            or len(event) < room
             or self._held
+            or (self._silent and event.startswith(self._silent))
         ):
             return False
-        self._tail = event[-len(self._end) :]
+        self._tail = event[-room:]
         return True
 
 

@@ -49,18 +49,18 @@ SHAPES: Final = {
 }
 
 
-def make_model(directory: Path, shape: Shape) -> Path:
+def make_model(directory: Path, shape: Shape, context_len: int = CONTEXT_LEN) -> Path:
     """Write config, tokenizer and weights. A directory that is complete already is left alone."""
     done = directory / "config.json"
     if not done.exists():
         directory.mkdir(parents=True, exist_ok=True)
         eos_id = _write_tokenizer(directory, shape.vocab)
         save_file(_weights(shape), directory / "model.safetensors", metadata={"format": "pt"})
-        done.write_text(json.dumps(_config(shape, eos_id), indent=1))
+        done.write_text(json.dumps(_config(shape, eos_id, context_len), indent=1))
     return directory
 
 
-def _config(shape: Shape, eos_id: int) -> dict[str, object]:
+def _config(shape: Shape, eos_id: int, context_len: int) -> dict[str, object]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -72,7 +72,7 @@ def _config(shape: Shape, eos_id: int) -> dict[str, object]:
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
-        "max_position_embeddings": CONTEXT_LEN,
+        "max_position_embeddings": context_len,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "hidden_act": "silu",

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.demo import MODEL_DIR
+from engine.demo.train.evaluate import Probe, held_out
+from engine.demo.train.text import ANSWER_TOKENS_MAX, END, render, token_id
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import load_runner
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.batch import assemble
 from tests.bench.figures import Figure, figure, write
-from tests.demo_training.evaluate import Probe, held_out
-from tests.demo_training.text import ANSWER_TOKENS_MAX, END, render, token_id
 from tests.engine.runtime.driver import Driver
 
 KINDS: Final[Mapping[str, Mapping[str, Any]]] = {

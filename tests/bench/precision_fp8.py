@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.demo import MODEL_DIR
+from engine.demo.train.evaluate import held_out
 from engine.runtime.host.attention import BatchAttention
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.host.model import TorchModel
@@ -35,7 +36,6 @@ from engine.runtime.step.batch import PackedBatch
 from engine.runtime.weights.fp8 import FP8_MAX, quantise
 from tests.bench.figures import Figure, figure, write
 from tests.bench.precision import Tokens, answers, compare, made_up
-from tests.demo_training.evaluate import held_out
 
 BLOCK: Final = 128
 CALIBRATION_TEXTS: Final = 8

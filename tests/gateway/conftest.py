@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-import asyncio
+import inspect
 import io
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import aiohttp
 import msgspec
@@ -24,9 +25,12 @@ from gateway.identity.keys import hash_key
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.ids import TenantId
+from tests import waiting
+from tests.effort import IS_WHOLE
 from tests.fakes import VirtualClock
 from tests.gateway.fake_engine import FakeEngine, byte_bundle
 from tests.gateway.redis_server import RedisServer, redis_server, redis_store
+from tests.waiting import PATIENCE_S as PATIENCE_S
 
 
 @pytest.fixture(scope="session")
@@ -57,10 +61,8 @@ async def clock_and_store(
 
 KEY = "dev-key"
 OTHER_KEY = "other-key"
-PATIENCE_S = 10.0
 CONVERSATIONS = 16
 """Conversations of which some are at home at either of two engines, whatever their ports."""
-"""Nothing takes this long; a test that is wrong fails then instead of hanging."""
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = "user:hi\nassistant:"
@@ -110,10 +112,8 @@ async def error_of(answer: aiohttp.ClientResponse) -> dict[str, Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let everybody run until it holds."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 -- what it watches sets no event
-            await asyncio.sleep(0.001)
+    """Let everybody run, Redis and other processes too, until it holds."""
+    await waiting.until(condition, pause_s=0.001)
 
 
 @dataclass
@@ -206,10 +206,24 @@ def log() -> Iterator[io.StringIO]:
 Open = Callable[..., Any]
 
 
-@pytest.fixture(params=["http2", "http1"])
+PROTOCOLS = ("http2", "http1")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for the protocol runs over both, and so do those that are marked `both_protocols`."""
+    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "protocol" in metafunc.fixturenames and "protocol" not in (*given, *vars(metafunc.module)):
+        is_about_it = "protocol" in inspect.signature(metafunc.function).parameters
+        if IS_WHOLE or is_about_it or metafunc.definition.get_closest_marker("both_protocols"):
+            metafunc.parametrize("protocol", PROTOCOLS, indirect=True)
+
+
+@pytest.fixture
 def protocol(request: pytest.FixtureRequest) -> str:
-    """What the gateway speaks to the engine: every test runs over both."""
-    return str(request.param)
+    """What the gateway speaks to the engine. Half of the tests that it makes no difference to run over each;
+    by command, all run over both."""
+    by_name = PROTOCOLS[crc32(request.function.__name__.encode()) % 2]
+    return str(getattr(request, "param", by_name))
 
 
 @pytest.fixture

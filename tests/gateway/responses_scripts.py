@@ -50,10 +50,10 @@ def _events(texts: Sequence[str]) -> Iterator[events.StreamEvent]:
     yield events.ItemAdded(output_index=0, item=message)
     yield events.PartAdded(part=OutputText(""), **at)
     for text in texts:
-        yield events.TextDelta(delta=text, **at)
+        yield events.OutputTextDelta(delta=text, **at)
     whole = response(*texts)
     [done] = whole.output or [message]
-    yield events.TextDone(text="".join(texts), **at)
+    yield events.OutputTextDone(text="".join(texts), **at)
     yield events.PartDone(part=OutputText("".join(texts)), **at)
     yield events.ItemDone(output_index=0, item=done)
     yield events.ResponseCompleted(response=whole)
@@ -94,7 +94,7 @@ def theirs(text: str = "one two", *, type_first: bool = True, done: bytes = b"")
 
     def event(kind: str, **fields: Any) -> bytes:
         fields = {"type": kind, **fields} if type_first else {**fields, "type": kind}
-        return sse.named_event(kind, msgspec.json.encode(fields))
+        return sse.named_event(kind.encode(), msgspec.json.encode(fields))
 
     events_ = [
         event("response.created", response={**value, "output": [], "usage": None}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -19,7 +19,7 @@ from gateway.identity.callers import KnownCallers
 from gateway.listen import accepting
 from gateway.listen.accepting import SET_UP_MAX, FairAccepting
 from shared.wire.ids import TenantId
-from tests.gateway.conftest import KEY, PATIENCE_S, House
+from tests.gateway.conftest import KEY, PATIENCE_S, House, until
 from tests.gateway.fake_engine import unary
 
 FLOOD = 48 * SET_UP_MAX
@@ -86,15 +86,9 @@ class Door:
     def order(self) -> list[str]:
         return [name for _, name in self.made]
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Look at the condition in each turn of the loop until it holds."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():  # noqa: ASYNC110 -- what it watches sets no event
-                await asyncio.sleep(0)
-
     async def all_in(self) -> None:
         """All that connected are set up."""
-        await self.until(lambda: len(self.made) == len(self._names))
+        await until(lambda: len(self.made) == len(self._names))
 
 
 class _Guest(asyncio.Protocol):
@@ -154,7 +148,7 @@ def test_who_comes_behind_a_flood_goes_next(runner: asyncio.Runner, key: str, ho
                 at.connect("a", {"known": ATTACKER, "made up": f"key-{i}", "silent": ""}[attack])
             at.connect("victim", key, host)
             served = at.open()
-            await at.until(lambda: len(at.made) + served.silent_count == FLOOD + 1)
+            await until(lambda: len(at.made) + served.silent_count == FLOOD + 1)
         assert served.silent_count == (FLOOD if attack == "silent" else 0)
         assert at.order.index("victim") <= 3 * SET_UP_MAX < FLOOD
 
@@ -167,7 +161,7 @@ def test_silent_ones_hold_up_nobody_and_are_set_up_when_something_comes(runner: 
             clients = [at.connect("a") for _ in range(FLOOD)]
             victim = at.connect("victim")
             served = at.open()
-            await at.until(lambda: served.silent_count == FLOOD + 1)
+            await until(lambda: served.silent_count == FLOOD + 1)
             for client in clients:
                 client.sendall(HEAD % ATTACKER.encode())
             victim.sendall(HEAD % VICTIM.encode())
@@ -201,7 +195,7 @@ def test_of_too_many_silent_ones_the_oldest_is_closed(runner: asyncio.Runner) ->
             for client in others:
                 await is_closed(client)
             last.sendall(HEAD % VICTIM.encode())
-            await at.until(lambda: len(at.made) == 1)
+            await until(lambda: len(at.made) == 1)
             assert not served.silent_count
 
     runner.run(run())
@@ -212,10 +206,10 @@ def test_a_silent_one_that_leaves_is_forgotten(runner: asyncio.Runner) -> None:
         with door() as at:
             clients = [at.connect("a") for _ in range(FLOOD)]
             served = at.open()
-            await at.until(lambda: served.silent_count == FLOOD)
+            await until(lambda: served.silent_count == FLOOD)
             for client in clients:
                 client.close()
-            await at.until(lambda: not served.silent_count)
+            await until(lambda: not served.silent_count)
             assert not at.made
 
     runner.run(run())
@@ -252,7 +246,7 @@ def test_more_than_may_wait_stay_in_the_kernel_and_are_served(
                 most = max(most, len(served._waiting))
                 return len(at.made) == FLOOD
 
-            await at.until(are_in)
+            await until(are_in)
 
     runner.run(run())
     assert most == SET_UP_MAX
@@ -265,7 +259,7 @@ def test_those_who_wait_or_are_silent_when_the_listener_closes_are_set_up(runner
                 at.connect("a", ATTACKER)
                 at.connect("a")
             served = at.open()
-            await at.until(lambda: len(served._waiting) > SET_UP_MAX)
+            await until(lambda: len(served._waiting) > SET_UP_MAX)
             await served.aclose()
             assert len(at.made) == len(at._names)
             with pytest.raises(ConnectionRefusedError):
@@ -279,12 +273,12 @@ def test_who_has_left_while_it_waited_holds_nothing(runner: asyncio.Runner) -> N
         with door() as at:
             clients = [at.connect("a", ATTACKER) for _ in range(FLOOD)]
             served = at.open()
-            await at.until(lambda: bool(served._waiting))
+            await until(lambda: bool(served._waiting))
             for client in clients:
                 client.close()
             at.connect("victim", VICTIM)
-            await at.until(lambda: "victim" in at.order)
-            await at.until(lambda: at.lost >= len(at.made) - 1 and not served._waiting)
+            await until(lambda: "victim" in at.order)
+            await until(lambda: at.lost >= len(at.made) - 1 and not served._waiting)
             assert not served._beginning
 
     runner.run(run())

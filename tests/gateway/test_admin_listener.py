@@ -18,6 +18,7 @@ import trustme
 from gateway.operators import keys, listener, server
 from shared import cli
 from shared.cli.admin import KEY_VARIABLE
+from shared.process.listening import HEADER_LEN_MAX, HEADERS_MAX, LINE_LEN_MAX
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.test_admin import OPERATOR, operator_keys
 from tests.gateway.test_public_tls import Pki, events, pki
@@ -282,3 +283,21 @@ async def test_a_change_that_has_begun_is_made_though_its_operator_leaves(
     await probe(house)  # so that the gateway has seen it
     go_on.set()
     await until(lambda: bool(events(house.log, "admin.change")))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        f"GET /{'x' * LINE_LEN_MAX} HTTP/1.1\r\nhost: a\r\n\r\n",
+        f"GET / HTTP/1.1\r\nhost: a\r\nx: {'x' * HEADER_LEN_MAX}\r\n\r\n",
+        "GET / HTTP/1.1\r\nhost: a\r\n" + "x: y\r\n" * HEADERS_MAX + "\r\n",
+    ],
+    ids=["line", "header", "headers"],
+)
+async def test_a_head_is_bounded_in_every_way(open_house: Open, head: str) -> None:
+    house = await open_house(admin={"port": 0, "names": ["a"]})
+    reader, writer = await connect(house)
+    writer.write(head.encode())
+    status_line = await reader.readline()
+    writer.close()
+    assert b" 400 " in status_line

@@ -75,6 +75,18 @@ async def test_a_request_larger_than_a_whole_period_has_no_retry_after(clock_and
         assert refusal.retry_after_ms is None
 
 
+async def test_a_request_as_large_as_a_whole_period_may_come_again_when_the_next_begins(
+    clock_and_store: Both,
+) -> None:
+    clock, store = clock_and_store
+    at_noon(clock)
+    for who in (subject("day", tokens_per_day=10), subject("month", tokens_per_month=10)):
+        await take(store, rid(f"before {who.id}"), [who], 1)
+        refusal = (await take(store, rid(who.id), [who], 10)).refusal
+        assert refusal is not None
+        assert refusal.retry_after_ms is not None
+
+
 @pytest.mark.parametrize("used", [0, 30, 500])
 async def test_what_is_settled_after_midnight_changes_nothing_in_the_new_day(
     clock_and_store: Both, used: int

@@ -11,12 +11,14 @@ from gateway.config.whole import (
     GatewayConfig,
     load,
 )
+from gateway.identity import callers
 from gateway.identity.caller import Caller
-from gateway.identity.callers import Callers
+from gateway.identity.callers import Callers, KnownCallers
 from gateway.identity.keys import KeyTable, hash_key
 from shared.process.setting_values import ConfigError
 from shared.process.shield import Done
 from shared.wire.errors import Unauthenticated
+from shared.wire.ids import TenantId
 from tests.gateway.conftest import settings
 from tests.gateway.issuers import (
     EC,
@@ -48,6 +50,14 @@ def test_a_token_is_told_from_a_key_by_its_form(tmp_path: Path) -> None:
     for wrong in ("", "Basic a.b.c", "Bearer a.b", "Bearer a.b.c", f"Bearer {EC.token()}x"):
         with pytest.raises(Unauthenticated):
             key_of(wrong)
+
+
+def test_callers_of_late_are_kept_in_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "CALLERS_MAX", 3)
+    known = KnownCallers()
+    for number in range(4):
+        known.note(f"Bearer {number}", TenantId("acme"))
+    assert [known.tenant_of(f"Bearer {number}") for number in range(4)] == [None, *["acme"] * 3]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from gateway.config.certificate_names import subject_of
 from gateway.config.holders import CertificateConfig
 from gateway.config.whole import load
 from gateway.directory.accounts import AccountsReader
+from gateway.identity import certificates
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.callers import callers_of
 from gateway.identity.certificates import CertificateTable
@@ -69,6 +70,14 @@ def test_a_certificate_whose_names_cannot_be_read_names_nobody() -> None:
     names = ExtensionOID.SUBJECT_ALTERNATIVE_NAME
     for der in (*(with_names((names, form)) for form in OTHER_FORMS), twice_named()):
         assert table.check(der, 0) is None
+
+
+def test_certificates_that_were_read_are_kept_in_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificates, "KNOWN_MAX", 2)
+    table = CertificateTable([CertificateConfig("cn", "acme", subject="CN=batch")], frozenset)
+    for der in [with_names() for _ in range(3)]:
+        assert table.check(der, 0) is not None
+    assert len(table._known) == 2
 
 
 # -- spellings ------------------------------------------------------------------------------------

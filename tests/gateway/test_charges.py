@@ -4,6 +4,7 @@ wherever it is counted."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -35,9 +36,18 @@ from tests.gateway.test_quota_edge import limited
 
 ENDS = closing(prompt=10, completion=5_000, reason="client_cancel")
 IN_MEMORY = pytest.mark.parametrize("store", ["memory"], indirect=True)
-EACH_API = pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+EACH_API = pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 BUDGET = 10**12
 """Never spent; a request without a limit has no lease in Redis."""
+
+
+def asked(path: str, tokens_max: int, *, stream: bool = True) -> bytes:
+    """A request of one of these APIs."""
+    if path != "/v1/responses":
+        return body(stream=stream, max_tokens=tokens_max)
+    return json.dumps(
+        {"model": "tiny", "input": "hi", "max_output_tokens": tokens_max, "stream": stream}
+    ).encode()
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -85,7 +95,7 @@ async def test_a_disconnect_before_the_first_token_is_charged_what_was_computed(
 ) -> None:
     house.engine.script, house.engine.reports = Script([asyncio.Event()]), ENDS
     client = await RawClient.of(house)
-    client.post(body(stream=streaming, max_tokens=6_000 // 2), path=path)
+    client.post(asked(path, 6_000 // 2, stream=streaming), path=path)
     await house.engine.arrived.wait()
     client.leave()
     settled(await house.line(), protocol, 5_010)
@@ -98,7 +108,7 @@ async def test_a_disconnect_in_the_middle_is_charged_what_was_computed(
 ) -> None:
     house.engine.script, house.engine.reports = stream(chunk("a"), asyncio.Event()), ENDS
     client = await RawClient.of(house)
-    client.post(body(stream=True, max_tokens=9), path=path)
+    client.post(asked(path, 9), path=path)
     await client.reader.readuntil(b"\n\n")
     client.leave()
     settled(await house.line(), protocol, 5_010)
@@ -112,7 +122,7 @@ async def test_a_slow_client_timeout_is_charged_what_was_computed(
     house = await open_house(timeouts={"slow_client_s": 0.05})
     house.engine.script, house.engine.reports = Script([chunk("x" * 1000)] * 20_000), ENDS
     client = await RawClient.of(house, receive_buffer_len=4096)
-    client.post(body(stream=True, max_tokens=9), path=path)
+    client.post(asked(path, 9), path=path)
     line = await house.line()
     assert line["end_reason"] == "slow_client"
     settled(line, protocol, 5_010)

@@ -11,14 +11,34 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.config.accounting import DAYS_MAX
+from gateway.config.edge import (
+    AUDIENCES_MAX,
+    ISSUERS_MAX,
+    LABEL_LEN_MAX,
+    LABELS_MAX,
+    SKEW_S_MAX,
+)
+from gateway.config.quotas import BUDGET_MAX, MODEL_LIMITS_MAX, QUOTA_MAX
 from gateway.config.timeouts import TimeoutOverrides, TimeoutsConfig
-from gateway.config.whole import GatewayConfig, TenantConfig, Tier, load, timeouts_of
+from gateway.config.whole import (
+    FALLBACKS_MAX,
+    PASSED_MAX,
+    WORKERS_MAX,
+    GatewayConfig,
+    TenantConfig,
+    Tier,
+    load,
+    timeouts_of,
+)
 from gateway.directory.accounts import POLL_S, SETTLED_POLLS, AccountsReader
 from gateway.identity.caller import Principal
 from gateway.identity.keys import KeyTable, hash_key
 from shared.process import logs
 from shared.process.setting_values import ConfigError
+from shared.process.settings import NAME_LEN_MAX
 from shared.wire.errors import Unauthenticated
+from shared.wire.shapes import BODY_LEN_MAX
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings, until
 
@@ -338,3 +358,45 @@ def test_settings_that_do_not_go_together_are_told(section: dict[str, Any], told
     with pytest.raises(ConfigError) as caught:
         load(settings("http://a:1") | section, {})
     assert told in str(caught.value)
+
+
+ISSUER = {
+    "id": "idp",
+    "issuer": "https://idp",
+    "audiences": ["a"],
+    "algorithms": ["RS256"],
+    "jwks_file": "keys.json",
+}
+
+
+def an_issuer(**fields: Any) -> dict[str, Any]:
+    return {"issuers": [{**ISSUER, **fields}]}
+
+
+def names(count: int) -> list[str]:
+    return [f"n{number}" for number in range(count)]
+
+
+BEYOND: dict[str, dict[str, Any]] = {
+    "issuers": {"issuers": [{**ISSUER, "id": name} for name in names(ISSUERS_MAX + 1)]},
+    "issuers[0].audiences": an_issuer(audiences=names(AUDIENCES_MAX + 1)),
+    "issuers[0].skew_s": an_issuer(skew_s=SKEW_S_MAX + 1),
+    "keys[0].labels": {"keys": [{"labels": names(LABELS_MAX + 1)}]},
+    "keys[0].labels[0]": {"keys": [{"labels": ["x" * (LABEL_LEN_MAX + 1)]}]},
+    "tenants[0].limits.requests_per_min": {"tenant": {"limits": {"requests_per_min": QUOTA_MAX + 1}}},
+    "tenants[0].limits.token_budget": {"tenant": {"limits": {"token_budget": BUDGET_MAX + 1}}},
+    "tenants[0].model_limits": {"tenant": {"model_limits": [{"model": "tiny"}] * (MODEL_LIMITS_MAX + 1)}},
+    "models[0].fallback": {"model": {"fallback": names(FALLBACKS_MAX + 1)}},
+    "models[0].pass_fields": {"model": {"pass_fields": names(PASSED_MAX + 1)}},
+    "models[0].name": {"model": {"name": "x" * (NAME_LEN_MAX + 1)}},
+    "workers": {"workers": WORKERS_MAX + 1},
+    "accounting.days": {"accounting": {"days": DAYS_MAX + 1}},
+    "limits.body_len_max": {"limits": {"body_len_max": BODY_LEN_MAX + 1}},
+}
+
+
+@pytest.mark.parametrize("field", BEYOND)
+def test_what_is_beyond_a_settings_bound_is_refused_by_its_name(field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(settings("http://a:1", **BEYOND[field]), {})
+    assert [problem for problem in caught.value.problems if problem.startswith(f"{field}: must ")]

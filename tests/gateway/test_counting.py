@@ -11,9 +11,11 @@ import pytest
 from gateway.admission.tokens import (
     ESTIMATE_TOOLS_TOKENS,
     INLINE_LEN_MAX,
+    QUOTA_SHARE_MAX,
     TokenCount,
     count_tokens,
     estimate_slices,
+    span,
 )
 from shared.apis.chat import ChatRequest
 from shared.apis.chat_messages import ChatMessage, FunctionCall, FunctionToolCall, TextPart
@@ -144,3 +146,10 @@ async def test_ids_that_only_the_model_has_are_left_to_the_engine() -> None:
     request = CompletionRequest(model="tiny", prompt=[0, tokenizer.vocab_size])
     count = await count_tokens(request, tokenizer, None, FairThreads(1), "acme")
     assert count.prompt_tokens == 2
+
+
+@pytest.mark.parametrize("choices", [1, 4])
+def test_of_a_small_limit_a_share_is_enough_for_all_choices_together(choices: int) -> None:
+    request = ChatRequest(model="tiny", messages=[ChatMessage("user", "hi")], n=choices)
+    asked = span(request, TokenCount(10, 10, 1, None, 10), None, 10_000, 400, is_budgeted=False)
+    assert asked.least == 10 + 400 // QUOTA_SHARE_MAX

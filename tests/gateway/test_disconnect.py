@@ -23,6 +23,8 @@ from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import HEADERS, Script, chunk, closing, stream, unary
 
+pytestmark = pytest.mark.both_protocols
+
 
 class RawClient:
     """A client whose connection the test holds in its hand."""

@@ -18,6 +18,7 @@ from tests.bench.gateway.rotation import IN_HASTE, IN_TURN, KEYS, Asked, Plan
 from tests.bench.gateway.subjects import gateway, paced_engine
 
 
+@pytest.mark.nightly
 async def test_refusals_are_measured_on_a_gateway_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edge, "LARGE", edge.AT_ONCE)
     options = argparse.Namespace(rows=["large", "json", "keys"], samples=500)
@@ -26,6 +27,7 @@ async def test_refusals_are_measured_on_a_gateway_of_its_own(monkeypatch: pytest
     assert all(figure.value is not None and figure.value >= 0 for figure in figures.values())
 
 
+@pytest.mark.nightly
 async def test_mutated_requests_are_sent_over_sockets() -> None:
     async with paced_engine(2.0) as engine, gateway(engine) as subject:
         told = await mutations(subject, 500, patience_s=2.0)  # enough on a machine that does much else
@@ -48,6 +50,7 @@ def by_name(figures: list[Figure]) -> dict[str, float | None]:
     return {figure.name: figure.value for figure in figures}
 
 
+@pytest.mark.nightly
 async def test_whoever_rotates_refuses_nobody() -> None:
     plan = Plan(50, 0.5, 3.0, in_turn_s=(0.5,), in_haste_s=(0.5, 2.0), keys_every_s=0.2, overlap_s=0.5)
     plan = replace(plan, made_up_rate=10, flooded_s=2.0, flooded_turns_s=(0.5,))
@@ -71,6 +74,7 @@ def test_false_refusals_are_told_from_other_failures() -> None:
     assert figures["rotation: p99, beside / alone"] == 2
 
 
+@pytest.mark.nightly
 async def test_a_key_is_created_and_revoked_through_another_process() -> None:
     async with paced_engine(20.0) as engine:
         figures = by_name(await revoking.revoking(engine, changes=1))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import aiohttp
 import pytest
 
+from gateway.relay import stream as relay_stream
 from shared.wire.errors import EngineFailed
 from shared.wire.sse import EVENT_LEN_MAX, closing_comment, error_event
-from tests.gateway.conftest import CONVERSATIONS, House, Open, error_of
+from tests.gateway.conftest import CONVERSATIONS, PATIENCE_S, House, Open, error_of
 from tests.gateway.fake_engine import (
     CUT,
     HEADERS,
@@ -18,6 +21,8 @@ from tests.gateway.fake_engine import (
     refusal,
     unary,
 )
+
+pytestmark = pytest.mark.both_protocols
 
 DONE = b"data: [DONE]\n\n"
 FOREIGN_REFUSAL = Script([b'{"error": {"message": "m", "code": 400}}'], 400, "application/json")
@@ -67,6 +72,24 @@ async def test_errors_before_the_first_token_have_a_status(
     line = await house.line()
     assert line["end_reason"] == end_reason
     assert line["status"] == status
+    await house.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("begins", "code"),
+    [
+        (b"data: ", "upstream_failed"),
+        (error_event(EngineFailed("The engine failed.")) + b"data: ", "engine_failed"),
+    ],
+    ids=["the first event", "what follows an error"],
+)
+async def test_what_an_engine_says_without_end_before_the_first_event_is_read_no_further_than_its_bound(
+    house: House, monkeypatch: pytest.MonkeyPatch, begins: bytes, code: str
+) -> None:
+    monkeypatch.setattr(relay_stream, "HEAD_LEN_MAX", 100_000)
+    house.engine.script = Script([HEADERS, begins, b"x" * 500_000, asyncio.Event()])
+    async with asyncio.timeout(PATIENCE_S), house.chat(stream=True) as answer:
+        assert (await error_of(answer))["code"] == code
     await house.at_rest()
 
 

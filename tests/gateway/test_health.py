@@ -21,6 +21,7 @@ from gateway.routing.health import (
     SAMPLES_MIN,
     SILENT_MIN,
     SORT_EVERY,
+    WINDOW_S,
     Ejection,
     FirstEvents,
     HealthPhase,
@@ -192,6 +193,18 @@ def test_a_success_that_is_long_past_is_taken_back_without_harm(replica: Replica
         replica.work()
     assert replica.fail(old) is None
     assert replica.health.began(old, replica.now_ms) is None, "counted once"
+
+
+def test_a_success_that_has_left_the_window_is_taken_back_from_no_later_second(replica: Replica) -> None:
+    """The two have one place in the window."""
+    old = replica.begin()
+    replica.now_ms += 1_000 * WINDOW_S
+    streams = [replica.begin() for _ in range(6)]
+    failures = [replica.fail(old), replica.fail()]
+    for stream in streams[:2]:
+        replica.health.concluded(stream, replica.now_ms)  # which ends the row
+        failures += [replica.fail(), replica.fail()]
+    assert failures == [None] * 6, "as many have begun as have failed"
 
 
 # -- the time away, and the way back --------------------------------------------------------------
@@ -377,6 +390,14 @@ def test_where_all_are_slow_none_is_silent() -> None:
         begin(health, now_ms)
         wait(health, now_ms)
     assert silent(healths, LATE_MS, now_ms + 50 * LATE_MS) == []
+
+
+def test_one_that_begins_late_is_no_measure_for_others() -> None:
+    healths, now_ms = pool_of(3)
+    late = wait(healths[0], now_ms, 1)
+    wait(healths[1], now_ms)
+    healths[0].began(late[0], now_ms + LATE_MS - 1)
+    assert silent(healths, LATE_MS, now_ms + LATE_MS) == []
 
 
 def test_on_trial_one_that_waits_is_enough_and_those_from_before_do_not_count(replica: Replica) -> None:

@@ -15,8 +15,20 @@ from gateway.routing.health import SAMPLES_MAX
 from gateway.routing.retries import RetryBudget
 from shared.wire.errors import UpstreamLost
 from tests.gateway.conftest import OTHER_KEY, House, Open, until
-from tests.gateway.fake_engine import CUT, HEADERS, FakeEngine, Script, byte_bundle, chunk, closing, stream
+from tests.gateway.fake_engine import (
+    CUT,
+    HEADERS,
+    FakeEngine,
+    Script,
+    byte_bundle,
+    chunk,
+    closing,
+    refusal,
+    stream,
+)
 from tests.gateway.test_disconnect import RawClient, body
+
+pytestmark = pytest.mark.both_protocols
 
 HEDGED = {"default": {"hedge": True}}
 GOOD = stream(chunk("a"), end=closing(10, 1))
@@ -196,18 +208,24 @@ async def test_a_second_that_fails_harms_nothing_and_is_not_asked_again(
     await house.at_rest()
 
 
-async def test_where_both_fail_the_reservation_is_charged_once(open_house: Open, other: FakeEngine) -> None:
+@pytest.mark.parametrize("first_refuses", [False, True])
+async def test_where_both_fail_the_reservation_is_charged_once(
+    open_house: Open, other: FakeEngine, first_refuses: bool
+) -> None:
+    """Also where the first has computed nothing: what the second did before it broke off, nobody knows."""
     house, lead, second = await hedging(open_house, other)
     fail = asyncio.Event()
     lead.script = second.script = Script([HEADERS, fail, CUT])
+    if first_refuses:
+        lead.script = Script([fail, *refusal(503, "not_ready").steps], 503, "application/json")
     async with asyncio.TaskGroup() as tasks:
         asked = tasks.create_task(house.chat(stream=True).__aenter__())
         await until(lambda: len(lead.seen) + len(second.seen) == 2)
         fail.set()
-    assert asked.result().status == 502
+    assert asked.result().status == (503 if first_refuses else 502)
     asked.result().release()
     line = await line_of(house)
-    assert line["settled_tokens"] == line["reserved_tokens"]
+    assert line["settled_tokens"] == line["reserved_tokens"] > 0
     budget = house.gateway._edge._pipeline._dispatcher._budgets["tiny"]
     assert (budget.active, budget.retrying) == (0, 0)
     await house.at_rest()

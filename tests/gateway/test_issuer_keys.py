@@ -19,7 +19,7 @@ from gateway.directory.accounts import AccountsReader
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.callers import callers_of
 from gateway.identity.jwks import TRIED_MAX, FileKeys, KeySources
-from gateway.identity.key_set import KEYS_MAX, SET_LEN_MAX, BadKeys, keys_of, secret_of
+from gateway.identity.key_set import KEYS_MAX, RSA_BITS_MAX, SET_LEN_MAX, BadKeys, keys_of, secret_of
 from shared.process.setting_values import ConfigError, to_toml
 from shared.process.shield import Done
 from shared.wire.errors import Unauthenticated
@@ -71,6 +71,7 @@ def changed(key: Key, **members: Any) -> bytes:
         (changed(EC, kid="a b"), "128 plain characters"),
         (changed(EC, kty="oct", k="AAAA", crv=...), "kind that is not used"),
         (changed(RSA, n=b64(b"\xff" * 192)), "2048 to 4096 bits"),
+        (changed(RSA, n=b64(b"\xff" * (RSA_BITS_MAX // 8 + 1))), "2048 to 4096 bits"),
     ],
 )
 def test_a_key_that_cannot_be_used_is_told_and_left_out(data: bytes, problem: str) -> None:

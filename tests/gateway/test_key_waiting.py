@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from contextlib import ExitStack
 
-from gateway.identity.waiting import Waiting
+from gateway.identity.waiting import WAITING_MAX, Waiting
 from shared.fairness.fair_turns import BEGIN_MAX
 
 
@@ -34,3 +35,11 @@ async def test_those_who_wait_go_on_a_few_in_each_turn_of_the_loop() -> None:
     await late
     assert not waiting._asleep
     assert not waiting._called
+
+
+def test_the_places_of_one_issuer_are_bounded_whoever_asks() -> None:
+    waiting = Waiting()
+    with ExitStack() as stack:
+        places = [stack.enter_context(waiting.place(str(number))) for number in range(WAITING_MAX + 1)]
+        assert not places[-1]
+    assert len(waiting) == 0

@@ -16,7 +16,7 @@ import pytest
 from gateway.app import Gateway
 from gateway.config.whole import KeyConfig, load
 from gateway.endpoints.table import ENDPOINTS
-from gateway.identity.keys import KeyTable, hash_key, mint_key
+from gateway.identity.keys import ENV_LEN_MAX, KEY_LEN_MAX, KeyTable, hash_key, key_problem, mint_key
 from shared.process.setting_values import to_toml
 from shared.wire.errors import IdentityUnavailable, Unauthenticated
 from shared.wire.ids import KeyId
@@ -114,6 +114,14 @@ def test_a_minted_key_is_that_of_its_own_id() -> None:
     minted = mint_key("live")
     table = KeyTable([KeyConfig("twin", minted.hash, "other"), KeyConfig(minted.id, minted.hash, "acme")])
     assert table.authenticate(f"Bearer {minted.text}", NOW_S).key == minted.id
+
+
+def test_a_key_is_bounded_and_so_is_the_name_of_what_it_was_minted_for() -> None:
+    assert key_problem("x" * KEY_LEN_MAX) is None
+    assert key_problem("x" * (KEY_LEN_MAX + 1)) is not None
+    mint_key("e" * ENV_LEN_MAX)
+    with pytest.raises(AssertionError):
+        mint_key("e" * (ENV_LEN_MAX + 1))
 
 
 def test_an_unknown_key_is_no_mistake_of_its_caller_while_the_keys_are_not_known() -> None:

@@ -40,6 +40,7 @@ from shared.wire.load_report import (
     IDLE_INTERVAL_MS,
     INTERVAL_MS,
     PRIORITY,
+    REPORT_LEN_MAX,
     LoadReport,
     parse_load,
 )
@@ -119,6 +120,12 @@ def test_a_report_is_believed_for_three_of_the_intervals_that_it_states(interval
     believed_ms = 3 * interval_ms
     seen = [loads(views, NOW_MS + ms)[3] for ms in (0, believed_ms, believed_ms + LATE_MS)]
     assert seen == [0, 0, 2_000]
+
+
+def test_a_report_that_is_too_long_is_none() -> None:
+    report = '{"waiting":[0,7,0],"sequences":1}'
+    assert parse_load(report.ljust(REPORT_LEN_MAX)) is not None
+    assert parse_load(report.ljust(REPORT_LEN_MAX + 1)) is None
 
 
 def test_an_engine_that_states_no_interval_is_believed_as_before() -> None:

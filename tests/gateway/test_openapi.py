@@ -163,7 +163,7 @@ def test_what_a_request_that_no_engine_answers_may_be_refused_with_is_described(
 # -- what it says holds ---------------------------------------------------------------------------
 
 
-MESSAGE: Final = named_event("content_block_stop", b'{"type":"content_block_stop","index":0}')
+MESSAGE: Final = named_event(b"content_block_stop", b'{"type":"content_block_stop","index":0}')
 
 
 def answer(seen: Seen) -> Script:
@@ -177,6 +177,10 @@ def answer(seen: Seen) -> Script:
             value, reported = TokenizeResponse(1, 4096, [1]), {}
         case "/detokenize":
             value, reported = DetokenizeResponse("a"), {}
+        case "/v1/responses/input_tokens":
+            value, reported = InputTokens(1), {}
+        case "/v1/responses":
+            return streamed("a") if seen.body.get("stream") else responded("a")
         case "/v1/messages/count_tokens":
             value, reported = CountTokensResponse(1), {}
         case "/v1/messages" if seen.body.get("stream"):
@@ -186,10 +190,6 @@ def answer(seen: Seen) -> Script:
             value = MessageAnswer(
                 id="m", model="tiny", content=[AnswerText("a")], stop_reason="end_turn", usage=used
             )
-        case "/v1/responses/input_tokens":
-            value, reported = InputTokens(1), {}
-        case "/v1/responses":
-            return streamed("a") if seen.body.get("stream") else responded("a")
         case _ if seen.body.get("stream"):
             return stream(chunk("a"))
         case "/v1/completions":

@@ -64,6 +64,7 @@ def test_the_probe_must_say_what_the_metric_says() -> None:
     assert outages.seen(one, STRUCK_S, ENDED_S, 0).dishonest == 17, "its tenants are served throughout"
 
 
+@pytest.mark.nightly
 async def test_an_outage_is_measured_at_both_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"BEFORE_S": 0.3, "AFTER_S": 0.6, "EVENTS": 20, "STREAMS": 2, "RATE": 20}.items():
         monkeypatch.setattr(outages, name, value)

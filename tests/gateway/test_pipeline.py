@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import re
 import unittest.mock
@@ -27,6 +28,8 @@ from tests.gateway.fake_engine import (
     unary,
 )
 
+pytestmark = pytest.mark.both_protocols
+
 DONE = b"data: [DONE]\n\n"
 # -- what passes ----------------------------------------------------------------------------------
 
@@ -49,6 +52,35 @@ async def test_a_stream_is_relayed_byte_for_byte(house: House) -> None:
     assert line["events"] == 3
     assert line["engine_queue_ms"] == 1.5
     await house.at_rest()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_the_line_says_how_long_the_body_was(open_house: Open, is_ours: bool) -> None:
+    house = await open_house(bundle=byte_bundle() if is_ours else None)
+    turns = [asyncio.Event() for _ in range(3)]
+    house.engine.script = stream(chunk("a"), turns[0], chunk("b"), turns[1], chunk("c"), turns[2])
+    body = b""
+    async with house.chat(stream=True) as answer:
+        for turn in turns:  # an event that comes alone is passed on as it came
+            body += await answer.content.readuntil(b"\n\n")
+            turn.set()
+        body += await answer.read()
+    assert (await house.line())["body_len"] == len(body)
+
+
+async def test_a_request_that_waits_for_its_engine_holds_what_was_sent_alone(open_house: Open) -> None:
+    """Not its body, nor what was made of it, which is dozens of times as much."""
+    house = await open_house()
+    begin = asyncio.Event()
+    house.engine.script = stream(begin, chunk("a"))
+    messages = [{"role": "user", "content": "x" * 3_000}]
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(house.chat(stream=True, messages=messages, max_tokens=1).__aenter__())
+        await until(lambda: bool(house.engine.seen))
+        held = house.gateway._edge._pipeline._memory.held
+        begin.set()
+    asked.result().release()
+    assert 0 < held <= 3_000 + 8 * 3_000, "the text, and the ids that are sent along"
 
 
 async def test_a_unary_answer_is_relayed(house: House) -> None:

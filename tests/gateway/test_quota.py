@@ -232,6 +232,27 @@ async def test_concurrency_is_a_lease(clock_and_store: Both) -> None:
     assert (await take(store, rid(5), who, 0)).refusal is not None, "it had no seat to give back"
 
 
+async def test_a_settlement_that_comes_late_frees_nobody_elses_seat(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    who = [subject(concurrent=1)]
+    await take(store, rid("late"), who, 10)
+    clock.advance(LEASE_TTL_MS / 1000)
+    await take(store, rid("next"), who, 10)
+    assert await store.settle(rid("late"), Used(completion=5)) is not None
+    assert (await take(store, rid("third"), who, 0)).refusal is not None
+
+
+async def test_what_is_reserved_anew_after_its_lease_ran_out_is_settled_once() -> None:
+    """Redis remembers what was settled, and this process what it has settled there."""
+    clock = VirtualClock()
+    store, who = MemoryStore(clock), [subject(token_budget=100)]
+    await store.reserve(rid(1), who, 10, 10)
+    clock.advance(LEASE_TTL_MS / 1000)
+    await store.reserve(rid(1), who, 10, 10)
+    assert await store.settle(rid(1), Used(completion=10)) == Settlement(10, 10)
+    assert await store.settle(rid(1), Used(completion=10)) is None
+
+
 async def test_a_lease_that_ran_out_stays_charged(clock_and_store: Both) -> None:
     clock, store = clock_and_store
     who = [subject(token_budget=100)]
@@ -449,3 +470,30 @@ async def test_accounts_that_nobody_uses_make_room_for_others(monkeypatch: pytes
     assert len(store._accounts) == 101
     assert not any(name.startswith("first") for _, name, _ in store._accounts)
     assert (await take(store, rid("more"), [subject("spender", token_budget=2)], 2)).refusal is not None
+
+
+async def test_the_account_of_a_request_that_runs_for_hours_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_store, "ACCOUNTS_MIN", 1)
+    clock = VirtualClock()
+    store, who = MemoryStore(clock), [subject(concurrent=1)]
+    await take(store, rid("long"), who, 0)
+    for _ in range(4 * IDLE_MS // LEASE_TTL_MS):
+        clock.advance(LEASE_TTL_MS / 2000)
+        await store.renew([rid("long")])
+    for i in range(5):
+        await take(store, rid(i), [subject(f"new {i}", concurrent=1)], 0)
+    assert (await take(store, rid("second"), who, 0)).refusal is not None
+    await store.settle(rid("long"), Used())
+    assert (await take(store, rid("third"), who, 0)).refusal is None
+
+
+async def test_reservations_that_lapsed_are_kept_in_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_store, "LAPSED_MAX", 3)
+    clock = VirtualClock()
+    store = MemoryStore(clock)
+    for i in range(5):
+        await take(store, rid(i), [subject(token_budget=100)], 1)
+    clock.advance(LEASE_TTL_MS / 1000)
+    await store.renew([])
+    settled = [await store.settle(rid(i), Used(completion=1)) is not None for i in range(5)]
+    assert settled == [False, False, True, True, True], "the oldest are forgotten"

@@ -30,6 +30,14 @@ async def test_what_has_drained_leaves_no_key_for_ever_and_a_spent_budget_does(r
     assert not redis.admin.exists(f"{prefix}:leases", f"{prefix}:reservations")
 
 
+async def test_leases_and_reservations_that_nobody_renews_go_by_themselves(redis: RedisServer) -> None:
+    prefix = f"test-{uuid.uuid4().hex}"
+    async with redis_store(redis, prefix=prefix) as store:
+        await store.reserve(rid(1), tenant(token_budget=9), 5, 5)
+        await store.renew([rid(1)])
+        assert all(redis.admin.pttl(f"{prefix}:{key}") > 0 for key in ("leases", "reservations"))
+
+
 async def test_a_call_without_a_limit_does_not_shorten_the_life_of_what_it_counted(
     redis: RedisServer,
 ) -> None:

@@ -13,6 +13,7 @@ from gateway.operators.operations import Merge
 from gateway.operators.requests import AT_ONCE, LIMIT_MAX, RequestsApi, RequestsQuery, parse
 from gateway.relay.ticks import TICK_LEN, Ticks
 from gateway.request.recorder import SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
+from gateway.routing.sessions import session_id
 from gateway.workers.answers import together
 from gateway.workers.channel import WorkerAnswer
 from shared import cli
@@ -130,6 +131,7 @@ def test_a_record_has_its_ticks_from_its_headers_on_and_their_bytes_count() -> N
         ({"min_ms": "1.5"}, "min_ms must be"),
         ({"tenant": ""}, "tenant must have"),
         ({"model": "m" * 513}, "model must have"),
+        ({"session": "m" * 513}, "session must have"),
         ({"color": "red"}, "There are the parameters tenant,"),
     ],
 )
@@ -151,13 +153,18 @@ def test_a_wrong_question_names_its_parameter(parameters: dict[str, str], says: 
         ({"min_ms": "100"}, "c"),
         ({"endpoint": "/v1/completions"}, "a"),
         ({"tenant": "acme", "min_ms": "100"}, "c"),
+        ({"session": session_id("acme", "mine")}, "c"),
+        ({"session": "mine"}, "bc"),
+        ({"session": "mine", "tenant": "other"}, "b"),
+        ({"session": "no such session"}, ""),
     ],
 )
 def test_a_question_covers_what_it_asks_for(parameters: dict[str, str], found: str) -> None:
+    theirs = session_id("other", "mine")
     recorder = recorder_of(
         line("a", tenant="acme", model="tiny", endpoint="/v1/completions"),
-        line("b", tenant="other", model="large", status=503, end_reason=EndReason.REFUSED),
-        line("c", tenant="acme", model="tiny", total_ms=100.0),
+        line("b", tenant="other", model="large", status=503, end_reason=EndReason.REFUSED, session=theirs),
+        line("c", tenant="acme", model="tiny", total_ms=100.0, session=session_id("acme", "mine")),
     )
     query = parse(parameters)
     assert "".join(sorted(o.request_id for o in recorder.newest_first() if query.covers(o))) == found

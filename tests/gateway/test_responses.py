@@ -103,7 +103,7 @@ async def test_a_stream_that_breaks_says_so_to_sdks_and_to_codex(house: House) -
 async def test_an_error_that_ends_an_opening_is_passed_on(house: House) -> None:
     """It has begun, so that no status is left to say it."""
     error = {"message": "no", "type": "server_error", "code": "engine_failed", "param": None}
-    event = sse.named_event("error", msgspec.json.encode({"type": "error", "error": error}))
+    event = sse.named_event(b"error", msgspec.json.encode({"type": "error", "error": error}))
     go, end = asyncio.Event(), sse.closing_comment(closing(reason="engine_failed"))
     house.engine.script = Script([b"".join(opening()), go, event, end])
     async with ask(house, stream=True) as answer:
@@ -231,7 +231,9 @@ async def test_another_make_is_sent_its_own_fields_and_stores_nothing(open_house
         "cache_salt": "s",
         "made_up": 1,
     }
-    async with ask(house, stream=True, input=[item], tools=tools, **fields) as answer:
+    thought = {"type": "reasoning", "summary": []}
+    sealed = thought | {"encrypted_content": "penstock:reasoning:Hm."}
+    async with ask(house, stream=True, input=[item, sealed], tools=tools, **fields) as answer:
         left_out = set(answer.headers["x-penstock-ignored-fields"].split(", "))
     assert left_out == {
         *("input.mood", "tools.server_url", "text.other", "client_metadata", "cache_salt", "made_up")
@@ -242,7 +244,7 @@ async def test_another_make_is_sent_its_own_fields_and_stores_nothing(open_house
         "model": "tiny",
         "stream": True,
         "store": False,
-        "input": [item],
+        "input": [item, thought | {"content": [{"type": "reasoning_text", "text": "Hm."}]}],
         "tools": [{"type": "function", "name": "f", "strict": False}],
         **{name: fields[name] for name in ("instructions", "reasoning", "tool_choice", "metadata")},
         "text": {"verbosity": "high"},
@@ -278,6 +280,15 @@ async def test_another_make_is_not_sent_what_would_reach_further(
     async with house.client.post(f"{house.url}/v1/responses", data=body, headers=house.headers) as answer:
         assert (answer.status, (await error_of(answer))["param"]) == (400, param)
     assert not house.engine.seen
+
+
+async def test_another_make_that_lacks_the_path_is_named_in_the_error(open_house: Open) -> None:
+    house = await open_house(bundle=None)
+    house.engine.script = Script([b'{"detail":"Not Found"}'], 404, "application/json")
+    async with ask(house) as answer:
+        told = await error_of(answer)
+    assert (answer.status, told["code"]) == (404, "path_not_served")
+    assert "/v1/responses" in told["message"]
 
 
 async def test_a_caller_that_leaves_ends_the_request_at_the_engine(house: House) -> None:

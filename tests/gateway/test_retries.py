@@ -30,6 +30,8 @@ from tests.gateway.fake_engine import (
     unary,
 )
 
+pytestmark = pytest.mark.both_protocols
+
 # -- the budget -----------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from gateway.routing.policy import (
     nowhere,
 )
 from gateway.routing.replicas import Placement, Replicas
+from gateway.routing.sessions import session_of
 from shared.apis.chat import ChatRequest
 from shared.apis.chat_messages import ChatMessage
 from shared.apis.completions import CompletionRequest
@@ -149,6 +150,21 @@ def test_a_home_that_costs_as_much_as_another_owner_is_kept() -> None:
     assert choose(pool, queues, turn, 2, [True] * 6) == free
 
 
+def test_a_home_is_kept_whose_queue_is_shorter_than_what_all_others_would_compute_twice() -> None:
+    """The prefix, too, where the other owner is busy."""
+    turn, pool = Affinity(1, 7, 4_000, 5_000, 6_000), table(6)
+    owners = [i for i, _ in zip(pool.walk(1), range(2), strict=False)]
+    home = choose(pool, [0] * 6, turn, 2, [True] * 6)
+    assert home is not None
+    queues = [1_000_000 if i in owners else 0 for i in range(6)]
+    queues[home.replica] = turn.stray_len + 4_000
+    assert choose(pool, queues, turn, 2, [True] * 6) == home
+    queues[home.replica] += 1
+    moved = choose(pool, queues, turn, 2, [True] * 6)
+    assert moved is not None
+    assert moved.replica not in owners
+
+
 def test_conversations_with_one_prefix_stay_with_its_owners() -> None:
     sessions, twelve = [key_of(b"%d" % i) for i in range(300)], table(12)
     chosen = Counter(
@@ -188,6 +204,13 @@ def test_a_replica_that_stops_reporting_fades_to_the_median_and_never_to_zero() 
     assert seen == [0, 3_000, 6_000]
 
 
+def test_engines_that_do_not_report_have_no_part_in_the_median() -> None:
+    """Their load of nothing would draw the whole pool's requests to the one that is cut off."""
+    silent = told(0, 100_000 - LATE_MS)
+    foreign = [View(-SLOW_START_MS) for _ in range(3)]
+    assert loads([silent, told(6_000, 100_000), *foreign], 100_000 + LATE_MS)[0] == 6_000
+
+
 def test_when_all_reports_are_late_the_pool_is_as_it_was() -> None:
     views = [told(reported, 0) for reported in (4_000, 6_000, 8_000)]
     assert loads(views, 3 * LATE_MS + SLOW_START_MS) == [6_000] * 3
@@ -205,12 +228,13 @@ def test_a_new_replica_is_believed_little_by_little() -> None:
 # -- affinity of requests -------------------------------------------------------------------------
 
 
-def chat(*texts: str, cache_key: str | None = None) -> Affinity:
+def chat(*texts: str, named: str | None = None) -> Affinity:
     """The affinity of a chat of 1 token per character that begins with a system message."""
     roles = ["system", *["user", "assistant"] * len(texts)]
     messages = [ChatMessage(role, text) for role, text in zip(roles, texts, strict=False)]  # type: ignore[arg-type]
-    request = ChatRequest(model="m", messages=messages, prompt_cache_key=cache_key)
-    return affinity_of(request, "m", "acme", sum(map(len, texts)), 1)
+    request = ChatRequest(model="m", messages=messages, prompt_cache_key=named)
+    session = session_of({}, request, "acme")
+    return affinity_of(request, "m", "acme", sum(map(len, texts)), 1, session)
 
 
 def test_the_turns_of_a_chat_share_their_keys_and_add_to_its_history() -> None:
@@ -242,8 +266,19 @@ def test_tools_are_a_part_of_a_chats_prefix() -> None:
     assert of("f", system="else").prefix != of("f").prefix
 
 
-def test_a_cache_key_names_the_conversation() -> None:
-    assert chat("sys", "a", cache_key="k").session == chat("sys", "b", cache_key="k").session
+def test_sessions_that_begin_alike_are_told_apart_by_their_names() -> None:
+    one, other, unnamed = chat("sys", "a", named="k"), chat("sys", "a", named="l"), chat("sys", "a")
+    assert len({one.session, other.session, unnamed.session}) == 3
+    assert one.prefix == other.prefix == unnamed.prefix
+
+
+def test_a_named_conversation_stays_at_home_whatever_its_system_prompt_and_tools() -> None:
+    assert chat("sys", "a", named="k").session == chat("sys of today", "a", "b", "c", named="k").session
+    assert chat("sys", "a").session != chat("sys of today", "a").session
+
+
+def test_one_key_for_all_conversations_leaves_them_their_homes() -> None:
+    assert len({chat("sys", f"{i}", named="app").session for i in range(50)}) == 50
 
 
 def test_what_is_hashed_is_bounded_however_many_messages_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

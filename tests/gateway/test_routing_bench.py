@@ -16,11 +16,31 @@ from tests.bench.figures import at_least
 from tests.bench.gateway import routing, routing_live
 from tests.bench.gateway.routing_live import Seen, figures_of
 from tests.bench.gateway.routing_rules import BLIND, RULES
-from tests.bench.gateway.routing_world import REPORT_MS, Fleet, Result, Traffic, simulate
+from tests.bench.gateway.routing_world import (
+    AWAY_MS,
+    REPORT_MS,
+    Agents,
+    Fleet,
+    Result,
+    Style,
+    Traffic,
+    Turn,
+    simulate,
+)
 
 SMALL = Traffic(
     "small", replicas=4, prefixes=4, decode_ms=5, think_ms=500, cache_tokens=200_000, conversations=150
 )
+AGENTS = replace(
+    SMALL,
+    name="small agents",
+    utilization=0.4,
+    cache_tokens=400_000,
+    agents=Agents(
+        sessions=6, rounds=1, stagger_ms=3_000, style=Style("agents", 25, (500, 3_500), (100, 400), 2_000)
+    ),
+)
+"""Prompts of up to 65,000 tokens."""
 
 
 def result(rule: str, traffic: Traffic = SMALL) -> Result:
@@ -34,10 +54,61 @@ def test_rules_are_as_good_as_what_they_know() -> None:
     assert own.herd is None
 
 
+def test_sessions_of_agents_find_what_they_had_computed() -> None:
+    own, blind, least = (result(rule, AGENTS).by_style for rule in ("own", "round robin", "least load"))
+    assert own["agents"].cached >= 0.95 * own["agents"].possible
+    assert 0.9 < own["agents"].possible_share < 0.97, "nearly all of a prompt repeats the turn before"
+    for other in (blind, least):
+        for style in ("agents", "chats"):
+            assert own[style].cached_share > 1.1 * other[style].cached_share
+            assert own[style].p50_ms < other[style].p50_ms
+            assert own[style].p99_ms < other[style].p99_ms
+
+
+def test_one_key_for_all_conversations_would_leave_none_at_home() -> None:
+    own, named = result("own"), result("home by name")
+    assert own.cached_share > 1.2 * named.cached_share
+    assert 3 * own.p99_ms < named.p99_ms
+
+
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_a_run_can_be_repeated(rule: str) -> None:
-    traffic = replace(SMALL, conversations=40)
+    assert AGENTS.agents is not None
+    few = replace(AGENTS.agents, sessions=2, sub_every=3, style=replace(AGENTS.agents.style, turns=8))
+    traffic = replace(AGENTS, conversations=20, agents=few)
     assert result(rule, traffic) == result(rule, traffic)
+
+
+def test_all_that_is_possible_is_cached_where_one_replica_forgets_nothing() -> None:
+    traffic = replace(AGENTS, replicas=1, conversations=60, cache_tokens=1 << 40)
+    seen = simulate(traffic, RULES["round robin"](), 1).by_style
+    assert seen.keys() == {"chats", "agents", "sub-agents", "titles"}
+    assert all(one.cached == one.possible for one in seen.values())
+    assert seen["titles"].cached == 0 < seen["sub-agents"].cached
+
+
+def test_a_replica_that_restarts_takes_nothing_and_has_forgotten_all() -> None:
+    chosen: list[tuple[float, int]] = []
+    own, fleets = RULES["own"](), set[Fleet]()
+
+    def watched(turn: Turn, fleet: Fleet, worker: int) -> ReplicaChoice:
+        choice = own(turn, fleet, worker)
+        chosen.append((fleet.now_ms, choice.replica))
+        fleets.add(fleet)
+        return choice
+
+    at_ms = 8_000
+    traffic = replace(AGENTS, replicas=2, conversations=100, restarts_ms=at_ms)
+    seen = simulate(traffic, watched, 2)
+    assert all(replica for now_ms, replica in chosen if at_ms <= now_ms < at_ms + AWAY_MS)
+    assert not all(replica for now_ms, replica in chosen if at_ms + AWAY_MS <= now_ms)
+    undisturbed = simulate(replace(traffic, restarts_ms=None), RULES["own"](), 2)
+    assert seen.cached_share < undisturbed.cached_share
+    for fleet in fleets:
+        fleet.stop(0)
+        fleet.start(0)
+        assert (fleet.held[0], len(fleet.caches[0])) == (0, 0)
+        assert all(0 not in holders for holders in fleet.holders.values())
 
 
 def test_a_replica_that_joins_and_a_hot_prefix_are_looked_at() -> None:
@@ -105,9 +176,25 @@ def test_figures_name_the_world_the_rule_and_the_target() -> None:
     assert found[2].target == ">= 1.1"
 
 
+def test_figures_of_agents_are_of_their_sessions_and_of_the_chats_beside() -> None:
+    found = routing.agent_figures(replace(AGENTS, conversations=60), ["least load"], 1, 2)
+    names = [one.name for one in found]
+    assert names[0] == "small agents: cached / possible"
+    assert names[1:5] == [
+        f"small agents{style}: {quantile} to first token"
+        for style in ("", ", chats")
+        for quantile in ("p50", "p99")
+    ]
+    assert names[5] == "small agents: cached / possible, least load"
+    assert names[6:] == [f"{name} / least load" for name in names[1:5]]
+    assert {one.target for one in found} == {">= 0.95", None, "<= 1"}
+
+
 def test_the_worlds_are_told_apart() -> None:
-    assert len({traffic.name for traffic in routing.JUDGED}) == len(routing.JUDGED)
+    worlds = [*routing.JUDGED, *routing.BESIDE]
+    assert len({traffic.name for traffic in worlds}) == len(worlds)
     assert {judged.rule for rows in routing.JUDGED.values() for judged in rows} <= set(RULES)
+    assert {rule for rules in routing.BESIDE.values() for rule in rules} <= set(RULES)
 
 
 # -- live -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.secret import RenewableSecret
+from gateway.config.secret import FILE_LEN_MAX, TOKEN_LEN_MAX, RenewableSecret, read_secret
 from shared.process import logs
 
 
@@ -55,6 +55,16 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
         "cannot be read: No such file or directory",
     ]
     assert told == [("secret.rejected", str(path), problem) for problem in problems]
+
+
+def test_a_secret_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    assert read_secret("SECRET", None, {"SECRET": "x" * TOKEN_LEN_MAX}) is not None
+    with pytest.raises(ValueError, match="must hold one word"):
+        read_secret("SECRET", None, {"SECRET": "x" * (TOKEN_LEN_MAX + 1)})
+    path.write_text("x" + " " * FILE_LEN_MAX)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_secret(None, str(path), {})
 
 
 async def test_a_secret_of_a_variable_holds_as_long_as_the_process() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from gateway.config.whole import KeyConfig
 from gateway.identity.keys import KeyTable, mint_key
+from gateway.routing.sessions import SESSION_HEADERS
 from shared.apis.chat import AssistantMessage, ChatChoice, ChatDelta, ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.validation import parse
@@ -62,7 +63,7 @@ SERVED: Final[list[Fields]] = [
     {"messages": SAYS, "stream": True},
     {"messages": SAYS, "stream": True, "stream_options": {"include_usage": True}, "n": 2},
     {"messages": SAYS, "user": PROMPT, "metadata": {"a": PROMPT}, "stop": PROMPT, "cache_salt": PROMPT},
-    {"messages": SAYS, "zzz": PROMPT},
+    {"messages": SAYS, "zzz": PROMPT, "prompt_cache_key": PROMPT},
 ]
 """Bodies that reach an engine."""
 FAILURES: Final = (
@@ -128,6 +129,8 @@ async def strangers(house: House) -> AsyncIterator[tuple[int, str]]:
     yield await ask(
         house, {}, traceparent=PROMPT, baggage=f"a={PROMPT}", tracestate=f"a={PROMPT}", cookie=PROMPT
     )
+    for header in SESSION_HEADERS:
+        yield await ask(house, {}, **{header: PROMPT})
     for path in (
         f"/{PROMPT}",
         f"/v1/chat/completions?q={PROMPT}",

@@ -18,8 +18,9 @@ from gateway.admission.quota import (
     Settlement,
     StoreUnavailable,
     Subject,
+    day_of,
 )
-from gateway.admission.usage import Sheet, Used
+from gateway.admission.usage import Payer, Sheet, Used
 from gateway.app import PROBE_S
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background
 from gateway.config.quotas import QuotaFail, QuotaLimits
@@ -27,11 +28,14 @@ from gateway.config.whole import TenantConfig, load
 from gateway.directory.accounts import AccountsReader
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.tenant import TenantPolicy
+from shared.process.clock import SYSTEM_CLOCK
 from shared.process.shield import Done
 from shared.wire.errors import QuotaUnavailable
-from shared.wire.ids import TenantId
+from shared.wire.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import OTHER_KEY, Open, until
+
+pytestmark = pytest.mark.both_protocols
 
 TURNS = 100
 """Turns of the loop in which everything is done that needs no time."""
@@ -76,6 +80,8 @@ class BrokenStore:
 
     async def post(self, source: str, number: int, tenant: TenantId, day: int, sheet: Sheet) -> None:
         """What is posted is not looked at here."""
+        if "post" in self.fails:
+            raise StoreUnavailable("the store is full")
 
 
 def broken(store: BrokenStore) -> SharedStore:
@@ -132,6 +138,31 @@ async def test_a_request_that_an_outage_divides_is_settled_with_both_stores() ->
     store.fails = set()
     assert store.store.live == 0
     assert (await guarded.reserve(ReservationId("next"), local, 71, 71)).refusal is not None, "70 are left"
+
+
+async def test_a_request_whose_seat_was_given_in_an_outage_has_its_tokens_from_there_too() -> None:
+    store = BrokenStore()
+    store.fails = {"enter"}
+    guarded = GuardedStore(broken(store), gateways=2)
+    local, reservation = limited("local", concurrent=4, tokens_per_day=100), ReservationId("r")
+    await guarded.enter(reservation, local, needs_tokens=True)
+    store.fails = set()
+    await guarded.renew([reservation])
+    assert (await guarded.reserve(reservation, local, 10, 10)).granted == 10
+    assert store.store.live == 0, "the shared store has no part in it"
+    assert (await guarded.settle(reservation, Used(completion=7))) == Settlement(10, 7)
+
+
+async def test_a_tenant_whose_usage_cannot_be_posted_has_some_all_the_same() -> None:
+    """A store that is full still reads."""
+    store = BrokenStore()
+    store.fails = {"post"}
+    guarded, payer = GuardedStore(broken(store)), Payer(TenantId("acme"), KeyId("k"), "m")
+    await guarded.reserve(ReservationId("r"), (), 10, 10, payer)
+    await guarded.settle(ReservationId("r"), Used(completion=7))
+    today = day_of(int(SYSTEM_CLOCK.wall() * 1000))
+    for _ in range(2):
+        assert await guarded.payers(today - 1, today) == {"acme"}
 
 
 @pytest.mark.parametrize("call", ["enter", "reserve"])

@@ -14,9 +14,8 @@ from torch.nn.functional import linear, silu
 from engine.contract.messages import SamplingParams
 from engine.runtime.host.layers import rms_norm, rotate
 from engine.runtime.kernels import fused
-from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable, begin_norm, end_norm
+from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.kernels.begin import begin_step
-from engine.runtime.kernels.folding import scaled_tiles
 from engine.runtime.kernels.fused import Norm, ResidualStream
 from engine.runtime.kernels.matmul import (
     ROWS,
@@ -70,8 +69,6 @@ PRODUCTS = (
 )
 """Rows, and the weight's."""
 SPLIT_PRODUCTS = ((17, 1000, 3000), (64, 4096, 4096), (200, 2048, 4096))
-SHARED_NORMS = ((17, 3072, 1024, 4096), (64, 4096, 4096, 6144))
-"""Rows, and the sizes of two weights: [second, first] and [third, second]."""
 RESTORED = ((1000, 1000), (4096, 4096))
 NORMED_PRODUCTS = ((1, 6144, 1024), (16, 2048, 4096), (7, 1000, 1000))
 
@@ -206,39 +203,6 @@ def split_products(dtype: torch.dtype, fp8: bool) -> dict[str, Any]:
     return {"error": worst}
 
 
-def shared_norms(dtype: torch.dtype, fp8: bool, gated: bool) -> dict[str, Any]:
-    """Two products that share the norm between them; no further from the truth than with a norm apart."""
-    worst, worst_apart = 0.0, 0.0
-    for rows, inner, hidden, outer in SHARED_NORMS:
-        first, second = (torch.randn(*of) / of[1] ** 0.5 for of in ((hidden, inner), (outer, hidden)))
-        weights: list[Weight] = [weight.to(dtype).to(CUDA) for weight in (first, second)]
-        exact = [weight.to(dtype).double() for weight in (first, second)]
-        if fp8:
-            quantised = [quantise(weight) for weight in (first, second)]
-            weights = [weight.to(CUDA) for weight in quantised]
-            exact = [weight.restored(torch.float64) for weight in quantised]
-        x, residual = torch.randn(rows, inner).to(dtype), (torch.randn(rows, hidden) * 3).to(dtype)
-        norm = Norm(torch.rand(hidden).to(CUDA), 1e-6)
-        total = residual.double() + linear(x.double(), exact[0])
-        expected = linear(rms_norm(total, norm.weight.cpu().double(), norm.eps), exact[1])
-        if gated:
-            gate, up = expected.chunk(2, dim=-1)
-            expected = silu(gate) * up
-        pair = DeviceLinear(weights[0]), DeviceLinear(weights[1], None, norm, gated)
-        there, table = x.to(CUDA), MatmulTable({})
-        change = table.linear(there, pair[0].weight)
-        apart, _ = table.of_stream(ResidualStream(residual.to(CUDA, copy=True), change), pair[1])
-        worst_apart = max(worst_apart, near(apart, expected, ERROR_MAX[dtype]))
-        for adding in split_tiles_for(hidden, inner, rows):
-            for scaled in scaled_tiles(pair[1], dtype, rows):
-                begun = begin_norm(ResidualStream(residual.to(CUDA, copy=True)), there, pair, adding)
-                near(begun.residual, total, ERROR_MAX[dtype])
-                worst = max(worst, near(end_norm(begun, pair[1], scaled)[0], expected, ERROR_MAX[dtype]))
-    is_nearer = dtype == torch.float32 or worst <= 1.1 * worst_apart
-    assert is_nearer, f"error {worst:.2e}, of the kernels apart {worst_apart:.2e}"
-    return {"error": worst, "error_apart": worst_apart}
-
-
 def grouped(dtype: torch.dtype) -> dict[str, Any]:
     """fp8 with a scale for each group of columns, by the tile that nobody chose."""
     worst = 0.0
@@ -336,9 +300,6 @@ def by_tiles(dtype: torch.dtype, name: str) -> bool:
     if dtype == torch.bfloat16:
         for fp8, kind in ((False, ""), (True, " fp8")):
             ok &= check("kernels", f"split matmul{kind} {name}", partial(split_products, dtype, fp8))
-            for gated in (False, True):
-                what = f"matmul with shared norm{' and gate' if gated else ''}{kind} {name}"
-                ok &= check("kernels", what, partial(shared_norms, dtype, fp8, gated))
     return ok
 
 

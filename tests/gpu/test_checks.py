@@ -30,7 +30,6 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
         "NORMED_PRODUCTS": ((1, 32, 64), (7, 34, 40)),
         "RESTORED": ((33, 200),),
         "SPLIT_PRODUCTS": ((17, 40, 64),),
-        "SHARED_NORMS": ((17, 64, 48, 40),),
         "TILES": (TILE,),
     }.items():
         monkeypatch.setattr(kernels, name, value)
@@ -51,15 +50,12 @@ def test_products(fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_products_that_share_columns_or_a_norm(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+def test_products_that_share_columns(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
     """float32 has no candidates on a card: here it stands for bfloat16, which the interpreter gets wrong."""
     splits = [Tile(16, 32, 4, 3, splits=2), Tile(32, 32, 4, 3, splits=3)]
     monkeypatch.setattr(kernels, "split_tiles_for", lambda *_: splits)
-    monkeypatch.setattr(kernels, "scaled_tiles", lambda *_: [TILE])
     monkeypatch.setattr(kernels, "ERROR_MAX", {torch.float32: 1e-5})
     assert kernels.split_products(torch.float32, fp8)["error"] < 1e-5
-    for gated in (False, True):
-        assert kernels.shared_norms(torch.float32, fp8, gated)["error"] < 1e-5
 
 
 def test_products_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:

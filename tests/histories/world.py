@@ -201,7 +201,8 @@ _tokenizers: dict[str, Tokenizer] = {}
 
 def _tokenizer(bundle: TokenizerBundle) -> Tokenizer:
     if bundle.hash not in _tokenizers:
-        _tokenizers[bundle.hash] = Tokenizer(bundle)
+        made = Tokenizer(bundle)  # whose hash covers what its templates take, too
+        _tokenizers[bundle.hash] = _tokenizers[made.hash] = made
     return _tokenizers[bundle.hash]
 
 

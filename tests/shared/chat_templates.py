@@ -60,7 +60,7 @@ MISTRAL = """\
 ODDS = """\
 {% for message in messages %}
     {% if message.role == 'system' %}{% continue %}{% endif %}
-{{ message | tojson }}
+{{ [message.role, message.content] | tojson }}
 {{ {'b': ['<é>', 1.5, none], 'a': true} | tojson(indent=2) }}
     {% generation %}{{ message.content | trim }}{% endgeneration %}
 
@@ -75,7 +75,7 @@ REASONING = """\
 {% for message in messages %}
 {{ message.role }}{% if 'thinking' in message %}<think>{{ message.thinking }}</think>{% endif %}
 {% if message.reasoning_content is string %}({{ message.reasoning_content }}){% endif %}{{ message.content }}
-{{ message.keys() | list }}
+{{ message.keys() | reject('equalto', 'reasoning') | list }}
 {% endfor %}
 """
 HERMES_TOOLS = """\
@@ -216,3 +216,88 @@ TEMPLATES = {
     "odds": ODDS,
     "reasoning": REASONING,
 }
+STRICT = """\
+{%- macro text_of(content) %}
+    {%- if content is string %}{{- content }}
+    {%- elif content is iterable and content is not mapping %}
+        {%- for part in content %}{{- part.text }}{%- endfor %}
+    {%- elif content is defined and content is not none %}{{- raise_exception('Unexpected content.') }}
+    {%- endif %}
+{%- endmacro %}
+{%- if tools or messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools or [] %}{{- (tool | tojson) + '\\n' }}{%- endfor %}
+    {%- if messages[0].role == 'system' %}{{- text_of(messages[0].content) }}{%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(asked=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{%- set ns.asked = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- if ns.asked < 0 %}{{- raise_exception('No user query found in messages.') }}{%- endif %}
+{%- for message in messages %}
+    {%- set content = text_of(message.content) | trim %}
+    {%- if message.role == 'system' %}
+        {%- if not loop.first %}{{- raise_exception('System message must be at the beginning.') }}{%- endif %}
+    {%- elif message.role == 'user' %}
+        {{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if message.reasoning_content and (keep_thinking is true or loop.index0 > ns.asked) %}
+            {{- '<think>\\n' + message.reasoning_content | trim + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {{- '<parameter=' + key + '>\\n' }}
+                {{- value if value is string else value | tojson }}
+                {{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>tool\\n' + content + '<|im_end|>\\n' }}
+    {%- else %}{{- raise_exception('Unexpected message role.') }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+ALTERNATING = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
+{%- set ns = namespace(turn=0) %}
+{%- for message in messages %}
+    {%- if message.role != 'tool' and not message.tool_calls %}
+        {%- if (message['role'] == 'user') != (ns.turn % 2 == 0) %}
+            {{- raise_exception('Roles must alternate user/assistant/user/assistant/...') }}
+        {%- endif %}
+        {%- set ns.turn = ns.turn + 1 %}
+    {%- endif %}
+    {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+    {{- message['content'] | trim }}
+    {%- for call in message.tool_calls or [] %}{{- call | tojson }}{%- endfor %}
+    {{- '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
+"""
+HOISTING = """\
+{%- set ns = namespace(system='') %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{%- set ns.system = message.content %}{%- endif %}
+{%- endfor %}
+{{- bos_token + ns.system }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '<User>' + message.content }}
+    {%- elif message.role == 'tool' %}{{- '<output>' + message.name + ':' + message.content + '</output>' }}
+    {%- elif message.role == 'assistant' and message.content is none %}
+        {{- '<Assistant>' }}
+        {%- set call = message.tool_calls[0] %}
+        {{- '<call>' + call.function.name + '<sep>' + call.function.arguments + '</call><end>' }}
+    {%- elif message.role == 'assistant' %}{{- '<Assistant>' + message.content + '<end>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<Assistant>' }}{%- endif %}
+"""
+DEMANDING = {"strict": STRICT, "alternating": ALTERNATING, "hoisting": HOISTING}
+"""Templates that refuse, move or lose much of what agents send."""

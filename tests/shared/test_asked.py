@@ -518,6 +518,7 @@ def test_answers_have_what_was_called_and_nothing_else() -> None:
         "content": None,
         "role": "assistant",
         "refusal": None,
+        "annotations": [],
         "tool_calls": [{"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}],
     }
     usage = Usage(1, 2, 3, PromptTokensDetails(), CompletionTokensDetails(1))

@@ -13,10 +13,26 @@ from shared.apis.prompt import ChatPrompt
 from shared.fairness.fair_threads import at_once
 from shared.process.clock import SYSTEM_CLOCK
 from shared.text import bounded_template
-from shared.text.bounded_template import SHORT_S, SOURCE_LEN_MAX, Spending, Unbounded
-from shared.text.chat_template import BoundedEnvironment, ChatTemplate, CompiledTemplate, Environment
+from shared.text.bounded_template import (
+    DEPTH_MAX,
+    LEAVES_MAX,
+    RANGE_MAX,
+    SHORT_S,
+    SOURCE_LEN_MAX,
+    Spending,
+    Unbounded,
+)
+from shared.text.chat_template import (
+    NUMBER_MAX,
+    BoundedEnvironment,
+    ChatTemplate,
+    CompiledTemplate,
+    Environment,
+)
 from shared.text.rendering import DOUBTFUL, Renderer
+from shared.text.template_takes import Takes
 from shared.wire.errors import ApiError, InvalidRequest, NotInPlace
+from shared.wire.shapes import BODY_LEN_MAX
 from tests.shared.chat_templates import TEMPLATES
 
 CHAT = ChatPrompt([ChatMessage("user", "a " * 450), ChatMessage("user", "b")])
@@ -39,6 +55,9 @@ CAUGHT = {
     "a condition of a loop": "{% for i in range(4000) %}"
     + "{% for j in range(4000) if j < 0 %}{% endfor %}" * 99
     + "{% endfor %}",
+    "a condition that takes long": (
+        "{% for i in range(4000) if messages[0].content.split('a')|length < 0 %}{% endfor %}" * 3
+    ),
     "ranges as lists": TWICE.replace("BODY", "{{ range(4000)|list|length }}"),
     "a text that is split": TWICE.replace("BODY", "{{ messages[0].content.split('a')|length }}"),
     "an endless answer": TWICE.replace("BODY", "{{ messages[0].content }}"),
@@ -55,7 +74,9 @@ CAUGHT = {
     "a macro that calls itself twice": (
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
     ),
-    "a macro's long text": "{% macro f() %}" + TWICE.replace("BODY", "z" * 5000) + "{% endmacro %}{{ f() }}",
+    "a macro's long text": "{% macro f() %}"
+    + TWICE.replace("BODY", "z" * 30_000)
+    + "{% endmacro %}{{ f() }}",
     "a macro's short text": "{% macro f() %}" + TWICE.replace("BODY", "z" * 60) + "{% endmacro %}{{ f() }}",
     "a block's text": "{% set x %}"
     + TWICE.replace("BODY", "{{ messages[0].content }}")
@@ -76,6 +97,9 @@ UNKNOWN = (
     "{{ ['a']|map('center', 3000000000)|list }}",
     "{{ 'a'|indent(3000000000) }}",
     "{{ 'a'" + "|replace('a', 'aaaaaaaaaaaaaaaaaaaa')" * 10 + " }}",
+    "{{ 'a'" + "|replace('a', 'aa')" * LEAVES_MAX.bit_length() + " }}",
+    f"{{{{ range({RANGE_MAX + 1})|length }}}}",
+    "{% if true %}" * (DEPTH_MAX + 1) + "x" + "{% endif %}" * (DEPTH_MAX + 1),
     "{{ range(4000)|join('" + "x" * 1000 + "') }}",
     "{{ lipsum(n=100000000) }}",
     "{% if false %}{% macro lipsum(n) %}{% endmacro %}{% endif %}{{ lipsum(n=100000000) }}",
@@ -85,6 +109,7 @@ UNKNOWN = (
     "{{ 2 ** 100000000 }}",
     "{% set a = namespace(x=1) %}{% set b = namespace(x=1) %}{% set b.x = [a, a] %}{{ b.x }}",
     "{% for a in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    "{% for a in messages recursive %}{{ a.content }}{% endfor %}",
     "{% include 'x' %}",
     "{{ messages|kept }}{{ -1000000000|spent }}",
     "x" * (SOURCE_LEN_MAX + 1),
@@ -103,7 +128,7 @@ def test_what_is_rendered_in_place_has_little_time_and_memory(
         return len(reads) / 100
 
     monkeypatch.setattr(time, "thread_time", clock)
-    template = ChatTemplate(CAUGHT[name], {})
+    template = ChatTemplate(CAUGHT[name], {}, takes=Takes())
     tracemalloc.start()
     try:
         with pytest.raises(NotInPlace):
@@ -120,6 +145,15 @@ def test_what_is_rendered_in_place_has_little_time_and_memory(
 def test_what_has_unknown_parts_is_never_compiled_in_place(source: str) -> None:
     with pytest.raises(NotInPlace):
         ChatTemplate(source, {}).render(CHAT)
+
+
+@pytest.mark.parametrize("product", [f"'a' * {2 * BODY_LEN_MAX + 1}", f"{NUMBER_MAX + 1} * 1"])
+def test_no_template_multiplies_what_is_larger_than_any_chat(product: str) -> None:
+    """Wherever it is rendered."""
+    source = f"{{% set x = {product} %}}{{{{ messages[0].content }}}}"
+    template = CompiledTemplate(source, {}, Environment(SYSTEM_CLOCK))
+    with pytest.raises(InvalidRequest):
+        template.render([{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -143,8 +177,9 @@ def test_a_short_chat_of_a_model_is_rendered_without_a_call_that_counts(
 
     for name in ("start", "refill", "keep"):
         monkeypatch.setattr(Spending, name, called)
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
     for name in ("ChatML", "Llama 3", "Mistral"):
-        assert ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"}).render(
+        assert ChatTemplate(TEMPLATES[name], special, takes=Takes()).render(
             ChatPrompt([ChatMessage("system", "Be brief."), ChatMessage("user", "Hello!")])
         )
 

@@ -122,6 +122,12 @@ def test_each_bound_is_named(body: bytes, excess: str) -> None:
     assert excess in told
 
 
+def test_text_that_is_not_narrow_takes_so_many_bytes_a_character() -> None:
+    narrow, wide = Census(1, 1, 2), Census(1, 1, 2, is_narrow=False)
+    more = holding.memory_of(1000, wide) - holding.memory_of(1000, narrow)
+    assert more == holding.TEXTS * 1000 * (holding.CHARACTER_BYTES_MAX - 1)
+
+
 def test_a_long_text_is_no_excess() -> None:
     text = json.dumps({"prompt": 'print("{[,]}", \\n)' * 100_000}).encode()
     assert take_census(text) == Census(1, 1, 2)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from shared.fairness.fair_threads import FairThreads, Slices
+from shared.fairness.fair_threads import JOBS_MAX, FairThreads, Slices
 from shared.wire.errors import Overloaded
 from tests.fakes import VirtualClock
 
@@ -201,3 +201,21 @@ async def test_a_slice_that_held_the_interpreter_leaves_it_to_the_loop_for_as_lo
     await bench.threads.run("a", bench.job("its own", 5))
     assert bench.done.count("held") == 1
     held.cancel()
+
+
+async def test_no_more_jobs_wait_than_is_stated_whoever_asks() -> None:
+    bench = Bench(jobs_max=JOBS_MAX)
+    bench.threads = FairThreads(1, clock=bench.clock)
+    bench.gate.clear()
+    jobs = [
+        asyncio.ensure_future(bench.threads.run(f"tenant {number}", bench.job("", 1)))
+        for number in range(JOBS_MAX + 1)
+    ]
+    await asyncio.sleep(0)
+    assert bench.threads.jobs == JOBS_MAX
+    bench.gate.set()
+    bench.threads.close()
+    for job in jobs:
+        job.cancel()
+    ended = await asyncio.gather(*jobs, return_exceptions=True)
+    assert sum(isinstance(end, Overloaded) for end in ended) == 1

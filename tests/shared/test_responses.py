@@ -323,8 +323,7 @@ def test_the_model_is_told_of_functions_alone() -> None:
     assert [tool.function.schema for tool in told][1:] == [b"", bytes(CUSTOM_SCHEMA), bytes(CUSTOM_SCHEMA)]
     asked = [tool.function for tool in request.tools_asked if isinstance(tool, FunctionTool)]
     assert all(isinstance(one, AskedFunction) for one in asked)
-    places = [one.place for one in asked if isinstance(one, AskedFunction)]
-    assert places == ["tools[0].parameters", "tools[1].tools[0].parameters", "", ""]
+    assert request.tool_places == ("tools[0].parameters", "tools[1].tools[0].parameters", "", "")
     assert [one.strict for one in asked] == [False, None, None, None]
     assert request.offers.called["agents__say"] == Called(CalledAs.CUSTOM, "say", "agents")
     assert request.offers.called["weather"] == Called(CalledAs.FUNCTION, "weather")
@@ -356,6 +355,7 @@ def test_allowed_tools_leave_the_prompt_as_it_is() -> None:
     [tool] = request.tools_asked
     assert isinstance(tool, FunctionTool)
     assert tool.function.name == "agents__spawn"
+    assert request.tool_places == ["tools[1].tools[0].parameters"]
 
 
 # -- the prompt -----------------------------------------------------------------------------------

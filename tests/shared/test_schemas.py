@@ -7,8 +7,17 @@ from typing import Any
 
 import pytest
 
-from shared.apis.patterns import check_pattern, unrolled_len
-from shared.apis.schemas import SIZE_MAX, check_schema, held_schema
+from shared.apis.patterns import UNROLLED_LEN_MAX, check_pattern, unrolled_len
+from shared.apis.schemas import (
+    IGNORED_MAX,
+    LEVELS_MAX,
+    OPTIONAL_MAX,
+    REF_LEVELS_MAX,
+    SCHEMA_LEN_MAX,
+    SIZE_MAX,
+    check_schema,
+    held_schema,
+)
 from shared.wire.errors import InvalidRequest
 
 STRICT = {
@@ -84,6 +93,7 @@ def test_strict_has_ten_levels() -> None:
         ({"multipleOf": 10_007}, "multipleOf"),
         ({"pattern": 1}, "pattern"),
         ({"pattern": "((x{100}){100}){100}"}, "pattern"),
+        ({"pattern": f"x{{{UNROLLED_LEN_MAX + 1}}}"}, "pattern"),
         ({"enum": []}, "enum"),
         ({"required": "a"}, "required"),
         ({"properties": []}, "properties"),
@@ -125,6 +135,11 @@ def test_what_asks_for_nothing_is_no_keyword_that_cannot_be_held() -> None:
     )
 
 
+def test_no_more_is_named_as_ignored_than_a_header_can_have() -> None:
+    schema = {"properties": {f"p{i}": {"uniqueItems": True} for i in range(IGNORED_MAX + 1)}}
+    assert len(held_schema(json.dumps(schema), strict=False, param="at").ignored) == IGNORED_MAX
+
+
 def test_what_stands_in_data_is_no_schema() -> None:
     schema = {"const": {"not": {}}, "enum": [{"uniqueItems": True}], "default": {"$ref": "#/x"}}
     assert check_schema(json.dumps(schema), strict=False, param="at") == ()
@@ -158,6 +173,12 @@ def _chain(length: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{length}": {"type": "null"}}}
 
 
+def _merged(length: int) -> dict[str, Any]:
+    """A chain of references, each of them one part of its schema: they are looked at within each other."""
+    defs = {f"d{i}": {"type": "object", "$ref": f"#/$defs/d{i + 1}"} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{length}": {}}}
+
+
 def _products(factors: int) -> dict[str, Any]:
     return {
         "allOf": [
@@ -169,22 +190,30 @@ def _products(factors: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "schema",
     [
-        _nested(200),
+        {"description": "x" * SCHEMA_LEN_MAX},
+        _nested(LEVELS_MAX),
         _doubling(12),
-        _chain(2000),
+        _chain(REF_LEVELS_MAX // 2),
+        _merged(REF_LEVELS_MAX - 2),
         _products(4),
-        {"properties": {f"p{i}": {} for i in range(500)}},
+        {"properties": {f"p{i}": {} for i in range(OPTIONAL_MAX + 1)}},
         {"enum": [f"value {i}" for i in range(100_000)]},
         {"anyOf": [{"properties": {f"k{i}": {"type": "string"}}} for i in range(SIZE_MAX)]},
         {"allOf": [{"type": "integer", "multipleOf": number} for number in (97, 101, 103)]},
     ],
-    ids=["levels", "copies", "references", "products", "optional", "values", "alternatives", "multiples"],
+    ids=[
+        *("characters", "levels", "copies", "references", "merged references", "products", "optional"),
+        *("values", "alternatives", "multiples"),
+    ],
 )
 def test_a_schema_that_would_cost_too_much_is_refused(schema: dict[str, Any]) -> None:
     refused(schema)
 
 
-@pytest.mark.parametrize("schema", [_nested(80), _doubling(6), _chain(200), _products(2)])
+OF_ITSELF = {"properties": {key: {"$ref": "#", "type": "object"} for key in "lr"}}
+
+
+@pytest.mark.parametrize("schema", [_nested(80), _doubling(6), _chain(200), _products(2), OF_ITSELF])
 def test_a_schema_of_the_same_kinds_that_costs_little_is_taken(schema: dict[str, Any]) -> None:
     check_schema(json.dumps(schema), strict=False, param="at")
 
@@ -195,6 +224,7 @@ def test_a_schema_of_the_same_kinds_that_costs_little_is_taken(schema: dict[str,
         ("abc", 3),
         ("(ab){3}", 6),
         ("((x{10}){10}){10}", 1000),
+        ("x{10}{10}{10}", 1000),
         ("a{2,}b{,5}", 7),
         (r"[a-z{9}]{4}\{9\}", 7),
         (r"\p{L}{3}", 3),

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from engine.config import EngineConfig
 from gateway.config.whole import GatewayConfig
+from helm.make import values_schema
 from shared import cli
 from shared.cli.service import CONFIGS
 from shared.cli.settings import text_of
@@ -31,7 +32,6 @@ from shared.process.settings import (
     walk,
 )
 from shared.process.sizes import parse_size, show_size
-from tests.ship import values_schema
 
 ROOT = Path(__file__).parents[2]
 READMES = [ROOT / "README.md", ROOT / "gateway" / "README.md", ROOT / "engine" / "README.md"]
@@ -218,7 +218,7 @@ def test_the_schema_has_every_setting_with_its_bounds(service: str) -> None:
 
 def test_the_chart_knows_every_setting() -> None:
     """A new setting can be given in the chart's values, and a misspelt one is refused there."""
-    said = "run python -m tests.ship.values_schema"
+    said = "run python -m helm.make.values_schema"
     assert values_schema.SCHEMA.read_text() == values_schema.schema_text(), said
     assert values_schema.README.read_text() == values_schema.readme_text(), said
 

@@ -14,7 +14,7 @@ from shared.process import logs
 from shared.process.metrics import REGISTRY
 from shared.process.setting_values import ConfigError
 from shared.telemetry.otlp import tracing_of
-from shared.telemetry.span_queue import BATCH_MAX, SpanQueue
+from shared.telemetry.span_queue import BATCH_MAX, QUEUE_MAX, SpanQueue
 from shared.telemetry.stages import TraceContext
 from shared.telemetry.tracing import NO_TRACING, Span, TracingConfig, spans_of
 from tests.fakes import VirtualClock
@@ -65,6 +65,13 @@ def test_a_receiver_that_hangs_costs_the_queue_and_nothing_else() -> None:
     queue.close()
     queue.put([span(0)])
     assert counted("dropped") - before == 13, "nothing is taken after the end"
+
+
+def test_more_spans_than_may_wait_are_dropped() -> None:
+    before, queue = counted("dropped"), SpanQueue(lambda spans: True)
+    queue.put([span(0)] * (QUEUE_MAX + 1))
+    assert counted("dropped") - before == QUEUE_MAX + 1
+    queue.close()
 
 
 def test_a_receiver_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

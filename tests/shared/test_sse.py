@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import itertools
+import json
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.wire import sse
+from shared.wire.causes import CODE_LEN_MAX, COUNT_MAX
 from shared.wire.errors import EngineFailed
+from shared.wire.shapes import USED_TOKENS_MAX
 from shared.wire.sse import CLOSING_LEN_MAX, DONE, EVENT_LEN_MAX, Closing, TailScanner
 
 CLOSING = Closing(
@@ -113,6 +117,14 @@ def test_an_event_that_is_too_long_to_hold_is_forwarded_as_it_comes(size: int) -
     assert scanner.saw_done
 
 
+def test_a_comment_that_never_ends_is_not_withheld() -> None:
+    scanner = TailScanner()
+    comment = b": penstock " + b"x" * EVENT_LEN_MAX
+    forwarded = b"".join(scanner.feed(comment[at : at + 1000]) for at in range(0, len(comment), 1000))
+    assert len(comment) - len(forwarded) <= EVENT_LEN_MAX
+    assert comment.startswith(forwarded)
+
+
 def test_a_chunk_without_a_possible_tail_is_not_copied() -> None:
     scanner = TailScanner()
     chunks = [
@@ -204,6 +216,24 @@ def test_a_closing_out_of_all_bounds_is_none(field: str, number: int) -> None:
     assert sse.parse_closing(f'{{"end_reason":"ok","{field}":{number}}}') is None
 
 
+def test_a_closing_of_more_tokens_than_a_request_can_have_is_none() -> None:
+    for tokens, is_read in ((USED_TOKENS_MAX, True), (USED_TOKENS_MAX + 1, False)):
+        closing = sse.parse_closing(f'{{"end_reason":"ok","prompt_tokens":{tokens}}}')
+        assert (closing is not None) == is_read
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        {"code": "x" * (CODE_LEN_MAX + 1), "ms": 1},
+        {"code": "pages", "ms": 1, "step": COUNT_MAX + 1},
+    ],
+    ids=["code", "count"],
+)
+def test_a_closing_with_a_cause_out_of_all_bounds_is_none(cause: dict[str, Any]) -> None:
+    assert sse.parse_closing(json.dumps({"end_reason": "ok", "causes": [cause]})) is None
+
+
 def test_the_closing_survives_the_header() -> None:
     assert sse.parse_closing(sse.encode_closing(CLOSING).decode("ascii")) == CLOSING
 
@@ -240,9 +270,9 @@ SILENT = b"event: open\n"
 @pytest.mark.parametrize(
     ("chunk", "is_taken"),
     [
-        (sse.named_event("text", b'{"text":"a"}'), True),
-        (sse.named_event("text", b"{}") * 2, False),
-        (sse.named_event("open", b"{}"), False),
+        (sse.named_event(b"text", b'{"text":"a"}'), True),
+        (sse.named_event(b"text", b"{}") * 2, False),
+        (sse.named_event(b"open", b"{}"), False),
         (sse.event(b"{}"), False),
         (b"event: text\ndata: {}\n", False),
         (b"event: text\ndata: {}\nid: 1\n\n", False),
@@ -251,17 +281,17 @@ SILENT = b"event: open\n"
     ],
 )
 def test_an_event_with_a_name_is_taken_as_it_is(chunk: bytes, is_taken: bool) -> None:
-    scanner = sse.NamedScanner(DONE, (SILENT,))
+    scanner = sse.NamedScanner(DONE, b"event: ", (SILENT,))
     assert scanner.takes(chunk) is is_taken
     if not is_taken:
         scanner.feed(b"event: half")
-        assert not scanner.takes(sse.named_event("text", b"{}"))
+        assert not scanner.takes(sse.named_event(b"text", b"{}"))
 
 
-@given(st.lists(st.sampled_from(["text", "open", "done"]), max_size=6), st.booleans())
-def test_taken_or_read_a_stream_is_the_same(names: list[str], is_whole: bool) -> None:
+@given(st.lists(st.sampled_from([b"text", b"open", b"done"]), max_size=6), st.booleans())
+def test_taken_or_read_a_stream_is_the_same(names: list[bytes], is_whole: bool) -> None:
     chunks = [sse.named_event(name, b'{"a":"b"}') for name in names] + ([DONE] if is_whole else [])
-    taking, reading = sse.NamedScanner(DONE, (SILENT,)), TailScanner()
+    taking, reading = sse.NamedScanner(DONE, b"event: ", (SILENT,)), TailScanner()
     taken = b"".join(forward(taking, chunk) for chunk in [*chunks, COMMENT])
     read = b"".join(map(reading.feed, [*chunks, COMMENT]))
     assert taken == read == b"".join(chunks)

@@ -22,7 +22,7 @@ from shared.text.chat_template import (
     variables_read,
 )
 from shared.text.rendering import APART_LEN, Renderer
-from shared.text.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
+from shared.text.tokenizer import ARGUMENTS_LEN_MAX, Tokenizer, TokenizerBundle, UnusableTokenizer
 from shared.wire.errors import InvalidRequest, NotInPlace
 from tests.shared.chat_templates import HERMES_TOOLS, LLAMA_TOOLS, TEMPLATES, WITH_TOOLS
 from tests.shared.toy_tokenizers import bundle_of, byte_level
@@ -50,7 +50,7 @@ USER = {"role": "user", "content": "Hi"}
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_chats_of_all_kinds_are_rendered_as_transformers_renders_them(name: str) -> None:
-    from tests.suites.templates import KINDS, Judge
+    from tests.suites.templates import EQUAL, KINDS, Judge
 
     judge = Judge(WITH_TOOLS[name])
     assert judge.is_in_place
@@ -60,7 +60,7 @@ def test_chats_of_all_kinds_are_rendered_as_transformers_renders_them(name: str)
         for opens in ((False,) if chat.get("continues") else (True, False))
     ]
     assert set(kinds) <= set(KINDS)
-    assert kinds.count("equal") + kinds.count("equal in the template's form") > len(kinds) / 3
+    assert sum(kind in EQUAL for kind in kinds) > len(kinds) / 3
 
 
 def test_arguments_that_are_no_object_are_named() -> None:
@@ -117,6 +117,8 @@ def test_variables_travel_with_the_tokenizer_and_are_part_of_its_hash() -> None:
     assert text.endswith("</think>\n\n")
     with pytest.raises(UnusableTokenizer, match="messages is no variable"):
         Tokenizer(bundle(template_arguments=("messages",)))
+    with pytest.raises(UnusableTokenizer, match="the variables of its template take more than"):
+        Tokenizer(bundle(template_defaults={"enable_thinking": "x" * ARGUMENTS_LEN_MAX}))
 
 
 def test_a_template_of_its_own_for_tools_is_used_for_chats_with_tools(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_tools_count_among_what_makes_a_chat_long(monkeypatch: pytest.MonkeyPatc
         {"role": "assistant", "tool_calls": calls}, tools=[tool], arguments={"enable_thinking": "z" * 700}
     )
     rendered(HERMES_TOOLS, chat, arguments=("enable_thinking",))
-    assert lengths[0] >= 8700
+    assert lengths[-1] >= 8700
 
 
 # -- bounds ---------------------------------------------------------------------------------------
@@ -235,3 +237,29 @@ def test_a_variable_from_outside_is_no_number_whatever_the_template_sets() -> No
 def test_a_range_in_a_loop_with_variables_of_its_own_is_counted() -> None:
     source = "{% for m in messages %}{% set n = 3 %}{% for i in range(n) %}{{ i }}{% endfor %}{% endfor %}"
     assert ChatTemplate(source, {}).render(ChatPrompt([ChatMessage("user", "a")])) == "012"
+
+
+PICKY = (
+    "{%- set effort = reasoning_effort|default('xhigh') -%}"
+    "{%- if effort not in ('low', 'medium', 'xhigh') -%}{{ raise_exception('Unknown') }}{%- endif -%}"
+    "{%- for message in messages -%}{{ message.content }}{%- endfor -%}/{{ effort }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [("none", "low"), ("minimal", "low"), ("medium", "medium"), ("high", "xhigh"), ("max", "xhigh")],
+)
+def test_an_effort_that_is_refused_is_the_nearest_that_is_taken(asked: str, taken: str) -> None:
+    chat = prompt_of(USER, arguments={"reasoning_effort": asked})
+    assert rendered(PICKY, chat, arguments=("reasoning_effort",)).endswith(f"/{taken}")
+    any_effort = PICKY.replace("effort not in", "false and effort not in")
+    assert rendered(any_effort, chat, arguments=("reasoning_effort",)).endswith(f"/{asked}")
+
+
+def test_no_effort_is_no_thinking_where_none_is_refused() -> None:
+    chat = prompt_of(USER, arguments={"reasoning_effort": "none"})
+    source = PICKY + "{{ '/thinks' if enable_thinking|default(true) else '/not' }}"
+    assert rendered(source, chat, arguments=("reasoning_effort", "enable_thinking")).endswith("/xhigh/not")
+    odd = prompt_of(USER, arguments={"reasoning_effort": "vast"})
+    assert refused(source, odd, arguments=("reasoning_effort",)).param == "messages"

@@ -141,6 +141,8 @@ def test_a_run_without_a_cut_is_refused_when_it_is_too_long() -> None:
     with pytest.raises(InvalidRequest):
         list(slicer.slices("some words before it " + " " * 2000, 10, 1000))
     assert len(list(slicer.slices(f"words {run} words {run} words", 10, 1010))) == 3
+    with pytest.raises(InvalidRequest):
+        list(slicer.slices("a" * (text_slices.RUN_LEN_MAX + 1)))
 
 
 def spelled(**spec: Any) -> tokenizers.Tokenizer:

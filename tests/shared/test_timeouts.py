@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shared.wire.errors import InvalidRequest
-from shared.wire.timeouts import TIMEOUT_S_MAX, stated_timeout_s
+from shared.wire.timeouts import _DIGITS_MAX, TEXT_LEN_MAX, TIMEOUT_S_MAX, stated_timeout_ms, stated_timeout_s
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,7 @@ def test_timeout_headers_are_in_seconds(value: str | None, expected: float | Non
         "86401",
         "5s",
         "1" * 8000,
+        "1." + "0" * TEXT_LEN_MAX,
         "\udcff",
         "1e300",
         "1_0",
@@ -38,3 +39,17 @@ def test_an_invalid_timeout_header_is_refused(value: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         stated_timeout_s("x-request-timeout", value)
     assert refused.value.param == "x-request-timeout"
+
+
+@pytest.mark.parametrize(
+    "value", ["", "0", "1.5", "-1", "\u0661", "86400001", "0" * _DIGITS_MAX + "1", "1" * 5000]
+)
+def test_an_invalid_timeout_of_the_hop_is_refused(value: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        stated_timeout_ms("x-penstock-deadline", value)
+    assert refused.value.param == "x-penstock-deadline"
+
+
+def test_timeouts_of_the_hop_are_in_milliseconds() -> None:
+    assert stated_timeout_ms("x-penstock-deadline", "1500") == 1.5
+    assert stated_timeout_ms("x-penstock-deadline", None) is None

@@ -21,8 +21,11 @@ from shared.apis.chat_messages import ChatMessage, TextPart
 from shared.apis.prompt import ChatPrompt, TextPrompt
 from shared.fairness.fair_threads import at_once
 from shared.text import tokenizer as tokenizer_module
+from shared.text.chat_template import MESSAGE_LEN_MAX
 from shared.text.prompts import prompt_slices
+from shared.text.template_takes import Takes
 from shared.text.tokenizer import (
+    REASON_LEN_MAX,
     TEMPLATE_LEN_MAX,
     Tokenizer,
     TokenizerBundle,
@@ -48,7 +51,7 @@ from tests.shared.toy_tokenizers import (
 
 def says(*turns: str) -> list[ChatMessage]:
     """`says("s:Be brief.", "u:Hi")`."""
-    roles: dict[str, Any] = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
+    roles: dict[str, Any] = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
     return [ChatMessage(role=roles[turn[0]], content=turn[2:]) for turn in turns]
 
 
@@ -66,7 +69,7 @@ CHATS = [
         *says("u:a"),
         ChatMessage("assistant", "b", reasoning_content="Hm. "),
         ChatMessage("user", "c", name="ann"),
-        ChatMessage("assistant", "d", name="bot", reasoning_content=""),
+        ChatMessage("assistant", "d", name="bot"),
         *says("u:e"),
     ],
 ]
@@ -77,7 +80,7 @@ CHATS = [
 def test_chats_render_and_encode_as_transformers_does(name: str, messages: list[ChatMessage]) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    bundle = bundle_of(with_bos(byte_level()), TEMPLATES[name])
+    bundle = msgspec.structs.replace(bundle_of(with_bos(byte_level()), TEMPLATES[name]), takes=Takes())
     oracle: Any = PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(bundle.tokenizer_json),
         chat_template=bundle.chat_template,
@@ -102,6 +105,9 @@ def test_a_template_that_writes_bos_gets_it_once() -> None:
     assert ids == ours.encode("Hi") == [0, *ours.encode("Hi", add_special_tokens=False)]
 
 
+OWN_NAME = "'dev' if m.role == 'developer' else m.role"
+
+
 def test_parts_names_developers_and_reasoning_reach_the_template() -> None:
     of_each = "{{ m.role }}:{{ m.content }}:{{ m.name or m.reasoning_content }};"
     template = f"{{% for m in messages %}}{of_each}{{% endfor %}}"
@@ -112,20 +118,23 @@ def test_parts_names_developers_and_reasoning_reach_the_template() -> None:
     ]
     ours = Tokenizer(bundle_of(byte_level(), template))
     assert rendered(ours, messages) == "system:x:;user:ab:ann;assistant:c:hm;"
-    knowing = Tokenizer(bundle_of(byte_level(), template + "{# developer #}"))
-    assert rendered(knowing, messages) == "developer:x:;user:ab:ann;assistant:c:hm;"
+    knowing = Tokenizer(bundle_of(byte_level(), template.replace("m.role", OWN_NAME)))
+    assert rendered(knowing, messages) == "dev:x:;user:ab:ann;assistant:c:hm;"
 
 
-def refusal(template: str | None, *turns: str) -> InvalidRequest:
+def refusal(template: str | None, *turns: str, param: str = "messages") -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
         rendered(Tokenizer(bundle_of(byte_level(), template)), says(*(turns or ("u:secret",))))
-    assert caught.value.param == "messages"
+    assert caught.value.param == param
     assert "secret" not in caught.value.message + str(caught.value.detail)
     return caught.value
 
 
 def test_a_template_may_refuse() -> None:
-    assert "roles must alternate" in refusal(MISTRAL, "u:a", "u:b").message
+    refused = refusal(MISTRAL, "u:a", "a:b", "t:c", param="messages[2]")
+    assert "roles must alternate" in refused.message
+    long = refusal(f"{{{{ raise_exception('no ' * {MESSAGE_LEN_MAX}) }}}}")
+    assert len(long.message) == MESSAGE_LEN_MAX
 
 
 def test_no_template_is_said_clearly() -> None:
@@ -225,6 +234,16 @@ def test_an_unusable_directory_says_what_is_wrong(tmp_path: Path) -> None:
             TokenizerBundle.from_dir(tmp_path)
 
 
+def test_what_a_file_says_of_itself_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("x" * 2 * REASON_LEN_MAX)
+
+    monkeypatch.setattr(Tokenizer, "_load", fails)
+    with pytest.raises(UnusableTokenizer) as caught:
+        Tokenizer(bundle_of(byte_level(), None))
+    assert str(caught.value).count("x") < REASON_LEN_MAX
+
+
 def test_a_broken_template_is_found_when_loading() -> None:
     with pytest.raises(UnusableTokenizer, match="does not compile"):
         Tokenizer(bundle_of(byte_level(), "{% for %}"))
@@ -234,7 +253,8 @@ def test_the_hash_survives_the_hop_and_tells_bundles_apart() -> None:
     bundle = bundle_of(byte_level(), CHATML)
     there = msgspec.json.decode(msgspec.json.encode(bundle), type=TokenizerBundle)
     assert there == bundle
-    assert there.hash == bundle.hash == Tokenizer(bundle).hash
+    assert there.hash == bundle.hash == Tokenizer(bundle, hash_=bundle.hash).hash
+    assert Tokenizer(there).hash == Tokenizer(bundle).hash == Tokenizer(bundle).bundle.hash
     assert bundle.hash.startswith("sha256:")
     assert (
         len({bundle.hash, bundle_of(byte_level(), None).hash, bundle_of(sentencepiece(), CHATML).hash}) == 3

@@ -21,9 +21,10 @@ from shared.apis.chat import ChatRequest
 from shared.apis.chat_messages import ChatMessage
 from shared.fairness.fair_threads import at_once
 from shared.text.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
+from tests import effort
 from tests.shared.toy_tokenizers import byte_level, sentencepiece, with_bos
 
-DRAWN = 120
+DRAWN = effort.drawn(60, whole=120)
 TEMPLATE = (
     "{{ bos_token }}|{{ eos_token }}|{{ sep_token }}|{{ image_token }}|"
     "{% for message in messages %}<|im_start|>{{ message['content'] }}<new>{% endfor %}"
@@ -225,4 +226,4 @@ def test_drawn_files_give_what_transformers_gives(directory: Path, seed: int) ->
         outcomes["refused" if refusal else "equal"] += 1
         assert all("is declared as" in text for text in refusal), (refusal, files)
     assert outcomes["equal"] >= DRAWN // 2, outcomes
-    assert outcomes["refused"] >= 5, outcomes
+    assert outcomes["refused"] >= DRAWN // 24, outcomes

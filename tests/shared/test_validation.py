@@ -15,13 +15,35 @@ from hypothesis import strategies as st
 from shared.apis import validation
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
-from shared.apis.generation import GenerationRequest
+from shared.apis.generation import _PRIORITY_MAX, GenerationRequest
 from shared.apis.request import Request
 from shared.apis.tokenize import DetokenizeRequest, TokenizeRequest
-from shared.apis.validation import IGNORED_NAMED_MAX, Parsed, parse, parse_slices, with_fields
+from shared.apis.validation import (
+    _LONE_MAX,
+    _LONE_ROUNDS_MAX,
+    FIELDS_MAX,
+    IGNORED_NAMED_MAX,
+    Parsed,
+    parse,
+    parse_slices,
+    with_fields,
+)
 from shared.fairness.fair_threads import at_once
 from shared.wire.errors import InvalidJson, InvalidRequest, UnsupportedParameter
-from shared.wire.shapes import BODY_LEN_MAX, IMAGES_MAX, PROMPTS_MAX
+from shared.wire.shapes import (
+    BODY_LEN_MAX,
+    CHOICES_MAX,
+    IMAGES_MAX,
+    LOGIT_BIAS_MAX,
+    LOGPROBS_MAX,
+    MESSAGES_MAX,
+    PROMPTS_MAX,
+    STOP_LEN_MAX,
+    STOP_MAX,
+    STOP_TOKEN_IDS_MAX,
+    TOKEN_ID_MAX,
+    TOKENS_MAX,
+)
 from tests.shared.request_bodies import (
     CHAT,
     MESSAGE,
@@ -323,6 +345,32 @@ def test_the_error_of_a_malformed_body_takes_linear_time(unit: bytes) -> None:
 def test_messages_say_what_is_right(fields: dict[str, Any], param: str, message: str) -> None:
     error = refused(chat(**fields))
     assert (error.param, error.message) == (param, message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [MESSAGE] * (MESSAGES_MAX + 1)}, "messages"),
+        ({"n": CHOICES_MAX + 1}, "n"),
+        ({"stop": ["a"] * (STOP_MAX + 1)}, "stop"),
+        ({"stop": "a" * (STOP_LEN_MAX + 1)}, "stop"),
+        ({"stop_token_ids": [1] * (STOP_TOKEN_IDS_MAX + 1)}, "stop_token_ids"),
+        ({"stop_token_ids": [TOKEN_ID_MAX + 1]}, "stop_token_ids[0]"),
+        ({"logprobs": True, "top_logprobs": LOGPROBS_MAX + 1}, "top_logprobs"),
+        ({"logit_bias": {str(token): 0 for token in range(LOGIT_BIAS_MAX + 1)}}, "logit_bias"),
+        ({"max_tokens": TOKENS_MAX + 1}, "max_tokens"),
+        ({"priority": _PRIORITY_MAX + 1}, "priority"),
+        ({f"field{number}": 0 for number in range(FIELDS_MAX)}, None),
+    ],
+)
+def test_what_is_beyond_a_bound_is_refused_by_its_name(fields: dict[str, Any], param: str | None) -> None:
+    assert refused(chat(**fields)).param == param
+
+
+def test_of_a_body_with_countless_half_pairs_no_field_is_looked_for() -> None:
+    half_pairs = "\\ud800" * ((_LONE_ROUNDS_MAX - 1) * _LONE_MAX)
+    assert refused(f'{{"user":"{half_pairs}"}}'.encode()).param == "user"
+    assert refused(f'{{"user":"{half_pairs}\\ud800"}}'.encode()).param is None
 
 
 @pytest.mark.parametrize("name", ["model", "messages"])

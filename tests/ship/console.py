@@ -1,8 +1,9 @@
 """The console in a real browser, against a real `penstock up`: `python -m tests.ship.console [FOLDER]`.
 
 It logs in, chats, opens that answer's waterfall and compares its numbers with the log lines of both services,
-tries what a tenant can put on the page, fills the gateway with live requests and measures the page's longest
-task, logs out, and takes pictures into FOLDER, light and dark, narrow and wide, to be looked at.
+tries what a tenant can put on the page, follows a session, fills the gateway with live requests and measures
+the page's longest task, logs out, and takes pictures into FOLDER, light and dark, narrow and wide, to be
+looked at.
 """
 
 from __future__ import annotations
@@ -183,6 +184,33 @@ async def attack(page: Page, here: Up) -> None:
     print("attack: nothing but text")
 
 
+async def follow(page: Page, here: Up) -> None:
+    """From a request to the others of its session."""
+    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {here.key}"}) as session:
+        async with session.get(f"{here.url}/models") as answer:
+            model = (await answer.json())["data"][0]["id"]
+        body = {"model": model, "messages": [{"role": "user", "content": "water " * 200}], "max_tokens": 1}
+        for turn in range(2):
+            headers = {"x-request-id": f"turn-{turn}", "x-session-id": "mine"}
+            async with session.post(f"{here.url}/chat/completions", json=body, headers=headers) as answer:
+                assert answer.status == 200
+    await page.js("location.hash = '#/request/turn-1'")
+    await page.until("document.querySelector('[data-fact=session] a') !== null")
+    line = here.line("gateway", "turn-1")
+    assert await page.js("document.querySelector('[data-fact=session]').textContent") == line["session"]
+    share = f"{100 * line['cached_tokens'] / line['prompt_tokens']:.0f} %"
+    assert f"cached, {share})" in await page.js("document.querySelector('[data-fact=prompt]').textContent")
+    await page.js("document.querySelector('[data-fact=session] a').click()")
+    ids = "[...document.querySelectorAll('td.id a')].map(one => one.textContent).join()"
+    await page.until(f"{ids} === 'turn-1,turn-0'")
+    await page.js(
+        "document.querySelector('[name=session]').value = '';"
+        "document.querySelector('form.filters').dispatchEvent(new Event('change'))"
+    )
+    await page.until(f"{ids}.includes('evil-1')")
+    print(f"session {line['session']}: {share} cached")
+
+
 @asynccontextmanager
 async def crowd(here: Up) -> AsyncIterator[None]:
     """Requests that live as long as their bodies do not come."""
@@ -273,6 +301,7 @@ async def check(folder: Path) -> None:
                 await page.picture(folder / f"chat-answer-{scheme}.png")
             await compare(page, here, request_id)
             await attack(page, here)
+            await follow(page, here)
             await pictures(page, folder, request_id)
             await lag(page, here, folder)
             await log_out(page, here)

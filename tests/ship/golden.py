@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from helm.make.values_schema import ROOT
 from tests.ship.rendering import NEWEST, PRESETS, template
-from tests.ship.values_schema import ROOT
 
 GOLDEN: Final = ROOT / "tests/ship/golden"
 
@@ -28,7 +28,7 @@ def rendered(preset: str) -> str:
 
 
 def _is_described_elsewhere(document: str) -> bool:
-    """True for dashboards and rules, which `tests.ship.boards` describes."""
+    """True for dashboards and rules, which `helm.make.boards` describes."""
     return "kind: PrometheusRule" in document or "app.kubernetes.io/component: dashboards" in document
 
 

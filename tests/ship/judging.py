@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import jsonschema_rs
 
+from helm.make.schema_parts import Schema, list_of, map_of, table, text
 from tests.ship import tools
 from tests.ship.rendering import Manifest
-from tests.ship.schema_parts import Schema, list_of, map_of, table, text
 
 _K8S: Final = "https://kubernetes.io/api/_definitions.json"
 _WHOLE: Final[Schema] = {"type": "integer"}

@@ -32,11 +32,11 @@ from typing import Any, Final
 
 import yaml
 
+from helm.make.values_schema import CHART
 from tests.ship import tools
 from tests.ship.kube_watch import DEFINITION, Server, refused, watched
 from tests.ship.rendering import NAMESPACE, PRESETS, Manifest, manifests, of_kind, preset_file, render
 from tests.ship.stand_in import StandIn
-from tests.ship.values_schema import CHART
 
 OLDEST: Final = "1.29"
 UNKNOWN: Final = ("PodDisruptionBudget", "HorizontalPodAutoscaler")

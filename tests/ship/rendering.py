@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import yaml
 
+from helm.make.values_schema import CHART
 from tests.ship import tools
-from tests.ship.values_schema import CHART
 
 Manifest = dict[str, Any]
 

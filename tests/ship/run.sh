@@ -6,7 +6,7 @@
 #     tests/ship/run.sh --cuda     # the engine's image for CUDA alone: 4 GB of packages, and 30 GB of disk meanwhile
 #     tests/ship/run.sh --check    # seconds: says in a line whether containers run here, and builds nothing
 #
-# `.ci/run` calls it with --check, and whole where SHIP=whole says so: the whole takes a quarter of an hour on two
+# `.ci/run` calls it with --check, and `.ci/nightly` whole: the whole takes a quarter of an hour on two
 # idle cores and a gigabyte of packages, which is more than all tests together, and a machine of CI may have no
 # network. Where containers cannot run it says so and exits with 77.
 #

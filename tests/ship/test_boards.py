@@ -14,15 +14,15 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from helm.make.boards.alerts import ALERTS, proofs
+from helm.make.boards.dashboards import DASHBOARDS
+from helm.make.boards.files import HELM, RULES, contents
+from helm.make.boards.metrics import grouped_by, read_by
 from shared.cli.settings import text_of
 from shared.process.metrics import REGISTRY, Counter, GaugeFamily, Histogram
 from tests import metrics_page
 from tests.services import KEY, MODEL, PATIENCE_S, admin_url, engine, engine_url, gateway, gateway_url
 from tests.ship import tools
-from tests.ship.boards.alerts import ALERTS, proofs
-from tests.ship.boards.dashboards import DASHBOARDS
-from tests.ship.boards.files import HELM, RULES, contents
-from tests.ship.boards.metrics import grouped_by, read_by
 from tests.ship.grafana_types import problems
 
 QUERIES = [query for dashboard in DASHBOARDS.values() for query in dashboard.queries]
@@ -37,10 +37,11 @@ Labels = dict[str, set[str]]
 def test_the_files_are_as_described() -> None:
     made = contents()
     for path, text in made.items():
-        assert path.read_text() == text, f"{path.name}: run python -m tests.ship.boards"
+        assert path.read_text() == text, f"{path.name}: run python -m helm.make.boards"
     assert {*HELM.glob("dashboards/*.json"), *HELM.glob("alerts/*")} <= made.keys()
 
 
+@pytest.mark.network
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_a_dashboard_is_one_of_grafana(name: str) -> None:
     document = json.loads((HELM / f"dashboards/{name}.json").read_text())
@@ -56,6 +57,7 @@ def test_a_dashboard_is_one_of_grafana(name: str) -> None:
     assert problems(document) == []
 
 
+@pytest.mark.network
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
@@ -103,17 +105,15 @@ def test_the_runbook_names_what_there_is() -> None:
 # -- Prometheus' own tool -------------------------------------------------------------------------
 
 
+@pytest.mark.network
 def test_every_alert_fires_for_its_series_and_no_other(tmp_path: Path) -> None:
-    promtool = tools.promtool()
-    if promtool is None:
-        pytest.skip("promtool is neither installed nor in a package that apt-get can download")
     file = tmp_path / "proofs.yaml"
     file.write_text(yaml.safe_dump(proofs(str(RULES)), sort_keys=False))
     queries = [re.sub(r"\$__rate_interval", "5m", query) for query in QUERIES]
     rules = [{"record": f"query:{n}", "expr": query} for n, query in enumerate(queries)]
     (tmp_path / "queries.yaml").write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
     for command in (["test", "rules", str(file)], ["check", "rules", str(tmp_path / "queries.yaml")]):
-        done = subprocess.run([str(promtool), *command], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([str(tools.promtool()), *command], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -192,6 +192,8 @@ NOT_SHOWN = {
     "penstock_engine_core_waiting_sequences": "penstock_engine_queue_depth has those of the API process, too",
     "penstock_engine_http2_streams": "the gateways show them",
     "penstock_engine_open_sequences": "they wait or run",
+    "penstock_engine_session_page_events": "the hit share of sessions says what they come to",
+    "penstock_engine_session_pages": "the hit share of sessions says what they are for",
     "penstock_engine_request_seconds": "the gateways show them, with their own time",
     "penstock_gateway_quota_tokens": "an account, which tests balance",
 }

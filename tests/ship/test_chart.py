@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 
+from helm.make.values_schema import CHART
 from tests.ship import golden, judging, policy
 from tests.ship.rendering import (
     NEWEST,
@@ -21,7 +22,8 @@ from tests.ship.rendering import (
     template,
     versions_of,
 )
-from tests.ship.values_schema import CHART
+
+pytestmark = pytest.mark.network
 
 ALL = ("", *PRESETS)
 

@@ -10,6 +10,8 @@ import pytest
 from tests.ship.rendering import PRESETS, Manifest, claim_templates, of_kind, pod_templates, render
 from tests.ship.test_chart_parts import engine_configs
 
+pytestmark = pytest.mark.network
+
 GIB = 1 << 30
 EMPTY_DIR, CLAIM = ("one-gpu", "r-penstock-qwen3-8b"), ("many-models", "r-penstock-code")
 

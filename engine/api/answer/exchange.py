@@ -134,8 +134,9 @@ class EngineExchange:
         self._house = house
         self._status = 0
         self._is_event_stream = False
-        self.error_event: Callable[[ApiError, str], bytes] | None = None
-        """Makes the event that ends this stream where it fails. None for that of its API."""
+        self.failing: Callable[[ApiError, str], bytes] | None = None
+        """Makes the event that ends its stream if it fails, from the error and the request's id. None where
+        that is its API's."""
         self.first_byte_at: float | None = None
         """When the first byte was written that tells of the answer, in seconds on `clock`. None before."""
         self._error: ApiError | None = None
@@ -191,7 +192,7 @@ class EngineExchange:
             self.responder.abort()
             return
         if self.responder.started:
-            event = (self.error_event or api.error_event)(error, self.request_id)
+            event = (self.failing or api.error_event)(error, self.request_id)
             await self.responder.write(event + self.closing_comment())
             await self.responder.finish()
             return

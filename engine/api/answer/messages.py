@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw, Struct
 
-from engine.api.answer.encoder import Answered, Heading, Template, Vocabulary, encode, encoded
+from engine.api.answer.encoder import Answered, Heading, Template, Vocabulary, encode, on_one_line
 from engine.api.answer.outputs import Delta
 from engine.api.answer.parts import Part, PartKind
 from shared.apis.generation import FinishReasonName, Usage
@@ -39,10 +39,11 @@ from shared.apis.message_answers import (
     MessageAnswer,
     MessageChange,
     MessageDelta,
+    MessageEvent,
     MessageStart,
-    MessageTextDelta,
     SignatureDelta,
     StopReason,
+    TextDelta,
     ThinkingDelta,
     delta_usage,
     message_usage,
@@ -108,11 +109,11 @@ class MessagesEncoder:
         yield from self._end()
         self._index += 1
         index = self._index
-        change: type[MessageTextDelta | ThinkingDelta | InputDelta]
+        change: type[TextDelta | ThinkingDelta | InputDelta]
         match part.kind:
             case PartKind.TEXT:
                 block: AnswerBlock = AnswerText("")
-                change = MessageTextDelta
+                change = TextDelta
             case PartKind.REASONING:
                 block, change = AnswerThinking("", ""), ThinkingDelta
             case _:
@@ -201,10 +202,11 @@ class MessagesEncoder:
         return stopped_by
 
 
-def _event(value: Struct) -> bytes:
+def _event(value: MessageEvent | Struct) -> bytes:
     tag = value.__struct_config__.tag
     assert isinstance(tag, str)
-    return named_event(tag, encoded(value))
+    data = encode(value)
+    return named_event(tag.encode(), data if data.isascii() else on_one_line(data))
 
 
 def _call(part: Part, arguments: Raw) -> AnswerToolUse:

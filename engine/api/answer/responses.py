@@ -77,6 +77,8 @@ from shared.apis.responses.events import (
     CustomInputDone,
     ItemAdded,
     ItemDone,
+    OutputTextDelta,
+    OutputTextDone,
     PartAdded,
     PartDone,
     ReasoningDelta,
@@ -90,8 +92,6 @@ from shared.apis.responses.events import (
     SummaryDone,
     SummaryPartAdded,
     SummaryPartDone,
-    TextDelta,
-    TextDone,
     failing_events,
     name_of,
 )
@@ -384,9 +384,9 @@ class _Message(_Item):
     def _content(self) -> OutputText:
         return OutputText(self.text, logprobs=_array(self.logprobs))
 
-    def delta(self, text: str, logprobs: bytes = b"[]") -> TextDelta:
+    def delta(self, text: str, logprobs: bytes = b"[]") -> OutputTextDelta:
         told_ = cast("list[TokenLogprob]", Raw(logprobs))
-        return TextDelta(item_id=self.id, output_index=self.index, delta=text, logprobs=told_)
+        return OutputTextDelta(item_id=self.id, output_index=self.index, delta=text, logprobs=told_)
 
     def beginning(self) -> list[StreamEvent]:
         return [PartAdded(item_id=self.id, output_index=self.index, part=OutputText(""))]
@@ -394,7 +394,9 @@ class _Message(_Item):
     def ending(self) -> list[StreamEvent]:
         content = self._content()
         return [
-            TextDone(item_id=self.id, output_index=self.index, text=content.text, logprobs=content.logprobs),
+            OutputTextDone(
+                item_id=self.id, output_index=self.index, text=content.text, logprobs=content.logprobs
+            ),
             PartDone(item_id=self.id, output_index=self.index, part=content),
         ]
 

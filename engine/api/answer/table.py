@@ -53,6 +53,9 @@ class AnswerApi(Struct, frozen=True):
 ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
     ChatRequest: AnswerApi("chatcmpl-", ChatEncoder),
     CompletionRequest: AnswerApi("cmpl-", CompletionEncoder),
+    ResponsesRequest: AnswerApi(
+        "resp_", ResponsesEncoder, opens_early=True, repeats=repeated, failing=failing_of
+    ),
     MessagesRequest: AnswerApi(
         "msg_",
         MessagesEncoder,
@@ -62,9 +65,6 @@ ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
         opens_early=True,
         keepalive=message_answers.PING,
         keepalive_s=10.0,
-    ),
-    ResponsesRequest: AnswerApi(
-        "resp_", ResponsesEncoder, opens_early=True, repeats=repeated, failing=failing_of
     ),
 }
 

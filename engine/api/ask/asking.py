@@ -42,6 +42,7 @@ from shared.apis.generation import GenerationRequest
 from shared.apis.holding import Holding, weigh, weigh_long
 from shared.apis.prompt import PromptForm, TextPrompt
 from shared.apis.request import Request
+from shared.apis.tools import ToolMode
 from shared.apis.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices
 from shared.fairness.fair_threads import Slices
 from shared.process.clock import Clock
@@ -52,6 +53,7 @@ from shared.wire.ids import (
     QUEUE_TIMEOUT_HEADER,
     REQUEST_TIMEOUT_HEADER,
     SERVICE_TIER_HEADER,
+    SESSION_HEADER,
 )
 from shared.wire.request_body import check_page
 from shared.wire.shapes import BODY_LEN_MAX
@@ -309,4 +311,9 @@ def _share(exchange: EngineExchange, request: GenerationRequest) -> Share:
         tenant=exchange.tenant,
         service_class=service_class(request, headers.get(SERVICE_TIER_HEADER)),
         cache_salt=cache_salt(exchange.tenant, request.cache_salt),
+        has_next_turn=bool(
+            headers.get(SESSION_HEADER)
+            or request.prompt_cache_key
+            or request.tool_choice_asked.mode is not ToolMode.NONE
+        ),
     )

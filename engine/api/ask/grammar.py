@@ -268,6 +268,8 @@ class _Composer:
     def _with_functions(self, structure: str) -> _Answer:
         """The answer of a request with functions. `structure`: of its text, empty for any text."""
         calls, choice = self.format.calls, self.asked.choice
+        if choice.mode is ToolMode.NONE:
+            self._check_strict()
         if calls is None:
             if choice.mode is ToolMode.NONE:
                 return _Answer(structure) if structure else _FREE
@@ -283,6 +285,13 @@ class _Composer:
             every = writer.every()
             return _Answer(lark.any_of([structure, every]), every)
         return writer.in_text()
+
+    def _check_strict(self) -> None:
+        """Check schemas of functions that are not called: a mistake is one all the same. Raises
+        InvalidRequest."""
+        for index, spec in enumerate(self.asked.functions):
+            if spec.strict and spec.schema:
+                self._held(spec.schema, True, f"tools[{index}].function.parameters")
 
     def _without_calls(self, calls: CallFormat) -> _Answer:
         """Any text without what triggers a call. A bare call has no trigger."""
@@ -383,7 +392,7 @@ class _Calls:
         """One call of a function."""
         of, calls = self.of, self.calls
         strict = spec.strict is True
-        param = spec.place if isinstance(spec, AskedFunction) else of.asked.place_of(spec)
+        param = of.asked.place_of(spec)
         held = None if spec.schema else NO_ARGUMENTS
         if isinstance(spec, AskedFunction) and spec.schema and spec.strict is None:
             held = of.held_if_strict(spec.schema, param)

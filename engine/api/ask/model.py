@@ -114,8 +114,8 @@ def load_model(
     _check_files(directory)
     files = read_files(directory)
     defaults_given = msgspec.json.decode(template_defaults or "{}", type=dict[str, Any])
-    bundle = TokenizerBundle.of(files, template_arguments, defaults_given)
-    tokenizer = Tokenizer(bundle)
+    tokenizer = Tokenizer(TokenizerBundle.of(files, template_arguments, defaults_given))
+    _tell_of_reasoning(tokenizer.bundle)
     try:
         tokenizer.probe()
         _warm_up(tokenizer)
@@ -132,7 +132,7 @@ def load_model(
         name=name,
         created=created,
         tokenizer=tokenizer,
-        bundle_json=msgspec.json.encode(bundle),
+        bundle_json=msgspec.json.encode(tokenizer.bundle),
         eos_ids=eos_ids,
         special_ids={
             text: token_id
@@ -144,6 +144,18 @@ def load_model(
         vocab_size=defaults.vocab_size,
     )
     return replace(model, vocabulary=_vocabulary(model.tokens)) if eos_ids else model
+
+
+def _tell_of_reasoning(bundle: TokenizerBundle) -> None:
+    """Log which templates leave out the reasoning of earlier turns, and what keeps it."""
+    for takes in (bundle.takes, bundle.tool_takes):
+        if takes is not None and not takes.past_reasoning:
+            log.warning(
+                "engine.past_reasoning_left_out",
+                reason="the chat template drops reasoning before the user's last message: from there on a "
+                "chat's next turn is computed again",
+                template_defaults=takes.reasoning_kept_by or None,
+            )
 
 
 def _vocabulary(tokens: ModelTokens) -> Vocabulary | None:

@@ -78,12 +78,13 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The tenant that a request's sequences belong to, their service class, and the salt of their page
-    hashes."""
+    """The tenant that a request's sequences belong to, their service class, the salt of their page hashes,
+    and whether another turn follows (`AddRequest.has_next_turn`)."""
 
     tenant: str = ""
     service_class: ServiceClass = ServiceClass.DEFAULT
     cache_salt: bytes = b""
+    has_next_turn: bool = False
 
 
 class CoreDied(Exception):
@@ -203,6 +204,7 @@ class CoreClient:
                 first_token_s,
                 bearer,
                 grammar,
+                share.has_next_turn,
             )
         )
         return handles

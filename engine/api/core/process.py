@@ -48,8 +48,17 @@ log = logs.get(__name__)
 class CoreProcess:
     """The `CoreLink` to a real core process."""
 
-    def __init__(self, config: EngineConfig, tokens: ModelTokens, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokens: ModelTokens,
+        clock: Clock = SYSTEM_CLOCK,
+        *,
+        module: str = "engine",
+    ) -> None:
+        """`module core` is the child's command, after `python -m`."""
         self._config = config
+        self._module = module
         self._tokens = tokens
         self._clock = clock
         self._turn_ends_at = 0.0
@@ -81,7 +90,7 @@ class CoreProcess:
             sys.executable,
             "-P",
             "-m",
-            "engine",
+            self._module,
             "core",
             stdin=asyncio.subprocess.PIPE,
             env=environment(),

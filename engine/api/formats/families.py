@@ -177,7 +177,7 @@ FAMILIES: Final = (
         _family(
             "[/INST]",
             {
-                "open": "[TOOL_CALLS]",
+                "open": ["[TOOL_CALLS]", "[TOOL_CALLS] "],
                 "content": "json",
                 "transform": _LISTED,
                 "transform_each": True,

@@ -14,7 +14,7 @@ from typing import Final
 
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from shared.apis.patterns import UNROLLED_LEN_MAX, check_pattern, unrolled_len
+from shared.apis.patterns import UNROLLED_LEN_MAX, unrolled_len
 from shared.wire.errors import InvalidRequest
 
 RULES_MAX: Final = 300
@@ -39,6 +39,8 @@ _WORD: Final = re.compile(
     """,
     re.VERBOSE,
 )
+_BEFORE_RULES: Final = ""
+"""The name of what stands before the first rule, and may be ignored between all."""
 _LARK: Final = re.compile(r"^\s*(?:%llguidance\b|[?!]*start\b[^:\n]*:(?!:))", re.MULTILINE)
 
 
@@ -73,19 +75,19 @@ class _Look:
     def __init__(self, param: str) -> None:
         self._param: Final = param
         self._sizes: dict[str, int] = {}
-        """The size of each terminal when its repeats are unrolled, once it is known."""
+        """The size of each rule when its repeats are unrolled, once it is known."""
         self._bodies: dict[str, list[re.Match[str]]] = {}
 
     def at(self, source: str) -> None:
         words = [word for word in _WORD.finditer(source) if word["blank"] is None]
-        body: list[re.Match[str]] = []
+        body = self._bodies[_BEFORE_RULES] = []
         for at, word in enumerate(words):
             self._refuse_outside(word, words[at + 1 : at + 2])
             begins = at == 0 or words[at - 1]["line"] is not None
             if begins and word["name"] and _is_head(words, at):
                 body = self._bodies.setdefault(word["name"].lstrip("?!"), [])
             body.append(word)
-        if len(self._bodies) > RULES_MAX:
+        if len(self._bodies) - 1 > RULES_MAX:  # without what stands before them
             self._refuse(f"has more than {RULES_MAX} rules")
         for name in self._bodies:
             self._size(name, ())
@@ -102,8 +104,6 @@ class _Look:
             self._refuse("names another grammar, which is not supported")
         if word["other"] == ":" and following and following[0]["other"] == ":":
             self._refuse("has a rule with a parameter, which is not supported")
-        if word["regex"]:
-            check_pattern(word["regex"][1:].rpartition("/")[0], self._param)
 
     def _size(self, name: str, around: tuple[str, ...]) -> int:
         """The size of a rule when all repeats are unrolled. What leads back to itself counts once."""

@@ -146,7 +146,7 @@ class Generation:
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._encoder = self._make_encoder(asked, model)
         if asked.api.failing is not None:
-            exchange.error_event = asked.api.failing(self._encoder)
+            exchange.failing = asked.api.failing(self._encoder)
         self._awaits_scores = asked.echoes is not None and asked.logprobs is not None
         self._handles: list[int] = []
         self._is_settled = False
@@ -493,11 +493,7 @@ class Generation:
         prompts = [choice.prompt_ids for choice in asked.choices] if asked.sends_token_ids else []
         scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
         echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
-        answered = Answered(
-            *(scored, prompts, echoes),
-            stop_tokens=asked.stop_tokens,
-            is_cut_by_context=asked.is_cut_by_context,
-        )
+        answered = Answered(scored, prompts, echoes, asked.stop_tokens, asked.is_cut_by_context)
         if asked.repeated is not None:
             answered = replace(
                 answered,

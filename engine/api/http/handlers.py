@@ -106,8 +106,7 @@ def _tokenized(model: ServedModel, limits: Limits, request: TokenizeRequest) -> 
 
 async def count_tokens(state: EngineState, exchange: EngineExchange) -> None:
     """Count the tokens of a conversation of Messages."""
-    count = await _counted(state, exchange, CountTokensRequest)
-    await exchange.send(_encode(CountTokensResponse(count)))
+    await exchange.send(_encode(CountTokensResponse(await _counted(state, exchange, CountTokensRequest))))
 
 
 async def input_tokens(state: EngineState, exchange: EngineExchange) -> None:
@@ -116,19 +115,16 @@ async def input_tokens(state: EngineState, exchange: EngineExchange) -> None:
 
 
 async def _counted(
-    state: EngineState,
-    exchange: EngineExchange,
-    kind: type[CountTokensRequest] | type[InputTokensRequest],
+    state: EngineState, exchange: EngineExchange, kind: type[CountTokensRequest] | type[InputTokensRequest]
 ) -> int:
-    """The tokens of a request's prompt."""
     model, _ = state.ready_model()
     with Holding(state.memory, exchange.tenant) as holding:
         parsed = await read(state, exchange, kind, holding)
         parsed.require_supported()
         with exchange.enter("tokenize"):
-            work = prompt_slices(model.tokenizer, parsed.request.prompt_form, None)
-            [ids] = await state.threads.run(exchange.tenant, work)
-    return len(ids)
+            counting = prompt_slices(model.tokenizer, parsed.request.prompt_form, None)
+            [ids] = await state.threads.run(exchange.tenant, counting)
+        return len(ids)
 
 
 async def detokenize(state: EngineState, exchange: EngineExchange) -> None:

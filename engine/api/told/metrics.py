@@ -187,12 +187,25 @@ def _by_class(stats: CoreStats) -> Iterator[Metric]:
         yield family
 
 
+def _session_pages(stats: CoreStats) -> Iterator[Metric]:
+    yield _gauge("session_pages", "Cached pages that are kept for a session's next turn.", stats.pages_kept)
+    kept = CounterMetricFamily(
+        f"{PREFIX}session_page_events",
+        "What happened to such pages: found by a turn, or evicted in their time.",
+        labels=["event"],
+    )
+    kept.add_metric(["found"], stats.kept_found)
+    kept.add_metric(["evicted"], stats.kept_evicted)
+    yield kept
+
+
 def _memory(stats: CoreStats) -> Iterator[Metric]:
     pages = GaugeMetricFamily(f"{PREFIX}kv_pages", "Pages of the KV cache.", labels=["state"])
     pages.add_metric(["free"], stats.pages_free)
     pages.add_metric(["cached"], stats.pages_cached)
     pages.add_metric(["owned"], stats.pages_owned)
     yield pages
+    yield from _session_pages(stats)
     host = GaugeMetricFamily(f"{PREFIX}host_pages", "Pages in host memory.", labels=["state"])
     host.add_metric(["free"], stats.host_pages_free)
     host.add_metric(["used"], stats.host_pages_used)

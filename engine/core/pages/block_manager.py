@@ -136,7 +136,7 @@ class BlockManager:
         self.total: Final = pages
         self.page_size: Final = page_size
         self._free = list(reversed(range(pages)))  # a stack: the page released last is still warm
-        self._cached = CachedPages()
+        self._cached: Final = CachedPages(pages)
         self._tenant = [""] * pages  # whose sequence each page was handed to last
         self._handed_out = 0  # pages, since the start: the time by which cached ones age
         self._cached_heads: OrderedDict[int, None] = OrderedDict()  # evicted before these
@@ -154,6 +154,21 @@ class BlockManager:
     @property
     def cached(self) -> int:
         return len(self._cached) + len(self._cached_heads)
+
+    @property
+    def kept(self) -> int:
+        """Those of `cached` that are kept for turns of conversations that are likely to come soon."""
+        return self._cached.kept
+
+    @property
+    def kept_found(self) -> int:
+        """Counter: kept pages that such a turn found."""
+        return self._cached.kept_found
+
+    @property
+    def kept_evicted(self) -> int:
+        """Counter: kept pages that were evicted before their deadlines."""
+        return self._cached.kept_evicted
 
     @property
     def owned(self) -> int:
@@ -182,7 +197,7 @@ class BlockManager:
 
     def spare(self, page: int) -> None:
         """Let `allocate` take this page only after all others."""
-        if not self._refs[page]:
+        if not self._refs[page] and not self._cached.is_kept(page):
             self._cached_heads.pop(page, None)
             self._cached.discard((page,))
             self._cached.add((page,), self._tenant[page], self._handed_out)
@@ -212,26 +227,27 @@ class BlockManager:
             assert self._identity[page] is not None, "only a page with an identity can be shared"
             self._refs[page] += 1
 
-    def allocate(self, count: int, tenant: str = "") -> list[int]:
+    def allocate(self, count: int, tenant: str = "", now_s: float = 0.0) -> list[int]:
         """Take `count` pages for a tenant with one reference each, evicting cached ones when none is free.
+        `now_s` is the time of the clock that the deadlines of kept pages are on.
 
         The caller has made sure that so many are available.
         """
         assert 0 <= count <= self.available
         pages = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        pages += self._evict(count - len(pages))
+        pages += self._evict(count - len(pages), now_s)
         for page in pages:
             self._refs[page] = 1
             self._tenant[page] = tenant
         self._handed_out += count
         return pages
 
-    def _evict(self, count: int) -> list[int]:
+    def _evict(self, count: int, now_s: float) -> list[int]:
         """Take `count` cached pages, of which nothing is found any more, in rule 4's order: heads first, then
         by rent and age."""
         heads = min(count, len(self._cached_heads))
         pages = [self._cached_heads.popitem(last=False)[0] for _ in range(heads)]
-        pages += self._cached.pop(count - heads, self._handed_out)
+        pages += self._cached.pop(count - heads, self._handed_out, now_s)
         for page in pages:
             identity = self._identity[page]
             assert identity is not None or page in self._heads
@@ -268,8 +284,9 @@ class BlockManager:
             self._by_identity[head] = page
             self._heads.setdefault(page, []).append(head)
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Drop one reference to each page of a table, the tail first (rule 4)."""
+    def release(self, pages: Sequence[int], keep_until_s: float = 0.0) -> None:
+        """Drop one reference to each page of a table, the tail first (rule 4). Until `keep_until_s`, where it
+        is given, full ones are kept as `engine.core.pages.cached_pages` says."""
         cached = []
         for page in reversed(pages):
             self._refs[page] -= 1
@@ -282,8 +299,13 @@ class BlockManager:
                 self._cached_heads[page] = None
             else:
                 self._free.append(page)
-        if cached:  # all pages of a table are of one tenant
-            self._cached.add(cached, self._tenant[cached[0]], self._handed_out)
+        if not cached:
+            return
+        tenant = self._tenant[cached[0]]  # all pages of a table are of one
+        if keep_until_s:
+            self._cached.keep(cached, tenant, self._handed_out, keep_until_s)
+        else:
+            self._cached.add(cached, tenant, self._handed_out)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Take the identities of these pages, whose contents are not to be trusted: no new sequence finds
@@ -324,6 +346,7 @@ class BlockManager:
                 refs[page] += 1
         assert self._refs == refs, f"references {self._refs}, and in so many tables {refs}"
         held = [page for page, count in enumerate(refs) if count]
+        self._cached.check()
         cached = [*self._cached, *self._cached_heads]
         states = sorted([*self._free, *cached, *held])
         assert states == list(range(self.total)), "a page is lost, free twice, or in two states"

@@ -100,6 +100,7 @@ class AddSequence(msgspec.Struct, frozen=True):
     first_token_s: float = math.inf
     """The time from its arrival after which its first token is of no use, in seconds."""
     grammar: str = ""
+    has_next_turn: bool = False
 
 
 def sequences_of(request: AddRequest) -> Iterator[AddSequence]:
@@ -125,6 +126,7 @@ def sequences_of(request: AddRequest) -> Iterator[AddSequence]:
                 request.service_class,
                 request.first_token_s if handle - request.handle == request.bearer else math.inf,
                 request.grammar,
+                request.has_next_turn,
             )
             handle += 1
 
@@ -143,6 +145,7 @@ def alone(sequence: AddSequence) -> AddRequest:
         sequence.service_class,
         sequence.first_token_s,
         grammar=sequence.grammar,
+        has_next_turn=sequence.has_next_turn,
     )
 
 

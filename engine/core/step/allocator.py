@@ -286,7 +286,7 @@ class Allocator:
         self._reclaim(fresh, builder, now)
         if prefix.source is not None:
             self.pages.spare(prefix.source)
-        pages = prefix.pages + self._allocate(fresh, sequence.tenant)
+        pages = prefix.pages + self._allocate(fresh, sequence.tenant, now)
         self._bring_in(sequence, brought, pages, len(prefix.pages))
         if prefix.source is not None:
             index, length = divmod(prefix.computed_len, self._runner.page_size)
@@ -298,9 +298,9 @@ class Allocator:
         self.holdings.add(sequence.tenant, slots=1, pages=len(pages))
         return brought
 
-    def _allocate(self, count: int, tenant: str) -> list[int]:
+    def _allocate(self, count: int, tenant: str, now: float) -> list[int]:
         """Pages for a tenant. Host memory keeps what the prefix cache evicts for them, where that is on."""
-        pages = self.pages.allocate(count, tenant)
+        pages = self.pages.allocate(count, tenant, now)
         if evicted := self.pages.take_evicted():
             self.swapper.keep(evicted, self._learner.cost, streams=bool(self.running))
         return pages
@@ -344,7 +344,7 @@ class Allocator:
             if not self.pages.available:
                 self._free_page_for(sequence, builder, now)
             if sequence.slot is not None:
-                page = self._allocate(1, sequence.tenant)
+                page = self._allocate(1, sequence.tenant, now)
                 sequence.pages += page
                 self.holdings.add(sequence.tenant, slots=0, pages=1)
                 builder.grown[sequence.slot] = page
@@ -421,23 +421,24 @@ class Allocator:
             sequence.stall(now)
             self._waiting.enter(sequence)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence, now: float) -> None:
         """Take back all that a sequence holds, in any status, because it ends."""
         self.swapper.drop(sequence)
-        self._release_pages(sequence, sequence.pages)
+        keep_s = self._config.session_keep_s if sequence.has_next_turn else 0.0
+        self._release_pages(sequence, sequence.pages, now + keep_s if keep_s else 0.0)
         if sequence.status is Status.RUNNING:
             self._release_slot(sequence)
         else:
             self._waiting.leave(sequence)
 
-    def _release_pages(self, sequence: Sequence, pages: list[int]) -> None:
+    def _release_pages(self, sequence: Sequence, pages: list[int], keep_until_s: float = 0.0) -> None:
         """Take back pages of its table; at the commit of the last step in flight that works on them, if there
         is one (rule H: its rows are late, and still write)."""
         last = self._in_flight.get(sequence.last_step)
         if last is None:
-            self.pages.release(pages)
+            self.pages.release(pages, keep_until_s)
         else:
-            last.tables.append(pages)
+            last.tables.append((pages, keep_until_s))
 
     def _release_slot(self, sequence: Sequence) -> int:
         """Take back the slot of a running sequence, and return it. It is free when its pages are: once no row
@@ -466,15 +467,15 @@ class Allocator:
     def settle(self, landed: InFlight) -> None:
         """Release what a step held back, at its commit."""
         self.disk.landed(landed.plan.step, [host_page for _, host_page in landed.plan.swapped_out])
-        for table in landed.tables:
-            self.pages.release(table)
+        for table, keep_until_s in landed.tables:
+            self.pages.release(table, keep_until_s)
         self._slots_free += landed.slots
 
     def check(self) -> None:
         """Assert that every slot and page is in one place, and that each sequence holds what its status
         says."""
         living = [*self._waiting, *self.running.values()]
-        held = [table for flight in self._in_flight.values() for table in flight.tables]
+        held = [table for flight in self._in_flight.values() for table, _ in flight.tables]
         self.pages.check([*(sequence.pages for sequence in living if sequence.pages), *held])
         self.swapper.host.check([s.swapped.host_pages for s in living if s.swapped is not None])
         held_slots = [slot for flight in self._in_flight.values() for slot in flight.slots]

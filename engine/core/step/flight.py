@@ -32,8 +32,9 @@ class InFlight:
     """The core's clock when the step was planned, in seconds."""
     lack: Lack = Lack.NOTHING
     """The reason why sequences still waited for admission when it was planned."""
-    tables: list[list[int]] = field(default_factory=list)
-    """Pages of sequences that ended and whose last row is in this step; released at its commit."""
+    tables: list[tuple[list[int], float]] = field(default_factory=list)
+    """Pages of sequences that ended and whose last row is in this step, and until when they are kept
+    (`BlockManager.release`); released at its commit."""
     slots: list[int] = field(default_factory=list)
     """Slots of sequences that left them and whose last row is in this step; free from its commit on."""
 

@@ -98,8 +98,8 @@ class TritonDecodeStep:
     programs: int
     tile: int
 
-    def __call__(self, layer: int, q: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """q [R, H, D] -> the same shape, in `out` where that is given."""
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """q [R, H, D] -> the same shape."""
         window = self.spec.windows[layer]
         return paged_decode(
             q,
@@ -114,7 +114,6 @@ class TritonDecodeStep:
             kv_scales=self.cache.scales[layer],
             programs=self.programs,
             tile=self.tile,
-            out=out,
         )
 
 

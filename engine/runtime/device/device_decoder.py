@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
 from typing import Final
 
 import torch
@@ -26,7 +25,7 @@ from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch, sample
 from engine.runtime.device.graphs import DecodeInputs
-from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable, Pair
+from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.kernels.begin import StepRows, begin_step
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kernels.fused import Norm, QKNorm, ResidualStream, norm_rotate_store, norm_stream
@@ -130,14 +129,6 @@ class DeviceDecoder:
         return [linear for layer in self._layers for linear in layer.linears] + [self._lm_head]
 
     @property
-    def pairs(self) -> list[Pair]:
-        """The products with nothing but a norm between them. None where ranks exchange parts of the first."""
-        if not self.is_whole:
-            return []
-        within = [(layer.output, layer.gate_up) for layer in self._layers]
-        return within + [(layer.down, following.qkv) for layer, following in pairwise(self._layers)]
-
-    @property
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
@@ -158,7 +149,7 @@ class DeviceDecoder:
     def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> ResidualStream:
         """Store keys and values -> the stream behind the last layer, [T, hidden]."""
         stream = ResidualStream(step.residual)
-        for index, (layer, following) in enumerate(zip_longest(self._layers, self._layers[1:])):
+        for index, layer in enumerate(self._layers):
             qkv, stream = self.table.of_stream(stream, layer.qkv)
             keys, values = cache.keys[index], cache.values[index]
             q = norm_rotate_store(
@@ -173,20 +164,13 @@ class DeviceDecoder:
                 clear_tails=cache.clear_tails,
             )
             attended = attend(index, q).flatten(1)
-            stream = self._added(stream, attended, layer.output, layer.gate_up)
+            stream = self._added(stream, attended, layer.output)
             inner, stream = self.table.of_stream(stream, layer.gate_up)
-            stream = self._added(stream, inner, layer.down, following.qkv if following else None)
+            stream = self._added(stream, inner, layer.down)
         return stream
 
-    def _added(
-        self, stream: ResidualStream, x: Tensor, linear: DeviceLinear, following: DeviceLinear | None
-    ) -> ResidualStream:
-        """The stream with a product added. `following`: the product that multiplies the stream's norm next;
-        None behind the last layer."""
-        if following is not None:
-            folded = self.table.added(stream, x, linear, following)
-            if folded is not None:
-                return folded
+    def _added(self, stream: ResidualStream, x: Tensor, linear: DeviceLinear) -> ResidualStream:
+        """The stream with a product added."""
         return stream.plus(self.ranks.all_reduce_(self.table.linear(x, linear.weight, linear.bias)))
 
     def normed(self, stream: ResidualStream) -> Tensor:

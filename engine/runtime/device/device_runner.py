@@ -2,8 +2,8 @@
 
     leave, seat, grow         DeviceSlots.apply: the plan's changes, sent in a copy or two
     swap out, fork, swap in   HostPages.copy
-    compute, sample           a plan of decode rows alone is one launch: a graph, replayed
-                              of some others, the layers are (`mixed.py`); the rest goes kernel by kernel
+    compute, sample           a plan of decode rows alone is one launch: a graph, replayed; others go kernel
+                              by kernel
     results                   copied to host memory, behind an event
 
 `launch` queues all of that and never waits: it reads no result of the device, sends only from memory that is
@@ -63,8 +63,6 @@ class DeviceRunner:
     decode: Decode
     """Runs a padded decode step, by a graph or kernel by kernel."""
     decode_rows_max: int
-    forward: Callable[[DeviceBatch], Tensor]
-    """Runs the layers of any other step, by a graph or kernel by kernel."""
 
     def run(self, plan: Plan) -> RunResult:
         """Launch and collect."""
@@ -85,7 +83,7 @@ class DeviceRunner:
         if batch.is_decode and len(batch.rows) <= self.decode_rows_max:
             tokens, logprobs = self.decode(batch.plan.slots, [row.end for row in batch.rows])
             return self._sampled(batch, tokens[: len(batch.rows)], logprobs)
-        hidden = self.forward(batch)
+        hidden = self.model.forward(batch)
         prompts = asked_prompt_logprobs(self.model.logits, batch, hidden, distinct_topk)
         if not batch.sampled:
             return Computed(prompt_logprobs=prompts)

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from engine.contract.messages import Plan, RunnerInfo, SamplingParams, SlotAssignment, Want
 from engine.runtime.attention.build import Bounds, build_backends
-from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.device.card import Card, MemoryReading, OwnCard
@@ -37,14 +36,12 @@ from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.device.device_sampling import SamplingScratch
 from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, GraphDevice, Overlap, batch_buckets
 from engine.runtime.device.memory import MemoryProfile, kv_page_count, out_of_memory
-from engine.runtime.device.mixed import TOKEN_COUNTS, MixedGraphs, MixedShape, MixedStep
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
 from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.kernels import launching
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.dependent_launch import dependent_launches
-from engine.runtime.kernels.folding import fold_norms
 from engine.runtime.models.decoder_config import DecoderConfig
 from engine.runtime.setup.backends import Backend, BackendChoice, Chosen, Need, choose
 from engine.runtime.setup.hardware import usable_cores
@@ -140,9 +137,7 @@ class DeviceShard:
         """Measure which kernel multiplies each matrix fastest. Raises DoesNotFit."""
         with enough_memory("measuring kernels", "end what else uses this GPU, or use fp8 weights"):
             decoder = self.decoder
-            timer = self.card.timer()
-            table = MatmulTable.fill(decoder.linears, decoder.dtype, timer)
-            decoder.table = fold_norms(table, decoder.pairs, decoder.dtype, timer)
+            decoder.table = MatmulTable.fill(decoder.linears, decoder.dtype, self.card.timer())
 
     @property
     def geometry(self) -> KVGeometry:
@@ -174,13 +169,7 @@ class DeviceShard:
         with enough_memory("allocating the KV cache and capturing graphs", "lower --gpu-memory-utilization"):
             runner, step = self._assemble(info)
             if not self.design.config.enforce_eager:
-                graphs = self.card.graphs()
-                runner.decode = self._captured(step, runner, graphs, progress).replay
-                if graphs.timer is not None and (mixed := self._mixed(step, runner)) is not None:
-                    mixed.capture(graphs, graphs.timer, partial(_tell, progress, "steps with prompts"))
-                    sizes = ", ".join(map(str, mixed.kept)) or "none"
-                    progress(f"steps with prompts that are faster as graphs, in tokens: {sizes}")
-                    runner.forward = mixed.forward
+                runner.decode = self._captured(step, runner, self.card.graphs(), progress).replay
             progress("planning attention of long prompts")
             tokens_max = min(self.design.config.max_step_tokens, self.max_model_len)
             runner.model.prefill.warm_up(tokens_max, self.decoder.dtype)
@@ -232,7 +221,6 @@ class DeviceShard:
             sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch),
             decode=self._graphs(step, slots, batch_buckets(rows_max)).eager,
             decode_rows_max=rows_max,
-            forward=whole.forward,
         )
         return runner, step
 
@@ -245,25 +233,6 @@ class DeviceShard:
     ) -> _Graphs:
         plan = step.attention.plan
         return DecodeGraphs(step, buckets, slots.padding_slot, slots.device, plan, overlapping)
-
-    def _mixed(self, step: DecodeStep, runner: DeviceRunner) -> MixedGraphs | None:
-        """Graphs for steps with parts of prompts, not captured yet. None where a library attends, which plans
-        on the host; where steps are too short; and for ranks, which would have to keep the same."""
-        decode, prefill = step.attention, runner.model.prefill
-        if not isinstance(decode, TritonDecode) or not isinstance(prefill, TritonPrefill | LibraryPrefill):
-            return None
-        if not self.decoder.is_whole:
-            return None
-        tokens_max = min(self.design.config.max_step_tokens, self.max_model_len)
-        shapes = [
-            MixedShape.of(tokens, runner.info.slots, decode.spec)
-            for tokens in TOKEN_COUNTS
-            if tokens <= tokens_max
-        ]
-        if len(shapes) < 2:
-            return None
-        mixed = MixedStep(self.decoder, step.cache, decode, step.tokens, step.page_table)
-        return MixedGraphs(mixed, runner.model.forward, shapes, runner.slots.padding_slot)
 
     def _profile(self) -> MemoryProfile:
         """Run the largest step, and measure the memory that it takes from torch and past torch."""
@@ -289,10 +258,7 @@ class DeviceShard:
         """The memory of all graphs. There is one more decode step while two forms of it are compared."""
         rows_max, device = runner.decode_rows_max, self.card.graphs()
         decode = self._graphs(step, runner.slots, sorted({1, rows_max}))
-        taken = self._taken(partial(decode.capture, device), len(batch_buckets(rows_max)))
-        if device.timer is not None and (mixed := self._mixed(step, runner)) is not None:
-            taken += self._taken(partial(mixed.ends().capture, device, None), mixed.buckets)
-        return taken
+        return self._taken(partial(decode.capture, device), len(batch_buckets(rows_max)))
 
     def _taken(self, capture: Callable[[Callable[[int, int], None]], None], graphs: int) -> int:
         """The memory of so many graphs, from a capture of the largest and the smallest of them: the largest
@@ -321,8 +287,6 @@ class DeviceShard:
         for rows in batch_buckets(runner.decode_rows_max):
             for overlaps in forms:
                 replace(step, launches_dependently=overlaps)(DecodeInputs.empty(rows, self.card.device))
-        if (mixed := self._mixed(step, runner)) is not None:
-            mixed.launch()
 
 
 def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:

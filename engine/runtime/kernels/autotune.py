@@ -19,8 +19,6 @@ rows. The tail costs nothing and is tried for all rows, with the head and withou
 competes with the best plain product and the kernels beside it, measured together; where the plain product is
 the library's, the fused one has to win by the margin.
 
-A norm between two products may also be shared by them (`folding.py`).
-
 Activations are random numbers while products are timed: zeros let a card run faster than it does at work.
 """
 
@@ -49,12 +47,11 @@ from engine.runtime.kernels.matmul import (
     normed_matmul,
     row_bucket,
     rows_max,
-    scaled_matmul,
     skinny_matmul,
     tiles_for,
 )
 from engine.runtime.kernels.restoring import restored
-from engine.runtime.kernels.split_matmul import adding_matmul, split_matmul, split_tiles_for
+from engine.runtime.kernels.split_matmul import split_matmul, split_tiles_for
 from engine.runtime.weights.fp8 import Fp8Weight
 
 FEW_ROWS: Final = (1, 4, 8)
@@ -130,26 +127,6 @@ class FusedMeasured:
     """False if the norm is a kernel of its own, and the product has a tail alone."""
 
 
-Pair = tuple[DeviceLinear, DeviceLinear]
-"""A product that is added to the residual stream, and the next one, which multiplies the stream's norm."""
-
-
-@dataclass(frozen=True, slots=True)
-class FoldedShape:
-    adding: MatmulShape
-    scaled: FusedShape
-
-
-@dataclass(frozen=True, slots=True)
-class FoldedMeasured:
-    """The fastest tile of a pair's first product where the pair shares its norm; None where the kernels apart
-    are faster."""
-
-    tile: Tile | None
-    best_us: float
-    apart_us: float
-
-
 class MatmulTable:
     """Multiplies by the fastest kernel that was measured, and a shape that was not measured by a safe
     default."""
@@ -158,14 +135,9 @@ class MatmulTable:
         self,
         measured: Mapping[MatmulShape, Measured],
         fused: Mapping[FusedShape, FusedMeasured] = MappingProxyType({}),
-        folded: Mapping[FoldedShape, FoldedMeasured] = MappingProxyType({}),
-        scaled: Mapping[FusedShape, Tile] = MappingProxyType({}),
     ) -> None:
         self.measured: Final = measured
         self.fused: Final = fused
-        self.folded: Final = folded
-        self.scaled: Final = scaled
-        """The fastest tile for each second product of a pair that shares its norm."""
 
     @staticmethod
     def fill(linears: Iterable[DeviceLinear], activations: torch.dtype, timer: Timer) -> MatmulTable:
@@ -204,27 +176,12 @@ class MatmulTable:
         """The product of the stream's norm, [M, N], or [M, N / 2] where it is gated; and the stream with its
         change added. The given stream must not be used again."""
         rows = len(stream.residual)
-        if stream.unscaled is not None:
-            assert out is None
-            return end_norm(stream, linear, self.scaled[fused_shape(linear, rows)])
         if rows <= rows_max(linear.weight):
             found = self.fused.get(fused_shape(linear, rows))
             if found is not None and found.tile is not None:
                 way = _headed if found.is_headed else _tailed
                 return way(stream, linear, found.tile, out)
         return _apart(self, stream, linear, out)
-
-    def added(
-        self, stream: ResidualStream, x: Tensor, adding: DeviceLinear, following: DeviceLinear
-    ) -> ResidualStream | None:
-        """The stream with the product of x added and the norm before `following` begun. The given stream must
-        not be used again. None, and nothing is done, where the kernels apart are faster."""
-        if len(x) > MEASURED_ROWS[-1]:
-            return None
-        found = self.folded.get(folded_shape((adding, following), len(x)))
-        if found is None or found.tile is None:
-            return None
-        return begin_norm(stream, x, (adding, following), found.tile)
 
 
 def _apart(
@@ -254,22 +211,6 @@ def _tailed(
     assert linear.norm is not None
     x, stream = norm_stream(stream, linear.norm)
     return skinny_matmul(x, linear.weight, tile, bias=linear.bias, gated=True, out=out), stream
-
-
-def begin_norm(stream: ResidualStream, x: Tensor, pair: Pair, tile: Tile) -> ResidualStream:
-    """The first product of a pair, which begins the norm."""
-    adding, following = pair
-    assert following.norm is not None
-    return adding_matmul(x, adding.weight, tile, stream, following.norm, bias=adding.bias)
-
-
-def end_norm(stream: ResidualStream, linear: DeviceLinear, tile: Tile) -> tuple[Tensor, ResidualStream]:
-    """The second product of a pair, which ends the norm."""
-    x, after = stream.unscaled, ResidualStream(stream.residual)
-    assert x is not None
-    if tile.splits > 1:
-        return split_matmul(x, linear.weight, tile, bias=linear.bias), after
-    return scaled_matmul(x, linear.weight, tile, bias=linear.bias, gated=linear.gated), after
 
 
 Way = Callable[[ResidualStream, DeviceLinear, Tile], tuple[Tensor, ResidualStream]]
@@ -418,8 +359,3 @@ def shape_of(weight: Weight, rows: int) -> MatmulShape:
 
 def fused_shape(linear: DeviceLinear, rows: int) -> FusedShape:
     return FusedShape(shape_of(linear.weight, measured_rows(rows)), linear.gated)
-
-
-def folded_shape(pair: Pair, rows: int) -> FoldedShape:
-    adding, following = pair
-    return FoldedShape(shape_of(adding.weight, measured_rows(rows)), fused_shape(following, rows))

@@ -172,7 +172,6 @@ def paged_decode(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     programs: int,
     tile: int | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """q [R, H, D]; keys, values [pages, Hkv, page_size, D]; tables [R, P], lengths [R] int32 -> [R, H, D].
 
@@ -184,7 +183,7 @@ def paged_decode(
     tile = tile or tile_tokens(keys.shape[2], q.shape[2], q.dtype)
     assert 2 * programs <= len(scratch.sums)
     assert all((tables.stride(1) == 1, *(t.is_contiguous() for t in (q[0], keys, values))))
-    out = q.new_empty(q.shape) if out is None else out
+    out = q.new_empty(q.shape)
     launch(
         decode_kernel,
         (programs,),

@@ -48,29 +48,15 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Unscaled:
-    """An RMS norm without its last step, which multiplies each row by 1 / rms."""
-
-    values: Tensor
-    """The stream times the norm's weight, [T, hidden]."""
-    squares: Tensor
-    """The sum of squares of the stream's rows in each tile of columns, [tiles, at least T] float32."""
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
 class ResidualStream:
     """The hidden states between two blocks, [T, hidden]: the residual, and the last block's output, which the
     next kernel adds to it (None: nothing is left to add)."""
 
     residual: Tensor
     change: Tensor | None = None
-    unscaled: Unscaled | None = None
-    """The next norm, where the last block's product has begun it; None: it is left to the next kernel."""
 
     def plus(self, change: Tensor) -> ResidualStream:
         assert self.change is None
-        assert self.unscaled is None
         return ResidualStream(self.residual, change)
 
 

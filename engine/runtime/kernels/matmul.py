@@ -27,11 +27,6 @@ multiplies by 1 / rms at its end. Each program sums all squares for itself, in t
 again; with few rows that is less than a kernel's start. s goes into another buffer than it is read from, as
 others still read there; of its tiles each program writes a share.
 
-**Half a norm in the head.** For more rows that is too much to do in each program. There the product that adds
-to the stream may begin the norm, once: it leaves s * g, and the squares' sums over each of its tiles
-(`split_matmul.py`). The next product reads s * g as it reads any activations, adds those sums up in the order
-of the tiles, and multiplies by 1 / rms at its end.
-
 **SiLU in the tail.** Where the weight's upper half is a gate, a program's tile is the same rows of both
 halves, multiplied as one, and it stores silu(gate) * up.
 
@@ -59,7 +54,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.kernels.dependent_launch import dependent, prefetch, wait_for_earlier
-from engine.runtime.kernels.fused import Norm, ResidualStream, Unscaled
+from engine.runtime.kernels.fused import Norm, ResidualStream
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.widening import widened
 from engine.runtime.weights.fp8 import Fp8Weight
@@ -72,10 +67,6 @@ ROWS_MAX: Final = ROWS[-1]
 ROWS_FP8: Final = (*ROWS, 128, 256)
 """Rows of activations for an fp8 weight. The library needs the weight restored first, which takes longer than
 these products."""
-
-
-_SQUARES_AT_ONCE = tl.constexpr(4096)
-"""Sums of squares that a program reads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +160,6 @@ def skinny_matmul(
     return _launch(x, _Head(), weight, tile, bias, gated, out)
 
 
-def scaled_matmul(
-    x: Unscaled, weight: Weight, tile: Tile, *, bias: Tensor | None = None, gated: bool = False
-) -> Tensor:
-    """`skinny_matmul` of a norm that lacks its scale."""
-    return _launch(x.values, _Head(eps=x.eps, squares=x.squares), weight, tile, bias, gated)
-
-
 def normed_matmul(
     stream: ResidualStream,
     norm: Norm,
@@ -197,13 +181,12 @@ def normed_matmul(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The work of a kernel on activations before it multiplies them, and on their product for it."""
+    """The work of a kernel on activations before it multiplies them."""
 
     change: Tensor | None = None
     norm: Tensor | None = None
     eps: float = 0.0
     total: Tensor | None = None
-    squares: Tensor | None = None
 
 
 def _launch(
@@ -221,7 +204,6 @@ def _launch(
     assert rows <= rows_max(weight)
     assert values.shape[1] == width
     assert all(t.is_contiguous() for t in (x, head.change, head.total, values, bias, out) if t is not None)
-    assert head.squares is None or head.squares.shape[1] == row_bucket(rows)
     assert group % tile.k == 0
     assert rows == 1 or not tile.alone
     assert tile.splits == 1
@@ -234,8 +216,6 @@ def _launch(
         head.norm,
         head.eps,
         head.total,
-        head.squares,
-        0 if head.squares is None else len(head.squares),
         values,
         scales,
         bias,
@@ -257,15 +237,13 @@ def _launch(
     return out
 
 
-@triton.jit(do_not_specialize=["rows", "tiles"])  # or warm-up would not compile for every batch
+@triton.jit(do_not_specialize=["rows"])  # or warm-up would not compile for every batch
 def skinny_kernel(
     x,
     change,
     norm,
     eps,
     total,
-    tile_squares,
-    tiles,
     weight,
     scales,
     bias,
@@ -324,26 +302,12 @@ def skinny_kernel(
         acc = tl.sum(acc, 1)[None, :]
     if norm is not None:
         acc *= (1.0 / tl.sqrt(tl.sum(squares, 1) / width + eps))[:, None]
-    if tile_squares is not None:
-        acc *= _inverse_rms(tile_squares, tiles, row, width, eps)[:, None]
     acc = _finish(acc, scales, bias, n, inside_n, GROUP)
     if GATED:
         acc = _gated(acc)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out + row[:, None] * height + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (n[None, :] < height))
-
-
-@triton.jit
-def _inverse_rms(squares, tiles, row, width, eps):
-    """1 / rms of rows, [M], from the sums of their squares in each tile of columns."""
-    AT_ONCE: tl.constexpr = _SQUARES_AT_ONCE // row.shape[0]
-    total = tl.zeros([row.shape[0]], tl.float32)
-    for first in range(0, tiles, AT_ONCE):
-        tile = first + tl.arange(0, AT_ONCE)[:, None]
-        at = squares + tile * row.shape[0] + row[None, :]
-        total += tl.sum(tl.load(at, mask=tile < tiles, other=0.0), 0)
-    return 1.0 / tl.sqrt(total / width + eps)
 
 
 @triton.jit

@@ -114,7 +114,7 @@ def paged_prefill(
 
 @triton.jit(
     do_not_specialize_on_alignment=["tables"]
-)  # a mixed step's tables begin behind its decode rows, at any address
+)  # a step's tables begin behind those of its decode rows, at any address
 def prefill_kernel(
     q,
     keys,

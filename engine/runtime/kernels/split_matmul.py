@@ -12,12 +12,6 @@ the bias, rounds once, and sets the counter back for the next product. So the re
 order in which programs arrive. It depends on the number of splits, which belongs to the tile that a start
 chose for a number of rows.
 
-**A norm begun in the tail.** Before the next norm a decoder adds the output and the down projection to its
-residual stream: s = residual + y. The program that completes a tile may do that in place, as it alone touches
-these numbers. It then leaves s times the norm's weight, and each row's sum of squares over the tile: all of
-the norm but the scale of a row, which the next product applies (`matmul.py`). So the norm needs no kernel. y
-is not rounded before it is added; s is, as the next layer sees it so.
-
 Memory order: a program's stores, a barrier among its threads, then an acquire-release addition; the sums are
 read past the first-level cache.
 """
@@ -33,7 +27,6 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
-from engine.runtime.kernels.fused import Norm, ResidualStream, Unscaled
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.matmul import (
     ROWS,
@@ -43,7 +36,6 @@ from engine.runtime.kernels.matmul import (
     Weight,
     _add_product,
     _finish,
-    _inverse_rms,
     _prefetch,
     parts_of,
     row_bucket,
@@ -73,49 +65,14 @@ def split_tiles_for(height: int, width: int, rows: int) -> list[Tile]:
 
 
 def split_matmul(
-    x: Tensor | Unscaled, weight: Weight, tile: Tile, *, bias: Tensor | None = None, out: Tensor | None = None
+    x: Tensor, weight: Weight, tile: Tile, *, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """x [M, K], M <= `SPLIT_ROWS_MAX`; weight [N, K] in x's type or fp8; bias [N] -> [M, N].
 
     y = (x @ weight^T) * scales + bias, in float32, rounded once. Groups of columns are a multiple of the
-    tile's. x may be a norm that lacks its scale.
+    tile's.
     """
-    values = x.values if isinstance(x, Unscaled) else x
-    out = values.new_empty(len(values), len(parts_of(weight)[0])) if out is None else out
-    if isinstance(x, Unscaled):
-        _launch(values, weight, tile, bias, out, eps=x.eps, squares=x.squares)
-    else:
-        _launch(values, weight, tile, bias, out)
-    return out
-
-
-def adding_matmul(
-    x: Tensor, weight: Weight, tile: Tile, stream: ResidualStream, norm: Norm, *, bias: Tensor | None = None
-) -> ResidualStream:
-    """Add `split_matmul` to the stream's residual [M, N], in place, and begin the stream's norm. The given
-    stream must not be used again."""
-    residual = stream.residual
-    assert stream.change is None
-    assert residual.is_contiguous()
-    tiles = triton.cdiv(residual.shape[1], tile.n)
-    squares = x.new_empty(tiles, row_bucket(len(x)), dtype=torch.float32)
-    values = torch.empty_like(residual)
-    _launch(x, weight, tile, bias, values, residual=residual, norm=norm.weight, squares=squares)
-    return ResidualStream(residual, unscaled=Unscaled(values, squares, norm.eps))
-
-
-def _launch(
-    x: Tensor,
-    weight: Weight,
-    tile: Tile,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    residual: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    squares: Tensor | None = None,
-) -> None:
+    out = x.new_empty(len(x), len(parts_of(weight)[0])) if out is None else out
     values, scales, group = parts_of(weight)
     (rows, width), height = x.shape, len(values)
     assert rows <= SPLIT_ROWS_MAX
@@ -129,8 +86,8 @@ def _launch(
     launch(
         split_kernel,
         (tiles * tile.splits,),
-        *(x, values, scales, bias, out, sums, _counters(x.device), residual, norm, eps, squares),
-        *(0 if squares is None else len(squares), rows, height, width, tile.splits),
+        *(x, values, scales, bias, out, sums, _counters(x.device)),
+        *(rows, height, width, tile.splits),
         EVEN=height % tile.n == 0 and width % tile.k == 0,
         GROUP=group,
         BLOCK_M=block_m,
@@ -141,6 +98,7 @@ def _launch(
         STAGES=tile.stages,
         **dependent(),
     )
+    return out
 
 
 @cache
@@ -150,7 +108,7 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "splits"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def split_kernel(
     x,
     weight,
@@ -159,11 +117,6 @@ def split_kernel(
     out,
     sums,
     arrivals,
-    residual,
-    norm,
-    eps,
-    squares,
-    tiles,
     rows,
     height,
     width,
@@ -176,8 +129,7 @@ def split_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program i computes split i modulo their number; a tile's splits follow each other. With a norm
-    `squares` are written, else read."""
+    """Program i computes split i modulo their number; a tile's splits follow each other."""
     place, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     n = place * BLOCK_N + column
@@ -210,16 +162,7 @@ def split_kernel(
         for other in range(splits):
             at = first + other * (BLOCK_M * BLOCK_N) + own
             total += tl.load(at, mask=exists, other=0.0, cache_modifier=".cg")
-        if norm is None and squares is not None:
-            total *= _inverse_rms(squares, tiles, row, width, eps)[:, None]
         total = _finish(total, scales, bias, n, inside_n, GROUP)
         at = row[:, None] * height + n[None, :]
         inside = exists & inside_n[None, :]
-        if norm is not None:
-            total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-            rounded = total.to(out.dtype.element_ty)
-            tl.store(residual + at, rounded, mask=inside)
-            total = rounded.to(tl.float32)
-            tl.store(squares + place * BLOCK_M + row, tl.sum(total * total, 1))
-            total *= tl.load(norm + n, mask=inside_n, other=0.0)[None, :]
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

@@ -17,4 +17,6 @@ export const whole = (number) => (number === null || number === undefined ? "" :
 const TIME = new Intl.DateTimeFormat("en-GB", { timeStyle: "medium" });
 export const timeOf = (text) => TIME.format(new Date(text));
 
+export const percent = (part, of) => (part === null || part === undefined || !of ? "" : `${Math.round((part / of) * 100)} %`);
+
 export const plural = (number, one, more) => `${whole(number)} ${number === 1 ? one : more}`;

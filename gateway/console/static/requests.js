@@ -2,7 +2,7 @@
 
 import { get, poll } from "./api.js";
 import { el, say, setText, shown } from "./dom.js";
-import { duration, plural, timeOf, whole } from "./format.js";
+import { duration, percent, plural, timeOf, whole } from "./format.js";
 
 const EVERY_MS = 1000;
 const ROWS_MAX = 1000;
@@ -22,6 +22,7 @@ const COLUMNS = [
   ["Tenant", (one) => shown(one.tenant), ""],
   ["Model", (one) => shown(one.model), ""],
   ["Prompt", (one) => whole(one.prompt_tokens ?? 0), "num wide"],
+  ["Cached", (one) => percent(one.cached_tokens, one.prompt_tokens), "num wide"],
   ["Events", (one) => whole(one.events ?? 0), "num wide"],
   ["Replica", (one) => shown(one.replica), "wide"],
   ["Request", (one) => shown(one.request_id), "id"],
@@ -29,7 +30,8 @@ const COLUMNS = [
 
 let kept = {}; // the filters, for when the view is opened again
 
-export function requestsView(view, tell) {
+export function requestsView(view, tell, session) {
+  if (session) kept = { session };
   let rows = [];
   let asked = 0;
   const form = filters(() => refresh());
@@ -124,6 +126,7 @@ function filters(changed) {
     field("State", state),
     field("Tenant", text("tenant", 12)),
     field("Model", text("model", 14)),
+    field("Session", text("session", 16)),
     field("Status", text("status", 6, { pattern: "[1-5](xx|\\d\\d)", placeholder: "5xx" })),
     field("End reason", reason),
     field("At least, ms", text("min_ms", 7, { inputmode: "numeric", pattern: "\\d{0,12}" })));

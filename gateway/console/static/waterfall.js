@@ -3,7 +3,7 @@
 // events were passed on, and their number by then: the record has a few, the console's own chats one for each piece.
 
 import { el, shown, svg } from "./dom.js";
-import { duration, exact, plural, whole } from "./format.js";
+import { duration, exact, percent, plural, whole } from "./format.js";
 
 const TICKS_MAX = 600;
 
@@ -92,6 +92,7 @@ function facts(one, line) {
     ["Tenant", one.tenant ?? "none", "tenant"],
     ["Key", one.key_id ?? "none", "key"],
     ["Model", one.model ?? "none", "model"],
+    ["Session", one.session ? el("a", { href: `#/requests/${encodeURIComponent(one.session)}` }, shown(one.session)) : "none", "session"],
     ["Asked", `${one.method} ${one.endpoint}${one.stream ? ", as a stream" : ""}`, "asked"],
     ["Engines asked", `${one.attempts ?? 0}${one.replica ? `, last ${one.replica}` : ""}`, "attempts"],
   ];
@@ -99,7 +100,7 @@ function facts(one, line) {
   if (line?.route) pairs.push(["Chosen by", line.route, "route"]);
   if (one.error_code) pairs.push(["Error", [one.error_code, line?.error_detail].filter(Boolean).join(": "), "error"]);
   if (line?.quota_meter) pairs.push(["Refused by", `the ${line.quota_scope}'s quota of ${line.quota_meter}`, "quota"]);
-  const cached = line?.cached_tokens ? ` (${whole(line.cached_tokens)} cached)` : "";
+  const cached = line?.cached_tokens ? ` (${whole(line.cached_tokens)} cached, ${percent(line.cached_tokens, one.prompt_tokens)})` : "";
   pairs.push(["Prompt", `${plural(one.prompt_tokens ?? 0, "token", "tokens")}${cached}`, "prompt"]);
   if (one.completion_tokens !== undefined && one.completion_tokens !== null) {
     const reasoning = line?.reasoning_tokens ? ` (${whole(line.reasoning_tokens)} of reasoning)` : "";
@@ -112,7 +113,7 @@ function facts(one, line) {
     pairs.push(["Preempted", plural(line.engine_preemptions, "time", "times") + kept, "preempted"]);
   }
   return el("dl", { class: "facts" }, pairs.map(([name, text, key]) =>
-    el("div", {}, el("dt", {}, name), el("dd", { "data-fact": key }, shown(text)))));
+    el("div", {}, el("dt", {}, name), el("dd", { "data-fact": key }, text instanceof Node ? text : shown(text)))));
 }
 
 function all(line) {

@@ -30,7 +30,7 @@ from shared.apis.chat_messages import (
     TextPart,
 )
 from shared.apis.nothing import unsupported
-from shared.apis.responses.items import REASONING_MARK, InputItem, InputPart
+from shared.apis.responses.items import InputItem, InputPart
 from shared.apis.responses.tools import flat_name
 from shared.wire.errors import InvalidRequest, UnsupportedParameter
 from shared.wire.shapes import IMAGES_MAX
@@ -49,7 +49,7 @@ _NOT_TAKEN: Final = {
 """What is said of types that callers may expect, beside their name."""
 
 
-class Conversation(Struct, frozen=True):
+class InputMessages(Struct, frozen=True):
     """An input as messages."""
 
     messages: list[ChatMessage]
@@ -59,7 +59,7 @@ class Conversation(Struct, frozen=True):
     """The place of the first image. None without one."""
 
 
-def conversation(instructions: str | None, given: str | Sequence[InputItem]) -> Conversation:
+def conversation(instructions: str | None, given: str | Sequence[InputItem]) -> InputMessages:
     """The messages of an input, behind the instructions. Raises InvalidRequest, and UnsupportedParameter for
     items and parts of other types than those that are read here."""
     reader = _Reader()
@@ -71,7 +71,7 @@ def conversation(instructions: str | None, given: str | Sequence[InputItem]) -> 
         reader.read(given)
         if not reader.messages:
             raise InvalidRequest(f"{PARAM} has no item that says anything.", param=PARAM)
-    return Conversation(reader.messages, tuple(reader.places), reader.image)
+    return InputMessages(reader.messages, tuple(reader.places), reader.image)
 
 
 class _Turn(Struct):
@@ -195,8 +195,8 @@ def _thought(item: InputItem, place: str) -> str:
     """The text of reasoning (rule 3). Empty where none can be read."""
     if item.content:
         return _thinking(item.content, f"{place}.content")
-    if (sealed := item.encrypted_content) is not None:
-        return sealed.removeprefix(REASONING_MARK) if sealed.startswith(REASONING_MARK) else ""
+    if item.encrypted_content is not None:
+        return item.kept or ""
     return _thinking(item.summary or "", f"{place}.summary")
 
 

@@ -60,11 +60,11 @@ def failing_events(error: ApiError, response: ResponseObject) -> list[StreamEven
     return [ErrorEvent(error=told), ResponseFailed(response=failed)]
 
 
-def name_of(event: StreamEvent) -> str:
+def name_of(event: StreamEvent) -> bytes:
     """The type of an event, which is its name, too."""
     name = event.__struct_config__.tag
     assert isinstance(name, str)
-    return name
+    return name.encode()
 
 
 # -- its items ------------------------------------------------------------------------------------
@@ -97,12 +97,12 @@ class PartDone(_OfContent, tag="response.content_part.done"):
     part: OutputText | ReasoningText
 
 
-class TextDelta(_OfContent, tag="response.output_text.delta"):
+class OutputTextDelta(_OfContent, tag="response.output_text.delta"):
     delta: str
     logprobs: list[TokenLogprob] = []  # noqa: RUF012  msgspec copies it
 
 
-class TextDone(_OfContent, tag="response.output_text.done"):
+class OutputTextDone(_OfContent, tag="response.output_text.done"):
     text: str
     logprobs: list[TokenLogprob] = []  # noqa: RUF012  msgspec copies it
 
@@ -150,3 +150,29 @@ class CustomInputDelta(_OfItem, tag="response.custom_tool_call_input.delta"):
 
 class CustomInputDone(_OfItem, tag="response.custom_tool_call_input.done"):
     input: str
+
+
+ResponseEvent = (
+    ResponseCreated
+    | ResponseInProgress
+    | ResponseCompleted
+    | ResponseIncomplete
+    | ResponseFailed
+    | ErrorEvent
+    | ItemAdded
+    | ItemDone
+    | PartAdded
+    | PartDone
+    | OutputTextDelta
+    | OutputTextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | SummaryPartAdded
+    | SummaryPartDone
+    | SummaryDelta
+    | SummaryDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | CustomInputDelta
+    | CustomInputDone
+)

@@ -69,3 +69,11 @@ class InputItem(Unshown, omit_defaults=True):
     @property
     def kind(self) -> str:
         return self.type or "message"
+
+    @property
+    def kept(self) -> str | None:
+        """The reasoning in an `encrypted_content` of ours. None without one."""
+        given = self.encrypted_content
+        if given is None or not given.startswith(REASONING_MARK):
+            return None
+        return given.removeprefix(REASONING_MARK)

@@ -23,7 +23,7 @@ from shared.apis.generation import GenerationRequest
 from shared.apis.nothing import EMPTY, EXTENSIONS, FALSE, LOOKED_INTO, NONE, PROMPT, Nothing, unsupported
 from shared.apis.prompt import ChatPrompt
 from shared.apis.request import Request
-from shared.apis.responses.conversion import Conversation, conversation
+from shared.apis.responses.conversion import InputMessages, conversation
 from shared.apis.responses.items import InputItem
 from shared.apis.responses.tools import (
     Choosing,
@@ -36,7 +36,7 @@ from shared.apis.responses.tools import (
 )
 from shared.apis.structure import Structure, TextFormat, check_text_format
 from shared.apis.tools import Tool, ToolChoice
-from shared.apis.validation import shapeless_names
+from shared.apis.validation import surplus_fields
 from shared.wire.errors import InvalidRequest, NotFound
 from shared.wire.shapes import ITEMS_MAX, LOGPROBS_MAX, TOKENS_MAX, TOOLS_MAX, Unshown
 
@@ -93,7 +93,7 @@ class _Fields(Protocol):
     conversation: Raw
 
     @property
-    def said(self) -> Conversation: ...
+    def said(self) -> InputMessages: ...
 
     @property
     def offers(self) -> OfferedTools: ...
@@ -168,7 +168,7 @@ def _unknown_within(asked: Struct, fields: Mapping[str, Raw]) -> list[str]:
     for name in _LOOKED_AT:
         value = getattr(asked, name)
         if isinstance(value, list | Struct):
-            found |= dict.fromkeys(shapeless_names(value, fields[name], name, name))
+            found |= dict.fromkeys(surplus_fields(value, fields[name], name, name))
     return [*found]
 
 
@@ -176,6 +176,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
     path: ClassVar[str] = "/v1/responses"
     operation: ClassVar[str] = "chat"
     prompt_param: ClassVar[str] = "input"
+    prompt_beside: ClassVar[frozenset[str]] = frozenset({"instructions"})
     keeps_answer: ClassVar[bool] = True
     nothing: ClassVar[Mapping[str, Nothing]] = {
         **EXTENSIONS,
@@ -243,7 +244,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
     prompt_cache_retention: str | None = None
 
     @cached_property
-    def said(self) -> Conversation:
+    def said(self) -> InputMessages:
         return conversation(self.instructions, self.input)
 
     @cached_property
@@ -285,6 +286,14 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
         if allowed is None:
             return self.offers.asked
         return [tool for tool in self.offers.asked if tool.function.name in allowed]
+
+    @property
+    def tool_places(self) -> Sequence[str]:
+        allowed, offers = self.choosing.allowed, self.offers
+        if allowed is None:
+            return offers.places
+        both = zip(offers.asked, offers.places, strict=True)
+        return [place for tool, place in both if tool.function.name in allowed]
 
     @property
     def tool_choice_asked(self) -> ToolChoice:
@@ -348,7 +357,7 @@ class InputTokensRequest(Request, kw_only=True, dict=True):
     truncation: Literal["auto", "disabled"] | None = None
 
     @cached_property
-    def said(self) -> Conversation:
+    def said(self) -> InputMessages:
         return conversation(self.instructions, self.input)
 
     @cached_property

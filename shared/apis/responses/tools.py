@@ -100,7 +100,9 @@ class OfferedTools(Struct, frozen=True):
     told: tuple[FunctionTool, ...] = ()
     """Those that the model is told of."""
     asked: tuple[FunctionTool, ...] = ()
-    """The same, with where their schemas came from and how these are to be held."""
+    """The same, with how their arguments are to be held."""
+    places: tuple[str, ...] = ()
+    """The places of their schemas in the request. Empty where that is none of the caller's."""
     called: Mapping[str, Called] = {}
     """How their calls are told, by the names that the model has for them."""
 
@@ -117,6 +119,7 @@ def offered(tools: Sequence[ResponsesTool] | None) -> OfferedTools:
         return OfferedTools()
     told: list[FunctionTool] = []
     asked: list[FunctionTool] = []
+    places: list[str] = []
     called: dict[str, Called] = {}
     for tool, namespace, place in _leaves(tools):
         if len(told) == TOOLS_MAX:
@@ -124,13 +127,13 @@ def offered(tools: Sequence[ResponsesTool] | None) -> OfferedTools:
         is_custom = tool.type == "custom"
         name = flat_name(namespace, _name(tool, place))
         schema = CUSTOM_SCHEMA if is_custom else tool.parameters
-        where = "" if is_custom else f"{place}.parameters"
+        places.append("" if is_custom else f"{place}.parameters")
         told.append(FunctionTool(FunctionSpec(name, tool.description, schema)))
         strict = None if is_custom else tool.strict
-        asked.append(FunctionTool(AskedFunction(name, tool.description, schema, strict, where)))
+        asked.append(FunctionTool(AskedFunction(name, tool.description, schema, strict)))
         item = CalledAs.CUSTOM if is_custom else CalledAs.FUNCTION
         called.setdefault(name, Called(item, tool.name or "", namespace))
-    return OfferedTools(tuple(told), tuple(asked), called)
+    return OfferedTools(tuple(told), tuple(asked), tuple(places), called)
 
 
 def check_offered(tools: Sequence[ResponsesTool]) -> None:

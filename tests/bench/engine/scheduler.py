@@ -2,8 +2,9 @@
 
 Every figure comes from the engine's real scheduler; only the runner is a model of cost, so the bench needs no
 GPU and gives the same numbers everywhere. Ratios are to first come, first served. With `--live` the same
-comparison is made on a real engine on this machine (`tests.bench.engine.live`), and `--overlap` measures
-instead how much device time overlapped steps save (`tests.bench.engine.overlap`).
+comparison is made on a real engine on this machine (`tests.bench.engine.live`), `--overlap` measures instead
+how much device time overlapped steps save (`tests.bench.engine.overlap`), and `--agents` what keeping
+sessions' pages brings (`tests.bench.engine.agents`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final
 
 from engine.contract.messages import ServiceClass
 from engine.core.estimate.cost import StepCost
-from tests.bench.engine import comparison, live, overlap, plot
+from tests.bench.engine import agents, comparison, live, overlap, plot
 from tests.bench.engine.comparison import Measures, ttft, ttft_p99
 from tests.bench.engine.disciplines import FIFO, NAMES, OURS, PREFILL_FIRST, PRIORITY, SHORTEST, served_by
 from tests.bench.engine.virtual import UNBOUNDED_GAPS, Engine, Request, Run
@@ -282,6 +283,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--live", action="store_true", help="ask a real engine on this machine instead")
     instead.add_argument("--overlap", action="store_true", help="measure what overlapped steps save instead")
+    instead.add_argument(
+        "--agents", action="store_true", help="measure what keeping sessions' pages brings instead"
+    )
 
 
 async def run(options: argparse.Namespace) -> list[Figure]:
@@ -289,6 +293,8 @@ async def run(options: argparse.Namespace) -> list[Figure]:
         return await live.run(options.first_seed)
     if options.overlap:
         return overlap.run()
+    if options.agents:
+        return agents.run(options.first_seed)
     if options.plot is not None:
         plot.check()
     if (options.plot or options.table) and not {CHAT.name, TRACE.name} & set(options.only):

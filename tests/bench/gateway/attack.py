@@ -18,6 +18,7 @@ BODY_LEN: Final = 8 * MIB - KIB
 """Bytes of a body that is nearly as large as the gateway takes."""
 CHATS: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
+RESPONSES: Final = "/v1/responses"
 PLAIN_ID: Final = 50
 """A token id that every vocabulary has."""
 
@@ -36,6 +37,7 @@ class Law(StrEnum):
     CHARGES = "charged is what was computed"
     PAGES = "cached pages are their tenant's own"
     HASTE = "haste is paid for by the hasty"
+    GRAMMARS = "a late mask delays its own row"
     REPLICAS = "a replica harms its own model alone"
 
 
@@ -121,6 +123,10 @@ def chat(**fields: object) -> Body:
 
 def completion(**fields: object) -> Body:
     return partial(encoded, {"model": MODEL, "prompt": "Go on.", "ignore_eos": True, **fields})
+
+
+def response(**fields: object) -> Body:
+    return partial(encoded, {"model": MODEL, "input": "Go on.", "ignore_eos": True, **fields})
 
 
 def encoded(fields: Mapping[str, object]) -> bytes:

@@ -20,7 +20,9 @@ from tests.bench.gateway.attack import (
     MIB,
     MODEL,
     PLAIN_ID,
+    RESPONSES,
     Attack,
+    Body,
     Ends,
     Law,
     Rogue,
@@ -29,6 +31,7 @@ from tests.bench.gateway.attack import (
     completion,
     encoded,
     padded,
+    response,
     text,
 )
 from tests.bench.gateway.bodies import SHAPES, TAKEN_APART, TAKES_APART, TEXTS
@@ -160,6 +163,16 @@ def _more_bytes() -> list[Attack]:
             law,
             chat(messages=[{"role": "user", "content": "\U0001f600" * 60}] * 2048, max_tokens=1),
             path=CHATS,
+            count=24,
+            at_once=12,
+            who=two,
+            statuses=refused,
+        ),
+        Attack(
+            "24 responses of 4,096 items",
+            law,
+            response(input=[{"role": "user", "content": "\U0001f600" * 60}] * 4096, max_output_tokens=1),
+            path=RESPONSES,
             count=24,
             at_once=12,
             who=two,
@@ -378,6 +391,15 @@ def _charges() -> list[Attack]:
             at_once=4,
             ends=Ends.ON_CUE,
         ),
+        Attack(
+            "responses left while they stream",
+            law,
+            response(max_output_tokens=1900, stream=True),
+            RESPONSES,
+            count=16,
+            at_once=16,
+            ends=Ends.ON_CUE,
+        ),
         Attack("left before it answers", law, chat(n=8, max_tokens=1900), path, 4, 4, ends=Ends.ON_CUE),
         Attack(
             "a reader that does not read",
@@ -492,11 +514,70 @@ def _replicas() -> list[Attack]:
     ]
 
 
+def _grammars() -> list[Attack]:
+    """Schemas, patterns and grammars that are long to compile, or whose masks are long to fill."""
+    law, path, refused = Law.GRAMMARS, CHATS, frozenset({400})
+    may = frozenset({200, 503})
+    wide = {f"p{i}": {"type": "string", "maxLength": 30} for i in range(390)}
+    words = [f"{i:x}" * 9 for i in range(1000)]
+    chain = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(1500)}
+    ambiguous = 'start: a\na: a a | b\nb: "x"? | c\nc: /[a-z ]{0,40}/ b?'
+    return [
+        Attack("16 answers of any JSON", law, _structured(n=16, max_tokens=150, json={}), path, 4, 4),
+        Attack(
+            "16 answers with 390 optional properties",
+            law,
+            _structured(n=16, max_tokens=60, json={"type": "object", "properties": wide}),
+            path,
+            count=4,
+            at_once=4,
+            statuses=may,
+        ),
+        Attack(
+            "one of 1,000 texts", law, _structured(n=8, choice=words), path, count=6, at_once=6, statuses=may
+        ),
+        Attack(
+            "a pattern of repeats of repeats",
+            law,
+            _structured(n=8, max_tokens=100, regex="((a|aa|aaa){1,20}b?){1,20}c"),
+            path,
+            count=6,
+            at_once=6,
+            statuses=may,
+        ),
+        Attack(
+            "a grammar of many readings",
+            law,
+            _structured(n=8, max_tokens=100, grammar=ambiguous),
+            path,
+            count=6,
+            at_once=6,
+            statuses=may,
+        ),
+        Attack(
+            "1,500 references in a row",
+            law,
+            _structured(json={"$defs": chain | {"d1500": {}}, "$ref": "#/$defs/d0"}),
+            path,
+            count=6,
+            at_once=6,
+            statuses=refused,
+        ),
+    ]
+
+
+def _structured(n: int = 1, max_tokens: int = 40, **outputs: object) -> Body:
+    """A chat whose answer has a structure."""
+    messages = [{"role": "user", "content": "Go on."}]
+    asked = {"messages": messages, "n": n, "max_tokens": max_tokens, "structured_outputs": outputs}
+    return partial(encoded, {"model": MODEL, "temperature": 1.5, **asked})
+
+
 ATTACKS: Final = (
     *(*_reservations(), *_strangers()),
     *(*_bytes(), *_more_bytes()),
     *(*_loops(), *_steps()),
-    *_threads(),
+    *(*_threads(), *_grammars()),
     *_seats(),
     *(*_charges(), *_more_charges()),
     *(*_pages(), *_haste()),

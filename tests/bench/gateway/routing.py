@@ -8,7 +8,19 @@ Where a replica joins, or half of all conversations come to have a new prefix, t
 longest queue of the replica that has joined, or of the worst one, in the 15 s after that, by the median of
 all replicas' longest queues.
 
-With `--live`, rules are compared on real engines instead (`tests.bench.gateway.routing_live`).
+In *agents*, 16 sessions of coding agents (`routing_world.Agents`) are open beside chats, at three replicas:
+prompts grow to 100,000 tokens in 40 turns, of which 95 % repeat the turn before, with seconds between them
+while tools run, and sub-agents now and then. Its figures are of the sessions' own conversations, and of
+`chats` beside them:
+
+*cached / possible*    the cached tokens, by those that some replica had computed before
+*p50*, *p99*           to the first token, in milliseconds of virtual time; *p50 / RULE* is ours by RULE's
+
+*agents, restarts* is the same with fewer chats, which two replicas can serve, while the three are restarted
+one after the other, each with an empty cache.
+
+With `--live`, rules are compared on real engines instead (`tests.bench.gateway.routing_live`), and with
+`--agents` for agents' sessions (`tests.bench.gateway.agents_live`).
 """
 
 from __future__ import annotations
@@ -20,9 +32,10 @@ from statistics import mean
 from typing import Final
 
 from tests.bench.figures import Figure, Target, at_least, at_most, figure
+from tests.bench.gateway.agents_live import TURNS, run_agents
 from tests.bench.gateway.routing_live import run_live
 from tests.bench.gateway.routing_rules import BLIND, RULES
-from tests.bench.gateway.routing_world import Result, Traffic, simulate
+from tests.bench.gateway.routing_world import Agents, Result, Traffic, simulate
 from tests.bench.streams import BenchFailed
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
@@ -43,6 +56,14 @@ ONE_PREFIX: Final = replace(_ONE_TURN, name="hot prefix", prefixes=1, prefix_tok
 FEW_SHOT: Final = replace(
     _ONE_TURN, name="few-shot", prefixes=16, prefix_tokens=(2_000, 4_000), utilization=0.7
 )
+AGENTS: Final = Traffic(
+    "agents", replicas=3, cache_tokens=1_000_000, utilization=0.5, conversations=3_600, agents=Agents()
+)
+RESTARTS: Final = replace(
+    AGENTS, name="agents, restarts", utilization=0.3, conversations=2_200, restarts_ms=900_000
+)
+POSSIBLE_MIN: Final = 0.95
+"""Of the tokens that may be cached, the part that our rule finds cached in sessions of agents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +85,7 @@ JUDGED: Final[dict[Traffic, tuple[Judged, ...]]] = {
         Judged("round robin", at_least(1.6)),
         Judged("least load"),
         Judged("two owners"),
+        Judged("home by name"),
     ),
     FLEET: (Judged("index", *_WITHIN), *_ASIDE),
     JOIN: (Judged("index"), Judged("last report")),
@@ -73,40 +95,51 @@ JUDGED: Final[dict[Traffic, tuple[Judged, ...]]] = {
     FEW_SHOT: (Judged("least load", None, at_most(1.05)), Judged("two owners")),
     MANY: (Judged("round robin"), Judged("two owners")),
 }
+BESIDE: Final[dict[Traffic, tuple[str, ...]]] = {
+    AGENTS: ("round robin", "least load", "home by name", "index"),
+    RESTARTS: ("index",),
+}
+"""The rules beside ours in the worlds with agents."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each rule, whose mean is taken")
     parser.add_argument("--workers", type=int, default=16, help="gateway processes, which do not talk")
-    parser.add_argument("--live", action="store_true", help="three CPU engines, in place of virtual time")
+    parser.add_argument("--only", nargs="+", metavar="WORLD", help="these worlds alone, such as agents chat")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--live", action="store_true", help="three CPU engines, in place of virtual time")
+    instead.add_argument("--agents", action="store_true", help="agents' sessions on two CPU engines instead")
+    parser.add_argument("--turns", type=int, default=TURNS, help="with --agents: of each session")
     parser.add_argument("--limit-s", type=float, default=120.0, help="with --live: no round is begun later")
 
 
 async def run(options: argparse.Namespace) -> list[Figure]:
     if options.seeds < 1 or options.workers < 1:
         raise BenchFailed("--seeds and --workers must be at least 1")
+    if options.agents:
+        return await run_agents(options.turns)
     if options.live:
         return await run_live(options.limit_s)
-    return [
-        one
-        for traffic, judged in JUDGED.items()
-        for one in figures(traffic, judged, options.seeds, options.workers)
-    ]
+    names = [traffic.name for traffic in (*JUDGED, *BESIDE)]
+    wanted = options.only or names
+    if unknown := set(wanted).difference(names):
+        raise BenchFailed(f"there is no world {', '.join(sorted(unknown))}; there are: {'; '.join(names)}")
+    counts, found = (options.seeds, options.workers), list[Figure]()
+    for traffic, judged in JUDGED.items():
+        found += figures(traffic, judged, *counts) if traffic.name in wanted else ()
+    for traffic, rules in BESIDE.items():
+        found += agent_figures(traffic, rules, *counts) if traffic.name in wanted else ()
+    return found
 
 
 def figures(traffic: Traffic, judged: Sequence[Judged], seeds: int, workers: int) -> list[Figure]:
     """Ours beside the others, in one world."""
-
-    def results(rule: str, count: int) -> list[Result]:
-        reports = rule not in BLIND
-        return [simulate(traffic, RULES[rule](), workers, seed, reports=reports) for seed in range(count)]
-
-    name, own = traffic.name, results("own", seeds)
+    name, own = traffic.name, _results(traffic, "own", seeds, workers)
     found = [figure(f"{name}: cached share", mean(r.cached_share for r in own), "of 1")]
     if traffic.change_ms is not None:
         found.append(figure(f"{name}: herd", _herd(own), "x the median", at_most(HERD_MAX)))
     for one in judged:
-        others = results(one.rule, 1 if one.is_once else seeds)
+        others = _results(traffic, one.rule, 1 if one.is_once else seeds, workers)
         ours = own[: len(others)]
         if cached := mean(r.cached_share for r in others):
             cached = mean(r.cached_share for r in ours) / cached
@@ -116,6 +149,45 @@ def figures(traffic: Traffic, judged: Sequence[Judged], seeds: int, workers: int
         if traffic.change_ms is not None:
             found.append(figure(f"{name}: herd by {one.rule}", _herd(others), "x the median"))
     return found
+
+
+def agent_figures(traffic: Traffic, rules: Sequence[str], seeds: int, workers: int) -> list[Figure]:
+    """Ours beside the others, in a world with agents."""
+    name, own = traffic.name, _results(traffic, "own", seeds, workers)
+    found = [figure(f"{name}: cached / possible", _of_possible(own), "of 1", at_least(POSSIBLE_MIN))]
+    found += [
+        figure(f"{label}: {quantile} to first token", ours, "ms")
+        for label, style in ((name, "agents"), (f"{name}, chats", "chats"))
+        for quantile, ours in (("p50", _p50_ms(own, style)), ("p99", _p99_ms(own, style)))
+    ]
+    for rule in rules:
+        others = _results(traffic, rule, seeds, workers)
+        found.append(figure(f"{name}: cached / possible, {rule}", _of_possible(others), "of 1"))
+        target = at_most(1.0) if rule in ("round robin", "least load") else None
+        for label, style in ((name, "agents"), (f"{name}, chats", "chats")):
+            p50 = _p50_ms(own, style) / _p50_ms(others, style)
+            p99 = _p99_ms(own, style) / _p99_ms(others, style)
+            found.append(figure(f"{label}: p50 to first token / {rule}", p50, "x", target))
+            found.append(figure(f"{label}: p99 to first token / {rule}", p99, "x", target))
+    return found
+
+
+def _results(traffic: Traffic, rule: str, seeds: int, workers: int) -> list[Result]:
+    reports = rule not in BLIND
+    return [simulate(traffic, RULES[rule](), workers, seed, reports=reports) for seed in range(seeds)]
+
+
+def _of_possible(results: Sequence[Result]) -> float:
+    seen = [result.by_style["agents"] for result in results]
+    return mean(one.cached / one.possible for one in seen)
+
+
+def _p50_ms(results: Sequence[Result], style: str) -> float:
+    return mean(result.by_style[style].p50_ms for result in results)
+
+
+def _p99_ms(results: Sequence[Result], style: str) -> float:
+    return mean(result.by_style[style].p99_ms for result in results)
 
 
 def _herd(results: Sequence[Result]) -> float:

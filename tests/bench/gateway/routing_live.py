@@ -104,7 +104,7 @@ class Seen:
         return quantile(self.first_ms, 0.99)
 
     def add(self, done: TimedRequest, perfect: int) -> None:
-        usage = _usage_of(done)
+        usage = usage_of(done)
         self.prompt += usage.prompt_tokens
         self.cached += usage.prompt_tokens_details.cached_tokens
         self.perfect += min(perfect, usage.prompt_tokens - 1) // PAGE * PAGE
@@ -163,7 +163,7 @@ async def _engine() -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def _gateway(rule: str, engines: Sequence[str]) -> AsyncIterator[ApiServer]:
+async def gateway_by(rule: str, engines: Sequence[str]) -> AsyncIterator[ApiServer]:
     """A gateway with this rule, before all engines."""
     port, key = free_port(), development_key()
     first, *more = engines
@@ -229,13 +229,13 @@ class Callers:
             question_len = one.draw.randint(*QUESTION_WORDS)
             one.messages.append({"role": "user", "content": _words(one.draw, question_len, "Now")})
             done = await self._ask(one.messages)
-            usage = _usage_of(done)
+            usage = usage_of(done)
             if not one.computed and one.system in asked:
                 one.computed = usage.prompt_tokens - question_len
             asked.add(one.system)
             self.conversations.add(done, one.computed)
             one.computed = usage.prompt_tokens + usage.completion_tokens
-            one.messages.append({"role": "assistant", "content": _text_of(done)})
+            one.messages.append({"role": "assistant", "content": text_of(done)})
 
     async def _single(self, prompt: str) -> None:
         self.singles.add(await self._ask([{"role": "user", "content": prompt}]), 0)
@@ -275,7 +275,7 @@ def _words(draw: random.Random, count: int, name: str) -> str:
     return f"{name} {' '.join(draw.choices(WORDS, k=count))}"
 
 
-def _usage_of(done: TimedRequest) -> Usage:
+def usage_of(done: TimedRequest) -> Usage:
     """Read what the answer says of its tokens. Raises BenchFailed."""
     if not done.event_times:
         raise BenchFailed(f"an answer of {done.status} without events: {done.body[:200]!r}")
@@ -285,7 +285,7 @@ def _usage_of(done: TimedRequest) -> Usage:
     return usage
 
 
-def _text_of(done: TimedRequest) -> str:
+def text_of(done: TimedRequest) -> str:
     chunks = [msgspec.json.decode(one.removeprefix(b"data: "), type=ChatChunk) for one in done.events or ()]
     return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
@@ -299,7 +299,7 @@ async def run_live(limit_s: float) -> list[Figure]:
     async with contextlib.AsyncExitStack() as stack:
         engines = await asyncio.gather(*(stack.enter_async_context(_engine()) for _ in range(ENGINES)))
         servers = await asyncio.gather(
-            *(stack.enter_async_context(_gateway(rule, engines)) for rule in RULES)
+            *(stack.enter_async_context(gateway_by(rule, engines)) for rule in RULES)
         )
         all_callers = {rule: Callers(server, rule) for rule, server in zip(RULES, servers, strict=True)}
         for callers in all_callers.values():

@@ -1,9 +1,10 @@
 """The rules that `python -m tests.bench routing` compares: the product's own, what others do, and an exact
 index.
 
-*index*: an exact index with perfect knowledge, which no deployment has: each request goes where it is served
-first. *last report*: the least of what was reported last, without what a worker has sent since: the herd that
-the others avoid.
+*home by name*: one home for all conversations of the session that a caller names, where ours has one for each
+conversation of it. *index*: an exact index with perfect knowledge, which no deployment has: each request goes
+where it is served first. *last report*: the least of what was reported last, without what a worker has sent
+since: the herd that the others avoid.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Final
 
+from msgspec.structs import replace
+
 from gateway.routing import policy
 from gateway.routing.policy import ReplicaChoice, RouteReason
 from tests.bench.gateway.routing_world import TOKEN_MS, Fleet, Rule, Turn
 
 
-def affinity(owners: int | None = None) -> Rule:
-    """The product's own rule."""
+def affinity(owners: int | None = None, *, by_name: bool = False) -> Rule:
+    """The product's own rule. `by_name`: with one home for all conversations of a session."""
 
     def choose(turn: Turn, fleet: Fleet, worker: int) -> ReplicaChoice:
-        choice = policy.choose(fleet.table, fleet.loads(worker), turn.affinity, owners, fleet.usable)
+        request = replace(turn.affinity, session=turn.named_key) if by_name else turn.affinity
+        choice = policy.choose(fleet.table, fleet.loads(worker), request, owners, fleet.usable)
         assert choice is not None
         return choice
 
@@ -91,6 +95,7 @@ RULES: Final[dict[str, Callable[[], Rule]]] = {
     "random of two": random_of_two,
     "last report": last_report,
     "two owners": lambda: affinity(2),
+    "home by name": lambda: affinity(by_name=True),
 }
 BLIND: Final = frozenset({"index", "round robin"})
 """Those that do not look at reports."""

@@ -5,7 +5,8 @@ knowledge. A replica computes prompts one after the other at a fixed rate, less 
 conversation's history, or the prefix that it shares with others. The cache holds a bounded number of tokens
 and forgets what was used least recently. A report of the waiting tokens goes to every worker at intervals.
 Every turn's prompt is the history of its conversation; the next turn comes when the answer was read and
-thought about.
+thought about, or when the tools that it calls have run. Of agents, whose prompts are long, there are sessions
+beside all these, with conversations of sub-agents.
 
 Hundreds of replicas report to many workers twenty times a second, so what each step does is kept small. What
 a worker knows of loads is a list of numbers, which are those that `policy.View` would have: here no report is
@@ -19,7 +20,8 @@ import random
 from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, count
 from statistics import median
 from typing import Final
@@ -41,6 +43,42 @@ WARM_PACE: Final = 0.4
 """The rate at which these arrive, by that of the others."""
 WATCH_MS: Final = 15_000
 """The time after a change in which the longest queues are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How the turns of a conversation follow one another."""
+
+    name: str
+    turns: int
+    question_tokens: tuple[int, int]
+    answer_tokens: tuple[int, int]
+    pause_ms: int
+    """The mean time from an answer to the next question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """Sessions of coding agents: each has a long conversation, whose questions are the results of tools. It
+    begins with a request for a title, and now and then the conversation waits for those of sub-agents. All
+    sessions have the system prompts of one agent."""
+
+    sessions: int = 16
+    """Those that are open at a time."""
+    rounds: int = 2
+    """The sessions that follow one another."""
+    stagger_ms: int = 60_000
+    """The time within which the first ones begin."""
+    prefix_tokens: int = 12_000
+    """The system prompt and the tools."""
+    style: Style = Style("agents", 40, (500, 3_500), (100, 400), 5_000)
+    """A prompt grows by 2,250 tokens each turn, to 100,000."""
+    sub_agents: int = 2
+    """Those that a session starts at a time."""
+    sub_every: int = 10
+    """The turns after which it does."""
+    sub_prefix_tokens: int = 8_000
+    sub_style: Style = Style("sub-agents", 8, (500, 3_500), (100, 400), 3_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +105,16 @@ class Traffic:
     """When one more replica joins. None: never."""
     hot_ms: int | None = None
     """When a new prefix of 6,000 tokens appears, which half of all conversations have from then on."""
+    restarts_ms: int | None = None
+    """When the replicas begin to be restarted one after the other, `RESTART_GAP_MS` apart. Each is away for
+    `AWAY_MS`, and has an empty cache then. None: never."""
+    agents: Agents | None = None
+    """What is there beside the conversations."""
+
+    @property
+    def style(self) -> Style:
+        """Of the conversations."""
+        return Style("chats", self.turns, self.question_tokens, self.answer_tokens, self.think_ms)
 
     @property
     def change_ms(self) -> int | None:
@@ -74,6 +122,9 @@ class Traffic:
         return self.joins_ms if self.hot_ms is None else self.hot_ms
 
 
+TITLE: Final = Style("titles", 1, (500, 700), (10, 20), 0)
+RESTART_GAP_MS: Final = 90_000
+AWAY_MS: Final = 30_000
 HOT_TOKENS: Final = 6_000
 HOT_SHARE: Final = 0.5
 
@@ -93,6 +144,22 @@ class Turn:
     """The turns after this one."""
     prefix_key: int
     session_key: int
+    """The key of the conversation."""
+    style: Style
+    named_key: int = 0
+    """The session that the caller names. Chats have one name, as of an application, or where there are agents
+    one each."""
+    awaited_by: Turn | None = None
+    """The conversation that waits for the end of this one."""
+    awaits: int = 0
+    """The conversations whose ends its next turn waits for."""
+    due_ms: float = 0.0
+    """When the last of those ends that have been computed."""
+
+    @property
+    def number(self) -> int:
+        """From 1 on."""
+        return self.style.turns - self.left
 
     @property
     def affinity(self) -> Affinity:
@@ -135,6 +202,24 @@ class Fleet:
         self._add(int(self.now_ms))
         self._build()
 
+    def stop(self, replica: int) -> None:
+        """Take a replica away. What it has queued is computed."""
+        self.usable[replica] = False
+
+    def start(self, replica: int) -> None:
+        """Bring it back with an empty cache."""
+        self.usable[replica] = True
+        self.since_ms[replica] = int(self.now_ms)
+        for name in list(self.caches[replica]):
+            self._forget(replica, name)
+
+    def _forget(self, replica: int, name: int) -> None:
+        self.held[replica] -= self.caches[replica].pop(name)[1]
+        holders = self.holders[name]
+        del holders[replica]
+        if not holders:
+            del self.holders[name]
+
     def _add(self, since_ms: int) -> None:
         self.free_ms.append(0.0)
         self.caches.append(OrderedDict())
@@ -162,7 +247,7 @@ class Fleet:
 
     def loads(self, worker: int) -> list[int]:
         known, now_ms = self.known[worker], int(self.now_ms)
-        if now_ms - self.since_ms[-1] >= policy.SLOW_START_MS:
+        if now_ms - max(self.since_ms) >= policy.SLOW_START_MS:
             return known
         pairs = zip(self.since_ms, known, strict=True)
         return policy.loads([View(since_ms, loads=[load] * 3) for since_ms, load in pairs], now_ms)
@@ -190,20 +275,14 @@ class Fleet:
         return hit
 
     def _keep(self, replica: int, name: int, tokens: int, size: int) -> None:
-        cache, held = self.caches[replica], self.held[replica]
+        cache = self.caches[replica]
         if name in cache:
-            held -= cache.pop(name)[1]
+            self._forget(replica, name)
         cache[name] = tokens, size
-        held += size
+        self.held[replica] += size
         self.holders.setdefault(name, {})[replica] = tokens
-        while held > self.cache_tokens:
-            gone, (_, freed) = cache.popitem(last=False)
-            held -= freed
-            holders = self.holders[gone]
-            del holders[replica]
-            if not holders:
-                del self.holders[gone]
-        self.held[replica] = held
+        while self.held[replica] > self.cache_tokens:
+            self._forget(replica, next(iter(cache)))
 
     def herd(self) -> float:
         """The longest queue since the change, by the median of all replicas' longest: at the one that has
@@ -217,19 +296,55 @@ Rule = Callable[[Turn, Fleet, int], ReplicaChoice]
 """A rule under test. The last argument is the worker that asks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One rule's figures. Times in milliseconds."""
+@dataclass(slots=True)
+class Seen:
+    """The requests of one style, or of all. Times in milliseconds."""
 
-    cached_share: float
-    """The cached prompt tokens by all prompt tokens."""
-    ttft_ms: list[float]
-    herd: float | None
-    """`Fleet.herd`, in the time of `WATCH_MS` after the change."""
+    prompt: int = 0
+    cached: int = 0
+    possible: int = 0
+    """The prompt tokens that had been computed before, at whichever replica."""
+    ttft_ms: list[float] = field(default_factory=list)
+
+    @property
+    def cached_share(self) -> float:
+        """The cached prompt tokens by all prompt tokens."""
+        return self.cached / self.prompt
+
+    @property
+    def possible_share(self) -> float:
+        return self.possible / self.prompt
+
+    @property
+    def p50_ms(self) -> float:
+        return quantile(self.ttft_ms, 0.5)
 
     @property
     def p99_ms(self) -> float:
         return quantile(self.ttft_ms, 0.99)
+
+    def add(self, other: Seen) -> None:
+        self.prompt, self.cached = self.prompt + other.prompt, self.cached + other.cached
+        self.possible += other.possible
+        self.ttft_ms += other.ttft_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One rule's figures."""
+
+    by_style: dict[str, Seen]
+    all: Seen
+    herd: float | None
+    """`Fleet.herd`, in the time of `WATCH_MS` after the change."""
+
+    @property
+    def cached_share(self) -> float:
+        return self.all.cached_share
+
+    @property
+    def p99_ms(self) -> float:
+        return self.all.p99_ms
 
 
 def simulate(traffic: Traffic, rule: Rule, workers: int, seed: int = 0, *, reports: bool = True) -> Result:
@@ -251,55 +366,98 @@ class _Run:
         self._events: list[_Event] = []
         self._reports = reports
         self._herd: float | None = None
-        for at_ms, turn in _first_turns(traffic, self._arrivals):
-            self._events.append((at_ms, next(self._numbers), turn))
-        self._warm_ms = self._events[int(WARM_SHARE * traffic.conversations)][0]
+        self._left = 0
+        """The turns that are to come, of conversations that have begun."""
+        self._computed = set[int]()
+        """The prefixes that some replica has computed."""
+        first = list(_first_turns(traffic, self._arrivals))
+        for at_ms, turn in first:
+            self._begin(at_ms, turn)
+        self._warm_ms, _ = first[int(WARM_SHARE * traffic.conversations)]
         if reports:
             for i in range(traffic.replicas):
                 self._events.append((REPORT_MS * i / traffic.replicas, next(self._numbers), i))
         if traffic.change_ms is not None:
             self._events.append((traffic.change_ms, next(self._numbers), self._change))
             self._events.append((traffic.change_ms + WATCH_MS, next(self._numbers), self._look))
+        if traffic.restarts_ms is not None:
+            for i in range(traffic.replicas):
+                at_ms = traffic.restarts_ms + i * RESTART_GAP_MS
+                for when_ms, what in ((at_ms, self._fleet.stop), (at_ms + AWAY_MS, self._fleet.start)):
+                    self._events.append((when_ms, next(self._numbers), partial(what, i)))
+        if traffic.agents is not None:
+            self._sessions = _Sessions(traffic, traffic.agents, self._arrivals)
+            for at_ms, turn in self._sessions.first(self._warm_ms):
+                self._begin(at_ms, turn)
         heapq.heapify(self._events)
 
+    def _begin(self, at_ms: float, turn: Turn) -> None:
+        """Let a conversation begin."""
+        self._left += turn.style.turns
+        heapq.heappush(self._events, (at_ms, next(self._numbers), turn))
+
     def result(self) -> Result:
-        fleet, events, dispatch = self._fleet, self._events, self._dispatch
-        warm_ms, left = self._warm_ms, self._traffic.conversations * self._traffic.turns
-        prompt, cached, ttft_ms = 0, 0, list[float]()
-        while left:
+        fleet, events = self._fleet, self._events
+        by_style: dict[str, Seen] = {}
+        while self._left:
             fleet.now_ms, _, event = heapq.heappop(events)
             if isinstance(event, int):
                 fleet.report(event)
                 heapq.heappush(events, (fleet.now_ms + REPORT_MS, next(self._numbers), event))
             elif isinstance(event, Turn):
-                left -= 1
-                length = event.prompt
-                hit, first_ms = dispatch(event)
-                if fleet.now_ms >= warm_ms:
-                    prompt, cached = prompt + length, cached + hit
-                    ttft_ms.append(first_ms - fleet.now_ms)
+                self._left -= 1
+                seen = self._dispatch(event)
+                if fleet.now_ms >= self._warm_ms:
+                    by_style.setdefault(event.style.name, Seen()).add(seen)
             else:
                 event()
-        return Result(cached / prompt, ttft_ms, self._herd)
+        whole = Seen()
+        for one in by_style.values():
+            whole.add(one)
+        return Result(by_style, whole, self._herd)
 
-    def _dispatch(self, turn: Turn) -> tuple[int, float]:
-        """Send a turn from a random worker, and let the next one follow. Returns the cached tokens, and the
-        time of the first token."""
+    def _dispatch(self, turn: Turn) -> Seen:
+        """Send a turn from a random worker, and let the next one follow."""
         fleet = self._fleet
         worker = int(fleet.random.random() * len(fleet.known))
         choice = self._rule(turn, fleet, worker)
         fleet.send(worker, choice)
         hit = fleet.take(choice.replica, turn)
         first_ms = fleet.free_ms[choice.replica]
+        possible = turn.history if turn.number > 1 or turn.prefix in self._computed else 0
+        self._computed.add(turn.prefix)
+        seen = Seen(turn.prompt, hit, possible, [first_ms - fleet.now_ms])
+        ends_ms = first_ms + self._traffic.decode_ms * turn.answer
         if turn.left:
-            traffic, arrivals = self._traffic, self._arrivals
-            at_ms = first_ms + traffic.decode_ms * turn.answer + arrivals.expovariate(1 / traffic.think_ms)
-            turn.history = turn.prompt + turn.answer
-            turn.prompt = turn.history + arrivals.randint(*traffic.question_tokens)
-            turn.answer = arrivals.randint(*traffic.answer_tokens)
-            turn.left -= 1
+            self._go_on(turn, ends_ms)
+        elif turn.awaited_by is not None:
+            self._awaited(turn.awaited_by, ends_ms)
+        elif self._traffic.agents is not None and turn.style is self._traffic.agents.style:
+            for at_ms, following in self._sessions.next(ends_ms):
+                self._begin(at_ms, following)
+        return seen
+
+    def _go_on(self, turn: Turn, ends_ms: float) -> None:
+        """Let the next turn follow the answer that ends then, or the sub-agents that it waits for."""
+        arrivals, style = self._arrivals, turn.style
+        at_ms = ends_ms + arrivals.expovariate(1 / style.pause_ms)
+        turn.history = turn.prompt + turn.answer
+        turn.prompt = turn.history + arrivals.randint(*style.question_tokens)
+        turn.answer = arrivals.randint(*style.answer_tokens)
+        turn.left -= 1
+        if self._traffic.agents is not None:
+            for one in self._sessions.sub_agents(turn):
+                turn.awaits += 1
+                self._begin(at_ms, one)
+        if not turn.awaits:
             heapq.heappush(self._events, (at_ms, next(self._numbers), turn))
-        return hit, first_ms
+
+    def _awaited(self, turn: Turn, ends_ms: float) -> None:
+        """Let the turn of a conversation follow that waits for the end of another."""
+        turn.awaits -= 1
+        turn.due_ms = max(turn.due_ms, ends_ms)
+        if not turn.awaits:
+            heapq.heappush(self._events, (max(turn.due_ms, self._fleet.now_ms), next(self._numbers), turn))
 
     def _change(self) -> None:
         fleet = self._fleet
@@ -319,7 +477,7 @@ def _first_turns(traffic: Traffic, arrivals: random.Random) -> Iterator[tuple[fl
     lengths = [arrivals.randint(*traffic.prefix_tokens) for _ in range(traffic.prefixes)]
     weights = list(accumulate(1 / (rank + 1) ** ZIPF for rank in range(traffic.prefixes)))
     gap_ms = 1000 * _computed_tokens(traffic) / (traffic.utilization * traffic.replicas * PREFILL_RATE)
-    at_ms = 0.0
+    at_ms, style = 0.0, traffic.style
     for number in range(traffic.conversations):
         pace = WARM_PACE if number < WARM_SHARE * traffic.conversations else 1.0
         at_ms += arrivals.expovariate(pace / gap_ms)
@@ -334,10 +492,51 @@ def _first_turns(traffic: Traffic, arrivals: random.Random) -> Iterator[tuple[fl
             arrivals.randint(*traffic.answer_tokens),
         )
         keys = key_of(b"prefix %d" % prefix), key_of(b"session %d" % number)
-        yield at_ms, Turn(number, prefix, own, own, own + question, answer, traffic.turns - 1, *keys)
+        prompt, left, name = own + question, traffic.turns - 1, keys[1] if traffic.agents else 0
+        yield at_ms, Turn(number, prefix, own, own, prompt, answer, left, *keys, style, name)
 
 
 def _computed_tokens(traffic: Traffic) -> float:
     """The mean tokens of a conversation that are computed where nothing cached is computed again."""
     question, answer = sum(traffic.question_tokens) / 2, sum(traffic.answer_tokens) / 2
     return traffic.turns * question + (traffic.turns - 1) * answer
+
+
+class _Sessions:
+    """The sessions of a traffic's agents, one after the other. Their conversations and prefixes have numbers
+    behind all others'."""
+
+    def __init__(self, traffic: Traffic, agents: Agents, arrivals: random.Random) -> None:
+        self._agents, self._arrivals = agents, arrivals
+        self._numbers = count(traffic.prefixes + traffic.conversations)
+        self._main, self._side = next(self._numbers), next(self._numbers)
+        """The prefixes of the sessions' own conversations, and of their sub-agents."""
+        self._left = agents.sessions * agents.rounds
+
+    def first(self, from_ms: float) -> Iterator[tuple[float, Turn]]:
+        """The first turns of those that are open from the start, and when they arrive."""
+        for _ in range(self._agents.sessions):
+            yield from self.next(from_ms + self._arrivals.uniform(0, self._agents.stagger_ms))
+
+    def next(self, at_ms: float) -> Iterator[tuple[float, Turn]]:
+        """The first turn of another session, and its request for a title. None where no session is left."""
+        if self._left:
+            self._left -= 1
+            name, agents = self._arrivals.getrandbits(64), self._agents
+            yield at_ms, self._turn(name, self._main, agents.prefix_tokens, agents.style)
+            yield at_ms, self._turn(name, next(self._numbers), 0, TITLE)
+
+    def sub_agents(self, turn: Turn) -> Iterator[Turn]:
+        """The first turns of the sub-agents that the next turn waits for. None where it waits for none."""
+        agents = self._agents
+        if turn.style is agents.style and not (turn.number - 1) % agents.sub_every:
+            for _ in range(agents.sub_agents):
+                one = self._turn(turn.named_key, self._side, agents.sub_prefix_tokens, agents.sub_style)
+                one.awaited_by = turn
+                yield one
+
+    def _turn(self, name: int, prefix: int, own: int, style: Style) -> Turn:
+        draw = self._arrivals
+        prompt, answer = own + draw.randint(*style.question_tokens), draw.randint(*style.answer_tokens)
+        keys, left = (key_of(b"prefix %d" % prefix), draw.getrandbits(64)), style.turns - 1
+        return Turn(next(self._numbers), prefix, own, own, prompt, answer, left, *keys, style, name)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -21,16 +20,10 @@ from shared.text.tokenizer import Tokenizer, TokenizerBundle
 from shared.wire.completed_line import EVENT
 from tests.engine.api.fake_core import FakeCore, Script
 from tests.engine.api.tiny import EOS, write_model_dir
+from tests.waiting import PATIENCE_S as PATIENCE_S
+from tests.waiting import until as until
 
 MODEL = "tiny"
-PATIENCE_S = 20.0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let everybody else run until the condition holds."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110  any state of the engine, which has no event for each
-            await asyncio.sleep(0)
 
 
 @pytest.fixture(scope="session")

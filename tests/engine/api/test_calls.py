@@ -16,7 +16,7 @@ from engine.api.ask import forms, grammar
 from engine.contract.messages import FinishReason
 from shared.text.tokenizer import Tokenizer, TokenizerBundle
 from shared.wire import sse
-from shared.wire.ids import TENANT_HEADER
+from shared.wire.ids import SESSION_HEADER, TENANT_HEADER
 from tests.engine.api import tiny
 from tests.engine.api.conftest import MODEL, Serve, Served, until
 from tests.engine.api.tiny import EOS, write_model_dir
@@ -109,8 +109,8 @@ async def both(served: Served, **asked: Any) -> tuple[list[ChatCompletionMessage
 
 
 def shape(message: ChatCompletionMessage) -> dict[str, Any]:
-    told: dict[str, Any]
-    told = message.model_dump(exclude_none=True, exclude={"tool_calls", "parsed", "role", "content"})
+    apart = {"tool_calls", "parsed", "role", "content", "annotations"}
+    told: dict[str, Any] = message.model_dump(exclude_none=True, exclude=apart)
     return told | {"calls": calls_of(message), "content": message.content or ""}
 
 
@@ -346,6 +346,28 @@ async def test_a_schema_whose_references_branch_without_end_holds_up_nobody(serv
         assert victim.status_code == 200
         [told] = (await own).json()["choices"][0]["message"]["tool_calls"]
         assert json.loads(told["function"]["arguments"]) == {"days": 2}
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "is_likely"),
+    [
+        ({}, {}, False),
+        ({SESSION_HEADER: "0123456789abcdef"}, {}, True),
+        ({}, {"prompt_cache_key": "k"}, True),
+        ({}, {"prompt_cache_key": ""}, False),
+        ({}, {"tools": TOOLS}, True),
+        ({}, {"tools": TOOLS, "tool_choice": "none"}, False),
+    ],
+)
+async def test_the_core_is_told_when_a_next_turn_is_likely(
+    serve: Serve, headers: dict[str, str], fields: dict[str, Any], is_likely: bool
+) -> None:
+    async with serve(answer_format="qwen3", core=ROOM) as served:
+        served.says("x")
+        body = {"model": MODEL, "messages": MESSAGES, **fields}
+        response = await served.http.post("/v1/chat/completions", json=body, headers=headers)
+        assert response.status_code == 200, response.text
+        assert served.core.added[-1].has_next_turn is is_likely
 
 
 async def test_a_plain_request_has_no_grammar(served: Served) -> None:

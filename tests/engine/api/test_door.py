@@ -271,7 +271,8 @@ async def test_a_name_that_no_tenant_has_is_refused_and_not_logged(
     "header",
     [
         *(b"x-request-id", b"traceparent", b"tracestate", b"x-penstock-service-tier", b"x-queue-timeout"),
-        *(b"x-penstock-first-token-timeout-ms", b"accept", b"content-type", b"content-encoding", b"expect"),
+        *(b"x-penstock-first-token-timeout-ms", b"x-penstock-session", b"accept", b"content-type"),
+        *(b"content-encoding", b"expect"),
     ],
 )
 async def test_a_header_that_is_no_text_is_its_senders_mistake_or_none(

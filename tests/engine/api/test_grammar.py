@@ -38,7 +38,7 @@ FORMATS = {
 }
 EACH = pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
 HERMES, QWEN = MARKED["hermes"], MARKED["qwen3"]
-ADD: dict[str, Any] = {
+ADD = {
     "type": "object",
     "properties": {
         "a": {"type": "integer", "minimum": 0, "maximum": 99},
@@ -48,7 +48,7 @@ ADD: dict[str, Any] = {
     "required": ["a", "unit", "note"],
     "additionalProperties": False,
 }
-PLAIN = {**ADD, "properties": {**ADD["properties"], "a": {"type": "integer"}}}
+PLAIN = {**ADD, "properties": {**ADD["properties"], "a": {"type": "integer"}}}  # type: ignore[dict-item]
 
 
 KINDS = {
@@ -176,9 +176,13 @@ def test_a_grammar_of_the_callers(source: str) -> None:
         "start: <|im_start|>",
         "start: <[0-MAX]>",
         "start: @answer",
+        'start: "x" | "y" @answer',
         'start: x::0x1\nx::_: "a"',
+        'start: x::0x0\nx::_: "a" x::incr(_) | "b"',
         "start: /((x{100}){100}){100}/",
         "start: A{1000}\nA: /x{1000}/",
+        '%ignore /((x{100}){100}){100}/\nstart: "a"',
+        '%ignore A{1000}\nstart: "a"\nA: /x{1000}/',
         "start: A9\nA0: /aaaaaaaaaa/\n" + "\n".join(f"A{i + 1}: A{i}{{10}}" for i in range(9)),
         "start: " + "(" * 100 + '"a"' + ")" * 100,
         "start: r0\n" + "\n".join(f'r{i}: "x" r{i + 1}' for i in range(3000)) + '\nr3000: "y"',
@@ -399,10 +403,12 @@ def test_where_strict_mode_is_the_default_it_holds_what_it_takes() -> None:
         raw = msgspec.Raw(json.dumps(schema).encode())
         names = ["f", *(f"f{i}" for i in range(1, count))]
         return AskedForm(
-            tuple(AskedFunction(one, parameters=raw, strict=strict, place="here") for one in names), AUTO
+            tuple(AskedFunction(one, parameters=raw, strict=strict) for one in names),
+            AUTO,
+            places=("here",) * count,
         )
 
-    closed = {**ADD, "required": [*ADD["properties"]]}
+    closed: dict[str, Any] = dict(ADD)
     assert not accepts(made(asked(closed), HERMES), *call)
     assert accepts(made(asked(closed, strict=False), HERMES), *call)
     for open_ in (
@@ -450,6 +456,14 @@ def test_a_schema_that_cannot_be_held_is_any_object_unless_it_is_strict() -> Non
     with pytest.raises(InvalidRequest) as refused:
         made(AskedForm((function("f", closed, strict=True),), REQUIRED), HERMES)
     assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("format_", [HERMES, AnswerFormat("plain")])
+def test_a_strict_schema_is_checked_whatever_the_choice(format_: AnswerFormat) -> None:
+    wrong = FunctionSpec("f", parameters=msgspec.Raw(b'{"type":"object","foo":1}'), strict=True)
+    with pytest.raises(InvalidRequest) as refused:
+        grammar_of(format_, AskedForm((wrong,)), reasons=False)
+    assert str(refused.value.param).startswith("tools[0].function.parameters")
 
 
 @pytest.mark.parametrize("name", ['f" | "g', "f)/ x: /", "f\n%ignore /a/", "<[3]>", "}]}", "é\\"])

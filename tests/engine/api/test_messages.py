@@ -62,8 +62,7 @@ def encoder(
     heading = Heading("msg_1", 0, "m", "fp", False, False, None, sends, hides)
     output = ChoiceOutput(0, RequestOutput(1), Detokenizer(Pieces([])))
     output.stopped_by = stopped_by
-    answered = Answered([output], [], [], stop_tokens={7: "<stop>"}, is_cut_by_context=cut)
-    return MessagesEncoder(heading, Letters(), answered)
+    return MessagesEncoder(heading, Letters(), Answered([output], [], [], {7: "<stop>"}, cut))
 
 
 class Letters:

@@ -15,6 +15,7 @@ from engine.api.ask.model import ServedModel, UnusableModel, load_model
 from engine.contract.messages import END_TOKENS_MAX
 from shared.text.tokenizer import TokenizerBundle, UnusableTokenizer
 from tests.engine.api.tiny import EOS, write_model_dir
+from tests.shared.chat_templates import STRICT
 
 
 def load(directory: Path) -> ServedModel:
@@ -166,6 +167,17 @@ def test_the_file_that_the_core_reads_first_is_looked_at_before_it_starts(
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UnusableModel, match=problem):
         load(tmp_path)
+
+
+def test_a_template_that_leaves_out_past_reasoning_is_told_of_with_what_keeps_it(tmp_path: Path) -> None:
+    change(write_model_dir(tmp_path) / "tokenizer_config.json", chat_template=STRICT)
+    told: list[object] = []
+    for defaults in (None, '{"keep_thinking": false}', '{"keep_thinking": true}'):
+        with capture_logs() as lines:
+            load_model(tmp_path, name="m", created=0, template_defaults=defaults)
+        found = [line for line in lines if line["event"] == "engine.past_reasoning_left_out"]
+        told.append([line["template_defaults"] for line in found])
+    assert told == [[{"keep_thinking": True}], [{"keep_thinking": True}], []]
 
 
 def test_a_model_without_oddities_says_nothing(tmp_path: Path) -> None:

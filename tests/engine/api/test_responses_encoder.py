@@ -45,7 +45,7 @@ def encoder(logprobs: int | None = None, **asked: Any) -> ResponsesEncoder:
     parsed = parse(body, ResponsesRequest)
     heading = Heading("resp_ab", 10, "m", "fp", False, False, logprobs)
     answered = Answered(
-        [], [], [None], SAMPLING, repeated=repeated(parsed.request, parsed.fields), wall=lambda: 20.5
+        [], [], [None], sampling=SAMPLING, repeated=repeated(parsed.request, parsed.fields), wall=lambda: 20.5
     )
     return ResponsesEncoder(heading, Letters(), answered)
 

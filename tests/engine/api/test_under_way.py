@@ -16,7 +16,6 @@ from tests.engine.api.apis import Api, each_api
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Served, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
-EACH_API = pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 
 
 def uncharged(served: Served, reason: str) -> float:
@@ -81,12 +80,12 @@ async def test_a_client_that_leaves_a_request_that_has_failed_changes_no_charge(
     assert lines[0]["completion_tokens"] == 3
 
 
-@EACH_API
+@each_api
 @pytest.mark.parametrize("streams", [True, False])
 async def test_a_prompt_that_began_unheard_is_charged(
-    served: Served, lines: list[dict[str, Any]], path: str, streams: bool
+    served: Served, lines: list[dict[str, Any]], api: Api, streams: bool
 ) -> None:
-    async with left(served, steps=0, path=path, stream=streams, max_tokens=9):
+    async with left(served, steps=0, api=api, stream=streams, **{api.maximum: 9}):
         served.core.step()
         served.core.finish(1, FinishReason.ABORTED)
     [line] = lines
@@ -94,11 +93,11 @@ async def test_a_prompt_that_began_unheard_is_charged(
     assert line["completion_tokens"] == 1
 
 
-@EACH_API
+@each_api
 async def test_a_sequence_that_ends_by_itself_meanwhile_is_charged_to_its_end(
-    served: Served, lines: list[dict[str, Any]], path: str
+    served: Served, lines: list[dict[str, Any]], api: Api
 ) -> None:
-    async with left(served, steps=1, path=path, max_tokens=3):
+    async with left(served, steps=1, api=api, **{api.maximum: 3}):
         served.core.step()
         served.core.step()
     [line] = lines

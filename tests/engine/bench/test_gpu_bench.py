@@ -21,6 +21,7 @@ from tests.bench.engine.gpu.targets import TARGETS, failures, table
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test is without")
 def test_the_gpu_bench_without_a_gpu_says_so_and_exits_2() -> None:
     argv = [sys.executable, "-m", "tests.bench", "gpu", "--only", "steps", "--check"]

@@ -5,7 +5,7 @@ The figures mean nothing, but all of the code runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,14 +20,8 @@ from triton import OutOfResources
 
 from engine.runtime.attention.triton_paged import LibraryPrefill
 from engine.runtime.kernels.autotune import (
-    DeviceLinear,
-    FoldedMeasured,
-    MatmulTable,
-    Pair,
     Timer,
-    folded_shape,
 )
-from engine.runtime.kernels.matmul import Tile
 from tests.bench.engine.gpu import attention, matmul, measuring, profile, results, steps
 from tests.bench.engine.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s
 from tests.bench.engine.gpu.supervise import LOST
@@ -127,7 +121,6 @@ def test_steps(fp8: bool) -> None:
     assert found["floor_ms"] == pytest.approx(expected * 1e3)
     assert found["share"] == pytest.approx(expected * 1e3)
     assert found["overlap"] == ["not faster"]
-    assert found["shared_norms"] == 0, "a batch of few rows"
     if not fp8:
         assert bench.decode_dependently(2, 65)["plain_ms"] == 1.0
         assert bench.prefill(70, LibraryPrefill)["tokens"] == 70
@@ -136,28 +129,6 @@ def test_steps(fp8: bool) -> None:
 def test_flat_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "graph_ms", lambda run: run() and 1.0)
     assert steps.sampling_of_flat_rows(2, 320) == {"rows": 2, "vocab": 320, "ms": 1.0}
-
-
-def test_a_pair_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights' sizes, and what is told of a pair that shares its norm."""
-    seen: list[list[int]] = []
-
-    def tuned(
-        linears: Sequence[DeviceLinear], timer: object, card: object, pairs: Sequence[Pair]
-    ) -> MatmulTable:
-        [pair] = pairs
-        seen.extend([*linear.weight.shape] for linear in pair if isinstance(linear.weight, torch.Tensor))
-        shape = folded_shape(pair, 32)
-        tile = Tile(64, 128, 4, 4, splits=2)
-        return MatmulTable({}, {}, {shape: FoldedMeasured(tile, 1.0, 2.0)}, {shape.scaled: tile})
-
-    monkeypatch.setattr(matmul, "CUDA", torch.device("cpu"))
-    monkeypatch.setattr(matmul, "tuned", tuned)
-    timer: Any = None
-    found = matmul.measure_pair((64, 96), (192, 64), timer, fp8=False, gated=True)
-    assert seen == [[64, 96], [192, 64]]
-    assert found["rows 32"]["us"] == 1.0
-    assert found["rows 32"]["apart_us"] == 2.0
 
 
 def test_attention_by_a_back_end(monkeypatch: pytest.MonkeyPatch) -> None:

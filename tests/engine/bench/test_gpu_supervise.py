@@ -54,6 +54,7 @@ def by_row(results: Path) -> Mapping[str, Mapping[str, Any]]:
     return {line["row"]: line for line in read(results)[1:]}
 
 
+@pytest.mark.nightly
 def test_a_row_that_ends_its_process_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, results = supervised(tmp_path, monkeypatch, BREAKING)
     assert status == 1
@@ -70,6 +71,7 @@ def test_a_row_that_ends_its_process_costs_no_other(tmp_path: Path, monkeypatch:
     assert rows["wrong"]["at"] == [], "places in our own files only"
 
 
+@pytest.mark.nightly
 def test_rows_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = """
 import os

@@ -79,6 +79,7 @@ def bench() -> tuple[scheduler.Bench, list[Figure]]:
     return bench, bench.figures(scheduler.PARTS)
 
 
+@pytest.mark.nightly
 def test_the_figures_have_the_targets(bench: tuple[scheduler.Bench, list[Figure]]) -> None:
     by_name = {figure.name: figure for figure in bench[1]}
     assert len(by_name) == len(bench[1])
@@ -110,6 +111,7 @@ def test_the_figures_are_reproducible() -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.nightly
 def test_the_table_has_a_row_for_each_discipline(bench: tuple[scheduler.Bench, list[Figure]]) -> None:
     chat, trace = comparison.markdown(bench[0].tables()).strip().split("\n\n")
     for table, name in ((chat, "chat"), (trace, "trace")):
@@ -120,6 +122,7 @@ def test_the_table_has_a_row_for_each_discipline(bench: tuple[scheduler.Bench, l
         assert all(len(row) == len(head) == 7 for row in rows)
 
 
+@pytest.mark.nightly
 def test_the_plot_has_a_row_for_each_workload_and_a_curve_for_each_discipline(
     bench: tuple[scheduler.Bench, list[Figure]], tmp_path: Path
 ) -> None:
@@ -142,11 +145,12 @@ async def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    options = argparse.Namespace(live=False, overlap=False, plot=tmp_path / "plot.png")
+    options = argparse.Namespace(live=False, overlap=False, agents=False, plot=tmp_path / "plot.png")
     with pytest.raises(scheduler.BenchFailed, match=re.escape("pip install 'penstock-llm[bench]'")):
         await scheduler.run(options)
 
 
+@pytest.mark.nightly
 async def test_the_bench_writes_the_plot_and_the_table_that_were_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ class Harness:
         paused_max: int = 256,
         gap_target_s: float = math.inf,
         timed_steps: tuple[TimedStep, ...] = (),
+        session_keep_s: float = 30.0,
         fill_s: Callable[[int], float] = lambda handle: 0.0,
     ) -> None:
         config = SchedulerConfig(
@@ -69,16 +70,15 @@ class Harness:
             paused_max=paused_max,
             queue_tokens_max=queue_tokens_max,
             gap_targets_s=(gap_target_s,) * len(ServiceClass),
+            session_keep_s=session_keep_s,
         )
         info = runner_info(
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
         )
         info = msgspec.structs.replace(info, timed_steps=timed_steps, host_tier=host_tier)
         self.now = 100.0
-        self.grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)
-        self.scheduler = Scheduler(
-            config, info, discipline, prefers_swap=prefers_swap, grammars=self.grammars
-        )
+        grammars = self.grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)
+        self.scheduler = Scheduler(config, info, discipline, prefers_swap=prefers_swap, grammars=grammars)
         self.runner = FakeRunner(info, step_tokens_max, self.held_slots)
         self.messages: dict[int, AddSequence] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -98,6 +98,7 @@ class Harness:
         service_class: ServiceClass = ServiceClass.DEFAULT,
         first_token_s: float = math.inf,
         grammar: str = "",
+        has_next_turn: bool = False,
     ) -> None:
         message = AddSequence(
             handle,
@@ -109,6 +110,7 @@ class Harness:
             service_class,
             first_token_s,
             grammar,
+            has_next_turn,
         )
         self.take(message)
 

@@ -113,6 +113,28 @@ def test_nor_does_it_end_once_its_deadline_was_lifted() -> None:
     assert (h.reason(2), h.reason(3)) == (FinishReason.LENGTH, FinishReason.TOO_LATE)
 
 
+def test_a_first_token_that_is_on_its_way_is_not_too_late() -> None:
+    h = Harness()
+    h.add(1, [1] * 4, greedy(3), first_token_s=5.0)
+    first = h.plan()
+    assert first is not None
+    h.now += 10.0
+    second = h.plan()
+    assert second is not None
+    h.finish_step(first)
+    h.finish_step(second)
+    h.run()
+    assert h.reason(1) is FinishReason.LENGTH
+
+
+def test_what_is_refused_as_too_late_is_no_sequence_of_its_tenant() -> None:
+    h = Harness()
+    h.add(1, [1] * 4, greedy(3), tenant="late", first_token_s=0.0)
+    h.scheduler.check()
+    h.run()
+    assert h.reason(1) is FinishReason.TOO_LATE
+
+
 def test_a_first_token_in_time_is_all_that_counts() -> None:
     h = Harness()
     h.add(1, [1] * 4, greedy(50), first_token_s=0.1)

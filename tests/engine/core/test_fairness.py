@@ -15,6 +15,7 @@ from engine.core.queue.policy import DISPLACED
 from engine.core.queue.tenants import TenantHoldings
 from engine.core.sequence import Sequence, Status
 from engine.core.step import victims
+from engine.core.step.allocator import Allocator
 from engine.core.step.planner import PASSED_MAX
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.sequences import PRIORITY, sequence
@@ -161,6 +162,37 @@ def test_yields_whose_pages_were_taken_are_paid_for_by_time_without_them(
     h.now = at + 60.0
     assert h.plan() is not None
     assert yields(h) == [7, 8]
+
+
+def test_pages_that_are_taken_from_several_at_once_are_paid_for_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.core.step.allocator.YIELDS_AHEAD_S", 0.0)
+    monkeypatch.setattr(Allocator, "_restore_s", lambda self, victim: 10.0)
+    h = flooded(3, slots=3, pages=64)
+    h.steps(12)
+    for handle, tenant in ((100, "b"), (101, "c")):
+        h.add(handle, [handle % 50] * 4, greedy(2), tenant=tenant)
+    h.step()
+    assert statuses(h) == dict.fromkeys((2, 3), Status.YIELDED)
+    h.pause(2, 3)
+    h.steps(5)
+    free = 64 - h.scheduler.stats().pages_owned
+    h.now = 150.0
+    h.add(102, [42] * 4 * (free + 6), greedy(2), tenant="d")  # 2 and 3 have 4 pages each
+    h.step()
+    assert statuses(h) == dict.fromkeys((2, 3), Status.PREEMPTED)
+    h.resume(2, 3)
+    h.steps(10)
+    assert h.scheduler.stats().running == 3
+    told = h.scheduler.stats().yields
+    h.add(103, [43] * 4, greedy(2), tenant="e")
+    h.now = 165.0
+    h.step()
+    assert h.scheduler.stats().yields == told
+    h.now = 170.0
+    h.step()
+    assert h.scheduler.stats().yields == told + 1
 
 
 @pytest.mark.parametrize("swaps", [{}, {"host_pages": 1024, "prefers_swap": lambda _: True}])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.contract.messages import Plan
 from engine.core.queue.policy import OLDEST_EVERY
+from tests.effort import drawn
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.test_overlap import Overlapped
 
@@ -32,7 +33,7 @@ def add_choices(h: Harness, n: int, prompt: list[int], max_tokens: int) -> None:
         h.add(handle, prompt, greedy(max_tokens, seed=seed_of(handle)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=drawn(40, whole=150), deadline=None)
 @given(
     prompt_len=st.integers(1, 40),
     n=st.integers(1, 64),

@@ -6,10 +6,13 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from llguidance import LLParserLimits
 
+from engine.contract import grammars
 from engine.contract.grammars import Matcher, Vocabulary, vocabulary_of
 from engine.core.grammars import lanes, threads
 from engine.core.grammars.lanes import Lane
@@ -196,6 +199,21 @@ def test_a_tenants_hostile_grammars_delay_no_other_tenant(
     assert {f.standing for f in bell.filled(100, 101).values()} == {MatcherStanding.FAILED}
 
 
+def test_a_grammar_that_several_tenants_wait_for_is_compiled_once(
+    bell: Bell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = choice("ab")
+    with stuck(monkeypatch, text) as began:
+        bell.grammars.open(1, text, "one")
+        assert began.wait(PATIENCE_S)
+        began.clear()
+        bell.grammars.open(2, text, "two")
+        bell.grammars.open(3, choice("cd"), "two")
+        bell.filled(3)  # behind its tenant's first
+        assert not began.is_set()
+    bell.filled(1, 2)
+
+
 def test_what_nobody_waits_for_any_more_is_not_compiled(bell: Bell, monkeypatch: pytest.MonkeyPatch) -> None:
     compiles: list[str] = []
     with stuck(monkeypatch, "first") as began:
@@ -292,6 +310,62 @@ def test_rows_whose_common_call_was_slow_are_filled_one_by_one(
     for at in range(3):
         grammars.advance([(4, tokens[at])])
         assert bell.filled(4)[4].mask == masks[at], "by itself or with others"
+
+
+def test_what_stands_behind_a_slow_row_lets_other_tenants_go_first(
+    bell: Bell, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars, clock, order = bell.grammars, Clock(), list[int]()
+    monkeypatch.setattr(lanes, "THREADS", 1)
+    monkeypatch.setattr("time.thread_time", clock)
+    text = "ab" * 40
+    token = vocabulary.tokenize_str(text)[0]
+    for handle, tenant in ((1, "t"), (2, "t"), (3, "t"), (4, "u")):
+        grammars.open(handle, choice(text), tenant)
+    bell.filled(1, 2, 3, 4)
+    for handle in (1, 2, 3):
+        grammars._rows[handle].suspect = PROVEN
+    all_wait, real = threading.Event(), GrammarThreads._filled
+
+    def filled(self: GrammarThreads, row: Any) -> Filled:
+        assert all_wait.wait(PATIENCE_S)
+        order.append(row.handle)
+        done = real(self, row)
+        return replace(done, seconds=2 * lanes.SLOW_S) if row.handle == 1 else done
+
+    monkeypatch.setattr(GrammarThreads, "_filled", filled)
+    grammars.advance([(1, token), (2, token), (3, token), (4, token)])
+    all_wait.set()
+    bell.filled(1, 2, 3, 4)
+    assert order == [1, 4, 2, 3]
+
+
+def test_a_matcher_that_ends_at_a_limit_has_failed_and_is_not_complete(
+    bell: Bell, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "LIMITS", LLParserLimits(max_lexer_states=50, verbose_errors=False))
+    text = Matcher.grammar_from_lark('start: "a" /[a-z]{1,40}( [a-z]{1,40}){8}/')
+    bell.grammars.open(1, text, "t")
+    standing, tokens = bell.filled(1)[1].standing, iter(vocabulary.tokenize_str("abc def ghi"))
+    while standing is MatcherStanding.GOES_ON:
+        bell.grammars.advance([(1, next(tokens))])
+        standing = bell.filled(1)[1].standing
+    assert standing is MatcherStanding.FAILED
+
+
+def test_a_token_that_one_matcher_of_several_does_not_take_fails_its_row_alone(
+    bell: Bell, vocabulary: Vocabulary
+) -> None:
+    for handle in (1, 2):
+        bell.grammars.open(handle, choice("abab"), "t")
+    bell.filled(1, 2)
+    good, bad = vocabulary.tokenize_str("ab")[0], vocabulary.tokenize_str("?")[0]
+    bell.grammars.advance([(1, good), (2, bad)])
+    found = bell.filled(1, 2)
+    assert {handle: one.standing for handle, one in found.items()} == {
+        1: MatcherStanding.GOES_ON,
+        2: MatcherStanding.FAILED,
+    }
 
 
 # -- lanes ----------------------------------------------------------------------------------------

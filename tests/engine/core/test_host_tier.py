@@ -49,9 +49,12 @@ def identity(number: int) -> PageIdentity:
 # -- in the scheduler -----------------------------------------------------------------------------
 
 
-def test_an_evicted_prefix_comes_back_by_copy() -> None:
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_an_evicted_prefix_comes_back_by_copy(is_kept: bool) -> None:
     h = tiered()
-    assert told(h, 1) == (0, 0)
+    h.add(1, HISTORY, greedy(2), has_next_turn=is_kept)
+    h.run()
+    assert h.scheduler.stats().pages_kept == 4 * is_kept
     evict(h, 2)
     assert told(h, 3) == (16, 16)
     h.assert_all_as_solo()

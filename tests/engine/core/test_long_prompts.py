@@ -13,9 +13,10 @@ from engine.contract.messages import FinishReason, ServiceClass
 from engine.core.estimate.cost import StepCost, Work
 from tests.bench.engine.virtual import Engine, Outcome, Request, run
 from tests.bench.figures import quantile
+from tests.effort import drawn
 
 STREAMS, CALM_STEPS, PROMPT_LEN = 8, 60, 4000
-SEEDS = (1, 2, 3, 4, 5)
+SEEDS = (1, 2, 3, 4, 5)[: drawn(3, whole=5)]
 RUNNERS = {
     "474M on two cores": StepCost(token_s=1.8e-3, row_s=7e-4, pair_s=7e-7, context_s=6.3e-6, fixed_s=0.068),
     "29M on two cores": StepCost(token_s=7e-5, row_s=1e-4, pair_s=7e-8, context_s=6e-7, fixed_s=4e-3),
@@ -43,7 +44,7 @@ def gap_p99_s(streams: list[Outcome], steps: int) -> float:
     return quantile([g for s in streams for g in s.gaps_s[CALM_STEPS : CALM_STEPS + steps]], 0.99)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1, 0.2])
+@pytest.mark.parametrize("noise", [0.0, 0.2])
 @pytest.mark.parametrize("target_s", [0.1, 0.02])
 @pytest.mark.parametrize("name", RUNNERS)
 def test_gaps_keep_to_the_target_or_twice_the_decodes_and_the_prompt_gets_its_share(

@@ -8,6 +8,7 @@ from engine.contract.messages import Want
 from engine.core.queue.waiting import WaitingQueue
 from engine.core.step.planner import PASSED_MAX, Planner
 from tests.engine.core.harness import Harness, greedy
+from tests.engine.core.test_overlap import Overlapped
 
 PROMPT = list(range(1, 11))
 
@@ -69,6 +70,81 @@ def test_a_flood_of_prompts_does_not_take_another_tenants_prefix() -> None:
                 h.add(handle, [handle % 250] * 30, greedy(2), flood.encode(), tenant=flood)
                 h.run()
         assert min(cached) == full_pages
+
+
+# -- sessions' pages that are kept -----------------------------------------------------------------
+
+HISTORY = list(range(1, 26))
+"""Six pages, and a token that must be computed."""
+
+
+def found_after(h: Harness, wait_s: float, prompts: int = 20) -> int:
+    """A session's turn, whose tool runs for so long while prompts of the same tenant pass through all of the
+    cache. The pages that the next turn finds."""
+    first = max(h.messages, default=0) + 1
+    stops = tuple(range(h.runner.info.vocab_size))  # so that overlapped steps have a late row
+    h.add(first, HISTORY, greedy(8, stop_token_ids=stops), has_next_turn=True)
+    h.run()
+    for handle in range(first + 1, first + 1 + prompts):
+        h.now += wait_s / prompts
+        h.add(handle, [handle % 250] * 30, greedy(2))
+        h.run()
+    h.add(first + 1 + prompts, HISTORY, greedy(8, stop_token_ids=stops), has_next_turn=True)
+    h.run()
+    h.assert_all_as_solo()
+    return h.started[first + 1 + prompts].cached_len // 4
+
+
+@pytest.mark.parametrize("harness", [Harness, Overlapped])
+def test_a_sessions_pages_are_kept_while_its_tool_runs(harness: type[Harness]) -> None:
+    h = harness(pages=32)
+    assert found_after(h, 20.0) == 6
+    assert found_after(h, 20.0) == 6, "and for the turn after that"
+    stats = h.scheduler.stats()
+    assert (stats.kept_found, stats.kept_evicted) == (3 * 6, 0)
+
+
+def test_nothing_is_kept_beyond_the_deadline_or_where_that_is_off() -> None:
+    assert found_after(Harness(pages=32), 40.0) == 0
+    h = Harness(pages=32, session_keep_s=0.0)
+    assert found_after(h, 1.0) == 0
+    assert h.scheduler.stats().pages_kept == 0
+
+
+def test_an_idle_cache_loses_nothing_at_a_deadline() -> None:
+    h = Harness(pages=32)
+    assert found_after(h, 10_000.0, prompts=2) == 6
+    assert h.scheduler.stats().kept_evicted == 0
+
+
+def test_kept_pages_hold_up_no_admission() -> None:
+    """A tenant keeps all that it may; another one's prompt needs the whole pool, and is computed at once."""
+    h = Harness(pages=16)
+    for handle in (1, 2):
+        h.add(handle, [handle] * 32, greedy(1), has_next_turn=True)
+        h.run()
+    assert h.scheduler.stats().pages_kept == 8
+    h.add(3, [9] * 64, greedy(1), tenant="other")
+    h.step()
+    assert 3 in h.started
+    assert h.scheduler.stats().pages_kept == 0
+    assert h.scheduler.stats().kept_evicted == 8
+    h.run()
+    h.assert_all_as_solo()
+
+
+def test_a_tenant_that_keeps_all_takes_no_other_ones_prefix() -> None:
+    """As the flood above, of which each prompt is a session's. The victim has no session, and finds all."""
+    h, cached = Harness(pages=48), set()
+    for turn in range(12):
+        h.add(turn * 100, PROMPT, greedy(2), b"victim", tenant="victim")
+        h.run()
+        cached.add(h.started[turn * 100].cached_len // 4 if turn else 2)
+        for handle in range(turn * 100 + 1, turn * 100 + 21):
+            h.add(handle, [handle % 250] * 30, greedy(2), b"flood", tenant="flood", has_next_turn=True)
+            h.run()
+            assert h.scheduler.stats().pages_kept <= 24
+    assert cached == {2}
 
 
 def test_without_the_prefix_cache_nothing_is_shared() -> None:

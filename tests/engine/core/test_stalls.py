@@ -394,3 +394,13 @@ def test_a_tenant_that_pauses_many_ends_no_other_tenants() -> None:
     h.resume(1)
     h.steps(30)
     assert h.reason(1) is FinishReason.LENGTH
+
+
+def test_where_too_many_pause_at_once_the_ends_are_shared_by_those_that_have_most() -> None:
+    h = Harness(paused_max=4)
+    for handle in range(1, 8):
+        h.add(handle, [handle, *PROMPT], greedy(9), tenant="a" if handle <= 4 else "b")
+    h.step()
+    h.pause(*range(1, 8))
+    h.step()
+    assert set(h.finished) == {1, 2, 5}, "one of the four, then one of the three of each"

@@ -14,18 +14,18 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from engine.demo import MODEL_DIR
+from engine.demo.train import corpus, evaluate, facts, polish
+from engine.demo.train.concepts import CONCEPTS
+from engine.demo.train.draw import Draw
+from engine.demo.train.network import DemoModel, Shape
+from engine.demo.train.stories import STORIES
+from engine.demo.train.text import END, answer_spans, render, token_id
+from engine.demo.train.wording import vary
 from shared.apis.chat import ChatRequest
 from shared.apis.validation import parse
 from shared.fairness.fair_threads import at_once
 from shared.text.tokenizer import Tokenizer as ServedTokenizer
 from shared.text.tokenizer import TokenizerBundle, read_files
-from tests.demo_training import corpus, evaluate, facts, polish
-from tests.demo_training.concepts import CONCEPTS
-from tests.demo_training.draw import Draw
-from tests.demo_training.network import DemoModel, Shape
-from tests.demo_training.stories import STORIES
-from tests.demo_training.text import END, answer_spans, render, token_id
-from tests.demo_training.wording import vary
 from tests.engine.demo.questions import QUESTIONS
 
 WEIGHT_BYTES_MAX = 8_000_000

@@ -10,10 +10,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from tests.demo_training import corpus
-from tests.demo_training.network import DemoModel, Shape
-from tests.demo_training.text import render, train_tokenizer
-from tests.demo_training.train import (
+from engine.demo.train import corpus
+from engine.demo.train.__main__ import (
     BATCH_TOKENS,
     Example,
     batches,
@@ -28,6 +26,8 @@ from tests.demo_training.train import (
     weighted,
     write,
 )
+from engine.demo.train.network import DemoModel, Shape
+from engine.demo.train.text import render, train_tokenizer
 
 TINY = Shape(
     hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, head_dim=16, context_len=512

@@ -1,8 +1,8 @@
 """Whatever config.json says: what transformers computes, or a refusal by name.
 
-First each key by itself, in every family: present, absent, moved, in old and new spelling. Then a thousand
-odd configurations, drawn from seeds: keys that contradict each other, are there twice, misspelt, or another
-family's.
+First each key by itself, in every family: present, absent, moved, in old and new spelling. Then odd
+configurations, drawn from seeds: keys that contradict each other, are there twice, misspelt, or another
+family's. Every run has a third of the former and 100 of the latter; by command all, and a thousand.
 
 A case counts when transformers computes something. Then the engine computes the same, with native and with
 torch kernels, or refuses. Where transformers raises, as it does for many a type or value out of range, nobody
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from engine.runtime.models.keys import CONFIG_KEYS
+from tests import effort
 from tests.engine.runtime.config_oracle import Outcome, Verdict, Weights, Workshop
 from tests.engine.runtime.odd_configs import (
     FAMILIES,
@@ -36,7 +37,7 @@ from tests.engine.runtime.odd_configs import (
     drawn,
 )
 
-ODD_COUNTED = 250
+ODD_COUNTED = effort.drawn(100, whole=250)
 """Of each of the four seeds."""
 ODD_DRAWN_MAX = 400
 
@@ -125,13 +126,15 @@ def test_configurations_that_are_easily_misread(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_by_itself_is_as_in_transformers_or_refused(workshop: Workshop, family: str) -> None:
-    outcomes = Counter(judged(workshop, odd).outcome for odd in singles(family))
-    assert outcomes[Outcome.EQUAL] >= 60, outcomes
-    assert outcomes[Outcome.REFUSED] >= 20, outcomes
+    every = effort.drawn(3, whole=1)
+    cases = list(singles(family))[FAMILIES.index(family) % every :: every]
+    outcomes = Counter(judged(workshop, odd).outcome for odd in cases)
+    assert outcomes[Outcome.EQUAL] >= 60 // every, outcomes
+    assert outcomes[Outcome.REFUSED] >= 20 // every, outcomes
     assert outcomes[Outcome.NO_ORACLE] <= 5, outcomes
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", effort.some(range(4), usual=1))
 def test_odd_configurations_are_as_in_transformers_or_refused(workshop: Workshop, seed: int) -> None:
     rng, outcomes = random.Random(seed), Counter[Outcome]()
     for _ in range(ODD_DRAWN_MAX):
@@ -139,6 +142,6 @@ def test_odd_configurations_are_as_in_transformers_or_refused(workshop: Workshop
         if outcomes[Outcome.EQUAL] + outcomes[Outcome.REFUSED] == ODD_COUNTED:
             break
     assert outcomes[Outcome.EQUAL] + outcomes[Outcome.REFUSED] == ODD_COUNTED, outcomes
-    assert outcomes[Outcome.EQUAL] >= 100, outcomes
-    assert outcomes[Outcome.REFUSED] >= 60, outcomes
+    assert outcomes[Outcome.EQUAL] >= ODD_COUNTED * 2 // 5, outcomes
+    assert outcomes[Outcome.REFUSED] >= ODD_COUNTED // 5, outcomes
     assert outcomes[Outcome.NO_ORACLE] <= ODD_DRAWN_MAX // 20, outcomes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -17,8 +17,7 @@ from tests.bench.gateway.paced_engine import EVENT_LEN, MODEL, Http1Connection, 
 from tests.bench.gateway.streams import Load, _against, _ours
 from tests.bench.services import demo_model
 from tests.bench.streams import BenchFailed, Measurement, streaming
-
-PATIENCE_S = 10.0
+from tests.waiting import until
 
 
 class Served(Http1Connection):
@@ -29,12 +28,6 @@ class Served(Http1Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.left = True
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 -- of other tasks' doing, and no event tells
-            await asyncio.sleep(0)
 
 
 @pytest.fixture

@@ -13,17 +13,12 @@ import httpx
 from engine.api.http.http2_server import Http2Server, ServerRequest, ServerResponder
 from gateway.relay.http2_client import ClientEndpoint, Http2Transport
 from shared.http2.connection_config import ConnectionConfig
+from tests.waiting import PATIENCE_S as PATIENCE_S
+from tests.waiting import until as until
 
 Handler = Callable[[ServerRequest, ServerResponder], Awaitable[None]]
-PATIENCE_S = 30.0
+
 EVENTS = {"content-type": "text/event-stream"}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Turns the event loop until the condition holds."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110  # what is waited for is the product's, and has no event
-            await asyncio.sleep(0)
 
 
 @dataclass(slots=True)

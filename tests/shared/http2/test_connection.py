@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.http2 import connection as connections
 from shared.http2 import frames, limits
 from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import (
@@ -17,11 +19,13 @@ from shared.http2.connection_errors import (
     StreamRefused,
     StreamReset,
 )
+from shared.http2.headers import LiteralEncoder
 from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from tests.shared.http2.pair import REQUEST, RESPONSE, End, Pair
 
 BARE_REQUEST = b"\x82\x86\x84\x41\x06engine"  # GET http://engine/, without the compression table
+PONG = 0x1
 PATHS = list(itertools.product([False, True], [False, True]))
 
 
@@ -187,6 +191,22 @@ def test_the_connection_window_wakes_every_waiting_stream(pair: Pair) -> None:
     assert all(theirs.pending is None for theirs in waiting)
 
 
+async def test_what_is_written_after_a_write_that_was_given_up_is_sent(pair: Pair) -> None:
+    ours, theirs = pair.exchange(end=True)
+    server = pair.server.connection
+    server.paused = True
+    given_up = asyncio.create_task(theirs.write(b"given up"))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    server.paused = False
+    server.pump()
+    server.paused = True
+    pair.server.write(theirs, b"written")
+    pair.settle()
+    assert ours.read_nowait() == b"written"
+
+
 @pytest.mark.parametrize("fast", [False, True])
 def test_a_peer_that_exceeds_a_window_is_disconnected(fast: bool) -> None:
     pair = Pair(ConnectionConfig(fast=fast))
@@ -230,6 +250,36 @@ def test_padding_is_credited_and_a_content_length_is_held_to(fast: bool) -> None
         pair.server.connection.receive(frames.frame(frames.DATA, frames.END_STREAM, ours.id, b"short"))
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_padding_alone_closes_no_window(fast: bool) -> None:
+    pair = Pair(server=ConnectionConfig(fast=fast))
+    ours, theirs = pair.request()
+    padded = frames.frame(frames.DATA, frames.PADDED, ours.id, bytes([255]) + bytes(255))
+    for _ in range(2 * limits.STREAM_WINDOW_LEN // 256):  # nobody reads, as nothing comes
+        pair.server.connection.receive(padded)
+        pair.server.connection.take_output()
+    assert theirs.error is None
+    assert theirs.buffered == 0
+
+
+@pytest.mark.parametrize("hosts", [[b"engine", b"engine"], [b"engine", b"other"]], ids=["equal", "different"])
+def test_a_request_with_two_hosts_is_malformed(hosts: list[bytes]) -> None:
+    """What a proxy takes for the host may not be what the handler takes for it."""
+    server = Pair().server.connection
+    head = [*REQUEST[:2], REQUEST[3], *((b"host", host) for host in hosts)]
+    block = LiteralEncoder().encode(head)
+    with pytest.raises(ProtocolViolation):
+        server.receive(frames.frame(frames.HEADERS, frames.END_STREAM | frames.END_HEADERS, 1, block))
+
+
+def test_a_connection_whose_stream_ids_are_used_up_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    ours, _ = pair.request()
+    assert pair.client.connection.streams_room > 0
+    monkeypatch.setattr(connections, "LAST_ID_TO_OPEN", ours.id)
+    assert pair.client.connection.streams_room == 0
+
+
 def test_goaway_fails_what_was_not_processed_and_lets_the_rest_finish(pair: Pair) -> None:
     first, served = pair.exchange(end=True)
     second, _ = pair.request(end=True)
@@ -259,6 +309,17 @@ def test_retiring_serves_what_is_on_its_way_and_refuses_what_comes_after(pair: P
     pair.settle()
     assert early.received_all
     assert pair.server.connection.may_close
+
+
+def test_a_retiring_server_says_its_last_stream_once(pair: Pair) -> None:
+    server = pair.server.connection
+    server.retire()
+    server.take_output()
+    pong = frames.frame(frames.PING, PONG, 0, connections.DRAIN_PING)
+    server.receive(pong)
+    assert frames.goaway(0, ErrorCode.NO_ERROR) in server.take_output()
+    server.receive(pong)
+    assert not server.take_output()
 
 
 def test_streams_beyond_the_limit_are_refused_one_by_one() -> None:

@@ -8,8 +8,10 @@ from hpack.exceptions import HPACKError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.http2 import headers
 from shared.http2.connection_errors import ErrorCode, ProtocolViolation
-from shared.http2.headers import BlockDecoder, LiteralEncoder, _stateless
+from shared.http2.headers import BadHeader, BlockDecoder, LiteralEncoder, _stateless, header_list
+from shared.http2.limits import SENT_HEADER_LIST_LEN_MAX
 from tests.shared.http2.pair import REQUEST, RESPONSE
 
 Head = list[tuple[bytes, bytes]]
@@ -97,3 +99,17 @@ def test_a_list_that_grows_beyond_its_limit_is_refused() -> None:
     with pytest.raises(ProtocolViolation) as caught:
         decoder.decode(b"\x90" * 2_000)
     assert caught.value.code == ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_headers_that_a_peer_might_not_take_are_not_sent() -> None:
+    assert header_list(REQUEST, [(b"x", b"v" * (SENT_HEADER_LIST_LEN_MAX // 2))])
+    with pytest.raises(BadHeader):
+        header_list(REQUEST, [(b"x", b"v" * SENT_HEADER_LIST_LEN_MAX)])
+
+
+def test_names_are_kept_in_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headers, "NAMES_MAX", len(headers._names) + 1)
+    for number in range(3):
+        name = b"x-a-name-of-this-test-%d" % number
+        assert BlockDecoder().decode(LiteralEncoder().encode([(name, b"v")])) == [(name, b"v")]
+    assert len(headers._names) == headers.NAMES_MAX

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shared.trace.request_text import SHOWN_LEN_MAX, printable
 from shared.trace.sentences import duration, sentence
 from shared.wire import sse
 from shared.wire.causes import CAUSES_MAX, CODE_LEN_MAX, COUNT_MAX, Cause, CauseCode, most_telling
@@ -89,6 +90,11 @@ def test_every_code_has_a_sentence_of_its_own() -> None:
     said = {sentence(Cause(code=code, ms=1.0)) for code in CauseCode}
     assert len(said) == len(CauseCode)
     assert not any(text.endswith(f": {code}") for text in said for code in CauseCode)
+
+
+def test_a_long_value_is_cut() -> None:
+    assert printable("x" * SHOWN_LEN_MAX) == "x" * SHOWN_LEN_MAX
+    assert printable("x" * 10_000) == "x" * SHOWN_LEN_MAX + "..."
 
 
 def test_durations_as_people_write_them() -> None:

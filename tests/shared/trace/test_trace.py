@@ -75,9 +75,18 @@ def test_a_request_is_shown_in_words_and_stage_by_stage() -> None:
     assert [row[1] for row in rows if row[-2:] == ["ended", "here"]] == ["relay", "decode"]
 
 
-def test_cached_tokens_are_told_by_tier() -> None:
-    text = shown("left", line_of("engine", "left", cached_tokens=96, host_tokens=64, disk_tokens=32))
-    assert "(96 cached, 64 of them in host memory, 32 of them on disk)" in text
+def test_cached_tokens_are_told_as_a_share_and_by_tier() -> None:
+    told = {"prompt_tokens": 128, "cached_tokens": 96, "host_tokens": 64, "disk_tokens": 32}
+    text = shown("left", line_of("engine", "left", **told))
+    assert "prompt 128 tokens (96 cached, 75%, 64 of them in host memory, 32 of them on disk)" in text
+
+
+def test_the_session_that_a_caller_named_is_told() -> None:
+    named = line_of("gateway", "left", session="0123456789abcdef")
+    assert schema_problem(named) is None
+    assert ", session 0123456789abcdef" in shown("left", named)
+    assert "session" not in shown("left", *LINES)
+    assert schema_problem({**named, "session": "joe@example.org"}) is not None
 
 
 def test_the_gateways_stages_follow_one_another_until_its_total() -> None:

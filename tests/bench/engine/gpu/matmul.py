@@ -4,7 +4,6 @@ the gate behind: the choices that a start would make."""
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 from typing import Any, Final
 
 import torch
@@ -23,8 +22,6 @@ from tests.bench.engine.gpu.tuning import tuned
 CUDA: Final = torch.device("cuda")
 NORMED: Final = ("qkv", "gate_up", "head")
 GATED: Final = ("gate_up",)
-PAIRS: Final = (("output", "gate_up"), ("down", "qkv"))
-"""Products with nothing but a norm between them."""
 ROW_LIMIT_S: Final = 120.0
 """The longest time of a row: some thirty kernels are compiled for it, unless they were before."""
 
@@ -71,27 +68,6 @@ def measure(
     return found
 
 
-def measure_pair(
-    adding: tuple[int, int], scaled: tuple[int, int], timer: DeviceTimer, fp8: bool, gated: bool
-) -> dict[str, Any]:
-    """Measure two products with a norm between them, which they share or not."""
-    weights: list[Weight] = []
-    for height, width in (adding, scaled):
-        weight = torch.empty(height, width, dtype=torch.bfloat16, device=CUDA).normal_()
-        weights.append(quantise(weight) if fp8 else weight)
-    norm = Norm(torch.ones(scaled[1], device=CUDA), 1e-6)
-    pair = DeviceLinear(weights[0]), DeviceLinear(weights[1], None, norm, gated)
-    table = tuned(pair, timer, CUDA, [pair])
-    return {
-        f"rows {shape.adding.rows}": {
-            "tiles": f"{found.tile}, {table.scaled[shape.scaled]}",
-            "us": found.best_us,
-            "apart_us": found.apart_us,
-        }
-        for shape, found in table.folded.items()
-    }
-
-
 def main() -> int:
     ok, timer = True, DeviceTimer()
     for name, config in (("8B", LLAMA_8B), ("0.6B", QWEN3_06B)):
@@ -100,8 +76,4 @@ def main() -> int:
                 row = f"{name} {what}{' fp8' if fp8 else ''}"
                 run = partial(measure, height, width, timer, fp8, what in NORMED, what in GATED)
                 ok &= check("matmul", row, run, limit_s=ROW_LIMIT_S)
-        for (adding, scaled), fp8 in product(PAIRS, (False, True)):
-            row, sizes = f"{name} {adding} and {scaled}{' fp8' if fp8 else ''}", shapes(config)
-            of = partial(measure_pair, sizes[adding], sizes[scaled], timer, fp8, scaled in GATED)
-            ok &= check("matmul", row, of, limit_s=ROW_LIMIT_S)
     return 0 if ok else 1

@@ -28,7 +28,6 @@ from engine.runtime.device.kernel_timing import DeviceTimer, shortest_replay_us
 from engine.runtime.kernels.autotune import (
     DeviceLinear,
     MatmulTable,
-    folded_shape,
     fused_shape,
     measured_rows,
     shape_of,
@@ -70,7 +69,7 @@ class Bench:
         self.spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
         self.decoder = DeviceDecoder(config, RandomWeights(CUDA), CUDA, fp8=fp8)
         if name not in _TABLES:
-            _TABLES[name] = tuned(self._kinds, DeviceTimer(), CUDA, self.decoder.pairs)
+            _TABLES[name] = tuned(self._kinds, DeviceTimer(), CUDA)
         self.decoder.table = _TABLES[name]
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         write("steps", f"{name} made and tuned", took_s=time.perf_counter() - began)
@@ -99,14 +98,7 @@ class Bench:
         graphs.capture(CudaGraphDevice(timer=shortest_replay_us), lambda *_: None)
         ms, _ = _replayed(graphs, batch, context)
         overlap = [found.value for found in graphs.overlaps.values()]
-        choices = {"overlap": overlap, "shared_norms": self._shared_norms(batch)}
-        return self._shares(ms, batch, context, kv_dtype) | choices
-
-    def _shared_norms(self, batch: int) -> int:
-        """The kinds of products in pairs, of two, that share a norm at this batch."""
-        folded = self.decoder.table.folded
-        found = (folded.get(folded_shape(pair, batch)) for pair in self.decoder.pairs)
-        return len({measured for measured in found if measured is not None and measured.tile is not None})
+        return self._shares(ms, batch, context, kv_dtype) | {"overlap": overlap}
 
     def replayer(self, batch: int, context: int, *, dependently: bool) -> Callable[[], object]:
         """Runs a step of random tokens by its graph."""

@@ -7,22 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable, Pair, Timer, once
-from engine.runtime.kernels.folding import fold_norms
+from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable, Timer, once
 from engine.runtime.kernels.launching import compiling_in
 from engine.runtime.setup.hardware import usable_cores
 
 
-def tuned(
-    linears: Sequence[DeviceLinear], timer: Timer, card: torch.device, pairs: Sequence[Pair] = ()
-) -> MatmulTable:
+def tuned(linears: Sequence[DeviceLinear], timer: Timer, card: torch.device) -> MatmulTable:
     """The table of fastest kernels, for bfloat16. As at an engine's start, all candidates are compiled by all
     cores before any is measured."""
     with ThreadPoolExecutor(usable_cores()) as workers, compiling_in(workers, card):
-        _filled(linears, once, pairs)
-    return _filled(linears, timer, pairs)
-
-
-def _filled(linears: Sequence[DeviceLinear], timer: Timer, pairs: Sequence[Pair]) -> MatmulTable:
-    table = MatmulTable.fill(linears, torch.bfloat16, timer)
-    return fold_norms(table, pairs, torch.bfloat16, timer)
+        MatmulTable.fill(linears, torch.bfloat16, once)
+    return MatmulTable.fill(linears, torch.bfloat16, timer)

@@ -134,6 +134,7 @@ def test_what_is_no_call_is_text_word_for_word(name: str, text: str) -> None:
         ("hermes", '<tool_call>{"name":"f","arguments":null}', [("f", "{}")], ""),
         ("hermes", '<tool_call>x<tool_call>{"name":"f"}</tool_call>', [("f", "{}")], "<tool_call>x"),
         ("mistral-list", '[TOOL_CALLS][{"name":"f"}, {"nam}', [("f", "{}")], ', {"nam}'),
+        ("mistral-list", '[TOOL_CALLS] [{"name": "f"}]', [("f", "{}")], ""),
         ("llama-3", '<|python_tag|>{"name":"f","parameters":{}}; {"name":"g","parameters":{}}',
          [("f", "{}"), ("g", "{}")], ""),
         ("pythonic", "[f(a=1, b)]", [("f", '{"a": 1}')], "b)]"),

@@ -16,9 +16,10 @@ from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.models.decoder_config import read_model_config
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.weights.checkpoint import Checkpoint, checkpoint_files
+from tests.effort import IS_WHOLE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver
-from tests.engine.runtime.kernels.tables import all_by_tiles, all_folded
+from tests.engine.runtime.kernels.tables import all_by_tiles
 
 CPU = torch.device("cpu")
 
@@ -38,21 +39,24 @@ def runner_for(path: Path) -> HostRunner:
     return load(path, max_num_seqs=4, max_model_len=96, kernels="torch")
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+FAMILIES = ("mistral", "qwen2", "qwen3")
+PRODUCTS = ("tiles", "library")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_says_the_same_in_kernels(tiny_model: MakeModel, family: str) -> None:
     """Chunked prompts, mixed batches, poisoned pages; a window of 24, biases, QK norm. Products by the
-    library, by our tiles with norms and gates in them, and in pairs that share a norm."""
+    library, and by our tiles with norms and gates in them: each family by one of them, and by command by
+    both."""
     path = tiny_model(family)
     outputs = []
-    for kernels in ("torch", "library", "tiles", "pairs"):
+    chosen = PRODUCTS[FAMILIES.index(family) % len(PRODUCTS)]
+    for kernels in ("torch", *(PRODUCTS if IS_WHOLE else [chosen])):
         runner = runner_for(path)
         if kernels != "torch":
             runner.model = device_model(path, runner)
             if kernels == "tiles":
                 runner.model.decoder.table = all_by_tiles(runner.model.decoder.linears)
-            if kernels == "pairs":
-                assert len(runner.model.decoder.pairs) == 3, "two layers"
-                runner.model.decoder.table = all_folded(runner.model.decoder.pairs)
         driver = Driver(runner)
         asked = [SamplingParams(seed=slot, max_tokens=8, temperature=slot / 2) for slot in range(2)]
         prompts = (40, 3)
@@ -62,7 +66,8 @@ def test_a_model_says_the_same_in_kernels(tiny_model: MakeModel, family: str) ->
         ]
         driver.finish([0, 1], 2, chunk=30)
         outputs.append([life.output for life in lives])
-    assert outputs[0] == outputs[1] == outputs[2] == outputs[3]
+    assert len(outputs) > 1
+    assert all(output == outputs[0] for output in outputs)
 
 
 @pytest.mark.parametrize("tiles", [False, True])

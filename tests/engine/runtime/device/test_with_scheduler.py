@@ -15,6 +15,7 @@ from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
 from engine.runtime.device.device_runner import DeviceRunner
+from tests.effort import some
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.device.card import load_fake
@@ -67,7 +68,7 @@ class Unwaiting:
             return self.runner.launch(plan)
 
 
-@pytest.mark.parametrize("swaps", [False, True], ids=["recomputed", "swapped"])
+@pytest.mark.parametrize("swaps", some([True, False], usual=1))
 def test_one_step_ahead_on_a_device_is_a_cpu_step_by_step(tiny_model: MakeModel, swaps: bool) -> None:
     path = tiny_model("qwen3", **SMALL)
     host = load(path, kernels="torch", **SETTINGS)

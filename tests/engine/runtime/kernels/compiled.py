@@ -2,7 +2,8 @@
 
 A kernel is replaced by something that records its launch; the product's own function is called with tensors
 that have no memory; and what was recorded is compiled. Run as a program (the interpreter of the other tests
-cannot be switched off in their process): prints one JSON line per launch.
+cannot be switched off in their process): prints one JSON line per launch. Every run compiles a tile of each
+kind; by command, every tile that a start may choose.
 """
 
 from __future__ import annotations
@@ -28,10 +29,8 @@ from triton.compiler import ASTSource
 from engine.runtime.device import device_sampling
 from engine.runtime.device.device_sampling import DeviceSampling
 from engine.runtime.kernels import (
-    autotune,
     begin,
     decode_attention,
-    folding,
     fused,
     matmul,
     prefill_attention,
@@ -40,6 +39,7 @@ from engine.runtime.kernels import (
 )
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.weights.fp8 import Fp8Weight
+from tests.effort import some
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INSTRUCTIONS = (
@@ -199,7 +199,7 @@ def report_dependent() -> None:
     on = {"dependently": True}
     norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
     stream, weight = fused.ResidualStream(meta(1, 1024), meta(1, 1024)), matrix(6144, 1024, torch.bfloat16)
-    for tile in (*matmul.TILES[:2], matmul.TILES_ALONE[1]):
+    for tile in (*some(matmul.TILES, usual=1)[:2], matmul.TILES_ALONE[1]):
         gated = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=True)
         report(f"dependent gated {tile}", matmul, "skinny_kernel", gated, **on)
     plain = partial(matmul.skinny_matmul, meta(1, 1024), weight, matmul.TILES[0])
@@ -207,13 +207,6 @@ def report_dependent() -> None:
     few, tile = meta(64, 4096), split_matmul.split_tiles_for(4096, 4096, 64)[0]
     split = partial(split_matmul.split_matmul, few, matrix(4096, 4096, torch.bfloat16), tile)
     report("dependent split", split_matmul, "split_kernel", split, **on)
-    report("dependent folded adding", split_matmul, "split_kernel", adding(64, tile, torch.bfloat16), **on)
-    x = unscaled(64, 4096)
-    split = partial(split_matmul.split_matmul, x, matrix(6144, 4096, torch.bfloat16), tile)
-    report("dependent folded scaled", split_matmul, "split_kernel", split, **on)
-    weight = matrix(28_672, 4096, torch.bfloat16)
-    scaled = partial(matmul.scaled_matmul, x, weight, matmul.TILES[3], gated=True)
-    report("dependent folded gated", matmul, "skinny_kernel", scaled, **on)
     fp8 = matrix(4096, 4096, torch.float8_e4m3fn)
     assert isinstance(fp8, Fp8Weight)
     restore = partial(restoring.restored, fp8, torch.bfloat16)
@@ -265,7 +258,7 @@ def decode_launch(
 
 def report_largest_pages() -> None:
     """Of a prefill, the largest tiles; of decode, pages that are read in parts."""
-    for dim in (64, 128, 256):
+    for dim in some((256, 128, 64), usual=1):
         page: dict[str, Any] = {"page_size": 32_768 // dim}
         decode, prefill = decode_launch(8, 2, dim, **page), prefill_launch(8, 2, dim, **page)
         report(f"parts decode {dim}", decode_attention, "decode_kernel", decode)
@@ -383,7 +376,7 @@ def report_fused_matmul() -> None:
     """Qwen3-0.6B's gate-up and QKV, a row, by every tile; and 8B's gate-up in fp8."""
     norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
     stream = fused.ResidualStream(meta(1, 1024), meta(1, 1024))
-    for tile in matmul.TILES:
+    for tile in some(matmul.TILES, usual=1):
         for name, gated in (("normed", False), ("gated", True)):
             weight = matrix(6144, 1024, torch.bfloat16)
             launch = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=gated)
@@ -394,7 +387,7 @@ def report_fused_matmul() -> None:
     norm = fused.Norm(meta(4096, dtype=torch.float32), 1e-6)
     stream = fused.ResidualStream(meta(16, 4096), meta(16, 4096))
     lone = fused.ResidualStream(meta(1, 4096), meta(1, 4096))
-    for tile in matmul.TILES_ALONE:
+    for tile in some(matmul.TILES_ALONE, usual=1):
         for name, dtype in (("", torch.bfloat16), (" fp8", torch.float8_e4m3fn)):
             launch = partial(
                 matmul.normed_matmul, lone, norm, matrix(2 * 14_336, 4096, dtype), tile, gated=True
@@ -419,16 +412,15 @@ def report_matmul() -> None:
     report("matmul 64 rows", matmul, "skinny_kernel", launch(64, tile, torch.bfloat16))
     report("matmul fp8", matmul, "skinny_kernel", launch(8, tile, torch.float8_e4m3fn))
     report("matmul fp8 blocks", matmul, "skinny_kernel", launch(8, tile, torch.float8_e4m3fn, 128))
-    for tile in matmul.TILES_MANY:
-        for rows in (128, 256):
+    for tile in some(matmul.TILES_MANY, usual=1):
+        for rows in some((256, 128), usual=1):
             name = f"matmul fp8 {rows} rows {tile.n}x{tile.k}"
             report(name, matmul, "skinny_kernel", launch(rows, tile, torch.float8_e4m3fn))
     weight = matrix(4096, 4096, torch.bfloat16)
-    for rows in (64, 256):
-        for tile in {tile.n: tile for tile in split_matmul.split_tiles_for(4096, 4096, rows)}.values():
+    for rows in some((256, 64), usual=1):
+        for tile in split_tiles(rows):
             product = partial(split_matmul.split_matmul, meta(rows, 4096), weight, tile)
             report(f"split {rows} rows {tile.n}x{tile.k}", split_matmul, "split_kernel", product)
-    report_folded_matmul()
     for group in (0, 128):
         weight = matrix(28_672, 4096, torch.float8_e4m3fn, group)
         assert isinstance(weight, Fp8Weight)
@@ -436,34 +428,10 @@ def report_matmul() -> None:
         report(f"restore {group}", restoring, "restore_kernel", restore)
 
 
-def unscaled(rows: int, width: int) -> fused.Unscaled:
-    squares = meta(width // 64, matmul.row_bucket(rows), dtype=torch.float32)
-    return fused.Unscaled(meta(rows, width), squares, 1e-6)
-
-
-def adding(rows: int, tile: matmul.Tile, dtype: torch.dtype, group: int = 0) -> Callable[[], object]:
-    """8B's down projection, and the beginning of the norm behind it."""
-    norm, weight = fused.Norm(meta(4096, dtype=torch.float32), 1e-6), matrix(4096, 14_336, dtype, group)
-    x, stream = meta(rows, 14_336), fused.ResidualStream(meta(rows, 4096))
-    return lambda: split_matmul.adding_matmul(x, weight, tile, stream, norm)
-
-
-def report_folded_matmul() -> None:
-    """8B's products with the norm between them in two parts, by every tile that a start may choose."""
-    for dtype, group in ((torch.bfloat16, 0), (torch.float8_e4m3fn, 128)):
-        qkv, gate_up = matrix(6144, 4096, dtype, group), matrix(28_672, 4096, dtype, group)
-        for rows in (64, 256):
-            x, name = unscaled(rows, 4096), f"{rows} rows{' fp8 blocks' if group else ''}"
-            for tile in {tile.n: tile for tile in split_matmul.split_tiles_for(4096, 4096, rows)}.values():
-                of, launch = f"{name} {tile.n}x{tile.k}", adding(rows, tile, dtype, group)
-                report(f"folded adding {of}", split_matmul, "split_kernel", launch)
-                launch = partial(split_matmul.split_matmul, x, qkv, tile)
-                report(f"folded scaled {of}", split_matmul, "split_kernel", launch)
-            for tile in folding.scaled_tiles(
-                autotune.DeviceLinear(gate_up, gated=True), torch.bfloat16, rows
-            ):
-                launch = partial(matmul.scaled_matmul, x, gate_up, tile, gated=True)
-                report(f"folded gated {name} {tile.n}x{tile.k}", matmul, "skinny_kernel", launch)
+def split_tiles(rows: int) -> Sequence[matmul.Tile]:
+    """One of each width that 8B's output projection may be given."""
+    tiles = {tile.n: tile for tile in split_matmul.split_tiles_for(4096, 4096, rows)}
+    return some(list(tiles.values()), usual=1)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import drawn
 from tests.once import once
 
 ROOT = Path(__file__).parents[4]
@@ -22,7 +23,7 @@ STACK_BYTES_MAX = 64
 WARNINGS = ("-W", "error", "-W", "ignore::DeprecationWarning:triton.compiler.code_generator")
 
 Report = dict[str, int]
-WEIGHTS_FIRST = ("dependent gated", "dependent matmul", "dependent split", "dependent folded")
+WEIGHTS_FIRST = ("dependent gated", "dependent matmul", "dependent split")
 
 
 def program(name: str, cache: Path, *arguments: str) -> str:
@@ -40,7 +41,7 @@ def program(name: str, cache: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    """A minute's work, which the processes of a run share."""
+    """Half a minute's work, which the processes of a run share."""
     said = once(tmp_path_factory, "compiled", lambda: program("compiled", tmp_path_factory.mktemp("triton")))
     lines = [json.loads(line) for line in said.splitlines()]
     return {line.pop("name"): line for line in lines}
@@ -103,7 +104,7 @@ def test_skinny_products_read_ahead_by_what_hides_the_memorys_latency(reports: d
 def test_a_row_that_is_alone_is_read_ahead_and_shares_a_multiprocessor(reports: dict[str, Report]) -> None:
     """By four programs, which together have several times 26 KB in flight."""
     alone = {name: report for name, report in reports.items() if name.startswith("matmul alone")}
-    assert len(alone) == 6
+    assert len(alone) == drawn(2, whole=6)
     for name, report in alone.items():
         assert report["cp.async.cg"] > 0, name
         assert report["mma.sync"] == report["wgmma.mma_async"] == 0, name
@@ -120,7 +121,7 @@ def test_nothing_is_converted_one_number_at_a_time(reports: dict[str, Report]) -
 
 def test_many_rows_of_an_fp8_weight_feed_the_tensor_cores(reports: dict[str, Report]) -> None:
     many = [report for name, report in reports.items() if name.startswith("matmul fp8 ") and "rows" in name]
-    assert len(many) == 4
+    assert len(many) == drawn(1, whole=4)
     for report in many:
         assert report["wgmma.mma_async"] > 0
         assert report["mma.sync"] == 0
@@ -129,7 +130,7 @@ def test_many_rows_of_an_fp8_weight_feed_the_tensor_cores(reports: dict[str, Rep
 
 def test_split_products_read_ahead_and_combine_behind_a_release(reports: dict[str, Report]) -> None:
     split = {name: report for name, report in reports.items() if name.startswith("split ")}
-    assert len(split) == 3
+    assert len(split) == drawn(1, whole=3)
     for name, report in split.items():
         assert report["wgmma.mma_async"] > 0, name
         assert report["cp.async.cg"] > 0, name
@@ -137,23 +138,11 @@ def test_split_products_read_ahead_and_combine_behind_a_release(reports: dict[st
         assert report["atom.global.gpu.acq_rel"] == 1, name
 
 
-def test_products_that_share_a_norm_read_ahead(reports: dict[str, Report]) -> None:
-    """Where columns are split, the last to arrive combines behind a release."""
-    folded = {name: report for name, report in reports.items() if name.startswith("folded ")}
-    assert len(folded) == 19
-    for name, report in folded.items():
-        assert report["wgmma.mma_async"] > 0, name
-        assert report["mma.sync"] == 0, name
-        assert report["cp.async.cg"] > 0, name
-        assert report["shared_bytes"] > 26_000, name
-        assert report["atom.global.gpu.acq_rel"] == ("gated" not in name), name
-
-
 def test_dependently_launched_kernels_wait_before_they_touch_anything_but_weights(
     reports: dict[str, Report],
 ) -> None:
     dependent = {name: report for name, report in reports.items() if name.startswith("dependent ")}
-    assert len(dependent) == 19
+    assert len(dependent) == drawn(15, whole=16)
     for name, report in dependent.items():
         assert report["waits"] == report["lets_start"] == 1, name
         assert report["touched"] == 0, name

@@ -26,7 +26,7 @@ from engine.runtime.models.decoder_config import DecoderConfig
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
 from tests.bench.engine.gpu.shapes import QWEN3_06B, RandomWeights
-from tests.engine.runtime.kernels.tables import all_by_tiles, all_folded
+from tests.engine.runtime.kernels.tables import all_by_tiles
 
 CPU = torch.device("cpu")
 SLOTS, PAGE = 20, 16
@@ -99,10 +99,6 @@ def by_tiles(decoder: DeviceDecoder) -> MatmulTable:
     return all_by_tiles(decoder.linears)
 
 
-def in_pairs(decoder: DeviceDecoder) -> MatmulTable:
-    return all_folded(decoder.pairs)
-
-
 def launches(layers: int, table: Table, rows: int = 2, *, dependently: bool = False) -> Counter[str]:
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1}
     step = step_of(replace(QWEN3_06B, head_dim=16, windows=(None,) * layers, **small))  # type: ignore[arg-type]
@@ -126,13 +122,6 @@ def test_a_single_row_is_six_kernels_per_layer_and_seven_besides() -> None:
     assert layer == {"skinny_kernel": 4, "norm_rotate_store_kernel": 1, "decode_kernel": 1}
     ours = ("begin_step", "list_work", "skinny", "measure", "weigh", "order", "choose")
     assert ends == {f"{name}_kernel": 1 for name in ours}
-
-
-def test_more_rows_are_six_kernels_per_layer_where_products_share_the_norms() -> None:
-    """QKV, output and down by split tiles, gate-up with SiLU in its tail."""
-    layer, _ = counts(in_pairs, 20)
-    once = {"skinny_kernel": 1, "norm_rotate_store_kernel": 1, "decode_kernel": 1}
-    assert layer == {"split_kernel": 3} | once
 
 
 def test_by_the_library_they_are_nine_and_eight() -> None:

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from engine.runtime.setup.hardware import processor_flags
 
 ROOT = Path(__file__).parents[4]
@@ -38,6 +40,7 @@ def blas_core(core: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.nightly
 def test_products_have_the_same_bits_with_the_blas_of_every_processor() -> None:
     flags = processor_flags()
     cores = [core for core, needed in CORES.items() if needed <= flags]

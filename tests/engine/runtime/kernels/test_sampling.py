@@ -16,6 +16,7 @@ from engine.runtime.device.device_sampling import DeviceSampling
 from engine.runtime.host import sampler
 from engine.runtime.step.edits import Edits
 from engine.runtime.step.seats import SamplingColumns, Seat
+from tests.effort import some
 from tests.engine.runtime.host.test_sampler import CUTS, EXTREMES, extreme_logits, extreme_params, mask_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where a row is not finite
@@ -206,7 +207,7 @@ def test_edits_and_neighbours_of_every_kind() -> None:
         assert torch.equal(counted, expected.int() if own_params.needs_history else torch.zeros_like(counted))
 
 
-@pytest.mark.parametrize("name", extreme_logits())
+@pytest.mark.parametrize("name", some(list(extreme_logits()), usual=2))
 def test_extreme_parameters_draw_what_the_cpu_draws(name: str) -> None:
     asked = [extreme_params(extreme | cut, seed) for seed, extreme in enumerate(EXTREMES) for cut in CUTS]
     logits = extreme_logits()[name].expand(len(asked), -1).contiguous()

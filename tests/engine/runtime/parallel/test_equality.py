@@ -39,6 +39,7 @@ from engine.runtime.setup.model_errors import BadRunnerConfig, RankLost
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.kv_cache import KVGeometry
 from shared.process.setting_values import ConfigError
+from tests.effort import some
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
@@ -130,9 +131,9 @@ def said(runner: Runner) -> tuple[dict[int, list[int]], dict[int, list[float]], 
 
 
 @pytest.mark.usefixtures("wrong_clocks")
-@pytest.mark.parametrize(("family", "overrides"), MODELS.items(), ids=list(MODELS))
-def test_two_ranks_say_what_one_says(tiny_model: MakeModel, family: str, overrides: dict[str, Any]) -> None:
-    path = tiny_model(family, **overrides)
+@pytest.mark.parametrize("family", some(["qwen2", "mistral", "llama", "qwen3"], usual=2))
+def test_two_ranks_say_what_one_says(tiny_model: MakeModel, family: str) -> None:
+    path = tiny_model(family, **MODELS[family])
     tokens, logprobs, _ = said(load(path, kernels="torch", **small(path, 1)))
     has_tier = family == WITH_HOST_TIER
     with two_ranks(path, kv_host_tier=has_tier, swap_memory=1 << 20) as runner:
