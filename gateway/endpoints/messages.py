@@ -88,8 +88,8 @@ class _Endpoint(Endpoint, frozen=True):
 
 
 def _shaped(name: str, type_: Any) -> tuple[str, Cleaner]:
-    """The cleaner of a field: it leaves out what the field's shapes do not have, and tells as text what only our
-    engines can read."""
+    """The cleaner of a field: it leaves out what the field's shapes do not have, and tells as text what our
+    engines alone can read."""
     decode: Callable[[Raw], Any] = msgspec.json.Decoder(type_ | None).decode
 
     def clean(value: Raw, left_out: list[str]) -> Raw:
