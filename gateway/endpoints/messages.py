@@ -22,7 +22,8 @@ from shared.apis.message_answers import (
     MessageEvent,
     MessagesErrorEnvelope,
 )
-from shared.apis.message_blocks import MessagesTool, MessageTurn, System
+from shared.apis.message_blocks import MessagesTool, MessageTurn, System, ThinkingBlock
+from shared.apis.message_chat import unsealed
 from shared.apis.messages import CountTokensRequest, CountTokensResponse, MessagesRequest
 from shared.apis.nothing import unsupported
 from shared.apis.validation import surplus_fields
@@ -87,7 +88,8 @@ class _Endpoint(Endpoint, frozen=True):
 
 
 def _shaped(name: str, type_: Any) -> tuple[str, Cleaner]:
-    """The cleaner of a field: it leaves out what the field's shapes do not have."""
+    """The cleaner of a field: it leaves out what the field's shapes do not have, and tells as text what our
+    engines alone can read."""
     decode: Callable[[Raw], Any] = msgspec.json.Decoder(type_ | None).decode
 
     def clean(value: Raw, left_out: list[str]) -> Raw:
@@ -96,6 +98,7 @@ def _shaped(name: str, type_: Any) -> tuple[str, Cleaner]:
             return value
         _refuse_servers(shaped)
         left_out += dict.fromkeys(surplus_fields(shaped, value, name, name))
+        _unseal(shaped)
         return Raw(msgspec.json.encode(shaped))
 
     return name, clean
@@ -106,6 +109,15 @@ def _refuse_servers(items: Sequence[object]) -> None:
     for index, item in enumerate(items):
         if isinstance(item, MessagesTool) and item.type not in (None, "custom"):
             raise unsupported(f"tools[{index}].type")
+
+
+def _unseal(items: Sequence[object]) -> None:
+    """Tell thoughts that are in their signatures alone."""
+    for item in items:
+        if isinstance(item, MessageTurn) and not isinstance(item.content, str):
+            for block in item.content:
+                if isinstance(block, ThinkingBlock) and not block.thinking:
+                    block.thinking = unsealed(block.signature)
 
 
 _NESTED: Final[Nested] = (

@@ -104,8 +104,10 @@ def chat_of(asked: AskedConversation) -> ChatPrompt:
     """The chat of a conversation that was checked."""
     deferred = {tool.name: tool for tool in asked.tools or () if tool.defer_loading}
     messages = [*_system(asked.system)]
-    for turn in asked.messages:
+    places = ["system" for _ in messages]
+    for index, turn in enumerate(asked.messages):
         messages += _messages(turn, deferred)
+        places += [f"messages[{index}]"] * (len(messages) - len(places))
     continues = asked.messages[-1].role == "assistant"
     return ChatPrompt(
         messages,
@@ -113,6 +115,7 @@ def chat_of(asked: AskedConversation) -> ChatPrompt:
         wishes=_wishes(asked),
         continues_final=continues,
         opens_answer=not continues,
+        places=tuple(places),
     )
 
 

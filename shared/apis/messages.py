@@ -41,7 +41,7 @@ from shared.apis.message_chat import (
     structure_of,
     unknown_in,
 )
-from shared.apis.nothing import EXTENSIONS, LOOKED_INTO, NONE, Nothing
+from shared.apis.nothing import EMPTY, EXTENSIONS, FALSE, LOOKED_INTO, NONE, Nothing
 from shared.apis.prompt import ChatPrompt
 from shared.apis.request import Request
 from shared.apis.structure import Structure
@@ -61,9 +61,28 @@ _NOTHING: Final[Mapping[str, Nothing]] = {
     **dict.fromkeys(("messages", "tools", "tool_choice", "thinking"), LOOKED_INTO),
     **dict.fromkeys(("output_config", "output_format", "context_management"), LOOKED_INTO),
     **dict.fromkeys(("response_format", "structured_outputs", "container"), NONE),
+    **dict.fromkeys(("max_completion_tokens", "reasoning_effort"), NONE),
+    **dict.fromkeys(("stop", "chat_template_kwargs"), EMPTY),
+    **dict.fromkeys(("continue_final_message", "logprobs"), FALSE),
+    **dict.fromkeys(("add_generation_prompt", "include_reasoning", "parallel_tool_calls"), (True,)),
+    "thinking_token_budget": (-1,),
+    "n": (1,),
     **dict.fromkeys(("mcp_servers", "fallbacks"), ([],)),
     "inference_geo": ("global",),
     "speed": ("standard",),
+}
+_INSTEAD: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("response_format", "structured_outputs"), "output_config.format"),
+    **dict.fromkeys(("json_schema", "guided_json"), "output_config.format"),
+    **dict.fromkeys(("max_completion_tokens", "max_new_tokens", "n_predict"), "max_tokens"),
+    **dict.fromkeys(("reasoning_effort", "reasoning"), "output_config.effort"),
+    **dict.fromkeys(("enable_thinking", "chat_template_kwargs"), "thinking"),
+    "do_sample": "temperature 0",
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 
 
@@ -74,6 +93,7 @@ class MessagesRequest(GenerationRequest, kw_only=True, dict=True):
     prompt_beside: ClassVar[frozenset[str]] = frozenset({"system"})
     thinking_param: ClassVar[str] = "thinking.budget_tokens"
     nothing: ClassVar[Mapping[str, Nothing]] = _NOTHING
+    instead: ClassVar[Mapping[str, str]] = _INSTEAD
 
     messages: Turns
     max_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
@@ -189,6 +209,7 @@ class CountTokensRequest(Request, kw_only=True, dict=True):
 
     path: ClassVar[str] = "/v1/messages/count_tokens"
     nothing: ClassVar[Mapping[str, Nothing]] = _NOTHING
+    instead: ClassVar[Mapping[str, str]] = _INSTEAD
 
     messages: Turns
     system: System | None = None

@@ -31,6 +31,7 @@ from shared.apis.message_answers import (
     error_event,
     message_usage,
 )
+from shared.apis.message_chat import sealed
 from shared.wire.errors import EngineFailed, InvalidRequest, Overloaded
 from shared.wire.sse import CLOSING_HEADER, NamedScanner, closing_comment, encode_closing, named_event
 from tests.anthropic_schemas import events_of, holds, put_together
@@ -330,6 +331,21 @@ async def test_another_make_is_sent_the_apis_fields(foreign: House) -> None:
     assert set(ignored.split(", ")) == {"best_of", "messages.content.kv", "tools.made_up"}
     assert (told["usage"]["input_tokens"], told["usage"]["cache_read_input_tokens"]) == (10, 0)
     assert (await foreign.line())["settled_tokens"] == 13
+
+
+async def test_another_make_is_sent_thoughts_that_were_not_told(foreign: House) -> None:
+    foreign.engine.script = unary()
+    blocks = [
+        {"type": "thinking", "thinking": "", "signature": sealed("Hm.")},
+        {"type": "thinking", "thinking": "Oh.", "signature": "another's"},
+        {"type": "text", "text": "Yes."},
+    ]
+    hello = {"role": "user", "content": "hi"}
+    async with Asking(foreign)(messages=[hello, {"role": "assistant", "content": blocks}, hello]) as answer:
+        assert answer.status == 200, await answer.text()
+    [seen] = foreign.engine.seen
+    told = [block.get("thinking") for block in seen.body["messages"][1]["content"]]
+    assert told == ["Hm.", "Oh.", None]
 
 
 async def test_another_makes_stream_is_charged_and_tells_no_cache(foreign: House) -> None:

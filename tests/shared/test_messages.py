@@ -315,12 +315,26 @@ def test_mistakes_are_told_by_the_callers_own_names(fields: dict[str, Any], para
         ({"speed": "fast"}, "speed"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_regex": "a"}, "guided_regex"),
+        ({"stop": ["a"]}, "stop"),
+        ({"n": 2}, "n"),
     ],
 )  # fmt: skip
 def test_what_no_engine_of_ours_does_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
     error = refused(**fields)
     assert (type(error), error.param) == (UnsupportedParameter, param)
     parse(body(**fields), MessagesRequest)  # another make's may do it
+
+
+def test_a_field_of_chats_is_refused_with_the_one_to_use() -> None:
+    assert str(refused(stop=["a"])) == "stop is not supported; use stop_sequences."
+    assert str(refused(json_schema={})) == "json_schema is not supported; use output_config.format."
+
+
+def test_the_places_of_messages_are_those_of_the_request() -> None:
+    asked = taken(
+        system="Be brief.", messages=[HELLO, *turns(USE, role="assistant"), *turns(result(), text("a"))]
+    )
+    assert asked.prompt_form.places == ("system", "messages[0]", "messages[1]", *["messages[2]"] * 2)
 
 
 @pytest.mark.parametrize(
