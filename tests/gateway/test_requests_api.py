@@ -12,7 +12,7 @@ import pytest
 from gateway.operators.operations import Merge
 from gateway.operators.requests import AT_ONCE, LIMIT_MAX, RequestsApi, RequestsQuery, parse
 from gateway.relay.ticks import TICK_LEN, Ticks
-from gateway.request.recorder import SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
+from gateway.request.recorder import BYTES_MAX, SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
 from gateway.workers.answers import together
 from gateway.workers.channel import WorkerAnswer
 from shared import cli
@@ -64,6 +64,13 @@ def recorder_of(*lines: GatewayLine, records_max: int = 100, bytes_max: int = 1 
 
 
 # -- the ring -------------------------------------------------------------------------------------
+
+
+def test_records_are_bounded_however_many_there_may_be() -> None:
+    recorder = Recorder(1_000_000)
+    for number in range(2 * BYTES_MAX // 2**20):
+        recorder.add(line(f"r{number}"), Stamps(("edge",), (7.0, 7.1)), b"x" * 2**20)
+    assert 0 < recorder.bytes_len <= BYTES_MAX
 
 
 def test_the_oldest_records_go_first_by_number_and_by_bytes() -> None:
