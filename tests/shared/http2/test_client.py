@@ -16,6 +16,7 @@ from shared.http2.stream import Stream
 from shared.wire.http import CONNECTED
 from tests.shared.http2.loopback import (
     EVENTS,
+    PATIENCE_S,
     Silent,
     client,
     echo,
@@ -259,7 +260,7 @@ async def test_connections_and_those_who_wait_for_one_are_bounded(monkeypatch: p
         await until(lambda: pool.waiting == 2)
         assert len(endpoints(transport)) == CONNECTIONS_MAX
         with pytest.raises(httpx.PoolTimeout, match="too many"):
-            await http.get(served.url)
+            await asyncio.wait_for(http.get(served.url), PATIENCE_S)
         for call in calls:
             call.cancel()
         await until(lambda: silent.cancelled == CONNECTIONS_MAX)
