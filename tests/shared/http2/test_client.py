@@ -258,7 +258,7 @@ async def test_connections_and_those_who_wait_for_one_are_bounded(monkeypatch: p
         calls += [asyncio.create_task(http.get(served.url)) for _ in range(2)]
         (pool,) = transport._pools.values()
         await until(lambda: pool.waiting == 2)
-        assert len(endpoints(transport)) == CONNECTIONS_MAX
+        assert len(endpoints(transport)) == transport._connections_max == CONNECTIONS_MAX
         with pytest.raises(httpx.PoolTimeout, match="too many"):
             await asyncio.wait_for(http.get(served.url), PATIENCE_S)
         for call in calls:
