@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -36,6 +37,12 @@ def names_in(file: str) -> frozenset[str]:
     return frozenset([*defined, *assigned])
 
 
+def none(problems: Iterable[str]) -> None:
+    """Fail with all of them."""
+    if found := sorted(problems):
+        pytest.fail("\n".join(found))
+
+
 def is_there(test: str) -> bool:
     file, _, name = test.partition("::")
     return re.split(r"\[|::", name)[0] in names_in(file) if name else (ROOT / file).is_file()
@@ -43,28 +50,28 @@ def is_there(test: str) -> bool:
 
 def test_every_guard_is_there_and_its_tests_too() -> None:
     names = Counter(one.name for one in removals())
-    assert [name for name, count in names.items() if count > 1] == []
-    for guard in guards():
-        [edit] = guard.edits(PRODUCT)  # the error says which is not there
-        if edit.file.endswith(".py"):
-            ast.parse(edit.after)
+    none(f"{name} is the name of {count}" for name, count in names.items() if count > 1)
+    times = [(guard, PRODUCT.get(guard.file, "").count(guard.old)) for guard in guards()]
+    none(f"{guard.name}: {guard.file} has the old text {count} times" for guard, count in times if count != 1)
+    for edit in (edit for guard in guards() for edit in guard.edits(PRODUCT) if guard.file.endswith(".py")):
+        ast.parse(edit.after)
     tests = {test for one in removals() for test in one.tests}
-    assert {test for test in tests if not is_there(test)} == set()
+    none(f"there is no {test}" for test in tests if not is_there(test))
 
 
 def test_every_bound_is_reached_by_a_test_or_by_nothing_from_outside() -> None:
     there, told = set(BOUNDS), bounds()
     reached = {(file, name) for file, names in told.reached.items() for name in names}
     inner = {(file, name) for file, names in told.inner.items() for name in names}
-    assert there - reached - inner == set(), "tests/guards/bounds.toml lacks these bounds"
-    assert (reached | inner) - there == set(), "tests/guards/bounds.toml has bounds that are gone"
-    assert reached & inner == set()
+    none(f"not in tests/guards/bounds.toml: {file} {name}" for file, name in there - reached - inner)
+    none(f"gone: {file} {name}" for file, name in (reached | inner) - there)
+    none(f"in both tables: {file} {name}" for file, name in reached & inner)
 
 
 def test_every_bound_bounds_something() -> None:
     uses = {path: Counter(re.findall(r"\b\w+_MAX\b", source)) for path, source in PRODUCT.items()}
     everywhere = sum(uses.values(), Counter[str]())
-    assert [(file, name) for file, name in BOUNDS if everywhere[name] < 2] == []
+    none(f"{file}: nothing uses {name}" for file, name in BOUNDS if everywhere[name] < 2)
 
 
 ONE = '''

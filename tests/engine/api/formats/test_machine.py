@@ -302,7 +302,7 @@ def test_the_types_of_an_argument_are_looked_for_in_few_steps() -> None:
     reference = "#" + "/a" * notations.REFERENCES_MAX
     assert notations.schema_types({"$ref": reference}, root) == ("integer",)
     assert notations.schema_types({"$ref": reference + "/a"}, {"a": {"type": "string", **root}}) == ()
-    many = [{}] * notations.CHOICES_MAX
+    many: list[Any] = [{}] * notations.CHOICES_MAX
     assert notations.schema_types({"anyOf": [*many[1:], {"type": "integer"}]}) == ("integer",)
     assert notations.schema_types({"anyOf": [*many, {"type": "integer"}]}) == ()
     assert notations.schema_types({"enum": [""] * notations.CHOICES_MAX + [1]}) == ("string",)
