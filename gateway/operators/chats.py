@@ -28,6 +28,7 @@ from typing import Annotated, Final
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta, Struct
 
 from gateway.client.responses import JSON, json_response
@@ -276,7 +277,7 @@ class Chats:
                 headers = {"authorization": authorization, "content-type": JSON, REQUEST_ID_HEADER: chat.id}
                 async with session, session.post(PATH, data=body, headers=headers) as answer:
                     await self._read(chat, answer)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:
             chat.problem = f"The answer broke off: {type(error).__name__}."
         except Exception:
             chat.problem = "The gateway failed; its log says how."

@@ -62,8 +62,6 @@ RECEIVE_BUFFER_LEN: Final = 64 * 1024
 """SO_RCVBUF in bytes, which Linux doubles. An answer that the client does not read waits there, and the
 kernel's default grows to megabytes."""
 READ_BUFFER_LEN: Final = 64 * 1024
-READ_LEN_MAX: Final = 256 * 1024
-"""The most that an event loop reads at once."""
 PIECE_LEN: Final = 64 * 1024
 """Bytes of a request that are given to the socket at once: copying more would hold up the event loop."""
 INTERIM_MAX: Final = 8

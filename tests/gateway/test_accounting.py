@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from gateway.admission import redis_calls, usage
-from gateway.admission.guarded_store import GuardedStore
+from gateway.admission.guarded_store import POSTED_MAX, GuardedStore
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import DAY_MS, LEASE_TTL_MS, QuotaStore, Scope, StoreUnavailable, Subject
 from gateway.admission.redis_calls import SCRIPT
@@ -228,6 +228,8 @@ async def test_a_post_whose_answer_is_lost_counts_once(redis: RedisServer) -> No
             await guarded.settle(rid(number), Used(prompt=1))
         for _ in range(2):
             await lost_once(store, "post", guarded.post)
+        [waiting] = guarded._unposted.values()
+        assert max(len(one.sheet) for one in waiting) == POSTED_MAX
         with pytest.raises(StoreUnavailable):  # whether all is there is not known
             await lost_once(store, "post", lambda: rows(guarded))
         found = await rows(guarded)

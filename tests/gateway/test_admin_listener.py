@@ -289,7 +289,7 @@ async def test_a_change_that_has_begun_is_made_though_its_operator_leaves(
     "head",
     [
         f"GET /{'x' * LINE_LEN_MAX} HTTP/1.1\r\nhost: a\r\n\r\n",
-        f"GET / HTTP/1.1\r\nhost: a\r\nx: {'x' * HEADER_LEN_MAX}\r\n\r\n",
+        f"GET / HTTP/1.1\r\nhost: a\r\nx: {'x' * (HEADER_LEN_MAX + 1)}\r\n\r\n",
         "GET / HTTP/1.1\r\nhost: a\r\n" + "x: y\r\n" * HEADERS_MAX + "\r\n",
     ],
     ids=["line", "header", "headers"],

@@ -14,6 +14,7 @@ import pytest
 
 from gateway.directory.accounts import POLL_S
 from gateway.directory.registry import Registry
+from gateway.directory.rotation import OVERLAP_S_MAX
 from shared.process import logs
 from shared.process.setting_values import ConfigError
 from shared.wire.errors import Conflict, Unauthenticated
@@ -336,7 +337,7 @@ BAD = [
         {"models", "timeouts.total_s"},
     ),
     ("PUT tenants/new", {"id": "other"}, {"id"}),
-    ("POST keys/k1/rotate", {"overlap_s": 1e9, "force": True}, {"overlap_s", "force"}),
+    ("POST keys/k1/rotate", {"overlap_s": OVERLAP_S_MAX + 1, "force": True}, {"overlap_s", "force"}),
 ]
 
 

@@ -13,8 +13,10 @@ import pytest
 
 from gateway.config.whole import KeyConfig, TenantConfig
 from gateway.directory.accounts import Kind
-from gateway.directory.entries import encode
+from gateway.directory.entries import PATH_LEN_MAX, decode_object, encode
+from gateway.directory.follower import MODELS_SHOWN_MAX, REFUSED_SHOWN_MAX
 from gateway.identity.keys import hash_key
+from shared.process.setting_values import ConfigError
 from tests.gateway.conftest import KEY, House
 from tests.gateway.directory_world import World, at, directory_world, follower, problems, raw
 from tests.gateway.redis_server import RedisServer
@@ -215,6 +217,29 @@ async def test_what_names_a_model_that_a_gateway_lacks_reaches_it_all_the_same(w
     assert await world.status(made["key"], at=1) == 401
     assert (await world.line("directory.models_unknown"))["models"] == ["new"]
     assert len(world.logged("directory.models_unknown")) == 1
+
+
+async def test_what_is_told_of_entries_is_bounded(world: World, own: RedisServer) -> None:
+    many = REFUSED_SHOWN_MAX + 5
+    raw(own).hset(at(world, "keys"), mapping={f"bad{number}": b"[]" for number in range(many)})
+    names = tuple(f"ghost-{number}" for number in range(MODELS_SHOWN_MAX + 5))
+    for id_ in ("one", "other"):
+        raw(own).hset(at(world, "tenants"), id_, encode(TenantConfig(id_, models=(*names, f"of-{id_}"))))
+    raw(own).hset(at(world, "state"), mapping={"epoch": "e", "version": 0, "floor": 0})
+    await world.open()
+    assert (await world.line("directory.entries_refused"))["count"] == many
+    assert len(world.logged("directory.entry_refused")) == REFUSED_SHOWN_MAX
+    [told] = world.logged("directory.models_unknown")
+    assert len(told["models"]) == MODELS_SHOWN_MAX
+
+
+def test_the_path_of_a_name_that_is_given_twice_is_bounded() -> None:
+    deep = b"".join(b'{"' + b"x" * 60 + b'": ' for _ in range(20))
+    with pytest.raises(ConfigError) as refused:
+        decode_object(deep + b'{"a": 1, "a": 2}' + b"}" * 20)
+    [problem] = refused.value.problems
+    assert problem.endswith(".a: is given 2 times")
+    assert len(problem) < PATH_LEN_MAX + 100
 
 
 async def test_a_change_that_names_no_further_model_is_taken_where_one_is_lacking(

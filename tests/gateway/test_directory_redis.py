@@ -15,7 +15,7 @@ from gateway.config.whole import KeyConfig, TenantConfig
 from gateway.directory import follower as following
 from gateway.directory import redis_directory
 from gateway.directory.accounts import POLL_S
-from gateway.directory.entries import encode, etag_of, place_of
+from gateway.directory.entries import KEYS_MAX, TENANTS_MAX, encode, etag_of, place_of
 from gateway.directory.follower import SLICE, Follower
 from gateway.directory.redis_directory import RawEntry
 from gateway.identity.keys import hash_key
@@ -331,6 +331,8 @@ async def test_a_large_directory_is_read_in_slices_between_which_requests_are_se
 async def test_the_number_of_keys_is_bounded(
     world: World, own: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    most = {"keys": KEYS_MAX, "tenants": TENANTS_MAX}
+    assert most == following.ENTRIES_MAX == redis_directory.FULL
     fill(world, own, 10)
     monkeypatch.setitem(following.ENTRIES_MAX, "keys", 9)
     await world.open()
@@ -341,6 +343,22 @@ async def test_the_number_of_keys_is_bounded(
     await follower(world).refresh()
     refused = await world.ask("POST", "keys", {"tenant": "acme"})
     assert (refused.status, refused.code) == (409, "conflict")
+
+
+async def test_a_change_that_others_are_always_before_is_given_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.open()
+    made, tried = await world.key(), list[object]()
+
+    async def too_late(_: object, *change: object) -> bool:
+        tried.append(change)
+        return False
+
+    monkeypatch.setattr(redis_directory.RedisDirectory, "_put", too_late)
+    refused = await world.ask("PATCH", f"keys/{made['id']}", {"labels": ["a"]})
+    assert (refused.status, refused.code) == (409, "conflict")
+    assert len(tried) == redis_directory.ATTEMPTS_MAX
 
 
 async def test_no_secret_is_in_redis(world: World, own: RedisServer) -> None:

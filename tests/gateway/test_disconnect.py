@@ -14,7 +14,7 @@ import pytest
 
 from gateway.admission.quota import Decision, ReservationId, Subject
 from gateway.admission.usage import Payer, Used
-from gateway.request import edge
+from gateway.request import edge, pace
 from shared.fairness.fair_turns import BEGIN_MAX
 from shared.wire.errors import EngineFailed
 from shared.wire.ids import RequestId, TenantId
@@ -465,3 +465,11 @@ async def test_an_abort_after_the_whole_answer_changes_nothing(
         lines = await house.lines(2)
     assert {(line["status"], line["end_reason"]) for line in lines} == {(200, "ok")}
     await house.at_rest()
+
+
+def test_a_pace_is_kept_of_a_bounded_number_of_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "TENANTS_MAX", 2)
+    kept = pace.Pace(1.0, 1)
+    for name in ("one", "two", "three"):
+        assert kept.wait_s(TenantId(name), 0.0) == 0.0
+    assert len(kept._free_at_s) == 2

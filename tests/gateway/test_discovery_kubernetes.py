@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,9 +21,10 @@ from gateway.discovery import endpoint_slices, kubernetes
 from gateway.discovery.discovery import Discovery
 from gateway.discovery.endpoint_slices import EndpointSlice, Slices, TooManySlices
 from gateway.discovery.kubernetes import BACKOFF_S_MAX, KubernetesSource
-from gateway.discovery.source import FAILURES, SourceProgress
+from gateway.discovery.source import DETAIL_LEN_MAX, FAILURES, SourceProgress
 from gateway.routing.health import Outcome
 from gateway.routing.members import Listed, Standing, bounded
+from shared.process import logs
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import until
 from tests.gateway.fake_kubernetes import FakeKubernetes, endpoint, endpoint_slice
@@ -273,6 +275,13 @@ async def test_a_list_that_is_too_long_changes_nothing(
         assert world.members is None
         api.put(endpoint_slice("a", [endpoint("10.0.0.1")]))
         await world.lists(e1=R)
+
+
+def test_what_a_source_says_of_its_failure_is_bounded(log: io.StringIO) -> None:
+    logs.configure("gateway", stream=log)
+    SourceProgress("k", lambda _: None, VirtualClock()).failed("x" * 2 * DETAIL_LEN_MAX)
+    logs.close()
+    assert json.loads(log.getvalue())["problem"] == "x" * DETAIL_LEN_MAX
 
 
 async def test_ten_thousand_endpoints_leave_a_bounded_pool(tmp_path: Path, api: FakeKubernetes) -> None:

@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from gateway.relay import stream as relay_stream
+from gateway.relay.engine_errors import ERROR_LEN_MAX
 from shared.wire.errors import EngineFailed
 from shared.wire.sse import EVENT_LEN_MAX, closing_comment, error_event
 from tests.gateway.conftest import CONVERSATIONS, PATIENCE_S, House, Open, error_of
@@ -91,6 +92,15 @@ async def test_what_an_engine_says_without_end_before_the_first_event_is_read_no
     async with asyncio.timeout(PATIENCE_S), house.chat(stream=True) as answer:
         assert (await error_of(answer))["code"] == code
     await house.at_rest()
+
+
+async def test_an_error_that_is_too_long_is_read_by_its_status_alone(house: House) -> None:
+    error = b'{"error":{"message":"too long for this model","code":"context_length_exceeded"}}'
+    for length, code in ((ERROR_LEN_MAX, "context_length_exceeded"), (ERROR_LEN_MAX + 1, "invalid_value")):
+        house.engine.script = Script([error.ljust(length)], 400, "application/json")
+        async with house.chat() as answer:
+            assert answer.status == 400
+            assert (await error_of(answer))["code"] == code
 
 
 THEIR_QUOTA = [

@@ -13,10 +13,20 @@ import msgspec
 import pytest
 
 from gateway.admission.tokens import estimate_slices
+from gateway.config.edge import HopConfig
 from gateway.config.whole import EngineMake, ModelConfig
-from gateway.relay import checked_bundles
+from gateway.relay import checked_bundles, engines
+from gateway.relay import upstream as upstreams
 from gateway.relay.checked_bundles import CheckedBundle
-from gateway.relay.engines import FETCHES_MAX, TOKENIZER, EngineProfile, Engines, Replies
+from gateway.relay.engines import (
+    ASKED_MAX,
+    FETCHES_MAX,
+    LISTED_MAX,
+    TOKENIZER,
+    EngineProfile,
+    Engines,
+    Replies,
+)
 from gateway.relay.upstream import Upstream
 from shared.apis.completions import CompletionRequest
 from shared.fairness.fair_threads import at_once
@@ -37,7 +47,7 @@ from shared.wire.ids import TOKENIZER_HEADER
 from shared.wire.room import Room
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import until
-from tests.gateway.fake_engine import byte_bundle
+from tests.gateway.fake_engine import FakeEngine, byte_bundle
 
 MODELS = "/v1/models"
 LISTED = msgspec.json.encode({"data": [{"id": "tiny", "max_model_len": 4096}]})
@@ -219,6 +229,34 @@ async def test_the_tokenizer_is_the_one_that_most_replicas_have(
     profile, having_it = await asked
     assert profile.tokenizer == elected.hash
     assert [*having_it] == [url for url, voice in zip(urls, voices, strict=True) if voice is elected]
+
+
+async def test_no_more_replicas_are_asked_than_is_stated() -> None:
+    urls = [f"http://{number}" for number in range(LISTED_MAX + 1)]
+    upstream = FakeUpstream({})
+    for url in urls:
+        upstream.answers |= having(BUNDLE, url, served=OTHER).answers
+    model = ModelConfig("tiny")
+    await replies(upstream, *urls).profile(model)
+    assert len(upstream.asked) == LISTED_MAX
+    upstream.asked.clear()
+    with pytest.raises(UpstreamFailed):
+        await replies(upstream, *urls).bundle(model, urls, BUNDLE.hash)
+    assert len(upstream.asked) == ASKED_MAX
+
+
+async def test_what_is_fetched_of_an_engine_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstreams, "FETCH_LEN_MAX", 10)
+    monkeypatch.setattr(engines, "BUNDLE_LEN_MAX", 10)
+    async with FakeEngine(bundle=BUNDLE) as engine:
+        model = ModelConfig("tiny", (engine.url,))
+        upstream = Upstream(HopConfig(), [model])
+        asking = replies(cast(FakeUpstream, upstream), engine.url)
+        with pytest.raises(UpstreamFailed, match="too large"):
+            await asking.profile(model)
+        with pytest.raises(UpstreamFailed, match="too large"):
+            await asking.bundle(model, [engine.url], BUNDLE.hash)
+        await upstream.aclose()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from gateway.app import Gateway
 from gateway.config.whole import load
-from gateway.relay.engine_errors import read_back
+from gateway.relay.engine_errors import DETAILS_MAX, MESSAGE_LEN_MAX, TEXT_LEN_MAX, read_back
 from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, look_into, usage_in
 from shared.wire.errors import InvalidRequest, UpstreamFailed
 from shared.wire.shapes import USED_TOKENS_MAX
@@ -414,6 +414,17 @@ def test_an_answer_that_is_no_json_is_read_by_its_status(body: bytes) -> None:
     assert isinstance(read_back(400, body), InvalidRequest)
     assert look_into(body) == (False, None)
     assert parse_closing(body) is None
+
+
+def test_the_words_of_an_error_are_bounded() -> None:
+    long = read_back(400, msgspec.json.encode({"error": {"message": "x" * (MESSAGE_LEN_MAX + 1)}}))
+    assert long.message.count("x") == MESSAGE_LEN_MAX
+    text = b"no" * (TEXT_LEN_MAX // 2)
+    assert text.decode() in read_back(400, text, "text/plain").message
+    assert "nono" not in read_back(400, text + b"!", "text/plain").message
+    mistakes = [f"mistake {number}" for number in range(DETAILS_MAX + 1)]
+    told = read_back(422, msgspec.json.encode({"detail": mistakes})).message
+    assert [mistake in told for mistake in mistakes] == [True] * DETAILS_MAX + [False]
 
 
 @pytest.mark.parametrize("tokens", [-1, USED_TOKENS_MAX + 1, 2**64, 10**30])

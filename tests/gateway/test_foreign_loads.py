@@ -161,16 +161,17 @@ async def ask(made: World) -> None:
 
 
 async def test_a_queue_is_load_and_bad_neighbours_cost_their_own_reports_alone() -> None:
+    long = VLLM + b"#\n" * (EXPOSITION_LEN_MAX // 2)
     bad: list[Serve] = [silent, slow, endless, answering(b"\xff" * 5000), answering(VLLM, b"404 Not Found")]
-    async with world(answering(VLLM), *bad) as (made, asked):
+    async with world(answering(VLLM), *bad, answering(long)) as (made, asked):
         await ask(made)
-        assert made.told == [3 * WAITING_LEN, None, None, None, None, None]
+        assert made.told == [3 * WAITING_LEN, *[None] * 6]
         assert made.views[0].sequences == 10
         await ask(made)
-        assert asked == [2, 1, 1, 1, 1, 1], "those that tell nothing are left alone for a time"
+        assert asked == [2, *[1] * 6], "those that tell nothing are left alone for a time"
         made.clock.advance(RETRY_S)
         await ask(made)
-        assert asked == [3, 2, 2, 2, 2, 2]
+        assert asked == [3, *[2] * 6]
 
 
 async def test_a_report_is_believed_for_its_interval_and_fades() -> None:

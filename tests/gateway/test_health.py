@@ -18,6 +18,7 @@ from gateway.routing.health import (
     LATE_MS_MIN,
     RATE_MIN,
     ROW_MAX,
+    SAMPLES_MAX,
     SAMPLES_MIN,
     SILENT_MIN,
     SORT_EVERY,
@@ -344,6 +345,13 @@ def test_a_suspect_is_passed_over(replica: Replica) -> None:
     healths, now_ms = pool_of(3)
     healths[1].is_suspect = True
     assert usable(healths, [True] * 3, now_ms) == ([True, False, True], False)
+
+
+def test_what_is_late_is_told_by_the_latest_first_events() -> None:
+    times = FirstEvents()
+    for ms in [1000] * SAMPLES_MAX + [1] * SAMPLES_MAX:
+        times.add(ms)
+    assert times.p95_ms == 1
 
 
 # -- silence --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from gateway.relay import http1
-from gateway.relay.http1 import Http1ResponseStream, Http1Transport
+from gateway.relay.http1 import INTERIM_MAX, Http1ResponseStream, Http1Transport
 from gateway.relay.http1_framing import kept_s, parse_head
 from tests.gateway.conftest import PATIENCE_S, until
 
@@ -148,6 +148,15 @@ async def test_a_server_that_speaks_no_http(
 
     with pytest.raises(httpx.TransportError):
         await whole()
+
+
+async def test_interim_answers_are_bounded(server: tuple[Server, str], transport: Http1Transport) -> None:
+    interim, final = b"HTTP/1.1 103 Early Hints\r\n\r\n", server[0].answer
+    server[0].answer = INTERIM_MAX * interim + final
+    assert (await get(transport, server[1])).status == 200
+    server[0].answer = (INTERIM_MAX + 1) * interim + final
+    with pytest.raises(httpx.RemoteProtocolError):
+        await get(transport, server[1])
 
 
 async def test_an_unreachable_server_is_a_connect_error(transport: Http1Transport) -> None:

@@ -29,6 +29,8 @@ from gateway.relay.http2_client import Timeouts
 from tests.gateway.conftest import PATIENCE_S, until
 
 OK = b"HTTP/1.1 200 OK"
+READ_LEN_MAX = 256 * 1024
+"""The most that an event loop reads at once."""
 
 
 def body_of(*lines: bytes, first: bytes = OK, has_body: bool = True) -> BodyFraming:
@@ -331,7 +333,7 @@ async def test_a_reader_that_takes_nothing_stops_the_socket() -> None:
         answer = await get(transport, url)
         connection = answer._connection
         await until(lambda: connection._is_paused)
-        assert connection._buffered <= http1.READ_BUFFER_LEN + http1.READ_LEN_MAX
+        assert connection._buffered <= http1.READ_BUFFER_LEN + READ_LEN_MAX
         taken = 0
         async with asyncio.timeout(PATIENCE_S):
             while (data := await answer.read()) is not None:

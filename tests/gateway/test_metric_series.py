@@ -13,7 +13,15 @@ import pytest
 
 from gateway.identity.keys import hash_key
 from gateway.listen.listener import BoundedServer
+from gateway.request.record import (
+    FAILURES_SHOWN_MAX,
+    TENANTS_SHOWN_MAX,
+    UPSTREAM_ATTEMPTS,
+    ExchangeRecord,
+    Reporter,
+)
 from shared.process import logs
+from shared.wire.ids import ReplicaId, RequestId, TenantId
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import unary
 from tests.mutations import Connection
@@ -99,3 +107,17 @@ async def _statuses(server: BoundedServer, numbers: Sequence[int]) -> Counter[in
     for connection in connections:
         connection.leave()
     return Counter(int(one[1]) for one in found if one is not None)
+
+
+def test_tenants_and_replicas_have_a_bounded_number_of_names() -> None:
+    """In metrics, and in the line of one request."""
+    reporter = Reporter()
+    tenants = [TenantId(f"tenant {number}") for number in range(TENANTS_SHOWN_MAX + 1)]
+    assert [reporter._tenant_label(tenant) for tenant in tenants] == [*tenants[:-1], "other"]
+    assert reporter._tenant_label(tenants[0]) == tenants[0]
+    record = ExchangeRecord(RequestId("r"), "POST", "/v1/chat/completions")
+    replica = ReplicaId("of this test")
+    for _ in range(FAILURES_SHOWN_MAX + 1):
+        record.attempt_failed(replica, "upstream_failed")
+    UPSTREAM_ATTEMPTS.forget(replica)
+    assert len(record.failures) == FAILURES_SHOWN_MAX

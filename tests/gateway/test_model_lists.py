@@ -13,7 +13,7 @@ from gateway.config.whole import ModelConfig, TenantConfig, TiersConfig
 from gateway.identity.tenant import TenantPolicy
 from gateway.relay.checked_bundles import CheckedBundle
 from gateway.relay.engines import EngineProfile, Engines
-from gateway.request.model_lists import ModelLists
+from gateway.request.model_lists import KEPT_LEN_MAX, ModelLists
 from shared.apis.models import ModelList
 from shared.fairness.fair_turns import FairTurns
 from shared.wire.room import Room
@@ -98,6 +98,7 @@ async def test_the_lists_that_are_kept_are_bounded() -> None:
     world.of("one")
     assert len(world.lists._kept) == 1
     assert world.of("all") is not both
+    assert ModelLists(world.engines, 7)._kept_len_max == KEPT_LEN_MAX
 
 
 async def test_every_answer_begins_in_its_tenants_turn(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

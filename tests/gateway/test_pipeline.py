@@ -11,11 +11,15 @@ import msgspec
 import pytest
 
 from gateway.admission.tokens import estimate_slices
+from gateway.request import pipeline
+from gateway.request.exchange import ENGINE_TIMING_LEN_MAX, IGNORED_LEN_MAX
 from gateway.request.record import CALLS, TOKENS
 from shared.apis.chat import ChatRequest
 from shared.apis.chat_messages import ChatMessage
+from shared.apis.validation import INLINE_LEN_MAX
 from shared.fairness.fair_threads import at_once
 from shared.wire.causes import Cause, CauseCode
+from shared.wire.ids import IGNORED_FIELDS_HEADER
 from shared.wire.sse import Closing
 from tests.gateway.conftest import CONVERSATIONS, OTHER_KEY, PROMPT, House, Open, error_of, until
 from tests.gateway.fake_engine import (
@@ -149,6 +153,29 @@ async def test_the_engine_gets_the_body_the_ids_and_the_ids_of_the_request(house
 async def test_a_request_id_that_is_not_well_formed_is_replaced(house: House) -> None:
     async with house.chat(headers={"x-request-id": "no spaces please"}) as answer:
         assert re.fullmatch(r"req_[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+async def test_what_an_engine_tells_of_itself_is_bounded(house: House) -> None:
+    times = ", ".join(f"part{number};dur=1.5" for number in range(ENGINE_TIMING_LEN_MAX))
+    names = f"field, {'?, ' * (IGNORED_LEN_MAX // 3)}late"
+    told = {"server-timing": times[: 2 * ENGINE_TIMING_LEN_MAX], IGNORED_FIELDS_HEADER: names}
+    house.engine.script = Script(stream(chunk("a")).steps, headers=told)
+    async with house.chat(stream=True, response_format={"type": "json_object"}) as answer:
+        timing, ignored = answer.headers["server-timing"], answer.headers[IGNORED_FIELDS_HEADER]
+    assert 0 < timing.count("engine-part") <= times[:ENGINE_TIMING_LEN_MAX].count("part")
+    assert ignored == "field"
+
+
+async def test_a_long_body_is_validated_on_a_thread(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("on the event loop")
+
+    monkeypatch.setattr(pipeline, "validate", refuse)
+    long = [{"role": "user", "content": "x" * INLINE_LEN_MAX}]
+    async with house.chat(messages=long) as answer:
+        assert answer.status != 500
+    async with house.chat() as answer:
+        assert answer.status == 500
 
 
 async def test_every_stage_is_timed_in_header_and_log(house: House) -> None:

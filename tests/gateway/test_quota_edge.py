@@ -15,12 +15,15 @@ from gateway.config.quotas import QuotaLimits
 from gateway.config.whole import load
 from gateway.endpoints.dialect import duration
 from gateway.identity.keys import hash_key
+from gateway.request import told_windows
 from gateway.request.told_windows import TOLD_S, ToldWindows
 from shared.process.setting_values import ConfigError
 from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import KEY, OTHER_KEY, PROMPT, House, Open, error_of, settings
 from tests.gateway.fake_engine import CUT, Script, chunk, stream, unary
+from tests.gateway.test_survival import BrokenStore, broken
+from tests.gateway.test_survival import limited as limited_tenant
 
 SOON = {"1s", *(f"{ms}ms" for ms in range(500, 1000))}
 """A second, and what was left of it when the answer was written."""
@@ -83,6 +86,14 @@ async def test_what_no_reservation_looked_at_is_asked_for_once_in_a_while() -> N
     clock.advance(TOLD_S)
     await told.of(one)
     assert asked == [one, other, one]
+
+
+async def test_what_was_told_is_kept_of_a_bounded_number_of_subjects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(told_windows, "TOLD_MAX", 2)
+    told = ToldWindows(broken(BrokenStore()), VirtualClock())
+    for name in ("one", "two", "three"):
+        await told.of(tuple(limited_tenant("closed", name, requests_per_min=60)))
+    assert len(told._told) == 2
 
 
 async def test_ratelimit_headers_are_on_a_stream_a_failure_and_every_endpoint(open_house: Open) -> None:

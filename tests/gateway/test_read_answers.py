@@ -618,6 +618,7 @@ AFTER: Final[dict[str, tuple[dict[str, str], str | None]]] = {
     "Friday, 31-Dec-27 23:00:30 GMT": (SENT, "30"),
     "Fri, 31 Dec 2027 22:00:00 GMT": (SENT, "1"),
     "Fri, 31 Dec 2032 23:00:00 GMT": (SENT, None),
+    "Sun, 02 Jan 2028 23:00:00 GMT": (SENT, None),
     "Mon, 1 Jan 1900 00:00:00 GMT": ({}, "1"),
     "soon": (SENT, None),
     "-1": ({}, None),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import uuid
 
 from msgspec.structs import replace
 
 from gateway.admission.quota import WEIGHT
+from gateway.admission.redis_store import RENEWED_MAX
 from gateway.admission.usage import Used
 from gateway.config.quotas import QuotaLimits
 from tests.fakes import VirtualClock
@@ -36,6 +38,15 @@ async def test_leases_and_reservations_that_nobody_renews_go_by_themselves(redis
         await store.reserve(rid(1), tenant(token_budget=9), 5, 5)
         await store.renew([rid(1)])
         assert all(redis.admin.pttl(f"{prefix}:{key}") > 0 for key in ("leases", "reservations"))
+
+
+async def test_many_leases_are_renewed_in_calls_of_a_bounded_length(redis: RedisServer) -> None:
+    async with redis_store(redis) as store:
+        names = [rid(number) for number in range(2 * RENEWED_MAX + 1)]
+        await asyncio.gather(*(store.reserve(name, tenant(token_budget=9), 0, 0) for name in names))
+        before = redis.admin.info("commandstats")["cmdstat_evalsha"]["calls"]
+        await asyncio.gather(*store._renewals(names))
+        assert redis.admin.info("commandstats")["cmdstat_evalsha"]["calls"] == before + 3
 
 
 async def test_a_call_without_a_limit_does_not_shorten_the_life_of_what_it_counted(

@@ -7,7 +7,8 @@ import contextlib
 import io
 import json
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
 import hiredis
 import pytest
@@ -17,7 +18,8 @@ from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_store import RedisStore, open_store
 from gateway.admission.usage import Used
 from gateway.config.redis import RedisConfig
-from gateway.redis.link import Address, RedisLink, packed
+from gateway.redis.link import TOLD_MAX, Address, RedisLink, SlotMoved, packed
+from gateway.redis.links import ClusterLinks
 from shared.process import logs
 from tests.gateway.conftest import until
 from tests.gateway.redis_server import RedisServer, redis_store, until_well
@@ -229,6 +231,37 @@ async def test_a_server_that_was_never_up_is_told_of_with_each_reason_once(
     told = [line["problem"] for line in lines if line["event"] == "redis.down"]
     assert [problem.partition(":")[0] for problem in told] == ["ConnectionError", "ConnectionRefusedError"]
     assert "NOAUTH" in told[0]
+
+
+async def test_of_servers_that_fail_in_ever_other_ways_a_few_are_told(
+    own: RedisServer, log: io.StringIO
+) -> None:
+    store = open_store(RedisConfig(own.url), {})
+    link = store._links.of(ACME)
+    for number in range(2 * TOLD_MAX):
+        link._down(f"fault {number}")
+    await store.aclose()
+    logs.close()
+    assert log.getvalue().count("redis.down") == TOLD_MAX
+
+
+async def test_calls_that_wait_are_bounded(own: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.redis.link.WAITING_MAX", 2)
+    async with redis_store(own) as store:
+        await reserve(store, "first")
+        asked = (store.reserve(rid(name), WHO, 1, 1) for name in range(3))
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(one) for one in told if isinstance(one, Exception)] == [StoreUnavailable]
+
+
+async def test_nodes_that_others_name_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.redis.links.NODES_MAX", 1)
+    servers: Any = SimpleNamespace(link_to=lambda _: SimpleNamespace(is_up=True))
+    links = ClusterLinks(servers, None)
+    for number, is_taken in ((1, True), (2, False), (1, True)):
+        moved = SlotMoved(f"MOVED 7 node:{number}")
+        with contextlib.nullcontext() if is_taken else pytest.raises(SlotMoved):
+            await links.follow(moved, "a", (b"PING",))
 
 
 class Demoted:

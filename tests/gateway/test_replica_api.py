@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.operators.replicas import PAGE_MAX
 from gateway.routing.members import Listed
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, unary
@@ -58,7 +59,10 @@ async def test_the_list_comes_in_pages_and_by_model(house: House) -> None:
     assert await told(house, "GET", f"{PATH}?model=none") == (200, {"data": [], "has_more": False})
 
 
-@pytest.mark.parametrize(("query", "param"), [("limit=0", "limit"), ("limit=x", "limit"), ("page=2", "page")])
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("limit=0", "limit"), (f"limit={PAGE_MAX + 1}", "limit"), ("limit=x", "limit"), ("page=2", "page")],
+)
 async def test_a_bad_parameter_is_named(house: House, query: str, param: str) -> None:
     status, body = await told(house, "GET", f"{PATH}?{query}")
     assert (status, body["error"]["param"]) == (400, param)

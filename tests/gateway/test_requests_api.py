@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gateway.operators.operations import Merge
-from gateway.operators.requests import AT_ONCE, LIMIT_MAX, RequestsApi, RequestsQuery, parse
+from gateway.operators.requests import AT_ONCE, LIMIT_MAX, SAME_ID_MAX, RequestsApi, RequestsQuery, parse
 from gateway.relay.ticks import TICK_LEN, Ticks
-from gateway.request.recorder import SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
+from gateway.request.recorder import BYTES_MAX, SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
 from gateway.routing.sessions import session_id
 from gateway.workers.answers import together
 from gateway.workers.channel import WorkerAnswer
@@ -65,6 +65,13 @@ def recorder_of(*lines: GatewayLine, records_max: int = 100, bytes_max: int = 1 
 
 
 # -- the ring -------------------------------------------------------------------------------------
+
+
+def test_records_are_bounded_however_many_there_may_be() -> None:
+    recorder = Recorder(1_000_000)
+    for number in range(2 * BYTES_MAX // 2**20):
+        recorder.add(line(f"r{number}"), Stamps(("edge",), (7.0, 7.1)), b"x" * 2**20)
+    assert 0 < recorder.bytes_len <= BYTES_MAX
 
 
 def test_the_oldest_records_go_first_by_number_and_by_bytes() -> None:
@@ -126,6 +133,7 @@ def test_a_record_has_its_ticks_from_its_headers_on_and_their_bytes_count() -> N
         ({"status": "6xx"}, "status must be"),
         ({"end_reason": "exploded"}, "end_reason must be one of ok,"),
         ({"limit": "0"}, f"limit must be a whole number from 1 to {LIMIT_MAX}"),
+        ({"limit": str(LIMIT_MAX + 1)}, "limit must be"),
         ({"limit": "many"}, "limit must be"),
         ({"before": "-1"}, "before must be"),
         ({"min_ms": "1.5"}, "min_ms must be"),
@@ -257,6 +265,11 @@ async def test_pages_follow_each_other_and_an_unknown_id_is_not_found(house: Hou
             break
         path = f"?limit=2&before={page['before']}"
     assert seen == ["r4", "r3", "r2", "r1", "r0"]
+    for _ in range(SAME_ID_MAX + 1):
+        async with house.chat(headers={"x-request-id": "often"}) as answer:
+            assert answer.status == 400
+    await until(lambda: len(house.gateway._recorder) == 5 + SAME_ID_MAX + 1)
+    assert len((await ask(house, "/often"))["data"]) == SAME_ID_MAX
     assert (await ask(house, "/nobodys", 404))["error"]["code"] == "not_found"
     assert (await ask(house, "?limit=x", 400))["error"]["param"] == "limit"
 

@@ -182,7 +182,11 @@ def test_figures_in_a_body_are_blanked_wherever_it_is_cut(size: int) -> None:
     body = b"[" + b",".join([msgspec.json.encode(LATEST), msgspec.json.encode(SAID)] * 3) + b"]"
     blanks = Blanks()
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
-    passed = b"".join(map(blanks.feed, pieces)) + blanks.feed(b"", ended=True)
+    passed = b""
+    for piece in pieces:
+        passed += blanks.feed(piece)
+        assert len(blanks._back) <= 2 * FIGURE_LEN_MAX, "the end, and a figure that begins before it"
+    passed += blanks.feed(b"", ended=True)
     assert len(passed) == len(body)
     assert msgspec.json.decode(passed) == [SHOWN, SAID] * 3
 

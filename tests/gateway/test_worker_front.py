@@ -393,11 +393,28 @@ async def test_usage_in_memory_is_added_up(house: House) -> None:
 async def test_operators_who_ask_too_much_at_once_are_refused(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fronts, "ASKING_MAX", 0)
-    async with house.admin("/admin/v1/keys") as answer:
-        assert answer.status == 503
+    monkeypatch.setattr(fronts, "ASKING_MAX", 1)
+    asked, told = asyncio.Event(), asyncio.Event()
+
+    async def slow(_: Front, *asks: object) -> WorkerAnswer:
+        assert not asked.is_set(), "one asks already"
+        asked.set()
+        await told.wait()
+        return WorkerAnswer(200, {}, b"{}")
+
+    monkeypatch.setattr(Front, "_ask", slow)
+
+    async def ask() -> int:
+        async with house.admin("/admin/v1/keys") as answer:
+            return answer.status
+
+    first = asyncio.create_task(ask())
+    await asked.wait()
+    assert await ask() == 503
     async with house.admin("/readyz") as answer:
         assert answer.status == 200
+    told.set()
+    assert await first == 200
 
 
 async def test_a_front_without_workers_says_so(house: House) -> None:

@@ -11,6 +11,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 TIMES: Final = 1000
@@ -39,6 +40,14 @@ def lifted(sources: Mapping[str, str], module: str, name: str) -> list[Edit]:
     return edits
 
 
+@lru_cache(maxsize=1024)
+def _read(source: str) -> tuple[ast.Module, list[tuple[str | None, str, str]]]:
+    """A file, and what it imports: from where, its name, and the name that it has here."""
+    tree = ast.parse(source)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return tree, [(one.module, name.name, name.asname or name.name) for one in imports for name in one.names]
+
+
 def _multiplied(source: str, spans: list[tuple[int, int]]) -> str:
     for start, end in sorted(spans, reverse=True):
         source = f"{source[:start]}({TIMES} * {source[start:end]}){source[end:]}"
@@ -59,13 +68,12 @@ class _Uses:
         dotted = self.module.removesuffix(".py").replace("/", ".")
         package, _, last = dotted.rpartition(".")
         own, modules = {self.name} if self.path == self.module else set(), {dotted}
-        tree = ast.parse(self.source)
-        for node in ast.walk(tree):
-            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-                if isinstance(node, ast.ImportFrom) and (node.module, alias.name) == (dotted, self.name):
-                    own.add(alias.asname or self.name)
-                elif isinstance(node, ast.ImportFrom) and (node.module, alias.name) == (package, last):
-                    modules.add(alias.asname or last)
+        tree, imports = _read(self.source)
+        for where, name, known_as in imports:
+            if (where, name) == (dotted, self.name):
+                own.add(known_as)
+            elif (where, name) == (package, last):
+                modules.add(known_as)
         yield from self._within(tree, own, modules)
 
     def _within(self, node: ast.AST, own: set[str], modules: set[str]) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -591,6 +592,19 @@ def test_a_process_of_its_own_finds_what_is_found_here() -> None:
     assert hash_ == long.hash
     assert isinstance(problem, str)
     assert "chat template has more than" in problem
+
+
+def test_the_process_has_a_bounded_memory_and_little_of_the_processor() -> None:
+    code = (
+        "import os, resource; from gateway.relay import tokenizer_child as child;"
+        "child.checked = lambda data: (child.Checked(hash=str("
+        "[resource.getrlimit(resource.RLIMIT_AS)[0], os.nice(0)])), b'');"
+        "child.main()"
+    )
+    hash_, _ = checked_apart(b"", (sys.executable, "-P", "-c", code))
+    limit, nice = json.loads(hash_)
+    assert limit == checked_bundles.MEMORY_MAX
+    assert nice == min(19, os.nice(0) + checked_bundles.NICE)
 
 
 @pytest.mark.parametrize("argv", [("/bin/false",), ("/bin/cat",)])

@@ -2,9 +2,10 @@
 
 They run within the limits of all grammars (`engine.contract.grammars`), which lets through what costs before
 a limit is met: counted repeats, which are unrolled, and rules within rules, which end the matcher's stack.
-Both are bounded here, by a look at the text's words. What reaches outside of a grammar is refused by name:
-directives other than `%ignore` and `%import common`, other grammars, tokens by name or number, which are the
-model's own marks, and schemas, which have fields of their own in a request.
+Both are bounded here, by a look at the text's words; how long it is was bounded where the request was read.
+What reaches outside of a grammar is refused by name: directives other than `%ignore` and `%import common`,
+other grammars, tokens by name or number, which are the model's own marks, and schemas, which have fields of
+their own in a request.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ RULES_MAX: Final = 300
 """Rules of one grammar. The matcher's stack ends at some 1,000 that lead to one another."""
 NESTING_MAX: Final = 24
 """Parentheses within each other."""
-GRAMMAR_LEN_MAX: Final = 64 * 1024
-"""Characters of one grammar."""
 
 _WORD: Final = re.compile(
     r"""
@@ -46,8 +45,6 @@ _LARK: Final = re.compile(r"^\s*(?:%llguidance\b|[?!]*start\b[^:\n]*:(?!:))", re
 
 def checked_grammar(source: str, param: str) -> str:
     """The grammar in Lark's notation. Raises InvalidRequest."""
-    if len(source) > GRAMMAR_LEN_MAX:
-        raise InvalidRequest(f"{param} is longer than {GRAMMAR_LEN_MAX:,} characters.", param=param)
     if _LARK.search(source) is None:
         source = _from_gbnf(source, param)
     _Look(param).at(source)

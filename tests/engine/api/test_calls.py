@@ -325,6 +325,49 @@ async def test_the_same_tools_are_compiled_once(served: Served, monkeypatch: pyt
     assert served.core.asked[-1].grammar not in ("", served.core.asked[0].grammar)
 
 
+async def test_what_was_compiled_is_kept_within_bounds(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+
+    def counting(*args: Any, **named: Any) -> Any:
+        made.append(args)
+        return grammar.checked(*args, **named)
+
+    async def ask(*tools: Any) -> int:
+        made.clear()
+        for tool in tools:
+            await served.sdk.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[tool])
+        return len(made)
+
+    monkeypatch.setattr(forms, "checked", counting)
+    served.says("hello")
+    one, other = TOOLS
+    assert await ask(one, other, one) == 2
+    monkeypatch.setattr(forms, "KEPT_MAX", 1)
+    assert (
+        await ask({**one, "function": {**one["function"], "description": "a"}}, one, one, other, other, one)
+        == 4
+    )
+    monkeypatch.setattr(forms, "KEPT_LEN_MAX", 100)
+    assert await ask(other, other) == 2, "it would not be kept alone"
+    monkeypatch.setattr(forms, "KEYED_LEN_MAX", 1)
+    assert await ask(one) == 1, "it has no key by which it would be found"
+
+
+async def test_the_types_of_a_schema_that_is_too_long_are_not_looked_for(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "SCHEMA_LEN_MAX", 50)
+    async with serve(answer_format="qwen3-coder", core=ROOM) as served:
+        served.says(SCRIPTS["qwen3-coder"])
+        [message], *_ = await both(served)
+        assert [json.loads(arguments) for _, arguments in calls_of(message)] == [
+            {"city": "Oslo", "days": "2"},
+            {},
+        ]
+
+
 async def test_a_schema_whose_references_branch_without_end_holds_up_nobody(serve: Serve) -> None:
     """Its arguments' types are asked for, each reference once; another tenant is served meanwhile."""
     branches = {union: [{"$ref": "#/$defs/d"}] * 32 for union in ("anyOf", "oneOf", "allOf")}

@@ -155,7 +155,8 @@ FIRST_TOKEN = "x-penstock-first-token-timeout-ms"
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("expected_s", "says", "after"), [(75.04, "in 75.0 s", "19"), (0.0, "did not come", "1")]
+    ("expected_s", "says", "after"),
+    [(75.04, "in 75.0 s", "19"), (600.0, "in 600.0 s", "30"), (0.0, "did not come", "1")],
 )
 async def test_a_first_token_that_comes_too_late_is_told_with_the_estimate(
     served: Served, expected_s: float, says: str, after: str, stream: bool

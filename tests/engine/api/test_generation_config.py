@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.api.ask.admission import SamplingDefaults
-from engine.api.ask.model import GenerationDefaults, UnusableModel, read_generation_defaults
+from engine.api.ask.model import VALUE_MAX, GenerationDefaults, UnusableModel, read_generation_defaults
 from engine.contract.generation_keys import GENERATION_KEYS
 from shared.text.model_files import Meaning, Only
 
@@ -49,6 +49,7 @@ def test_what_a_request_leaves_open(tmp_path: Path, generation: Any, defaults: S
         ("{", "JSON"),
         ('{"temperature": NaN}', "temperature"),
         ('{"temperature": Infinity}', "temperature Infinity is too large"),
+        (f'{{"temperature": {VALUE_MAX}}}', f"temperature {VALUE_MAX}.0 is too large"),
         ('{"top_k": 1e400}', "top_k"),
         ('{"top_k": 1' + 400 * "0" + "}", "top_k"),
         ('{"eos_token_id": "</s>"}', "eos_token_id"),

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema_rs
@@ -16,7 +16,8 @@ import pytest
 from engine.api.ask.grammar import AskedForm, Grammar, checked, grammar_of
 from engine.api.formats.format import AnswerFormat, ArgumentsKind
 from engine.api.formats.machine import AnswerMachine
-from engine.contract.grammars import compiled, failure
+from engine.api.formats.own_grammars import NESTING_MAX, RULES_MAX, checked_grammar
+from engine.contract.grammars import MESSAGE_LEN_MAX, compiled, failure
 from shared.apis.structure import Structure, StructureKind
 from shared.apis.tools import AskedFunction, FunctionSpec, ToolChoice, ToolMode
 from shared.wire.errors import InvalidRequest, UnsupportedParameter
@@ -201,6 +202,27 @@ def test_a_grammar_that_reaches_out_or_costs_too_much_is_refused(source: str) ->
             AskedForm(structure=Structure(StructureKind.GRAMMAR, source, param="structured_outputs.grammar"))
         )
     assert refused.value.param == "structured_outputs.grammar"
+
+
+@pytest.mark.parametrize(
+    ("most", "source"),
+    [
+        (RULES_MAX, lambda count: 'start: "x"' + "".join(f'\nr{i}: "x"' for i in range(count - 1))),
+        (NESTING_MAX, lambda depth: f'start: {"(" * depth}"a"{")" * depth}'),
+        (NESTING_MAX, lambda depth: f'root ::= {"(" * depth}"a"{")" * depth}'),
+    ],
+    ids=["rules", "nesting", "nesting in GBNF"],
+)
+def test_a_grammar_is_refused_by_the_bound_that_it_exceeds(most: int, source: Callable[[int], str]) -> None:
+    checked_grammar(source(most), "here")
+    with pytest.raises(InvalidRequest, match=f"more than {most} "):
+        checked_grammar(source(most + 1), "here")
+
+
+def test_what_is_said_of_a_grammar_is_bounded() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        made(AskedForm(structure=Structure(StructureKind.GRAMMAR, f"start: {'x' * 5_000}", param="here")))
+    assert len(refused.value.message) < 2 * MESSAGE_LEN_MAX
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.api.answer.exchange import METHOD_LEN_MAX
 from engine.contract.messages import FinishReason
 from shared.http2.connection_config import ConnectionConfig
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Served, until
@@ -18,7 +19,9 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "see
 VOLATILE = ("id", "created")
 
 
-async def test_both_protocols_answer_alike(served: Served, http2: httpx.AsyncClient) -> None:
+async def test_both_protocols_answer_alike(
+    served: Served, http2: httpx.AsyncClient, lines: list[dict[str, Any]]
+) -> None:
     served.says("the lazy dog")
     one, two = [await client.post("/v1/chat/completions", json=CHAT) for client in (served.http, http2)]
     assert (one.http_version, two.http_version) == ("HTTP/1.1", "HTTP/2")
@@ -26,6 +29,8 @@ async def test_both_protocols_answer_alike(served: Served, http2: httpx.AsyncCli
     bodies = [{k: v for k, v in answer.json().items() if k not in VOLATILE} for answer in (one, two)]
     assert bodies[0] == bodies[1]
     assert set(two.headers) >= {"x-request-id", "server-timing", "x-penstock-tokenizer", "x-penstock-closing"}
+    await http2.request("X" * 1000, "/v1/chat/completions")
+    assert lines[-1]["method"] == "X" * METHOD_LEN_MAX
     missing = await http2.get("/nowhere", headers={"x-request-id": "r-2"})
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "unknown_url"

@@ -14,7 +14,7 @@ from gateway.identity.callers import Guests, WithGuests
 from gateway.identity.keys import hash_key
 from gateway.operators import chats
 from gateway.operators.chat_reading import TEXT_LEN_MAX
-from gateway.operators.chats import CHATS
+from gateway.operators.chats import CHATS, MESSAGES_MAX
 from shared.wire.errors import Unauthenticated
 from tests.gateway.conftest import KEY, PATIENCE_S, House, Open, until
 from tests.gateway.console.test_gate import Page, page_of
@@ -97,6 +97,8 @@ async def test_the_quotas_of_the_key_hold(open_house: Open) -> None:
         ({"key": "nobodys"}, "There is no such API key"),
         ({"key": "revoked"}, "has been revoked"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}] * (MESSAGES_MAX + 1)}, "messages"),
+        ({"max_tokens": 10**10}, "max_tokens"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"stream": False}, "no such field"),
         ({"model": 5}, "model"),
@@ -132,6 +134,16 @@ async def test_an_answer_that_is_not_whole_says_why(
     told = await over(page, await begin(page))
     assert told["problem"] is not None
     assert problem in told["problem"] or told["status"] == 200
+    await house.at_rest()
+
+
+async def test_a_line_that_is_too_long_ends_a_chat(
+    house: House, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chats, "LINE_LEN_MAX", 1000)
+    house.engine.script = stream(chunk("a canary " * 2_000))
+    assert "broke off" in (await over(page, await begin(page)))["problem"]
+    assert "canary" not in house.log.getvalue()
     await house.at_rest()
 
 

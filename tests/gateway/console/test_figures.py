@@ -60,7 +60,8 @@ def test_an_engine_that_was_started_again_has_no_rates_yet() -> None:
 def test_what_an_engine_says_is_not_trusted() -> None:
     odd = (
         b"penstock_engine_running_sequences inf\npenstock_engine_stalled_sequences -1\n"
-        b"penstock_engine_open_sequences 1e400\npenstock_engine_step_seconds_sum 1.2.3\n"
+        b"penstock_engine_open_sequences 1e400\npenstock_engine_step_seconds_count 1e19\n"
+        b"penstock_engine_step_seconds_sum 1.2.3\n"
         b'penstock_engine_kv_pages{state="<b>"} 1\nvllm:num_requests_running 3\n\xff\xfe'
     )
     assert parse_sample(odd) == {}

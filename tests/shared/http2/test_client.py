@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from engine.api.http.http2_server import Http2Server, ServerEndpoint, ServerRequest, ServerResponder
-from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport, RequestUnprocessed
+from gateway.relay.http2_client import CONNECTIONS_MAX, STREAM_EXTENSION, Http2Transport, RequestUnprocessed
 from shared.http2 import limits
 from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ErrorCode
@@ -16,6 +16,7 @@ from shared.http2.stream import Stream
 from shared.wire.http import CONNECTED
 from tests.shared.http2.loopback import (
     EVENTS,
+    PATIENCE_S,
     Silent,
     client,
     echo,
@@ -243,6 +244,26 @@ async def test_requests_queue_when_all_connections_are_full() -> None:
             await http.get(served.url, timeout=httpx.Timeout(None, pool=0))
         gate.set()
         assert {(await call).status_code for call in calls} == {200}
+
+
+async def test_connections_and_those_who_wait_for_one_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.relay.http2_client.WAITING_MAX", 2)
+    silent, transport = Silent(), Http2Transport()
+    async with serving(silent, streams_max=1) as served, client(transport) as http:
+        calls = [asyncio.create_task(http.get(served.url))]
+        await until(lambda: silent.running == 1)
+        for running in range(2, CONNECTIONS_MAX + 1):
+            calls.append(asyncio.create_task(http.get(served.url)))
+            await until(lambda: silent.running == running)  # noqa: B023 -- it is awaited here
+        calls += [asyncio.create_task(http.get(served.url)) for _ in range(2)]
+        (pool,) = transport._pools.values()
+        await until(lambda: pool.waiting == 2)
+        assert len(endpoints(transport)) == transport._connections_max == CONNECTIONS_MAX
+        with pytest.raises(httpx.PoolTimeout, match="too many"):
+            await asyncio.wait_for(http.get(served.url), PATIENCE_S)
+        for call in calls:
+            call.cancel()
+        await until(lambda: silent.cancelled == CONNECTIONS_MAX)
 
 
 async def test_goaway_under_load_moves_requests_to_another_connection() -> None:

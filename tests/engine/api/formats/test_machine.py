@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.api.answer.parts import Part, PartKind
 from engine.api.formats import machine as machines
+from engine.api.formats import notations
 from engine.api.formats import source as sources
 from engine.api.formats.machine import AnswerMachine, mint_call_id
 from tests.answer_texts import FORMATS, Answer, answer_of, family, parts_of, read, written
@@ -260,6 +261,55 @@ def test_a_value_that_is_too_long_to_wait_for_is_a_string() -> None:
     parts = read(FORMATS["qwen3.5"], [text[at : at + 1000] for at in range(0, len(text), 1000)], tools=TOOLS)
     [(_, arguments)] = answer_of(parts).calls
     assert json.loads(arguments)["tags"] == json.dumps(["x" * sources.HELD_LEN_MAX])
+
+
+def test_a_name_or_a_value_that_is_too_long_is_none_of_a_call() -> None:
+    name, key, word = "f" * machines.NAME_LEN_MAX, "k" * notations.KEY_LEN_MAX, "1" * notations.SCALAR_LEN_MAX
+    for own, text in (
+        ("mistral", "[TOOL_CALLS]{name}[ARGS]{{}}"),
+        ("hermes", '<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'),
+    ):
+        assert whole(own, text.format(name=name)) == Answer("", "", [(name, "{}")])
+        too_long = text.format(name=name + "f")
+        assert whole(own, too_long) == Answer(too_long, "", [])
+    glm = "<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+    assert whole("glm-4", glm.format(key=key)).calls == [("f", json.dumps({key: "1"}))]
+    assert whole("glm-4", glm.format(key=key + "k")).calls == [("f", "{}")]
+    for gap, called in ((sources.GAP_LEN_MAX, ["f"]), (sources.GAP_LEN_MAX + 1, [])):
+        text = f'<function{" " * gap}name="f"></function>'
+        assert [name for name, _ in whole("minicpm5", text).calls] == called
+    assert whole("pythonic", f"[f({key}=1)]").calls == [("f", json.dumps({key: 1}))]
+    assert whole("pythonic", f"[f({key}kk=1)]").calls == []
+    assert whole("pythonic", f"[f(a=[{word}])]").calls == [("f", f'{{"a": [{word}]}}')]
+    assert whole("pythonic", f"[f(a=[{word}1])]") == Answer("1])]", "", [("f", '{"a": [' + word)])
+
+
+def test_lists_within_lists_are_read_to_a_depth() -> None:
+    deep = notations.DEPTH_MAX
+    assert whole("pythonic", f"[f(a={'[' * deep}1{']' * deep})]").calls[0][1].count("[") == deep
+    text = f"[f(a={'[' * deep}[1]{']' * deep})]"
+    assert whole("pythonic", text) == Answer(f"1]{']' * deep})]", "", [("f", '{"a": ' + "[" * (deep + 1))])
+
+
+def test_the_types_of_an_argument_are_looked_for_in_few_steps() -> None:
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(notations.REFERENCES_MAX):
+        deep = {"anyOf": [deep]}
+    assert notations.schema_types(deep) == ("integer",)
+    assert notations.schema_types({"anyOf": [deep]}) == ()
+    root: dict[str, Any] = {"type": "integer"}
+    for _ in range(notations.REFERENCES_MAX):
+        root = {"a": root}
+    reference = "#" + "/a" * notations.REFERENCES_MAX
+    assert notations.schema_types({"$ref": reference}, root) == ("integer",)
+    assert notations.schema_types({"$ref": reference + "/a"}, {"a": {"type": "string", **root}}) == ()
+    many: list[Any] = [{}] * notations.CHOICES_MAX
+    assert notations.schema_types({"anyOf": [*many[1:], {"type": "integer"}]}) == ("integer",)
+    assert notations.schema_types({"anyOf": [*many, {"type": "integer"}]}) == ()
+    assert notations.schema_types({"enum": [""] * notations.CHOICES_MAX + [1]}) == ("string",)
+    long = "1.".ljust(notations.SCALAR_LEN_MAX, "0")
+    assert notations.coerced(long, ("integer",)) == long
+    assert notations.coerced(long + "0", ("integer",)) == f'"{long}0"'
 
 
 def test_an_answer_that_is_given_up_leaves_nothing_behind() -> None:
