@@ -81,6 +81,7 @@ if "engine.runtime.parallel.rank" in sys.orig_argv:
 """
 
 
+@pytest.mark.nightly
 def test_a_rank_that_cannot_load(short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(SICK_RANK)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
@@ -124,6 +125,7 @@ if sys.orig_argv[-2:] == ["engine", "core"]:
 """
 
 
+@pytest.mark.nightly
 def test_a_collective_that_never_ends(
     short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
