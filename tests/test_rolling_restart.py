@@ -27,6 +27,8 @@ from tests.engine.api.fake_core import FakeCore
 from tests.engine.api.tiny import EOS, write_model_dir
 from tests.gateway.conftest import KEY, settings, until
 
+pytestmark = pytest.mark.slow
+
 ENGINES = 3
 CALLERS = 200
 PATIENCE_S = 60.0

@@ -69,6 +69,7 @@ async def test_a_field_is_described_with_its_bounds_and_its_meaning(world: World
     assert schemas["ReplicaView"]["properties"]["requests"]["description"].startswith("The requests of this")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", schemathesis.GenerationMode, ids=str)
 async def test_answers_are_as_described(world: World, mode: schemathesis.GenerationMode) -> None:
     document = await described(world)

@@ -280,6 +280,7 @@ LARGE = EVENT.replace(b'"x"', b'"' + b"x" * 2 * TAIL_LEN + b'"')
 HUGE = EVENT.replace(b'"x"', b'"' + b"x" * 100_000 + b'"')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 7, 1000, 1_000_000])
 @pytest.mark.parametrize(
     "data",

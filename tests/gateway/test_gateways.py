@@ -30,6 +30,8 @@ from tests.gateway.redis_server import PATIENT_S, RedisServer
 from tests.gateway.test_admin import OPERATOR, operator_keys
 from tests.gateway.test_process import ROOT, Process, toml
 
+pytestmark = pytest.mark.slow
+
 GATEWAYS: Final = 3
 CALLERS: Final = 1_000
 LIMIT: Final = 100

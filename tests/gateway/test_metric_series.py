@@ -71,6 +71,7 @@ async def _series(house: House) -> set[str]:
     return {line.rpartition(" ")[0] for line in lines if not line.startswith("#")}
 
 
+@pytest.mark.slow
 async def test_ten_thousand_keys_add_no_series_to_the_metrics(open_house: Open) -> None:
     logs.close()
     logs.configure("gateway", level="error", stream=io.StringIO())  # ten thousand lines take seconds

@@ -61,6 +61,7 @@ def test_a_mutated_body_is_taken_or_refused_by_the_validator() -> None:
     assert min(outcomes.values()) > BODIES_COUNT // 50, "both happen"
 
 
+@pytest.mark.slow
 async def test_a_mutated_request_is_answered_as_its_callers_mistake(open_house: Open) -> None:
     """The tenant has one token left: its requests come as far as the last stage before an engine, and no
     further. Another tenant's requests are answered in between as they are alone."""

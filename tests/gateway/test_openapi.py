@@ -187,6 +187,7 @@ MEMORY_MAX: Final = gateway_memory_max(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", schemathesis.GenerationMode, ids=str)
 async def test_answers_are_as_described(open_house: Open, mode: schemathesis.GenerationMode) -> None:
     """12,500 requests with `DRAWN=whole`. This process, which draws them too, keeps to the gateway's bound on

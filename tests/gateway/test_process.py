@@ -23,6 +23,8 @@ from gateway.identity.keys import hash_key
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 HEADERS = {"authorization": f"Bearer {KEY}"}
 START_S = 60.0

@@ -195,6 +195,7 @@ class Twins(RuleBasedStateMachine):
         self.runner.close()
 
 
+@pytest.mark.slow
 def test_memory_and_redis_answer_alike_step_by_step(redis: RedisServer) -> None:
     Twins.server = redis
     run_state_machine_as_test(

@@ -438,6 +438,7 @@ async def test_a_cluster_with_certificates_and_an_acl_user(
         await refused(certificates, url=settings["url"], cluster=True)
 
 
+@pytest.mark.slow
 async def test_sentinels_and_a_primary_with_certificates_and_acl_users(
     certificates: dict[str, str], guarded: dict[str, str], tmp_path: Path
 ) -> None:

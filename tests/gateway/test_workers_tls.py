@@ -9,12 +9,15 @@ import ssl
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from tests.gateway.conftest import CHAT
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream
 from tests.gateway.test_process import toml
 from tests.gateway.test_public_tls import Pki
 from tests.gateway.test_workers import PATIENCE_S, STREAMS, Workers, workers
+
+pytestmark = pytest.mark.slow
 
 
 def config(engine_url: str, pki: Pki) -> str:

@@ -94,6 +94,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_dir(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_the_tokens_charged_are_those_computed_and_no_object_is_leaked(batch: int, model_dir: Path) -> None:
     met = Counter[str]()

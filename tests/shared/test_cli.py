@@ -55,6 +55,7 @@ def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str
 # -- the command line -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [["engine", "serve", "--model", "m"], ["gateway", "--config", "g.toml"]])
 def test_a_service_does_not_start_without_its_assertions(argv: list[str]) -> None:
     environment = {**os.environ, "PYTHONOPTIMIZE": "1"}

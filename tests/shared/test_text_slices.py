@@ -106,6 +106,7 @@ PIECES = [
 TEXTS = st.lists(st.sampled_from(PIECES) | st.characters(exclude_categories=["Cs"]), max_size=40).map("".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLICED)
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, slice_len=st.integers(1, 12))

@@ -24,6 +24,8 @@ from shared.text.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
 from tests import effort
 from tests.shared.toy_tokenizers import byte_level, sentencepiece, with_bos
 
+pytestmark = pytest.mark.slow
+
 DRAWN = effort.drawn(60, whole=120)
 TEMPLATE = (
     "{{ bos_token }}|{{ eos_token }}|{{ sep_token }}|{{ image_token }}|"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -107,6 +108,7 @@ def test_a_flood_pays_with_its_own_pages() -> None:
             cached.add(sorted(own), "victim", now)
 
 
+@pytest.mark.slow
 def test_who_stays_away_loses_its_pages_the_sooner_the_more_it_has() -> None:
     """The last page too, in the end."""
     halved: dict[int, int] = {}

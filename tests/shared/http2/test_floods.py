@@ -78,6 +78,7 @@ def test_a_flood_is_refused(server: End, name: str) -> None:
     assert violation.code.to_bytes(4, "big") in server.connection.take_output(), "GOAWAY says why"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOODS)
 def test_the_same_frames_at_a_normal_rate_are_accepted(server: End, name: str) -> None:
     def slowly(i: int) -> bytes:

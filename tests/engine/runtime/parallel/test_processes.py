@@ -15,6 +15,8 @@ from shared.process.exit_codes import ExitCode
 from tests.engine.test_engine_process import CHAT, LONG, is_running
 from tests.services import ROOT, Service, client, engine, until
 
+pytestmark = pytest.mark.slow
+
 RANKS = ("--tensor-parallel-size", "2")
 
 
