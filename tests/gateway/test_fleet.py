@@ -14,10 +14,10 @@ from gateway.routing.health import ROW_MAX, SAMPLES_MAX, HealthPhase
 from gateway.routing.retries import FLOOR
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, FakeEngine, Script, byte_bundle, chunk, closing, stream
+from tests.waiting import PATIENCE_S
 
 PINGS: Final = {"ping_interval_s": 0.2, "ping_timeout_s": 2.0}
 GOOD: Final = stream(chunk("a"), end=closing(10, 1))
-PATIENCE_S: Final = 30.0
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, closing, s
 from tests.gateway.redis_server import PATIENT_S, RedisServer
 from tests.gateway.test_admin import OPERATOR, operator_keys
 from tests.gateway.test_process import ROOT, Process, toml
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,6 @@ CALLERS: Final = 1_000
 LIMIT: Final = 100
 SEATED: Final = 30
 TTL_MS: Final = 2_000
-PATIENCE_S: Final = 60.0
 CHILD: Final = f"""
 import sys
 from gateway import app

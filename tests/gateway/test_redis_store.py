@@ -37,11 +37,11 @@ from shared.wire.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import until
 from tests.gateway.redis_server import RedisServer, redis_server, redis_store
+from tests.waiting import PATIENCE_S
 
 T = TypeVar("T")
 
 ACME: Final = TenantId("acme")
-PATIENCE_S: Final = 30.0
 
 
 def tenant(id_: str = "acme", fail: QuotaFail = "closed", **limits: int | None) -> tuple[Subject, ...]:

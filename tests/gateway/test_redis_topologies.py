@@ -41,8 +41,8 @@ from tests.gateway.redis_server import (
 )
 from tests.gateway.test_accounting import TODAY, rows
 from tests.gateway.test_redis_store import admitted, rid, tenant
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S: Final = 30.0
 SLOTS: Final = 16_384
 PRIMARY: Final = "penstock"
 

@@ -24,10 +24,10 @@ from tests.gateway.conftest import CHAT, KEY
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream
 from tests.gateway.test_admin import OPERATOR, operator_keys
 from tests.gateway.test_process import ROOT, toml
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 60.0
 STREAMS = 24
 """So many that some are at either worker."""
 HEADERS = {"authorization": f"Bearer {KEY}"}

@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 
 from shared.process import accepting
 from shared.process.accepting import ACCEPTS_FAILED, Accepting
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S = 30.0
 CALLERS = 5
 REFUSALS = 3
 

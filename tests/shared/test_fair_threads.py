@@ -9,8 +9,7 @@ import pytest
 from shared.fairness.fair_threads import FairThreads, Slices
 from shared.wire.errors import Overloaded
 from tests.fakes import VirtualClock
-
-PATIENCE_S = 20.0
+from tests.waiting import PATIENCE_S
 
 
 class Bench:

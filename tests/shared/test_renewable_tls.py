@@ -16,8 +16,7 @@ import trustme
 from shared.process.renewable_tls import POLL_S, RenewableTls
 from shared.process.tls import HTTP1, UnusableTls, client_context, server_context
 from tests.fakes import VirtualClock
-
-PATIENCE_S = 60.0
+from tests.waiting import PATIENCE_S
 
 
 class Side:

@@ -20,8 +20,7 @@ from shared.telemetry.tracing import NO_TRACING, Span, TracingConfig, spans_of
 from tests.fakes import VirtualClock
 from tests.shared.test_tracing import LINE, SPAN_ID, TRACE_ID, walked
 from tests.span_sink import Collector, collecting
-
-PATIENCE_S = 60.0
+from tests.waiting import PATIENCE_S
 
 
 def span(number: int) -> Span:

@@ -19,9 +19,9 @@ from shared.cli import restarts, running, supervisor, up
 from shared.cli.running import Running
 from shared.cli.supervisor import ServiceSpec
 from tests.bench.services import free_port
+from tests.waiting import PATIENCE_S
 
 CHILD = Path(__file__).with_name("cli_child.py")
-PATIENCE_S = 60
 
 
 @pytest.fixture(autouse=True)
