@@ -15,7 +15,8 @@ from tests.gateway.conftest import CHAT
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream
 from tests.gateway.test_process import toml
 from tests.gateway.test_public_tls import Pki
-from tests.gateway.test_workers import PATIENCE_S, STREAMS, Workers, workers
+from tests.gateway.test_workers import STREAMS, Workers, workers
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
