@@ -19,8 +19,9 @@ from gateway.identity.callers import KnownCallers
 from gateway.listen import accepting
 from gateway.listen.accepting import SET_UP_MAX, FairAccepting
 from shared.wire.ids import TenantId
-from tests.gateway.conftest import KEY, PATIENCE_S, House, until
+from tests.gateway.conftest import KEY, PATIENCE_S, House
 from tests.gateway.fake_engine import unary
+from tests.waiting import until
 
 FLOOD = 48 * SET_UP_MAX
 ATTACKER, VICTIM = TenantId("attacker"), TenantId("victim")
