@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from typing import Final
 
-PATIENCE_S: Final = 20.0
+from tests.waiting import PATIENCE_S
+
 NAMES: Final = (
     *("accept", "accept-encoding", "accept-language", "baggage", "b3", "cache-control", "connection"),
     *("content-encoding", "content-length", "content-type", "cookie", "date", "expect", "forwarded", "from"),

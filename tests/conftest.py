@@ -70,8 +70,19 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+SLOW_FOLDERS = ("tests/neighbours", "tests/engine/runtime/device")
+"""Their tests need services, or kernels in Triton's interpreter, which take seconds to be there."""
+FIRST = ("test_style.py", "test_compiled.py")
+"""Files with one test that takes half a minute: at the end of a run the other cores would wait for it."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to `.ci/nightly` what is marked so."""
+    """Leave to `.ci/nightly` what is marked so, and begin with what takes longest."""
+    for item in items:
+        if any(item.path.is_relative_to(ROOT / folder) for folder in SLOW_FOLDERS):
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.name not in FIRST)
     if not effort.IS_WHOLE:
         left_out = [item for item in items if item.get_closest_marker("nightly")]
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]

@@ -24,13 +24,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.identity.keys import hash_key
 from shared.wire.completed_line import EVENT, schema_problem
 from tests.line_check import unnamed_time
+from tests.waiting import PATIENCE_S as PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 MODEL_DIR = ROOT / "engine" / "demo" / "model"
 MODEL = "model"
 """What an engine calls it: the last part of its directory."""
 KEY = "dev-key"
-PATIENCE_S = 60.0
 
 Line = dict[str, Any]
 

@@ -17,7 +17,7 @@ from shared.http2 import headers
 from shared.process import logs
 from shared.telemetry import stages
 from shared.text import rendering_child
-from tests.gateway.test_survival import BrokenStore, broken
+from tests.gateway.admission.test_survival import BrokenStore, broken
 
 STORE = redis_store.open_store(RedisConfig(url="redis://127.0.0.1:1"), {})
 CACHES: dict[str, tuple[Any, int]] = {

@@ -29,6 +29,8 @@ from tests.effort import IS_WHOLE, drawn
 from tests.engine.demo.questions import ACCURACY_MIN, QUESTIONS, Question
 from tests.services import PATIENCE_S, engine_at_rest, gauges, until
 
+pytestmark = pytest.mark.slow
+
 PENSTOCK = Path(sys.executable).with_name("penstock")
 KEY = "My API Key"
 """Any string will do, also one with spaces."""

@@ -17,6 +17,8 @@ import pytest
 
 from tests.services import MODEL_DIR, PATIENCE_S, ROOT, service, until
 
+pytestmark = pytest.mark.slow
+
 PRESSES = """
 import os, signal, sys
 

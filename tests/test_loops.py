@@ -13,6 +13,8 @@ import pytest
 
 from tests.services import ROOT, Service, engine, gateway, stop
 
+pytestmark = pytest.mark.slow
+
 WITHOUT = 'raise ImportError("not here")'
 
 

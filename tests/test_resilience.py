@@ -41,6 +41,8 @@ from tests.services import (
     until,
 )
 
+pytestmark = pytest.mark.slow
+
 STREAMS = 50
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"authorization": f"Bearer {KEY}"}

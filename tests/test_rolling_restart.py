@@ -26,10 +26,12 @@ from shared.text.tokenizer import Tokenizer, TokenizerBundle
 from tests.engine.api.fake_core import FakeCore
 from tests.engine.api.tiny import EOS, write_model_dir
 from tests.gateway.conftest import KEY, settings, until
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.slow
 
 ENGINES = 3
 CALLERS = 200
-PATIENCE_S = 60.0
 HEADERS = {"authorization": f"Bearer {KEY}"}
 DONE = b"data: [DONE]\n\n"
 

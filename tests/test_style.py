@@ -31,7 +31,11 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 @pytest.mark.parametrize(
     "argv",
-    [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",)],
+    [
+        ("ruff", "check", "."),
+        ("ruff", "format", "--check", "."),
+        pytest.param(("mypy",), marks=pytest.mark.slow),
+    ],
     ids=["ruff check", "ruff format", "mypy"],
 )
 def test_the_tools_find_nothing(argv: tuple[str, ...]) -> None:

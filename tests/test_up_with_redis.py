@@ -17,6 +17,8 @@ from tests.gateway.redis_server import RedisServer, redis_server
 from tests.services import PATIENCE_S, Service, admin_url, gateway_url, service, until
 from tests.test_end_to_end import MODEL, PENSTOCK, Up, ask, start
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 4
 
 

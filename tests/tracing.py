@@ -25,15 +25,12 @@ _CHILDREN: Final = "COVERAGE_PROCESS_CONFIG"
 TRACED: Final = ("tests/gateway", "tests/shared", "tests/engine/api", "tests/engine/core")
 LEFT_OUT: Final = {
     "tests/engine/core": ("forks", "long_prompts", "pace_worlds", "simulation", "waiting_tokens"),
-    "tests/gateway": (
-        "fault_laws",
-        "framing",
-        "gateways",
-        "mutated_requests",
-        "outages_bench",
-        "workers_tls",
-    ),
-    "tests/shared": ("tokenizer_matrix",),
+    "tests/gateway/bench": ("outages_bench",),
+    "tests/gateway/client": ("framing",),
+    "tests/gateway/listen": ("mutated_requests",),
+    "tests/gateway/routing": ("fault_laws",),
+    "tests/gateway/workers": ("gateways", "workers_tls"),
+    "tests/shared/text": ("tokenizer_matrix",),
     "tests/shared/http2": ("floods", "interop", "load"),
 }
 

@@ -6,8 +6,8 @@ still spends a microsecond on each for its offsets: 22 us for a prompt of 27 tok
 
 Rules:
 
-1. The ids are those that the library would return (tests/shared/test_words.py compares them). Where that is
-   not certain, `encode` returns None, and the library is called: for text that is long or not ASCII, where
+1. The ids are those that the library would return (tests/shared/text/test_words.py compares them). Where that
+   is not certain, `encode` returns None, and the library is called: for text that is long or not ASCII, where
    letters and digits are more than `A-Za-z0-9`; and for every tokenizer with a part that is not known here.
 2. The cache is bounded, in the number and in the length of words, and keeps those that came last: words that
    nobody sends again take no place for long.

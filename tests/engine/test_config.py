@@ -16,7 +16,7 @@ from engine.runtime.setup.runner_config import RunnerConfig
 from shared.fairness.fair_share import FairShare
 from shared.wire.shapes import PROMPTS_MAX
 from tests.fake_runner import runner_info
-from tests.shared.test_environment import SERVICE_LINKS
+from tests.shared.process.test_environment import SERVICE_LINKS
 
 MINIMAL = ["--model", "some/dir"]
 

@@ -16,6 +16,8 @@ from shared.process.exit_codes import ExitCode
 from shared.process.socket_directory import remove_abandoned
 from tests.services import MODEL_DIR, Service, client, engine, gauges, until
 
+pytestmark = pytest.mark.slow
+
 CHAT = {"model": "model", "messages": [{"role": "user", "content": "Who are you?"}], "stream": True}
 LONG = {**CHAT, "ignore_eos": True, "max_tokens": 1900}
 

@@ -19,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.services import Line, Service, client, engine, gauges, until
 
+pytestmark = pytest.mark.slow
+
 BODY = {"model": "model", "prompt": [400] * 130, "stream": True, "ignore_eos": True, "temperature": 0}
 SLOTS, BUDGET = 2, 96
 TIMES = ("queue_ms", "prefill_ms", "decode_ms", "preempted_ms", "stalled_ms")

@@ -21,6 +21,8 @@ from tests.engine.runtime.test_with_scheduler import all_said, serve
 from tests.engine.test_engine_process import CHAT, LONG, is_running
 from tests.services import MODEL_DIR, Service, client, service, until
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(40, 70))
 MAX_TOKENS = 48
 PROSE = {

@@ -31,6 +31,8 @@ from tests.services import (
     until,
 )
 
+pytestmark = pytest.mark.slow
+
 REST_S = 1.0
 MAX_TOKENS = 1900
 BODY = {**LONG, "temperature": 0, "max_tokens": MAX_TOKENS}

@@ -14,8 +14,8 @@ from gateway.redis.links import tag_of
 from shared.wire.ids import TenantId
 from tests.bench.services import free_port
 from tests.gateway.redis_server import RedisServer, redis_server
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S: Final = 30.0
 SLOTS: Final = 16_384
 
 

@@ -35,6 +35,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, name, value)
 
 
+@pytest.mark.nightly
 def test_attention() -> None:
     shape = Shape(1, 2, 16, 16)
     for window in (None, 20):

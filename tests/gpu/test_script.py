@@ -201,6 +201,7 @@ def toy_runner(path: Path, slots: int, longest: int) -> DeviceRunner:
     return load_fake(path, kv_cache_memory=1 << 20, **settings)
 
 
+@pytest.mark.nightly
 @interpreted
 def test_the_benchmark_of_the_whole_engine_at_toy_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -222,6 +223,7 @@ def test_the_benchmark_of_the_whole_engine_at_toy_size(
     assert found["step_ms"] == 2.0
 
 
+@pytest.mark.nightly
 @interpreted
 def test_a_long_prompt_beside_streams_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole, "TOKEN_MAX", TOY.vocab_size - 1)
@@ -255,6 +257,7 @@ def test_the_floor_of_many_requests() -> None:
     assert whole.requests_floor_s(QWEN3_06B, wanted, H200) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 @interpreted
 def test_the_checks_of_the_whole_engine_at_toy_size(tmp_path: Path) -> None:
     path = make_tiny_model("qwen3", tmp_path / "tiny", **SMALL)

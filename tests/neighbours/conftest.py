@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from shared.process.setting_values import to_toml
-from tests.bench.gateway.attack import Attack, Ends, Who
+from tests import effort
+from tests.bench.gateway.attack import Attack, Ends, Law, Who
 from tests.bench.gateway.attackers import RequestOutcome, send
+from tests.bench.gateway.attacks import against
 from tests.bench.gateway.neighbourhood import (
     CORE_MEMORY_MAX,
     ENGINE_MEMORY_MAX,
@@ -44,6 +46,13 @@ from tests.services import (
 )
 
 WARM_ROUNDS = 3
+FEW = 4
+
+
+def attacks(law: Law) -> Sequence[Attack]:
+    """The kinds of attack against a law. Of many, every second in every run, and all by command."""
+    found = against(law)
+    return found if len(found) <= FEW else found[:: effort.drawn(2, whole=1)]
 
 
 @dataclass

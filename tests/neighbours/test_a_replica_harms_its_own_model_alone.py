@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.bench.gateway.attack import Attack, Law, Rogue
-from tests.bench.gateway.attacks import against
 from tests.bench.services import free_port
-from tests.neighbours.conftest import House, gateway
+from tests.neighbours.conftest import House, attacks, gateway
 from tests.services import MODEL_DIR, service, until
 
 
@@ -30,7 +29,7 @@ def beside_rogues(pair: House) -> Iterator[House]:
         yield house
 
 
-@pytest.mark.parametrize("attack", against(Law.REPLICAS), ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", attacks(Law.REPLICAS), ids=lambda attack: attack.name)
 async def test_a_rogue_replica_is_not_noticed_by_the_callers_of_another_model(
     beside_rogues: House, attack: Attack
 ) -> None:

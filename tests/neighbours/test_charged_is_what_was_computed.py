@@ -7,11 +7,10 @@ from collections.abc import Collection
 import pytest
 
 from tests.bench.gateway.attack import POOR_TOKEN_BUDGET, Attack, Ends, Law, Who
-from tests.bench.gateway.attacks import against
-from tests.neighbours.conftest import House
+from tests.neighbours.conftest import House, attacks
 
 
-@pytest.mark.parametrize("attack", against(Law.CHARGES), ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", attacks(Law.CHARGES), ids=lambda attack: attack.name)
 async def test_a_request_is_charged_what_was_computed_however_it_ends(house: House, attack: Attack) -> None:
     outcomes = await house.attacked(attack)
     settled = {name: line["settled_tokens"] for name, line in house.gateway_lines(outcomes).items()}

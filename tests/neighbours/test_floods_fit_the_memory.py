@@ -42,6 +42,7 @@ from tests.bench.gateway.neighbourhood import (
 )
 from tests.bench.gateway.paced_engine import MODEL as PACED
 from tests.bench.gateway.subjects import ServerUnderTest, paced_engine
+from tests.effort import some
 from tests.services import (
     PATIENCE_S,
     Service,
@@ -214,7 +215,7 @@ class Flooded:
         return not gauges(self.admin)["held_bytes"] and gateway_at_rest(self.admin)
 
 
-@pytest.fixture(params=["http", "https"])
+@pytest.fixture(params=some(["https", "http"], usual=1))
 async def flooded(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Flooded]:
     certificate = Certificate.made(tmp_path) if request.param == "https" else None
     async with paced_engine(2.0) as engine:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.bench.gateway.attack import Attack, Law
-from tests.bench.gateway.attacks import against
-from tests.neighbours.conftest import House
+from tests.neighbours.conftest import House, attacks
 
 TOO_LATE = {"first_token_deadline", "first_token_timeout", "queue_full"}
 
 
-@pytest.mark.parametrize("attack", against(Law.HASTE), ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", attacks(Law.HASTE), ids=lambda attack: attack.name)
 async def test_a_tenant_in_haste_is_served_in_time_or_told_that_it_is_too_late(
     house: House, attack: Attack
 ) -> None:

@@ -8,13 +8,12 @@ import pytest
 
 from tests.bench.gateway.attack import Attack, Law, completion
 from tests.bench.gateway.attackers import named
-from tests.bench.gateway.attacks import against
-from tests.neighbours.conftest import House
+from tests.neighbours.conftest import House, attacks
 
 FRAMED_LEN = len(b"1\r\n7\r\n")
 
 
-@pytest.mark.parametrize("attack", against(Law.LOOPS), ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", attacks(Law.LOOPS), ids=lambda attack: attack.name)
 async def test_a_request_that_is_long_to_handle_lets_others_run(house: House, attack: Attack) -> None:
     await house.attacked(attack)
 

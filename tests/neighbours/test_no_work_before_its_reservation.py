@@ -8,12 +8,11 @@ import pytest
 
 from tests.bench.gateway.attack import Attack, Law
 from tests.bench.gateway.attackers import named
-from tests.bench.gateway.attacks import against
 from tests.bench.gateway.neighbourhood import LIVE_MAX
-from tests.neighbours.conftest import House
+from tests.neighbours.conftest import House, attacks
 
 
-@pytest.mark.parametrize("attack", against(Law.RESERVATION), ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", attacks(Law.RESERVATION), ids=lambda attack: attack.name)
 async def test_a_key_without_quota_is_refused_before_its_body_is_read(house: House, attack: Attack) -> None:
     outcomes = await house.attacked(attack)
     assert not house.has_reached_engine(outcomes)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.bench.gateway.attack import Attack, Ends, Law
-from tests.bench.gateway.attacks import against
-from tests.neighbours.conftest import House
+from tests.neighbours.conftest import House, attacks
 
 
-@pytest.mark.parametrize("attack", against(Law.SEATS), ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", attacks(Law.SEATS), ids=lambda attack: attack.name)
 async def test_a_flood_on_all_slots_yields_to_another_tenant(house: House, attack: Attack) -> None:
     outcomes = await house.attacked(attack)
     if attack.ends is Ends.ON_CUE:

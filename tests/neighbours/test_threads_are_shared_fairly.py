@@ -8,11 +8,10 @@ import pytest
 
 from tests.bench.gateway.attack import MODEL, Attack, Law, padded
 from tests.bench.gateway.attackers import named
-from tests.bench.gateway.attacks import against
-from tests.neighbours.conftest import House
+from tests.neighbours.conftest import House, attacks
 
 
-@pytest.mark.parametrize("attack", against(Law.THREADS), ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", attacks(Law.THREADS), ids=lambda attack: attack.name)
 async def test_long_texts_leave_the_threads_to_others_as_well(house: House, attack: Attack) -> None:
     await house.attacked(attack)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.bench.gateway.attackers import named
+from tests.effort import some
 from tests.neighbours.conftest import House, gateway
 
 WORKERS = 2
@@ -29,7 +30,7 @@ def workers(pair: House) -> Iterator[House]:
         yield house
 
 
-@pytest.mark.parametrize("name", BUSIEST)
+@pytest.mark.parametrize("name", some(BUSIEST, usual=2))
 async def test_no_attack_makes_a_worker_miss_its_heartbeats(workers: House, name: str) -> None:
     await workers.attacked(named(name))
     assert len(workers.gateway.logged("worker.serving")) == WORKERS

@@ -105,6 +105,7 @@ def test_the_runbook_names_what_there_is() -> None:
 # -- Prometheus' own tool -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.network
 def test_every_alert_fires_for_its_series_and_no_other(tmp_path: Path) -> None:
     file = tmp_path / "proofs.yaml"

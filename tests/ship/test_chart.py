@@ -39,6 +39,7 @@ def test_lint_finds_nothing(preset: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_manifest_is_one_of_kubernetes(version: str) -> None:
     for preset in ALL:

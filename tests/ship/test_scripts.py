@@ -19,9 +19,9 @@ import pytest
 
 from helm.make.values_schema import CHART
 from tests.ship.rendering import of_kind, render
+from tests.waiting import PATIENCE_S
 
 STREAM, GROUP = CHART / "scripts/stream.py", CHART / "scripts/group.py"
-PATIENCE_S = 60
 
 
 def event(text: str) -> bytes:

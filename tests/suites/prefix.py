@@ -31,7 +31,7 @@ from shared.wire.errors import InvalidRequest
 from tests.answer_texts import FORMATS, Answer, answer_of, read
 from tests.bench.figures import Figure, at_most, figure
 from tests.sessions import AGENTS, Message, Session
-from tests.shared.chat_templates import MISTRAL_TOOLS
+from tests.shared.text.chat_templates import MISTRAL_TOOLS
 from tests.suites.bfcl import ENDS, TEMPLATES
 from tests.suites.templates import SPECIAL, prompt_of, shipped
 

@@ -14,8 +14,8 @@ from engine.api.ask import echo
 from engine.api.ask.echo import starts_of
 from shared.text import prompts, text_slices
 from shared.text.tokenizer import Tokenizer, TokenizerBundle
-from tests.shared.test_prompts import finish
-from tests.shared.toy_tokenizers import HARD, byte_level, sentencepiece, with_bos
+from tests.shared.text.test_prompts import finish
+from tests.shared.text.toy_tokenizers import HARD, byte_level, sentencepiece, with_bos
 
 
 def echoed(tokenizer: Tokenizer, text: str | None, ids: list[int]) -> tuple[str, list[int]]:

@@ -15,7 +15,7 @@ from engine.api.ask.model import ServedModel, UnusableModel, load_model
 from engine.contract.messages import END_TOKENS_MAX
 from shared.text.tokenizer import TokenizerBundle, UnusableTokenizer
 from tests.engine.api.tiny import EOS, write_model_dir
-from tests.shared.chat_templates import STRICT
+from tests.shared.text.chat_templates import STRICT
 
 
 def load(directory: Path) -> ServedModel:

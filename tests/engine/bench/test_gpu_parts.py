@@ -112,6 +112,7 @@ def test_a_row_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows[4]["absent"] == "'no library'"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fp8", [False, True])
 def test_steps(fp8: bool) -> None:
     bench = steps.Bench("toy", TOY, fp8=fp8)

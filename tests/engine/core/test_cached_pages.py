@@ -232,6 +232,7 @@ def test_who_keeps_pays_sooner_beside_one_that_does_not() -> None:
     assert cached.kept == 500
 
 
+@pytest.mark.slow
 def test_who_stays_away_loses_its_pages_the_sooner_the_more_it_has() -> None:
     """The last page too, in the end."""
     halved: dict[int, int] = {}

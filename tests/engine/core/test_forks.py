@@ -33,6 +33,7 @@ def add_choices(h: Harness, n: int, prompt: list[int], max_tokens: int) -> None:
         h.add(handle, prompt, greedy(max_tokens, seed=seed_of(handle)))
 
 
+@pytest.mark.slow
 @settings(max_examples=drawn(40, whole=150), deadline=None)
 @given(
     prompt_len=st.integers(1, 40),

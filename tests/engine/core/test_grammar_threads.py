@@ -19,8 +19,8 @@ from engine.core.grammars.lanes import Lane
 from engine.core.grammars.masks import Filled, MatcherStanding, is_allowed
 from engine.core.grammars.threads import CACHED_MAX, PROVEN, GrammarThreads
 from engine.demo import MODEL_DIR
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S = 60.0
 VOCAB = 2048
 END = 1
 

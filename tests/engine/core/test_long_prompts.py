@@ -15,6 +15,8 @@ from tests.bench.engine.virtual import Engine, Outcome, Request, run
 from tests.bench.figures import quantile
 from tests.effort import drawn
 
+pytestmark = pytest.mark.slow
+
 STREAMS, CALM_STEPS, PROMPT_LEN = 8, 60, 4000
 SEEDS = (1, 2, 3, 4, 5)[: drawn(3, whole=5)]
 RUNNERS = {

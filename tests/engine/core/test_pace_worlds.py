@@ -7,6 +7,8 @@ import pytest
 from tests.effort import IS_WHOLE
 from tests.pace_worlds import run_world
 
+pytestmark = pytest.mark.slow
+
 SEEDS = (1160, 25, 75, 209, 242, 1118, 915, 716, 924, 200, 201)
 """The first nine broke a law once."""
 

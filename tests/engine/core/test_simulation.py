@@ -21,6 +21,8 @@ from tests.overlapped import OverlappedSimulation, simulate_overlapped
 from tests.simulator import Report, simulate
 from tests.worlds import SimConfig, random_config
 
+pytestmark = pytest.mark.slow
+
 UNBOUNDED = 1_000_000
 WORLDS = {
     "roomy": SimConfig(pages=200, slots=12, scheduler=SchedulerConfig(64, UNBOUNDED)),

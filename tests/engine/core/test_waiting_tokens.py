@@ -57,6 +57,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", SEEN)
 def test_every_reading_has_what_the_sequences_lack(world: str, checked: Counter[str]) -> None:
     simulate(7, WORLDS[world])

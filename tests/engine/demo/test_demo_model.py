@@ -88,6 +88,7 @@ def test_careless_typing_keeps_every_digit() -> None:
         assert re.findall(r"\d", vary(rng, "what is 17 + 20 * 5")) == list("17205")
 
 
+@pytest.mark.nightly
 def test_questions_are_fresh() -> None:
     """No question of the table, not even without case and punctuation, is one that training has seen."""
     rounds = itertools.chain(corpus.conversations(), polish.conversations())

@@ -51,6 +51,7 @@ def fresh_model() -> DemoModel:
     return DemoModel(TINY)
 
 
+@pytest.mark.nightly
 def test_taking_up_again_equals_not_stopping(plan: list[list[Example]], tmp_path: Path) -> None:
     straight = fresh_model()
     expected = list(train(straight, optimizers(straight), plan, PAD_ID, 0))

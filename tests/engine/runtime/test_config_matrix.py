@@ -37,6 +37,8 @@ from tests.engine.runtime.odd_configs import (
     drawn,
 )
 
+pytestmark = pytest.mark.slow
+
 ODD_COUNTED = effort.drawn(100, whole=250)
 """Of each of the four seeds."""
 ODD_DRAWN_MAX = 400

@@ -85,6 +85,7 @@ def head_of(isa: str, dtype: torch.dtype = torch.float32) -> Stage:
     return Stage.of(replace(PLAIN, hidden_size=HIDDEN), dtype, isa, int8=True, source=Head(dtype))
 
 
+@pytest.mark.slow
 def test_products_are_those_of_whole_numbers(isa: str, levels: int) -> None:
     """With the largest numbers too, where a sum of two products of bytes has more than 16 bits."""
     model = head_of(isa).model

@@ -19,8 +19,8 @@ from shared.wire.errors import Unauthenticated
 from tests.gateway.conftest import KEY, PATIENCE_S, House, Open, until
 from tests.gateway.console.test_gate import Page, page_of
 from tests.gateway.fake_engine import CUT, HEADERS, Script, chunk, refusal, stream
-from tests.gateway.test_admin import operator_keys
-from tests.gateway.test_worker_front import opened
+from tests.gateway.operators.test_admin import operator_keys
+from tests.gateway.workers.test_worker_front import opened
 
 pytestmark = pytest.mark.parametrize("protocol", ["http2"], indirect=True)
 BODY = {"key": "k1", "model": "tiny", "messages": [{"role": "user", "content": "a canary"}]}

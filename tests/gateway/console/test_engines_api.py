@@ -17,7 +17,7 @@ from gateway.operators.tenant_limits import LIMITS, parse
 from shared.wire.errors import InvalidRequest
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open
-from tests.gateway.test_admin import OPERATOR, operator_keys
+from tests.gateway.operators.test_admin import OPERATOR, operator_keys
 
 pytestmark = pytest.mark.parametrize("protocol", ["http1"], indirect=True)
 

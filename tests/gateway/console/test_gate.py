@@ -16,7 +16,7 @@ from gateway.operators.gate import COOKIE, SESSION
 from gateway.operators.sessions import FAILURES_MAX, FAILURES_PER_NETWORK_MAX, IDLE_S
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open, settings
-from tests.gateway.test_admin import operator_keys
+from tests.gateway.operators.test_admin import operator_keys
 
 KEY = "the operator's"
 

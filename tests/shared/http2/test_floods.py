@@ -87,6 +87,7 @@ def test_data_for_a_stream_that_has_ended_is_a_flood(server: End) -> None:
     assert violation.code == ErrorCode.ENHANCE_YOUR_CALM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOODS)
 def test_the_same_frames_at_a_normal_rate_are_accepted(server: End, name: str) -> None:
     def slowly(i: int) -> bytes:

@@ -163,6 +163,7 @@ async def answering(http: httpx.AsyncClient, url: str) -> None:
                 return
 
 
+@pytest.mark.slow
 async def test_granian(fast: bool) -> None:
     transport = Http2Transport(config=ConnectionConfig(fast=fast))
     async with granian() as url, httpx.AsyncClient(transport=transport, timeout=None) as http:

@@ -81,6 +81,7 @@ async def test_concurrent_streams_all_progress(config: ConnectionConfig, count: 
         await until(lambda: room_is_whole(far.connection, near.connection))
 
 
+@pytest.mark.slow
 async def test_backpressure_stalled_streams_hold_one_window_each_and_stall_no_other(
     config: ConnectionConfig,
 ) -> None:

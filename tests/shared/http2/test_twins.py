@@ -321,6 +321,7 @@ FRAMES: list[Step] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", [False, True], ids=["server", "client"])
 def test_both_paths_agree_on_every_frame_in_every_state(client: bool) -> None:
     """And on what comes after: the compression table is whole, and so are the windows."""

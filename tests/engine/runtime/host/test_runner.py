@@ -94,6 +94,7 @@ def test_settings_for_the_other_device_are_refused(
         choose_device(RunnerConfig("m", **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_loading_imports_no_compiler(tiny_model: MakeModel, kernels: str) -> None:
     """Some operations on tensors without data do, and a third of the engine's memory is gone."""

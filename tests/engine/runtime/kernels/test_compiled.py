@@ -13,6 +13,8 @@ import pytest
 from tests.effort import drawn
 from tests.once import once
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[4]
 SHARED_BYTES_MAX = 227 << 10
 """Of one multiprocessor."""

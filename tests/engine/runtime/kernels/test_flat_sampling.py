@@ -48,6 +48,7 @@ def kinds() -> dict[str, Tensor]:
     return {"flat": torch.randn(len(CUTS), VOCAB) * 0.3, "equals": equals, "infinitely far": far}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", some(["equals", "infinitely far", "flat"], usual=2))
 def test_a_flat_row_gives_the_cpus_token(kind: str) -> None:
     """Cuts of every kind, beside a row with few candidates. Sorted rows hold each token once, in runs."""

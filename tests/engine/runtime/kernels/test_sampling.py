@@ -207,6 +207,7 @@ def test_edits_and_neighbours_of_every_kind() -> None:
         assert torch.equal(counted, expected.int() if own_params.needs_history else torch.zeros_like(counted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(list(extreme_logits()), usual=2))
 def test_extreme_parameters_draw_what_the_cpu_draws(name: str) -> None:
     asked = [extreme_params(extreme | cut, seed) for seed, extreme in enumerate(EXTREMES) for cut in CUTS]

@@ -20,6 +20,8 @@ from tests.engine.runtime.device.test_with_scheduler import requests
 from tests.engine.runtime.parallel import device_rank
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
 
+pytestmark = pytest.mark.slow
+
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "page_size": 16,

@@ -45,6 +45,8 @@ from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
 from tests.services import ROOT
 
+pytestmark = pytest.mark.slow
+
 PAGES = 8
 PAGE_SIZE = 16
 TOLERANCE = 1e-4

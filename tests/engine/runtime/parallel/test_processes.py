@@ -15,6 +15,8 @@ from shared.process.exit_codes import ExitCode
 from tests.engine.test_engine_process import CHAT, LONG, is_running
 from tests.services import ROOT, Service, client, engine, until
 
+pytestmark = pytest.mark.slow
+
 RANKS = ("--tensor-parallel-size", "2")
 
 
@@ -81,6 +83,7 @@ if "engine.runtime.parallel.rank" in sys.orig_argv:
 """
 
 
+@pytest.mark.nightly
 def test_a_rank_that_cannot_load(short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(SICK_RANK)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
@@ -124,6 +127,7 @@ if sys.orig_argv[-2:] == ["engine", "core"]:
 """
 
 
+@pytest.mark.nightly
 def test_a_collective_that_never_ends(
     short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
