@@ -193,15 +193,7 @@ def _memory(stats: CoreStats) -> Iterator[Metric]:
     pages.add_metric(["cached"], stats.pages_cached)
     pages.add_metric(["owned"], stats.pages_owned)
     yield pages
-    yield _gauge("session_pages", "Cached pages that are kept for a session's next turn.", stats.pages_kept)
-    kept = CounterMetricFamily(
-        f"{PREFIX}session_page_events",
-        "What happened to such pages: found by a turn, or evicted in their time.",
-        labels=["event"],
-    )
-    kept.add_metric(["found"], stats.kept_found)
-    kept.add_metric(["evicted"], stats.kept_evicted)
-    yield kept
+    yield from _session_pages(stats)
     host = GaugeMetricFamily(f"{PREFIX}host_pages", "Pages in host memory.", labels=["state"])
     host.add_metric(["free"], stats.host_pages_free)
     host.add_metric(["used"], stats.host_pages_used)
@@ -238,6 +230,18 @@ def _memory(stats: CoreStats) -> Iterator[Metric]:
     swapped.add_metric(["out"], stats.swapped_out_bytes)
     swapped.add_metric(["in"], stats.swapped_in_bytes)
     yield swapped
+
+
+def _session_pages(stats: CoreStats) -> Iterator[Metric]:
+    yield _gauge("session_pages", "Cached pages that are kept for a session's next turn.", stats.pages_kept)
+    kept = CounterMetricFamily(
+        f"{PREFIX}session_page_events",
+        "What happened to such pages: found by a turn, or evicted in their time.",
+        labels=["event"],
+    )
+    kept.add_metric(["found"], stats.kept_found)
+    kept.add_metric(["evicted"], stats.kept_evicted)
+    yield kept
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

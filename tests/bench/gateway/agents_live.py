@@ -21,15 +21,14 @@ import random
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from tests.bench.client import ApiServer, TimedRequest
-from tests.bench.engine.agents import Seen
-from tests.bench.figures import Figure, at_least, at_most, figure
+from tests.bench.figures import Figure, at_least, at_most, figure, quantile
 from tests.bench.gateway.routing_live import MODEL, OWN, PAGE, WORDS, gateway_by, text_of, usage_of
 from tests.bench.gateway.unary import checked
 from tests.bench.services import free_port, service
@@ -70,6 +69,27 @@ TOOLS: Final = tuple(
     for name in ("read", "write", "edit", "search", "run", "fetch", "list", "plan")
 )
 HIT_TARGET: Final = at_least(0.95)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the sessions of one subject saw, or the chats."""
+
+    possible: int = 0
+    found: int = 0
+    first_ms: list[float] = field(default_factory=list)
+
+    def add(self, done: TimedRequest, computed: int) -> int:
+        """Note an answer to a prompt of which so many tokens were computed before. Returns the prompt's."""
+        usage, possible = usage_of(done), computed // PAGE * PAGE
+        self.possible += possible
+        self.found += min(possible, usage.prompt_tokens_details.cached_tokens)
+        self.first_ms.append(1e3 * (done.event_times[0] - done.sent_at))
+        return usage.prompt_tokens
+
+    def ttft(self, q: float) -> float:
+        """A quantile of the times to the first token, in milliseconds."""
+        return quantile(self.first_ms, q)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +139,16 @@ def figures_of(found: dict[Subject, Beside]) -> list[Figure]:
     for subject, one in found.items():
         target = HIT_TARGET if one is own else None
         figures += [
-            figure(f"agents: hits of the possible, {subject.name}", one.sessions.share, "of 1", target),
-            figure(f"agents: TTFT p50, {subject.name}", 1e3 * one.sessions.ttft(0.5), "ms"),
-            figure(f"agents: TTFT p99, {subject.name}", 1e3 * one.sessions.ttft(0.99), "ms"),
-            figure(f"agents: chats' TTFT p50 beside, {subject.name}", 1e3 * one.chats.ttft(0.5), "ms"),
-            figure(f"agents: chats' TTFT p99 beside, {subject.name}", 1e3 * one.chats.ttft(0.99), "ms"),
+            figure(
+                f"agents: hits of the possible, {subject.name}",
+                one.sessions.found / one.sessions.possible,
+                "of 1",
+                target,
+            ),
+            figure(f"agents: TTFT p50, {subject.name}", one.sessions.ttft(0.5), "ms"),
+            figure(f"agents: TTFT p99, {subject.name}", one.sessions.ttft(0.99), "ms"),
+            figure(f"agents: chats' TTFT p50 beside, {subject.name}", one.chats.ttft(0.5), "ms"),
+            figure(f"agents: chats' TTFT p99 beside, {subject.name}", one.chats.ttft(0.99), "ms"),
         ]
     for subject, one in found.items():
         if subject.rule != OWN:
@@ -168,13 +193,13 @@ class _Traffic:
     async def run(self) -> Beside:
         for number in range(2 * ENGINES):  # so that nothing is done for the first time
             await self._ask([_message("user", f"{number} warm")], None)
-        chats = asyncio.create_task(self._send_chats())
+        chats = list[asyncio.Task[None]]()
+        sending = asyncio.create_task(self._send_chats(chats))
         try:
             await asyncio.gather(*map(self._session, range(SESSIONS)))
         finally:
-            chats.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await chats
+            sending.cancel()
+            await asyncio.gather(*chats)
         return Beside(self._sessions, self._chats, self._longest)
 
     async def _session(self, number: int) -> None:
@@ -184,21 +209,21 @@ class _Traffic:
         messages = [_message("system", system), _message("user", f"{number} {_words(draw, 50)}")]
         for _ in range(self._turns):
             done = await self._ask(messages, f"session-{self._seed}-{number}")
-            computed = _note(self._sessions, done, computed)
+            computed = self._sessions.add(done, computed)
             self._longest = max(self._longest, computed)
             messages.append(_message("assistant", text_of(done)))
             messages.append(_message("user", f"result {_words(draw, draw.randint(*RESULT_WORDS))}"))
             await asyncio.sleep(min(TOOL_S_MAX, draw.lognormvariate(math.log(TOOL_S), 1.0)))
 
-    async def _send_chats(self) -> None:
+    async def _send_chats(self, sent: list[asyncio.Task[None]]) -> None:
         draw = random.Random(f"{self._seed} chats")
-        async with asyncio.TaskGroup() as group:
-            for number in itertools.count():
-                group.create_task(self._chat(f"{number} {_words(draw, draw.randint(*CHAT_WORDS))}"))
-                await asyncio.sleep(draw.expovariate(CHATS_PER_S))
+        for number in itertools.count():
+            prompt = f"{number} {_words(draw, draw.randint(*CHAT_WORDS))}"
+            sent.append(asyncio.create_task(self._chat(prompt)))
+            await asyncio.sleep(draw.expovariate(CHATS_PER_S))
 
     async def _chat(self, prompt: str) -> None:
-        _note(self._chats, await self._ask([_message("user", prompt)], None), 0)
+        self._chats.add(await self._ask([_message("user", prompt)], None), 0)
 
     async def _ask(self, messages: Sequence[dict[str, str]], session: str | None) -> TimedRequest:
         body: dict[str, Any] = {
@@ -227,13 +252,3 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 def _words(draw: random.Random, count: int) -> str:
     return " ".join(draw.choices(WORDS, k=count))
-
-
-def _note(seen: Seen, done: TimedRequest, computed: int) -> int:
-    """Note an answer to a prompt of which so many tokens were computed before. Returns the prompt's own."""
-    usage = usage_of(done)
-    possible = computed // PAGE * PAGE
-    seen.possible += possible
-    seen.found += min(possible, usage.prompt_tokens_details.cached_tokens)
-    seen.first_s.append(done.event_times[0] - done.sent_at)
-    return usage.prompt_tokens

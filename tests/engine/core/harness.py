@@ -77,10 +77,8 @@ class Harness:
         )
         info = msgspec.structs.replace(info, timed_steps=timed_steps, host_tier=host_tier)
         self.now = 100.0
-        self.grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)
-        self.scheduler = Scheduler(
-            config, info, discipline, prefers_swap=prefers_swap, grammars=self.grammars
-        )
+        self.grammars = grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)
+        self.scheduler = Scheduler(config, info, discipline, prefers_swap=prefers_swap, grammars=grammars)
         self.runner = FakeRunner(info, step_tokens_max, self.held_slots)
         self.messages: dict[int, AddSequence] = {}
         self.tokens: dict[int, list[int]] = {}
