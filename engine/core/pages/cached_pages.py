@@ -75,8 +75,8 @@ class CachedPages:
         self._of: Final[dict[str, _Queues]] = {}
         """The pages of each tenant that has any, but for the kept ones."""
         self.kept: Final[OrderedDict[int, tuple[int, float]]] = OrderedDict()
-        """The times and deadlines of the kept pages, in the order of release. Those whose deadline has passed are
-        there until pages are evicted."""
+        """The times and deadlines of the kept pages, in the order of release. Those with deadlines that have
+        passed are there until pages are evicted."""
         self._kept_of: Final[Counter[str]] = Counter()
         """The number of each tenant's kept pages."""
         self._tenants: Final[dict[int, str]] = {}
