@@ -500,9 +500,9 @@ class Scheduler:
             class_tokens=tuple(class_tokens),
             newest=self.newest,
             yields=allocator.yields,
-            pages_kept=pages.kept,
-            kept_found=pages.kept_found,
-            kept_evicted=pages.kept_evicted,
+            pages_kept=len(pages.cached_pages.kept),
+            kept_found=pages.cached_pages.kept_found,
+            kept_evicted=pages.cached_pages.kept_evicted,
         )
 
     def check(self) -> None:

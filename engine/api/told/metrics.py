@@ -187,18 +187,6 @@ def _by_class(stats: CoreStats) -> Iterator[Metric]:
         yield family
 
 
-def _session_pages(stats: CoreStats) -> Iterator[Metric]:
-    yield _gauge("session_pages", "Cached pages that are kept for a session's next turn.", stats.pages_kept)
-    kept = CounterMetricFamily(
-        f"{PREFIX}session_page_events",
-        "What happened to such pages: found by a turn, or evicted in their time.",
-        labels=["event"],
-    )
-    kept.add_metric(["found"], stats.kept_found)
-    kept.add_metric(["evicted"], stats.kept_evicted)
-    yield kept
-
-
 def _memory(stats: CoreStats) -> Iterator[Metric]:
     pages = GaugeMetricFamily(f"{PREFIX}kv_pages", "Pages of the KV cache.", labels=["state"])
     pages.add_metric(["free"], stats.pages_free)
@@ -242,6 +230,18 @@ def _memory(stats: CoreStats) -> Iterator[Metric]:
     swapped.add_metric(["out"], stats.swapped_out_bytes)
     swapped.add_metric(["in"], stats.swapped_in_bytes)
     yield swapped
+
+
+def _session_pages(stats: CoreStats) -> Iterator[Metric]:
+    yield _gauge("session_pages", "Cached pages that are kept for a session's next turn.", stats.pages_kept)
+    kept = CounterMetricFamily(
+        f"{PREFIX}session_page_events",
+        "What happened to such pages: found by a turn, or evicted in their time.",
+        labels=["event"],
+    )
+    kept.add_metric(["found"], stats.kept_found)
+    kept.add_metric(["evicted"], stats.kept_evicted)
+    yield kept
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -136,7 +136,7 @@ class BlockManager:
         self.total: Final = pages
         self.page_size: Final = page_size
         self._free = list(reversed(range(pages)))  # a stack: the page released last is still warm
-        self._cached: Final = CachedPages(pages)
+        self.cached_pages: Final = CachedPages(pages)
         self._tenant = [""] * pages  # whose sequence each page was handed to last
         self._handed_out = 0  # pages, since the start: the time by which cached ones age
         self._cached_heads: OrderedDict[int, None] = OrderedDict()  # evicted before these
@@ -153,22 +153,7 @@ class BlockManager:
 
     @property
     def cached(self) -> int:
-        return len(self._cached) + len(self._cached_heads)
-
-    @property
-    def kept(self) -> int:
-        """Those of `cached` that are kept for turns of conversations that are likely to come soon."""
-        return self._cached.kept
-
-    @property
-    def kept_found(self) -> int:
-        """Counter: kept pages that such a turn found."""
-        return self._cached.kept_found
-
-    @property
-    def kept_evicted(self) -> int:
-        """Counter: kept pages that were evicted before their deadlines."""
-        return self._cached.kept_evicted
+        return len(self.cached_pages) + len(self._cached_heads)
 
     @property
     def owned(self) -> int:
@@ -197,10 +182,10 @@ class BlockManager:
 
     def spare(self, page: int) -> None:
         """Let `allocate` take this page only after all others."""
-        if not self._refs[page] and not self._cached.is_kept(page):
+        if not self._refs[page] and page not in self.cached_pages.kept:
             self._cached_heads.pop(page, None)
-            self._cached.discard((page,))
-            self._cached.add((page,), self._tenant[page], self._handed_out)
+            self.cached_pages.discard((page,))
+            self.cached_pages.add((page,), self._tenant[page], self._handed_out)
 
     def unreferenced(self, pages: Iterable[int]) -> int:
         """The number of these pages that `acquire` would take out of `available`."""
@@ -222,7 +207,7 @@ class BlockManager:
 
     def acquire(self, pages: Sequence[int]) -> None:
         """Add a reference to pages that `match` found."""
-        self._cached.discard(pages)
+        self.cached_pages.discard(pages)
         for page in pages:
             assert self._identity[page] is not None, "only a page with an identity can be shared"
             self._refs[page] += 1
@@ -247,7 +232,7 @@ class BlockManager:
         by rent and age."""
         heads = min(count, len(self._cached_heads))
         pages = [self._cached_heads.popitem(last=False)[0] for _ in range(heads)]
-        pages += self._cached.pop(count - heads, self._handed_out, now_s)
+        pages += self.cached_pages.pop(count - heads, self._handed_out, now_s)
         for page in pages:
             identity = self._identity[page]
             assert identity is not None or page in self._heads
@@ -303,9 +288,9 @@ class BlockManager:
             return
         tenant = self._tenant[cached[0]]  # all pages of a table are of one
         if keep_until_s:
-            self._cached.keep(cached, tenant, self._handed_out, keep_until_s)
+            self.cached_pages.keep(cached, tenant, self._handed_out, keep_until_s)
         else:
-            self._cached.add(cached, tenant, self._handed_out)
+            self.cached_pages.add(cached, tenant, self._handed_out)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Take the identities of these pages, whose contents are not to be trusted: no new sequence finds
@@ -332,7 +317,7 @@ class BlockManager:
         if not heads:
             del self._heads[page]
         if not (heads or self._refs[page] or self._identity[page]):
-            self._cached.discard((page,))
+            self.cached_pages.discard((page,))
             self._cached_heads.pop(page, None)
             self._free.append(page)
 
@@ -346,8 +331,8 @@ class BlockManager:
                 refs[page] += 1
         assert self._refs == refs, f"references {self._refs}, and in so many tables {refs}"
         held = [page for page, count in enumerate(refs) if count]
-        self._cached.check()
-        cached = [*self._cached, *self._cached_heads]
+        self.cached_pages.check()
+        cached = [*self.cached_pages, *self._cached_heads]
         states = sorted([*self._free, *cached, *held])
         assert states == list(range(self.total)), "a page is lost, free twice, or in two states"
         identified = {identity: page for page, identity in enumerate(self._identity) if identity is not None}

@@ -74,8 +74,9 @@ class CachedPages:
         self._total: Final = total
         self._of: Final[dict[str, _Queues]] = {}
         """The pages of each tenant that has any, but for the kept ones."""
-        self._kept: Final[OrderedDict[int, tuple[int, float]]] = OrderedDict()
-        """The times and deadlines of the kept pages, in the order of release."""
+        self.kept: Final[OrderedDict[int, tuple[int, float]]] = OrderedDict()
+        """The times and deadlines of the kept pages, in the order of release. Those with deadlines that have
+        passed are there until pages are evicted."""
         self._kept_of: Final[Counter[str]] = Counter()
         """The number of each tenant's kept pages."""
         self._tenants: Final[dict[int, str]] = {}
@@ -96,15 +97,6 @@ class CachedPages:
     def __iter__(self) -> Iterator[int]:
         return iter(self._tenants)
 
-    @property
-    def kept(self) -> int:
-        """The number of kept pages. Those whose deadlines have passed count until pages are evicted."""
-        return len(self._kept)
-
-    def is_kept(self, page: int) -> bool:
-        """True if a page is here and kept."""
-        return page in self._kept
-
     def add(self, pages: Iterable[int], tenant: str, now: int) -> None:
         """Take pages of a tenant that were released now, those to be evicted first at the front. `now` never
         goes back."""
@@ -121,7 +113,7 @@ class CachedPages:
         tenants = len(self._kept_of) + (tenant not in self._kept_of)
         first = max(0, len(pages) - max(0, self._part(tenants) - self._kept_of[tenant]))
         kept = dict.fromkeys(pages[first:], (now, deadline_s))
-        self._kept.update(kept)
+        self.kept.update(kept)
         self._tenants.update(dict.fromkeys(kept, tenant))
         self._kept_of[tenant] += len(kept)
         self.add(pages[:first], tenant, now)
@@ -134,7 +126,7 @@ class CachedPages:
             for queue in (own.released, own.let_go)
             for page in queue
         }
-        of_kept = {page: self._tenants[page] for page in self._kept}
+        of_kept = {page: self._tenants[page] for page in self.kept}
         assert of_queues.keys().isdisjoint(of_kept)
         assert of_queues | of_kept == self._tenants
         assert self._kept_of == Counter(of_kept.values())
@@ -152,7 +144,7 @@ class CachedPages:
             if tenant is None:
                 continue
             tenants.add(tenant)
-            if self._kept.pop(page, None) is not None:
+            if self.kept.pop(page, None) is not None:
                 self._kept_of[tenant] -= 1
                 self.kept_found += 1
             elif self._of[tenant].released.pop(page, None) is None:
@@ -167,7 +159,7 @@ class CachedPages:
     def pop(self, count: int, now: int, now_s: float = 0.0) -> list[int]:
         """Take away the `count` pages that are evicted next; there must be as many. `now_s` is the time of
         the clock that deadlines are on."""
-        if self._kept:
+        if self.kept:
             self._let_go(now_s)
         pages: list[int] = []
         while len(pages) < count:
@@ -191,12 +183,12 @@ class CachedPages:
     def _let_go(self, now_s: float) -> None:
         """Keep pages no longer whose deadlines have passed, or which have become too many (rule 5)."""
         most, tenants = self._part(1), set[str]()
-        while self._kept:
-            page, (time, deadline_s) = next(iter(self._kept.items()))
+        while self.kept:
+            page, (time, deadline_s) = next(iter(self.kept.items()))
             tenant = self._tenants[page]
-            if deadline_s > now_s and len(self._kept) <= most:
+            if deadline_s > now_s and len(self.kept) <= most:
                 break
-            del self._kept[page]
+            del self.kept[page]
             self._kept_of[tenant] -= 1
             self._of[tenant].let_go[page] = time
             tenants.add(tenant)
@@ -205,7 +197,7 @@ class CachedPages:
 
     def _pop_kept(self) -> int:
         """Take away the kept page that was released first."""
-        page, _ = self._kept.popitem(last=False)
+        page, _ = self.kept.popitem(last=False)
         tenant = self._tenants.pop(page)
         self._kept_of[tenant] -= 1
         self.kept_evicted += 1

@@ -46,11 +46,11 @@ COST: Final = StepCost(
 PAGE: Final = 64
 SLOTS: Final = 256
 GAP_S: Final = 0.1
-CACHES: Final = (200_000, 300_000, 500_000)
+CACHES: Final = (250_000, 400_000)
 """Tokens. Eight sessions have histories of 270,000 on average."""
-ROOMY: Final = 500_000
+ROOMY: Final = 400_000
 SESSIONS_TARGET: Final = at_least(0.95)
-"""For a cache with room for all sessions."""
+"""For a cache with room for all sessions, of which half is kept at most."""
 TURNS: Final = 40
 STARTS_S: Final = 20.0
 """The time within which the sessions begin."""
@@ -58,15 +58,16 @@ AGENT_SYSTEM_LEN: Final = 5_120
 SYSTEM_LEN: Final = 512
 """Tokens of the system prompts that each tenant's sessions, and its chats, have in common."""
 FIRST_LEN: Final = 8_000
-RESULT_LEN: Final = 850
+RESULT_LEN: Final = 900
 """Tokens that come with each turn, on average; with the answers a prompt has 53,000 in the end."""
-ANSWER_LEN: Final = 150
+ANSWER_LEN: Final = 60
 """The median length of a session's answers."""
 TOOL_S: Final = 4.0
 """The median time that a tool runs; a tenth run for 14 s or more, one in a hundred for 41 s."""
 TOOL_S_MAX: Final = 120.0
 PROMPT_LEN: Final = drawn_from(TRACE_PROMPT_LENS)
 OUTPUT_LEN: Final = drawn_from(TRACE_OUTPUT_LENS)
+"""Of which chats are answered with a third, so that few steps are simulated."""
 CHAT_GOES_ON: Final = 0.6
 READING_S: Final = (15.0, 60.0)
 """The time after which a chat goes on."""
@@ -203,7 +204,7 @@ class _World:
             self._at(at + draw.expovariate(opened_per_s), come)
 
         def ask(at: float, chat: _Conversation) -> None:
-            self._ask(at, chat, OUTPUT_LEN(draw), lambda at: ended(at, chat))
+            self._ask(at, chat, OUTPUT_LEN(draw) // 3, lambda at: ended(at, chat))
 
         def ended(at: float, chat: _Conversation) -> None:
             chat.length += PROMPT_LEN(draw) // 4

@@ -168,13 +168,13 @@ class _Traffic:
     async def run(self) -> Beside:
         for number in range(2 * ENGINES):  # so that nothing is done for the first time
             await self._ask([_message("user", f"{number} warm")], None)
-        chats = asyncio.create_task(self._send_chats())
+        chats = list[asyncio.Task[None]]()
+        sending = asyncio.create_task(self._send_chats(chats))
         try:
             await asyncio.gather(*map(self._session, range(SESSIONS)))
         finally:
-            chats.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await chats
+            sending.cancel()
+            await asyncio.gather(*chats)
         return Beside(self._sessions, self._chats, self._longest)
 
     async def _session(self, number: int) -> None:
@@ -190,12 +190,12 @@ class _Traffic:
             messages.append(_message("user", f"result {_words(draw, draw.randint(*RESULT_WORDS))}"))
             await asyncio.sleep(min(TOOL_S_MAX, draw.lognormvariate(math.log(TOOL_S), 1.0)))
 
-    async def _send_chats(self) -> None:
+    async def _send_chats(self, sent: list[asyncio.Task[None]]) -> None:
         draw = random.Random(f"{self._seed} chats")
-        async with asyncio.TaskGroup() as group:
-            for number in itertools.count():
-                group.create_task(self._chat(f"{number} {_words(draw, draw.randint(*CHAT_WORDS))}"))
-                await asyncio.sleep(draw.expovariate(CHATS_PER_S))
+        for number in itertools.count():
+            prompt = f"{number} {_words(draw, draw.randint(*CHAT_WORDS))}"
+            sent.append(asyncio.create_task(self._chat(prompt)))
+            await asyncio.sleep(draw.expovariate(CHATS_PER_S))
 
     async def _chat(self, prompt: str) -> None:
         _note(self._chats, await self._ask([_message("user", prompt)], None), 0)
