@@ -407,7 +407,6 @@ REACHED_BY_NAME = {
         "'engine'": "the bench attacks both services",
         "'gateway'": "the bench attacks both services",
     },
-    "tests/bench/gateway/agents_live.py": {"'engine'": "the bench measures engines that serve"},
     "tests/bench/gateway/routing_live.py": {
         "'engine'": "the bench measures engines that serve",
         "'tests.bench.gateway.routing_live'": "each rule is tried in a gateway of its own",

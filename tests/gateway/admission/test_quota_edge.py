@@ -20,10 +20,10 @@ from gateway.request.told_windows import TOLD_S, ToldWindows
 from shared.process.setting_values import ConfigError
 from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock
-from tests.gateway.conftest import KEY, OTHER_KEY, PROMPT, House, Open, error_of, settings
-from tests.gateway.fake_engine import CUT, Script, chunk, stream, unary
 from tests.gateway.admission.test_survival import BrokenStore, broken
 from tests.gateway.admission.test_survival import limited as limited_tenant
+from tests.gateway.conftest import KEY, OTHER_KEY, PROMPT, House, Open, error_of, settings
+from tests.gateway.fake_engine import CUT, Script, chunk, stream, unary
 
 SOON = {"1s", *(f"{ms}ms" for ms in range(500, 1000))}
 """A second, and what was left of it when the answer was written."""

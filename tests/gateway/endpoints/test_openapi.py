@@ -33,6 +33,8 @@ from shared.wire.sse import CLOSING_HEADER, closing_comment, encode_closing, nam
 from tests.bench.cpu import resident_bytes
 from tests.gateway.conftest import CHAT, KEY, House, Open, error_of, settings, until
 from tests.gateway.endpoints.described import EXAMPLES, asked_of
+from tests.gateway.endpoints.responses_scripts import streamed
+from tests.gateway.endpoints.responses_scripts import unary as responded
 from tests.gateway.fake_engine import (
     HEADERS,
     FakeEngine,
@@ -44,8 +46,6 @@ from tests.gateway.fake_engine import (
     stream,
     unary,
 )
-from tests.gateway.endpoints.responses_scripts import streamed
-from tests.gateway.endpoints.responses_scripts import unary as responded
 
 PLAIN: Final = {"content-type", "content-length", "date", "server"}
 """The headers that any answer of HTTP has."""

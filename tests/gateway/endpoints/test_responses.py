@@ -15,10 +15,10 @@ import pytest
 from gateway.config.edge import AdmissionConfig
 from shared.wire import sse
 from tests.described_responses import check_event, events_of
-from tests.gateway import responses_scripts as scripts
 from tests.gateway.conftest import KEY, House, Open, error_of, until
-from tests.gateway.fake_engine import CUT, HEADERS, Script, closing
+from tests.gateway.endpoints import responses_scripts as scripts
 from tests.gateway.endpoints.responses_scripts import THEIR_USAGE, opening, streamed, theirs, told
+from tests.gateway.fake_engine import CUT, HEADERS, Script, closing
 
 PROMPT = "user:hi\nassistant:"
 

@@ -15,8 +15,8 @@ import schemathesis
 from gateway.operators import openapi
 from gateway.operators.operations import operation_of
 from gateway.workers.answers import operation_at
-from tests.gateway.endpoints.described import asked_of
 from tests.gateway.directory.directory_world import OPERATOR, World, directory_world
+from tests.gateway.endpoints.described import asked_of
 
 EXAMPLES: Final = 6
 API: Final = Path(__file__).parents[3] / "shared/API.md"

@@ -9,11 +9,12 @@ import pytest
 
 from shared.apis.chat import ChatRequest
 from shared.apis.chat_messages import ChatMessage
-from shared.apis.responses.request import InputTokensRequest, ResponsesRequest
+from shared.apis.responses.request import _INCLUDED_MAX, InputTokensRequest, ResponsesRequest
 from shared.apis.responses.tools import CUSTOM_SCHEMA, Called, CalledAs
 from shared.apis.tools import AskedFunction, FunctionTool, ToolMode
 from shared.apis.validation import Parsed, parse
 from shared.wire.errors import InvalidRequest, UnsupportedParameter
+from shared.wire.shapes import ITEMS_MAX
 
 SCHEMA: Final = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER: Final = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}
@@ -263,6 +264,8 @@ def test_what_changes_nothing_is_accepted(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"given": [said("user", "hi")] * (ITEMS_MAX + 1)}, "input"),
+        ({"include": ["reasoning.encrypted_content"] * (_INCLUDED_MAX + 1)}, "include"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),

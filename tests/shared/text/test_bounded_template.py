@@ -29,7 +29,7 @@ from shared.text.chat_template import (
     CompiledTemplate,
     Environment,
 )
-from shared.text.rendering import DOUBTFUL, Renderer
+from shared.text.rendering import DOUBTFUL, Renderer, Unrenderable
 from shared.text.template_takes import Takes
 from shared.wire.errors import ApiError, InvalidRequest, NotInPlace
 from shared.wire.shapes import BODY_LEN_MAX
@@ -154,7 +154,7 @@ def test_no_template_multiplies_what_is_larger_than_any_chat(product: str) -> No
     """Wherever it is rendered."""
     source = f"{{% set x = {product} %}}{{{{ messages[0].content }}}}"
     template = CompiledTemplate(source, {}, Environment(SYSTEM_CLOCK))
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(Unrenderable):
         template.render([{"role": "user", "content": "hi"}])
 
 

@@ -3,6 +3,7 @@ own."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from shared.apis.chat_messages import ChatMessage
 from shared.apis.prompt import ChatPrompt
 from shared.fairness.fair_threads import at_once
-from shared.text.known_pieces import KnownPieces
+from shared.text.known_pieces import KEPT_LEN_MAX, KnownPieces
 from shared.text.prompts import prompt_slices
 from shared.text.text_slices import SLICE_LEN
 from shared.text.tokenizer import Tokenizer
@@ -103,6 +104,9 @@ def test_what_was_asked_for_last_is_kept_and_nothing_too_large_is() -> None:
     assert acme.encode(CHATTY, first)[1]
     assert not acme.encode(CHATTY, others[0])[1]
     known.of("acme").encode(CHATTY, "word " * 20_000)
+    assert known.kept_len == 0
+    known = KnownPieces()
+    known.keep("acme", b"digest", array("i", bytes(KEPT_LEN_MAX)))
     assert known.kept_len == 0
 
 
