@@ -7,7 +7,10 @@ one. Those, and four seeds of every named world, take minutes more: `DRAWN=whole
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,6 +122,19 @@ def test_laws_hold_in_every_world(world: str) -> None:
         for life, other in zip(report.lives, plain[seed].lives, strict=True):
             common = min(len(life.tokens), len(other.tokens))
             assert life.tokens[:common] == other.tokens[:common]
+
+
+def test_a_seed_gives_one_history_in_every_process() -> None:
+    """Whatever salt Python hashes strings with there."""
+    asked = (
+        "from tests.engine.core.test_simulation import *; report = simulate(0, WORLDS['a host tier']);"
+        "print(report.steps, report.host_tokens, [life.tokens for life in report.lives])"
+    )
+    told = {
+        subprocess.check_output([sys.executable, "-c", asked], env={**os.environ, "PYTHONHASHSEED": salt})
+        for salt in ("1", "2")
+    }
+    assert len(told) == 1
 
 
 def is_usual(reports: list[Report]) -> bool:
