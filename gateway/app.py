@@ -120,7 +120,7 @@ class Gateway:
         self._redis = None if quotas is not None else _redis_store(config, env)
         self.quotas, self._guarded = _stores(config, quotas or self._redis, clock)
         store = self._guarded or self.quotas
-        self.billing, self._webhook = _billing(_accounting(config, worker), env, clock)
+        self.billing, self._webhook = _billing(_accounting(config, worker), self.quotas, env, clock)
         self.live = LiveRequests(config.limits.live_max)
         self._tls, self._admin_tls = _tls(config, worker, clock)
         self._key_sources, self._guests = KeySources(clock), Guests()
@@ -255,9 +255,10 @@ class Gateway:
     def _admin(self) -> Admin:
         """The handlers for operators."""
         quotas, clock = self._guarded or self.quotas, self._clock
+        is_kept = self.billing.is_recounted or not isinstance(self.quotas, MemoryStore)
         tables = (
             DirectoryRoutes(self._registry, self._follow).table,
-            UsageReports(quotas, self.accounts, clock).table,
+            UsageReports(quotas, self.accounts, clock, is_kept=is_kept).table,
             LimitsApi(quotas, self.accounts, self.live).table,
             ReplicaRoutes(self.replicas).table,
             RequestsApi(self.live, self._recorder, clock).table,
@@ -390,11 +391,14 @@ def _asking(
 
 
 def _billing(
-    config: AccountingConfig, env: Mapping[str, str], clock: Clock
+    config: AccountingConfig, quotas: QuotaStore, env: Mapping[str, str], clock: Clock
 ) -> tuple[Billing, Webhook | None]:
-    """The billing lines, and the webhook that takes them, where there is one. Raises ConfigError."""
+    """The billing lines, and the webhook that takes them, where there is one. What they say of a time before
+    this start is counted where usage is in memory. Raises ConfigError."""
     secret = webhook_secret(config, env)
     billing = Billing(config, clock)
+    if isinstance(quotas, MemoryStore):
+        billing.recount(quotas.rows)
     if config.webhook is None or billing.spool is None:
         return billing, None
     return billing, Webhook(config.webhook, secret, webhook_tls(config), billing.spool, clock)

@@ -68,7 +68,16 @@ class UsageQuery(Struct, frozen=True):
 class UsageReports:
     """The handler."""
 
-    def __init__(self, quotas: QuotaStore, accounts: AccountsReader, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        quotas: QuotaStore,
+        accounts: AccountsReader,
+        clock: Clock = SYSTEM_CLOCK,
+        *,
+        is_kept: bool = True,
+    ) -> None:
+        """`is_kept`: usage outlives this process."""
+        self._since: Final = None if is_kept else datetime.fromtimestamp(clock.wall(), UTC)
         self._quotas: Final = quotas
         self._accounts: Final = accounts
         self._clock: Final = clock
@@ -84,7 +93,7 @@ class UsageReports:
             UsageReport,
             _TOLD,
             asks=Asks.UNSHARED,
-            merges={"by": Merge.FIRST, "rows": Merge.ROWS},
+            merges={"by": Merge.FIRST, "since": Merge.MOST, "rows": Merge.ROWS},
         )
     )
     async def _answer(self, asked: OperatorRequest) -> web.Response:
@@ -97,7 +106,7 @@ class UsageReports:
             message = "The store of usage does not answer."
             raise QuotaUnavailable(message, retry_after_s=1.0, detail=str(error)) from None
         rows = tuple(_entry(query.by, group, groups[group]) for group in sorted(groups))
-        report = UsageReport(first=query.first, last=query.last, by=query.by, rows=rows)
+        report = UsageReport(first=query.first, last=query.last, by=query.by, rows=rows, since=self._since)
         return json_response(HTTPStatus.OK, msgspec.json.encode(report), {})
 
     async def _sums(self, query: UsageQuery) -> dict[tuple[str | int, ...], Totals]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import date
+from datetime import date, datetime
 from typing import Final, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
@@ -44,3 +44,6 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     by: tuple[Dimension, ...]
     rows: tuple[UsageEntry, ...]
     """Sorted by the dimensions in their order."""
+    since: datetime | None = None
+    """When the gateway began to count, where it counts in memory alone: its restart forgets all. Null where
+    usage outlives it."""

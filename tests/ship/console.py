@@ -58,7 +58,7 @@ class Up:
 @asynccontextmanager
 async def up(folder: Path) -> AsyncIterator[Up]:
     """Start it, and stop it at the end."""
-    argv = [str(Path(sys.executable).with_name("penstock")), "up", "--port", "0", "--log-dir", str(folder)]
+    argv = [str(Path(sys.executable).with_name("penstock")), "up", "--port", "0", "--data-dir", str(folder)]
     env = os.environ | {"XDG_CACHE_HOME": str(folder)}
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
     assert process.stdout is not None

@@ -42,7 +42,7 @@ def up() -> Iterator[Served]:
     with tempfile.TemporaryDirectory() as logs:
         argv = [sys.executable, "-m", "shared.cli", "up", "--port", "0", "--api-key", KEY, "--alias", "*"]
         process = subprocess.Popen(
-            [*argv, "--log-dir", logs],
+            [*argv, "--data-dir", logs],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
