@@ -346,7 +346,10 @@ class Gateway:
         is_served = guarded is None or guarded.is_partly_well or accounts.serve_without_store
         store = [] if is_served else ["quota store"]
         is_followed = self._follower is None or self._follower.is_current
-        return [*store, *([] if is_followed else ["directory"]), *self._background.down]
+        followed = [] if is_followed else ["directory"]
+        can_be_away = self.config.listen.ready_without_engines
+        engines = [] if can_be_away or not self.replicas.are_all_away else ["engines"]
+        return [*store, *followed, *engines, *self._background.down]
 
 
 def _replicas(config: GatewayConfig, accounts: AccountsReader, clock: Clock) -> Replicas:

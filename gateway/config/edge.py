@@ -121,6 +121,9 @@ class ListenConfig:
     plaintext: bool = False
     """Serve plain text on an address beyond this machine: only where TLS ends in front of the gateway, since
     keys and prompts can be read on the way."""
+    ready_without_engines: bool = True
+    """Whether /readyz says yes while no replica of any model may be sent a request. false: a load balancer
+    that has other gateways, with engines of their own, is to ask those."""
 
     def __post_init__(self) -> None:
         check_plaintext(self.host, self.tls, self.plaintext)

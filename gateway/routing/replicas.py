@@ -351,6 +351,12 @@ class Replicas:
         """The member of this id."""
         return next((replica for replica in self._by_url.values() if replica.id == id_), None)
 
+    @property
+    def are_all_away(self) -> bool:
+        """True if no replica of any model may be sent a request: none is ready, or those that are failed."""
+        now_ms = self._now_ms()
+        return not any(_is_ready(replica) and replica.health.allows(now_ms) for replica in self.members())
+
     def urls(self, model: str) -> Sequence[str]:
         """The URLs of a model's members that are not leaving, those that are ready first."""
         found = [one for one in self.members(model) if one.phase in (MemberPhase.READY, MemberPhase.JOINING)]

@@ -20,6 +20,9 @@ from gateway.endpoints.dialect import Dialect
 from gateway.endpoints.endpoint import Endpoint
 from gateway.listen.listener import RECEIVE_BUFFER_LEN
 from gateway.request.exchange import Exchange
+from gateway.routing.health import Outcome, Reason
+from gateway.routing.members import DrainCause
+from shared.process.clock import SYSTEM_CLOCK
 from shared.wire.errors import ApiError
 from shared.wire.http import ClientGone
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, error_of, until
@@ -83,6 +86,28 @@ async def test_probes_are_open(house: House) -> None:
             async with house.client.request(method, house.url + path) as answer:
                 assert answer.status == 200
                 assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+async def test_a_load_balancer_is_told_that_no_engine_is_left_where_it_is_to_know(
+    open_house: Open, is_ready: bool
+) -> None:
+    """Drained by an operator or failed, and it is ready again when one comes back."""
+    house = await open_house(listen={"port": 0, "ready_without_engines": is_ready})
+    [replica] = house.gateway.replicas.members()
+
+    async def status() -> int:
+        async with house.get("/readyz") as answer:
+            return int(answer.status)
+
+    assert await status() == 200
+    house.gateway.replicas.drain(replica, DrainCause.OPERATOR)
+    assert await status() == (200 if is_ready else 503)
+    house.gateway.replicas.undrain(replica, DrainCause.OPERATOR)
+    await until(lambda: not house.gateway.replicas.are_all_away)
+    assert await status() == 200
+    replica.health.eject(Reason.SILENT, Outcome.LATE, int(1000 * SYSTEM_CLOCK.monotonic()))
+    assert await status() == (200 if is_ready else 503)
 
 
 async def test_metrics_are_on_the_admin_port_alone(open_house: Open) -> None:
