@@ -57,8 +57,8 @@ does."""
 
 log = logs.get(__name__)
 
-Kind = Literal["tenants", "keys"]
-"""The two kinds of entries that a directory has."""
+Kind = Literal["tenants", "keys", "admin.keys"]
+"""The kinds of entries: those that a directory has, and operators' keys, which the file alone has."""
 
 IdentityOf = Callable[[GatewayConfig, KeyTable, Collection[TenantId]], Identity]
 """A function that makes the `Identity` of a configuration, of all keys and of the ids of all tenants."""

@@ -40,7 +40,6 @@ import math
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -52,11 +51,11 @@ from gateway.identity.key_set import SET_LEN_MAX, BadKeys, VerificationKey, keys
 from gateway.identity.waiting import Waiting
 from shared.process import logs
 from shared.process.clock import Clock
-from shared.process.files import file_version, read_bytes
+from shared.process.files import WatchedFiles, read_bytes
 from shared.process.metrics import Counter
-from shared.process.renewable_tls import RenewableTls
+from shared.process.renewable_tls import TrustedAuthorities
 from shared.process.setting_values import ConfigError
-from shared.process.tls import UnusableTls, client_context
+from shared.process.tls import UnusableTls
 
 FETCH_S: Final = 5.0
 """How long a fetch may take, in seconds."""
@@ -185,22 +184,20 @@ class FileKeys(IssuerKeys):
     def __init__(self, config: IssuerConfig, path: Path) -> None:
         """Raises ConfigError where the file cannot be used."""
         super().__init__(config)
-        self._path = path
-        self._seen = file_version(path)
+        self._path, self._file = path, WatchedFiles([path])
         try:
             self._take(_read(path))
         except BadKeys as error:
             raise ConfigError(_located(config, error)) from error
 
     def poll(self) -> None:
-        if file_version(self._path) != self._seen:
+        if self._file.changed():
             self.reload()
 
     def reread(self) -> None:
         self.poll()
 
     def reload(self) -> None:
-        self._seen = file_version(self._path)
         try:
             self._take(_read(self._path))
         except BadKeys as error:
@@ -213,8 +210,7 @@ class RemoteKeys(IssuerKeys):
     def __init__(self, config: IssuerConfig, clock: Clock) -> None:
         super().__init__(config)
         self._clock = clock
-        self._tls: RenewableTls | None = None
-        """Made at the first fetch, on a thread: reading all authorities of a system takes 40 ms."""
+        self._authorities = TrustedAuthorities(config.ca)
         self._task: asyncio.Task[None] | None = None
         """The last fetch, in progress or done; None before the first."""
         self._due_s = -math.inf
@@ -319,7 +315,7 @@ class RemoteKeys(IssuerKeys):
         begun_s, number = self._clock.monotonic(), self._begun
         try:
             async with asyncio.timeout(FETCH_S):
-                data = await _download(self.config.jwks_url or "", await self._context())
+                data = await _download(self.config.jwks_url or "", await self._authorities.context())
             if self._take(data):
                 self._look_from_s = min(self._look_from_s, begun_s + POLL_S)
         except (BadKeys, UnusableTls, httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError) as error:
@@ -330,16 +326,6 @@ class RemoteKeys(IssuerKeys):
         else:
             self._failing = False
             self._fetched, self._fetched_s = number, begun_s
-
-    async def _context(self) -> ssl.SSLContext:
-        """The authorities that are trusted now. Raises UnusableTls where they never could be read."""
-        if self._tls is None:
-            ca = self.config.ca
-            load = partial(client_context, ca=ca)
-            self._tls = await asyncio.to_thread(RenewableTls, (ca,), load, is_server=False)
-        else:
-            await self._tls.look()
-        return self._tls.context.current
 
 
 async def _download(url: str, context: ssl.SSLContext) -> bytes:

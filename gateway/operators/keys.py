@@ -27,8 +27,15 @@ from gateway.client.responses import json_response
 from gateway.config.whole import KeyConfig, TenantConfig
 from gateway.directory.accounts import Kind
 from gateway.directory.entries import ENTRY_LEN_MAX, PAGE_MAX, KeyView, NoObject, decode_object
-from gateway.directory.operator_keys import OperatorKeysView
-from gateway.directory.registry import CREATABLE, PATCHABLE, MintedView, Page, Registry, Shown
+from gateway.directory.registry import (
+    CREATABLE,
+    PATCHABLE,
+    MintedView,
+    OperatorKeysView,
+    Page,
+    Registry,
+    Shown,
+)
 from gateway.directory.rotation import Rotation
 from gateway.operators.operations import (
     Asks,

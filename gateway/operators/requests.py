@@ -32,7 +32,7 @@ from msgspec import Struct
 from gateway.client.responses import json_response
 from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
 from gateway.request.exchange import Exchange, LiveRequests
-from gateway.request.recorder import Recorder, ticks_of
+from gateway.request.recorder import Recorder, summary_of, ticks_of
 from gateway.routing.sessions import session_id
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.trace.axis import Axis, Bar, Visit
@@ -209,26 +209,18 @@ class RequestsApi:
         return found
 
     def _live_summary(self, exchange: Exchange) -> RequestSummary:
-        record, now_s = exchange.record, self._clock.monotonic()
-        total_s = now_s - exchange.arrived_s
-        return RequestSummary(
-            request_id=exchange.request_id,
+        total_s = self._clock.monotonic() - exchange.arrived_s
+        return msgspec.structs.replace(
+            summary_of(exchange.record, 0),
             is_live=True,
             began_at=datetime.fromtimestamp(self._clock.wall(), UTC) - timedelta(seconds=total_s),
             total_ms=round(total_s * 1e3, 3),
             stage=exchange.stages.now,
-            method=record.method,
-            endpoint=record.endpoint,
             stream=exchange.streams,
-            tenant=record.tenant,
-            key_id=record.key,
-            model=record.model,
             session=exchange.session,
-            replica=record.replica,
-            attempts=record.attempts,
-            prompt_tokens=record.prompt_tokens,
+            status=None,
+            end_reason=None,
             events=exchange.progress.events,
-            first_byte_ms=None if record.first_byte_s is None else round(record.first_byte_s * 1e3, 3),
         )
 
     def _live_record(self, exchange: Exchange) -> RequestRecord:

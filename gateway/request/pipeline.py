@@ -279,7 +279,7 @@ class Pipeline:
         if principal.tenant not in exchange.accounts.tenants.ids:
             raise Unauthenticated("The tenant of this API key does not exist any more.")
         exchange.principal = principal
-        exchange.record.key, exchange.record.tenant = principal.key, principal.tenant
+        exchange.record.key_id, exchange.record.tenant = principal.key, principal.tenant
         connection.tenant = principal.tenant
         if caller.authorization is not None:
             self._known.note(caller.authorization, principal.tenant)
@@ -431,7 +431,8 @@ class Pipeline:
 
         def first_byte() -> None:
             """Enter the stage `relay`."""
-            exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
+            took_s = exchange.stages.enter("relay") - exchange.arrived_s
+            exchange.record.first_byte_ms = round(took_s * 1e3, 3)
             if dispatched.opened.is_opening:
                 self._dispatcher.told(dispatched)
 

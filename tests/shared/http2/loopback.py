@@ -12,7 +12,7 @@ import httpx
 
 from engine.api.http.http2_server import Http2Server, ServerRequest, ServerResponder
 from gateway.relay.http2_client import ClientEndpoint, Http2Transport
-from shared.http2.connection_config import ConnectionConfig
+from tests.shared.http2.plainpath import config_of
 from tests.waiting import PATIENCE_S as PATIENCE_S
 from tests.waiting import until as until
 
@@ -59,7 +59,7 @@ async def serving(
     tls: ssl.SSLContext | None = None,
     streams_max: int = 1024,
 ) -> AsyncIterator[Served]:
-    server = Http2Server(handler, config=ConnectionConfig(fast=fast, streams_max=streams_max))
+    server = Http2Server(handler, config=config_of(fast=fast, streams_max=streams_max))
     async with listening(server.protocol, port=port, tls=tls) as listener:
         yield Served(server, listener, "https" if tls else "http")
         async with asyncio.timeout(PATIENCE_S):

@@ -9,7 +9,6 @@ import pytest
 from engine.api.http.http2_server import Http2Server, ServerEndpoint, ServerRequest, ServerResponder
 from gateway.relay.http2_client import CONNECTIONS_MAX, STREAM_EXTENSION, Http2Transport, RequestUnprocessed
 from shared.http2 import limits
-from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ErrorCode
 from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
@@ -26,6 +25,7 @@ from tests.shared.http2.loopback import (
     serving,
     until,
 )
+from tests.shared.http2.plainpath import config_of
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "fast"])
@@ -36,7 +36,7 @@ def fast(request: pytest.FixtureRequest) -> bool:
 
 async def test_a_request_and_its_answer(fast: bool) -> None:
     async with serving(echo, fast=fast) as served:
-        transport = Http2Transport(config=ConnectionConfig(fast=fast))
+        transport = Http2Transport(config=config_of(fast=fast))
         async with client(transport) as http:
             answer = await http.post(served.url + "/a?b=c", content=b"question", headers={"X-Name": " v "})
             assert (answer.status_code, answer.content) == (200, b"question")
@@ -47,7 +47,7 @@ async def test_a_request_and_its_answer(fast: bool) -> None:
 
 async def test_a_request_without_the_objects_of_httpx(fast: bool) -> None:
     async with serving(echo, fast=fast) as served:
-        transport = Http2Transport(config=ConnectionConfig(fast=fast))
+        transport = Http2Transport(config=config_of(fast=fast))
         async with transport:
             url = served.url + "/a?b=c"
             headers = [(b"X-Name", b" v "), (b"connection", b"close"), (b"Host", b"engine")]
@@ -71,7 +71,7 @@ async def test_large_bodies_both_ways(fast: bool, size: int) -> None:
         for start in range(0, size, 70_000):
             yield body[start : start + 70_000]
 
-    transport = Http2Transport(config=ConnectionConfig(fast=fast))
+    transport = Http2Transport(config=config_of(fast=fast))
     async with serving(echo, fast=fast) as served, client(transport) as http:
         assert (await http.post(served.url, content=body)).content == body
         assert (await http.post(served.url, content=pieces())).content == body
@@ -160,7 +160,7 @@ async def test_pools_of_unused_origins_are_dropped(monkeypatch: pytest.MonkeyPat
 
 async def test_a_call_cancelled_before_headers_cancels_the_handler(fast: bool) -> None:
     silent = Silent()
-    transport = Http2Transport(config=ConnectionConfig(fast=fast))
+    transport = Http2Transport(config=config_of(fast=fast))
     async with serving(silent, fast=fast) as served, client(transport) as http:
         call = asyncio.create_task(http.get(served.url))
         await until(lambda: silent.running == 1)
@@ -172,7 +172,7 @@ async def test_a_call_cancelled_before_headers_cancels_the_handler(fast: bool) -
 @pytest.mark.parametrize("events", [False, True], ids=["silent", "streaming"])
 async def test_a_response_left_unfinished_cancels_the_handler(fast: bool, events: bool) -> None:
     silent = Silent(start=True, events=events)
-    transport = Http2Transport(config=ConnectionConfig(fast=fast))
+    transport = Http2Transport(config=config_of(fast=fast))
     async with serving(silent, fast=fast) as served, client(transport) as http:
         async with http.stream("GET", served.url) as answer:
             assert await answer.extensions[STREAM_EXTENSION].read()

@@ -22,9 +22,9 @@ import pytest
 from engine.api.http.http2_server import ServerRequest, ServerResponder
 from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
 from shared.http2 import limits
-from shared.http2.connection_config import ConnectionConfig
 from tests.bench.services import free_port
 from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, echo, endpoints, serving, until
+from tests.shared.http2.plainpath import config_of
 
 EVENT_COUNT = 200
 GOT_BY = {
@@ -165,7 +165,7 @@ async def answering(http: httpx.AsyncClient, url: str) -> None:
 
 @pytest.mark.slow
 async def test_granian(fast: bool) -> None:
-    transport = Http2Transport(config=ConnectionConfig(fast=fast))
+    transport = Http2Transport(config=config_of(fast=fast))
     async with granian() as url, httpx.AsyncClient(transport=transport, timeout=None) as http:
         await answering(http, url)
         body = os.urandom(3_000_000)

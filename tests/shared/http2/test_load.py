@@ -16,13 +16,14 @@ from shared.http2.connection_config import ConnectionConfig
 from shared.http2.phase import ConnectionPhase
 from shared.wire.http import ClientGone
 from tests.shared.http2.loopback import EVENTS, endpoints, serving, until
+from tests.shared.http2.plainpath import PlainConfig, config_of
 
 EVENT = b"data: " + b"x" * 152 + b"\n\n"
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "fast"])
 def config(request: pytest.FixtureRequest) -> ConnectionConfig:
-    return ConnectionConfig(fast=request.param)
+    return config_of(fast=request.param)
 
 
 def client(transport: Http2Transport) -> httpx.AsyncClient:
@@ -68,7 +69,7 @@ async def test_concurrent_streams_all_progress(config: ConnectionConfig, count: 
             return size
 
     transport = Http2Transport(config=config)
-    async with serving(events, fast=config.fast) as served, client(transport) as http:
+    async with serving(events, fast=not isinstance(config, PlainConfig)) as served, client(transport) as http:
         reads = [asyncio.create_task(read(http, served.url)) for _ in range(count)]
         await until(lambda: begun == count)
         assert len(endpoints(transport)) == 1
@@ -106,7 +107,7 @@ async def test_backpressure_stalled_streams_hold_one_window_each_and_stall_no_ot
             return size
 
     transport = Http2Transport(config=config)
-    async with serving(pour, fast=config.fast) as served, client(transport) as http:
+    async with serving(pour, fast=not isinstance(config, PlainConfig)) as served, client(transport) as http:
         async with asyncio.TaskGroup() as group:
             opening = [
                 group.create_task(
@@ -175,7 +176,7 @@ async def test_a_thousand_random_ends_of_streams_leak_nothing(config: Connection
     rng = random.Random(7)
     moody = Moody()
     transport = Http2Transport(config=config, connections_max=1)
-    async with serving(moody, fast=config.fast) as served, client(transport) as http:
+    async with serving(moody, fast=not isinstance(config, PlainConfig)) as served, client(transport) as http:
         for _ in range(10):
             await asyncio.gather(*(leave(http, served.url, rng) for _ in range(100)))
         (near,), (far,) = endpoints(transport), served.server.endpoints
