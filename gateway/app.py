@@ -44,6 +44,7 @@ from gateway.operators.chats import Chats
 from gateway.operators.engines import EnginesApi
 from gateway.operators.keys import DirectoryRoutes
 from gateway.operators.listener import listen_for_operators
+from gateway.operators.peers import Peers
 from gateway.operators.replicas import ReplicaRoutes
 from gateway.operators.requests import RequestsApi
 from gateway.operators.server import Admin
@@ -60,7 +61,7 @@ from gateway.request.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, MEMBERS
 from gateway.request.recorder import Recorder
 from gateway.request.salts import new_secret, salts_secret
 from gateway.routing.replicas import Replicas
-from gateway.workers.channel import Door, WorkerStart, listen_on
+from gateway.workers.channel import Answer, Door, WorkerStart, listen_on
 from gateway.workers.siblings import Siblings
 from shared.fairness.fair_share import FairShare
 from shared.fairness.fair_threads import FairThreads
@@ -98,6 +99,8 @@ class Gateway:
     """The public listener's port; 0 until it listens."""
     admin_port: int | None = None
     """The admin listener's port. None until it listens, and where there is none."""
+    peers: Peers | None = None
+    """The other gateways on the same Redis. None until it listens, and where there are none to ask."""
     _public: Listening | None = None
 
     def __init__(
@@ -116,7 +119,7 @@ class Gateway:
         `worker` says which of several this one is. `quotas` and `identity_of` replace what the configuration
         says of them. Raises ConfigError when a file or a key that it names is missing, or UnusableTls."""
         self._credentials = credentials = Credentials(config.models, env, clock)
-        self.config, self.lifecycle = config, Lifecycle()
+        self.config, self.lifecycle, self._env = config, Lifecycle(), env
         self._redis = None if quotas is not None else _redis_store(config, env)
         self.quotas, self._guarded = _stores(config, quotas or self._redis, clock)
         store = self._guarded or self.quotas
@@ -221,11 +224,7 @@ class Gateway:
             self.port = self._public.port
             self._chats.serve = public
             stack.push_async_callback(self._chats.aclose)
-            if self._worker is not None:
-                await self._join(stack, self._worker)
-            elif self.config.admin.port is not None:
-                parts = self._admin().handle, self.config, self._admin_tls
-                self.admin_port = await listen_for_operators(stack, *parts)
+            await self._serve_operators(stack)
             self._stack = stack.pop_all()
         self.lifecycle.to(Phase.READY)
         ports = {"port": self.port, "admin_port": self.admin_port}
@@ -233,9 +232,24 @@ class Gateway:
         log.info(event, host=address.host, **ports, loop=loop_name())
         return self
 
-    async def _join(self, stack: AsyncExitStack, worker: WorkerStart) -> None:
+    async def _serve_operators(self, stack: AsyncExitStack) -> None:
+        """Answer operators, on a listener of this process or for the supervisor, and ask other gateways."""
+        peers = self.peers = _peers(self.config, self.accounts, self._env, self._clock)
+        port = self.config.admin.port
+        if peers is not None:
+            stack.push_async_callback(peers.aclose)
+            await stack.enter_async_context(Background({"gateways": peers.members.keep}, self._clock))
+        admin = self._admin(peers).handle
+        if self._worker is not None:
+            await self._join(stack, self._worker, admin)
+        elif port is not None:
+            port = self.admin_port = await listen_for_operators(stack, admin, self.config, self._admin_tls)
+        if peers is not None and port:
+            await peers.members.listens(port)
+
+    async def _join(self, stack: AsyncExitStack, worker: WorkerStart, admin: Answer) -> None:
         """Open this worker's end of the channel to the supervisor, and to the other workers."""
-        live, admin = self.live.__len__, self._admin().handle
+        live = self.live.__len__
         door = Door(self._health, live, self._refresh, self.replicas, self._end, admin)
         siblings = Siblings(worker.socket)
         stack.push_async_callback(siblings.aclose)
@@ -252,7 +266,7 @@ class Gateway:
         bounds = limits, config.timeouts
         return BoundedServer(edge.handle, edge.refuse_unparsed, *bounds, self._known, self._turns)
 
-    def _admin(self) -> Admin:
+    def _admin(self, peers: Peers | None) -> Admin:
         """The handlers for operators."""
         quotas, clock = self._guarded or self.quotas, self._clock
         is_kept = self.billing.is_recounted or not isinstance(self.quotas, MemoryStore)
@@ -265,9 +279,10 @@ class Gateway:
             EnginesApi(self.replicas, self._upstream, clock).table,
             self._chats.table,
         )
-        is_worker, known = self._worker is not None, (self._health, self.accounts, self.reload, self.live)
-        names = self.config.admin.called
-        return Admin(*known, tables, self._clock, names=names, is_worker=is_worker)
+        known, names = (self._health, self.accounts, self.reload, self.live), self.config.admin.called
+        is_worker, is_shared = self._worker is not None, self._guarded is not None
+        parts = *known, tables, self._clock
+        return Admin(*parts, names=names, is_worker=is_worker, peers=peers, shares_usage=is_shared)
 
     async def __aexit__(self, *_: object) -> None:
         await self.drain()
@@ -359,6 +374,19 @@ def _replicas(config: GatewayConfig, accounts: AccountsReader, clock: Clock) -> 
     accounts.on_models = replicas.take
     MEMBERS.set_function(replicas.counts)
     return replicas
+
+
+def _peers(
+    config: GatewayConfig, accounts: AccountsReader, env: Mapping[str, str], clock: Clock
+) -> Peers | None:
+    """The gateways on the same Redis. None without one, or without operators to ask for. Raises
+    ConfigError."""
+    if config.redis.url is None or config.admin.port is None:
+        return None
+    from gateway.redis.members import GatewayList  # only here, as the store in Redis
+
+    members = GatewayList(config.redis, config.admin, env, clock)
+    return Peers(members, lambda: accounts.now.operators, clock)
 
 
 def _tls(

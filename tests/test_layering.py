@@ -178,7 +178,7 @@ GATEWAY_LEVELS = (
     },
     {
         "discovery",
-        "operators.openapi",
+        *("operators.openapi", "operators.together"),
         "request.salts",
         "request.pace",
         "request.told_windows",
@@ -190,7 +190,7 @@ GATEWAY_LEVELS = (
     },
     {
         *("request.outbound", "request.dispatch", "operators.requests", "operators.tenant_limits"),
-        *("operators.gate", "operators.chats", "operators.engines"),
+        *("operators.gate", "operators.chats", "operators.engines", "operators.peers"),
     },
     {"request.pipeline", "operators.server"},  # the only one that knows the order of the stages
     {"request.edge", "listen.accepting"},

@@ -3,7 +3,7 @@
 A handler carries the description of its operation, which stands above it in the code.
 `gateway.operators.openapi` makes a document of all that are in the tables, so an operation that is not
 described is not served. With several workers, it says whom a supervisor asks, and how it makes one answer of
-theirs (`gateway.workers.answers`).
+theirs (`gateway.operators.together`).
 """
 
 from __future__ import annotations
@@ -73,8 +73,14 @@ class Merge(Enum):
     """The largest: the next page begins where the first worker's part ended."""
     JOIN = "join"
     """The lists in a row; each entry then says which worker it is of."""
+    PAGE = "page"
+    """The newest entries of all, as many as a page has (`before` says where the next one begins)."""
     ROWS = "rows"
     """Rows of usage, added up by what they are of."""
+
+
+SILENT: Final = {"silent_gateways": Merge.FIRST, "silent_workers": Merge.FIRST}
+"""The fields of an answer that several give: those who are silent are noted when it is made of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,8 @@ class Operation:
     """True if `if-match` is looked at."""
     takes_absence: bool = False
     """True if `if-none-match` is looked at."""
+    is_of_all: bool = False
+    """True if the other gateways are asked, too (`gateway.operators.peers`)."""
     asks: Asks = field(kw_only=True)
     merges: Mapping[str, Merge] = field(default_factory=dict)
     """The fields of the answer that are not the first worker's, and all that are lists, where every worker is

@@ -30,7 +30,16 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.client.responses import json_response
-from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
+from gateway.operators.operations import (
+    SILENT,
+    Asks,
+    Merge,
+    Operation,
+    OperatorRequest,
+    Parameter,
+    Table,
+    does,
+)
 from gateway.request.exchange import Exchange, LiveRequests
 from gateway.request.recorder import Recorder, summary_of, ticks_of
 from gateway.routing.sessions import session_id
@@ -157,8 +166,9 @@ class RequestsApi:
             "List live and recent requests, the newest first.",
             RequestPage,
             _PARAMETERS,
+            is_of_all=True,
             asks=Asks.EVERY,
-            merges={"data": Merge.JOIN, "before": Merge.MOST},
+            merges={"data": Merge.PAGE, "before": Merge.MOST, **SILENT},
         )
     )
     async def _list(self, asked: OperatorRequest) -> web.Response:
@@ -171,8 +181,9 @@ class RequestsApi:
             "Tell all of the requests of this id.",
             RequestRecords,
             errors=(NotFound,),
+            is_of_all=True,
             asks=Asks.EVERY,
-            merges={"data": Merge.JOIN},
+            merges={"data": Merge.JOIN, **SILENT},
         )
     )
     async def _show(self, asked: OperatorRequest) -> web.Response:

@@ -28,7 +28,16 @@ from gateway.admission.usage import Totals, UsageRow
 from gateway.client.responses import json_response
 from gateway.config.accounting import DAYS_MAX
 from gateway.directory.accounts import AccountsReader
-from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
+from gateway.operators.operations import (
+    SILENT,
+    Asks,
+    Merge,
+    Operation,
+    OperatorRequest,
+    Parameter,
+    Table,
+    does,
+)
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.errors import InvalidRequest, QuotaUnavailable
 from shared.wire.ids import TenantId
@@ -92,8 +101,9 @@ class UsageReports:
             "Sum up what callers used.",
             UsageReport,
             _TOLD,
+            is_of_all=True,
             asks=Asks.UNSHARED,
-            merges={"by": Merge.FIRST, "since": Merge.MOST, "rows": Merge.ROWS},
+            merges={"by": Merge.FIRST, "since": Merge.MOST, "rows": Merge.ROWS, **SILENT},
         )
     )
     async def _answer(self, asked: OperatorRequest) -> web.Response:

@@ -69,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
             write_csv(report)
         case _:
             print("\n".join(table(report)))
+    if report.named:
+        sys.stderr.write(f"penstock usage: no answer from {harmless(report.named)}: there may be more\n")
     return 0
 
 

@@ -222,6 +222,10 @@ def record_text(record: RequestRecord) -> Iterator[str]:
         yield _row(
             "now", f"in {one.stage} for {duration(one.total_ms)} in all; {_count(one.events, 'event')}"
         )
+    served = [f"gateway {record.gateway}"] if record.gateway is not None else []
+    served += [f"worker {record.worker}"] if record.worker is not None else []
+    if served:
+        yield _row("served", printable(f"by {', '.join(served)}"))
     yield ""
     ends = {"gateway": one.stage} if not one.is_live else {}
     yield from waterfall(record.axis, ends, record.ticks)

@@ -7,6 +7,8 @@ from typing import Final, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
+from shared.wire.silence import Silent
+
 Dimension = Literal["tenant", "key", "model", "day"]
 DIMENSIONS: Final[tuple[Dimension, ...]] = ("tenant", "key", "model", "day")
 
@@ -35,7 +37,7 @@ class UsageEntry(Struct, frozen=True, kw_only=True):
     """All tokens that were charged: prompt, completion and estimated ones."""
 
 
-class UsageReport(Struct, frozen=True, kw_only=True):
+class UsageReport(Silent, frozen=True, kw_only=True):
     """The usage of some days."""
 
     first: date = field(name="from")

@@ -11,11 +11,10 @@ import pytest
 
 from gateway.operators.operations import Merge
 from gateway.operators.requests import AT_ONCE, LIMIT_MAX, SAME_ID_MAX, RequestsApi, RequestsQuery, parse
+from gateway.operators.together import OperatorAnswer, together
 from gateway.relay.ticks import TICK_LEN, Ticks
 from gateway.request.recorder import BYTES_MAX, SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
 from gateway.routing.sessions import session_id
-from gateway.workers.answers import together
-from gateway.workers.channel import WorkerAnswer
 from shared import cli
 from shared.telemetry.stages import Stamps
 from shared.trace.request_records import RequestSummary, Tick
@@ -310,11 +309,11 @@ async def test_the_command_asks_a_running_gateway(
 # -- several workers ------------------------------------------------------------------------------
 
 
-JOINED = {"data": Merge.JOIN, "before": Merge.MOST}
+JOINED = {"data": Merge.PAGE, "before": Merge.MOST}
 
 
-def answer_of(status: int, body: object) -> WorkerAnswer:
-    return WorkerAnswer(status, {}, json.dumps(body).encode())
+def answer_of(status: int, body: object) -> OperatorAnswer:
+    return OperatorAnswer(status, {}, json.dumps(body).encode())
 
 
 def test_the_pages_of_several_workers_are_one_and_what_one_has_is_found() -> None:
@@ -327,6 +326,13 @@ def test_the_pages_of_several_workers_are_one_and_what_one_has_is_found() -> Non
         "data": [{"number": 9, "worker": 1}, {"number": 7, "worker": 2}, {"number": 5, "worker": 2}],
         "before": 5,
     }
+    many = {
+        worker: answer_of(200, {"data": [{"number": 2 * n + worker} for n in range(600)], "before": None})
+        for worker in range(2)
+    }
+    page = json.loads(together(many, (), JOINED).body)
+    assert [one["number"] for one in page["data"]] == list(range(1199, 199, -1))
+    assert page["before"] == 200
     one = {1: answer_of(404, {"error": {}}), 2: answer_of(200, {"data": [{"line": {}}]})}
     assert json.loads(together(one, (), JOINED).body) == {"data": [{"line": {}}]}
     none = {1: answer_of(404, {"error": {}}), 2: answer_of(404, {"error": {}})}
