@@ -242,13 +242,6 @@ class KeyTable:
             raise Unauthenticated("This API key does not exist any more.", detail="a key that is gone")
         return _working(record, now_s, is_current=hmac.compare_digest(digest, record.digest))
 
-    def of_id(self, key: KeyId, now_s: float) -> Principal:
-        """The caller of the key with this id, for whoever may act in its name. Raises Unauthenticated where
-        it does not work."""
-        if (record := self._by_id.get(key)) is None:
-            raise Unauthenticated("There is no such API key.", detail="unknown key")
-        return _working(record, now_s, is_current=True)
-
 
 def _working(record: _Record, now_s: float, *, is_current: bool) -> Principal:
     """The principal of a key that was recognised. Raises Unauthenticated where it does not work."""
