@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from gateway.config.secret import SecretSource
 from shared.apis.holding import memory_max
 from shared.fairness.fair_share import FairShare
 from shared.process.setting_values import ConfigError
@@ -90,11 +91,9 @@ class HopConfig:
     ping_timeout_s: PingSeconds = 3.0
     """How long a PING may be unanswered, and nothing else come, before the connection is dead and its
     streams are lost."""
-    salt_env: Name | None = None
-    """Variable with the secret that tenants' cached prefixes are kept apart by at engines of another make.
-    Gateways before the same engines need the same. Unset: a random one at each start."""
-    salt_file: Text | None = None
-    """File with that secret."""
+    salt: SecretSource | None = None
+    """Where the secret is, env:NAME or file:PATH, that tenants' cached prefixes are kept apart by at engines
+    of another make. Gateways before the same engines need the same. Unset: a random one at each start."""
     metrics_interval_s: MetricsSeconds = 1.0
     """Time between two looks at the metrics of an engine of another make (vLLM, SGLang, llama.cpp): its queue
     counts as load. 0 asks for none."""
@@ -102,8 +101,6 @@ class HopConfig:
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
             raise ConfigError(["cert and key belong together"])
-        if self.salt_env is not None and self.salt_file is not None:
-            raise ConfigError(["salt_env and salt_file exclude each other"])
         if self.ping_timeout_s < self.ping_interval_s:
             raise ConfigError(["ping_timeout_s must be at least ping_interval_s"])
 

@@ -25,7 +25,7 @@ from typing import Final
 import msgspec
 
 from gateway.config.edge import HopConfig
-from gateway.config.secret import RenewableSecret
+from gateway.config.secret import RenewableSecret, file_of
 from gateway.config.whole import HopProtocol, ModelConfig
 from gateway.relay.engine_errors import ERROR_LEN_MAX, read_back, says_error
 from gateway.relay.hop_errors import (
@@ -80,9 +80,9 @@ class Credentials:
         """Those that may be renewed, by their file, which models may share."""
         problems: list[str] = []
         for model in models:
-            variable, file = model.api_key_env, model.api_key_file
+            file = file_of(model.api_key)
             try:
-                secret = RenewableSecret(variable, file, env)
+                secret = RenewableSecret(model.api_key, env)
             except ValueError as error:
                 problems.append(f"models.{model.name}: {error}")
                 continue

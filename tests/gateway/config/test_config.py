@@ -347,9 +347,9 @@ async def test_what_takes_a_restart_is_named(tmp_path: Path, log: io.StringIO) -
     [
         ({"hop": {"cert": "chain.pem"}}, "cert and key belong together"),
         ({"limits": {"request_memory": 2**20}}, "request_memory must be at least"),
-        ({"accounting": {"file": "f", "webhook": "https://a:b", "webhook_secret_env": "X"}}, "https URL"),
-        ({"accounting": {"file": "f", "webhook": "http://a", "webhook_secret_env": "X"}}, "https URL"),
-        ({"accounting": {"webhook": "https://a", "webhook_secret_env": "X"}}, "webhook needs file"),
+        ({"accounting": {"file": "f", "webhook": "https://a:b", "webhook_secret": "env:X"}}, "https URL"),
+        ({"accounting": {"file": "f", "webhook": "http://a", "webhook_secret": "env:X"}}, "https URL"),
+        ({"accounting": {"webhook": "https://a", "webhook_secret": "env:X"}}, "webhook needs file"),
         ({"directory": {"store": "redis"}}, "needs url in"),
         ({"keys": [{"id": "k", "hash": hash_key("x"), "tenant": "gone"}]}, "there is no tenant 'gone'"),
     ],
