@@ -212,12 +212,9 @@ class Gateway:
             await stack.enter_async_context(self._tokenizers)
             await asyncio.gather(self._key_sources.first(), self._discovery.first())
             tls = None if self._tls is None else self._tls.context
-            buffer_len = self.config.limits.send_buffer_len
             public = self._public_server()
             port, is_shared = (address.port, False) if self._worker is None else (self._worker.port, True)
-            self._public = await listen(
-                stack, public, address.host, port, send_buffer_len=buffer_len, tls=tls, is_shared=is_shared
-            )
+            self._public = await listen(stack, public, address.host, port, tls=tls, is_shared=is_shared)
             self.port = self._public.port
             self._chats.serve = public
             stack.push_async_callback(self._chats.aclose)

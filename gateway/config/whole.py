@@ -78,6 +78,17 @@ _SECRETS: Final = (
 GONE: Final = {
     **{f"{path}_env": f'{path.rpartition(".")[2]} = "env:NAME" now' for path in _SECRETS},
     **{f"{path}_file": f'{path.rpartition(".")[2]} = "file:PATH" now' for path in _SECRETS},
+    "limits.send_buffer_len": "gone: it is 64KiB",
+    "hop.ping_interval_s": "gone: it is 1 second",
+    "hop.ping_timeout_s": "gone: it is 3 seconds",
+    "issuers[].skew_s": "gone: it is 30 seconds",
+    "issuers[].refresh_s": "gone: it is 300 seconds",
+    "issuers[].refetch_s": "gone: it is 1 second",
+    "issuers[].stale_s": "gone: it is 3600 seconds",
+    **{
+        f"models[].discovery.kubernetes.{name}_file": "gone: it is where Kubernetes puts it"
+        for name in ("token", "ca", "namespace")
+    },
 }
 """What became of settings that there are no more, by their paths: a file or a variable with one is told."""
 REPLICAS_MAX: Final = 256

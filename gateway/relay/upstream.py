@@ -107,6 +107,7 @@ class Credentials:
 
 TYPES_MAX: Final = 256
 """Content types whose media type is cached."""
+PULSE: Final = PulseConfig()
 DRAIN_RETRY_S: Final = 1.0
 """The `Retry-After` of a request whose only replica shuts down, in seconds."""
 FETCH_LEN_MAX: Final = 4 * 1024 * 1024
@@ -310,9 +311,8 @@ class Upstream:
             if (report := parse_load(payload)) is not None:
                 on_load(*origin, report)
 
-        pulse = PulseConfig(hop.ping_interval_s, hop.ping_timeout_s)
         self._http2: Final = Http2Transport(
-            ssl_context=context("http2"), watch=replace(CLIENT_WATCH, pulse=pulse), on_load=load_told
+            ssl_context=context("http2"), watch=replace(CLIENT_WATCH, pulse=PULSE), on_load=load_told
         )
         self._transports: Final[dict[HopProtocol, Transport]] = {
             "http1": Http1Transport(context("http1")),
