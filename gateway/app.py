@@ -34,7 +34,7 @@ from gateway.discovery.discovery import Discovery
 from gateway.discovery.foreign_loads import ForeignLoads
 from gateway.endpoints.table import ENDPOINTS, warm
 from gateway.identity.caller import Identity, Revoked
-from gateway.identity.callers import Guests, KnownCallers, WithGuests, callers_of
+from gateway.identity.callers import KnownCallers, callers_of
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
 from gateway.listen.listener import BoundedServer, Listening, listen
@@ -126,7 +126,7 @@ class Gateway:
         self.billing, self._webhook = _billing(_accounting(config, worker), self.quotas, env, clock)
         self.live = LiveRequests(config.limits.live_max)
         self._tls, self._admin_tls = _tls(config, worker, clock)
-        self._key_sources, self._guests = KeySources(clock), Guests()
+        self._key_sources = KeySources(clock)
         identity_of = identity_of or self._identity_of
         self.accounts = AccountsReader(config, path, clock, identity_of, seen=seen, env=env)
         self.accounts.on_revoked = self._end_revoked
@@ -148,7 +148,7 @@ class Gateway:
         self._recorder = _recorder(config, worker)
         known = self.accounts, pipeline, self.live, self.engines, store, health
         self._edge = Edge(config, *known, clock, self._tracing, self._recorder)
-        self._clock, self._worker, self._chats = clock, worker, Chats(self.accounts, self._guests, clock)
+        self._clock, self._worker, self._chats = clock, worker, Chats(clock)
         if worker is not None:
             self.replicas.take_drained(worker.drained)
         self._background, self._tokenizers = (Background(w, clock) for w in (self._works(), self._helpers()))
@@ -215,12 +215,9 @@ class Gateway:
             await stack.enter_async_context(self._tokenizers)
             await asyncio.gather(self._key_sources.first(), self._discovery.first())
             tls = None if self._tls is None else self._tls.context
-            buffer_len = self.config.limits.send_buffer_len
             public = self._public_server()
             port, is_shared = (address.port, False) if self._worker is None else (self._worker.port, True)
-            self._public = await listen(
-                stack, public, address.host, port, send_buffer_len=buffer_len, tls=tls, is_shared=is_shared
-            )
+            self._public = await listen(stack, public, address.host, port, tls=tls, is_shared=is_shared)
             self.port = self._public.port
             self._chats.serve = public
             stack.push_async_callback(self._chats.aclose)
@@ -330,8 +327,7 @@ class Gateway:
             await self._follower.refresh()
 
     def _identity_of(self, config: GatewayConfig, keys: KeyTable, tenants: Iterable[TenantId]) -> Identity:
-        callers = callers_of(config, keys, tenants, self._key_sources, self._revoked)
-        return WithGuests(callers, self._guests)
+        return callers_of(config, keys, tenants, self._key_sources, self._revoked)
 
     def _revoked(self) -> Revoked:
         return frozenset() if self._tls is None else self._tls.revoked

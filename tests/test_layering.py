@@ -157,6 +157,7 @@ def test_imports_keep_to_their_floor() -> None:
 
 
 GATEWAY_LEVELS = (
+    {"config.secret"},
     {
         *(
             "config.accounting",
@@ -169,7 +170,7 @@ GATEWAY_LEVELS = (
         "config.certificate_names",
     },
     {"config.timeouts", "config.discovery", "config.holders", "relay.ticks"},
-    {"config.whole", "config.secret", "background", "client", "openapi.parts", "request.recorder"},
+    {"config.whole", "background", "client", "openapi.parts", "request.recorder"},
     {"redis"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {

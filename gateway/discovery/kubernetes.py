@@ -47,6 +47,8 @@ WATCH_S: Final = 60
 """The time after which the server ends a watch, in seconds."""
 OVERTIME_S: Final = 15.0
 """The time that it has for that, and within which a list must be there, in seconds."""
+ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""The directory in which a pod finds its namespace, and its service account's token and authorities."""
 CONNECT_S: Final = 5.0
 LIST_LEN_MAX: Final = 16 * 1024 * 1024
 EVENT_LEN_MAX: Final = 2 * 1024 * 1024
@@ -95,11 +97,14 @@ class KubernetesSource:
         env: Mapping[str, str],
         clock: Clock = SYSTEM_CLOCK,
         seed: int | None = None,
+        account: str = ACCOUNT,
     ) -> None:
-        """Raises ConfigError where neither the configuration nor Kubernetes names an API server."""
+        """`account` is the directory of the service account. Raises ConfigError where neither the
+        configuration nor Kubernetes names an API server."""
         assert config.kubernetes is not None
         self._config: Final = config
         self._service: Final = config.kubernetes
+        self._account: Final = account
         self._api: Final = _api_url(config.kubernetes, env)
         self._clock: Final = clock
         self._random: Final = Random(seed)
@@ -108,7 +113,7 @@ class KubernetesSource:
         """The version from which the watch goes on. None while all must be listed."""
         self._has_moved = False
         """True if the API server told something since the last pause."""
-        self._authorities: Final = TrustedAuthorities(self._service.ca_file)
+        self._authorities: Final = TrustedAuthorities(f"{account}/ca.crt")
 
     async def watch(self, progress: SourceProgress) -> None:
         failures = 0
@@ -165,13 +170,13 @@ class KubernetesSource:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Ask for the Service's slices. Raises Gone, BadListing."""
         service = self._service
-        namespace = service.namespace or _read(service.namespace_file)
+        namespace = service.namespace or _read(f"{self._account}/namespace")
         if not namespace:
-            raise BadListing(f"namespace is not set, and there is no {service.namespace_file}")
+            raise BadListing(f"namespace is not set, and there is no {self._account}/namespace")
         url = f"{self._api}{API}/namespaces/{namespace}/endpointslices"
         params = {"labelSelector": f"kubernetes.io/service-name={service.service}", **query}
         headers = {"accept": "application/json"}
-        if token := _read(service.token_file):
+        if token := _read(f"{self._account}/token"):
             headers["authorization"] = f"Bearer {token}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         tls = await self._authorities.context() if self._api.startswith("https:") else True

@@ -2,14 +2,14 @@
 
 Theory. An issuer publishes its keys under a URL, each with an id (`kid`) that its tokens name. It rotates
 them: a new key appears, tokens are signed with it, later the old one disappears. So the set is fetched again
-every `refresh_s`, and earlier when a token names a key that is not in it.
+every `REFRESH_S`, and earlier when a token names a key that is not in it.
 
 Rules:
 
 1. No request fetches anything. Fetches are tasks of their own, one at a time for each issuer, bounded in
    time, bytes and keys. Keys are fetched again long before they are too old to be trusted: a key that is
-   published `refresh_s` before it is used is there when its first token comes.
-   A token whose key is not there causes a fetch in between: at once, or `refetch_s` after the one before that
+   published `REFRESH_S` before it is used is there when its first token comes.
+   A token whose key is not there causes a fetch in between: at once, or `REFETCH_S` after the one before that
    such tokens caused, however many there are. After a fetch that has found a key that is `POLL_S` at most.
    Its own request waits for the end of that fetch: otherwise the first callers of an issuer that signs with a
    key in the moment in which it publishes it would be refused, at each rotation, and no client takes a 401
@@ -21,10 +21,10 @@ Rules:
    tenants (`gateway.identity.waiting`).
    A token is refused at once for its key after a fetch that began when the key was sought first, or later,
    and has not found it. If that is `AGAIN_S` ago, another one is begun, which nobody waits for.
-   So whoever makes up keys, however many, causes one fetch in each `refetch_s`, which is a second, and keeps
+   So whoever makes up keys, however many, causes one fetch in each `REFETCH_S`, which is a second, and keeps
    the first tokens of a new key waiting for so long at most, and for the fetch. None of them is refused or
    put off.
-2. Keys that cannot be read change nothing. Those that were fetched `stale_s` ago are not trusted any more.
+2. Keys that cannot be read change nothing. Those that were fetched `STALE_S` ago are not trusted any more.
    The authorities that are trusted when keys are fetched are looked at for each fetch: a key server's may be
    renewed while its keys are in use.
 3. Keys come from the configured place alone. Whatever a token says of where its key is (jku, x5u, jwk, x5c)
@@ -45,7 +45,7 @@ from typing import Final
 
 import httpx
 
-from gateway.config.edge import REFRESH_S_MIN, IssuerConfig
+from gateway.config.edge import IssuerConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.key_set import SET_LEN_MAX, BadKeys, VerificationKey, keys_of, secret_of
 from gateway.identity.waiting import Waiting
@@ -59,6 +59,12 @@ from shared.process.tls import UnusableTls
 
 FETCH_S: Final = 5.0
 """How long a fetch may take, in seconds."""
+REFRESH_S: Final = 300.0
+"""The time between two fetches of keys, in seconds. A token with an unknown key causes one earlier."""
+REFETCH_S: Final = 1.0
+"""The shortest time between two fetches that unknown keys cause, in seconds."""
+STALE_S: Final = 3600.0
+"""How long keys are trusted that cannot be fetched any more, in seconds."""
 POLL_S: Final = 1.0
 """The time between two looks at what is to be read again, in seconds."""
 RETRY_S: Final = 5.0
@@ -67,7 +73,7 @@ REFETCH_WAIT_S: Final = 1.0
 """How long a request waits for the fetch that its unknown key causes, in seconds from when that may begin."""
 REFETCH_WITHIN_S: Final = 1.0
 """How long a request waits for that fetch to begin, in seconds. It does not wait where that takes longer."""
-AGAIN_S: Final = REFRESH_S_MIN
+AGAIN_S: Final = 30.0
 """How old keys may be, in seconds, until a token whose key was not among them has them fetched again."""
 SEEN_MAX: Final = 4096
 """The most unknown key ids of an issuer that are remembered. One that is forgotten is taken for a new one."""
@@ -231,7 +237,7 @@ class RemoteKeys(IssuerKeys):
 
     @property
     def is_trusted(self) -> bool:
-        return self._clock.monotonic() < self._fetched_s + self.config.stale_s
+        return self._clock.monotonic() < self._fetched_s + STALE_S
 
     @property
     def retry_after_s(self) -> float:
@@ -288,7 +294,7 @@ class RemoteKeys(IssuerKeys):
                 self._begin_look(now_s)
 
     def _begin_look(self, now_s: float) -> None:
-        self._look_from_s = now_s + self.config.refetch_s
+        self._look_from_s = now_s + REFETCH_S
         self._begin()
 
     @property
@@ -306,7 +312,7 @@ class RemoteKeys(IssuerKeys):
     def _begin(self) -> asyncio.Task[None]:
         if self._task is None or self._task.done():
             self._begun += 1
-            self._due_s = self._clock.monotonic() + self.config.refresh_s
+            self._due_s = self._clock.monotonic() + REFRESH_S
             self._task = asyncio.create_task(self._fetch(), name=f"keys of {self.config.id}")
             self._task.add_done_callback(lambda _: self.waiting.call())
         return self._task

@@ -249,8 +249,8 @@ class KeyTable:
         return () if record is None else _digests(record)
 
     def of_id(self, key: KeyId, now_s: float) -> Principal:
-        """The caller of the key with this id, for whoever may act in its name. Raises Unauthenticated where
-        it does not work."""
+        """The caller of the key with this id, whose holder has been recognised in another way. Raises
+        Unauthenticated where it does not work."""
         if (record := self._by_id.get(key)) is None:
             raise Unauthenticated("There is no such API key.", detail="unknown key")
         return _working(record, now_s, is_current=True)

@@ -15,14 +15,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 import aiohttp
-import httpx
 import msgspec
 import uvloop
 from aiohttp import web
 
 from engine.api.http.http2_server import Http2Server, ServerRequest, ServerResponder
 from engine.api.http.sniff import SniffingProtocol
-from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
+from gateway.relay.http2_client import Http2Transport
 from shared.wire.sse import DONE
 
 HTTP1: Final = "aiohttp HTTP/1.1"
@@ -104,9 +103,7 @@ async def over_http2(url: str) -> AsyncIterator[Callable[[bytes, Write], Awaitab
     transport = Http2Transport()
 
     async def relay(body: bytes, write_to: Write) -> None:
-        request = httpx.Request("POST", url, content=body)
-        response = await transport.handle_async_request(request)
-        stream = response.extensions[STREAM_EXTENSION]
+        stream = await transport.exchange("POST", url, [], body)
         try:
             while (data := await stream.read()) is not None:
                 await write_to(data)

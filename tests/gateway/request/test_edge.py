@@ -18,7 +18,7 @@ from yarl import URL
 from gateway.client.deadlines import Watch
 from gateway.endpoints.dialect import Dialect
 from gateway.endpoints.endpoint import Endpoint
-from gateway.listen.listener import RECEIVE_BUFFER_LEN
+from gateway.listen.listener import RECEIVE_BUFFER_LEN, SEND_BUFFER_LEN
 from gateway.request.exchange import Exchange
 from gateway.routing.health import Outcome, Reason
 from gateway.routing.members import DrainCause
@@ -170,7 +170,7 @@ async def test_what_the_kernel_holds_of_a_connection_is_bounded(house: House) ->
         [transport] = house.gateway._public._server._connections.values()
         accepted = transport.get_extra_info("socket")
         bounds = [accepted.getsockopt(socket.SOL_SOCKET, it) for it in (socket.SO_RCVBUF, socket.SO_SNDBUF)]
-    assert bounds == [2 * RECEIVE_BUFFER_LEN, 2 * house.gateway.config.limits.send_buffer_len]
+    assert bounds == [2 * RECEIVE_BUFFER_LEN, 2 * SEND_BUFFER_LEN]
 
 
 async def test_idle_connections_are_closed_to_make_room_for_new_ones(open_house: Open) -> None:

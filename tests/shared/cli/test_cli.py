@@ -173,7 +173,8 @@ def test_what_commands_read_is_known() -> None:
 
 
 def test_the_variables_that_settings_name_are_read() -> None:
-    settings = [setting for setting in walk(GatewayConfig) if setting.name.endswith("_env")]
+    rules = [setting.kind.rule for setting in walk(GatewayConfig)]
+    settings = [rule for rule in rules if rule is not None and "env:NAME" in rule.says]
     config = GatewayConfig(models=(ModelConfig("m", ("http://a",)),))
     assert len(settings) == len(list(_named(config)))
 

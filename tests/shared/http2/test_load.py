@@ -9,13 +9,13 @@ import httpx
 import pytest
 
 from engine.api.http.http2_server import ServerRequest, ServerResponder
-from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
+from gateway.relay.http2_client import Http2Transport
 from shared.http2 import limits
 from shared.http2.connection import Connection
 from shared.http2.connection_config import ConnectionConfig
 from shared.http2.phase import ConnectionPhase
 from shared.wire.http import ClientGone
-from tests.shared.http2.loopback import EVENTS, endpoints, serving, until
+from tests.shared.http2.loopback import EVENTS, STREAM, OverHttp2, endpoints, serving, until
 from tests.shared.http2.plainpath import PlainConfig, config_of
 
 EVENT = b"data: " + b"x" * 152 + b"\n\n"
@@ -27,7 +27,7 @@ def config(request: pytest.FixtureRequest) -> ConnectionConfig:
 
 
 def client(transport: Http2Transport) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=transport, timeout=None)
+    return httpx.AsyncClient(transport=OverHttp2(transport), timeout=None)
 
 
 def assert_whole(connection: Connection) -> None:
@@ -61,7 +61,7 @@ async def test_concurrent_streams_all_progress(config: ConnectionConfig, count: 
     async def read(http: httpx.AsyncClient, url: str) -> int:
         nonlocal begun
         async with http.stream("GET", url) as answer:
-            stream = answer.extensions[STREAM_EXTENSION]
+            stream = answer.extensions[STREAM]
             size = len(await stream.read())
             begun += 1
             while (data := await stream.read()) is not None:
@@ -100,7 +100,7 @@ async def test_backpressure_stalled_streams_hold_one_window_each_and_stall_no_ot
 
     async def live(http: httpx.AsyncClient, url: str) -> int:
         async with http.stream("GET", url) as answer:
-            stream = answer.extensions[STREAM_EXTENSION]
+            stream = answer.extensions[STREAM]
             size = 0
             while size < 2 * limits.STREAM_WINDOW_LEN:
                 size += len(await stream.read())
@@ -156,7 +156,7 @@ async def read_some(http: httpx.AsyncClient, url: str, rng: random.Random) -> No
     path = rng.choice(["/silent", "/upload", "/endless", "/fine", "/fine"])
     content = bytes(rng.choice([0, 10, 200_000]))
     async with http.stream("POST", url + path, content=content) as answer:
-        stream = answer.extensions[STREAM_EXTENSION]
+        stream = answer.extensions[STREAM]
         for _ in range(rng.randrange(20)):
             if await stream.read() is None:
                 return
