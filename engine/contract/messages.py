@@ -19,12 +19,14 @@ compare their clocks.
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final, Protocol
 
 import msgspec
 
-from engine.contract.packing import Biases
+from engine.contract.packing import TOKEN_LEN, Biases, packed, unpacked
 from engine.contract.records import StepRecord
 
 
@@ -441,10 +443,22 @@ class SlotAssignment(msgspec.Struct, array_like=True, frozen=True):
     """A sequence gets a slot: for the first time, or again after a preemption or a stall."""
 
     slot: int
-    token_ids: list[int]
-    """All known tokens: the prompt, and the output so far of a sequence that had a slot before."""
+    ids: bytes
+    """All known tokens, packed: the prompt, and the output so far of a sequence that had a slot before."""
     prompt_len: int
     sampling: SamplingParams
+
+    @staticmethod
+    def of(slot: int, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> SlotAssignment:
+        return SlotAssignment(slot, packed(token_ids), prompt_len, sampling)
+
+    @property
+    def known_len(self) -> int:
+        return len(self.ids) // TOKEN_LEN
+
+    @property
+    def token_ids(self) -> array[int]:
+        return unpacked(self.ids)
 
 
 class Want(IntEnum):

@@ -225,7 +225,7 @@ def warm_up(runner: Warmable) -> None:
     half = room // 2
     pages = list(range(-(-(room + 2) // info.page_size)))
     sampling = SamplingParams(seed=0, max_tokens=2, top_p=0.9, logprobs=1)
-    seated = SlotAssignment(0, [0] * room, room, sampling)
+    seated = SlotAssignment.of(0, [0] * room, room, sampling)
     runner.run(Plan(0, [], [seated], [(0, pages)], [0], [0], [half], [Want.NOTHING]))
     runner.run(Plan(1, [], [], [], [0], [half], [room - half], [Want.SAMPLE]))
     runner.run(Plan(2, [], [], [], [0], [room], [1], [Want.SAMPLE]))

@@ -138,7 +138,8 @@ class Penalties:
     def of(cls, start: SlotAssignment, vocab_size: int, len_max: int) -> Edit | None:
         if not start.sampling.needs_history:
             return None
-        prompt, output = start.token_ids[: start.prompt_len], start.token_ids[start.prompt_len :]
+        ids = start.token_ids
+        prompt, output = ids[: start.prompt_len], ids[start.prompt_len :]
         return cls(History(prompt, output, vocab_size, len_max), *penalties_of(start.sampling))
 
     def is_due(self, output_len: int) -> bool:

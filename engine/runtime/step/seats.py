@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +87,7 @@ class Seats(ABC):
             self._seats[slot] = None
         for start in plan.seated:
             assert self._seats[start.slot] is None, f"slot {start.slot} is taken"
-            known_len = len(start.token_ids)
+            known_len = start.known_len
             assert 1 <= start.prompt_len <= known_len <= self.max_model_len
             seat = Seat(start.sampling, start.prompt_len, known_len)
             self._take(start, seat)
@@ -171,8 +172,7 @@ class HostSlots(Seats):
                 seat.edits.append(int(kept[row]))
 
     def _take(self, start: SlotAssignment, seat: Seat) -> None:
-        ids = torch.tensor(start.token_ids, dtype=torch.int32)
-        self.tokens[start.slot, : seat.known_len] = ids
+        self.tokens.numpy()[start.slot, : seat.known_len] = np.frombuffer(start.ids, np.int32)
         self.columns.seat(start.slot, start.sampling, self.vocab_size)
         seat.edits = Edits.of(start, self.vocab_size, self.max_model_len)
 

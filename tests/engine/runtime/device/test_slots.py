@@ -33,7 +33,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def start(slot: int, ids: list[int], prompt_len: int, **asked: Any) -> SlotAssignment:
-    return SlotAssignment(slot, ids, prompt_len, SamplingParams(**{"seed": slot, "max_tokens": 9} | asked))
+    return SlotAssignment.of(slot, ids, prompt_len, SamplingParams(**{"seed": slot, "max_tokens": 9} | asked))
 
 
 def plan(**changes: Any) -> Plan:

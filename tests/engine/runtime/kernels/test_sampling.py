@@ -57,7 +57,7 @@ def on_cpu(
     for slot, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
         columns.seat(slot, own, logits.shape[1])
         ids = [*prompt.tolist(), *output.tolist()]
-        start = SlotAssignment(slot, ids, len(prompt), own)
+        start = SlotAssignment.of(slot, ids, len(prompt), own)
         edits = Edits.of(start, logits.shape[1], logits.shape[1])
         seats.append(Seat(own, len(prompt), len(ids), edits=edits))
     return sampler.sample(logits, list(range(len(asked))), seats, columns, masks=masks).tolist()

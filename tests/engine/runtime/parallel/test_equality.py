@@ -152,7 +152,7 @@ def test_two_ranks_say_what_one_says(tiny_model: MakeModel, family: str) -> None
 
 
 def plan(step: int) -> Plan:
-    start = SlotAssignment(0, [5, 6, 7], 3, SamplingParams(seed=1, max_tokens=9, temperature=0.0))
+    start = SlotAssignment.of(0, [5, 6, 7], 3, SamplingParams(seed=1, max_tokens=9, temperature=0.0))
     return Plan(step, [], [start], [(0, [0])], [0], [0], [3], [Want.SAMPLE])
 
 
