@@ -229,12 +229,6 @@ class FakeRunner:
             assert pages
             assert all(0 <= page < self.info.pages for page in pages)
             self.slots[slot].table += pages
-        for slot, index, page in plan.replaced:
-            table = self.slots[slot].table
-            assert self._page(self._store, table[index]) == self._page(self._store, page), (
-                "the pages are not equal"
-            )
-            table[index] = page
 
     def _page(self, store: array[int], page: int) -> array[int]:
         return store[page * self.info.page_size : (page + 1) * self.info.page_size]

@@ -470,8 +470,8 @@ class Want(IntEnum):
 
 
 class Plan(msgspec.Struct, array_like=True, frozen=True):
-    """The plan of one step. The runner executes it in this order: leave, seat, grow, replace, swap out,
-    fork, swap in, compute, sample.
+    """The plan of one step. The runner executes it in this order: leave, seat, grow, swap out, fork,
+    swap in, compute, sample.
 
     Row i computes tokens `[positions[i], positions[i] + lengths[i])` of `slots[i]`, writes their
     keys and values to that slot's pages, and brings `wants[i]`. The runner
@@ -496,9 +496,6 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     swapped_in: list[tuple[int, int]] = []
     """Pairs (host page, page): copy the host page to the page, after all copies out and all forks, and before
     any page is read."""
-    replaced: list[tuple[int, int, int]] = []
-    """Triples (slot, index, page): this entry of the slot's page table becomes another page, which holds the
-    same."""
     forked: list[tuple[int, int, int]] = []
     """Triples (source, page, length): copy the first `length` tokens of a page to another, in this order and
     after all copies out. The source may be the page itself."""

@@ -134,8 +134,7 @@ class Scheduler:
         self._planner = planner(
             config, runner, self._allocator, self._waiting, self._tenants, self._learner, self._in_flight
         )
-        allocator = self._allocator
-        self._results = Results(config, allocator.pages, self._tenants, allocator.merge, allocator.forget)
+        self._results = Results(config, self._allocator.pages, self._tenants, self._allocator.forget)
         self._news = News()
         self.newest = 0
         """The newest handle that was added with all before it, for whoever reads the counts. A loop that
@@ -386,7 +385,6 @@ class Scheduler:
             wants=builder.wants,
             swapped_out=swapped_out,
             swapped_in=swapped_in,
-            replaced=self._allocator.take_replaced(),
             forked=self._allocator.take_forked(),
             masks=self.masks.of(builder.rows, builder.wants) if self.masks.sequences else [],
         )

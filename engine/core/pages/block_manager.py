@@ -41,9 +41,7 @@ Rules
    identity of the same kind, as soon as it is computed. It is never shared, since its owner writes behind it:
    who finds it copies it into a page of its own (a fork: `engine.core.step.allocator`, rule K).
 6. Two sequences may compute the same page at the same time. The first to finish it gives it its
-   identity; the second then refers to that page, too, and gives its own back (`register` names the
-   one to keep, `engine.core.step.allocator` changes the table). Both hold the same keys and values: to the
-   bit when they were computed in batches of the same shapes, else as near as the runner's rounding allows.
+   identity; the other's stays without one until its end, and is free then.
 """
 
 from __future__ import annotations
@@ -247,18 +245,13 @@ class BlockManager:
         evicted, self._evicted = self._evicted, []
         return evicted
 
-    def register(self, page: int, identity: PageIdentity) -> int:
-        """Give a page that is full and computed its identity, so that `match` finds it.
-
-        Returns the page that has the identity: this one, or another that had it before, since two sequences
-        computed it (rule 6).
-        """
+    def register(self, page: int, identity: PageIdentity) -> None:
+        """Give a page that is full and computed its identity, so that `match` finds it, unless another has it
+        (rule 6)."""
         assert self._refs[page] >= 1
         assert self._identity[page] is None
-        found = self._by_identity.setdefault(identity, page)
-        if found == page:
+        if self._by_identity.setdefault(identity, page) == page:
             self._identity[page] = identity
-        return found
 
     def register_head(self, page: int, head: PageIdentity) -> None:
         """Let `find` find a computed head in this page, unless a page that is owned has it already."""

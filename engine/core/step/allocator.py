@@ -86,7 +86,6 @@ class Allocator:
         self._watermark_pages = math.ceil(config.watermark * runner.pages)
         self._slots_free = list(reversed(range(runner.slots)))
         self._left: list[int] = []
-        self._replaced: list[tuple[Sequence, int]] = []
         self._moved: list[Moved] = []
         self._forked: list[tuple[int, int, int]] = []
         self._preemption_awaits_commit = False
@@ -120,11 +119,6 @@ class Allocator:
         """The slots that were left since the last call."""
         left, self._left = self._left, []
         return left
-
-    def take_replaced(self) -> list[tuple[int, int, int]]:
-        """The page table entries that changed since the last call, as (slot, index, page)."""
-        replaced, self._replaced = self._replaced, []
-        return [(s.slot, index, s.pages[index]) for s, index in replaced if s.slot is not None]
 
     def take_forked(self) -> list[tuple[int, int, int]]:
         """The copies of heads since the last call, as (source, page, length)."""
@@ -425,20 +419,16 @@ class Allocator:
         """Take back all that a sequence holds, in any status, because it ends."""
         self.swapper.drop(sequence)
         keep_s = self._config.session_keep_s if sequence.has_next_turn else 0.0
-        self._release_pages(sequence, sequence.pages, now + keep_s if keep_s else 0.0)
+        keep_until_s = now + keep_s if keep_s else 0.0
+        last = self._in_flight.get(sequence.last_step)
+        if last is None:
+            self.pages.release(sequence.pages, keep_until_s)
+        else:  # rule H: its rows are late, and still write
+            last.tables.append((sequence.pages, keep_until_s))
         if sequence.status is Status.RUNNING:
             self._release_slot(sequence)
         else:
             self._waiting.leave(sequence)
-
-    def _release_pages(self, sequence: Sequence, pages: list[int], keep_until_s: float = 0.0) -> None:
-        """Take back pages of its table; at the commit of the last step in flight that works on them, if there
-        is one (rule H: its rows are late, and still write)."""
-        last = self._in_flight.get(sequence.last_step)
-        if last is None:
-            self.pages.release(pages, keep_until_s)
-        else:
-            last.tables.append((pages, keep_until_s))
 
     def _release_slot(self, sequence: Sequence) -> int:
         """Take back the slot of a running sequence, and return it. It is free when its pages are: once no row
@@ -450,14 +440,6 @@ class Allocator:
         (self._slots_free if last is None else last.slots).append(slot)
         self._left.append(slot)
         return slot
-
-    def merge(self, sequence: Sequence, index: int, page: int) -> None:
-        """Replace the page at this index of its table by `page`, which holds the same, and release its own,
-        which a step in flight may still read."""
-        self.pages.acquire([page])
-        own, sequence.pages[index] = sequence.pages[index], page
-        self._release_pages(sequence, [own])
-        self._replaced.append((sequence, index))
 
     def forget(self, sequence: Sequence) -> None:
         """Let no other sequence find the pages of one whose contents are not to be trusted, in any tier."""

@@ -80,8 +80,7 @@ class Seats(ABC):
         return seat
 
     def apply(self, plan: Plan) -> None:
-        """Apply a plan's changes to the slots: sequences that leave, that are seated, that get pages or other
-        pages."""
+        """Apply a plan's changes to the slots: sequences that leave, that are seated, that get pages."""
         for slot in plan.left:
             assert self._seats[slot] is not None, f"slot {slot} left twice"
             self._seats[slot] = None
@@ -97,9 +96,6 @@ class Seats(ABC):
             assert seat.pages + len(pages) <= self.pages_per_sequence, f"slot {slot} outgrows the context"
             self._place(slot, seat.pages, pages)
             seat.pages += len(pages)
-        for slot, index, page in plan.replaced:
-            assert index < self.seat(slot).pages, f"slot {slot} has no page {index}"
-            self._place(slot, index, [page])
 
     @abstractmethod
     def _take(self, start: SlotAssignment, seat: Seat) -> None:
