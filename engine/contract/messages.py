@@ -238,9 +238,7 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     page_bytes: int = 0
     """Size of one page in all layers, in bytes."""
     host_pages: int = 0
-    """Pages in host memory for swapped sequences; 0: there is no such memory."""
-    host_tier: bool = False
-    """True if these also keep what the prefix cache evicts."""
+    """Pages in host memory, which keep what the prefix cache evicts; 0: there is no such memory."""
     page_copy_s: float = 0.0
     """Time to copy a page there or back, measured while warming up, in seconds; 0.0: not measured."""
     is_async: bool = False
@@ -359,10 +357,8 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """For each class, FLEX first: the sequences of `waiting` that do not hold a slot."""
     class_waited_s: tuple[float, ...] = ()
     """For each class: the age of the oldest of these, in seconds; 0.0 where there is none."""
-    swaps_out: int = 0
-    """Counter: sequences whose pages were copied to host memory, which were preempted or had yielded."""
     swaps_in: int = 0
-    """Counter: admissions that copied pages from host memory."""
+    """Counter: sequences that were preempted and admitted again with pages from host memory."""
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     host_pages_used: int = 0
@@ -409,8 +405,8 @@ class Moved(msgspec.Struct, array_like=True, frozen=True):
 
     handle: int
     move: Move
-    swapped: bool
-    """True if its pages are copied to host memory, or back."""
+    swapped: bool = False
+    """True if it is admitted again with pages from host memory."""
 
 
 class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):

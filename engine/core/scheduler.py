@@ -11,9 +11,9 @@ A plan first ends the sequences that stayed paused until their stall deadlines, 
 those that were paused since the last plan. It has one token budget, spent in this order:
 
 1. *Growth* (`engine.core.step.allocator`): every running sequence whose next token needs a new page gets one.
-   When none is available a sequence is preempted (`engine.core.step.victims`): it releases all its pages, and
-   is restored later in the cheaper way, recomputed through the prefix cache or copied back from host memory
-   (`engine.core.step.swap`).
+   When none is available a sequence is preempted (`engine.core.step.victims`): it releases all its pages into
+   the prefix cache, and is restored later from what is left there and in host memory
+   (`engine.core.step.host_tier`).
 2. *Decodes* (`engine.core.step.planner`): one token for each running sequence that has one pending.
 3. *Prompts* (`engine.core.step.planner`), by rank (`engine.core.queue.policy`): chunks of running sequences
    (chunked prefill), and admissions from the waiting queue (`engine.core.queue.waiting`), for as much of the
@@ -89,7 +89,6 @@ from engine.core.step.flight import InFlight, News
 from engine.core.step.plan_builder import PlanBuilder
 from engine.core.step.planner import Planner
 from engine.core.step.results import Results, StepBook, lack_of
-from engine.core.step.swap import Preference, if_cheaper
 
 FETCH_POLL_S: Final = 0.001
 """The time between two looks at what comes from disk while there is nothing else to do, in seconds."""
@@ -106,7 +105,6 @@ class Scheduler:
         runner: RunnerInfo,
         discipline: Discipline = RESPONSE_RATIO,
         planner: type[Planner] = Planner,
-        prefers_swap: Preference = if_cheaper,
         book: type[StepBook] = StepBook,
         disk: PageDisk | None = None,
         grammars: Grammars | None = None,
@@ -120,9 +118,7 @@ class Scheduler:
         self._learner = CostLearner(runner.page_copy_s, runner.timed_steps)
         self._in_flight: dict[int, InFlight] = {}  # by step number, in order
         self._deadlines = DeadlineQueue()
-        self._allocator = Allocator(
-            config, runner, self._waiting, self._in_flight, self._learner, prefers_swap, disk
-        )
+        self._allocator = Allocator(config, runner, self._waiting, self._in_flight, self._learner, disk)
         self.masks: Final = Masks(grammars)
         self._lacks_masks = False
         """True if the last plan had no rows because all that run lack their masks, and others find no room
@@ -373,7 +369,7 @@ class Scheduler:
     def _launch(self, builder: PlanBuilder, now: float) -> Plan:
         """Make the plan, and count its step as in flight from here on."""
         self._step += 1
-        swapped_out, swapped_in = self._allocator.swapper.take_copies(self._step)
+        swapped_out, swapped_in = self._allocator.host_tier.take_copies(self._step)
         plan = Plan(
             step=self._step,
             left=self._allocator.take_left(),
@@ -461,7 +457,7 @@ class Scheduler:
         )
 
     def stats(self) -> CoreStats:
-        allocator, swapper = self._allocator, self._allocator.swapper
+        allocator, tier = self._allocator, self._allocator.host_tier
         pages, running = allocator.pages, allocator.running
         class_waiting, class_waited_s, class_tokens = self._waiting.by_class(self._now)
         paused_running = 0  # paused, and no plan was made since
@@ -484,13 +480,12 @@ class Scheduler:
             stalled=len(self._paused),
             class_waiting=class_waiting,
             class_waited_s=class_waited_s,
-            swaps_out=swapper.sequences_out,
-            swaps_in=swapper.sequences_in,
-            swapped_out_bytes=swapper.pages_out * self._runner.page_bytes,
-            swapped_in_bytes=swapper.pages_in * self._runner.page_bytes,
-            host_pages_used=swapper.host.used,
-            host_pages_free=swapper.host.free,
-            host_pages_kept=swapper.host.kept,
+            swaps_in=allocator.copied_back,
+            swapped_out_bytes=tier.pages_out * self._runner.page_bytes,
+            swapped_in_bytes=tier.pages_in * self._runner.page_bytes,
+            host_pages_used=tier.host.used,
+            host_pages_free=tier.host.free,
+            host_pages_kept=tier.host.kept,
             prefix_host_tokens=self._planner.prefix_host_tokens,
             prefix_disk_tokens=self._planner.prefix_disk_tokens,
             disk=allocator.disk.counts(),

@@ -27,7 +27,6 @@ from engine.core.grammars.threads import GrammarThreads
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
-from engine.core.step.swap import Preference
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import load_runner
 from engine.runtime.setup.runner_config import RunnerConfig
@@ -61,17 +60,12 @@ class Engine:
         path: Path,
         pages: int | None = None,
         host_pages: int = 0,
-        prefers_swap: Preference = lambda _: True,
-        *,
-        host_tier: bool = False,
     ) -> None:
         self.runner = self._load(path, pages, host_pages)
-        self.runner.info = msgspec.structs.replace(self.runner.info, host_tier=host_tier)
         self._rung = threading.Event()
         self.scheduler = Scheduler(
             SchedulerConfig(step_tokens_max=STEP_TOKENS_MAX),
             self.runner.info,
-            prefers_swap=prefers_swap,
             grammars=GrammarThreads(_vocabulary(path), self._rung.set),
         )
         self.tokens: dict[int, list[int]] = defaultdict(list)
@@ -150,7 +144,7 @@ class Engine:
         for layer in (*cache.keys, *cache.values):
             layer[allocator.pages._free] = torch.nan
         for layer in (*host.keys, *host.values):
-            layer[allocator.swapper.host._free] = torch.nan
+            layer[allocator.host_tier.host._free] = torch.nan
 
     def _take(self, output: StepOutput) -> None:
         for i, handle in enumerate(output.handles):
@@ -227,14 +221,15 @@ def test_tokens_equal_transformers_under_preemption(model: Model, prompts: Promp
         assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
 
 
-@pytest.mark.parametrize("host_pages", [40, 5], ids=["all are swapped", "some have no room"])
-def test_tokens_equal_transformers_when_swapped(model: Model, prompts: Prompts, host_pages: int) -> None:
+@pytest.mark.parametrize("host_pages", [40, 5], ids=["all have room", "some have no room"])
+def test_tokens_equal_transformers_when_preempted_into_host_memory(
+    model: Model, prompts: Prompts, host_pages: int
+) -> None:
     path, oracle = model
     engine = Engine(path, pages=24, host_pages=host_pages)
     engine.run(dict(enumerate(prompts)), greedy())
     stats = engine.scheduler.stats()
-    assert min(stats.swaps_out, stats.swaps_in) > 0
-    assert (stats.swaps_out == stats.preemptions) == (host_pages == 40)
+    assert min(stats.preemptions, stats.swaps_in) > 0
     for handle, prompt in enumerate(prompts):
         assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
 
@@ -243,7 +238,7 @@ def test_tokens_equal_transformers_when_prefixes_come_back_from_host_memory(
     model: Model, prompts: Prompts
 ) -> None:
     path, oracle = model
-    engine = Engine(path, pages=24, host_pages=78, host_tier=True)
+    engine = Engine(path, pages=24, host_pages=78)
     engine.run(dict(enumerate(prompts)), greedy())
     before = engine.scheduler.stats().prefix_host_tokens
     again = {handle + 100: prompt for handle, prompt in enumerate(prompts)}
@@ -328,7 +323,7 @@ def test_answers_follow_their_grammars_and_depend_on_no_company(
     company = Engine(path, pages=30)
     company.run(asked, sampling, grammars)
     assert company.preemptions > 0
-    swapped = Engine(path, pages=30, host_pages=60, host_tier=True)
+    swapped = Engine(path, pages=30, host_pages=60)
     swapped.run(asked, sampling, grammars)
     assert swapped.scheduler.stats().swaps_in > 0
     ahead = Engine(path)

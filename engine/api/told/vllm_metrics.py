@@ -218,7 +218,8 @@ def _kv_use(stats: CoreStats | None) -> float:
 def _host_use(stats: CoreStats | None) -> float:
     if stats is None:
         return 0.0
-    return _part(stats.host_pages_used, stats.host_pages_used + stats.host_pages_free)
+    used = stats.host_pages_used + stats.host_pages_kept
+    return _part(used, used + stats.host_pages_free)
 
 
 def _part(used: int, whole: int) -> float:

@@ -29,7 +29,7 @@ are taken as many times as long as steps take now by comparison (`_slowdown`).
 
 Copies are rare and small beside the noise of the steps that they are in: so the time of a copy that the
 runner measured as it warmed up counts for ever, too, `PRIOR` times as much as a step that only copies.
-Without it, a few bad readings could put an end to swapping, and with that to readings that correct them.
+Without it, a few bad readings could put an end to copies, and with that to readings that correct them.
 
 *Its error.* The model keeps, of the last `ERRORS` steps with prompts, by how much each took longer than it
 was estimated to, before it learned from it; steps that took less count as 0, since they break no promise.

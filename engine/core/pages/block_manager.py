@@ -179,8 +179,10 @@ class BlockManager:
         return self._by_identity.get(identity)
 
     def spare(self, page: int) -> None:
-        """Let `allocate` take this page only after all others."""
-        if not self._refs[page] and page not in self.cached_pages.kept:
+        """Let `allocate` take this page only after all others, if it is cached: a sequence that was preempted
+        since it was found may have named the same head, and then it is free."""
+        is_found = self._identity[page] is not None or page in self._heads
+        if is_found and not self._refs[page] and page not in self.cached_pages.kept:
             self._cached_heads.pop(page, None)
             self.cached_pages.discard((page,))
             self.cached_pages.add((page,), self._tenant[page], self._handed_out)

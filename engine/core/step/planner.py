@@ -36,8 +36,8 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import LifePhase, Sequence, Status
 from engine.core.step.allocator import Allocator
 from engine.core.step.flight import InFlight, News
+from engine.core.step.host_tier import Prefix
 from engine.core.step.plan_builder import PlanBuilder
-from engine.core.step.swap import Prefix
 
 PASSED_MAX: Final = 16
 """Sequences of one tenant that one plan passes over by rule D, as others compute what they lack."""
@@ -258,7 +258,7 @@ class Planner:
     def _is_coming(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder) -> bool:
         """True if a chunk of this very plan, or of a step in flight, works towards the next page that
         `sequence` lacks, so that it may wait for that (rule D)."""
-        if sequence.pages or prefix.host_pages or not self.config.prefix_cache:
+        if sequence.pages or not self.config.prefix_cache:
             return False
         hits_len = len(prefix.pages) + len(prefix.kept)
         if hits_len == sequence.reusable_len // self.runner.page_size:

@@ -180,14 +180,10 @@ def _sized(
     """The sizes that every rank builds. A page's bytes are those of all ranks together."""
     info = shard.info(pages)
     host_bytes = available_memory_bytes() // neighbours
-    by_itself = info.is_async or config.kv_disk_dir is not None
-    tier = by_itself if config.kv_host_tier is None else config.kv_host_tier
-    host_pages = host_page_count(config, shard.geometry, shard.max_model_len, host_bytes, tier=tier)
     return msgspec.structs.replace(
         info,
         page_bytes=info.page_bytes * config.tensor_parallel_size,
-        host_pages=host_pages,
-        host_tier=tier and host_pages > 0,
+        host_pages=host_page_count(config, shard.geometry, shard.max_model_len, host_bytes),
         load_s=load_s,
     )
 

@@ -64,7 +64,7 @@ class Engine:
     gap_targets_s: tuple[float, ...] = (0.1,) * len(ServiceClass)
     prompt_share: float = 0.5
     host_pages: int = 0
-    """Pages in host memory for swapped sequences."""
+    """Pages in host memory, behind a prefix cache. 0: neither, and a preempted sequence is computed again."""
     discipline: Discipline = RESPONSE_RATIO
     planner: type[Planner] = Planner
     noise: float = 0.0
@@ -191,7 +191,7 @@ class _Virtual:
         config = SchedulerConfig(
             step_tokens_max=engine.step_tokens_max,
             queue_len_max=UNBOUNDED,
-            prefix_cache=False,
+            prefix_cache=engine.host_pages > 0,
             gap_targets_s=engine.gap_targets_s,
             prompt_share=engine.prompt_share,
         )
@@ -253,6 +253,7 @@ def _message(handle: int, request: Request) -> AddSequence:
         f"req_{handle}",
         [1] * request.prompt_len,
         SamplingParams(seed=1, max_tokens=request.output_len),
+        str(handle).encode(),  # its own salt: nothing is shared
         tenant=request.tenant,
         service_class=request.service_class,
         first_token_s=request.first_token_s,

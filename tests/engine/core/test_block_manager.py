@@ -124,6 +124,18 @@ def test_of_two_pages_of_one_prefix_the_first_is_found_and_the_second_is_free_at
     manager.check([])
 
 
+def test_a_page_whose_head_another_took_is_free_and_is_not_spared() -> None:
+    """As when a sequence is preempted that has the head which another is to be forked from."""
+    manager = BlockManager(3, SIZE)
+    source, owner = manager.allocate(1), manager.allocate(1)
+    manager.register_head(source[0], head_of([1]))
+    manager.release(source)
+    manager.register_head(owner[0], head_of([1]))
+    manager.spare(source[0])
+    assert (manager.free, manager.cached) == (2, 0)
+    manager.check([owner])
+
+
 def test_counts_of_pages_that_acquire_and_release_would_change() -> None:
     manager = BlockManager(4, SIZE)
     pages = filled(manager, list(range(8)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -195,14 +194,14 @@ def test_pages_that_are_taken_from_several_at_once_are_paid_for_one_by_one(
     assert h.scheduler.stats().yields == told + 1
 
 
-@pytest.mark.parametrize("swaps", [{}, {"host_pages": 1024, "prefers_swap": lambda _: True}])
+@pytest.mark.parametrize("host_pages", [0, 1024])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_yield_for_a_slot_alone_costs_nothing(
-    monkeypatch: pytest.MonkeyPatch, swaps: dict[str, Any], prefix_cache: bool
+    monkeypatch: pytest.MonkeyPatch, host_pages: int, prefix_cache: bool
 ) -> None:
     """The sequence keeps its pages: none are copied, no token is computed again, no other yield waits."""
     monkeypatch.setattr("engine.core.step.allocator.YIELDS_AHEAD_S", 0.0)
-    h = flooded(prefix_cache=prefix_cache, **swaps)
+    h = flooded(prefix_cache=prefix_cache, host_pages=host_pages)
     h.steps(20)
     for handle, tenant in ((100, "b"), (101, "c"), (102, "d")):
         h.add(handle, [handle % 50] * 4, greedy(3), tenant=tenant)
@@ -222,16 +221,16 @@ def test_a_yield_for_a_slot_alone_costs_nothing(
 
 @pytest.mark.parametrize("host_pages", [0, 64])
 def test_what_yielded_loses_its_pages_before_any_that_runs_does(host_pages: int) -> None:
-    h = flooded(3, slots=3, pages=20, answer_len=50, host_pages=host_pages, prefers_swap=lambda _: True)
+    h = flooded(3, slots=3, pages=20, answer_len=50, host_pages=host_pages)
     h.steps(12)
     h.add(100, [40] * 4, greedy(40), tenant="victim")
     h.step()
     assert statuses(h) == {3: Status.YIELDED}
     while statuses(h) == {3: Status.YIELDED}:
         h.step()
-    assert statuses(h) == {3: Status.SWAPPED if host_pages else Status.PREEMPTED}
+    assert statuses(h) == {3: Status.PREEMPTED}
     stats = h.scheduler.stats()
-    assert (stats.preemptions, stats.yields, stats.swaps_out) == (2, 1, host_pages and 1)
+    assert (stats.preemptions, stats.yields) == (2, 1)
     h.run()
     h.assert_all_as_solo()
 
