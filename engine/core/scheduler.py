@@ -64,12 +64,14 @@ from typing import Final
 
 from engine.contract.messages import (
     CoreStats,
+    DiskCounts,
     Finished,
     FinishReason,
     Plan,
     RunnerInfo,
     RunResult,
     SamplingParams,
+    ServiceClass,
     StepOutput,
 )
 from engine.contract.records import Lack
@@ -92,6 +94,9 @@ from engine.core.step.results import Results, StepBook, lack_of
 
 FETCH_POLL_S: Final = 0.001
 """The time between two looks at what comes from disk while there is nothing else to do, in seconds."""
+NO_SEQUENCES: Final = (0,) * len(ServiceClass)
+NO_WAITS_S: Final = (0.0,) * len(ServiceClass)
+NO_DISK: Final = DiskCounts()
 STEPS_AHEAD_MAX: Final = 1
 """Steps that may be in flight while another is planned: one keeps a device busy, more would add late rows."""
 
@@ -297,7 +302,7 @@ class Scheduler:
         more."""
         while (first := next(iter(self._paused.values()), None)) and self._deadline(first) <= now:
             self._finish(first, FinishReason.STALLED, now)
-        for handle in self._deadlines.passed(now):
+        for handle in self._deadlines.passed(now) if self._deadlines.heap else ():
             late = self._sequences.get(handle)
             if late is None or late.first_token_by > now:
                 continue
@@ -346,6 +351,8 @@ class Scheduler:
         """Let newcomers go on whose pages came from disk, or did not come in time
         (`engine.core.pages.tiers`)."""
         disk = self._allocator.disk
+        if not disk.is_there:
+            return
         disk.take_done()
         for handle, (sequence, until) in list(self._fetching.items()):
             assert sequence.awaits is not None
@@ -369,7 +376,8 @@ class Scheduler:
     def _launch(self, builder: PlanBuilder, now: float) -> Plan:
         """Make the plan, and count its step as in flight from here on."""
         self._step += 1
-        swapped_out, swapped_in = self._allocator.host_tier.take_copies(self._step)
+        tier = self._allocator.host_tier
+        swapped_out, swapped_in = tier.take_copies(self._step) if tier.has_copies else ([], [])
         plan = Plan(
             step=self._step,
             left=self._allocator.take_left(),
@@ -459,7 +467,10 @@ class Scheduler:
     def stats(self) -> CoreStats:
         allocator, tier = self._allocator, self._allocator.host_tier
         pages, running = allocator.pages, allocator.running
-        class_waiting, class_waited_s, class_tokens = self._waiting.by_class(self._now)
+        free, cached, host_free, host_kept = pages.free, pages.cached, tier.host.free, tier.host.kept
+        class_waiting, class_waited_s, class_tokens = NO_SEQUENCES, NO_WAITS_S, [*NO_SEQUENCES]
+        if any(self._waiting.queues.values()):
+            class_waiting, class_waited_s, class_tokens = self._waiting.by_class(self._now)
         paused_running = 0  # paused, and no plan was made since
         for sequence in running.values():
             if sequence.paused_at is not None:
@@ -469,9 +480,9 @@ class Scheduler:
         return CoreStats(
             waiting=len(self._sequences) - len(running) - len(self._paused) + paused_running,
             running=len(running),
-            pages_free=pages.free,
-            pages_cached=pages.cached,
-            pages_owned=pages.owned,
+            pages_free=free,
+            pages_cached=cached,
+            pages_owned=pages.total - free - cached,
             prefix_query_tokens=self._planner.prefix_query_tokens,
             prefix_hit_tokens=self._planner.prefix_hit_tokens,
             preemptions=allocator.preemptions,
@@ -483,12 +494,12 @@ class Scheduler:
             swaps_in=allocator.copied_back,
             swapped_out_bytes=tier.pages_out * self._runner.page_bytes,
             swapped_in_bytes=tier.pages_in * self._runner.page_bytes,
-            host_pages_used=tier.host.used,
-            host_pages_free=tier.host.free,
-            host_pages_kept=tier.host.kept,
+            host_pages_used=tier.host.total - host_free - host_kept,
+            host_pages_free=host_free,
+            host_pages_kept=host_kept,
             prefix_host_tokens=self._planner.prefix_host_tokens,
             prefix_disk_tokens=self._planner.prefix_disk_tokens,
-            disk=allocator.disk.counts(),
+            disk=allocator.disk.counts() if allocator.disk.is_there else NO_DISK,
             waiting_tokens=self._waiting.newcomer_tokens,
             class_tokens=tuple(class_tokens),
             newest=self.newest,

@@ -346,4 +346,4 @@ class CostLearner:
                 for i, value in enumerate(measured[:-1]):
                     row[i] += value / slowdown**2
                 row[-1] += measured[-1] / slowdown
-        self._cost = StepCost(*nonnegative(equations, last), page_s)
+        self._cost = replace(StepCost(*nonnegative(equations, last)), page_s=page_s)

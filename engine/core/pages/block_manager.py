@@ -151,7 +151,7 @@ class BlockManager:
 
     @property
     def cached(self) -> int:
-        return len(self.cached_pages) + len(self._cached_heads)
+        return len(self.cached_pages.tenants) + len(self._cached_heads)
 
     @property
     def owned(self) -> int:
@@ -327,7 +327,7 @@ class BlockManager:
         assert self._refs == refs, f"references {self._refs}, and in so many tables {refs}"
         held = [page for page, count in enumerate(refs) if count]
         self.cached_pages.check()
-        cached = [*self.cached_pages, *self._cached_heads]
+        cached = [*self.cached_pages.tenants, *self._cached_heads]
         states = sorted([*self._free, *cached, *held])
         assert states == list(range(self.total)), "a page is lost, free twice, or in two states"
         identified = {identity: page for page, identity in enumerate(self._identity) if identity is not None}

@@ -75,7 +75,7 @@ class HostPool:
     @property
     def available(self) -> int:
         """Pages that `keep` could use now."""
-        return len(self._free) + len(self._droppable)
+        return len(self._free) + len(self._droppable.tenants)
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class HostPool:
                 page = self._free.pop(at)
                 break
         else:
-            if not self._droppable or self._droppable.first(self._handed_out) in self._touched:
+            if not self._droppable.tenants or self._droppable.first(self._handed_out) in self._touched:
                 return None
             page = self._hand_out()
         self._lent.add(page)
@@ -215,7 +215,7 @@ class HostPool:
     def check(self) -> None:
         """Assert rule 1, that each page is in one set."""
         assert {page: identity for identity, page in self._kept.items()} == self._identity
-        assert sorted(self._droppable) == sorted(self._identity.keys() - self._lent)
+        assert sorted(self._droppable.tenants) == sorted(self._identity.keys() - self._lent)
         lent = [page for page in self._lent if page not in self._identity and page not in self._leaving]
         everything = [*self._free, *self._leaving, *self._kept.values(), *lent]
         assert sorted(everything) == list(range(self.total)), "a host page is lost, or in two places"

@@ -114,7 +114,8 @@ class Allocator:
     @property
     def holders(self) -> int:
         """The number of sequences that hold pages."""
-        return len(self.running) + len(self._waiting.with_pages)
+        queues = self._waiting.queues
+        return len(self.running) + len(queues[Status.STALLED]) + len(queues[Status.YIELDED])
 
     def take_left(self) -> list[int]:
         """The slots that were left since the last call."""
@@ -339,7 +340,8 @@ class Allocator:
                 sequence.pages += page
                 self.holdings.add(sequence.tenant, slots=0, pages=1)
                 builder.grown[sequence.slot] = page
-        builder.copied_pages = self.host_tier.copied_pages
+        if self.host_tier.has_copies:
+            builder.copied_pages = self.host_tier.copied_pages
 
     def _free_page_for(self, sequence: Sequence, builder: PlanBuilder, now: float) -> None:
         """Preempt others so that a page is available, or `sequence` itself when no other can help."""
@@ -442,7 +444,9 @@ class Allocator:
 
     def settle(self, landed: InFlight) -> None:
         """Release what a step held back, at its commit."""
-        self.disk.landed(landed.plan.step, [host_page for _, host_page in landed.plan.swapped_out])
+        plan = landed.plan
+        if plan.swapped_out or plan.swapped_in:
+            self.disk.landed(plan.step, [host_page for _, host_page in plan.swapped_out])
         for table, keep_until_s in landed.tables:
             self.pages.release(table, keep_until_s)
         self._slots_free += landed.slots

@@ -84,6 +84,8 @@ class HostTier:
         self._in: list[tuple[int, int]] = []
         self._taken = 0
         """Host pages that were taken and are not in `_in` yet."""
+        self.has_copies = False
+        """True if the plan in the making copies anything."""
         self.pages_out = 0
         self.pages_in = 0
 
@@ -113,6 +115,7 @@ class HostTier:
             if host_page is not None:
                 self._out[host_page] = one.page
                 self.pages_out += 1
+                self.has_copies = True
 
     def _copies_left(self, cost: StepCost) -> int:
         """The number of pages that the plan in the making may still copy beside streams, within `COPY_SHARE`
@@ -146,6 +149,7 @@ class HostTier:
 
     def bring_in(self, brought: Brought, fresh: Sequence_[int]) -> None:
         """Let the plan in the making copy these host pages to the first of `fresh`."""
+        self.has_copies |= bool(brought.host_pages)
         self._in += zip(brought.host_pages, fresh, strict=False)
         self.pages_in += len(brought.host_pages)
         self._taken = 0
@@ -155,6 +159,6 @@ class HostTier:
         those in as (host page, device page)."""
         out = [(page, host_page) for host_page, page in self._out.items()]
         back, self._in = self._in, []
-        self._out = {}
+        self._out, self.has_copies = {}, False
         self.host.plan_made(step, [*(host_page for _, host_page in out), *(host for host, _ in back)])
         return out, back

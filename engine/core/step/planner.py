@@ -142,7 +142,7 @@ class Planner:
 
     def _plan_prompts(self, builder: PlanBuilder, news: News, now: float) -> None:
         """Spend what the decodes left, by rank: on admissions and on chunks of running sequences."""
-        waiting = self.waiting.due
+        waiting = self.waiting.due if any(self.waiting.queues.values()) else []
         if not (builder.prefills or waiting):
             self.credit = Credit()
             return  # the usual step

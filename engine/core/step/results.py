@@ -59,7 +59,7 @@ class Results:
         """
         plan = flight.plan
         unsound = self._take_prompt_logprobs(flight, result.prompt_logprobs, news)
-        assert len(result.tokens) == plan.sampled
+        assert len(result.tokens) == plan.wants.count(Want.SAMPLE)
         logprobs = result.logprobs or [None] * len(result.tokens)
         sampled = zip(result.tokens, logprobs, strict=True)
         served: Counter[str] = Counter()

@@ -225,7 +225,7 @@ class Edits:
 
     def are_due(self, output_len: int) -> bool:
         """True if some edit changes the logits of the token behind so many of output."""
-        return bool(self.each) and any(edit.is_due(output_len) for edit in self.each)
+        return any(edit.is_due(output_len) for edit in self.each)
 
     def edit(self, row: Tensor, output_len: int) -> None:
         """Edit logits [vocab] float32 of the token behind so many of output, in place."""

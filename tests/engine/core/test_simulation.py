@@ -148,9 +148,9 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
     "all clients leave": is_left_in_flight,
     "classes and tenants": lambda reports: sum(report.yields for report in reports) > 20,
     "preempted into host memory": lambda reports: sum(report.swaps_in for report in reports) > 20,
-    "a host tier": lambda reports: sum(report.host_tokens for report in reports) > 400,
+    "a host tier": lambda reports: sum(report.host_tokens for report in reports) > 200,
     "a host tier with little room": lambda reports: sum(report.host_tokens for report in reports) > 20,
-    "a host tier if cheaper": lambda reports: sum(report.host_tokens for report in reports) > 100,
+    "a host tier if cheaper": lambda reports: sum(report.host_tokens for report in reports) > 60,
     "a disk behind a small host tier": lambda reports: sum(report.disk_tokens for report in reports) > 20,
     "short queue": lambda reports: all(r.reasons[FinishReason.REJECTED] > 10 for r in reports),
 }
