@@ -37,7 +37,9 @@ from engine.core.queue.newcomers import AddSequence
 from engine.core.queue.policy import age
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Hold, Sequence
+from tests.bench.engine.core_window import in_slot
 from tests.bench.engine.virtual import TurnWatch
+from tests.core_laws import check
 from tests.fake_disk import FakeDisk
 from tests.fake_grammars import FakeGrammars, random_delays
 from tests.fake_runner import FakeRunner, runner_info, solo
@@ -226,7 +228,7 @@ class _Simulation:
     def _check_laws(self) -> None:
         self._moments += 1
         if self._moments % self._moments_per_check == 0:
-            self._scheduler.check()
+            check(self._scheduler)
 
     def _living(self, handles: list[int]) -> list[Life]:
         return [self._unfinished[handle] for handle in handles if handle in self._unfinished]
@@ -301,7 +303,7 @@ class _Simulation:
     def _check_plan(self, plan: Plan) -> None:
         seated = {start.slot for start in plan.seated}
         for slot in {*plan.slots, *seated, *(slot for slot, _ in plan.grown)}:
-            life = self._lives[self._scheduler.running(slot).handle]
+            life = self._lives[in_slot(self._scheduler, slot).handle]
             assert life.paused_at is None, "a row is planned for a paused sequence"
         self._watch.after_plan(plan)
         assert self._watch.worst <= 1.0, "a sequence starves"
@@ -310,7 +312,7 @@ class _Simulation:
     def _check_yields(self, plan: Plan) -> None:
         """Assert rule J as far as it is visible from outside."""
         ran = [*self._ran, *self._running()]
-        seated = [self._scheduler.running(start.slot) for start in plan.seated]
+        seated = [in_slot(self._scheduler, start.slot) for start in plan.seated]
         for sequence in [*self._scheduler._waiting, *seated]:
             if sequence.yields == self._yields[sequence.handle]:
                 continue
@@ -370,7 +372,7 @@ class _Simulation:
     # -- the end ----------------------------------------------------------------------------------
 
     def _check_end(self) -> None:
-        self._scheduler.check()
+        check(self._scheduler)
         stats = self._scheduler.stats()
         assert (stats.waiting, stats.running, stats.pages_owned) == (0, 0, 0)
         assert stats.pages_free + stats.pages_cached == self._config.pages, "not all pages came back"

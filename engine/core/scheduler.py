@@ -82,7 +82,7 @@ from engine.core.pages.tiers import PageDisk
 from engine.core.queue.deadlines import DeadlineQueue
 from engine.core.queue.newcomers import AddSequence, Prompt
 from engine.core.queue.policy import RESPONSE_RATIO, Discipline
-from engine.core.queue.tenants import TenantCounters, TenantHoldings
+from engine.core.queue.tenants import TenantCounters
 from engine.core.queue.waiting import WaitingQueue
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Hold, Sequence, Status
@@ -109,8 +109,6 @@ class Scheduler:
         config: SchedulerConfig,
         runner: RunnerInfo,
         discipline: Discipline = RESPONSE_RATIO,
-        planner: type[Planner] = Planner,
-        book: type[StepBook] = StepBook,
         disk: PageDisk | None = None,
         grammars: Grammars | None = None,
     ) -> None:
@@ -130,9 +128,9 @@ class Scheduler:
         beside them."""
         self._fetching: dict[int, tuple[Sequence, float]] = {}
         """Newcomers that wait for pages from disk, and the times at which they stop waiting, by handle."""
-        self._book = book(self._allocator)
+        self._book = StepBook(self._allocator)
         self._tenants = TenantCounters()
-        self._planner = planner(
+        self._planner = Planner(
             config, runner, self._allocator, self._waiting, self._tenants, self._learner, self._in_flight
         )
         self._results = Results(config, self._allocator.pages, self._tenants, self._allocator.forget)
@@ -151,24 +149,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """True if any sequence is due: then the next plan has rows, unless they wait for a step in flight."""
         return any(sequence.hold is None for sequence in self._sequences.values())
-
-    @property
-    def due(self) -> list[Sequence]:
-        """The waiting sequences that nothing holds back."""
-        return self._waiting.due
-
-    def is_following(self, sequence: Sequence) -> bool:
-        """True if a waiting sequence lacks the prompt that another computes."""
-        return self._waiting.is_following(sequence)
-
-    def running(self, slot: int) -> Sequence:
-        """The sequence that holds this slot."""
-        return self._allocator.running[slot]
-
-    @property
-    def holdings(self) -> TenantHoldings:
-        """The slots and pages that the running sequences of each tenant hold."""
-        return self._allocator.holdings
 
     def idle_s(self, now: float) -> float:
         """The time until there is something to do without a new message, in seconds: 0.0 while there is work,
@@ -508,37 +488,3 @@ class Scheduler:
             kept_found=pages.cached_pages.kept_found,
             kept_evicted=pages.cached_pages.kept_evicted,
         )
-
-    def check(self) -> None:
-        """Assert that no page, slot or sequence is lost or in two places. For tests: O(pages + sequences)."""
-        self._allocator.check()
-        self._tenants.check(sequence.tenant for sequence in self._sequences.values())
-        self._check_flights()
-        living = [*self._waiting, *self._allocator.running.values()]
-        assert {sequence.handle: sequence for sequence in living} == self._sequences
-        assert len(living) == len(self._sequences), "a sequence is in two places"
-        waiting_for_disk = {s.handle for s in living if s.awaits is not None}
-        assert waiting_for_disk == self._fetching.keys()
-        self.masks.check(self._sequences)
-        assert self.due == [s for s in self._waiting if s.hold is None]
-        assert self._paused == {s.handle: s for s in living if s.is_paused}
-        pauses = [self._deadline(sequence) for sequence in self._paused.values()]
-        assert pauses == sorted(pauses), "the first that was paused is not the first to end"
-
-    def _check_flights(self) -> None:
-        """Assert that the steps in flight are what their sequences count, and that no other has a row."""
-        assert len(self._in_flight) <= STEPS_AHEAD_MAX + 1
-        assert list(self._in_flight) == sorted(self._in_flight)
-        flying: dict[int, tuple[int, int, int]] = {}
-        for step, flight in self._in_flight.items():
-            plan = flight.plan
-            for sequence, length, want in zip(flight.rows, plan.lengths, plan.wants, strict=True):
-                if sequence.status is Status.FINISHED:
-                    continue
-                before = flying.get(sequence.handle, (0, 0, 0))
-                flying[sequence.handle] = (before[0] + length, before[1] + want, step)
-        for handle, sequence in self._sequences.items():
-            length, coming, step = flying.pop(handle, (0, 0, 0))
-            assert (sequence.in_flight_len, sequence.coming) == (length, coming)
-            assert not step or sequence.last_step == step, "a fence in the wrong place"
-        assert not flying, "a row without a sequence"

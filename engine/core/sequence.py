@@ -375,5 +375,5 @@ class Sequence:
 
 def due_of(waiting: Iterable[Sequence]) -> list[Sequence]:
     """Those of sequences without a slot whose `hold` is None. That is spelt out, since thousands may wait
-    and a call takes three times as long; `Scheduler.check` compares the two."""
+    and a call takes three times as long; tests compare the two."""
     return [s for s in waiting if s.paused_at is None and s.awaits is None and s.mask is not None]

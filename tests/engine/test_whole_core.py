@@ -31,6 +31,7 @@ from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import load_runner
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.result_tensors import Computed
+from tests.core_laws import check
 from tests.engine.models import (
     EOS_ID,
     FAMILIES,
@@ -119,7 +120,7 @@ class Engine:
                 continue
             self.longest_step = max(self.longest_step, sum(plan.lengths))
             self.scheduler.commit(plan, self.runner.run(plan), 0.0)
-            self.scheduler.check()
+            check(self.scheduler)
             self._poison()
             if (output := self.scheduler.report()) is not None:
                 self._take(output)
@@ -132,7 +133,7 @@ class Engine:
             then = None if following is None else (following, self.runner.launch(following))
             self.overlaps += then is not None
             self.scheduler.commit(flying[0], flying[1].collect(), 0.0)
-            self.scheduler.check()
+            check(self.scheduler)
             flying = then
             if (output := self.scheduler.report()) is not None:
                 self._take(output)

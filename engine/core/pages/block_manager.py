@@ -26,8 +26,7 @@ Picture of two sequences with a common prompt of two pages, and of one that has 
 
 Rules
 
-1. `free + cached + owned == total`, and a page's reference count is the number of tables it is in
-   (`check` asserts both).
+1. `free + cached + owned == total`, and a page's reference count is the number of tables it is in.
 2. Only a *full* page whose tokens are all computed gets an identity; such a page is never written
    again, so it may be shared. The page that a sequence is filling belongs to that sequence alone.
 3. An identity is SHA-256 over (the parent page's identity, the page's tokens); the first page's
@@ -315,26 +314,3 @@ class BlockManager:
             self.cached_pages.discard((page,))
             self._cached_heads.pop(page, None)
             self._free.append(page)
-
-    def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert rule 1, that no page is lost or counted wrongly; `tables` has the page tables of all living
-        sequences."""
-        refs = [0] * self.total
-        for table in tables:
-            assert len(set(table)) == len(table), "a page twice in one table"
-            for page in table:
-                refs[page] += 1
-        assert self._refs == refs, f"references {self._refs}, and in so many tables {refs}"
-        held = [page for page, count in enumerate(refs) if count]
-        self.cached_pages.check()
-        cached = [*self.cached_pages.tenants, *self._cached_heads]
-        states = sorted([*self._free, *cached, *held])
-        assert states == list(range(self.total)), "a page is lost, free twice, or in two states"
-        identified = {identity: page for page, identity in enumerate(self._identity) if identity is not None}
-        identified |= {head: page for page, heads in self._heads.items() for head in heads}
-        assert identified == self._by_identity
-        assert all(self._heads.values())
-        pages = set(identified.values())
-        assert pages.issuperset(cached), "a page is cached, and nothing can find it"
-        assert not any(self._identity[page] for page in self._cached_heads)
-        assert pages.isdisjoint(self._free), "a page is free, and can be found"

@@ -112,20 +112,6 @@ class CachedPages:
         self._kept_of[tenant] += len(kept)
         self.add(pages[:first], tenant, now)
 
-    def check(self) -> None:
-        """Assert that each page is in one place, and that tenants' counts are those of their pages."""
-        of_queues = {
-            page: tenant
-            for tenant, own in self._of.items()
-            for queue in (own.released, own.let_go)
-            for page in queue
-        }
-        of_kept = {page: self.tenants[page] for page in self.kept}
-        assert of_queues.keys().isdisjoint(of_kept)
-        assert of_queues | of_kept == self.tenants
-        assert self._kept_of == Counter(of_kept.values())
-        assert self._of.keys() == set(self.tenants.values())
-
     def _part(self, tenants: int) -> int:
         """The most pages that are kept for each of so many tenants (rule 5)."""
         return self._total // (2 * tenants)

@@ -14,7 +14,7 @@ The runner owns the tensors. At any moment each page is exactly one of
 
 Rules
 
-1. The four sets are disjoint, and every page is in one of them (`check` asserts it).
+1. The four sets are disjoint, and every page is in one of them.
 2. Which of the kept ones makes room `engine.core.pages.cached_pages` says, as on the device: a tenant whose
    prompts never come again loses its own. Time is counted in pages that were handed out here.
 3. A page that a plan copies from is *leaving*: it is free from the next plan on. Otherwise something that
@@ -211,11 +211,3 @@ class HostPool:
         else:
             self._set_kept(page, identity, tenant)
             self._fetched.add(page)
-
-    def check(self) -> None:
-        """Assert rule 1, that each page is in one set."""
-        assert {page: identity for identity, page in self._kept.items()} == self._identity
-        assert sorted(self._droppable.tenants) == sorted(self._identity.keys() - self._lent)
-        lent = [page for page in self._lent if page not in self._identity and page not in self._leaving]
-        everything = [*self._free, *self._leaving, *self._kept.values(), *lent]
-        assert sorted(everything) == list(range(self.total)), "a host page is lost, or in two places"

@@ -9,7 +9,8 @@ has brought the prompt: its page identities are computed, its prefix is looked u
 thousand at once would hold up everybody's next token by that, and whoever comes meanwhile. So they wait in
 the `Intake`, and before each step as many are taken in as `TAKEN_MAX` and `TAKEN_TOKENS_MAX` allow: one of
 each tenant, then another of each. A tenant's own come in the order in which they were sent. One that is
-aborted there goes no further.
+aborted there goes no further. (Identities could wait for the first look-up of an admission. But a request
+with a deadline for its first token, as nearly all have, is judged when it comes, by what the cache lacks.)
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ from typing import Final, overload
 import msgspec
 
 from engine.contract.messages import (
-    AddPrompt,
     AddRequest,
     SamplingParams,
     ServiceClass,
 )
-from engine.contract.packing import TOKENS, packed, unpacked
+from engine.contract.packing import TOKENS, unpacked
 from engine.core.pages.block_manager import PageChain
 
 # -- from a request -------------------------------------------------------------------------------
@@ -129,24 +129,6 @@ def sequences_of(request: AddRequest) -> Iterator[AddSequence]:
                 request.has_next_turn,
             )
             handle += 1
-
-
-def alone(sequence: AddSequence) -> AddRequest:
-    """The request of one sequence."""
-    sampling = sequence.sampling
-    prompt = AddPrompt(packed(sequence.prompt_ids), sampling.max_tokens, sampling.min_tokens, [sampling.seed])
-    return AddRequest(
-        sequence.handle,
-        sequence.request_id,
-        [prompt],
-        sampling,
-        sequence.cache_salt,
-        sequence.tenant,
-        sequence.service_class,
-        sequence.first_token_s,
-        grammar=sequence.grammar,
-        has_next_turn=sequence.has_next_turn,
-    )
 
 
 # -- the intake -----------------------------------------------------------------------------------

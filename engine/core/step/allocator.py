@@ -450,31 +450,3 @@ class Allocator:
         for table, keep_until_s in landed.tables:
             self.pages.release(table, keep_until_s)
         self._slots_free += landed.slots
-
-    def check(self) -> None:
-        """Assert that every slot and page is in one place, and that each sequence holds what its status
-        says."""
-        living = [*self._waiting, *self.running.values()]
-        held = [table for flight in self._in_flight.values() for table, _ in flight.tables]
-        self.pages.check([*(sequence.pages for sequence in living if sequence.pages), *held])
-        self.host_tier.host.check()
-        held_slots = [slot for flight in self._in_flight.values() for slot in flight.slots]
-        slots = [*self._slots_free, *held_slots, *self.running]
-        page_size, preemptions_max = self._runner.page_size, self._config.preemptions_max
-        assert sorted(slots) == list(range(self._runner.slots)), "a slot is lost, or owned twice"
-        for status, queue in self._waiting.queues.items():
-            has_pages = status in (Status.STALLED, Status.YIELDED)
-            for sequence in queue.values():
-                assert sequence.status is status
-                assert sequence.slot is None
-                assert bool(sequence.pages) == has_pages
-                assert sequence.in_flight_len == sequence.coming == 0
-        for slot, sequence in self.running.items():
-            assert sequence.slot == slot
-            assert sequence.status is Status.RUNNING
-        for sequence in living:
-            planned_len = sequence.computed_len + sequence.in_flight_len
-            assert sequence.pending_len > 0 or sequence.is_only_read, "it has nothing more to do"
-            assert planned_len <= len(sequence.pages) * page_size
-            assert sequence.preemptions - sequence.yields <= preemptions_max
-        self.holdings.check((sequence.tenant, len(sequence.pages)) for sequence in self.running.values())

@@ -10,7 +10,9 @@ and other tenants do not.
 D. A sequence waits, and others pass it, while another computes the very page that it lacks next. In its turn
    the oldest does not wait. But while another computes its whole prompt it *follows* that, and has no turn:
    the `n` choices of one request compute their prompt once. (`PASSED_MAX` of them end the admissions of their
-   tenant, so that planning stays cheap.)
+   tenant, so that planning stays cheap.) These are two rules, and not one by pages: with a turn a choice
+   would compute a prompt twice that is charged once, and without one a sequence would wait for ever whose
+   first page others compute all the time.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from engine.core.queue.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Hold
+from tests.core_laws import check
 from tests.fake_grammars import FakeGrammars
 from tests.fake_runner import FakeRunner, Solo, runner_info, solo
 
@@ -136,19 +137,19 @@ class Harness:
 
     def abort(self, *handles: int) -> None:
         self.scheduler.abort(handles, self.now)
-        self.scheduler.check()
+        check(self.scheduler)
 
     def pause(self, *handles: int) -> None:
         self.scheduler.pause(handles, self.now)
-        self.scheduler.check()
+        check(self.scheduler)
 
     def resume(self, *handles: int) -> None:
         self.scheduler.resume(handles, self.now)
-        self.scheduler.check()
+        check(self.scheduler)
 
     def plan(self) -> Plan | None:
         plan = self.scheduler.plan(self.now)
-        self.scheduler.check()
+        check(self.scheduler)
         if plan is not None:
             self.plans.append(plan)
         return plan
@@ -158,7 +159,7 @@ class Harness:
         result = self.runner.run(plan)
         self.now += STEP_S
         self.scheduler.commit(plan, result, self.now)
-        self.scheduler.check()
+        check(self.scheduler)
 
     def step(self) -> Plan | None:
         """Plan, run and commit one step, and record what it reports."""

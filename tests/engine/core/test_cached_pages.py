@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.core.pages.cached_pages import STALE_MAX, CachedPages
+from tests.core_laws import check_cached
 
 TENANTS = "abcdefg"
 PAGES = 400
@@ -105,7 +106,7 @@ class Model(RuleBasedStateMachine):
         assert sorted(self.cached.tenants) == sorted(others + [page for page, *_ in self.kept])
         assert len(self.cached.tenants) == PAGES - len(self.out)
         assert [page for page, *_ in self.kept] == list(self.cached.kept)
-        self.cached.check()
+        check_cached(self.cached)
 
     @invariant()
     def keeps_few_stale_entries(self) -> None:

@@ -16,6 +16,7 @@ from engine.core.sequence import Sequence, Status
 from engine.core.step import victims
 from engine.core.step.allocator import Allocator
 from engine.core.step.planner import PASSED_MAX
+from tests.bench.engine.core_window import due, holdings
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.sequences import PRIORITY, sequence
 from tests.overlapped import OverlappedSimulation
@@ -43,7 +44,7 @@ def statuses(h: Harness) -> dict[int, Status]:
 
 def yields(h: Harness) -> list[int]:
     """The handles of waiting sequences that yielded their slots."""
-    return sorted(s.handle for s in h.scheduler.due if s.yields)
+    return sorted(s.handle for s in due(h.scheduler) if s.yields)
 
 
 @pytest.mark.parametrize("flood", [8, 64])
@@ -63,7 +64,7 @@ def test_fairness_gives_two_tenants_half_of_the_slots_each_and_no_slot_goes_back
     for handle in range(100, 116):
         h.add(handle, [handle % 50] * 4, greedy(LONG), tenant="other")
     h.steps(30)
-    assert h.scheduler.holdings.slots == {"flood": 4, "other": 4}
+    assert holdings(h.scheduler).slots == {"flood": 4, "other": 4}
     assert len(yields(h)) == 4
     h.steps(50)
     assert h.scheduler.stats().preemptions == 4
@@ -81,7 +82,7 @@ def test_fairness_counts_pages_like_slots() -> None:
         h.add(handle, [handle % 50] * 12, greedy(12), tenant="short")
         h.step()
     assert yields(h) == [2]
-    assert h.scheduler.holdings.slots["short"] == 4
+    assert holdings(h.scheduler).slots["short"] == 4
     h.run()
     h.assert_all_as_solo()
 
@@ -135,7 +136,7 @@ def test_a_decode_preempts_a_sequence_of_the_tenant_that_holds_most() -> None:
     h.add(9, [9] * 8, greedy(12), tenant="victim")
     while not h.scheduler.stats().preemptions:
         h.step()
-    assert {s.tenant for s in h.scheduler.due} == {"flood"}
+    assert {s.tenant for s in due(h.scheduler)} == {"flood"}
     h.run()
     h.assert_all_as_solo()
     assert h.finished[9].preemptions == 0

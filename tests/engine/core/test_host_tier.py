@@ -18,6 +18,7 @@ from engine.core.pages.block_manager import BlockManager, PageChain, PageIdentit
 from engine.core.pages.host_pool import HostPool
 from engine.core.sequence import Sequence, Status
 from engine.core.step.host_tier import HostTier
+from tests.core_laws import check_host
 from tests.engine.core.harness import COPIES_ARE_CHEAP, Harness, greedy, knowing
 
 HISTORY = list(range(1, 18))
@@ -308,7 +309,7 @@ def test_which_kept_page_makes_room_depends_on_whose_they_are() -> None:
     for number in range(1000, 5000):  # who never comes back loses its pages in the end
         pool.keep(identity(number), "floods")
     assert pool.find([identity(0)]) == 0
-    pool.check()
+    check_host(pool)
 
 
 def test_a_page_that_was_read_from_disk_is_its_tenants() -> None:
@@ -336,7 +337,7 @@ def test_a_page_that_a_thread_reads_is_neither_dropped_nor_overwritten() -> None
     assert pool.available == 1, "it left, and the thread still reads it"
     pool.give_back(page)
     assert pool.available == 2
-    pool.check()
+    check_host(pool)
 
 
 def test_a_thread_gets_no_page_that_a_step_in_flight_copies() -> None:
@@ -396,4 +397,4 @@ def _mix(rng: random.Random) -> None:
                 lent.append(page)
             case 5 if lent:
                 pool.give_back(lent.pop(), rng.choice([None, number]))
-        pool.check()
+        check_host(pool)

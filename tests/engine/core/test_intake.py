@@ -22,8 +22,9 @@ from engine.contract.messages import (
 )
 from engine.contract.packing import packed
 from engine.core.queue import newcomers
-from engine.core.queue.newcomers import TAKEN_MAX, AddSequence, Intake, alone, sequences_of
+from engine.core.queue.newcomers import TAKEN_MAX, AddSequence, Intake, sequences_of
 from engine.core.scheduler import Scheduler
+from tests.bench.engine.core_window import alone
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.test_loop import World
 
