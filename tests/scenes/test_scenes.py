@@ -110,7 +110,7 @@ def test_preempted_by_a_higher_class(model_dir: Path, host_pages: int, ends: str
         await high.until_over()
         await flex.until_over()
 
-    told = play(scene, Setting(slots=1, host_pages=host_pages), model_dir)
+    told = play(scene, Setting(slots=1, pages=90, host_pages=host_pages), model_dir)
     found = causes(told, "flex")
     says(found, r"preempted for \d+ ms: a request of a higher class took its place")
     assert any(re.search(ends, line) for line in found.splitlines()), found
