@@ -418,7 +418,9 @@ async def sdk(served: Served) -> AsyncIterator[Any]:
     import anthropic  # it takes longer than most tests
 
     url = f"http://127.0.0.1:{served.engine.port}"
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
+    async with anthropic.AsyncAnthropic(
+        base_url=url, api_key="none", max_retries=0, _strict_response_validation=True
+    ) as client:
         yield client
 
 
