@@ -174,9 +174,8 @@ def span(
     left = estimate if room is None else max(1, room.most - count.longest)
     stated = request.output_tokens_max
     if stated is not None:
-        if request.stated_tokens_max is None and room is not None:  # it need not fit
-            most = min(stated, left)
-            return TokenSpan(*prompts, choices, most, most, is_cut=most < stated)
+        if stated > left and room is not None and request.stated_tokens_max is None:  # it need not fit
+            return TokenSpan(*prompts, choices, left, left, is_cut=True)
         return TokenSpan(*prompts, choices, stated, stated)
     each = min(estimate, left)
     if tokens_max is None:

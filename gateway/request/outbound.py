@@ -174,10 +174,11 @@ class Draft(Struct, frozen=True):
 
 def draft(asked: Asked, model: ModelConfig, engine: Known) -> Draft:
     """Choose what goes out. Raises InvalidRequest for what another make may not be sent."""
-    if not engine.counts_as_ours:
+    is_ours = engine.is_ours
+    if not (is_ours or engine.counts_as_ours):
         passed = passed_on(asked, model)
         return Draft(False, passed.fields, passed.left_out)
-    if not engine.is_ours:
+    if not is_ours:
         check_images(asked.parsed.request.prompt_form, model.image_hosts)
     return Draft(True, shaped(asked.parsed))
 

@@ -261,7 +261,8 @@ class Pipeline:
         what it asks for."""
         exchange.stages.enter("auth")
         headers, connection = exchange.headers, exchange.connection
-        caller = Caller(authorization_of(headers), connection.transport, connection.tenant)
+        shown = headers.get("authorization") or authorization_of(headers)
+        caller = Caller(shown, connection.transport, connection.tenant)
         try:
             found = exchange.accounts.identity.identify(caller, exchange.clock.wall())
         except Unauthenticated:
