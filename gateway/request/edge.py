@@ -319,6 +319,8 @@ class Edge:
         )
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         resource = find(path)
+        if resource.anthropics is not None and VERSION_HEADER in headers:
+            resource = resource.anthropics
         dialect = resource.dialect
         return Exchange(
             method=method,

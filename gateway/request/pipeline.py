@@ -261,7 +261,8 @@ class Pipeline:
         what it asks for."""
         exchange.stages.enter("auth")
         headers, connection = exchange.headers, exchange.connection
-        caller = Caller(authorization_of(headers), connection.transport, connection.tenant)
+        shown = headers.get("authorization") or authorization_of(headers)
+        caller = Caller(shown, connection.transport, connection.tenant)
         try:
             found = exchange.accounts.identity.identify(caller, exchange.clock.wall())
         except Unauthenticated:
@@ -355,7 +356,7 @@ class Pipeline:
         self, exchange: Exchange, terms: Terms, request: GenerationRequest | None, count: TokenCount
     ) -> int | None:
         """Reserve the request's tokens. Returns the most that each choice may have; None where the request
-        states it, or nothing limits it."""
+        states it and there is room for it, or nothing limits it."""
         exchange.stages.enter("quota")
         if request is None:
             decision = await self._quotas.reserve(exchange.reservation, terms.subjects, 0, 0, terms.payer)
@@ -369,7 +370,7 @@ class Pipeline:
         )
         self._apply_decision(exchange, decision, asked.least)
         exchange.admit(terms.payer, decision.granted, asked.estimated(decision.granted))
-        return asked.maximum_each(decision.granted) if asked.is_open else None
+        return asked.maximum_each(decision.granted) if asked.is_open or asked.is_cut else None
 
     def _apply_decision(self, exchange: Exchange, decision: Decision, tokens: int) -> None:
         """Note a decision of the quotas, and raise the error of a refusal. `tokens` is the least that was

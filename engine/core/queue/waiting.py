@@ -63,7 +63,7 @@ class WaitingQueue:
         return [*self.queues[Status.STALLED].values(), *self.queues[Status.YIELDED].values()]
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain.from_iterable(queue.values() for queue in self.queues.values())
+        return chain.from_iterable(map(dict.values, self.queues.values()))
 
     @property
     def due(self) -> list[Sequence]:
