@@ -125,12 +125,15 @@ def test_of_two_pages_of_one_prefix_the_first_is_found_and_the_second_is_free_at
     check_pages(manager, [])
 
 
-def test_a_page_whose_head_another_took_is_free_and_is_not_spared() -> None:
+@pytest.mark.parametrize("is_spared_before", [False, True])
+def test_a_page_whose_head_another_took_is_free_and_is_not_spared(is_spared_before: bool) -> None:
     """As when a sequence is preempted that has the head which another is to be forked from."""
     manager = BlockManager(3, SIZE)
     source, owner = manager.allocate(1), manager.allocate(1)
     manager.register_head(source[0], head_of([1]))
     manager.release(source)
+    if is_spared_before:
+        manager.spare(source[0])
     manager.register_head(owner[0], head_of([1]))
     manager.spare(source[0])
     assert (manager.free, manager.cached) == (2, 0)
