@@ -157,6 +157,7 @@ def test_imports_keep_to_their_floor() -> None:
 
 
 GATEWAY_LEVELS = (
+    {"config.secret"},
     {
         *(
             "config.accounting",
@@ -169,12 +170,12 @@ GATEWAY_LEVELS = (
         "config.certificate_names",
     },
     {"config.timeouts", "config.discovery", "config.holders", "relay.ticks"},
-    {"config.whole", "config.secret", "background", "client", "openapi.parts", "request.recorder"},
+    {"config.whole", "background", "client", "openapi.parts", "request.recorder"},
     {"redis"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {
         *("directory.accounts", "directory.development", "operators.operations", "billing", "openapi.public"),
-        *("listen.listener_tls", "relay.engines", "request.record", "request.hedging"),
+        *("listen.listener_tls", "relay.engines", "request.record"),
     },
     {
         "discovery",

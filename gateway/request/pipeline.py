@@ -184,7 +184,6 @@ class Pipeline:
             asked.endpoint.dialect,
             is_fallback=bool(exchange.fallback),
             is_optional=asked.endpoint.is_optional,
-            is_hedged=terms.is_hedged,
         )
 
     async def _send_or_fall_back(
