@@ -45,7 +45,9 @@ from gateway.operators.operations import (
     OperatorRequest,
     Table,
     does,
+    operation_of,
     pattern_of,
+    query_of,
 )
 from gateway.request.exchange import LiveRequests
 from shared.apis.requests import AbortResponse
@@ -186,7 +188,9 @@ class Admin:
                     allow = ", ".join(methods)
                     raise MethodNotAllowed(f"{path} takes {allow}.", allow=allow)
                 _check_query(request)
-                return await answer(OperatorRequest(request, operator, match[1] if match.groups() else ""))
+                query = query_of(operation_of(answer).parameters, request.query)
+                id_ = match[1] if match.groups() else ""
+                return await answer(OperatorRequest(request, operator, id_, query))
         raise RouteNotFound(f"There are {', '.join([*self._open, *self._operators])}.")
 
     def _operator(self, request: web.BaseRequest) -> Principal:
