@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from msgspec import Meta
 
@@ -78,6 +78,7 @@ _SECRETS: Final = (
 GONE: Final = {
     **{f"{path}_env": f'{path.rpartition(".")[2]} = "env:NAME" now' for path in _SECRETS},
     **{f"{path}_file": f'{path.rpartition(".")[2]} = "file:PATH" now' for path in _SECRETS},
+    **{f"tiers.{tier}.hedge": "gone: streams are not hedged any more" for tier in get_args(Tier)},
     "limits.send_buffer_len": "gone: it is 64KiB",
     "hop.ping_interval_s": "gone: it is 1 second",
     "hop.ping_timeout_s": "gone: it is 3 seconds",
@@ -188,9 +189,6 @@ class TierConfig:
     """Wins over the model's queue_timeout_s."""
     request_timeout_s: Seconds | None = None
     """Wins over the model's request_timeout_s."""
-    hedge: bool = False
-    """True if their streams are sent to a second replica when the first has not begun in the time that 95 %
-    of the model's take. The one that begins first answers, and is charged for."""
 
 
 PLAIN: Final = TierConfig()

@@ -47,6 +47,7 @@ from gateway.operators.operations import (
     does,
     operation_of,
     pattern_of,
+    query_of,
 )
 from gateway.operators.peers import PROOF_HEADER, Peers
 from gateway.request.exchange import LiveRequests
@@ -198,8 +199,9 @@ class Admin:
                     allow = ", ".join(methods)
                     raise MethodNotAllowed(f"{path} takes {allow}.", allow=allow)
                 _check_query(request)
-                asked = OperatorRequest(request, operator, match[1] if match.groups() else "")
-                return await self._of_all(asked, answer)
+                query = query_of(operation_of(answer).parameters, request.query)
+                id_ = match[1] if match.groups() else ""
+                return await self._of_all(OperatorRequest(request, operator, id_, query), answer)
         raise RouteNotFound(f"There are {', '.join([*self._open, *self._operators])}.")
 
     async def _of_all(self, asked: OperatorRequest, answer: Handler) -> web.Response:

@@ -32,6 +32,8 @@ SLOW_TOKENIZER_MS: Final = 50.0
 """The time from which on counting tokens is a cause to be told, in milliseconds."""
 NONE: Final = "none"
 """The label of a request that ended before it had the value."""
+_ROUTES: Final = {route: route.value for route in RouteReason}
+"""Their names, which an enum takes two calls to tell."""
 _NOT_ENDED: Final = datetime.min.replace(tzinfo=UTC)
 
 
@@ -64,7 +66,7 @@ class ExchangeRecord(GatewayLine, eq=False):
     def placed(self, route: RouteReason) -> None:
         """Note the choice of a replica."""
         self.attempts += 1
-        self.route = route.value
+        self.route = _ROUTES[route]
         ROUTES.inc(route)
 
     def attempt_failed(self, replica: ReplicaId, code: str) -> None:

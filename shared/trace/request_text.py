@@ -55,7 +55,6 @@ def _heading_and_words(trace: Trace, number: str = "", *, is_record: bool = Fals
 
 _ROUTES: Final = {
     "retry": "the one before it had failed",
-    "hedge": "as well, for the one before it was slow to begin",
     "panic": "all engines had failed lately",
     "fallback": "of another model, for none of its own could answer",
 }

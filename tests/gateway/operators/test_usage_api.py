@@ -16,7 +16,8 @@ import pytest
 from gateway.admission.quota import ReservationId
 from gateway.billing.lines import BillingLine
 from gateway.operators import usage
-from gateway.operators.usage import parse
+from gateway.operators.operations import query_of
+from gateway.operators.usage import PARAMETERS, parse
 from shared import cli
 from shared.wire.errors import InvalidRequest
 from shared.wire.ids import KeyId, TenantId
@@ -190,7 +191,7 @@ async def test_usage_is_for_operators_alone(open_house: Open, redis: RedisServer
 )
 def test_a_query_that_cannot_be_answered_names_its_parameter(parameters: dict[str, str], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse(parameters, datetime(2026, 3, 15, tzinfo=UTC).date())
+        parse(query_of(PARAMETERS, parameters), datetime(2026, 3, 15, tzinfo=UTC).date())
     assert caught.value.param == param
 
 
