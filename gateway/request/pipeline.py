@@ -444,7 +444,7 @@ class Pipeline:
         def first_byte() -> None:
             """Enter the stage `relay`."""
             took_s = exchange.stages.enter("relay") - exchange.arrived_s
-            exchange.record.first_byte_ms = round(took_s * 1e3, 3)
+            exchange.record.first_byte_ms = int(took_s * 1e6 + 0.5) / 1e3
             if dispatched.opened.is_opening:
                 self._dispatcher.told(dispatched)
 

@@ -97,7 +97,7 @@ class ExchangeRecord(GatewayLine, eq=False):
 
     def ended(self, progress: Progress, refusal: Refusal | None, stages: Stages, seconds: float) -> None:
         """Take over how far the answer came, the quota that refused the request, and the times."""
-        self.ts, self.total_ms = datetime.now(UTC), round(seconds * 1e3, 3)
+        self.ts, self.total_ms = datetime.now(UTC), int(seconds * 1e6 + 0.5) / 1e3
         self.events, self.body_len = progress.events, progress.body_len
         if refusal is not None:
             self.quota_meter, self.quota_scope = refusal.meter.value, refusal.scope.value
