@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
@@ -161,21 +160,6 @@ class Wire(asyncio.Protocol):
         self.heard, self.lost = (lambda _: None), (lambda: None)
         if self._transport is not None:
             self._transport.abort()
-
-
-async def told_by(address: Address, tls: ssl.SSLContext | None, *commands: Command) -> Any:
-    """A server's reply to the last of these commands, on a connection of its own; the caller bounds the time.
-    Raises OSError."""
-    wire = Wire()
-    host, port = address
-    name = host if tls is not None else None
-    try:
-        await asyncio.get_running_loop().create_connection(
-            lambda: wire, host, port, ssl=tls, server_hostname=name
-        )
-        return await wire.ask(*commands)
-    finally:
-        wire.abort()
 
 
 class RedisLink:

@@ -1,23 +1,28 @@
 """The server that has a tenant's keys: a single one, the primary that Sentinels name, or a Cluster node.
 
-Sentinels are asked where the primary is whenever a connection is made, and nodes which slots they have
-whenever the links are refreshed, each by a connection that is closed after that. Passwords and certificates
-that are in files are those of the moment, for each connection: a renewed one takes no restart.
+Sentinels are asked where the primary is whenever a connection is made. redis-py asks nodes which slots they
+have whenever the links are refreshed; its connections are closed after that. Passwords and certificates that
+are in files are those of the moment, for each connection: a renewed one takes no restart.
 """
 
 from __future__ import annotations
 
 import asyncio
-import binascii
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 from urllib.parse import quote
 
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.exceptions import RedisError
+
 from gateway.config.redis import RedisConfig, redis_database, redis_hosts
 from gateway.config.secret import RenewableSecret
-from gateway.redis.link import Address, Command, RedisLink, RedisUnavailable, SlotMoved, told_by
+from gateway.redis.link import Address, Command, RedisLink, RedisUnavailable, SlotMoved
 from gateway.redis.sentinels import Sentinels
 from shared.process.renewable_tls import RenewableTls
 from shared.process.setting_values import ConfigError
@@ -25,7 +30,6 @@ from shared.process.tls import UnusableTls, client_context
 from shared.wire.ids import TenantId
 
 CLIENT_NAME: Final = "penstock-gateway"
-SLOTS: Final = 16_384
 NODES_MAX: Final = 1000
 """The most nodes that are connected to because another one named them: what Redis recommends at most."""
 TENANTS_KNOWN_MAX: Final = 16 * 1024
@@ -126,7 +130,7 @@ class ClusterLinks:
 
     def __init__(self, servers: _Servers, one_tag: str | None) -> None:
         self._servers: Final = servers
-        self._slot: Final = None if one_tag is None else slot_of(one_tag)
+        self._slot: Final = None if one_tag is None else key_slot(one_tag.encode())
         """The slot of all keys. None where each tenant has its own."""
         self._links: dict[Address, RedisLink] = {}
         self._ranges: list[tuple[int, int, Address]] = []
@@ -160,7 +164,7 @@ class ClusterLinks:
         if owner not in self._tags:
             ranges = [(first, last) for first, last, address in self._ranges if address == owner]
             tags = (str(number) for number in range(TAGS_TRIED_MAX))
-            fitting = (tag for tag in tags if _is_within(slot_of(tag), ranges))
+            fitting = (tag for tag in tags if _is_within(key_slot(tag.encode()), ranges))
             self._tags[owner] = next(fitting, "")
         return self._tags[owner]
 
@@ -216,12 +220,7 @@ class ClusterLinks:
 
 @lru_cache(TENANTS_KNOWN_MAX)
 def _slot_of(tenant: TenantId) -> int:
-    return slot_of(tag_of(tenant))
-
-
-def slot_of(tag: str) -> int:
-    """The slot of the keys with a hash tag: of its CRC16, as Redis Cluster's specification has it."""
-    return binascii.crc_hqx(tag.encode(), 0) % SLOTS
+    return key_slot(tag_of(tenant).encode())
 
 
 def _is_within(slot: int, ranges: Iterable[tuple[int, int]]) -> bool:
@@ -247,7 +246,13 @@ class _Servers:
         }
         self._password: Final = password
         self._hosts: Final = tuple(Address(*host) for host in redis_hosts(config.url))
-        self._tls: Final = tls
+        self._asking: Final[dict[str, Any]] = {
+            "socket_timeout": config.connect_s,
+            "socket_connect_timeout": config.connect_s,
+            "retry": Retry(NoBackoff(), 0),
+            **({} if tls is None else _tls_options(config)),
+        }
+        """Options of redis-py's clients."""
         self.sentinels: Sentinels | None = None
         """None where the servers are asked by the addresses in the URL."""
         if config.sentinel is not None:
@@ -274,18 +279,27 @@ class _Servers:
     async def slots(self, known: Iterable[Address]) -> list[tuple[int, int, Address]]:
         """The ranges of slots and the nodes that have them, as the first node says that tells. Raises
         RedisUnavailable when none does."""
-        problem, questions = "", (*await self.greeting(), ("CLUSTER", "SLOTS"))
-        if self._tls is not None:
-            await self._tls.look()
-        for node in dict.fromkeys((*known, *self._hosts)):
+        problem = ""
+        own: dict[str, Any] = {"username": self.config.username, "password": await self._password.now()}
+        for host, port in dict.fromkeys((*known, *self._hosts)):
+            client = Redis(host=host, port=port, **own, **self._asking)
+            client.set_response_callback("CLUSTER SLOTS", _as_it_came)
             try:
                 async with asyncio.timeout(self.config.connect_s):
-                    told = await told_by(node, None if self._tls is None else self._tls.context, *questions)
+                    told = await client.cluster("SLOTS")
                 if told:
-                    return [(first, last, _address(owner, node.host)) for first, last, owner, *_ in told]
-            except (OSError, TimeoutError, ValueError, TypeError) as error:  # others may know better
+                    return [(first, last, _address(owner, host)) for first, last, owner, *_ in told]
+            except (RedisError, OSError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
+            finally:
+                with contextlib.suppress(RedisError, OSError):
+                    await client.aclose()
         raise RedisUnavailable(f"no node tells the Cluster's slots: {problem}"[:200])
+
+
+def _tls_options(config: RedisConfig) -> dict[str, Any]:
+    own = {"ssl_certfile": config.cert, "ssl_keyfile": config.key}
+    return {"ssl": True, "ssl_ca_certs": config.ca, **own}
 
 
 def _greeting(config: RedisConfig, password: str | None) -> list[Command]:
@@ -296,6 +310,11 @@ def _greeting(config: RedisConfig, password: str | None) -> list[Command]:
     if database := redis_database(config.url):
         commands.append(("SELECT", database))
     return [*commands, ("CLIENT", "SETNAME", CLIENT_NAME)]
+
+
+def _as_it_came(response: Any, **_: Any) -> Any:
+    """A reply: redis-py's own form of it depends on its version."""
+    return response
 
 
 def _address(node: list[Any], asked: str) -> Address:
