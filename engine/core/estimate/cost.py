@@ -249,12 +249,13 @@ def _none() -> Equations:
     return [[0.0] * (LEARNED + 1) for _ in range(LEARNED)]
 
 
-def _add(equations: Equations, work: Work, seconds: float, weight: float) -> None:
-    """Add a step to the equations. Most steps have few of the features, and touch no row of another."""
+def _add(equations: Equations, work: Work, seconds: float, weight: float, share: float = 1.0) -> None:
+    """Add a step to the equations, `share` of whose time is what is learned. Most steps have few of the
+    features, and touch no row of another."""
     rows = work.prompt_tokens, work.decode_rows
     features = (*rows, work.pairs, work.context_tokens, 1, work.scored_tokens, work.seats)
     sides = [weight * feature / seconds for feature in features]
-    sides.append(weight)
+    sides.append(weight * share)
     for row, feature in zip(equations, features, strict=True):
         if feature:
             row[:] = [value + feature / seconds * side for value, side in zip(row, sides, strict=True)]
@@ -328,8 +329,8 @@ class CostLearner:
             self._slowdowns = FORGETTING * self._slowdowns + seconds / measured_s
             self._slowdowns_weight = FORGETTING * self._slowdowns_weight + 1.0
         self._weight /= FORGETTING
-        copies_s = min(self._cost.page_s * work.copied_pages, seconds / 2)
-        _add(self._equations, work, seconds - copies_s, self._weight)
+        share = max(0.0, 1.0 - self._cost.page_s * work.copied_pages / seconds)
+        _add(self._equations, work, seconds, self._weight, share)
         self._unsolved += 1
         if self._unsolved == UNSOLVED_MAX:
             self._solve(self._slowdown)

@@ -81,14 +81,16 @@ def test_copies_are_told_from_the_rest_of_their_steps(measured: float) -> None:
     """By the time that was measured, which is kept; where it is wrong, the rest is learned a little worse."""
     truth = StepCost(token_s=5e-5, row_s=1e-4, pair_s=2e-9, fixed_s=6e-3, page_s=4e-4)
     learner, rng = CostLearner(page_s=measured * truth.page_s), random.Random(1)
+    most = 600 if measured == 1.0 else 60
     for step in range(300):
         work = random_work(rng)
         if step % 5 == 0:
-            work = replace(work, copied_pages=rng.randint(20, 60))
+            work = replace(work, copied_pages=rng.randint(20, most), seats=1)
         learner.observe(work, truth.seconds(work) * rng.uniform(0.98, 1.02))
     assert learner.cost.page_s == measured * truth.page_s
     error = 0.1 if measured == 1.0 else 0.25
     assert learner.cost.service_s(4000) == pytest.approx(truth.service_s(4000), rel=error)
+    assert measured != 1.0 or learner.cost.seat_s < 1e-2 * truth.fixed_s, "they are no time of admissions"
 
 
 def test_the_cost_of_scored_tokens_is_learned_from_a_few_steps_and_kept() -> None:
