@@ -22,7 +22,7 @@ from shared.apis.holding import memory_max
 from shared.process import setting_values
 from shared.process.arguments import Parser, add_settings
 from shared.process.setting_values import ConfigError
-from shared.process.settings import LogLevel, ModelName, Port, Rule, Text, Unit
+from shared.process.settings import LogLevel, ModelName, Port, Rule, Text, Unit, option_of
 from shared.telemetry.tracing import CollectorUrl, TracingConfig
 from shared.wire.shapes import BODY_LEN_MAX
 
@@ -70,6 +70,8 @@ TemplateDefaults = Annotated[
 
 _SNAPSHOT: Final = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
 
+GONE: Final = {"kv_host_tier": "gone: host memory keeps what is evicted wherever swap_memory is not 0"}
+"""What became of settings that there are no more."""
 HEADINGS: Final[Mapping[str, str]] = {
     "model": "model",
     "page_size": "memory",
@@ -272,6 +274,7 @@ def build_parser(prog: str = "penstock engine") -> Parser:
         help="file with settings, such as max_model_len = 4096; options and variables win over it",
     )
     add_settings(parser, EngineConfig, HEADINGS)
+    parser.gone = {option_of(path): told for path, told in GONE.items()}
     return parser
 
 
@@ -282,7 +285,7 @@ def from_args(argv: Sequence[str], env: Mapping[str, str], parser: Parser | None
     given = vars(parser.parse_args(argv))
     file: Path | None = given.pop("config")
     try:
-        return setting_values.load(EngineConfig, file or {}, env, ENV_PREFIX, given)
+        return setting_values.load(EngineConfig, file or {}, env, ENV_PREFIX, given, gone=GONE)
     except ConfigError as error:
         parser.error("\n  ".join(error.problems if len(error.problems) < 2 else ["", *error.problems]))
 

@@ -211,6 +211,8 @@ def check_engine_options(parser: Parser, more: Sequence[str], env: Mapping[str, 
     for word in more:
         name = word.partition("=")[0]
         if name.startswith("-") and name not in names:
+            if name in engine.gone:
+                parser.error(f"{name} is {engine.gone[name]}")
             hint = closest(name, [*parser.option_names, *sorted(names)])
             parser.error(f"there is no option {name}" + (f"; did you mean {hint}?" if hint else ""))
     if strays := engine.parse_known_args(more)[1]:

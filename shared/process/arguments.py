@@ -20,6 +20,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
+        self.gone: Mapping[str, str] = {}
+        """What became of options that there are no more."""
         self._given: list[str] = []
 
     @property
@@ -40,6 +42,8 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(("unrecognized", "the following arguments are required")):
             names = [word.partition("=")[0] for word in self._given if word.startswith("--")]
             unknown = [name for name in names if name not in self.option_names]
+            message += "".join(f"; {name} is {self.gone[name]}" for name in unknown if name in self.gone)
+            unknown = [name for name in unknown if name not in self.gone]
             hints = [hint for name in unknown if (hint := closest(name, self.option_names))]
         if hints:
             message += f"; did you mean {' and '.join(hints)}?"

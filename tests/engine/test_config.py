@@ -148,6 +148,7 @@ def test_sizes(text: str, size: int) -> None:
         ([*MINIMAL, "--stall-deadline-s", "nan"], "--stall-deadline-s: must be a number of seconds above 0"),
         ([*MINIMAL, "--tls-cert", "c.pem"], "--tls-cert and --tls-key belong together"),
         ([*MINIMAL, "--probe-port", "8001"], "--probe-port and --port must differ"),
+        ([*MINIMAL, "--kv-host-tier", "on"], "--kv-host-tier is gone: host memory keeps what is evicted"),
         (["--modle", "some/dir"], "unrecognized arguments: --modle some/dir; did you mean --model?"),
     ],
 )
