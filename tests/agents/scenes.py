@@ -31,7 +31,7 @@ RECITED: Final = 3000
 BREAK_EVENTS: Final = 200
 """The events of it after which the agent is killed."""
 FEW_PAGES: Final = 1280
-"""A cache that one session and a few chats fill. Half of it is the longest session's: qwen-code's prompts
+"""A cache that one session and a few chats fill. Half of it holds the longest session: qwen-code's prompts
 have 37,000 tokens, and it asks for room for 32,000 more."""
 PEOPLE: Final = 2
 PROMPT_LEN: Final = 600
