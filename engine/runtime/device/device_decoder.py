@@ -30,27 +30,28 @@ from engine.runtime.kernels.begin import StepRows, begin_step
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kernels.fused import Norm, QKNorm, ResidualStream, norm_rotate_store, norm_stream
 from engine.runtime.kernels.matmul import Weight
-from engine.runtime.models.decoder_config import DecoderConfig
-from engine.runtime.models.features import lacking
+from engine.runtime.models.pieces import lacking
 from engine.runtime.models.rotary import Rotary
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import DecodePages, PrefillPages
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
-    EMBEDDING,
-    FINAL_NORM,
-    LayerParameters,
     LinearParameters,
+    Matrix,
+    NormRole,
+    final_norm,
+    layer_parameters,
+    read_embedding,
     read_lm_head,
 )
 
 IMPLEMENTED: Final = frozenset(
-    {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}
-    | {"activation silu", "norm rms", "rope.llama3", "windows", "tied_embeddings", "fp8"}
-    | {"qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
+    {"norm.kind rms", "layer.norms before", "mlp.act silu", "mlp.bias", "attention.window", "attention.bias"}
+    | {"attention.out_bias", "attention.qk_norm heads", "tied_embeddings", "fp8 Fp8Scheme"}
 )
-"""The features of models (`engine.runtime.models.features`) that the kernels implement, called as below."""
+"""The pieces of models (`engine.runtime.models.pieces`) that the kernels implement, called as below."""
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer, queries [T, H, D]) -> the same shape; keys and values are in the cache."""
@@ -86,7 +87,7 @@ class DeviceDecoder:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: DecoderSpec,
         source: WeightSource,
         device: torch.device,
         *,
@@ -101,18 +102,21 @@ class DeviceDecoder:
         self.device: Final = device
         self.table = MatmulTable({})
         """The table of kernels; replaced by one that was measured on the device."""
+        ropes = config.ropes
         with device:
-            self._rotary = Rotary(config.rope, config.head_dim)
+            self._rotaries = [Rotary(rope, config.head_dim, config.context_len) for rope in ropes]
+        self._frequencies = torch.stack([rotary.table for rotary in self._rotaries])
+        """[ropes, 2, D/2]"""
+        self._rope_of = [ropes.index(layer.attention.rope) for layer in config.layers]
         load = _Loader(config, source, device, fp8, ranks.shard)
-        vocab, hidden = config.vocab_size, config.hidden_size
-        self._embedding = source.stack([EMBEDDING], [vocab], hidden).to(device)
-        self._layers = [load.layer(layer) for layer in range(config.layers)]
-        norm = load.norm(source.stack([FINAL_NORM], [hidden]))
+        self._embedding = read_embedding(config, source).to(device)
+        self._layers = [load.layer(layer) for layer in range(len(config.layers))]
+        norm = load.norm(final_norm(config).read(source))
         lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
         self._lm_head = DeviceLinear(lm_head, norm=norm)
 
     @staticmethod
-    def implements(config: DecoderConfig) -> str | None:
+    def implements(config: DecoderSpec) -> str | None:
         """Why this network does not compute the model; None where it does."""
         if config.head_dim & (config.head_dim - 1):
             return f"head_dim {config.head_dim} is not a power of two"
@@ -134,16 +138,15 @@ class DeviceDecoder:
 
     def rows(self, step: StepTokens) -> StepRows:
         """The rows of a step with tokens of any kind, gathered by torch."""
-        angles = self._rotary.angles(step.positions, torch.float32)
+        angles = [rotary.angles(step.positions, torch.float32) for rotary in self._rotaries]
         return StepRows(F.embedding(step.token_ids, self._embedding), angles, step.pages, step.offsets)
 
     def begin(
         self, inputs: DecodeInputs, tokens: Tensor, page_table: Tensor, page_size: int
     ) -> tuple[StepRows, Tensor]:
         """A decode step's rows and their page tables, gathered from the device's tables by slot."""
-        frequencies = self._rotary.inverse_frequencies
         return begin_step(
-            inputs.slots, inputs.lengths, tokens, page_table, self._embedding, frequencies, page_size
+            inputs.slots, inputs.lengths, tokens, page_table, self._embedding, self._frequencies, page_size
         )
 
     def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> ResidualStream:
@@ -154,7 +157,7 @@ class DeviceDecoder:
             keys, values = cache.keys[index], cache.values[index]
             q = norm_rotate_store(
                 qkv,
-                step.angles,
+                step.angles[self._rope_of[index]],
                 layer.qk_norm,
                 keys,
                 values,
@@ -196,28 +199,29 @@ class DeviceDecoder:
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    config: DecoderConfig
+    config: DecoderSpec
     source: WeightSource
     device: torch.device
     fp8: bool
     shard: Shard
 
     def layer(self, layer: int) -> _Layer:
-        own, config = LayerParameters(self.config, layer, self.shard), self.config
+        own = layer_parameters(self.config, layer, self.shard)
+        norms = {role: each.read(self.source) for role, each in own.norms.items()}
         qk_norm = None
-        if config.qk_norm:
-            q_weight, k_weight = own.qk_norm(self.source).to(self.device)
-            qk_norm = QKNorm(q_weight, k_weight, config.norm_eps)
+        if NormRole.QK in norms:
+            q_weight, k_weight = norms[NormRole.QK].to(self.device).view(2, -1)
+            qk_norm = QKNorm(q_weight, k_weight, self.config.norm.eps)
         return _Layer(
-            qkv=self._linear(own.qkv, own.input_norm(self.source)),
+            qkv=self._linear(own.matrices[Matrix.QKV], norms[NormRole.ATTENTION]),
             qk_norm=qk_norm,
-            output=self._linear(own.output),
-            gate_up=self._linear(own.gate_up, own.mlp_norm(self.source), gated=True),
-            down=self._linear(own.down),
+            output=self._linear(own.matrices[Matrix.OUTPUT]),
+            gate_up=self._linear(own.matrices[Matrix.GATE_UP], norms[NormRole.MLP], gated=True),
+            down=self._linear(own.matrices[Matrix.DOWN]),
         )
 
     def norm(self, weight: Tensor) -> Norm:
-        return Norm(weight.to(self.device).float(), self.config.norm_eps)
+        return Norm(weight.to(self.device).float(), self.config.norm.eps)
 
     def _linear(
         self, parameters: LinearParameters, norm: Tensor | None = None, *, gated: bool = False

@@ -42,7 +42,7 @@ from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.kernels import launching
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.dependent_launch import dependent_launches
-from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.backends import Backend, BackendChoice, Chosen, Need, choose
 from engine.runtime.setup.hardware import usable_cores
 from engine.runtime.setup.model_errors import DoesNotFit, UnsupportedModel
@@ -83,7 +83,7 @@ class Design:
     """The decisions that are made before a weight is read."""
 
     config: RunnerConfig
-    model: DecoderConfig
+    model: DecoderSpec
     """The whole model."""
     dtype: torch.dtype
     max_model_len: int
@@ -91,7 +91,7 @@ class Design:
     attention: BackendChoice
 
     @staticmethod
-    def of(config: RunnerConfig, model: DecoderConfig, card: Card, shard: Shard) -> Design:
+    def of(config: RunnerConfig, model: DecoderSpec, card: Card, shard: Shard) -> Design:
         """The design for this model on this card. Raises UnsupportedModel where the kernels do not implement
         the model, BadRunnerConfig where the card cannot do what is asked for."""
         if (reason := DeviceDecoder.implements(model)) is not None:
@@ -100,7 +100,9 @@ class Design:
         precision = Precision.of(config, model, dtype, card.capability)
         need = _need(config, shard.of(model), dtype, precision, card)
         attention = choose(config.attention_backend, need)
-        return Design(config, model, dtype, choose_max_model_len(config, model), precision, attention)
+        max_model_len = choose_max_model_len(config, model)
+        served = replace(model, context_len=max_model_len)
+        return Design(config, served, dtype, max_model_len, precision, attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class DeviceShard:
     """Implements `LoadedShard` on a GPU: a rank's weights, before there is a cache."""
 
     design: Design
-    model: DecoderConfig
+    model: DecoderSpec
     """The model as this rank computes it."""
     card: OwnCard
     decoder: DeviceDecoder
@@ -143,7 +145,7 @@ class DeviceShard:
     def geometry(self) -> KVGeometry:
         model, page_size = self.model, self.design.config.page_size
         return KVGeometry(
-            model.layers, model.kv_heads, page_size, model.head_dim, self.design.precision.kv_dtype
+            len(model.layers), model.kv_heads, page_size, model.head_dim, self.design.precision.kv_dtype
         )
 
     def info(self, pages: int) -> RunnerInfo:
@@ -205,7 +207,7 @@ class DeviceShard:
             info.slots, info.max_model_len, info.page_size, info.vocab_size, info.pages, device
         )
         scratch = SamplingScratch.empty(info.slots, info.vocab_size, decoder.dtype, device)
-        spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.windows)
+        spec = AttentionSpec.of(model)
         bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
         tables = slots.tokens, slots.page_table, slots.sampling
@@ -326,7 +328,7 @@ def enough_memory(doing: str, advice: str) -> Iterator[None]:
 
 
 def _need(
-    config: RunnerConfig, model: DecoderConfig, dtype: torch.dtype, precision: Precision, card: Card
+    config: RunnerConfig, model: DecoderSpec, dtype: torch.dtype, precision: Precision, card: Card
 ) -> Need:
     return Need(
         model.heads,
@@ -353,7 +355,7 @@ def load_shard(
     design = Design.of(config, model, card, ranks.shard)
     shards = "" if ranks.shard == WHOLE else f", in {ranks.shard.size} shards,"
     progress(f"loading {model.architecture} in {dtype_name(design.dtype)}{shards} on {card.name}")
-    model, source = checked_checkpoint(config, model, design.dtype, progress, card.device)
+    model, source = checked_checkpoint(config, design.model, design.dtype, progress, card.device)
     design = replace(design, model=model)
     progress(str(design.attention))
     at_start = card.memory()
@@ -372,11 +374,11 @@ def rehearse(design: Design, blueprint: Blueprint, shard: Shard, *, all_products
     """Compile the kernels of a start, by a walk through a model with one layer per kind. `all_products`: as
     `DeviceShard.rehearse` has it.
 
-    Layers differ by their windows, and the first from all others. Attention is rehearsed with the Triton
+    Layers differ by their description, and the first from all others. Attention is rehearsed with the Triton
     kernels, which some libraries need beside them; a library's own kernels are not compiled here.
     """
-    windows = (design.model.windows[0], *dict.fromkeys(design.model.windows))
-    model = replace(design.model, windows=windows)
+    layers = (design.model.layers[0], *dict.fromkeys(design.model.layers))
+    model = replace(design.model, layers=layers)
     triton = BackendChoice(Chosen(Backend.TRITON), Chosen(Backend.TRITON))
     rehearsal = DeviceShard.load(
         replace(design, model=model, attention=triton),

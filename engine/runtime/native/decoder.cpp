@@ -29,7 +29,7 @@ extern "C" {
 
 struct PenstockShape {
   int64_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, page_size;
-  float norm_eps;
+  float norm_eps, scale;  // of attention
   int32_t bf16, quantised;
 };
 
@@ -71,12 +71,12 @@ struct Model {
     Linear linear[LM_HEAD];
     Buffer<float> norm[NORMS];
     int64_t window = 0;
+    const float *cosines = nullptr, *sines = nullptr;  // [positions][head_dim / 2]
     void *keys = nullptr, *values = nullptr;
   };
   std::vector<Layer> layers;
   Layer top;  // of which the final norm is used
   const void* embedding = nullptr;  // [vocab][hidden]; null: the rows of lm_head
-  const float *cosines = nullptr, *sines = nullptr;  // [positions][head_dim / 2]
 };
 
 template <class E>
@@ -90,7 +90,7 @@ class Decoder final : public Model {
  public:
   Decoder(const PenstockShape& shape, int threads)
       : shape_(shape),
-        heads_{shape.heads, shape.kv_heads, shape.head_dim, shape.page_size},
+        heads_{shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, shape.scale},
         pool_(threads),
         likeliest_(threads) {
     layers = std::vector<Layer>(shape.layers);
@@ -336,7 +336,7 @@ class Decoder final : public Model {
       const int64_t token = span.token + i, position = span.position + i, offset = position % size;
       float* q = qkv_.get() + token * qkv_width();
       for (int64_t head = 0; head < heads + kv_heads; ++head)
-        rotate(q + head * dim, layer.norm[QK_NORM].get(), head < heads ? 0 : dim, position);
+        rotate(layer, q + head * dim, head < heads ? 0 : dim, position);
       for (int64_t d = 0; d < heads * dim; d += LANES) E::narrow(q_.get() + token * heads * dim + d, load<vf>(q + d));
       const bool led = i + span.earlier > 0, follows = i + 1 < span.count + span.later;
       for (int64_t head = 0; head < kv_heads; ++head) {
@@ -350,13 +350,14 @@ class Decoder final : public Model {
   }
 
   // One head [head_dim], normed if the model does that, and turned by its position.
-  void rotate(float* x, const float* weights, int64_t which, int64_t position) const {
+  void rotate(const Layer& layer, float* x, int64_t which, int64_t position) const {
+    const float* weights = layer.norm[QK_NORM].get();
     const int64_t dim = shape_.head_dim, half = dim / 2;
     if (weights) {
       const float scale = inverse_rms(x, dim);
       for (int64_t d = 0; d < dim; ++d) x[d] *= scale * weights[which + d];
     }
-    const float *cosine = cosines + position * half, *sine = sines + position * half;
+    const float *cosine = layer.cosines + position * half, *sine = layer.sines + position * half;
     for (int64_t d = 0; d < half; ++d) {
       const float first = x[d], second = x[d + half];
       x[d] = first * cosine[d] - second * sine[d];
@@ -433,10 +434,12 @@ void penstock_set_cache(Model* model, int64_t layer, void* keys, void* values, i
 }
 
 // Borrowed. `embedding` may be null, and is then read from lm_head, which must not be quantised.
-void penstock_set_tables(Model* model, const void* embedding, const float* cosines, const float* sines) {
-  model->embedding = embedding;
-  model->cosines = cosines;
-  model->sines = sines;
+void penstock_set_embedding(Model* model, const void* embedding) { model->embedding = embedding; }
+
+// Of all positions, for one layer. Borrowed.
+void penstock_set_angles(Model* model, int64_t layer, const float* cosines, const float* sines) {
+  model->layers[layer].cosines = cosines;
+  model->layers[layer].sines = sines;
 }
 
 // hidden [T][hidden], of the element type, after the last norm.

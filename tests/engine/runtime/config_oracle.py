@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -245,8 +245,9 @@ def our_logprobs(path: Path, kernels: Kernels, heard: list[str]) -> Tensor:
     settings = RunnerConfig(str(path), device="cpu", dtype="float32", kernels=kernels, page_size=PAGE_SIZE)
     config = starting.read_model(settings, heard.append)
     config, checkpoint = starting.checked_checkpoint(settings, config, torch.float32, heard.append)
-    network = host_network(settings, config, checkpoint, torch.float32, max_model_len=TOKENS, threads=1)
-    geometry = KVGeometry(config.layers, config.kv_heads, PAGE_SIZE, config.head_dim, torch.float32)
+    config = replace(config, context_len=TOKENS)
+    network = host_network(settings, config, checkpoint, torch.float32, threads=1)
+    geometry = KVGeometry(len(config.layers), config.kv_heads, PAGE_SIZE, config.head_dim, torch.float32)
     pages = -(-TOKENS // PAGE_SIZE)
     model = network.attach(KVCache(geometry, pages))
     slots = HostSlots(1, TOKENS, PAGE_SIZE, config.vocab_size)

@@ -29,7 +29,7 @@ def device_model(path: Path, runner: HostRunner, *, fp8: bool = False) -> Device
     config = read_model_config(path)
     source = Checkpoint(checkpoint_files(path), torch.float32)
     decoder = DeviceDecoder(config, source, CPU, fp8=fp8)
-    spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+    spec = AttentionSpec.of(config)
     info = runner.info
     decode = TritonDecode(runner.cache, spec, rows_max=info.slots + 1, multiprocessors=1)
     return DeviceModel(decoder, runner.cache, decode, TritonPrefill(runner.cache, spec))
