@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.runtime.models.spec import Attention, DecoderSpec, Layer, Mlp, NormSpec, Rope
+from engine.runtime.models.spec import Attention, DecoderSpec, Layer, Mlp, Names, NormSpec, Rope
 
 PLAIN_ROPE = Rope(10_000.0)
 _OF_ATTENTION = ("bias", "out_bias", "qk_norm", "tempering")
@@ -16,7 +16,6 @@ _OF_DECODER = (
     "residual_scale",
     "logit_scale",
     "logit_softcap",
-    "names",
     "fp8",
 )
 
@@ -54,7 +53,11 @@ def dense(
 
     layers = tuple(map(layer, windows, ropes or [rope] * len(windows)))
     norm = NormSpec(norm_eps, offset=norm_offset)
-    return DecoderSpec(architecture, vocab_size, hidden_size, context_len, layers, norm, **of(_OF_DECODER))
+    gate_up = Names().gate_up if pieces.get("gated", True) else ("mlp.up_proj",)
+    names = Names(gate_up=gate_up, attention_post_norm="attention_post_norm", mlp_post_norm="mlp_post_norm")
+    return DecoderSpec(
+        architecture, vocab_size, hidden_size, context_len, layers, norm, names=names, **of(_OF_DECODER)
+    )
 
 
 def like(decoder: DecoderSpec, **changes: Any) -> DecoderSpec:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +82,49 @@ class _Layer:
         return self.qkv, self.output, self.gate_up, self.down
 
 
+class DeviceNetwork(Protocol):
+    """Weights on a device, and the forward pass: in our kernels below, in torch's operations in
+    `torch_on_device.py`."""
+
+    table: MatmulTable
+
+    @property
+    def ranks(self) -> Collective: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def linears(self) -> list[DeviceLinear]:
+        """The products whose kernels are measured."""
+        ...
+
+    def hidden(self, step: StepTokens, cache: KVCache, attend: Attend) -> Tensor:
+        """Store keys and values -> the final hidden states [T, hidden], normed."""
+        ...
+
+    def decode(
+        self,
+        inputs: DecodeInputs,
+        tokens: Tensor,
+        page_table: Tensor,
+        cache: KVCache,
+        attention: DecodePages,
+    ) -> Tensor | ResidualStream:
+        """A token for each of some slots, from the device's tables by slot -> what `logits` takes."""
+        ...
+
+    def logits(self, hidden: Any, out: Tensor | None = None) -> Tensor:
+        """What `hidden` or `decode` gave, or rows of it -> logits [S, vocab], in `out` where that is
+        given."""
+        ...
+
+
 class DeviceDecoder:
-    """The weights on a device, and the forward pass."""
+    """Implements `DeviceNetwork` with our kernels."""
 
     def __init__(
         self,
@@ -148,6 +189,20 @@ class DeviceDecoder:
         return begin_step(
             inputs.slots, inputs.lengths, tokens, page_table, self._embedding, self._frequencies, page_size
         )
+
+    def hidden(self, step: StepTokens, cache: KVCache, attend: Attend) -> Tensor:
+        return self.normed(self.forward(self.rows(step), cache, attend))
+
+    def decode(
+        self,
+        inputs: DecodeInputs,
+        tokens: Tensor,
+        page_table: Tensor,
+        cache: KVCache,
+        attention: DecodePages,
+    ) -> ResidualStream:
+        step, tables = self.begin(inputs, tokens, page_table, cache.geometry.page_size)
+        return self.forward(step, cache, attention.on_device(tables, inputs.lengths))
 
     def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> ResidualStream:
         """Store keys and values -> the stream behind the last layer, [T, hidden]."""
@@ -245,7 +300,7 @@ class DeviceModel:
     """Implements `engine.runtime.host.model.PagedModel`: whole batches, prefill and decode rows, launched
     kernel by kernel."""
 
-    decoder: DeviceDecoder
+    decoder: DeviceNetwork
     cache: KVCache
     decode: DecodePages
     prefill: PrefillPages
@@ -273,7 +328,7 @@ class DeviceModel:
         step = StepTokens(
             moved(batch.token_ids), moved(batch.positions), moved(places.pages), moved(places.offsets)
         )
-        return self.decoder.normed(self.decoder.forward(self.decoder.rows(step), self.cache, attend))
+        return self.decoder.hidden(step, self.cache, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden).float()
@@ -283,7 +338,7 @@ class DeviceModel:
 class DeviceSampler:
     """Samples tokens from hidden states, and stores them where the next step finds them."""
 
-    decoder: DeviceDecoder
+    decoder: DeviceNetwork
     tokens: Tensor
     """The known tokens by slot, [slots, more than max_model_len] int32: new ones are written here."""
     columns: DeviceSampling
@@ -292,7 +347,7 @@ class DeviceSampler:
     def __call__(
         self, hidden: Tensor | ResidualStream, slots: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """hidden with S rows, as `DeviceDecoder.logits` takes it; slots, lengths [S] int32 -> tokens [S]
+        """hidden with S rows, as `DeviceNetwork.logits` takes it; slots, lengths [S] int32 -> tokens [S]
         int64, NUMERIC_FAILURE where logits were not finite, and their log-probabilities [S]. The logits stay
         in `scratch` until the next call."""
         logits = self.decoder.logits(hidden, self.scratch.logits[: len(slots)])
@@ -303,7 +358,7 @@ class DeviceSampler:
 class DecodeStep:
     """A whole decode step: one token for each of some slots, from the device's tables by slot."""
 
-    decoder: DeviceDecoder
+    decoder: DeviceNetwork
     cache: KVCache
     attention: DecodePages
     tokens: Tensor
@@ -321,9 +376,6 @@ class DecodeStep:
             return self._run(inputs)
 
     def _run(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        page_size = self.cache.geometry.page_size
-        step, tables = self.decoder.begin(inputs, self.tokens, self.page_table, page_size)
-        attend = self.attention.on_device(tables, inputs.lengths)
-        stream = self.decoder.forward(step, self.cache, attend)
+        stream = self.decoder.decode(inputs, self.tokens, self.page_table, self.cache, self.attention)
         sampler = DeviceSampler(self.decoder, self.tokens, self.sampling, self.scratch)
         return sampler(stream, inputs.slots, inputs.lengths)

@@ -39,6 +39,13 @@ ACTIVATIONS: Final = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2":
 """The descriptions' names of transformers' functions."""
 
 
+def positive(keys: msgspec.Struct, *names: str) -> Iterator[str]:
+    """A sentence for each of the named keys that is neither null nor a positive number."""
+    for name in names:
+        if (value := getattr(keys, name)) is not None and not 0.0 < value < math.inf:
+            yield f"{name} {value} is no positive number"
+
+
 class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
     """The keys that all families read. A key that is null means what it means to transformers."""
 
@@ -63,9 +70,13 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
     original_max_position_embeddings: Any = UNSET
 
     acts: ClassVar[tuple[str, ...]] = ("silu",)
+    act_key: ClassVar[str] = "hidden_act"
+    """The key that names the MLP's function."""
     rope_rules: ClassVar[RopeRules] = RopeRules()
     slides: ClassVar[bool] = False
     """True if the family has layers with a window, or may have them."""
+    also_kinds: ClassVar[tuple[str, ...]] = ()
+    """Other names in `layer_types` that the family understands."""
 
     # -- what follows from the keys, in a family that does not say otherwise
 
@@ -96,7 +107,8 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def act(self) -> str:
-        return self.hidden_act
+        named: str = getattr(self, self.act_key)
+        return named
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
@@ -148,8 +160,8 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
                 yield scheme
         if self.act not in self.acts:
             only = ", ".join(self.acts)
-            yield f"hidden_act {shown(self.act)} is not supported, only {only}"
-        known = {FULL_ATTENTION, SLIDING_ATTENTION} if self.slides else {FULL_ATTENTION}
+            yield f"{self.act_key} {shown(self.act)} is not supported, only {only}"
+        known = {FULL_ATTENTION, *self.also_kinds} | ({SLIDING_ATTENTION} if self.slides else set())
         for layer_type in sorted(set(self.layer_types or ()) - known):
             yield f"{shown(layer_type)} in layer_types is not supported"
         # transformers computes such a model with all tokens in one pass, and without in generation
@@ -159,14 +171,13 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         if misfits:
             yield f"{', '.join(misfits)} must be at least 1, and no more than {SIZE_MAX}"
             return
-        yield from self._contradictions()
+        yield from self.contradictions()
 
-    def _contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Iterator[str]:
         if self.num_hidden_layers > LAYERS_MAX:
             yield f"num_hidden_layers must be at most {LAYERS_MAX}"
             return
-        if not 0.0 < self.rms_norm_eps < math.inf:
-            yield f"rms_norm_eps {self.rms_norm_eps} is no positive number"
+        yield from positive(self, "rms_norm_eps")
         kv_heads, head_dim = self.kv_heads, self.width
         if kv_heads < 1 or self.num_attention_heads % kv_heads:
             yield (
@@ -180,7 +191,7 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
             yield f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers"
         if self.window is not None and self.window < WINDOW_MIN:
             yield f"sliding_window must be at least {WINDOW_MIN}"
-        if self.window is None and self.slides and SLIDING_ATTENTION in (self.layer_types or ()):
+        if self.window is None and self.slides and SLIDING_ATTENTION in self.kinds:
             yield "layer_types names sliding layers, and there is no sliding_window"
         for problem in {self._rope_problem(kind): None for kind in self.kinds}:
             if problem is not None:

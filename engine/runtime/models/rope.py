@@ -88,6 +88,7 @@ class _Longrope(msgspec.Struct, frozen=True):
     original_max_position_embeddings: int
     factor: float | None = None
     attention_factor: float | None = None
+    max_position_embeddings: int | None = None
 
 
 class _Default(msgspec.Struct, frozen=True):
@@ -96,7 +97,7 @@ class _Default(msgspec.Struct, frozen=True):
 
 def read_rope(fields: Mapping[str, Any], rules: RopeRules, head_dim: int) -> Rope:
     """The rotary embeddings of a config.json, given as a whole. Raises UnsupportedRope."""
-    name, scaling = _chosen(fields)
+    name, scaling = chosen(fields)
     if any(kind in scaling for kind in _BY_LAYER_TYPE):
         raise UnsupportedRope(f"{name} by layer type are not supported")
     return _rope(fields, name, scaling, rules, head_dim)
@@ -104,11 +105,11 @@ def read_rope(fields: Mapping[str, Any], rules: RopeRules, head_dim: int) -> Rop
 
 def unread_rope_keys(fields: Mapping[str, Any], rules: RopeRules) -> tuple[str, ...]:
     """The keys of rotary embeddings that nothing reads, for a config.json that `read_rope` understands."""
-    name, scaling = _chosen(fields)
+    name, scaling = chosen(fields)
     by_type = [(f"{name}.{kind}", scaling[kind]) for kind in _BY_LAYER_TYPE if scaling.get(kind)]
     unread: list[str] = []
     for at, own in by_type or [(name, scaling)]:
-        reader = _READERS[_type_of(own)][0]
+        reader = _READERS.get(_type_of(own), _READERS["default"])[0]
         known = (*_EVERY_TYPE, *rules.also, *reader.__struct_fields__)
         unread += [f"{at}.{key}" for key in unexplained(own, dict.fromkeys(known, USED))]
     overridden = name == "rope_scaling" and fields.get("rope_parameters") and not by_type
@@ -132,7 +133,8 @@ def read_ropes(
             own = {**own, **fields["rope_scaling"]}
         if own.get("truncate", True) is not True:
             raise UnsupportedRope(f"truncate {shown(own['truncate'])} by layer type is not supported")
-        inner = {"max_position_embeddings": fields.get("max_position_embeddings")}
+        names = "max_position_embeddings", "partial_rotary_factor"
+        inner = {name: fields.get(name) for name in names}
         if not isinstance(theta, UnsetType):
             inner["rope_theta"] = theta
         found[kind] = _rope(inner, f"rope_parameters.{kind}", own, rules, head_dim)
@@ -147,11 +149,11 @@ def _rope(
         raise UnsupportedRope(
             f"rope type {shown(kind)} of {name} is not supported, only {', '.join(rules.types)}"
         )
-    theta = _number(_first("rope_theta", scaling, fields, rules.theta), "rope_theta")
+    theta = positive_number(_first("rope_theta", scaling, fields, rules.theta), "rope_theta")
     part = rules.part
     for at, stated in (("", fields), (f" of {name}", scaling)):
         if (own := stated.get("partial_rotary_factor")) is not None:
-            part = _number(own, "partial_rotary_factor")
+            part = positive_number(own, "partial_rotary_factor")
             if not rules.partial and part != 1.0:
                 raise UnsupportedRope(f"partial_rotary_factor {shown(own)}{at} is not supported, only 1.0")
     rope = Rope(theta, None, part, rules.interleaved)
@@ -162,13 +164,14 @@ def _rope(
     if _ORIGINAL_LEN in reader.__struct_fields__:
         inside = scaling.get(_ORIGINAL_LEN, fields.get("max_position_embeddings"))
         stated |= {_ORIGINAL_LEN: fields.get(_ORIGINAL_LEN, inside)}
+        stated |= {"max_position_embeddings": fields.get("max_position_embeddings")}
     try:
         return Rope(theta, make(msgspec.convert(stated, reader), rope, turned), part, rules.interleaved)
     except (msgspec.ValidationError, ValueError, ArithmeticError) as error:
         raise UnsupportedRope(f"{name} of type {kind}: {error}") from error
 
 
-def _chosen(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def chosen(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The key that decides, and its object; an empty one where neither key is set."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = fields.get(name)
@@ -188,7 +191,7 @@ def _first(key: str, scaling: Mapping[str, Any], fields: Mapping[str, Any], sile
     return scaling[key] if key in scaling else fields.get(key, silent)
 
 
-def _number(stated: object, name: str) -> float:
+def positive_number(stated: object, name: str) -> float:
     try:
         number = msgspec.convert(stated, float)
     except msgspec.ValidationError:
@@ -245,7 +248,7 @@ def _longrope(own: _Longrope, _: Rope, turned: int) -> Longrope:
     for factor in (*own.short_factor, *own.long_factor):
         _positive(factor=factor)
     if amplitude is None:
-        factor = 1.0 if own.factor is None else own.factor
+        factor = own.factor or (own.max_position_embeddings or 0) / original_len
         amplitude = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original_len))
     _positive(attention_factor=amplitude, original_max_position_embeddings=original_len)
     return Longrope(own.short_factor, own.long_factor, original_len, amplitude)
@@ -257,5 +260,6 @@ _READERS: Final[Mapping[str, tuple[type[msgspec.Struct], Callable[[Any, Rope, in
     "llama3": (_Llama3, _llama3),
     "yarn": (_Yarn, _yarn),
     "longrope": (_Longrope, _longrope),
+    "su": (_Longrope, _longrope),  # an older name
 }
 """The keys that each type of rotary embeddings reads, and the value that follows from them."""

@@ -68,6 +68,12 @@ class Shape(ctypes.Structure):
         ("page_size", c_int64),
         ("norm_eps", c_float),
         ("scale", c_float),
+        ("embed_scale", c_float),
+        ("residual_scale", c_float),
+        ("logit_scale", c_float),
+        ("logit_softcap", c_float),
+        ("act", c_int32),
+        ("gated", c_int32),
         ("bf16", c_int32),
         ("quantised", c_int32),
     )
@@ -169,20 +175,28 @@ def library(isa: str) -> ctypes.CDLL:
 
 _LINEARS: Final = (*Matrix, None)
 """The roles of matrices in the order of `PenstockLinear`; None is the head."""
-_NORMS: Final = (NormRole.ATTENTION, NormRole.MLP, None, NormRole.QK)
+_NORMS: Final = (*NormRole, None)
 """The roles of norms in the order of `PenstockNorm`; None is the last norm."""
 LANES_MAX: Final = 16
 """The most lanes of a vector: sizes that are cut into vectors must be multiples of it."""
+_ACTS: Final = ("silu", "gelu_tanh", "relu2")
+"""Functions of an MLP in the order of `PenstockAct`."""
 IMPLEMENTED: Final = frozenset(
-    {"norm.kind rms", "layer.norms before", "mlp.act silu", "mlp.bias", "attention.window", "attention.bias"}
-    | {"attention.out_bias", "attention.qk_norm heads", "tied_embeddings", "fp8 Fp8Scheme"}
+    {"norm.kind rms", "layer.norms before", "layer.norms behind", "layer.norms both", "mlp.gated no"}
+    | {f"mlp.act {name}" for name in _ACTS}
+    | {"mlp.bias", "attention.window", "attention.bias", "attention.out_bias", "attention.qk_norm heads"}
+    | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap", "tied_embeddings", "fp8 Fp8Scheme"}
 )
 """The pieces of models (`engine.runtime.models.pieces`) that decoder.cpp and this module implement."""
 
 
 def misfit(config: DecoderSpec, page_size: int) -> str | None:
     """Why the native kernels do not compute this model; None where they do."""
-    return NativeDecoder.implements(config) or _odd_sizes(config, page_size)
+    return NativeDecoder.implements(config) or _different_mlps(config) or _odd_sizes(config, page_size)
+
+
+def _different_mlps(config: DecoderSpec) -> str | None:
+    return "MLPs that differ by layer: not implemented" if len({x.mlp for x in config.layers}) > 1 else None
 
 
 def _odd_sizes(config: DecoderSpec, page_size: int) -> str | None:
@@ -230,6 +244,12 @@ class NativeDecoder:
             page_size=page_size,
             norm_eps=config.norm.eps,
             scale=config.attention.scale,
+            embed_scale=float(torch.tensor(config.embed_scale, dtype=dtype)),
+            residual_scale=config.residual_scale,
+            logit_scale=config.logit_scale,
+            logit_softcap=config.logit_softcap or 0.0,
+            act=_ACTS.index(config.layers[0].mlp.act),
+            gated=config.layers[0].mlp.gated,
             bf16=dtype == torch.bfloat16,
             quantised=int8,
         )

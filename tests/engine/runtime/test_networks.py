@@ -175,16 +175,17 @@ def foreign_reader(**settings: Any) -> Callable[..., DecoderSpec]:
     return read
 
 
-def test_a_family_that_only_torch_declares_goes_to_torch(
+def test_what_only_torch_declares_goes_to_torch(
     tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Native kernels would fit its sizes."""
     config = RunnerConfig(str(tiny_model("llama")), device="cpu", dtype="float32", max_num_seqs=2, threads=1)
-    monkeypatch.setattr(host_load, "read_model", foreign_reader(act="gelu_tanh"))
+    own = native_network.IMPLEMENTED - {"mlp.act silu"}
+    monkeypatch.setattr(native_network, "IMPLEMENTED", own)
     said: list[str] = []
     load_runner(config, said.append)
-    assert "computing with torch kernels (mlp.act gelu_tanh: not implemented)" in said
-    with pytest.raises(BadRunnerConfig, match=r"kernels=native needs .*gelu_tanh: not implemented"):
+    assert "computing with torch kernels (mlp.act silu: not implemented)" in said
+    with pytest.raises(BadRunnerConfig, match=r"kernels=native needs .*mlp\.act silu: not implemented"):
         load_runner(replace(config, kernels="native"), said.append)
 
 
@@ -201,13 +202,14 @@ def test_a_family_that_no_network_declares_is_refused_by_name(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"act": "gelu"}, "mlp.act gelu: not implemented"),
-        ({"head_dim": 24}, "head_dim 24 is not a power of two"),
+        ({"act": "gelu"}, "no network computes this model on a GPU: mlp.act gelu: not implemented"),
+        ({"act": "relu2"}, "weights=fp8 needs the Triton kernels: mlp.act relu2: not implemented"),
+        ({"head_dim": 24}, "weights=fp8 needs the Triton kernels: head_dim 24 is not a power of two"),
     ],
 )
-def test_a_gpu_refuses_by_name_what_its_kernels_do_not_implement(
+def test_a_gpu_refuses_by_name_what_it_cannot_do(
     tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setattr(device_load, "read_model", foreign_reader(**settings))
-    with pytest.raises(UnsupportedModel, match=f"do not compute this model: {said}"):
-        load_on_card(fake_config(tiny_model("llama")), FakeCard(), lambda stage: None)
+    with pytest.raises((UnsupportedModel, BadRunnerConfig), match=said):
+        load_on_card(fake_config(tiny_model("llama"), weights="fp8"), FakeCard(), lambda stage: None)

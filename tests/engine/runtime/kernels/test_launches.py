@@ -103,6 +103,7 @@ def by_tiles(decoder: DeviceDecoder) -> MatmulTable:
 def launches(layers: int, table: Table, rows: int = 2, *, dependently: bool = False) -> Counter[str]:
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1}
     step = step_of(like(QWEN3_06B, head_dim=16, windows=(None,) * layers, **small))
+    assert isinstance(step.decoder, DeviceDecoder)
     step.decoder.table = table(step.decoder)
     inputs = DecodeInputs.empty(rows, CPU)
     inputs.lengths.fill_(1)
