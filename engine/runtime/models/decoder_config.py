@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -37,6 +37,9 @@ from shared.text.model_files import (
     shown,
     unexplained,
 )
+
+NEAREST_SHOWN_MAX: Final = 3
+"""The most families that are named as near to an unknown one."""
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -77,6 +80,19 @@ def key_meanings(family: Family) -> KeyMeanings:
     return {**COMMON_KEYS, **dict.fromkeys(family.keys.__struct_fields__, USED)}
 
 
+def _nearest(fields: Mapping[str, Any]) -> str:
+    """The families that explain most of a config.json, and the keys that they do not know: pieces that are
+    missing, or another way to say what they have."""
+    inner = fields.get("text_config")
+    if isinstance(inner, dict) and inner.get("model_type") in FAMILIES:
+        return f"its text_config is {inner['model_type']}, which is supported by itself, without images"
+    unknown = {name: unexplained(fields, key_meanings(family)) for name, family in FAMILIES.items()}
+    fewest = min(map(len, unknown.values()))
+    nearest = [name for name, keys in unknown.items() if len(keys) == fewest]
+    lacks = f", but for {', '.join(unknown[nearest[0]])}" if fewest else ""
+    return f"nearest are {', '.join(nearest[:NEAREST_SHOWN_MAX])}, which know its keys{lacks}"
+
+
 def _family(fields: Mapping[str, Any]) -> Family:
     """The family that config.json names. Raises UnsupportedModel, and ValidationError where a name is no
     string."""
@@ -86,10 +102,9 @@ def _family(fields: Mapping[str, Any]) -> Family:
     if named.model_type == "mistral" and "layer_types" in fields:  # as transformers' AutoConfig has it
         family = FAMILIES["ministral"]
     if family is None:
-        supported = ", ".join(f"{name} ({own.architecture})" for name, own in FAMILIES.items())
         raise UnsupportedModel(
             f"model_type {shown(named.model_type)} (architectures: {architectures}) is not supported; "
-            f"supported are {supported}"
+            f"{_nearest(fields)}; supported are {', '.join(FAMILIES)}"
         )
     expected = {family.architecture, *family.also_named}
     if named.architectures and not expected.intersection(named.architectures):

@@ -46,6 +46,11 @@ def positive(keys: msgspec.Struct, *names: str) -> Iterator[str]:
             yield f"{name} {value} is no positive number"
 
 
+def every(period: int, layers: int) -> list[str]:
+    """Every so many layers one of full attention, the others sliding."""
+    return [SLIDING_ATTENTION if i % period else FULL_ATTENTION for i in range(1, layers + 1)]
+
+
 class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
     """The keys that all families read. A key that is null means what it means to transformers."""
 
@@ -111,6 +116,13 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         return named
 
     @property
+    def fits_window(self) -> bool:
+        """True if `layer_types` says no more than `sliding_window` does of families whose layers are all
+        alike."""
+        kind = FULL_ATTENTION if self.window is None else SLIDING_ATTENTION
+        return self.layer_types in (None, [kind] * self.num_hidden_layers)
+
+    @property
     def rope_fields(self) -> Mapping[str, Any]:
         stated = {name: getattr(self, name) for name in ROPE_KEYS if getattr(self, name) is not UNSET}
         return stated | {"max_position_embeddings": self.max_position_embeddings}
@@ -129,7 +141,9 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         return Attention(self.num_attention_heads, self.kv_heads, self.width, **(plain | options))
 
     def mlp(self, **options: Any) -> Mlp:
-        return Mlp(self.intermediate_size, ACTIVATIONS[self.act], **options)  # type: ignore[arg-type]
+        """`options`: fields of the description that differ."""
+        plain: dict[str, Any] = {"inner": self.intermediate_size, "act": ACTIVATIONS[self.act]}
+        return Mlp(**(plain | options))
 
     def norm(self, offset: float = 0.0) -> NormSpec:
         return NormSpec(self.rms_norm_eps, offset=offset)

@@ -16,9 +16,12 @@ from shared.text.model_files import NO_EFFECT, USED, KeyMeanings, only
 _READ: Final = ("architectures", "model_type")
 _OF_TRAINING: Final = (
     "attention_dropout",
+    "embd_pdrop",
     "gradient_checkpointing",
     "initializer_range",
     "pretraining_tp",
+    "resid_pdrop",
+    "residual_dropout",
     "use_cache",
 )
 _OF_TOKENS: Final = (

@@ -128,11 +128,13 @@ def read_ropes(
         raise UnsupportedRope(f"rope_parameters {told} are not supported, only by layer type")
     found = {}
     for kind, theta in zip(_BY_LAYER_TYPE, (fields.get("rope_theta", UNSET), sliding_theta), strict=True):
-        own = stated.get(kind) or {}
+        own = stated.get(kind) or {"rope_type": "default"}
         if kind == _BY_LAYER_TYPE[0] and fields.get("rope_scaling"):
             own = {**own, **fields["rope_scaling"]}
         if own.get("truncate", True) is not True:
-            raise UnsupportedRope(f"truncate {shown(own['truncate'])} by layer type is not supported")
+            raise UnsupportedRope(
+                f"truncate {shown(own['truncate'])} of rope_parameters.{kind} is not supported"
+            )
         names = "max_position_embeddings", "partial_rotary_factor"
         inner = {name: fields.get(name) for name in names}
         if not isinstance(theta, UnsetType):

@@ -33,7 +33,9 @@ struct PenstockShape {
   int64_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, page_size;
   float norm_eps, scale;  // of attention
   float embed_scale, residual_scale, logit_scale, logit_softcap;  // 0: no cap
-  int32_t act, gated, bf16, quantised;
+  float temper_beta;  // queries grow by 1 + beta * ln(1 + floor(position / temper_len)); 0: they do not
+  int64_t temper_len;
+  int32_t act, gated, qk_norm, bf16, quantised;
 };
 
 // What a step computes. Row i is tokens [starts[i], starts[i] + lengths[i]) of a slot, packed one after
@@ -62,6 +64,8 @@ struct PenstockDraw {
 enum PenstockLinear : int32_t { QKV, OUTPUT, GATE_UP, DOWN, LM_HEAD, LINEARS };
 enum PenstockNorm : int32_t { ATTENTION_NORM, ATTENTION_POST_NORM, MLP_NORM, MLP_POST_NORM, QK_NORM, FINAL_NORM, NORMS };
 enum PenstockAct : int32_t { SILU, GELU_TANH, RELU2 };
+// Where queries and keys are normed: each head before it is rotated, or behind; all heads as one row, before.
+enum PenstockQKNorm : int32_t { NOWHERE, HEADS, ROTATED_HEADS, WIDTH };
 }
 
 struct Model {
@@ -386,8 +390,21 @@ class Decoder final : public Model {
     for (int64_t i = 0; i < span.count; ++i) {
       const int64_t token = span.token + i, position = span.position + i, offset = position % size;
       float* q = qkv_.get() + token * qkv_width();
-      for (int64_t head = 0; head < heads + kv_heads; ++head)
-        rotate(layer, q + head * dim, head < heads ? 0 : dim, position);
+      const float* weights = layer.norm[QK_NORM].get();
+      if (shape_.qk_norm == WIDTH) {
+        norm_row(q, weights, heads * dim);
+        norm_row(q + heads * dim, weights + heads * dim, kv_heads * dim);
+      }
+      for (int64_t head = 0; head < heads + kv_heads; ++head) {
+        const float* own = weights + (head < heads ? 0 : dim);
+        if (shape_.qk_norm == HEADS) norm_row(q + head * dim, own, dim);
+        rotate(layer, q + head * dim, position);
+        if (shape_.qk_norm == ROTATED_HEADS) norm_row(q + head * dim, own, dim);
+      }
+      if (shape_.temper_beta != 0.0f) {
+        const float factor = 1.0f + shape_.temper_beta * std::log1p(float(position / shape_.temper_len));
+        for (int64_t d = 0; d < heads * dim; ++d) q[d] *= factor;
+      }
       for (int64_t d = 0; d < heads * dim; d += LANES) E::narrow(q_.get() + token * heads * dim + d, load<vf>(q + d));
       const bool led = i + span.earlier > 0, follows = i + 1 < span.count + span.later;
       for (int64_t head = 0; head < kv_heads; ++head) {
@@ -400,14 +417,14 @@ class Decoder final : public Model {
     }
   }
 
-  // One head [head_dim], normed if the model does that, and turned by its position.
-  void rotate(const Layer& layer, float* x, int64_t which, int64_t position) const {
-    const float* weights = layer.norm[QK_NORM].get();
-    const int64_t dim = shape_.head_dim, half = dim / 2;
-    if (weights) {
-      const float scale = inverse_rms(x, dim);
-      for (int64_t d = 0; d < dim; ++d) x[d] *= scale * weights[which + d];
-    }
+  void norm_row(float* x, const float* weights, int64_t n) const {
+    const float scale = inverse_rms(x, n);
+    for (int64_t d = 0; d < n; ++d) x[d] *= scale * weights[d];
+  }
+
+  // One head [head_dim], turned by its position.
+  void rotate(const Layer& layer, float* x, int64_t position) const {
+    const int64_t half = shape_.head_dim / 2;
     const float *cosine = layer.cosines + position * half, *sine = layer.sines + position * half;
     for (int64_t d = 0; d < half; ++d) {
       const float first = x[d], second = x[d + half];

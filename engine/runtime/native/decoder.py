@@ -9,6 +9,7 @@ import platform
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -72,8 +73,11 @@ class Shape(ctypes.Structure):
         ("residual_scale", c_float),
         ("logit_scale", c_float),
         ("logit_softcap", c_float),
+        ("temper_beta", c_float),
+        ("temper_len", c_int64),
         ("act", c_int32),
         ("gated", c_int32),
+        ("qk_norm", c_int32),
         ("bf16", c_int32),
         ("quantised", c_int32),
     )
@@ -181,22 +185,29 @@ LANES_MAX: Final = 16
 """The most lanes of a vector: sizes that are cut into vectors must be multiples of it."""
 _ACTS: Final = ("silu", "gelu_tanh", "relu2")
 """Functions of an MLP in the order of `PenstockAct`."""
+_QK_NORMS: Final = (None, "heads", "rotated heads", "width")
+"""The places of norms of queries and keys in the order of `PenstockQKNorm`."""
 IMPLEMENTED: Final = frozenset(
-    {"norm.kind rms", "layer.norms before", "layer.norms behind", "layer.norms both", "mlp.gated no"}
+    {"norm.kind rms", "layer.norms before", "layer.norms behind", "layer.norms both"}
     | {f"mlp.act {name}" for name in _ACTS}
-    | {"mlp.bias", "attention.window", "attention.bias", "attention.out_bias", "attention.qk_norm heads"}
-    | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap", "tied_embeddings", "fp8 Fp8Scheme"}
+    | {f"attention.qk_norm {place}" for place in _QK_NORMS[1:]}
+    | {"mlp.gated no", "mlp.bias", "attention.window", "attention.bias", "attention.out_bias"}
+    | {"attention.tempering Tempering", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
+    | {"tied_embeddings", "fp8 Fp8Scheme"}
 )
 """The pieces of models (`engine.runtime.models.pieces`) that decoder.cpp and this module implement."""
 
 
 def misfit(config: DecoderSpec, page_size: int) -> str | None:
     """Why the native kernels do not compute this model; None where they do."""
-    return NativeDecoder.implements(config) or _different_mlps(config) or _odd_sizes(config, page_size)
+    return NativeDecoder.implements(config) or _different_layers(config) or _odd_sizes(config, page_size)
 
 
-def _different_mlps(config: DecoderSpec) -> str | None:
-    return "MLPs that differ by layer: not implemented" if len({x.mlp for x in config.layers}) > 1 else None
+def _different_layers(config: DecoderSpec) -> str | None:
+    """Layers may differ in their ropes and windows, and nothing else."""
+    alike = {replace(layer.attention, rope=None, window=None) for layer in config.layers}
+    others = {(layer.mlp, layer.norms) for layer in config.layers}
+    return "layers that differ by more than rope and window" if len(alike) * len(others) > 1 else None
 
 
 def _odd_sizes(config: DecoderSpec, page_size: int) -> str | None:
@@ -208,6 +219,33 @@ def _odd_sizes(config: DecoderSpec, page_size: int) -> str | None:
     }
     odd = [f"{name} {size}" for name, size in sizes.items() if size % LANES_MAX]
     return f"{', '.join(odd)} cannot be divided by {LANES_MAX}" if odd else None
+
+
+def _shape_of(config: DecoderSpec, page_size: int, dtype: torch.dtype, *, int8: bool) -> Shape:
+    layer, tempering = config.layers[0], config.attention.tempering
+    return Shape(
+        vocab=config.vocab_size,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        layers=len(config.layers),
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        norm_eps=config.norm.eps,
+        scale=config.attention.scale,
+        embed_scale=float(torch.tensor(config.embed_scale, dtype=dtype)),
+        residual_scale=config.residual_scale,
+        logit_scale=config.logit_scale,
+        logit_softcap=config.logit_softcap or 0.0,
+        act=_ACTS.index(layer.mlp.act),
+        temper_beta=0.0 if tempering is None else tempering.beta,
+        temper_len=1 if tempering is None else tempering.original_context_len,
+        gated=layer.mlp.gated,
+        qk_norm=_QK_NORMS.index(config.attention.qk_norm),
+        bf16=dtype == torch.bfloat16,
+        quantised=int8,
+    )
 
 
 class NativeDecoder:
@@ -233,26 +271,7 @@ class NativeDecoder:
         self._library = library(isa)
         self._config = config
         self._dtype = dtype
-        shape = Shape(
-            vocab=config.vocab_size,
-            hidden=config.hidden_size,
-            inner=config.intermediate_size,
-            layers=len(config.layers),
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            page_size=page_size,
-            norm_eps=config.norm.eps,
-            scale=config.attention.scale,
-            embed_scale=float(torch.tensor(config.embed_scale, dtype=dtype)),
-            residual_scale=config.residual_scale,
-            logit_scale=config.logit_scale,
-            logit_softcap=config.logit_softcap or 0.0,
-            act=_ACTS.index(config.layers[0].mlp.act),
-            gated=config.layers[0].mlp.gated,
-            bf16=dtype == torch.bfloat16,
-            quantised=int8,
-        )
+        shape = _shape_of(config, page_size, dtype, int8=int8)
         self._model = self._library.penstock_new(byref(shape), threads)
         weakref.finalize(self, self._library.penstock_delete, self._model)
         self._pages: tuple[Tensor, ...] = ()

@@ -22,7 +22,7 @@ from engine.runtime.host.model import PagedModel, TorchModel
 from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.load import load_runner
-from engine.runtime.models.spec import DecoderSpec, Rope, Yarn
+from engine.runtime.models.spec import DecoderSpec, Rope, Tempering, Yarn
 from engine.runtime.native import build
 from engine.runtime.native.decoder import NativeDecoder, Shape, Step, built_isas, misfit
 from engine.runtime.setup.model_errors import BadRunnerConfig
@@ -61,6 +61,7 @@ PLAIN = dense(
     tied_embeddings=True,
 )
 YARN = Yarn(4.0, 64, 32.0, 1.0, 1.2, truncate=True)
+TWO_ROPES = (None, Rope(500.0, YARN, 0.5, interleaved=True))
 SHAPES: dict[str, DecoderSpec] = {
     "plain": PLAIN,
     "group of 1, norms": like(PLAIN, heads=2, qk_norm="heads"),
@@ -74,12 +75,18 @@ SHAPES: dict[str, DecoderSpec] = {
         PLAIN, norms="both", act="gelu_tanh", norm_offset=1.0, embed_scale=8.3, logit_softcap=3.0, scale=0.3
     ),
     "norms behind, two ropes": like(
-        PLAIN, norms="behind", ropes=(None, Rope(500.0, YARN, 0.5, interleaved=True)), residual_scale=0.3
+        PLAIN,
+        norms="behind",
+        qk_norm="width",
+        ropes=TWO_ROPES,
+        residual_scale=0.3,
     ),
     "no gate, untied, scaled logits": like(
         PLAIN,
         act="relu2",
         gated=False,
+        qk_norm="rotated heads",
+        tempering=Tempering(0.5, 16),
         mlp_bias=True,
         logit_scale=0.25,
         tied_embeddings=False,

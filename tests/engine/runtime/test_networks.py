@@ -3,6 +3,8 @@ network, or is refused by name."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -20,7 +22,8 @@ from engine.runtime.host import host_shard as host_load
 from engine.runtime.host import torch_decoder as torch_network
 from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.load import load_runner
-from engine.runtime.models.decoder_config import read_model_config
+from engine.runtime.models.decoder_config import parse_model_config, read_model_config
+from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.pieces import pieces_of
 from engine.runtime.models.quantization import Fp8Scheme
 from engine.runtime.models.spec import Attention, DecoderSpec, Llama3, Rope
@@ -31,8 +34,10 @@ from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.weights.checkpoint import ALL, TensorPart
 from engine.runtime.weights.parameters import read_all
 from tests.engine.decoders import dense, like
+from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, fake_config
+from tests.engine.runtime.odd_configs import plain
 
 Implements = Callable[[DecoderSpec], str | None]
 NETWORKS: dict[str, Implements] = {
@@ -128,6 +133,17 @@ def test_each_setting_counts_where_it_is_set(network: str, monkeypatch: pytest.M
 def test_torch_computes_every_piece_that_the_others_do() -> None:
     for module in MODULES.values():
         assert module.IMPLEMENTED <= torch_network.IMPLEMENTED
+
+
+def test_the_readme_says_which_families_there_are_and_what_computes_them_on_a_gpu() -> None:
+    readme = (Path(__file__).parents[3] / "engine/README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (Triton|torch) \|$", readme, re.MULTILINE)
+    computes = {}
+    for name in FAMILIES:
+        model = parse_model_config(json.dumps(plain(Weights(name))).encode())
+        assert TorchDecoder.implements(model) is NativeDecoder.implements(model) is None
+        computes[name] = "Triton" if DeviceDecoder.implements(model) is None else "torch"
+    assert dict(rows) == computes
 
 
 @dataclass(slots=True)

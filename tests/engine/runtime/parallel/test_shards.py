@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,19 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.group import Group
 from engine.runtime.collective.shard import Shard
 from engine.runtime.host.torch_decoder import TorchDecoder
-from engine.runtime.models.decoder_config import read_model_config
+from engine.runtime.models.decoder_config import parse_model_config, read_model_config
 from engine.runtime.models.spec import DecoderSpec, Names
 from engine.runtime.setup.model_errors import BadRunnerConfig, CollectiveFailed, WeightsMismatch
 from engine.runtime.weights import checkpoint
 from engine.runtime.weights.checkpoint import Checkpoint, Inspection, TensorPart, checkpoint_files
+from tests import effort
 from tests.engine.decoders import dense, like
 from tests.engine.models import VOCAB_SIZE
+from tests.engine.runtime.config_oracle import FAMILIES, Weights
 from tests.engine.runtime.conftest import MakeModel
 
 CPU = torch.device("cpu")
@@ -125,6 +129,24 @@ def test_ranks_compute_what_one_does(
     assert not torch.equal(found[0], torch.zeros_like(expected))
     for other in found[1:]:
         assert torch.equal(other, found[0]), "every rank has the same bits"
+
+
+@pytest.mark.parametrize("family", effort.some([*FAMILIES], usual=6))
+def test_ranks_compute_every_family(tmp_path: Path, family: str) -> None:
+    """Fused matrices, norms over the width of all ranks, rows of heads in another order."""
+    weights = Weights(family, vocab=VOCAB_SIZE, heads=4, kv_heads=2, biases=True)
+    file = tmp_path / "model.safetensors"
+    save_file(weights.tensors(), file)
+    config = parse_model_config(json.dumps(weights.config()).encode())
+    files = checkpoint_files(tmp_path)
+    with torch.inference_mode():
+        expected = logits_of(TorchDecoder(config, Checkpoint(files, torch.float32)))
+
+    def work(ranks: Collective) -> Tensor:
+        return logits_of(TorchDecoder(config, Checkpoint(files, torch.float32), ranks))
+
+    for found in together(2, tmp_path / "store", work):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-4)
 
 
 @variants
