@@ -29,10 +29,11 @@ import torch
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import load_runner
-from engine.runtime.models.decoder_config import DecoderConfig, read_model_config
+from engine.runtime.models.decoder_config import read_model_config
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.hardware import usable_cores
 from engine.runtime.setup.runner_config import RunnerConfig
-from engine.runtime.weights.parameters import LayerParameters
+from engine.runtime.weights.parameters import layer_parameters
 from tests.bench.figures import Figure, at_least, exit_code, figure, write
 from tests.bench.machine import Memory, Multiplier
 
@@ -127,12 +128,10 @@ def _count(streams: int) -> str:
     return "1 stream" if streams == 1 else f"{streams} streams"
 
 
-def _matrix_elements(shape: DecoderConfig) -> int:
+def _matrix_elements(shape: DecoderSpec) -> int:
     """Of all that a token is multiplied with; embeddings are looked up."""
-    layer = LayerParameters(shape, 0)
-    linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
-    own = sum(sum(linear.rows) * linear.columns for linear in linears)
-    return shape.layers * own + shape.vocab_size * shape.hidden_size
+    own = sum(matrix.elements for matrix in layer_parameters(shape, 0).matrices.values())
+    return len(shape.layers) * own + shape.vocab_size * shape.hidden_size
 
 
 def _load(model: Path, kind: str) -> HostRunner:

@@ -29,8 +29,8 @@ from engine.runtime.kernels.matmul import (
 )
 from engine.runtime.kernels.restoring import restored
 from engine.runtime.kernels.split_matmul import split_matmul, split_tiles_for
-from engine.runtime.models.rope import RopeConfig
 from engine.runtime.models.rotary import Rotary
+from engine.runtime.models.spec import Rope
 from engine.runtime.weights.fp8 import Fp8Weight, quantise
 from tests.bench.engine.gpu.measuring import check
 from tests.engine.runtime.kernels import test_decode_attention as decode
@@ -111,8 +111,8 @@ def beginning(dtype: torch.dtype) -> dict[str, Any]:
     known = torch.randint(1000, (4, 131_073), dtype=torch.int32, device=CUDA)
     table = torch.randint(1 << 30, (4, 2048), dtype=torch.int32, device=CUDA)
     embedding = torch.randn(1000, 1024, device=CUDA).to(dtype)
-    rotary = Rotary(RopeConfig(500_000.0), 128)
-    frequencies = rotary.inverse_frequencies.to(CUDA)
+    rotary = Rotary(Rope(500_000.0), 128, 1)
+    frequencies = rotary.table[None].to(CUDA)
     step, tables = begin_step(slots, lengths, known, table, embedding, frequencies, 64)
     at = lengths.long() - 1
     same(step.residual, embedding[known[slots, at]], "embeddings")
@@ -120,7 +120,7 @@ def beginning(dtype: torch.dtype) -> dict[str, Any]:
     same(step.pages, table[slots, at // 64].long(), "pages")
     same(step.offsets, at % 64, "offsets")
     expected = torch.cat(rotary.angles(at.cpu(), torch.float32), dim=-1)[:, 0]
-    return found_near(torch.cat(step.angles, dim=-1), expected, torch.float32)
+    return found_near(torch.cat(step.angles[0], dim=-1), expected, torch.float32)
 
 
 def norms(dtype: torch.dtype) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def norms(dtype: torch.dtype) -> dict[str, Any]:
 def store(dtype: torch.dtype) -> dict[str, Any]:
     tokens, heads, kv_heads, dim = 50, 32, 8, 128
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
-    cos, sin = Rotary(RopeConfig(10_000.0), dim).angles(torch.arange(tokens) * 77, torch.float32)
+    cos, sin = Rotary(Rope(10_000.0), dim, 1).angles(torch.arange(tokens) * 77, torch.float32)
     weights = torch.rand(2, dim).to(dtype)
     cache = torch.full((2, 9, kv_heads, 16, dim), torch.nan, dtype=dtype, device=CUDA)
     places = torch.randperm(9 * 16)[:tokens]

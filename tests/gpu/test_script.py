@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from engine.runtime.device.device_runner import DeviceRunner
 from tests.bench.engine.gpu import LIMITS_S
 from tests.bench.engine.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, kv_bytes, prefill_floor_s
 from tests.bench.engine.gpu.targets import TARGETS
+from tests.engine.decoders import like
 from tests.engine.models import make_tiny_model
 from tests.engine.runtime.device.card import load_fake
 from tests.engine.runtime.device.test_runner import SMALL
@@ -180,7 +180,7 @@ def test_what_was_not_measured_says_so(tmp_path: Path) -> None:
     assert set(measured.values()) == {"not measured"}
 
 
-TOY = replace(
+TOY = like(
     QWEN3_06B,
     vocab_size=321,
     hidden_size=32,

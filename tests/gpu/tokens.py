@@ -63,7 +63,7 @@ def on_gpu(path: Path) -> tuple[HostRunner, DeviceModel]:
     for part in (*cache.keys, *cache.values):
         part.fill_(torch.nan)
     decoder = DeviceDecoder(config, Checkpoint(checkpoint_files(path), torch.float32), CUDA)
-    spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+    spec = AttentionSpec.of(config)
     decode = TritonDecode(cache, spec, rows_max=info.slots + 1, multiprocessors=132)
     model = DeviceModel(decoder, cache, decode, TritonPrefill(cache, spec))
     runner.model = HostLogits(model)

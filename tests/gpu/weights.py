@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.weights.checkpoint import ALL, TensorPart
 from engine.runtime.weights.parameters import read_all
 
@@ -32,7 +32,7 @@ class Shapes:
         return torch.empty(part.shape(rows, columns), device="meta")
 
 
-def write_model(config: DecoderConfig, path: Path, device: torch.device) -> Path:
+def write_model(config: DecoderSpec, path: Path, device: torch.device) -> Path:
     """bf16, in shards. Numbers are made on `device`."""
     shapes = Shapes()
     read_all(config, shapes)
@@ -57,20 +57,22 @@ def write_model(config: DecoderConfig, path: Path, device: torch.device) -> Path
     return path
 
 
-def hf_config(config: DecoderConfig) -> dict[str, Any]:
+def hf_config(config: DecoderSpec) -> dict[str, Any]:
     """config.json, as transformers writes it."""
+    (rope,) = config.ropes
+    assert rope is not None
     return {
         "architectures": [config.architecture],
         "model_type": {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}[config.architecture],
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.layers,
+        "num_hidden_layers": len(config.layers),
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
+        "rms_norm_eps": config.norm.eps,
+        "rope_theta": rope.theta,
         "max_position_embeddings": config.context_len,
         "tie_word_embeddings": config.tied_embeddings,
         "torch_dtype": "bfloat16",

@@ -40,7 +40,7 @@ from engine.core.queue.newcomers import AddSequence
 from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.device.graphs import Captured, DecodeGraphs
 from engine.runtime.load import load_runner
-from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.runner_config import RunnerConfig
 from tests.bench.engine.gpu.measuring import check
 from tests.bench.engine.gpu.results import floors
@@ -104,7 +104,7 @@ def sequences(wanted: Sequence[Wanted]) -> list[AddSequence]:
     ]
 
 
-def requests_floor_s(config: DecoderConfig, wanted: Sequence[Wanted], limits: tuple[float, float]) -> float:
+def requests_floor_s(config: DecoderSpec, wanted: Sequence[Wanted], limits: tuple[float, float]) -> float:
     total = sum(prefill_floor_s(config, len(request.prompt), limits[1]) for request in wanted)
     for step in range(1, max(request.outputs for request in wanted)):
         contexts = [len(r.prompt) + step for r in wanted if r.outputs > step]
@@ -114,7 +114,7 @@ def requests_floor_s(config: DecoderConfig, wanted: Sequence[Wanted], limits: tu
 
 def throughput(
     path: Path,
-    config: DecoderConfig,
+    config: DecoderSpec,
     wanted: Sequence[Wanted],
     limits: tuple[float, float],
     load: LoadRunner = on_gpu,

@@ -171,14 +171,16 @@ class TritonPrefillStep:
         )
 
 
-PromptAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Causal attention of one prompt: q [H, L, D], k and v [Hkv, L, D] -> [H, L, D]."""
+PromptAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Causal attention of one prompt: q [H, L, D], k and v [Hkv, L, D], the factor of scores -> [H, L, D]."""
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """cuDNN's kernel, the fastest for whole prompts on Hopper; FlashAttention where cuDNN declines."""
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
+        )
     return out[0]
 
 
@@ -207,7 +209,7 @@ class LibraryPrefill:
         for length in range(FRESH_TOKENS_MIN, tokens_max + FRESH_TOKENS_MULTIPLE, FRESH_TOKENS_MULTIPLE):
             q = torch.zeros(length, spec.heads, spec.head_dim, dtype=dtype, device=device)
             k, v = torch.zeros(2, spec.kv_heads, length, spec.head_dim, dtype=dtype, device=device)
-            self._library(q.transpose(0, 1), k, v)
+            self._library(q.transpose(0, 1), k, v, self._spec.scale)
 
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PrefillRows:
         """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
@@ -256,7 +258,7 @@ class LibraryPrefillStep:
                     (self.cache.keys, self.cache.values), self.cache.scales[layer], strict=True
                 )
             )
-            out[own] = self.library(query, keys, values)[:, : chunk.length].transpose(0, 1)
+            out[own] = self.library(query, keys, values, self.spec.scale)[:, : chunk.length].transpose(0, 1)
         return out
 
     def _copied(self, pages: Tensor, table: Tensor, length: int, scale: float, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.models.spec import DecoderSpec, Layer
 from engine.runtime.setup.model_errors import BadRunnerConfig
 
 Span = tuple[int, int]
@@ -43,7 +43,7 @@ class Shard:
         """The number of items per rank, rounded up."""
         return -(-count // self.size)
 
-    def of(self, config: DecoderConfig) -> DecoderConfig:
+    def of(self, config: DecoderSpec) -> DecoderSpec:
         """The model as one rank computes it: its heads, its part of the MLP. Raises BadRunnerConfig."""
         problems = list(_problems(config, self.size))
         if problems:
@@ -51,25 +51,26 @@ class Shard:
             raise BadRunnerConfig(
                 f"--tensor-parallel-size {self.size} {' and '.join(problems)}; this model takes {fitting}"
             )
-        return replace(
-            config,
-            heads=config.heads // self.size,
-            kv_heads=max(1, config.kv_heads // self.size),
-            intermediate_size=config.intermediate_size // self.size,
-        )
+        return replace(config, layers=tuple(map(self._of_layer, config.layers)))
+
+    def _of_layer(self, layer: Layer) -> Layer:
+        own = layer.attention
+        heads, kv_heads = own.heads // self.size, max(1, own.kv_heads // self.size)
+        attention = replace(own, heads=heads, kv_heads=kv_heads)
+        return replace(layer, attention=attention, mlp=replace(layer.mlp, inner=layer.mlp.inner // self.size))
 
 
 WHOLE: Final = Shard()
 
 
-def _fits(config: DecoderConfig, size: int) -> bool:
+def _fits(config: DecoderSpec, size: int) -> bool:
     return not any(_problems(config, size))
 
 
-def _problems(config: DecoderConfig, size: int) -> Iterator[str]:
+def _problems(config: DecoderSpec, size: int) -> Iterator[str]:
     if config.heads % size:
         yield f"does not divide num_attention_heads ({config.heads})"
     if config.kv_heads % size and size % config.kv_heads:
         yield f"neither divides num_key_value_heads ({config.kv_heads}) nor is a multiple of it"
-    if config.intermediate_size % size:
-        yield f"does not divide intermediate_size ({config.intermediate_size})"
+    if wide := [layer.mlp.inner for layer in config.layers if layer.mlp.inner % size]:
+        yield f"does not divide intermediate_size ({wide[0]})"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,27 +30,28 @@ from engine.runtime.kernels.begin import StepRows, begin_step
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kernels.fused import Norm, QKNorm, ResidualStream, norm_rotate_store, norm_stream
 from engine.runtime.kernels.matmul import Weight
-from engine.runtime.models.decoder_config import DecoderConfig
-from engine.runtime.models.features import lacking
+from engine.runtime.models.pieces import lacking
 from engine.runtime.models.rotary import Rotary
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import DecodePages, PrefillPages
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
-    EMBEDDING,
-    FINAL_NORM,
-    LayerParameters,
     LinearParameters,
+    Matrix,
+    NormRole,
+    final_norm,
+    layer_parameters,
+    read_embedding,
     read_lm_head,
 )
 
 IMPLEMENTED: Final = frozenset(
-    {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}
-    | {"activation silu", "norm rms", "rope.llama3", "windows", "tied_embeddings", "fp8"}
-    | {"qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
+    {"norm.kind rms", "layer.norms before", "mlp.act silu", "mlp.bias", "attention.window", "attention.bias"}
+    | {"attention.out_bias", "attention.qk_norm heads", "tied_embeddings", "fp8 Fp8Scheme"}
 )
-"""The features of models (`engine.runtime.models.features`) that the kernels implement, called as below."""
+"""The pieces of models (`engine.runtime.models.pieces`) that the kernels implement, called as below."""
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer, queries [T, H, D]) -> the same shape; keys and values are in the cache."""
@@ -81,12 +82,53 @@ class _Layer:
         return self.qkv, self.output, self.gate_up, self.down
 
 
+class DeviceNetwork(Protocol):
+    """Weights on a device, and the forward pass: in our kernels below, in torch's operations in
+    `torch_on_device.py`."""
+
+    table: MatmulTable
+
+    @property
+    def ranks(self) -> Collective: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def linears(self) -> list[DeviceLinear]:
+        """The products whose kernels are measured."""
+        ...
+
+    def hidden(self, step: StepTokens, cache: KVCache, attend: Attend) -> Tensor:
+        """Store keys and values -> the final hidden states [T, hidden], normed."""
+        ...
+
+    def decode(
+        self,
+        inputs: DecodeInputs,
+        tokens: Tensor,
+        page_table: Tensor,
+        cache: KVCache,
+        attention: DecodePages,
+    ) -> Tensor | ResidualStream:
+        """A token for each of some slots, from the device's tables by slot -> what `logits` takes."""
+        ...
+
+    def logits(self, hidden: Any, out: Tensor | None = None) -> Tensor:
+        """What `hidden` or `decode` gave, or rows of it -> logits [S, vocab], in `out` where that is
+        given."""
+        ...
+
+
 class DeviceDecoder:
-    """The weights on a device, and the forward pass."""
+    """Implements `DeviceNetwork` with our kernels."""
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: DecoderSpec,
         source: WeightSource,
         device: torch.device,
         *,
@@ -101,18 +143,21 @@ class DeviceDecoder:
         self.device: Final = device
         self.table = MatmulTable({})
         """The table of kernels; replaced by one that was measured on the device."""
+        ropes = config.ropes
         with device:
-            self._rotary = Rotary(config.rope, config.head_dim)
+            self._rotaries = [Rotary(rope, config.head_dim, config.context_len) for rope in ropes]
+        self._frequencies = torch.stack([rotary.table for rotary in self._rotaries])
+        """[ropes, 2, D/2]"""
+        self._rope_of = [ropes.index(layer.attention.rope) for layer in config.layers]
         load = _Loader(config, source, device, fp8, ranks.shard)
-        vocab, hidden = config.vocab_size, config.hidden_size
-        self._embedding = source.stack([EMBEDDING], [vocab], hidden).to(device)
-        self._layers = [load.layer(layer) for layer in range(config.layers)]
-        norm = load.norm(source.stack([FINAL_NORM], [hidden]))
+        self._embedding = read_embedding(config, source).to(device)
+        self._layers = [load.layer(layer) for layer in range(len(config.layers))]
+        norm = load.norm(final_norm(config).read(source))
         lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
         self._lm_head = DeviceLinear(lm_head, norm=norm)
 
     @staticmethod
-    def implements(config: DecoderConfig) -> str | None:
+    def implements(config: DecoderSpec) -> str | None:
         """Why this network does not compute the model; None where it does."""
         if config.head_dim & (config.head_dim - 1):
             return f"head_dim {config.head_dim} is not a power of two"
@@ -134,17 +179,30 @@ class DeviceDecoder:
 
     def rows(self, step: StepTokens) -> StepRows:
         """The rows of a step with tokens of any kind, gathered by torch."""
-        angles = self._rotary.angles(step.positions, torch.float32)
+        angles = [rotary.angles(step.positions, torch.float32) for rotary in self._rotaries]
         return StepRows(F.embedding(step.token_ids, self._embedding), angles, step.pages, step.offsets)
 
     def begin(
         self, inputs: DecodeInputs, tokens: Tensor, page_table: Tensor, page_size: int
     ) -> tuple[StepRows, Tensor]:
         """A decode step's rows and their page tables, gathered from the device's tables by slot."""
-        frequencies = self._rotary.inverse_frequencies
         return begin_step(
-            inputs.slots, inputs.lengths, tokens, page_table, self._embedding, frequencies, page_size
+            inputs.slots, inputs.lengths, tokens, page_table, self._embedding, self._frequencies, page_size
         )
+
+    def hidden(self, step: StepTokens, cache: KVCache, attend: Attend) -> Tensor:
+        return self.normed(self.forward(self.rows(step), cache, attend))
+
+    def decode(
+        self,
+        inputs: DecodeInputs,
+        tokens: Tensor,
+        page_table: Tensor,
+        cache: KVCache,
+        attention: DecodePages,
+    ) -> ResidualStream:
+        step, tables = self.begin(inputs, tokens, page_table, cache.geometry.page_size)
+        return self.forward(step, cache, attention.on_device(tables, inputs.lengths))
 
     def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> ResidualStream:
         """Store keys and values -> the stream behind the last layer, [T, hidden]."""
@@ -154,7 +212,7 @@ class DeviceDecoder:
             keys, values = cache.keys[index], cache.values[index]
             q = norm_rotate_store(
                 qkv,
-                step.angles,
+                step.angles[self._rope_of[index]],
                 layer.qk_norm,
                 keys,
                 values,
@@ -196,28 +254,29 @@ class DeviceDecoder:
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    config: DecoderConfig
+    config: DecoderSpec
     source: WeightSource
     device: torch.device
     fp8: bool
     shard: Shard
 
     def layer(self, layer: int) -> _Layer:
-        own, config = LayerParameters(self.config, layer, self.shard), self.config
+        own = layer_parameters(self.config, layer, self.shard)
+        norms = {role: each.read(self.source) for role, each in own.norms.items()}
         qk_norm = None
-        if config.qk_norm:
-            q_weight, k_weight = own.qk_norm(self.source).to(self.device)
-            qk_norm = QKNorm(q_weight, k_weight, config.norm_eps)
+        if NormRole.QK in norms:
+            q_weight, k_weight = norms[NormRole.QK].to(self.device).view(2, -1)
+            qk_norm = QKNorm(q_weight, k_weight, self.config.norm.eps)
         return _Layer(
-            qkv=self._linear(own.qkv, own.input_norm(self.source)),
+            qkv=self._linear(own.matrices[Matrix.QKV], norms[NormRole.ATTENTION]),
             qk_norm=qk_norm,
-            output=self._linear(own.output),
-            gate_up=self._linear(own.gate_up, own.mlp_norm(self.source), gated=True),
-            down=self._linear(own.down),
+            output=self._linear(own.matrices[Matrix.OUTPUT]),
+            gate_up=self._linear(own.matrices[Matrix.GATE_UP], norms[NormRole.MLP], gated=True),
+            down=self._linear(own.matrices[Matrix.DOWN]),
         )
 
     def norm(self, weight: Tensor) -> Norm:
-        return Norm(weight.to(self.device).float(), self.config.norm_eps)
+        return Norm(weight.to(self.device).float(), self.config.norm.eps)
 
     def _linear(
         self, parameters: LinearParameters, norm: Tensor | None = None, *, gated: bool = False
@@ -241,7 +300,7 @@ class DeviceModel:
     """Implements `engine.runtime.host.model.PagedModel`: whole batches, prefill and decode rows, launched
     kernel by kernel."""
 
-    decoder: DeviceDecoder
+    decoder: DeviceNetwork
     cache: KVCache
     decode: DecodePages
     prefill: PrefillPages
@@ -269,7 +328,7 @@ class DeviceModel:
         step = StepTokens(
             moved(batch.token_ids), moved(batch.positions), moved(places.pages), moved(places.offsets)
         )
-        return self.decoder.normed(self.decoder.forward(self.decoder.rows(step), self.cache, attend))
+        return self.decoder.hidden(step, self.cache, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden).float()
@@ -279,7 +338,7 @@ class DeviceModel:
 class DeviceSampler:
     """Samples tokens from hidden states, and stores them where the next step finds them."""
 
-    decoder: DeviceDecoder
+    decoder: DeviceNetwork
     tokens: Tensor
     """The known tokens by slot, [slots, more than max_model_len] int32: new ones are written here."""
     columns: DeviceSampling
@@ -288,7 +347,7 @@ class DeviceSampler:
     def __call__(
         self, hidden: Tensor | ResidualStream, slots: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """hidden with S rows, as `DeviceDecoder.logits` takes it; slots, lengths [S] int32 -> tokens [S]
+        """hidden with S rows, as `DeviceNetwork.logits` takes it; slots, lengths [S] int32 -> tokens [S]
         int64, NUMERIC_FAILURE where logits were not finite, and their log-probabilities [S]. The logits stay
         in `scratch` until the next call."""
         logits = self.decoder.logits(hidden, self.scratch.logits[: len(slots)])
@@ -299,7 +358,7 @@ class DeviceSampler:
 class DecodeStep:
     """A whole decode step: one token for each of some slots, from the device's tables by slot."""
 
-    decoder: DeviceDecoder
+    decoder: DeviceNetwork
     cache: KVCache
     attention: DecodePages
     tokens: Tensor
@@ -317,9 +376,6 @@ class DecodeStep:
             return self._run(inputs)
 
     def _run(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        page_size = self.cache.geometry.page_size
-        step, tables = self.decoder.begin(inputs, self.tokens, self.page_table, page_size)
-        attend = self.attention.on_device(tables, inputs.lengths)
-        stream = self.decoder.forward(step, self.cache, attend)
+        stream = self.decoder.decode(inputs, self.tokens, self.page_table, self.cache, self.attention)
         sampler = DeviceSampler(self.decoder, self.tokens, self.sampling, self.scratch)
         return sampler(stream, inputs.slots, inputs.lengths)

@@ -31,7 +31,13 @@ from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.device.card import Card, MemoryReading, OwnCard
-from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, DeviceModel, DeviceSampler
+from engine.runtime.device.device_decoder import (
+    DecodeStep,
+    DeviceDecoder,
+    DeviceModel,
+    DeviceNetwork,
+    DeviceSampler,
+)
 from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.device.device_sampling import SamplingScratch
 from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, GraphDevice, Overlap, batch_buckets
@@ -39,13 +45,15 @@ from engine.runtime.device.memory import MemoryProfile, kv_page_count, out_of_me
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
 from engine.runtime.device.slots import DeviceSlots
+from engine.runtime.device.torch_on_device import TorchOnDevice
+from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.kernels import launching
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.dependent_launch import dependent_launches
-from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.backends import Backend, BackendChoice, Chosen, Need, choose
 from engine.runtime.setup.hardware import usable_cores
-from engine.runtime.setup.model_errors import DoesNotFit, UnsupportedModel
+from engine.runtime.setup.model_errors import BadRunnerConfig, DoesNotFit, UnsupportedModel
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start.starting import (
     Progress,
@@ -83,24 +91,38 @@ class Design:
     """The decisions that are made before a weight is read."""
 
     config: RunnerConfig
-    model: DecoderConfig
+    model: DecoderSpec
     """The whole model."""
     dtype: torch.dtype
     max_model_len: int
     precision: Precision
     attention: BackendChoice
+    lacks: str | None = None
+    """Why our kernels do not compute the model, so that torch's operations do; None where they do."""
+
+    @property
+    def is_eager(self) -> bool:
+        """True if steps are launched kernel by kernel."""
+        return self.config.enforce_eager or self.lacks is not None
 
     @staticmethod
-    def of(config: RunnerConfig, model: DecoderConfig, card: Card, shard: Shard) -> Design:
-        """The design for this model on this card. Raises UnsupportedModel where the kernels do not implement
-        the model, BadRunnerConfig where the card cannot do what is asked for."""
-        if (reason := DeviceDecoder.implements(model)) is not None:
-            raise UnsupportedModel(f"the kernels for GPUs do not compute this model: {reason}")
+    def of(config: RunnerConfig, model: DecoderSpec, card: Card, shard: Shard) -> Design:
+        """The design for this model on this card. Raises UnsupportedModel where no network computes the
+        model, BadRunnerConfig where the card cannot do what is asked for."""
+        lacks = DeviceDecoder.implements(model)
+        if lacks is not None and (reason := TorchDecoder.implements(model)) is not None:
+            raise UnsupportedModel(f"no network computes this model on a GPU: {reason}")
+        if lacks is not None and config.weights == "fp8":
+            raise BadRunnerConfig(f"weights=fp8 needs the Triton kernels: {lacks}")
         dtype = torch.bfloat16 if config.dtype == "auto" else choose_dtype(config.dtype)
         precision = Precision.of(config, model, dtype, card.capability)
+        if lacks is not None:
+            precision = replace(precision, weights_fp8=False)
         need = _need(config, shard.of(model), dtype, precision, card)
         attention = choose(config.attention_backend, need)
-        return Design(config, model, dtype, choose_max_model_len(config, model), precision, attention)
+        max_model_len = choose_max_model_len(config, model)
+        served = replace(model, context_len=max_model_len)
+        return Design(config, served, dtype, max_model_len, precision, attention, lacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +130,10 @@ class DeviceShard:
     """Implements `LoadedShard` on a GPU: a rank's weights, before there is a cache."""
 
     design: Design
-    model: DecoderConfig
+    model: DecoderSpec
     """The model as this rank computes it."""
     card: OwnCard
-    decoder: DeviceDecoder
+    decoder: DeviceNetwork
     kv_scales: Sequence[tuple[float, float]] | None
     at_start: MemoryReading
     """The card's memory before this process took any."""
@@ -124,8 +146,12 @@ class DeviceShard:
         precision = design.precision
         kv_scales = precision.kv_scales(design.model, source)
         with enough_memory("loading weights", "end what else uses this GPU, or use fp8 weights"):
-            fp8 = precision.weights_fp8
-            decoder = DeviceDecoder(design.model, source, card.device, fp8=fp8, ranks=ranks)
+            decoder: DeviceNetwork
+            if design.lacks is None:
+                fp8 = precision.weights_fp8
+                decoder = DeviceDecoder(design.model, source, card.device, fp8=fp8, ranks=ranks)
+            else:
+                decoder = TorchOnDevice(design.model, source, card.device, ranks)
         share = ranks.shard.of(design.model)
         return DeviceShard(design, share, card, decoder, kv_scales, at_start)
 
@@ -143,14 +169,17 @@ class DeviceShard:
     def geometry(self) -> KVGeometry:
         model, page_size = self.model, self.design.config.page_size
         return KVGeometry(
-            model.layers, model.kv_heads, page_size, model.head_dim, self.design.precision.kv_dtype
+            len(model.layers), model.kv_heads, page_size, model.head_dim, self.design.precision.kv_dtype
         )
 
     def info(self, pages: int) -> RunnerInfo:
         """The runner's sizes and type, with times and host memory left at 0."""
         design, major, minor = self.design, *self.card.capability
         shards = self.decoder.ranks.shard.size
-        kernels = f"triton {launching.VERSION}, torch {torch.__version__}, capability {major}.{minor}"
+        network = "" if design.lacks is None else "torch network, "
+        kernels = (
+            f"{network}triton {launching.VERSION}, torch {torch.__version__}, capability {major}.{minor}"
+        )
         arithmetic = f"{kernels}, {design.attention.arithmetic}, {design.precision}, {shards} shards"
         sizes = self.geometry, self.decoder.dtype, self.max_model_len, pages
         info = untimed_info(design.config, self.model, *sizes, arithmetic)
@@ -168,7 +197,7 @@ class DeviceShard:
         """A runner of the sizes in `info`. Raises DoesNotFit."""
         with enough_memory("allocating the KV cache and capturing graphs", "lower --gpu-memory-utilization"):
             runner, step = self._assemble(info)
-            if not self.design.config.enforce_eager:
+            if not self.design.is_eager:
                 runner.decode = self._captured(step, runner, self.card.graphs(), progress).replay
             progress("planning attention of long prompts")
             tokens_max = min(self.design.config.max_step_tokens, self.max_model_len)
@@ -205,7 +234,7 @@ class DeviceShard:
             info.slots, info.max_model_len, info.page_size, info.vocab_size, info.pages, device
         )
         scratch = SamplingScratch.empty(info.slots, info.vocab_size, decoder.dtype, device)
-        spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.windows)
+        spec = AttentionSpec.of(model)
         bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
         tables = slots.tokens, slots.page_table, slots.sampling
@@ -244,7 +273,7 @@ class DeviceShard:
             for plan in largest_plans(runner.info, self.design.config.max_step_tokens):
                 runner.run(plan)
             stepped = card.memory()
-            graphs = 0 if self.design.config.enforce_eager else self._graph_bytes(step, runner)
+            graphs = 0 if self.design.is_eager else self._graph_bytes(step, runner)
         return MemoryProfile(
             total=start.total,
             free_at_start=start.free,
@@ -326,7 +355,7 @@ def enough_memory(doing: str, advice: str) -> Iterator[None]:
 
 
 def _need(
-    config: RunnerConfig, model: DecoderConfig, dtype: torch.dtype, precision: Precision, card: Card
+    config: RunnerConfig, model: DecoderSpec, dtype: torch.dtype, precision: Precision, card: Card
 ) -> Need:
     return Need(
         model.heads,
@@ -353,8 +382,10 @@ def load_shard(
     design = Design.of(config, model, card, ranks.shard)
     shards = "" if ranks.shard == WHOLE else f", in {ranks.shard.size} shards,"
     progress(f"loading {model.architecture} in {dtype_name(design.dtype)}{shards} on {card.name}")
-    model, source = checked_checkpoint(config, model, design.dtype, progress, card.device)
+    model, source = checked_checkpoint(config, design.model, design.dtype, progress, card.device)
     design = replace(design, model=model)
+    if design.lacks is not None:
+        progress(f"computing with torch's operations, without graphs: the Triton kernels lack {design.lacks}")
     progress(str(design.attention))
     at_start = card.memory()
     with rehearsed(card, partial(rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:
@@ -372,11 +403,11 @@ def rehearse(design: Design, blueprint: Blueprint, shard: Shard, *, all_products
     """Compile the kernels of a start, by a walk through a model with one layer per kind. `all_products`: as
     `DeviceShard.rehearse` has it.
 
-    Layers differ by their windows, and the first from all others. Attention is rehearsed with the Triton
+    Layers differ by their description, and the first from all others. Attention is rehearsed with the Triton
     kernels, which some libraries need beside them; a library's own kernels are not compiled here.
     """
-    windows = (design.model.windows[0], *dict.fromkeys(design.model.windows))
-    model = replace(design.model, windows=windows)
+    layers = (design.model.layers[0], *dict.fromkeys(design.model.layers))
+    model = replace(design.model, layers=layers)
     triton = BackendChoice(Chosen(Backend.TRITON), Chosen(Backend.TRITON))
     rehearsal = DeviceShard.load(
         replace(design, model=model, attention=triton),

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.weights.checkpoint import Fp8Source, WeightSource
@@ -27,7 +27,7 @@ class Precision:
 
     @staticmethod
     def of(
-        config: RunnerConfig, model: DecoderConfig, dtype: torch.dtype, capability: tuple[int, int]
+        config: RunnerConfig, model: DecoderSpec, dtype: torch.dtype, capability: tuple[int, int]
     ) -> Precision:
         """The precision that the settings and the checkpoint ask for. Raises BadRunnerConfig where this GPU
         cannot."""
@@ -39,13 +39,13 @@ class Precision:
         weights_fp8 = config.weights == "fp8" or (model.fp8 is not None and able)
         return Precision(weights_fp8, torch.float8_e4m3fn if kv_fp8 else dtype)
 
-    def kv_scales(self, model: DecoderConfig, source: WeightSource) -> list[tuple[float, float]] | None:
+    def kv_scales(self, model: DecoderSpec, source: WeightSource) -> list[tuple[float, float]] | None:
         """The scales of stored keys and values per layer; None where they are 1. Raises WeightsMismatch."""
         if self.kv_dtype != torch.float8_e4m3fn or not isinstance(source, Fp8Source):
             return None
-        return source.kv_scales(model.layers)
+        return source.kv_scales(len(model.layers))
 
-    def describe(self, model: DecoderConfig, scales: Sequence[tuple[float, float]] | None) -> str:
+    def describe(self, model: DecoderSpec, scales: Sequence[tuple[float, float]] | None) -> str:
         """The use of fp8, for the log; empty where nothing is in fp8."""
         parts = []
         if self.weights_fp8:

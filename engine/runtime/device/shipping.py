@@ -29,7 +29,8 @@ from engine.runtime.device.device_shard import Design, rehearse
 from engine.runtime.device.rehearsal import META, Blueprint
 from engine.runtime.kernels.absent_card import compile_as_for, keep_compiled_in
 from engine.runtime.kernels.launching import compiling_in
-from engine.runtime.models.decoder_config import DecoderConfig, parse_model_config
+from engine.runtime.models.decoder_config import parse_model_config
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.runner_config import RunnerConfig, Weights
 from shared.process.child_python import environment
 
@@ -106,7 +107,7 @@ class KernelCount:
             self.compiled += 1
 
 
-def compile_for(make: Make, model: DecoderConfig, weights: Weights, threads: int) -> None:
+def compile_for(make: Make, model: DecoderSpec, weights: Weights, threads: int) -> None:
     """Compile everything that a start launches, into Triton's cache. The active driver is the card's."""
     blueprint = Blueprint("absent", make.capability, make.multiprocessors)
     config = RunnerConfig(model="absent", device="cuda", weights=weights)

@@ -6,7 +6,7 @@ ranks of a tensor-parallel model always, as the native kernels take no shards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ from engine.runtime.host.model import PagedModel, TorchModel
 from engine.runtime.host.sampler import Draw
 from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
-from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.native.decoder import NativeDecoder, built_isas, misfit
 from engine.runtime.setup.hardware import available_memory_bytes
 from engine.runtime.setup.model_errors import BadRunnerConfig, UnsupportedModel
@@ -74,7 +74,7 @@ class TorchNetwork:
     """Implements `HostNetwork` with torch's operations."""
 
     decoder: TorchDecoder
-    config: DecoderConfig
+    config: DecoderSpec
     """The model as this rank computes it."""
     reason: str
     """Why the native kernels do not compute, for the log."""
@@ -96,8 +96,7 @@ class TorchNetwork:
         return None
 
     def attach(self, cache: KVCache) -> PagedModel:
-        config = self.config
-        spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+        spec = AttentionSpec.of(self.config)
         return TorchModel(self.decoder, cache, TorchDecode(cache, spec), TorchPrefill(cache, spec))
 
 
@@ -106,7 +105,7 @@ class HostShard:
     """Implements `LoadedShard` on a CPU."""
 
     config: RunnerConfig
-    model: DecoderConfig
+    model: DecoderSpec
     """The model as this rank computes it."""
     dtype: torch.dtype
     max_model_len: int
@@ -117,7 +116,9 @@ class HostShard:
     @property
     def geometry(self) -> KVGeometry:
         model = self.model
-        return KVGeometry(model.layers, model.kv_heads, self.config.page_size, model.head_dim, self.dtype)
+        return KVGeometry(
+            len(model.layers), model.kv_heads, self.config.page_size, model.head_dim, self.dtype
+        )
 
     def page_count(self) -> int:
         config, available_bytes = self.config, available_memory_bytes() // self.neighbours
@@ -147,11 +148,12 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
     threads = set_threads(config, ranks.neighbours)
     model, dtype = read_model(config, progress), choose_dtype(config.dtype)
     max_model_len = choose_max_model_len(config, model)
+    model = replace(model, context_len=max_model_len)
     stored = "" if model.fp8 is None else f", multiplied out of {model.fp8}"
     shards = "" if shard == WHOLE else f", in {shard.size} shards"
     progress(f"loading {model.architecture} in {dtype_name(dtype)}{stored}{shards}")
     model, source = checked_checkpoint(config, model, dtype, progress)
-    network = host_network(config, model, source, dtype, max_model_len, threads, ranks)
+    network = host_network(config, model, source, dtype, threads, ranks)
     progress(f"computing with {network.name}")
     if network.draw is not None:
         # Little is left to torch, and its threads would compete with the network's own for the cores.
@@ -161,10 +163,9 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
 
 def host_network(
     config: RunnerConfig,
-    model: DecoderConfig,
+    model: DecoderSpec,
     source: WeightSource,
     dtype: torch.dtype,
-    max_model_len: int,
     threads: int,
     ranks: Collective = ALONE,
 ) -> HostNetwork:
@@ -181,13 +182,12 @@ def host_network(
         source,
         dtype=dtype,
         page_size=config.page_size,
-        max_model_len=max_model_len,
         threads=threads,
         int8=config.weights == "int8",
     )
 
 
-def _hindrance(config: RunnerConfig, model: DecoderConfig, shard: Shard) -> str | None:
+def _hindrance(config: RunnerConfig, model: DecoderSpec, shard: Shard) -> str | None:
     """Why the native kernels do not compute; None where they do. Raises BadRunnerConfig where the settings
     ask for them."""
     hindrance: str | None

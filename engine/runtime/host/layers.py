@@ -74,7 +74,10 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """The RMS norm over the last dimension (Zhang and Sennrich 2019), computed in float32."""
+    """The RMS norm over the last dimension (Zhang and Sennrich 2019), computed in float32. A weight in
+    float32 is multiplied before the result is rounded to x's type."""
+    if weight is not None and weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 

@@ -1,11 +1,11 @@
-"""The dense decoder in torch: Llama, Mistral, Qwen2 and Qwen3 differ only in the settings of their
-DecoderConfig.
+"""The dense decoder in torch: the reference, which follows every piece of a description
+(`engine.runtime.models.spec`).
 
-    x += output(attention(rotate(norm(q)), rotate(norm(k)), v))     q, k, v = qkv(rms_norm(x))
-    x += down(silu(gate) * up)                                      gate, up = gate_up(rms_norm(x))
+    x += post(output(attention(rotate(norm(q)), rotate(norm(k)), v)))     q, k, v = qkv(norm(x))
+    x += post(down(act(gate) * up))                                       gate, up = gate_up(norm(x))
 
-Tokens are packed: T is the sum over all rows of the step. The attention knows the step: which keys a token
-sees, and where keys and values lie.
+A family has some of these norms. Tokens are packed: T is the sum over all rows of the step. The attention
+knows the step: which keys a token sees, and where keys and values lie.
 
 A tensor-parallel rank computes the same with its own heads and its part of the MLP; the results of `output`
 and `down` are added up over the ranks.
@@ -13,6 +13,7 @@ and `down` are added up over the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -21,20 +22,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.runtime.collective.collective import ALONE, Collective
-from engine.runtime.collective.shard import Shard
 from engine.runtime.host.layers import PackedLinear, rms_norm, rotate
-from engine.runtime.models.decoder_config import DecoderConfig
-from engine.runtime.models.features import lacking
+from engine.runtime.models import spec
+from engine.runtime.models.pieces import lacking
 from engine.runtime.models.rotary import Rotary
+from engine.runtime.models.spec import DecoderSpec, Rope, Tempering
 from engine.runtime.weights.checkpoint import WeightSource
-from engine.runtime.weights.parameters import EMBEDDING, FINAL_NORM, LayerParameters, read_lm_head
-
-IMPLEMENTED: Final = frozenset(
-    {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}
-    | {"activation silu", "norm rms", "rope.llama3", "windows", "tied_embeddings", "fp8"}
-    | {"qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
+from engine.runtime.weights.parameters import (
+    Matrix,
+    NormRole,
+    final_norm,
+    layer_parameters,
+    read_embedding,
+    read_lm_head,
 )
-"""The features of models (`engine.runtime.models.features`) that the code below follows."""
+
+ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+IMPLEMENTED: Final = frozenset(
+    {"norm.kind rms", "layer.norms before", "layer.norms behind", "layer.norms both"}
+    | {f"mlp.act {name}" for name in ACTIVATIONS}
+    | {"mlp.gated no", "mlp.bias", "attention.window", "attention.bias", "attention.out_bias"}
+    | {f"attention.qk_norm {place}" for place in ("heads", "rotated heads", "width")}
+    | {"attention.tempering Tempering", "tied_embeddings", "fp8 Fp8Scheme"}
+    | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
+)
+"""The pieces of models (`engine.runtime.models.pieces`) that the code below follows."""
+Angles = tuple[Tensor, Tensor]
 
 
 class StepAttention(Protocol):
@@ -47,77 +64,128 @@ class StepAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: Tensor
-    qkv: PackedLinear
+    spec: spec.Layer
+    """As this rank computes it."""
+    matrices: Mapping[Matrix, PackedLinear]
+    norms: Mapping[NormRole, Tensor]
     qk_norm: Tensor | None
     """[H + Hkv, D]: the query heads' weight, then the key heads', so that one multiplication does both."""
-    output: PackedLinear
-    mlp_norm: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
 
 
 class TorchDecoder:
     """The weights and the forward pass, without state between calls. H and Hkv count the rank's own heads."""
 
-    def __init__(self, config: DecoderConfig, source: WeightSource, ranks: Collective = ALONE) -> None:
+    def __init__(self, config: DecoderSpec, source: WeightSource, ranks: Collective = ALONE) -> None:
         """`config` describes the whole model; the rank's part of it is read."""
         assert self.implements(config) is None
         self.ranks: Final = ranks
-        self._config = ranks.shard.of(config)
-        self._rotary = Rotary(config.rope, config.head_dim)
-        vocab, hidden = config.vocab_size, config.hidden_size
-        self._embedding = source.stack([EMBEDDING], [vocab], hidden)
-        self._layers = [_load_layer(config, source, layer, ranks.shard) for layer in range(config.layers)]
-        self._norm = source.stack([FINAL_NORM], [hidden])
+        self.config: Final = ranks.shard.of(config)
+        """The model as this rank computes it."""
+        self._rotary = {rope: Rotary(rope, config.head_dim, config.context_len) for rope in config.ropes}
+        self.embedding: Final = read_embedding(config, source)
+        self._layers = [self._load(config, source, index) for index in range(len(config.layers))]
+        self._norm = final_norm(config).read(source)
         # Tied weights are kept twice on CPU, once to look rows up and once laid out for the multiplication.
-        self._lm_head = PackedLinear(read_lm_head(config, source, ranks.shard, self._embedding))
+        self._lm_head = PackedLinear(read_lm_head(config, source, ranks.shard, self.embedding))
 
     @staticmethod
-    def implements(config: DecoderConfig) -> str | None:
+    def implements(config: DecoderSpec) -> str | None:
         """Why this network does not compute the model, whatever its sizes; None where it does."""
         return lacking(config, IMPLEMENTED)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """token_ids and positions [T] -> final hidden states [T, hidden], normed."""
-        eps = self._config.norm_eps
-        x = F.embedding(token_ids, self._embedding)
-        angles = self._rotary.angles(positions, x.dtype)
+        config, eps = self.config, self.config.norm.eps
+        x = F.embedding(token_ids, self.embedding)
+        if config.embed_scale != 1.0:
+            x = x * torch.tensor(config.embed_scale, dtype=x.dtype, device=x.device)
+        angles = {rope: own.angles(positions, x.dtype) for rope, own in self._rotary.items()}
         for index, layer in enumerate(self._layers):
-            q, k, v = self._qkv(layer, rms_norm(x, layer.input_norm, eps), angles)
-            x = x + self.ranks.all_reduce_(layer.output(attention(index, q, k, v).flatten(1)))
-            gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, dim=-1)
-            x = x + self.ranks.all_reduce_(layer.down(F.silu(gate) * up))
+            q, k, v = self._qkv(layer, self._normed(layer, NormRole.ATTENTION, x), angles)
+            if (tempering := layer.spec.attention.tempering) is not None:
+                q = q * _tempers(tempering, positions).to(q.dtype)
+            attended = layer.matrices[Matrix.OUTPUT](attention(index, q, k, v).flatten(1))
+            x = self._added(layer, x, attended, NormRole.ATTENTION_POST)
+            inner = layer.matrices[Matrix.GATE_UP](self._normed(layer, NormRole.MLP, x))
+            x = self._added(
+                layer, x, layer.matrices[Matrix.DOWN](_activated(layer.spec.mlp, inner)), NormRole.MLP_POST
+            )
         return rms_norm(x, self._norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab], float32."""
-        return self.ranks.all_gather(self._lm_head(hidden))[:, : self._config.vocab_size].float()
+        config = self.config
+        logits = self.ranks.all_gather(self._lm_head(hidden))[:, : config.vocab_size].float()
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
+        cap = config.logit_softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
 
-    def _qkv(self, layer: _Layer, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _normed(self, layer: _Layer, role: NormRole, x: Tensor) -> Tensor:
+        return rms_norm(x, layer.norms[role], self.config.norm.eps) if role in layer.norms else x
+
+    def _added(self, layer: _Layer, x: Tensor, change: Tensor, role: NormRole) -> Tensor:
+        """The residual with a block's output, which all ranks have a part of, added."""
+        change = self._normed(layer, role, self.ranks.all_reduce_(change))
+        scale = self.config.residual_scale
+        return x + (change if scale == 1.0 else change * scale)
+
+    def _qkv(
+        self, layer: _Layer, x: Tensor, angles: Mapping[Rope | None, Angles]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden] -> q [T, H, D], k and v [T, Hkv, D]; q and k rotated."""
-        heads, kv_heads = self._config.heads, self._config.kv_heads
-        by_head = layer.qkv(x).view(len(x), -1, self._config.head_dim)
-        qk, v = by_head.tensor_split([heads + kv_heads], dim=1)
-        if layer.qk_norm is not None:
-            qk = rms_norm(qk, None, self._config.norm_eps) * layer.qk_norm
-        q, k = rotate(qk, angles).tensor_split([heads], dim=1)
+        own, eps = layer.spec.attention, self.config.norm.eps
+        by_head = layer.matrices[Matrix.QKV](x).view(len(x), -1, own.head_dim)
+        qk, v = by_head.tensor_split([own.heads + own.kv_heads], dim=1)
+        if own.qk_norm == "width":
+            qk = torch.cat([self._normed_wide(part) for part in qk.tensor_split([own.heads], dim=1)], dim=1)
+            assert layer.qk_norm is not None
+            qk = (qk * layer.qk_norm).to(x.dtype)
+        elif own.qk_norm == "heads":
+            qk = _normed_heads(qk, layer.qk_norm, eps)
+        if own.rope is not None:
+            qk = rotate(qk, angles[own.rope])
+        if own.qk_norm == "rotated heads":
+            qk = _normed_heads(qk, layer.qk_norm, eps)
+        q, k = qk.tensor_split([own.heads], dim=1)
         return q, k, v
 
+    def _normed_wide(self, heads: Tensor) -> Tensor:
+        """heads [T, any, D], float32, by the mean square over those of all ranks."""
+        exact = heads.float()
+        squares = self.ranks.all_reduce_(exact.square().sum(dim=(1, 2), keepdim=True))
+        count = heads.shape[1] * heads.shape[2] * self.ranks.shard.size
+        return exact * torch.rsqrt(squares / count + self.config.norm.eps)
 
-def _load_layer(config: DecoderConfig, source: WeightSource, layer: int, shard: Shard) -> _Layer:
-    own, share = LayerParameters(config, layer, shard), shard.of(config)
+    def _load(self, config: DecoderSpec, source: WeightSource, index: int) -> _Layer:
+        own, share = layer_parameters(config, index, self.ranks.shard), self.config.layers[index]
+        matrices = {role: PackedLinear(*each.read(source)) for role, each in own.matrices.items()}
+        norms = {role: each.read(source) for role, each in own.norms.items()}
+        attention, qk_norm = share.attention, norms.pop(NormRole.QK, None)
+        if qk_norm is not None and attention.qk_norm != "width":
+            of_query, of_key = qk_norm.view(2, -1)
+            heads = of_query.expand(attention.heads, -1), of_key.expand(attention.kv_heads, -1)
+            qk_norm = torch.cat(heads)
+        by_head = None if qk_norm is None else qk_norm.view(-1, attention.head_dim)
+        return _Layer(share, matrices, norms, by_head)
 
-    def qk_norm() -> Tensor:
-        of_query, of_key = own.qk_norm(source)
-        return torch.cat((of_query.expand(share.heads, -1), of_key.expand(share.kv_heads, -1)))
 
-    return _Layer(
-        input_norm=own.input_norm(source),
-        qkv=PackedLinear(*own.qkv.read(source)),
-        qk_norm=qk_norm() if config.qk_norm else None,
-        output=PackedLinear(*own.output.read(source)),
-        mlp_norm=own.mlp_norm(source),
-        gate_up=PackedLinear(*own.gate_up.read(source)),
-        down=PackedLinear(*own.down.read(source)),
-    )
+def _normed_heads(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    assert weight is not None
+    if weight.dtype != heads.dtype:
+        return (rms_norm(heads.float(), None, eps) * weight).to(heads.dtype)
+    return rms_norm(heads, None, eps) * weight
+
+
+def _activated(mlp: spec.Mlp, x: Tensor) -> Tensor:
+    act = ACTIVATIONS[mlp.act]
+    if not mlp.gated:
+        return act(x)
+    gate, up = x.chunk(2, dim=-1)
+    return act(gate) * up
+
+
+def _tempers(tempering: Tempering, positions: Tensor) -> Tensor:
+    """[T, 1, 1]"""
+    periods = (positions // tempering.original_context_len).float()
+    return (1 + tempering.beta * torch.log1p(periods))[:, None, None]

@@ -5,7 +5,7 @@ follows from it and from the device's tables by slot:
 
     position    length - 1
     residual    the token's row of the embedding
-    cos, sin    position times the rotary frequencies
+    cos, sin    of position times the rotary frequencies, times their amplitudes, for each kind of layer
     page, offset    where its keys and values go
     table       the slot's page table, for attention
 
@@ -15,6 +15,7 @@ little to be worth its launch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,8 +37,8 @@ class StepRows:
 
     residual: Tensor
     """The tokens' embeddings, [T, hidden]."""
-    angles: tuple[Tensor, Tensor]
-    """cos and sin of the tokens' positions, [T, D/2] float32 each."""
+    angles: Sequence[tuple[Tensor, Tensor]]
+    """cos and sin of the tokens' positions, [T, D/2] float32 each, for each of the model's ropes."""
     pages: Tensor
     """The page that a token's keys and values go to, [T] int64."""
     offsets: Tensor
@@ -54,13 +55,14 @@ def begin_step(
     page_size: int,
 ) -> tuple[StepRows, Tensor]:
     """slots, lengths [R] int32; tokens [slots, any], page_table [slots, P] int32; embedding [vocab, hidden];
-    frequencies [D/2] float32 -> the rows' last tokens, and their page tables [R, P] int32."""
-    rows, hidden, half = len(slots), embedding.shape[1], len(frequencies)
+    frequencies [ropes, 2, D/2] float32, amplitudes behind -> the rows' last tokens, and their page tables [R,
+    P] int32."""
+    rows, hidden, (ropes, _, half) = len(slots), embedding.shape[1], frequencies.shape
     assert all(t.is_contiguous() for t in (tokens, page_table, embedding, frequencies))
     assert half == triton.next_power_of_2(half)
-    cos, sin = (torch.empty(rows, half, device=slots.device) for _ in range(2))
+    cos, sin = (torch.empty(ropes, rows, half, device=slots.device) for _ in range(2))
     pages, offsets = (torch.empty(rows, dtype=torch.int64, device=slots.device) for _ in range(2))
-    begun = StepRows(embedding.new_empty(rows, hidden), (cos, sin), pages, offsets)
+    begun = StepRows(embedding.new_empty(rows, hidden), list(zip(cos, sin, strict=True)), pages, offsets)
     tables = page_table.new_empty(rows, page_table.shape[1])
     launch(
         begin_step_kernel,
@@ -82,6 +84,7 @@ def begin_step(
         hidden,
         PAGE=page_size,
         HALF=half,
+        ROPES=ropes,
         BLOCK=COPY_BLOCK,
         num_warps=4,
         **plain(),
@@ -108,6 +111,7 @@ def begin_step_kernel(
     hidden,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
+    ROPES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -120,9 +124,12 @@ def begin_step_kernel(
     tl.store(pages + row, tl.load(table + position // PAGE).to(tl.int64))
     tl.store(offsets + row, (position % PAGE).to(tl.int64))
     dim = tl.arange(0, HALF)
-    angle = position.to(tl.float32) * tl.load(frequencies + dim)
-    tl.store(cos + row * HALF + dim, tl.cos(angle))
-    tl.store(sin + row * HALF + dim, tl.sin(angle))
+    for rope in tl.static_range(ROPES):
+        angle = position.to(tl.float32) * tl.load(frequencies + rope * 2 * HALF + dim)
+        amplitude = tl.load(frequencies + (rope * 2 + 1) * HALF + dim)
+        at = (rope * tl.num_programs(0) + row) * HALF + dim
+        tl.store(cos + at, tl.cos(angle) * amplitude)
+        tl.store(sin + at, tl.sin(angle) * amplitude)
     _copy(embedding + token * hidden, residual + row * hidden, hidden, BLOCK)
     _copy(table, tables + row * table_width, table_width, BLOCK)
 

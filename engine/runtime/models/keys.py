@@ -1,7 +1,5 @@
-"""The meaning of each key of config.json, as a table in the form that `shared.text.model_files` describes.
-
-`decoder_config.py`, `rope.py` and `quantization.py` decide which values of the used keys are served. A key
-that is used in one family and has no effect in another (`attention_bias` in Mistral) counts as used.
+"""The meaning of the keys of config.json that no family reads by itself, as a table in the form that
+`shared.text.model_files` describes. A family's own keys are its fields (`engine.runtime.models.dense`).
 
 Keys of `Only` are read by code that all architectures of transformers share, so that they change what any
 model computes. Settings of generation are for the API process, which reads them here where the model has no
@@ -15,38 +13,15 @@ from typing import Final
 from engine.contract.generation_keys import GENERATION_KEYS
 from shared.text.model_files import NO_EFFECT, USED, KeyMeanings, only
 
-_READ: Final = (
-    "architectures",
-    "attention_bias",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "layer_types",
-    "max_position_embeddings",
-    "max_window_layers",
-    "mlp_bias",
-    "model_type",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-    "quantization_config",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "sliding_window",
-    "tie_word_embeddings",
-    "use_sliding_window",
-    "vocab_size",
-)
+_READ: Final = ("architectures", "model_type")
 _OF_TRAINING: Final = (
     "attention_dropout",
+    "embd_pdrop",
     "gradient_checkpointing",
     "initializer_range",
     "pretraining_tp",
+    "resid_pdrop",
+    "residual_dropout",
     "use_cache",
 )
 _OF_TOKENS: Final = (
@@ -89,7 +64,7 @@ _OF_THE_LIBRARY: Final = (
     "transformers_version",
     "use_bfloat16",
 )
-CONFIG_KEYS: Final[KeyMeanings] = {
+COMMON_KEYS: Final[KeyMeanings] = {
     **dict.fromkeys((*GENERATION_KEYS, *_READ), USED),
     **dict.fromkeys((*_OF_TRAINING, *_OF_TOKENS, *_OF_OTHER_TASKS, *_OF_THE_LIBRARY), NO_EFFECT),
     "attention_chunk_size": only(None),

@@ -22,6 +22,7 @@ constexpr int64_t QUERY_ROWS = 48;  // tokens times heads of the group, at least
 
 struct AttentionShape {
   int64_t heads, kv_heads, head_dim, page_size;
+  float scale;
 
   int64_t group() const { return heads / kv_heads; }
   int64_t block_tokens() const { return group() < QUERY_ROWS ? QUERY_ROWS / group() : 1; }
@@ -115,7 +116,6 @@ void attend(const AttentionShape& s, const Span& span, int64_t kv_head, int64_t 
   using T = typename E::T;
   constexpr int per_word = E::PER_WORD;
   const int64_t dim = s.head_dim, size = s.page_size, group = s.group(), rows = span.count * group;
-  const float scale = 1.0f / std::sqrt(float(dim));
   const auto words = [](const T* at) { return reinterpret_cast<const uint32_t*>(at); };
   const auto place = [&](int64_t row) {
     return ((span.token + row / group) * s.heads + kv_head * group + row % group) * dim;
@@ -142,7 +142,7 @@ void attend(const AttentionShape& s, const Span& span, int64_t kv_head, int64_t 
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t position = span.position + row / group;
       softmax_page<E>(s, own.scores.get() + row * size, own.weights.get() + row * size,
-                      window ? position - window + 1 - base : 0, position + 1 - base, width, scale,
+                      window ? position - window + 1 - base : 0, position + 1 - base, width, s.scale,
                       own.peak.get()[row], own.total.get()[row], own.sums.get() + row * dim);
     }
     if (brief && base + size < end)

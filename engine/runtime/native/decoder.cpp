@@ -1,7 +1,9 @@
 // The whole forward pass of a dense decoder in one call, on a few threads of its own.
 //
-//     x += output(attention(rotate(norm(q)), rotate(norm(k)), v))     q, k, v = qkv(rms_norm(x))
-//     x += down(silu(gate) * up)                                      gate, up = gate_up(rms_norm(x))
+//     x += post(output(attention(rotate(norm(q)), rotate(norm(k)), v)))     q, k, v = qkv(norm(x))
+//     x += post(down(act(gate) * up))                                       gate, up = gate_up(norm(x))
+//
+// where a model has these norms; an MLP without a gate is down(act(up)).
 //
 // It is engine/runtime/host/torch_decoder.py again, without an interpreter between two operations: a step of a small model,
 // or of a large one with few rows, is some two hundred loops too short to be called one by one.
@@ -29,8 +31,11 @@ extern "C" {
 
 struct PenstockShape {
   int64_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, page_size;
-  float norm_eps;
-  int32_t bf16, quantised;
+  float norm_eps, scale;  // of attention
+  float embed_scale, residual_scale, logit_scale, logit_softcap;  // 0: no cap
+  float temper_beta;  // queries grow by 1 + beta * ln(1 + floor(position / temper_len)); 0: they do not
+  int64_t temper_len;
+  int32_t act, gated, qk_norm, bf16, quantised;
 };
 
 // What a step computes. Row i is tokens [starts[i], starts[i] + lengths[i]) of a slot, packed one after
@@ -57,7 +62,10 @@ struct PenstockDraw {
 };
 
 enum PenstockLinear : int32_t { QKV, OUTPUT, GATE_UP, DOWN, LM_HEAD, LINEARS };
-enum PenstockNorm : int32_t { INPUT_NORM, MLP_NORM, FINAL_NORM, QK_NORM, NORMS };
+enum PenstockNorm : int32_t { ATTENTION_NORM, ATTENTION_POST_NORM, MLP_NORM, MLP_POST_NORM, QK_NORM, FINAL_NORM, NORMS };
+enum PenstockAct : int32_t { SILU, GELU_TANH, RELU2 };
+// Where queries and keys are normed: each head before it is rotated, or behind; all heads as one row, before.
+enum PenstockQKNorm : int32_t { NOWHERE, HEADS, ROTATED_HEADS, WIDTH };
 }
 
 struct Model {
@@ -71,12 +79,12 @@ struct Model {
     Linear linear[LM_HEAD];
     Buffer<float> norm[NORMS];
     int64_t window = 0;
+    const float *cosines = nullptr, *sines = nullptr;  // [positions][head_dim / 2]
     void *keys = nullptr, *values = nullptr;
   };
   std::vector<Layer> layers;
   Layer top;  // of which the final norm is used
   const void* embedding = nullptr;  // [vocab][hidden]; null: the rows of lm_head
-  const float *cosines = nullptr, *sines = nullptr;  // [positions][head_dim / 2]
 };
 
 template <class E>
@@ -90,7 +98,7 @@ class Decoder final : public Model {
  public:
   Decoder(const PenstockShape& shape, int threads)
       : shape_(shape),
-        heads_{shape.heads, shape.kv_heads, shape.head_dim, shape.page_size},
+        heads_{shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, shape.scale},
         pool_(threads),
         likeliest_(threads) {
     layers = std::vector<Layer>(shape.layers);
@@ -105,13 +113,14 @@ class Decoder final : public Model {
   void set_linear(int64_t layer, int32_t which, const void* weight, const float* bias) override {
     const auto& s = shape_;
     const int64_t attended = s.heads * s.head_dim, qkv = attended + 2 * s.kv_heads * s.head_dim;
-    const int64_t outputs[] = {qkv, s.hidden, 2 * s.inner, s.hidden, s.vocab};
+    const int64_t outputs[] = {qkv, s.hidden, (s.gated ? 2 : 1) * s.inner, s.hidden, s.vocab};
     const int64_t inputs[] = {s.hidden, attended, s.hidden, s.inner, s.hidden};
     Linear& linear = which == LM_HEAD ? lm_head_ : layers[layer].linear[which];
     linear.outputs = outputs[which];
     linear.words = inputs[which] / per_word;
     linear.panels = (linear.outputs + PANEL - 1) / PANEL;
     const size_t padded = linear.panels * PANEL;
+    const bool paired = which == GATE_UP && s.gated;
     if (s.quantised) {
       linear.quantised.reserve(padded * inputs[which]);
       linear.scale.reserve(padded);
@@ -122,10 +131,10 @@ class Decoder final : public Model {
       linear.bias.reserve(padded);
       for (size_t place = 0; place < padded; ++place)
         linear.bias.get()[place] =
-            int64_t(place) < linear.outputs ? bias[row_of(place, linear.outputs, which == GATE_UP)] : 0.0f;
+            int64_t(place) < linear.outputs ? bias[row_of(place, linear.outputs, paired)] : 0.0f;
     }
     pool_.each(linear.panels, [&](int, int64_t panel) {
-      pack_panel<E>(linear, static_cast<const T*>(weight), panel, which == GATE_UP);
+      pack_panel<E>(linear, static_cast<const T*>(weight), panel, paired);
     });
   }
 
@@ -133,7 +142,7 @@ class Decoder final : public Model {
     prepare(step);
     embed();
     for (auto& layer : layers) {
-      norm(layer.norm[INPUT_NORM].get(), normed_.get());
+      norm(layer, ATTENTION_NORM, normed_.get());
       project(layer.linear[QKV], normed_.get(), tokens_, [&](int64_t token, int64_t place, const float* y) {
         std::memcpy(qkv_.get() + token * qkv_width() + place, y, used(layer.linear[QKV], place) * sizeof(float));
       });
@@ -142,21 +151,31 @@ class Decoder final : public Model {
         attend<E>(heads_, span, kv_head, layer.window, q_.get(), static_cast<const T*>(layer.keys),
                   static_cast<const T*>(layer.values), attended_.get(), scratch_[worker]);
       });
-      add_projected(layer.linear[OUTPUT], attended_.get());
-      norm(layer.norm[MLP_NORM].get(), normed_.get());
+      add_projected(layer, OUTPUT, attended_.get(), ATTENTION_POST_NORM);
+      norm(layer, MLP_NORM, normed_.get());
       project(layer.linear[GATE_UP], normed_.get(), tokens_, [&](int64_t token, int64_t place, const float* y) {
-        T* to = gated_.get() + token * shape_.inner + place / 2;
-        for (int n = 0; n < used(layer.linear[GATE_UP], place); n += 2 * LANES)
-          E::narrow(to + n / 2, silu(load<vf>(y + n)) * load<vf>(y + n + LANES));
+        activate(y, used(layer.linear[GATE_UP], place), gated_.get() + token * shape_.inner, place);
       });
-      add_projected(layer.linear[DOWN], gated_.get());
+      add_projected(layer, DOWN, gated_.get(), MLP_POST_NORM);
     }
-    norm(top.norm[FINAL_NORM].get(), static_cast<T*>(hidden));
+    norm(top, FINAL_NORM, static_cast<T*>(hidden));
   }
 
   void logits(const void* hidden, int64_t rows, float* out) override {
     project(lm_head_, static_cast<const T*>(hidden), rows, [&](int64_t row, int64_t place, const float* y) {
-      std::memcpy(out + row * shape_.vocab + place, y, used(lm_head_, place) * sizeof(float));
+      float* to = out + row * shape_.vocab + place;
+      const int count = used(lm_head_, place);
+      if (shape_.logit_softcap == 0.0f && shape_.logit_scale == 1.0f) {
+        std::memcpy(to, y, count * sizeof(float));
+        return;
+      }
+      for (int n = 0; n < PANEL; n += LANES) {
+        float capped[LANES];
+        const float cap = shape_.logit_softcap;
+        const vf scaled = load<vf>(y + n) * shape_.logit_scale;
+        store(capped, cap == 0.0f ? scaled : tanh_of(scaled / cap) * cap);
+        for (int i = 0; i < LANES && n + i < count; ++i) to[n + i] = capped[i];
+      }
     });
   }
 
@@ -188,6 +207,7 @@ class Decoder final : public Model {
                  : likeliest_[worker].draw(logits, temperature, top_k, top_p, min_p, u);
   }
 
+  bool has_post_norms() const { return layers[0].norm[ATTENTION_POST_NORM].get(); }
   int64_t qkv_width() const { return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim; }
   static int used(const Linear& w, int64_t place) { return int(std::min<int64_t>(PANEL, w.outputs - place)); }
 
@@ -208,6 +228,7 @@ class Decoder final : public Model {
     x_.reserve(tokens_ * shape_.hidden);
     normed_.reserve(tokens_ * shape_.hidden);
     qkv_.reserve(tokens_ * qkv_width());
+    if (has_post_norms()) added_.reserve(tokens_ * shape_.hidden);
     q_.reserve(tokens_ * shape_.heads * shape_.head_dim);
     attended_.reserve(tokens_ * shape_.heads * shape_.head_dim);
     gated_.reserve(tokens_ * shape_.inner);
@@ -282,10 +303,38 @@ class Decoder final : public Model {
     }
   }
 
-  void add_projected(const Linear& w, const T* from) {
+  void activate(const float* y, int count, T* to, int64_t place) const {
+    if (!shape_.gated) {
+      for (int n = 0; n < count; n += LANES) E::narrow(to + place + n, activated(load<vf>(y + n)));
+      return;
+    }
+    for (int n = 0; n < count; n += 2 * LANES)
+      E::narrow(to + (place + n) / 2, activated(load<vf>(y + n)) * load<vf>(y + n + LANES));
+  }
+
+  vf activated(vf x) const {
+    return shape_.act == SILU ? silu(x) : shape_.act == GELU_TANH ? gelu_tanh(x) : relu2(x);
+  }
+
+  void add_projected(const Layer& layer, PenstockLinear which, const T* from, PenstockNorm post) {
+    const Linear& w = layer.linear[which];
+    const float* weight = layer.norm[post].get();
+    const float scale = shape_.residual_scale;
+    if (!weight) {
+      project(w, from, tokens_, [&](int64_t token, int64_t place, const float* y) {
+        float* x = x_.get() + token * shape_.hidden + place;
+        for (int n = 0; n < used(w, place); ++n) x[n] += scale * y[n];
+      });
+      return;
+    }
     project(w, from, tokens_, [&](int64_t token, int64_t place, const float* y) {
-      float* x = x_.get() + token * shape_.hidden + place;
-      for (int n = 0; n < used(w, place); ++n) x[n] += y[n];
+      std::memcpy(added_.get() + token * shape_.hidden + place, y, used(w, place) * sizeof(float));
+    });
+    each_of(tokens_, [&](int64_t token) {
+      float *x = x_.get() + token * shape_.hidden, *y = added_.get() + token * shape_.hidden;
+      const float factor = inverse_rms(y, shape_.hidden) * scale;
+      for (int64_t i = 0; i < shape_.hidden; i += LANES)
+        store(x + i, load<vf>(x + i) + load<vf>(y + i) * factor * load<vf>(weight + i));
     });
   }
 
@@ -302,22 +351,28 @@ class Decoder final : public Model {
       float* x = x_.get() + token * shape_.hidden;
       if (embedding) {
         const T* row = static_cast<const T*>(embedding) + id * shape_.hidden;
-        for (int64_t i = 0; i < shape_.hidden; ++i) x[i] = E::widen(row[i]);
+        for (int64_t i = 0; i < shape_.hidden; ++i) x[i] = E::widen(row[i]) * shape_.embed_scale;
         return;
       }
       const uint32_t* lane = lm_head_.weights.get() + id / PANEL * lm_head_.words * PANEL + id % PANEL;
       for (int64_t i = 0; i < shape_.hidden; ++i) {
         T element[per_word];
         std::memcpy(element, lane + i / per_word * PANEL, 4);
-        x[i] = E::widen(element[i % per_word]);
+        x[i] = E::widen(element[i % per_word]) * shape_.embed_scale;
       }
     });
   }
 
-  void norm(const float* weight, T* out) {
+  // Rounded, and normed where there is such a norm.
+  void norm(const Layer& layer, PenstockNorm which, T* out) {
     const int64_t hidden = shape_.hidden;
+    const float* weight = layer.norm[which].get();
     each_of(tokens_, [&](int64_t token) {
       const float* x = x_.get() + token * hidden;
+      if (!weight) {
+        for (int64_t i = 0; i < hidden; i += LANES) E::narrow(out + token * hidden + i, load<vf>(x + i));
+        return;
+      }
       const float scale = inverse_rms(x, hidden);
       for (int64_t i = 0; i < hidden; i += LANES)
         E::narrow(out + token * hidden + i, load<vf>(x + i) * scale * load<vf>(weight + i));
@@ -335,8 +390,21 @@ class Decoder final : public Model {
     for (int64_t i = 0; i < span.count; ++i) {
       const int64_t token = span.token + i, position = span.position + i, offset = position % size;
       float* q = qkv_.get() + token * qkv_width();
-      for (int64_t head = 0; head < heads + kv_heads; ++head)
-        rotate(q + head * dim, layer.norm[QK_NORM].get(), head < heads ? 0 : dim, position);
+      const float* weights = layer.norm[QK_NORM].get();
+      if (shape_.qk_norm == WIDTH) {
+        norm_row(q, weights, heads * dim);
+        norm_row(q + heads * dim, weights + heads * dim, kv_heads * dim);
+      }
+      for (int64_t head = 0; head < heads + kv_heads; ++head) {
+        const float* own = weights + (head < heads ? 0 : dim);
+        if (shape_.qk_norm == HEADS) norm_row(q + head * dim, own, dim);
+        rotate(layer, q + head * dim, position);
+        if (shape_.qk_norm == ROTATED_HEADS) norm_row(q + head * dim, own, dim);
+      }
+      if (shape_.temper_beta != 0.0f) {
+        const float factor = 1.0f + shape_.temper_beta * std::log1p(float(position / shape_.temper_len));
+        for (int64_t d = 0; d < heads * dim; ++d) q[d] *= factor;
+      }
       for (int64_t d = 0; d < heads * dim; d += LANES) E::narrow(q_.get() + token * heads * dim + d, load<vf>(q + d));
       const bool led = i + span.earlier > 0, follows = i + 1 < span.count + span.later;
       for (int64_t head = 0; head < kv_heads; ++head) {
@@ -349,14 +417,15 @@ class Decoder final : public Model {
     }
   }
 
-  // One head [head_dim], normed if the model does that, and turned by its position.
-  void rotate(float* x, const float* weights, int64_t which, int64_t position) const {
-    const int64_t dim = shape_.head_dim, half = dim / 2;
-    if (weights) {
-      const float scale = inverse_rms(x, dim);
-      for (int64_t d = 0; d < dim; ++d) x[d] *= scale * weights[which + d];
-    }
-    const float *cosine = cosines + position * half, *sine = sines + position * half;
+  void norm_row(float* x, const float* weights, int64_t n) const {
+    const float scale = inverse_rms(x, n);
+    for (int64_t d = 0; d < n; ++d) x[d] *= scale * weights[d];
+  }
+
+  // One head [head_dim], turned by its position.
+  void rotate(const Layer& layer, float* x, int64_t position) const {
+    const int64_t half = shape_.head_dim / 2;
+    const float *cosine = layer.cosines + position * half, *sine = layer.sines + position * half;
     for (int64_t d = 0; d < half; ++d) {
       const float first = x[d], second = x[d + half];
       x[d] = first * cosine[d] - second * sine[d];
@@ -372,7 +441,7 @@ class Decoder final : public Model {
   int64_t tokens_ = 0;
   std::vector<int32_t> token_ids_;
   std::vector<Span> written_, attended_spans_;
-  Buffer<float> x_, qkv_;
+  Buffer<float> x_, qkv_, added_;
   Buffer<T> normed_, q_, attended_, gated_;
   Quants quants_;  // what is multiplied with int8
   std::vector<AttentionScratch<E>> scratch_;  // by worker, as the two below
@@ -433,10 +502,12 @@ void penstock_set_cache(Model* model, int64_t layer, void* keys, void* values, i
 }
 
 // Borrowed. `embedding` may be null, and is then read from lm_head, which must not be quantised.
-void penstock_set_tables(Model* model, const void* embedding, const float* cosines, const float* sines) {
-  model->embedding = embedding;
-  model->cosines = cosines;
-  model->sines = sines;
+void penstock_set_embedding(Model* model, const void* embedding) { model->embedding = embedding; }
+
+// Of all positions, for one layer. Borrowed.
+void penstock_set_angles(Model* model, int64_t layer, const float* cosines, const float* sines) {
+  model->layers[layer].cosines = cosines;
+  model->layers[layer].sines = sines;
 }
 
 // hidden [T][hidden], of the element type, after the last norm.

@@ -9,6 +9,7 @@ import platform
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -16,16 +17,24 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from engine.runtime.models.decoder_config import DecoderConfig
-from engine.runtime.models.features import lacking
+from engine.runtime.collective.shard import WHOLE
+from engine.runtime.models.pieces import lacking
 from engine.runtime.models.rotary import Rotary
+from engine.runtime.models.spec import DecoderSpec, Rope
 from engine.runtime.native.build import ISAS, library_path
 from engine.runtime.setup.hardware import PROC, processor_flags
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.seats import SamplingColumns
 from engine.runtime.weights.checkpoint import WeightSource
-from engine.runtime.weights.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, LayerParameters
+from engine.runtime.weights.parameters import (
+    Matrix,
+    NormRole,
+    final_norm,
+    layer_parameters,
+    read_embedding,
+    read_lm_head,
+)
 
 # -- the library ----------------------------------------------------------------------------------
 
@@ -59,6 +68,16 @@ class Shape(ctypes.Structure):
         ("head_dim", c_int64),
         ("page_size", c_int64),
         ("norm_eps", c_float),
+        ("scale", c_float),
+        ("embed_scale", c_float),
+        ("residual_scale", c_float),
+        ("logit_scale", c_float),
+        ("logit_softcap", c_float),
+        ("temper_beta", c_float),
+        ("temper_len", c_int64),
+        ("act", c_int32),
+        ("gated", c_int32),
+        ("qk_norm", c_int32),
         ("bf16", c_int32),
         ("quantised", c_int32),
     )
@@ -107,7 +126,8 @@ _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     "penstock_set_linear": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, c_void_p)),
     "penstock_set_norm": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, c_int64)),
     "penstock_set_cache": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
-    "penstock_set_tables": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "penstock_set_embedding": (None, (c_void_p, c_void_p)),
+    "penstock_set_angles": (None, (c_void_p, c_int64, c_void_p, c_void_p)),
     "penstock_forward": (c_int32, (c_void_p, POINTER(Step), c_void_p)),
     "penstock_logits": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p)),
     "penstock_draw": (c_int32, (c_void_p, POINTER(NativeDraw), c_void_p)),
@@ -157,24 +177,40 @@ def library(isa: str) -> ctypes.CDLL:
 # -- the model ------------------------------------------------------------------------------------
 
 
-_QKV, _OUTPUT, _GATE_UP, _DOWN, _LM_HEAD = range(5)
-_INPUT_NORM, _MLP_NORM, _FINAL_NORM, _QK_NORM = range(4)
+_LINEARS: Final = (*Matrix, None)
+"""The roles of matrices in the order of `PenstockLinear`; None is the head."""
+_NORMS: Final = (*NormRole, None)
+"""The roles of norms in the order of `PenstockNorm`; None is the last norm."""
 LANES_MAX: Final = 16
 """The most lanes of a vector: sizes that are cut into vectors must be multiples of it."""
+_ACTS: Final = ("silu", "gelu_tanh", "relu2")
+"""Functions of an MLP in the order of `PenstockAct`."""
+_QK_NORMS: Final = (None, "heads", "rotated heads", "width")
+"""The places of norms of queries and keys in the order of `PenstockQKNorm`."""
 IMPLEMENTED: Final = frozenset(
-    {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}
-    | {"activation silu", "norm rms", "rope.llama3", "windows", "tied_embeddings", "fp8"}
-    | {"qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
+    {"norm.kind rms", "layer.norms before", "layer.norms behind", "layer.norms both"}
+    | {f"mlp.act {name}" for name in _ACTS}
+    | {f"attention.qk_norm {place}" for place in _QK_NORMS[1:]}
+    | {"mlp.gated no", "mlp.bias", "attention.window", "attention.bias", "attention.out_bias"}
+    | {"attention.tempering Tempering", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
+    | {"tied_embeddings", "fp8 Fp8Scheme"}
 )
-"""The features of models (`engine.runtime.models.features`) that decoder.cpp and this module implement."""
+"""The pieces of models (`engine.runtime.models.pieces`) that decoder.cpp and this module implement."""
 
 
-def misfit(config: DecoderConfig, page_size: int) -> str | None:
+def misfit(config: DecoderSpec, page_size: int) -> str | None:
     """Why the native kernels do not compute this model; None where they do."""
-    return NativeDecoder.implements(config) or _odd_sizes(config, page_size)
+    return NativeDecoder.implements(config) or _different_layers(config) or _odd_sizes(config, page_size)
 
 
-def _odd_sizes(config: DecoderConfig, page_size: int) -> str | None:
+def _different_layers(config: DecoderSpec) -> str | None:
+    """Layers may differ in their ropes and windows, and nothing else."""
+    alike = {replace(layer.attention, rope=None, window=None) for layer in config.layers}
+    others = {(layer.mlp, layer.norms) for layer in config.layers}
+    return "layers that differ by more than rope and window" if len(alike) * len(others) > 1 else None
+
+
+def _odd_sizes(config: DecoderSpec, page_size: int) -> str | None:
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -185,18 +221,44 @@ def _odd_sizes(config: DecoderConfig, page_size: int) -> str | None:
     return f"{', '.join(odd)} cannot be divided by {LANES_MAX}" if odd else None
 
 
+def _shape_of(config: DecoderSpec, page_size: int, dtype: torch.dtype, *, int8: bool) -> Shape:
+    layer, tempering = config.layers[0], config.attention.tempering
+    return Shape(
+        vocab=config.vocab_size,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        layers=len(config.layers),
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        norm_eps=config.norm.eps,
+        scale=config.attention.scale,
+        embed_scale=float(torch.tensor(config.embed_scale, dtype=dtype)),
+        residual_scale=config.residual_scale,
+        logit_scale=config.logit_scale,
+        logit_softcap=config.logit_softcap or 0.0,
+        act=_ACTS.index(layer.mlp.act),
+        temper_beta=0.0 if tempering is None else tempering.beta,
+        temper_len=1 if tempering is None else tempering.original_context_len,
+        gated=layer.mlp.gated,
+        qk_norm=_QK_NORMS.index(config.attention.qk_norm),
+        bf16=dtype == torch.bfloat16,
+        quantised=int8,
+    )
+
+
 class NativeDecoder:
     """The weights in the kernels' order, and the forward pass. `attach` a cache before the first step."""
 
     def __init__(
         self,
         isa: str,
-        config: DecoderConfig,
+        config: DecoderSpec,
         source: WeightSource,
         *,
         dtype: torch.dtype,
         page_size: int,
-        max_model_len: int,
         threads: int,
         int8: bool = False,
     ) -> None:
@@ -209,29 +271,17 @@ class NativeDecoder:
         self._library = library(isa)
         self._config = config
         self._dtype = dtype
-        shape = Shape(
-            vocab=config.vocab_size,
-            hidden=config.hidden_size,
-            inner=config.intermediate_size,
-            layers=config.layers,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            page_size=page_size,
-            norm_eps=config.norm_eps,
-            bf16=dtype == torch.bfloat16,
-            quantised=int8,
-        )
+        shape = _shape_of(config, page_size, dtype, int8=int8)
         self._model = self._library.penstock_new(byref(shape), threads)
         weakref.finalize(self, self._library.penstock_delete, self._model)
         self._pages: tuple[Tensor, ...] = ()
         self._logits = torch.empty(0, config.vocab_size)
-        self._borrowed = self._set_top(source, max_model_len, keep_embedding=int8)
-        for layer in range(config.layers):
+        self._borrowed = self._set_top(source, keep_embedding=int8)
+        for layer in range(len(config.layers)):
             self._set_layer(layer, source)
 
     @staticmethod
-    def implements(config: DecoderConfig) -> str | None:
+    def implements(config: DecoderSpec) -> str | None:
         """Why this network does not compute the model, whatever its sizes; None where it does."""
         return lacking(config, IMPLEMENTED)
 
@@ -311,46 +361,47 @@ class NativeDecoder:
         self._library.penstock_draw(self._model, byref(wanted), tokens.data_ptr())
         return tokens
 
-    def _set_top(
-        self, source: WeightSource, max_model_len: int, *, keep_embedding: bool
-    ) -> tuple[Tensor, ...]:
+    def _set_top(self, source: WeightSource, *, keep_embedding: bool) -> tuple[Tensor, ...]:
         """Set the head, the last norm and the tables. Returns the tensors that the library reads in place:
         the angles, and the embedding, unless the head is the same."""
         config = self._config
-        table = source.stack([EMBEDDING], [config.vocab_size], config.hidden_size)
-        head = table
-        if not config.tied_embeddings:
-            head = source.stack([LM_HEAD], [config.vocab_size], config.hidden_size)
-        self._set_linear(0, _LM_HEAD, head, None)
-        self._set_norm(0, _FINAL_NORM, source.stack([FINAL_NORM], [config.hidden_size]))
-        angles = Rotary(config.rope, config.head_dim).angles(torch.arange(max_model_len), torch.float32)
-        cosines, sines = (part.contiguous() for part in angles)
+        table = read_embedding(config, source)
+        self._set_linear(0, None, read_lm_head(config, source, WHOLE, table), None)
+        self._set_norm(0, None, final_norm(config).read(source))
         shared = config.tied_embeddings and not keep_embedding
-        embedding = None if shared else table.data_ptr()
-        self._library.penstock_set_tables(self._model, embedding, cosines.data_ptr(), sines.data_ptr())
-        return (cosines, sines) if shared else (cosines, sines, table)
+        self._library.penstock_set_embedding(self._model, None if shared else table.data_ptr())
+        tables = {rope: self._angles(rope) for rope in config.ropes}
+        for layer, own in enumerate(config.layers):
+            cosines, sines = (part.data_ptr() for part in tables[own.attention.rope])
+            self._library.penstock_set_angles(self._model, layer, cosines, sines)
+        angles = [part for pair in tables.values() for part in pair]
+        return tuple(angles) if shared else (*angles, table)
+
+    def _angles(self, rope: Rope | None) -> tuple[Tensor, Tensor]:
+        """cos and sin of every position, [positions, D/2] each."""
+        config = self._config
+        rotary = Rotary(rope, config.head_dim, config.context_len)
+        cosines, sines = rotary.angles(torch.arange(config.context_len), torch.float32)
+        return cosines.contiguous(), sines.contiguous()
 
     def _set_layer(self, layer: int, source: WeightSource) -> None:
-        own = LayerParameters(self._config, layer)
-        linears = ((_QKV, own.qkv), (_OUTPUT, own.output), (_GATE_UP, own.gate_up), (_DOWN, own.down))
-        for which, parameters in linears:
-            self._set_linear(layer, which, *parameters.read(source))
-        self._set_norm(layer, _INPUT_NORM, own.input_norm(source))
-        self._set_norm(layer, _MLP_NORM, own.mlp_norm(source))
-        if self._config.qk_norm:
-            self._set_norm(layer, _QK_NORM, own.qk_norm(source))
+        own = layer_parameters(self._config, layer)
+        for role, matrix in own.matrices.items():
+            self._set_linear(layer, role, *matrix.read(source))
+        for place, norm in own.norms.items():
+            self._set_norm(layer, place, norm.read(source))
 
-    def _set_linear(self, layer: int, which: int, weight: Tensor, bias: Tensor | None) -> None:
+    def _set_linear(self, layer: int, role: Matrix | None, weight: Tensor, bias: Tensor | None) -> None:
         assert weight.dtype == self._dtype
         exact = None if bias is None else bias.float().contiguous()
         self._library.penstock_set_linear(
             self._model,
             layer,
-            which,
+            _LINEARS.index(role),
             weight.contiguous().data_ptr(),
             None if exact is None else exact.data_ptr(),
         )
 
-    def _set_norm(self, layer: int, which: int, weight: Tensor) -> None:
-        exact = weight.float().contiguous()
+    def _set_norm(self, layer: int, role: NormRole | None, weight: Tensor) -> None:
+        exact, which = weight.float().contiguous(), _NORMS.index(role)
         self._library.penstock_set_norm(self._model, layer, which, exact.data_ptr(), exact.numel())

@@ -98,6 +98,19 @@ inline vf exponential(vf x) {
 
 inline vf silu(vf x) { return x / (1.0f + exponential(-x)); }
 
+// x / 2 * (1 + tanh(u)) with u = sqrt(2 / pi) * (x + 0.044715 x^3) is x / (1 + exp(-2u)).
+inline vf gelu_tanh(vf x) {
+  return x / (1.0f + exponential(x * (-1.5957691216057308f - 0.07135481282563834f * (x * x))));
+}
+
+inline vf relu2(vf x) {
+  const vf positive = x > 0.0f ? x : vf{};
+  return positive * x;
+}
+
+// NaN stays NaN.
+inline vf tanh_of(vf x) { return 2.0f / (1.0f + exponential(-2.0f * x)) - 1.0f; }
+
 // int8 -> float. The first two are what GCC 12 does not find by itself.
 inline vf whole(const int8_t* from) {
 #if defined(__AVX512F__)

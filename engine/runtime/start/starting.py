@@ -32,14 +32,15 @@ from engine.contract.messages import (
     SlotAssignment,
     Want,
 )
-from engine.runtime.models.decoder_config import DecoderConfig, read_model_config
+from engine.runtime.models.decoder_config import read_model_config
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.hardware import available_memory_bytes, multiplies_bf16, usable_cores
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start.step_timing import time_steps
 from engine.runtime.step.kv_cache import HostPages, KVGeometry, host_page_count
 from engine.runtime.weights.checkpoint import Checkpoint, Inspection, checkpoint_files
-from engine.runtime.weights.parameters import EMBEDDING, LM_HEAD, read_all
+from engine.runtime.weights.parameters import read_all
 
 Progress = Callable[[str], None]
 """Called with each stage of a start, in words for the operator."""
@@ -190,7 +191,7 @@ def _sized(
 
 def untimed_info(
     config: RunnerConfig,
-    model: DecoderConfig,
+    model: DecoderSpec,
     geometry: KVGeometry,
     dtype: torch.dtype,
     max_model_len: int,
@@ -228,7 +229,7 @@ def warm_up(runner: Warmable) -> None:
     runner.run(Plan(3, [0], [], [], [], [], [], []))
 
 
-def read_model(config: RunnerConfig, progress: Progress) -> DecoderConfig:
+def read_model(config: RunnerConfig, progress: Progress) -> DecoderSpec:
     """The directory's config.json. `progress` hears which of its keys are ignored. Raises ModelError."""
     model = read_model_config(Path(config.model))
     if model.unread:
@@ -238,11 +239,11 @@ def read_model(config: RunnerConfig, progress: Progress) -> DecoderConfig:
 
 def checked_checkpoint(
     config: RunnerConfig,
-    model: DecoderConfig,
+    model: DecoderSpec,
     dtype: torch.dtype,
     progress: Progress,
     device: torch.device | None = None,
-) -> tuple[DecoderConfig, Checkpoint]:
+) -> tuple[DecoderSpec, Checkpoint]:
     """The model with its checkpoint's head, and the checkpoint, whose tensors go to `device`. Raises
     ModelError.
 
@@ -250,13 +251,14 @@ def checked_checkpoint(
     its own beside `tie_word_embeddings` is used unless it equals the embedding, as in transformers 5.
     """
     files = checkpoint_files(Path(config.model), progress)
-    has_head = model.tied_embeddings and LM_HEAD in files
+    head, embedding = model.names.head, model.names.embedding
+    has_head = model.tied_embeddings and head in files
     untied = replace(model, tied_embeddings=False) if has_head else model
     inspection = Inspection(files, dtype, model.fp8)
     read_all(untied, inspection)
     inspection.verify()
     in_memory = Checkpoint(files, dtype, model.fp8)
-    if has_head and not in_memory.are_equal(LM_HEAD, EMBEDDING, model.vocab_size, model.hidden_size):
+    if has_head and not in_memory.are_equal(head, embedding, model.vocab_size, model.hidden_size):
         progress(
             "the checkpoint has a head that is not the embedding: it is used, despite tie_word_embeddings"
         )
@@ -275,7 +277,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def choose_max_model_len(config: RunnerConfig, model: DecoderConfig) -> int:
+def choose_max_model_len(config: RunnerConfig, model: DecoderSpec) -> int:
     """The longest sequence that is served, in tokens. Raises BadRunnerConfig beyond the model's positions."""
     if config.max_model_len is not None and config.max_model_len > model.context_len:
         raise BadRunnerConfig(

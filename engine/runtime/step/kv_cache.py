@@ -32,7 +32,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.model_errors import DoesNotFit
 from engine.runtime.setup.runner_config import RunnerConfig
 
@@ -223,7 +223,7 @@ def _runs(moves: Sequence[Move]) -> Iterator[tuple[int, int, int]]:
 
 
 def page_count(
-    config: RunnerConfig, model: DecoderConfig, geometry: KVGeometry, max_model_len: int, available_bytes: int
+    config: RunnerConfig, model: DecoderSpec, geometry: KVGeometry, max_model_len: int, available_bytes: int
 ) -> int:
     """The number of pages to allocate. Raises DoesNotFit.
 
@@ -265,7 +265,7 @@ def _pages_per_sequence(config: RunnerConfig, max_model_len: int) -> int:
     return -(-max_model_len // config.page_size)
 
 
-def step_bytes(config: RunnerConfig, model: DecoderConfig) -> int:
+def step_bytes(config: RunnerConfig, model: DecoderSpec) -> int:
     """An upper bound, in bytes, of the largest step's activations: the tensors of one layer, logits,
     sampling.
 

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.step.batch import PackedBatch
 
 
@@ -32,10 +33,19 @@ class AttentionSpec:
     head_dim: int
     windows: Sequence[int | None]
     """Per layer, the latest tokens that a query sees, itself included; None: all."""
+    score_scale: float | None = None
+    """The factor of scores. None: 1 / sqrt(head_dim)."""
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.score_scale is None else self.score_scale
+
+    @staticmethod
+    def of(model: DecoderSpec) -> AttentionSpec:
+        """`model`: as a rank computes it."""
+        return AttentionSpec(
+            model.heads, model.kv_heads, model.head_dim, model.windows, model.attention.scale
+        )
 
 
 class DecodeRows(Protocol):

@@ -156,6 +156,8 @@ class Inspection:
         return torch.empty(part.shape(rows, columns), dtype=self._dtype, device="meta")
 
     def _inspect(self, name: str, expected: tuple[int, ...]) -> None:
+        if name in self._asked:  # another part of a tensor that is several to a network
+            return
         self._asked.add(name)
         header = self._headers.get(name)
         if header is None or name not in self._files:

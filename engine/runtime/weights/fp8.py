@@ -48,6 +48,10 @@ class Fp8Weight:
     def to(self, device: torch.device) -> Fp8Weight:
         return Fp8Weight(self.values.to(device), self.scales.to(device), self.group)
 
+    def taken(self, rows: Tensor) -> Fp8Weight:
+        """The rows of these numbers, in their order."""
+        return Fp8Weight(taken(self.values, rows), self.scales[..., rows], self.group)
+
     def restored(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] in `dtype`."""
         if not self.group:

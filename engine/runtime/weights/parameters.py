@@ -1,28 +1,66 @@
-"""A dense decoder's parameters, as data: the name of each in a checkpoint, its shape, and the part of it that
-a tensor-parallel rank holds.
+"""A decoder's parameters, as data: the role of each, its name in a checkpoint, its shape, and the part of it
+that a tensor-parallel rank holds.
+
+All that walks over a model's parameters (the check of a checkpoint, the loaders of the networks, a rehearsal)
+walks over `layer_parameters`, so that no list of names is kept twice.
 
 A rank has its heads' rows of q, k and v and its part of the rows of gate and up; of the output and down
 matrices it has the columns that these feed, so that the ranks' outputs add up to the whole. Biases of
 these two belong to rank 0.
+
+What a description says about weights alone is done here, once for all networks: the order of a head's
+elements (`Rope.order`), what is added to a norm's weight, and matrices that a checkpoint has fused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from enum import Enum
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.runtime.collective.shard import WHOLE, Shard
-from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.collective.shard import WHOLE, Shard, Span
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.weights.checkpoint import Fp8Source, TensorPart, WeightSource
 from engine.runtime.weights.fp8 import Fp8Weight, quantise
 
-EMBEDDING: Final = "model.embed_tokens.weight"
-FINAL_NORM: Final = "model.norm.weight"
-LM_HEAD: Final = "lm_head.weight"
+
+class Matrix(Enum):
+    """The roles of a layer's matrices."""
+
+    QKV = "qkv"
+    OUTPUT = "output"
+    GATE_UP = "gate_up"
+    DOWN = "down"
+
+
+class NormRole(Enum):
+    """The roles of a layer's norms."""
+
+    ATTENTION = "attention_norm"
+    ATTENTION_POST = "attention_post_norm"
+    MLP = "mlp_norm"
+    MLP_POST = "mlp_post_norm"
+    QK = "qk_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOrder:
+    """The first `heads` of a rank's rows of heads have their elements in another order than the
+    checkpoint."""
+
+    heads: int
+    elements: Sequence[int]
+
+    def rows(self, count: int, device: torch.device) -> Tensor:
+        """The stored row for each of `count` rows."""
+        order = torch.arange(count, device=device)
+        turned = order[: self.heads * len(self.elements)].view(self.heads, -1)
+        turned.copy_(turned[:, list(self.elements)].clone())
+        return order
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +69,17 @@ class LinearParameters:
 
     modules: tuple[str, ...]
     rows: tuple[int, ...]
+    """The rows of each module, whole."""
     columns: int
     bias: bool
     part: TensorPart
+    order: HeadOrder | None = None
 
     def read(self, source: WeightSource) -> tuple[Tensor, Tensor | None]:
         """The rank's part of the weight [sum of rows, columns], and of the bias [sum of rows], None without
         one."""
         weight = source.stack(self._weights, self.rows, self.columns, part=self.part)
-        return weight, self._bias(source)
+        return self._ordered(weight), self._bias(source)
 
     def read_fp8(self, source: WeightSource, device: torch.device) -> tuple[Fp8Weight, Tensor | None]:
         """The same part, on the device and in fp8: as the checkpoint stores it, or else rounded on the
@@ -48,9 +88,17 @@ class LinearParameters:
         if isinstance(source, Fp8Source):
             held = source.stack_fp8(self._weights, self.rows, self.columns, part=self.part)
         if held is None:
-            whole = source.stack(self._weights, self.rows, self.columns, part=self.part)
-            return quantise(whole.to(device)), self._bias(source)
+            weight, bias = self.read(source)
+            return quantise(weight.to(device)), bias
+        if self.order is not None:
+            held = held.taken(self.order.rows(len(held.values), held.values.device))
         return held.to(device), self._bias(source)
+
+    @property
+    def elements(self) -> int:
+        """The number of the rank's weights."""
+        rows, columns = self.part.shape(self.rows, [self.columns])
+        return rows * columns
 
     @property
     def _weights(self) -> list[str]:
@@ -60,96 +108,157 @@ class LinearParameters:
         if not self.bias:
             return None
         names = [f"{module}.bias" for module in self.modules]
-        return source.stack(names, self.rows, part=TensorPart(self.part.rows))
+        return self._ordered(source.stack(names, self.rows, part=TensorPart(self.part.rows)))
+
+    def _ordered(self, stacked: Tensor) -> Tensor:
+        return stacked if self.order is None else stacked[self.order.rows(len(stacked), stacked.device)]
 
 
+@dataclass(frozen=True, slots=True)
+class NormParameters:
+    """Weights of norms, one behind the other."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """The size of each, whole."""
+    offset: float
+    part: TensorPart
+    order: HeadOrder | None = None
+
+    def read(self, source: WeightSource) -> Tensor:
+        """The factors of what is normed, [sum of sizes]: float32 with an offset, else in the source's
+        type."""
+        weight = source.stack(self.names, self.sizes, part=self.part)
+        if self.order is not None:
+            weight = weight[self.order.rows(len(weight), weight.device)]
+        return weight.float() + self.offset if self.offset else weight
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParameters:
-    """The parameters of one layer, by its number. `config` describes the whole model."""
+    """Those that a layer has, in the order in which it uses them."""
 
-    def __init__(self, config: DecoderConfig, layer: int, shard: Shard = WHOLE) -> None:
-        self._config = config
-        self._shard = shard
-        self._at = f"model.layers.{layer}"
+    matrices: dict[Matrix, LinearParameters]
+    norms: dict[NormRole, NormParameters]
 
-    @property
-    def qkv(self) -> LinearParameters:
-        config = self._config
-        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        own_q = self._shard.span(config.heads, config.head_dim)
-        own_kv = self._shard.span(config.kv_heads, config.head_dim)
-        part = TensorPart(rows=(own_q, own_kv, own_kv))
-        return self._linear(names, (q, kv, kv), config.hidden_size, config.qkv_bias, part)
 
-    @property
-    def output(self) -> LinearParameters:
-        config = self._config
-        columns = config.heads * config.head_dim
-        part = TensorPart(columns=self._shard.span(config.heads, config.head_dim))
-        bias = config.output_bias and self._shard.rank == 0
-        return self._linear(("self_attn.o_proj",), (config.hidden_size,), columns, bias, part)
+def layer_parameters(decoder: DecoderSpec, index: int, shard: Shard = WHOLE) -> LayerParameters:
+    """The rank's parameters of a layer, by its number. `decoder` describes the whole model."""
+    layer, names, hidden = decoder.layers[index], decoder.names, decoder.hidden_size
+    attention, mlp, at = layer.attention, layer.mlp, f"{names.layers}.{index}."
+    dim, inner, is_first = attention.head_dim, mlp.inner, shard.rank == 0
+    heads = (attention.heads, attention.kv_heads, attention.kv_heads)
+    own_heads = shard.span(attention.heads, dim)
 
-    @property
-    def gate_up(self) -> LinearParameters:
-        config = self._config
-        rows = (config.intermediate_size, config.intermediate_size)
-        own = self._shard.span(config.intermediate_size)
-        names = ("mlp.gate_proj", "mlp.up_proj")
-        return self._linear(names, rows, config.hidden_size, config.mlp_bias, TensorPart(rows=(own, own)))
-
-    @property
-    def down(self) -> LinearParameters:
-        config = self._config
-        part = TensorPart(columns=self._shard.span(config.intermediate_size))
-        bias = config.mlp_bias and self._shard.rank == 0
-        return self._linear(("mlp.down_proj",), (config.hidden_size,), config.intermediate_size, bias, part)
-
-    def input_norm(self, source: WeightSource) -> Tensor:
-        """[hidden]"""
-        return source.stack([f"{self._at}.input_layernorm.weight"], [self._config.hidden_size])
-
-    def mlp_norm(self, source: WeightSource) -> Tensor:
-        """[hidden]"""
-        return source.stack([f"{self._at}.post_attention_layernorm.weight"], [self._config.hidden_size])
-
-    def qk_norm(self, source: WeightSource) -> Tensor:
-        """The weights of the norms of a query's head and of a key's, [2, D]."""
-        names = [f"{self._at}.self_attn.{which}_norm.weight" for which in "qk"]
-        dim = self._config.head_dim
-        return source.stack(names, [dim, dim]).view(2, dim)
-
-    def _linear(
-        self, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool, part: TensorPart
+    def stacked(
+        modules: tuple[str, ...],
+        rows: Sequence[int],
+        spans: Sequence[Span],
+        bias: bool,
+        order: HeadOrder | None = None,
     ) -> LinearParameters:
-        names = tuple(f"{self._at}.{module}" for module in modules)
-        return LinearParameters(names, rows, columns, bias, part)
+        if len(modules) < len(rows):  # fused: all spans are of one tensor
+            starts = [sum(rows[:i]) for i in range(len(rows))]
+            spans = [
+                (first + start, last + start) for start, (first, last) in zip(starts, spans, strict=True)
+            ]
+            modules, rows = modules * len(rows), [sum(rows)] * len(rows)
+        whole = tuple(at + module for module in modules)
+        return LinearParameters(whole, tuple(rows), hidden, bias, TensorPart(tuple(spans)), order)
+
+    def back(module: str, columns: int, span: Span, bias: bool) -> LinearParameters:
+        return LinearParameters(
+            (at + module,), (hidden,), columns, bias and is_first, TensorPart(columns=span)
+        )
+
+    qkv_spans = [shard.span(count, dim) for count in heads]
+    up = [inner] * (2 if mlp.gated else 1)
+    matrices = {
+        Matrix.QKV: stacked(
+            names.qkv,
+            [count * dim for count in heads],
+            qkv_spans,
+            attention.bias,
+            _order(decoder, index, shard),
+        ),
+        Matrix.OUTPUT: back(names.output, heads[0] * dim, own_heads, attention.out_bias),
+        Matrix.GATE_UP: stacked(names.gate_up, up, [shard.span(inner)] * len(up), mlp.bias),
+        Matrix.DOWN: back(names.down, inner, shard.span(inner), mlp.bias),
+    }
+    return LayerParameters(matrices, _norms(decoder, index, shard))
 
 
-def read_lm_head(config: DecoderConfig, source: WeightSource, shard: Shard, embedding: Tensor) -> Tensor:
+def _norms(decoder: DecoderSpec, index: int, shard: Shard) -> dict[NormRole, NormParameters]:
+    layer, names, at = decoder.layers[index], decoder.names, f"{decoder.names.layers}.{index}."
+    attention, hidden, offset = layer.attention, decoder.hidden_size, decoder.norm.offset
+    found = {}
+    for role, name, places in (
+        (NormRole.ATTENTION, names.attention_norm, ("before", "both")),
+        (NormRole.ATTENTION_POST, names.attention_post_norm, ("behind", "both")),
+        (NormRole.MLP, names.mlp_norm, ("before", "both")),
+        (NormRole.MLP_POST, names.mlp_post_norm, ("behind", "both")),
+    ):
+        if layer.norms in places:
+            found[role] = NormParameters((f"{at}{name}.weight",), (hidden,), offset, TensorPart())
+    if attention.qk_norm is not None:
+        counts = (attention.heads, attention.kv_heads) if attention.qk_norm == "width" else (1, 1)
+        dim, is_wide = attention.head_dim, attention.qk_norm == "width"
+        spans = tuple(shard.span(count, dim) if is_wide else (0, dim) for count in counts)
+        order = _order(decoder, index, shard)
+        if order is not None and not is_wide:
+            order = HeadOrder(2, order.elements)
+        weights = tuple(f"{at}{name}.weight" for name in names.qk_norm)
+        sizes = tuple(count * dim for count in counts)
+        found[NormRole.QK] = NormParameters(weights, sizes, offset, TensorPart(spans), order)
+    return found
+
+
+def _order(decoder: DecoderSpec, index: int, shard: Shard) -> HeadOrder | None:
+    """The order of the rank's heads of queries and keys."""
+    attention = decoder.layers[index].attention
+    elements = None if attention.rope is None else attention.rope.order(attention.head_dim)
+    if elements is None:
+        return None
+    counts = (attention.heads, attention.kv_heads)
+    own = sum(last - first for first, last in (shard.span(count) for count in counts))
+    return HeadOrder(own, elements)
+
+
+def read_embedding(decoder: DecoderSpec, source: WeightSource) -> Tensor:
+    """[vocab, hidden]"""
+    return source.stack([decoder.names.embedding], [decoder.vocab_size], decoder.hidden_size)
+
+
+def final_norm(decoder: DecoderSpec) -> NormParameters:
+    """[hidden]"""
+    names, sizes = (decoder.names.final_norm,), (decoder.hidden_size,)
+    return NormParameters(names, sizes, decoder.norm.offset, TensorPart())
+
+
+def read_lm_head(decoder: DecoderSpec, source: WeightSource, shard: Shard, embedding: Tensor) -> Tensor:
     """The rank's rows of the head, [padded_len(vocab), hidden], with zeros behind those of the last rank.
 
     `embedding` [vocab, hidden]: tied weights are a part of it, and share its memory.
     """
-    vocab = config.vocab_size
+    vocab = decoder.vocab_size
     start, stop = shard.padded_span(vocab)
-    if config.tied_embeddings:
+    if decoder.tied_embeddings:
         head = embedding[start:stop]
     else:
-        head = source.stack([LM_HEAD], [vocab], config.hidden_size, part=TensorPart(rows=((start, stop),)))
+        part = TensorPart(rows=((start, stop),))
+        head = source.stack([decoder.names.head], [vocab], decoder.hidden_size, part=part)
     missing = shard.padded_len(vocab) - len(head)
     return F.pad(head, (0, 0, 0, missing)) if missing else head
 
 
-def read_all(config: DecoderConfig, source: WeightSource) -> None:
+def read_all(decoder: DecoderSpec, source: WeightSource) -> None:
     """Ask `source` for every parameter of the model, once and whole."""
-    embedding = source.stack([EMBEDDING], [config.vocab_size], config.hidden_size)
-    for layer in range(config.layers):
-        own = LayerParameters(config, layer)
-        for linear in (own.qkv, own.output, own.gate_up, own.down):
-            linear.read(source)
-        own.input_norm(source)
-        own.mlp_norm(source)
-        if config.qk_norm:
-            own.qk_norm(source)
-    source.stack([FINAL_NORM], [config.hidden_size])
-    read_lm_head(config, source, WHOLE, embedding)
+    embedding = read_embedding(decoder, source)
+    for index in range(len(decoder.layers)):
+        own = layer_parameters(decoder, index)
+        for matrix in own.matrices.values():
+            matrix.read(source)
+        for norm in own.norms.values():
+            norm.read(source)
+    final_norm(decoder).read(source)
+    read_lm_head(decoder, source, WHOLE, embedding)

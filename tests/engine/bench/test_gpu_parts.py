@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +25,11 @@ from engine.runtime.kernels.autotune import (
 from tests.bench.engine.gpu import attention, matmul, measuring, profile, results, steps
 from tests.bench.engine.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s
 from tests.bench.engine.gpu.supervise import LOST
+from tests.engine.decoders import like
 from tests.engine.runtime.kernels.interpreter import prepare_interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
-TOY = replace(
+TOY = like(
     QWEN3_06B,
     vocab_size=320,
     hidden_size=64,

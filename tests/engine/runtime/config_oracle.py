@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,67 @@ PROMPT_LEN, DECODED = 46, 2
 TOKENS = PROMPT_LEN + DECODED
 """More than any window of the matrix."""
 KERNELS: tuple[Kernels, ...] = ("native", "torch")
+
+
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 12,
+            "sliding_window_pattern": 2,
+            "rope_local_base_freq": 300.0,
+        },
+    ),
+    "phi3": ("Phi3", {"partial_rotary_factor": 0.5, "sliding_window": 12}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            "num_local_experts": 0,
+            "layer_types": ["attention", "attention"],
+            "shared_intermediate_size": 64,
+            "mamba_n_heads": 2,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "seed_oss": ("SeedOss", {"attention_out_bias": True}),
+    "arcee": ("Arcee", {"hidden_act": "relu2"}),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        {"rope_scaling": {"type": "dynamic", "alpha": 100.0, "factor": 1.0}},
+    ),
+    "ernie4_5": ("Ernie4_5", {"use_bias": True}),
+    "glm4": ("Glm4", {"attention_bias": True}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 300.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.7,
+            }
+        },
+    ),
+}
+"""The families whose tensors transformers itself names: the prefix of their classes, and their own keys of
+config.json, which tell something where the plain ones do not."""
 
 
 class Outcome(Enum):
@@ -95,9 +156,14 @@ class Weights:
         }
         if self.biases:
             plain |= {"attention_bias": True, "mlp_bias": True}
+        if self.model_type in FAMILIES:
+            prefix, own = FAMILIES[self.model_type]
+            plain |= {"architectures": [f"{prefix}ForCausalLM"], "pad_token_id": None, **own}
         return plain | fields
 
     def tensors(self) -> dict[str, Tensor]:
+        if self.model_type in FAMILIES:
+            return self._as_in_transformers()
         family, q, kv = self.model_type, self.heads * self.head_dim, self.kv_heads * self.head_dim
         qkv_bias = family == "qwen2" or (self.biases and family in ("llama", "qwen3"))
         output_bias, mlp_bias = qkv_bias and family != "qwen2", self.biases and family == "llama"
@@ -124,19 +190,34 @@ class Weights:
             if family == "qwen3":
                 for norm in ("q_norm", "k_norm"):
                     shapes[f"{at}.self_attn.{norm}.weight"] = (self.head_dim,)
+        return self._made(shapes)
+
+    def _as_in_transformers(self) -> dict[str, Tensor]:
+        import transformers
+
+        config: Any = transformers.AutoConfig.for_model(**self.config())
+        with torch.device("meta"):
+            model: Any = transformers.AutoModelForCausalLM.from_config(config)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        shapes.pop("lm_head.weight")
+        return self._made(shapes)
+
+    def _made(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """The tensors of these shapes, and the head."""
         if self.head == "own":
             shapes["lm_head.weight"] = self.vocab, self.hidden
-        tensors = {name: _made_up(name, shape) for name, shape in shapes.items()}
+        norm = 0.0 if self.model_type.startswith("gemma") else 1.0
+        tensors = {name: _made_up(name, shape, norm) for name, shape in shapes.items()}
         if self.head == "tied":
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         return tensors
 
 
-def _made_up(name: str, shape: tuple[int, ...]) -> Tensor:
-    """From the name alone, and so large that attention is far from even."""
+def _made_up(name: str, shape: tuple[int, ...], norm: float = 1.0) -> Tensor:
+    """From the name alone, and so large that attention is far from even. `norm`: about what norms are."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
     if "norm" in name:
-        return 1 + values / 5
+        return norm + values / 5
     return values * (0.5 if len(shape) == 1 or "embed" in name or "lm_head" in name else 0.3)
 
 
@@ -149,13 +230,7 @@ class Workshop:
 
     def verdict(self, weights: Weights, config: Mapping[str, Any] | str) -> Verdict:
         """`config`: config.json, or its text."""
-        text = config if isinstance(config, str) else json.dumps(config)
-        model = self.path / "model"
-        model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(text)
-        link = model / "model.safetensors"
-        link.unlink(missing_ok=True)
-        os.link(self._file(weights), link)
+        model = self.model(weights, config)
         theirs, heard = _theirs(model, torch.float32), list[str]()
         try:
             ours = {kernels: our_logprobs(model, kernels, heard) for kernels in KERNELS}
@@ -169,6 +244,16 @@ class Workshop:
         distance = max(_distance(own, theirs, model) for own in ours.values())
         outcome = Outcome.EQUAL if distance < TOLERANCE else Outcome.WRONG
         return Verdict(outcome, f"off by {distance:.2g}", tuple(heard))
+
+    def model(self, weights: Weights, config: Mapping[str, Any] | str) -> Path:
+        """A directory with such a model, until the next is made."""
+        model = self.path / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        link = model / "model.safetensors"
+        link.unlink(missing_ok=True)
+        os.link(self._file(weights), link)
+        return model
 
     def _file(self, weights: Weights) -> Path:
         if weights not in self._files:
@@ -204,16 +289,26 @@ def without_initial_values() -> Iterator[None]:
         yield
 
 
-def _theirs(path: Path, dtype: torch.dtype) -> Tensor | Contradiction | Exception:
-    """[TOKENS, vocab], by its real way of starting."""
+def _loaded(path: Path, dtype: torch.dtype) -> Any:
     import transformers
 
+    with without_initial_values():
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+
+
+@torch.inference_mode()
+def their_logprobs(path: Path, dtype: torch.dtype) -> Tensor:
+    """[TOKENS, vocab], in one pass, float32."""
+    model, _ = _loaded(path, dtype)
+    ids = torch.tensor([tokens(model.config.vocab_size)])
+    logits: Tensor = model(ids, use_cache=False).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def _theirs(path: Path, dtype: torch.dtype) -> Tensor | Contradiction | Exception:
+    """[TOKENS, vocab], by its real way of starting."""
     try:
-        with without_initial_values():
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, output_loading_info=True
-            )
-        model, info = loaded
+        model, info = _loaded(path, dtype)
         if info["missing_keys"]:
             return Contradiction(f"transformers makes up {sorted(info['missing_keys'])}")
         with torch.inference_mode():
@@ -240,13 +335,17 @@ def tokens(vocab_size: int) -> list[int]:
 
 
 @torch.inference_mode()
-def our_logprobs(path: Path, kernels: Kernels, heard: list[str]) -> Tensor:
-    """[TOKENS, vocab], by the engine's way of loading: a prompt, then one token after the other."""
-    settings = RunnerConfig(str(path), device="cpu", dtype="float32", kernels=kernels, page_size=PAGE_SIZE)
+def our_logprobs(
+    path: Path, kernels: Kernels, heard: list[str], dtype: torch.dtype = torch.float32, **options: Any
+) -> Tensor:
+    """[TOKENS, vocab], by the engine's way of loading: a prompt, then one token after the other. `options`:
+    further settings."""
+    settings = RunnerConfig(str(path), device="cpu", kernels=kernels, page_size=PAGE_SIZE, **options)
     config = starting.read_model(settings, heard.append)
-    config, checkpoint = starting.checked_checkpoint(settings, config, torch.float32, heard.append)
-    network = host_network(settings, config, checkpoint, torch.float32, max_model_len=TOKENS, threads=1)
-    geometry = KVGeometry(config.layers, config.kv_heads, PAGE_SIZE, config.head_dim, torch.float32)
+    config, checkpoint = starting.checked_checkpoint(settings, config, dtype, heard.append)
+    config = replace(config, context_len=TOKENS)
+    network = host_network(settings, config, checkpoint, dtype, threads=1)
+    geometry = KVGeometry(len(config.layers), config.kv_heads, PAGE_SIZE, config.head_dim, dtype)
     pages = -(-TOKENS // PAGE_SIZE)
     model = network.attach(KVCache(geometry, pages))
     slots = HostSlots(1, TOKENS, PAGE_SIZE, config.vocab_size)
@@ -255,4 +354,4 @@ def our_logprobs(path: Path, kernels: Kernels, heard: list[str]) -> Tensor:
     rows = [(0, PROMPT_LEN), *((at, 1) for at in range(PROMPT_LEN, TOKENS))]
     steps = [Plan(0, [], [], [], [0], [at], [length], [Want.NOTHING]) for at, length in rows]
     hidden = torch.cat([model.forward(assemble(step, slots)).clone() for step in steps])
-    return model.logits(hidden).log_softmax(-1)
+    return model.logits(hidden).float().log_softmax(-1)

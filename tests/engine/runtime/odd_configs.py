@@ -180,6 +180,124 @@ UNKNOWN: Mapping[str, Sequence[Any]] = {
     "window_size": (5,),
 }
 """Keys of other families and other files, misspelt ones, and nobody's."""
+YARN = {"factor": 4.0, **ORIGINAL}
+MSCALES = {"mscale": 1, "mscale_all_dim": 2}
+LONG = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0, 8.0]}
+BY_KIND = {FULL: {"rope_type": "yarn", "rope_theta": 300.0, **YARN}, SLIDING: {"rope_type": "default"}}
+EVERYWHERE: Sequence[Mapping[str, Any]] = (
+    {},
+    {"rope_theta": 300.0},
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"type": "yarn", **YARN}},
+    {"rope_parameters": {"rope_type": "llama3", "rope_theta": 300.0, **LLAMA3, **ORIGINAL}},
+    {"partial_rotary_factor": 0.25},
+    {"head_dim": ABSENT},
+    {"num_key_value_heads": ABSENT},
+    {"hidden_act": "gelu"},
+    {"attention_bias": True},
+    {"rms_norm_eps": ABSENT},
+    {"rms_norm_eps": 0.01},
+    {"tie_word_embeddings": ABSENT},
+    {"sliding_window": 12},
+    {"sliding_window": None},
+    {"layer_types": [SLIDING, FULL], "sliding_window": 12},
+    {"layer_types": [FULL, FULL]},
+    {"architectures": ["LlamaForCausalLM"]},
+)
+"""What is changed in every family whose tensors transformers names."""
+OWN: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "smollm3": (
+        *({"no_rope_layers": layers} for layers in ([1, 1], [0, 0], [0, 1], None, [1])),
+        {"no_rope_layers": None, "no_rope_layer_interval": 2},
+        {"no_rope_layers": None, "no_rope_layer_interval": 0},
+        {"use_sliding_window": True, "sliding_window": 12},
+        {"use_sliding_window": True, "sliding_window": 12, "layer_types": [SLIDING, FULL]},
+        {"mlp_bias": True},
+    ),
+    "granite": (
+        *({name: ABSENT} for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling")),
+        {"residual_multiplier": ABSENT},
+        {"residual_multiplier": 2},
+        {"logits_scaling": 0},
+        {"attention_multiplier": math.nan},
+    ),
+    "granitemoehybrid": (
+        {"position_embedding_type": None},
+        {"position_embedding_type": "nope"},
+        {"layer_types": ["mamba", "attention"]},
+        {"layer_types": ABSENT},
+        {"num_local_experts": ABSENT},
+        {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},
+        {"shared_intermediate_size": ABSENT},
+    ),
+    "gemma3_text": (
+        {"query_pre_attn_scalar": ABSENT},
+        {"query_pre_attn_scalar": 0},
+        {"sliding_window_pattern": ABSENT},
+        {"sliding_window_pattern": 1},
+        {"rope_local_base_freq": ABSENT},
+        {"rope_parameters": BY_KIND},
+        {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}, "rope_theta": 300.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+        {"final_logit_softcapping": 3.0},
+        {"attn_logit_softcapping": 3.0},
+        {"use_bidirectional_attention": True},
+        {"hidden_activation": ABSENT},
+        {"hidden_activation": "silu"},
+    ),
+    "phi3": (
+        {"partial_rotary_factor": ABSENT},
+        {"partial_rotary_factor": 1.0},
+        {"rope_scaling": {"type": "longrope", **LONG}, "original_max_position_embeddings": 16},
+        {"rope_scaling": {"type": "su", **LONG}, "original_max_position_embeddings": 16},
+        {"rope_scaling": {"type": "longrope", **LONG}},
+        {"rope_scaling": {"type": "longrope", **LONG, "attention_factor": 1.5, **ORIGINAL}},
+        {"rope_scaling": {"type": "longrope", **LONG, "short_factor": [1.0]}},
+        {"original_max_position_embeddings": 16},
+    ),
+    "olmo2": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 300.0, **YARN}},),
+    "olmo3": (
+        {"rope_parameters": BY_KIND},
+        {"layer_types": None},
+        {"rope_scaling": {"rope_type": "yarn", **YARN}, "rope_theta": 300.0},
+        {"rope_parameters": {FULL: {"rope_type": "yarn", **YARN, "truncate": False}}},
+    ),
+    "seed_oss": (
+        {"attention_out_bias": ABSENT},
+        {"attention_bias": False, "attention_out_bias": False},
+        {"mlp_bias": True},
+    ),
+    "arcee": ({"hidden_act": ABSENT}, {"hidden_act": "silu"}, {"mlp_bias": True}),
+    "hunyuan_v1_dense": (
+        {"rope_scaling": None},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"type": "dynamic", "alpha": "100"}},
+        {"rope_scaling": {"rope_type": "dynamic", "alpha": 10, "mscale": 1.0}, "rope_theta": 300.0},
+    ),
+    "ernie4_5": ({"use_bias": False}, {"use_bias": None}),
+    "glm4": (
+        {"partial_rotary_factor": 0.5},
+        {"partial_rotary_factor": 1.0},
+        {"partial_rotary_factor": 0.9},
+        {"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.25}},
+        {"attention_bias": ABSENT},
+    ),
+    "ministral3": (
+        {"rope_parameters": ABSENT},
+        {"rope_parameters": {"rope_type": "yarn", **YARN}},
+        {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.5}},
+        {
+            "rope_parameters": {
+                "type": "yarn",
+                "llama_4_scaling_beta": 0.2,
+                **YARN,
+                "mscale": 1,
+                "mscale_all_dim": 2,
+            }
+        },
+    ),
+}
+"""What is changed in one family, and tells whether its own keys are read."""
 PRESETS: Sequence[Mapping[str, Any]] = (
     {},
     {"heads": 4, "kv_heads": 2},

@@ -19,16 +19,28 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
 
-from engine.runtime.models.keys import CONFIG_KEYS
+from engine.runtime.models.decoder_config import key_meanings
+from engine.runtime.models.families import FAMILIES as SERVED
 from tests import effort
-from tests.engine.runtime.config_oracle import Outcome, Verdict, Weights, Workshop
+from tests.engine.runtime.config_oracle import (
+    KERNELS,
+    Outcome,
+    Verdict,
+    Weights,
+    Workshop,
+    our_logprobs,
+    their_logprobs,
+)
 from tests.engine.runtime.odd_configs import (
+    EVERYWHERE,
     FAMILIES,
     FULL,
     LLAMA3,
     NONSENSE,
     ORIGINAL,
+    OWN,
     SHAPING,
     SLIDING,
     UNKNOWN,
@@ -62,7 +74,8 @@ def judged(workshop: Workshop, odd: Odd) -> Verdict:
         assert "tensors" in verdict.said or any(key in verdict.said for key in odd.keys), f"{verdict}: {odd}"
     if verdict.outcome is Outcome.EQUAL:
         heard = "\n".join(verdict.heard)
-        assert all(key in heard for key in odd.keys - CONFIG_KEYS.keys()), f"{verdict}: {odd}"
+        known = {key for family in SERVED.values() for key in key_meanings(family)}
+        assert all(key in heard for key in odd.keys - known), f"{verdict}: {odd}"
     return verdict
 
 
@@ -83,7 +96,7 @@ SCALED = {"rope_type": "llama3", **LLAMA3, **ORIGINAL}
 PLAIN = {"rope_type": "default", "rope_theta": 300.0}
 KNOWN: Mapping[str, tuple[Outcome, Weights, Mapping[str, Any]]] = {
     "YaRN beside rope_parameters": (
-        Outcome.REFUSED,
+        Outcome.EQUAL,
         Weights("qwen3"),
         {"rope_parameters": PLAIN, "rope_scaling": YARN},
     ),
@@ -134,6 +147,35 @@ def test_every_key_by_itself_is_as_in_transformers_or_refused(workshop: Workshop
     assert outcomes[Outcome.EQUAL] >= 60 // every, outcomes
     assert outcomes[Outcome.REFUSED] >= 20 // every, outcomes
     assert outcomes[Outcome.NO_ORACLE] <= 5, outcomes
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_families_that_transformers_names_are_as_there_or_refused(workshop: Workshop, family: str) -> None:
+    """The plain model in every run, and a sixth of the changes."""
+    every = effort.drawn(6, whole=1)
+    changes = [*EVERYWHERE, *OWN[family]]
+    drawn_changes = [{}, *changes[list(OWN).index(family) % every :: every]]
+    own = Weights(family), Weights(family, head="own")
+    cases = [Odd(own[bool(i % 2)], change, {}) for i, change in enumerate(drawn_changes)]
+    found = [judged(workshop, odd).outcome for odd in cases]
+    assert found[0] is Outcome.EQUAL
+    outcomes = Counter(found)
+    assert outcomes[Outcome.EQUAL] >= len(cases) // 3, outcomes
+
+
+@pytest.mark.parametrize("family", effort.some([*OWN], usual=5))
+def test_families_in_bfloat16_are_as_close_as_transformers_and_in_int8_close(
+    workshop: Workshop, family: str
+) -> None:
+    weights = Weights(family)
+    model = workshop.model(weights, weights.config())
+    exact = their_logprobs(model, torch.float32)
+    theirs = their_logprobs(model, torch.bfloat16)
+    for kernels in KERNELS:
+        ours = our_logprobs(model, kernels, [], torch.bfloat16)
+        assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm(), kernels
+    rounded = our_logprobs(model, "native", [], weights="int8")
+    assert (rounded - exact).norm() < 0.1 * exact.norm()
 
 
 @pytest.mark.parametrize("seed", effort.some(range(4), usual=1))

@@ -27,7 +27,7 @@ from tests.engine.runtime.device.waits import no_waits
 from tests.engine.runtime.test_model_config import BASE
 
 MODEL = parse_model_config(json.dumps({"model_type": "llama"} | BASE).encode())
-GEOMETRY = KVGeometry(MODEL.layers, MODEL.kv_heads, 16, MODEL.head_dim, torch.float32)
+GEOMETRY = KVGeometry(len(MODEL.layers), MODEL.kv_heads, 16, MODEL.head_dim, torch.float32)
 CONFIG = RunnerConfig("m", page_size=16, max_num_seqs=4, max_step_tokens=64)
 
 

@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.models.decoder_config import (
-    FAMILIES,
-    DecoderConfig,
-    parse_model_config,
-    read_model_config,
-)
-from engine.runtime.models.rope import Llama3Scaling
+from engine.runtime.models.decoder_config import parse_model_config, read_model_config
+from engine.runtime.models.families import FAMILIES
+from engine.runtime.models.spec import DecoderSpec, Llama3, Rope
 from engine.runtime.setup.model_errors import ModelUnavailable, UnsupportedModel
 
 BASE: dict[str, Any] = {
@@ -37,8 +33,15 @@ LLAMA3 = {
 }
 
 
-def parse(model_type: str = "llama", **fields: Any) -> DecoderConfig:
+def parse(model_type: str = "llama", **fields: Any) -> DecoderSpec:
     return parse_model_config(json.dumps({"model_type": model_type} | BASE | fields).encode())
+
+
+def rope_of(decoder: DecoderSpec) -> Rope:
+    """The one of all layers."""
+    (rope,) = decoder.ropes
+    assert rope is not None
+    return rope
 
 
 def test_an_unknown_family_is_named_beside_the_supported_ones() -> None:
@@ -47,6 +50,16 @@ def test_an_unknown_family_is_named_beside_the_supported_ones() -> None:
     assert "mamba" in str(caught.value)
     assert "MambaForCausalLM" in str(caught.value)
     assert all(name in str(caught.value) for name in FAMILIES)
+
+
+def test_an_unknown_family_is_told_what_is_near_and_what_it_has_besides() -> None:
+    """Keys that no family knows are pieces that are missing."""
+    with pytest.raises(UnsupportedModel, match=r"nearest are llama, .* but for logit_scale, use_qk_norm;"):
+        parse("cohere", attention_bias=False, logit_scale=0.06, use_qk_norm=False)
+    with pytest.raises(UnsupportedModel, match=r"nearest are gemma3_text, which know its keys;"):
+        parse("gemma9", query_pre_attn_scalar=256, final_logit_softcapping=None)
+    with pytest.raises(UnsupportedModel, match=r"its text_config is qwen3, .* without images"):
+        parse("wide", text_config={"model_type": "qwen3"})
 
 
 def test_no_model_type_at_all() -> None:
@@ -71,8 +84,8 @@ def test_architectures_that_contradict_the_model_type_are_refused(named: list[st
     [
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_type": "mrope", "factor": 2.0}}, "mrope"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by layer type"),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
@@ -111,8 +124,8 @@ def test_refused_by_name(fields: dict[str, Any], named: str) -> None:
 
 
 def test_all_reasons_are_told_at_once() -> None:
-    with pytest.raises(UnsupportedModel, match=r"hidden_act.*yarn"):
-        parse(hidden_act="relu", rope_scaling={"type": "yarn"})
+    with pytest.raises(UnsupportedModel, match=r"hidden_act.*dynamic"):
+        parse(hidden_act="relu", rope_scaling={"type": "dynamic"})
 
 
 def test_a_missing_size_is_named() -> None:
@@ -150,9 +163,7 @@ def test_no_file(tmp_path: Path) -> None:
     ],
 )
 def test_both_spellings_of_rotary_embeddings(fields: dict[str, Any]) -> None:
-    rope = parse(**fields).rope
-    assert rope.theta == 5e5
-    assert rope.llama3 == Llama3Scaling(8.0, 1.0, 4.0, 64)
+    assert rope_of(parse(**fields)) == Rope(5e5, Llama3(8.0, 1.0, 4.0, 64))
 
 
 @pytest.mark.parametrize(
@@ -173,23 +184,23 @@ def test_both_spellings_of_rotary_embeddings(fields: dict[str, Any]) -> None:
 def test_contradicting_rotary_embeddings_are_resolved_as_in_transformers(
     fields: dict[str, Any], theta: float, original_len: int | None
 ) -> None:
-    rope = parse(**fields).rope
+    rope = rope_of(parse(**fields))
     assert rope.theta == theta
-    assert (rope.llama3 and rope.llama3.original_context_len) == original_len
+    assert getattr(rope.scaling, "original_context_len", None) == original_len
 
 
 def test_a_scaling_that_is_not_implemented_is_refused_wherever_it_stands() -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    dynamic = {"rope_type": "dynamic", "factor": 4.0}
     for other in (None, {}, {"rope_type": "default", "rope_theta": 1e6}):
-        with pytest.raises(UnsupportedModel, match=r"yarn of rope_scaling"):
-            parse(rope_scaling=yarn, rope_parameters=other)
+        with pytest.raises(UnsupportedModel, match=r"dynamic of rope_scaling"):
+            parse(rope_scaling=dynamic, rope_parameters=other)
 
 
 def test_llama3_without_an_original_length_was_made_for_the_whole_one() -> None:
     scaling = {name: value for name, value in LLAMA3.items() if not name.startswith("original")}
-    rope = parse(rope_scaling=scaling, max_position_embeddings=96).rope
-    assert rope.llama3 is not None
-    assert rope.llama3.original_context_len == 96
+    rope = rope_of(parse(rope_scaling=scaling, max_position_embeddings=96))
+    assert isinstance(rope.scaling, Llama3)
+    assert rope.scaling.original_context_len == 96
 
 
 def test_keys_without_a_meaning_are_noted_and_ignored() -> None:
@@ -206,13 +217,13 @@ def test_keys_without_a_meaning_are_noted_and_ignored() -> None:
 
 
 def test_rotary_defaults() -> None:
-    assert parse().rope.theta == 10_000.0
-    assert parse(rope_scaling=None, rope_theta=1e6).rope.theta == 1e6
+    assert rope_of(parse()) == Rope(10_000.0)
+    assert rope_of(parse(rope_scaling=None, rope_theta=1e6)) == Rope(1e6)
 
 
 def test_biases_by_family() -> None:
-    def biases(config: DecoderConfig) -> tuple[bool, bool, bool]:
-        return config.qkv_bias, config.output_bias, config.mlp_bias
+    def biases(config: DecoderSpec) -> tuple[bool, bool, bool]:
+        return config.attention.bias, config.attention.out_bias, config.layers[0].mlp.bias
 
     declared = {"attention_bias": True, "mlp_bias": True}
     assert biases(parse("llama")) == (False, False, False)
@@ -220,7 +231,7 @@ def test_biases_by_family() -> None:
     assert biases(parse("mistral", **declared)) == (False, False, False)
     assert biases(parse("qwen2")) == (True, False, False)
     assert biases(parse("qwen3", **declared)) == (True, True, False)
-    assert parse("qwen3").qk_norm
+    assert parse("qwen3").attention.qk_norm == "heads"
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"

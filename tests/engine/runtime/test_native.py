@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from engine.runtime.host.model import PagedModel, TorchModel
 from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.load import load_runner
-from engine.runtime.models.decoder_config import DecoderConfig
-from engine.runtime.models.rope import RopeConfig
+from engine.runtime.models.spec import DecoderSpec, Rope, Tempering, Yarn
 from engine.runtime.native import build
 from engine.runtime.native.decoder import NativeDecoder, Shape, Step, built_isas, misfit
 from engine.runtime.setup.model_errors import BadRunnerConfig
@@ -33,6 +32,7 @@ from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
 from engine.runtime.weights.checkpoint import ALL, TensorPart
+from tests.engine.decoders import dense, like
 from tests.engine.runtime.conftest import MakeModel, load
 
 PAGE_SIZE, MAX_LEN, VOCAB = 16, 256, 100
@@ -47,8 +47,7 @@ RAGGED: dict[str, Rows] = {
     "chunks": [(5, 6), (8, 1), (8, 8), (37, 103)],
     "mixed": [(11, 1), (64, 1), (0, 17), (13, 20), (4, 4), (0, 1)],
 }
-PLAIN = DecoderConfig(
-    architecture="LlamaForCausalLM",
+PLAIN = dense(
     vocab_size=VOCAB,
     hidden_size=64,
     intermediate_size=80,
@@ -57,19 +56,42 @@ PLAIN = DecoderConfig(
     head_dim=32,
     norm_eps=1e-5,
     context_len=MAX_LEN,
-    rope=RopeConfig(10_000.0),
+    rope=Rope(10_000.0),
     windows=(None, None),
     tied_embeddings=True,
 )
-SHAPES: dict[str, DecoderConfig] = {
+YARN = Yarn(4.0, 64, 32.0, 1.0, 1.2, truncate=True)
+TWO_ROPES = (None, Rope(500.0, YARN, 0.5, interleaved=True))
+SHAPES: dict[str, DecoderSpec] = {
     "plain": PLAIN,
-    "group of 1, norms": replace(PLAIN, heads=2, qk_norm=True),
-    "group of 4, biases": replace(PLAIN, kv_heads=1, qkv_bias=True, output_bias=True, mlp_bias=True),
-    "group of 7, untied": replace(PLAIN, heads=7, kv_heads=1, hidden_size=112, tied_embeddings=False),
-    "heads of 64, window": replace(PLAIN, head_dim=64, windows=(24, None)),
-    "heads of 128, tiny window": replace(PLAIN, head_dim=128, windows=(1, 24)),
-    "heads of 256": replace(PLAIN, heads=2, head_dim=256, hidden_size=48),
-    "heads of 16": replace(PLAIN, head_dim=16),
+    "group of 1, norms": like(PLAIN, heads=2, qk_norm="heads"),
+    "group of 4, biases": like(PLAIN, kv_heads=1, bias=True, out_bias=True, mlp_bias=True),
+    "group of 7, untied": like(PLAIN, heads=7, kv_heads=1, hidden_size=112, tied_embeddings=False),
+    "heads of 64, window": like(PLAIN, head_dim=64, windows=(24, None)),
+    "heads of 128, tiny window": like(PLAIN, head_dim=128, windows=(1, 24)),
+    "heads of 256": like(PLAIN, heads=2, head_dim=256, hidden_size=48),
+    "heads of 16": like(PLAIN, head_dim=16),
+    "norms on both sides, GeGLU, scales": like(
+        PLAIN, norms="both", act="gelu_tanh", norm_offset=1.0, embed_scale=8.3, logit_softcap=3.0, scale=0.3
+    ),
+    "norms behind, two ropes": like(
+        PLAIN,
+        norms="behind",
+        qk_norm="width",
+        ropes=TWO_ROPES,
+        residual_scale=0.3,
+    ),
+    "no gate, untied, scaled logits": like(
+        PLAIN,
+        act="relu2",
+        gated=False,
+        qk_norm="rotated heads",
+        tempering=Tempering(0.5, 16),
+        mlp_bias=True,
+        logit_scale=0.25,
+        tied_embeddings=False,
+        embed_scale=3.0,
+    ),
 }
 
 
@@ -99,7 +121,7 @@ class Stage:
 
     @staticmethod
     def of(
-        config: DecoderConfig,
+        config: DecoderSpec,
         dtype: torch.dtype = torch.float32,
         isa: str | None = None,
         page_size: int = PAGE_SIZE,
@@ -108,17 +130,17 @@ class Stage:
     ) -> Stage:
         """In torch, unless `isa` names a library."""
         pages = 10 * MAX_LEN // page_size
-        geometry = KVGeometry(config.layers, config.kv_heads, page_size, config.head_dim, dtype)
+        geometry = KVGeometry(len(config.layers), config.kv_heads, page_size, config.head_dim, dtype)
         cache = KVCache(geometry, pages)
         for tensor in (*cache.keys, *cache.values):
             tensor.fill_(torch.nan)
         model: PagedModel
         if isa is None:
-            spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+            spec = AttentionSpec.of(config)
             decoder = TorchDecoder(config, Weights(dtype))
             model = TorchModel(decoder, cache, TorchDecode(cache, spec), TorchPrefill(cache, spec))
         else:
-            settings = {"dtype": dtype, "page_size": page_size, "max_model_len": MAX_LEN, "threads": 2}
+            settings = {"dtype": dtype, "page_size": page_size, "threads": 2}
             model = NativeDecoder(isa, config, source or Weights(dtype), **(settings | native)).attach(cache)  # type: ignore[arg-type]
         return Stage(model, HostSlots(10, MAX_LEN, page_size, VOCAB))
 
@@ -151,7 +173,7 @@ class Stage:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("rows", RAGGED.values(), ids=RAGGED.keys())
-def test_equals_torch_in_float32(rows: Rows, config: DecoderConfig, isa: str) -> None:
+def test_equals_torch_in_float32(rows: Rows, config: DecoderSpec, isa: str) -> None:
     expected, found = Stage.of(config), Stage.of(config, isa=isa)
     hidden = found.run(rows)
     torch.testing.assert_close(hidden, expected.run(rows), atol=2e-5, rtol=1e-4)
@@ -162,7 +184,7 @@ def test_equals_torch_in_float32(rows: Rows, config: DecoderConfig, isa: str) ->
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_bfloat16_is_no_further_from_float32_than_torch_is(config: DecoderConfig, isa: str) -> None:
+def test_bfloat16_is_no_further_from_float32_than_torch_is(config: DecoderSpec, isa: str) -> None:
     rows = [row for kind in ("decodes", "mixed") for row in RAGGED[kind][:4]]
     exact = Stage.of(config).run(rows)
     torchs = Stage.of(config, torch.bfloat16).run(rows).float()
@@ -174,10 +196,10 @@ def test_bfloat16_is_no_further_from_float32_than_torch_is(config: DecoderConfig
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("isa", ISAS)
 def test_company_chunks_pages_and_threads_change_nothing(isa: str, dtype: torch.dtype) -> None:
-    company(replace(PLAIN, windows=(None, 24), qk_norm=True), dtype, isa)
+    company(like(PLAIN, windows=(None, 24), qk_norm="heads"), dtype, isa)
 
 
-def company(config: DecoderConfig, dtype: torch.dtype, isa: str, **native: Any) -> None:
+def company(config: DecoderSpec, dtype: torch.dtype, isa: str, **native: Any) -> None:
     """To the bit, in bfloat16 too: every sum is taken in one order."""
     ends = [130, 1, 33, 77, 16, 15, 90, 64]
     alone = Stage.of(config, dtype, isa, **native)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -16,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.runtime.models.spec import Names
 from engine.runtime.native import build
 from engine.runtime.native.decoder import library
 from engine.runtime.weights.checkpoint import ALL, TensorPart
-from engine.runtime.weights.parameters import EMBEDDING
+from tests.engine.decoders import like
 from tests.engine.runtime.test_native import ISAS, PLAIN, RAGGED, Stage, Weights, company
 
 GROUP: Final = 128
@@ -68,7 +68,7 @@ class Head(Weights):
     def stack(
         self, names: Sequence[str], rows: Sequence[int], *columns: int, part: TensorPart = ALL
     ) -> Tensor:
-        if list(names) != [EMBEDDING]:
+        if list(names) != [Names().embedding]:
             return super().stack(names, rows, *columns, part=part)
         return whole_weights(rows[0], columns[0]) / 64
 
@@ -82,7 +82,7 @@ def whole_weights(rows: int, columns: int) -> Tensor:
 
 
 def head_of(isa: str, dtype: torch.dtype = torch.float32) -> Stage:
-    return Stage.of(replace(PLAIN, hidden_size=HIDDEN), dtype, isa, int8=True, source=Head(dtype))
+    return Stage.of(like(PLAIN, hidden_size=HIDDEN), dtype, isa, int8=True, source=Head(dtype))
 
 
 @pytest.mark.slow
@@ -145,14 +145,14 @@ def test_tiny_and_huge_numbers(isa: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_company_changes_nothing(isa: str, dtype: torch.dtype) -> None:
-    company(replace(PLAIN, hidden_size=HIDDEN, windows=(None, 24), qk_norm=True), dtype, isa, int8=True)
+    company(like(PLAIN, hidden_size=HIDDEN, windows=(None, 24), qk_norm="heads"), dtype, isa, int8=True)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_weights_are_close(isa: str, levels: int, dtype: torch.dtype, tied: bool) -> None:
     most = 0.03 if levels > 127 else 0.045
-    config, rows = replace(PLAIN, tied_embeddings=tied), RAGGED["mixed"]
+    config, rows = like(PLAIN, tied_embeddings=tied), RAGGED["mixed"]
     exact, found = Stage.of(config), Stage.of(config, dtype, isa, int8=True)
     wanted, hidden = exact.run(rows), found.run(rows)
     assert 1e-4 < (hidden.float() - wanted).norm() / wanted.norm() < most

@@ -3,6 +3,8 @@ network, or is refused by name."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -20,28 +22,31 @@ from engine.runtime.host import host_shard as host_load
 from engine.runtime.host import torch_decoder as torch_network
 from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.load import load_runner
-from engine.runtime.models import features
-from engine.runtime.models.decoder_config import FAMILIES, DecoderConfig, read_model_config
-from engine.runtime.models.features import features_of
-from engine.runtime.models.rope import Llama3Scaling, RopeConfig
+from engine.runtime.models.decoder_config import parse_model_config, read_model_config
+from engine.runtime.models.families import FAMILIES
+from engine.runtime.models.pieces import pieces_of
+from engine.runtime.models.quantization import Fp8Scheme
+from engine.runtime.models.spec import Attention, DecoderSpec, Llama3, Rope
 from engine.runtime.native import decoder as native_network
 from engine.runtime.native.decoder import NativeDecoder, built_isas
 from engine.runtime.setup.model_errors import BadRunnerConfig, UnsupportedModel
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.weights.checkpoint import ALL, TensorPart
 from engine.runtime.weights.parameters import read_all
+from tests.engine.decoders import dense, like
+from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, fake_config
+from tests.engine.runtime.odd_configs import plain
 
-Implements = Callable[[DecoderConfig], str | None]
+Implements = Callable[[DecoderSpec], str | None]
 NETWORKS: dict[str, Implements] = {
     "native": NativeDecoder.implements,
     "torch": TorchDecoder.implements,
     "device": DeviceDecoder.implements,
 }
 MODULES = {"native": native_network, "torch": torch_network, "device": device_network}
-PLAIN = DecoderConfig(
-    architecture="LlamaForCausalLM",
+PLAIN = dense(
     vocab_size=96,
     hidden_size=64,
     intermediate_size=96,
@@ -50,82 +55,95 @@ PLAIN = DecoderConfig(
     head_dim=16,
     norm_eps=1e-5,
     context_len=256,
-    rope=RopeConfig(1e4),
-    windows=(None, None),
-    tied_embeddings=False,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class SoftCapped(DecoderConfig):
+class Biased(DecoderSpec):
     """A description of models with one field more, as the next family would bring it."""
 
-    logit_softcap: float | None = None
-    residual_multiplier: float = 1.0
+    head_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class YarnRope(RopeConfig):
-    yarn: float | None = None
+class Sunk(Attention):
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Turning:
+    by: float
 
 
 def extended(kind: type[Any], described: Any, **settings: Any) -> Any:
     return kind(**{own.name: getattr(described, own.name) for own in fields(described)}, **settings)
 
 
+def with_layer(**changes: Any) -> DecoderSpec:
+    return replace(PLAIN, layers=tuple(replace(layer, **changes) for layer in PLAIN.layers))
+
+
 FOREIGN = {
-    "architecture GemmaForCausalLM": replace(PLAIN, architecture="GemmaForCausalLM"),
-    "activation gelu_pytorch_tanh": replace(PLAIN, activation="gelu_pytorch_tanh"),
-    "norm rms_plus_one": replace(PLAIN, norm="rms_plus_one"),
-    "logit_softcap": extended(SoftCapped, PLAIN, logit_softcap=30.0),
-    "residual_multiplier": extended(SoftCapped, PLAIN, residual_multiplier=0.5),
-    "rope.yarn": replace(PLAIN, rope=extended(YarnRope, PLAIN.rope, yarn=4.0)),
+    "mlp.act gelu": like(PLAIN, act="gelu"),
+    "norm.kind layer": replace(PLAIN, norm=replace(PLAIN.norm, kind="layer")),  # type: ignore[arg-type]
+    "layer.norms parallel": like(PLAIN, norms="parallel"),
+    "head_bias": extended(Biased, PLAIN, head_bias=True),
+    "sunk.sinks": with_layer(attention=extended(Sunk, PLAIN.attention, sinks=True)),
+    "rope.scaling Turning": like(PLAIN, rope=Rope(1e4, Turning(4.0))),  # type: ignore[arg-type]
 }
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_every_family_that_is_read_is_declared(network: str) -> None:
-    for family in FAMILIES.values():
-        assert NETWORKS[network](replace(PLAIN, architecture=family.architecture)) is None
+def test_the_plain_decoder_is_computed_by_all(network: str) -> None:
+    assert NETWORKS[network](PLAIN) is None
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("feature", FOREIGN)
-def test_what_a_network_does_not_declare_it_does_not_compute(network: str, feature: str) -> None:
+@pytest.mark.parametrize("piece", FOREIGN)
+def test_what_a_network_does_not_declare_it_does_not_compute(network: str, piece: str) -> None:
     """All of these have Llama's sizes, which every network could compute with."""
-    assert NETWORKS[network](FOREIGN[feature]) == f"{feature}: not implemented"
+    assert NETWORKS[network](FOREIGN[piece]) == f"{piece}: not implemented"
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_each_setting_counts_where_it_is_set(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    every = replace(
+    """What the description says of weights and angles alone, the parameters have in them."""
+    every = like(
         PLAIN,
-        rope=RopeConfig(1e4, Llama3Scaling(8.0, 1.0, 4.0, 64)),
+        ropes=(None, Rope(1e4, Llama3(8.0, 1.0, 4.0, 64), 0.5, interleaved=True)),
         windows=(None, 8),
+        norm_offset=1.0,
         tied_embeddings=True,
-        qkv_bias=True,
-        output_bias=True,
+        fp8=Fp8Scheme("fp8"),
+        bias=True,
+        out_bias=True,
         mlp_bias=True,
-        qk_norm=True,
+        qk_norm="heads",
     )
     own = MODULES[network].IMPLEMENTED
-    assert features_of(every) == own - {"fp8"} - (features_of_families() - features_of(PLAIN))
-    for feature in features_of(every):
+    assert pieces_of(every) <= own
+    for piece in pieces_of(every):
         with monkeypatch.context() as patched:
-            patched.setattr(MODULES[network], "IMPLEMENTED", own - {feature})
-            assert NETWORKS[network](every) == f"{feature}: not implemented"
-            expected = None if feature not in features_of(PLAIN) else f"{feature}: not implemented"
+            patched.setattr(MODULES[network], "IMPLEMENTED", own - {piece})
+            assert NETWORKS[network](every) == f"{piece}: not implemented"
+            expected = None if piece not in pieces_of(PLAIN) else f"{piece}: not implemented"
             assert NETWORKS[network](PLAIN) == expected
 
 
-def features_of_families() -> frozenset[str]:
-    return frozenset(f"architecture {family.architecture}" for family in FAMILIES.values())
+def test_torch_computes_every_piece_that_the_others_do() -> None:
+    for module in MODULES.values():
+        assert module.IMPLEMENTED <= torch_network.IMPLEMENTED
 
 
-def test_a_field_that_is_no_setting_is_named_as_a_number_or_as_nothing() -> None:
-    """A name in these tables that is no field any more would let the next field of that name through."""
-    known = {own.name for own in fields(DecoderConfig)} | {f"rope.{own.name}" for own in fields(RopeConfig)}
-    assert known >= features.NUMBERS | features.NO_ARITHMETIC
+def test_the_readme_says_which_families_there_are_and_what_computes_them_on_a_gpu() -> None:
+    readme = (Path(__file__).parents[3] / "engine/README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (Triton|torch) \|$", readme, re.MULTILINE)
+    computes = {}
+    for name in FAMILIES:
+        model = parse_model_config(json.dumps(plain(Weights(name))).encode())
+        assert TorchDecoder.implements(model) is NativeDecoder.implements(model) is None
+        computes[name] = "Triton" if DeviceDecoder.implements(model) is None else "torch"
+    assert dict(rows) == computes
 
 
 @dataclass(slots=True)
@@ -141,12 +159,12 @@ class Asked:
         return torch.zeros(part.shape(rows, columns))
 
 
-def read_natively(config: DecoderConfig, source: Asked) -> object:
-    settings = {"dtype": torch.float32, "page_size": 16, "max_model_len": 32, "threads": 1}
+def read_natively(config: DecoderSpec, source: Asked) -> object:
+    settings = {"dtype": torch.float32, "page_size": 16, "threads": 1}
     return NativeDecoder(built_isas()[0], config, source, **settings)  # type: ignore[arg-type]
 
 
-READERS: dict[str, Callable[[DecoderConfig, Asked], object]] = {
+READERS: dict[str, Callable[[DecoderSpec, Asked], object]] = {
     "native": read_natively,
     "torch": TorchDecoder,
     "device": lambda config, source: DeviceDecoder(config, source, torch.device("cpu")),
@@ -156,9 +174,7 @@ READERS: dict[str, Callable[[DecoderConfig, Asked], object]] = {
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_checkpoint_is_checked_for_what_every_network_reads(network: str, is_tied: bool) -> None:
-    config = replace(
-        PLAIN, tied_embeddings=is_tied, qk_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True
-    )
+    config = like(PLAIN, tied_embeddings=is_tied, qk_norm="heads", bias=True, out_bias=True, mlp_bias=True)
     checked, read = Asked(), Asked()
     read_all(config, checked)
     READERS[network](config, read)
@@ -166,27 +182,26 @@ def test_a_checkpoint_is_checked_for_what_every_network_reads(network: str, is_t
     assert len(set(checked.names)) == len(checked.names)
 
 
-def foreign_reader(**settings: Any) -> Callable[..., DecoderConfig]:
+def foreign_reader(**settings: Any) -> Callable[..., DecoderSpec]:
     """Reads a model as an unknown family's."""
 
-    def read(config: RunnerConfig, progress: object) -> DecoderConfig:
-        return replace(read_model_config(Path(config.model)), **settings)
+    def read(config: RunnerConfig, progress: object) -> DecoderSpec:
+        return like(read_model_config(Path(config.model)), **settings)
 
     return read
 
 
-def test_a_family_that_only_torch_declares_goes_to_torch(
+def test_what_only_torch_declares_goes_to_torch(
     tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Native kernels would fit its sizes."""
     config = RunnerConfig(str(tiny_model("llama")), device="cpu", dtype="float32", max_num_seqs=2, threads=1)
-    monkeypatch.setattr(host_load, "read_model", foreign_reader(architecture="GemmaForCausalLM"))
-    own = torch_network.IMPLEMENTED | {"architecture GemmaForCausalLM"}
-    monkeypatch.setattr(torch_network, "IMPLEMENTED", own)
+    own = native_network.IMPLEMENTED - {"mlp.act silu"}
+    monkeypatch.setattr(native_network, "IMPLEMENTED", own)
     said: list[str] = []
     load_runner(config, said.append)
-    assert "computing with torch kernels (architecture GemmaForCausalLM: not implemented)" in said
-    with pytest.raises(BadRunnerConfig, match=r"kernels=native needs .*GemmaForCausalLM: not implemented"):
+    assert "computing with torch kernels (mlp.act silu: not implemented)" in said
+    with pytest.raises(BadRunnerConfig, match=r"kernels=native needs .*mlp\.act silu: not implemented"):
         load_runner(replace(config, kernels="native"), said.append)
 
 
@@ -195,22 +210,22 @@ def test_a_family_that_no_network_declares_is_refused_by_name(
     tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch, kernels: Literal["auto", "torch"]
 ) -> None:
     config = RunnerConfig(str(tiny_model("llama")), device="cpu", max_num_seqs=2, threads=1, kernels=kernels)
-    monkeypatch.setattr(host_load, "read_model", foreign_reader(norm="rms_plus_one"))
-    with pytest.raises(UnsupportedModel, match="on a CPU: norm rms_plus_one: not implemented"):
+    monkeypatch.setattr(host_load, "read_model", foreign_reader(act="gelu"))
+    with pytest.raises(UnsupportedModel, match=r"on a CPU: mlp\.act gelu: not implemented"):
         load_runner(config, lambda stage: None)
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"architecture": "GemmaForCausalLM"}, "architecture GemmaForCausalLM: not implemented"),
-        ({"activation": "gelu"}, "activation gelu: not implemented"),
-        ({"head_dim": 24}, "head_dim 24 is not a power of two"),
+        ({"act": "gelu"}, "no network computes this model on a GPU: mlp.act gelu: not implemented"),
+        ({"act": "relu2"}, "weights=fp8 needs the Triton kernels: mlp.act relu2: not implemented"),
+        ({"head_dim": 24}, "weights=fp8 needs the Triton kernels: head_dim 24 is not a power of two"),
     ],
 )
-def test_a_gpu_refuses_by_name_what_its_kernels_do_not_implement(
+def test_a_gpu_refuses_by_name_what_it_cannot_do(
     tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setattr(device_load, "read_model", foreign_reader(**settings))
-    with pytest.raises(UnsupportedModel, match=f"do not compute this model: {said}"):
-        load_on_card(fake_config(tiny_model("llama")), FakeCard(), lambda stage: None)
+    with pytest.raises((UnsupportedModel, BadRunnerConfig), match=said):
+        load_on_card(fake_config(tiny_model("llama"), weights="fp8"), FakeCard(), lambda stage: None)

@@ -12,7 +12,7 @@ from engine.runtime.device.kernel_timing import DeviceTimer
 from engine.runtime.kernels.autotune import DeviceLinear
 from engine.runtime.kernels.fused import Norm
 from engine.runtime.kernels.matmul import Weight
-from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.weights.fp8 import quantise
 from tests.bench.engine.gpu.measuring import check
 from tests.bench.engine.gpu.results import floors
@@ -26,7 +26,7 @@ ROW_LIMIT_S: Final = 120.0
 """The longest time of a row: some thirty kernels are compiled for it, unless they were before."""
 
 
-def shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+def shapes(config: DecoderSpec) -> dict[str, tuple[int, int]]:
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return {
         "qkv": (q + 2 * kv, config.hidden_size),

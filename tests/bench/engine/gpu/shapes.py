@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.runtime.models.decoder_config import DecoderConfig
-from engine.runtime.models.rope import RopeConfig
+from engine.runtime.models.decoder_config import parse_model_config
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.weights.checkpoint import ALL, TensorPart
 
-LLAMA_8B = DecoderConfig(
-    architecture="LlamaForCausalLM",
+
+def _model(model_type: str, **keys: Any) -> DecoderSpec:
+    return parse_model_config(json.dumps({"model_type": model_type} | keys).encode())
+
+
+LLAMA_8B = _model(
+    "llama",
     vocab_size=128_256,
     hidden_size=4096,
     intermediate_size=14_336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    norm_eps=1e-5,
-    context_len=131_072,
-    rope=RopeConfig(500_000.0),
-    windows=(None,) * 32,
-    tied_embeddings=False,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-5,
+    rope_theta=500_000.0,
 )
-QWEN3_06B = DecoderConfig(
-    architecture="Qwen3ForCausalLM",
+QWEN3_06B = _model(
+    "qwen3",
     vocab_size=151_936,
     hidden_size=1024,
     intermediate_size=3072,
-    heads=16,
-    kv_heads=8,
-    head_dim=128,
-    norm_eps=1e-6,
-    context_len=40_960,
-    rope=RopeConfig(1_000_000.0),
-    windows=(None,) * 28,
-    tied_embeddings=True,
-    qk_norm=True,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    max_position_embeddings=40_960,
+    rms_norm_eps=1e-6,
+    rope_theta=1_000_000.0,
+    tie_word_embeddings=True,
 )
 
 
@@ -57,24 +60,24 @@ class RandomWeights:
         return whole.normal_(std=0.02) if columns else whole.fill_(1.0)
 
 
-def layer_parameters(config: DecoderConfig) -> int:
+def layer_parameters(config: DecoderSpec) -> int:
     """The number of parameters in all layers' matrices, without the head."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = config.hidden_size * (q + 2 * kv) + q * config.hidden_size
-    return config.layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    return len(config.layers) * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
-def head_parameters(config: DecoderConfig) -> int:
+def head_parameters(config: DecoderSpec) -> int:
     return config.vocab_size * config.hidden_size
 
 
-def kv_bytes(config: DecoderConfig, itemsize: int = 2) -> int:
+def kv_bytes(config: DecoderSpec, itemsize: int = 2) -> int:
     """Bytes of one token's keys and values, in all layers."""
-    return 2 * config.layers * config.kv_heads * config.head_dim * itemsize
+    return 2 * len(config.layers) * config.kv_heads * config.head_dim * itemsize
 
 
 def decode_floor_s(
-    config: DecoderConfig,
+    config: DecoderSpec,
     batch: int,
     context: int,
     floors: tuple[float, float],
@@ -90,7 +93,7 @@ def decode_floor_s(
     return weights + batch * context * kv_bytes(config, kv_itemsize) / bandwidth
 
 
-def prefill_floor_s(config: DecoderConfig, tokens: int, flops: float) -> float:
+def prefill_floor_s(config: DecoderSpec, tokens: int, flops: float) -> float:
     """The least time of one prompt with a causal mask; the head's single row is left out."""
-    attention = 2 * config.heads * config.head_dim * config.layers * tokens
+    attention = 2 * config.heads * config.head_dim * len(config.layers) * tokens
     return tokens * (2 * layer_parameters(config) + attention) / flops

@@ -33,7 +33,7 @@ from engine.runtime.kernels.autotune import (
     shape_of,
 )
 from engine.runtime.kernels.launching import compiling_in
-from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.hardware import usable_cores
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec, Chunk
@@ -63,10 +63,10 @@ _TABLES: dict[str, MatmulTable] = {}
 class Bench:
     """A model of random weights, tuned to the card."""
 
-    def __init__(self, name: str, config: DecoderConfig, *, fp8: bool = False) -> None:
+    def __init__(self, name: str, config: DecoderSpec, *, fp8: bool = False) -> None:
         began = time.perf_counter()
         self.name, self.config, self.fp8 = name, config, fp8
-        self.spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+        self.spec = AttentionSpec.of(config)
         self.decoder = DeviceDecoder(config, RandomWeights(CUDA), CUDA, fp8=fp8)
         if name not in _TABLES:
             _TABLES[name] = tuned(self._kinds, DeviceTimer(), CUDA)
@@ -81,7 +81,7 @@ class Bench:
 
     def cache(self, tokens: int, kv_dtype: torch.dtype = torch.bfloat16) -> KVCache:
         config = self.config
-        geometry = KVGeometry(config.layers, config.kv_heads, PAGE, config.head_dim, kv_dtype)
+        geometry = KVGeometry(len(config.layers), config.kv_heads, PAGE, config.head_dim, kv_dtype)
         cache = KVCache(geometry, -(-tokens // PAGE) + 1, device=CUDA)
         for part in (*cache.keys, *cache.values):
             part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=CUDA))
@@ -196,7 +196,7 @@ def _compile(step: DecodeStep, batch: int, context: int) -> None:
         DecodeGraphs(step, [batch], batch, CUDA).eager(list(range(batch)), [context] * batch)
 
 
-def fitting_context(config: DecoderConfig, batch: int, context: int) -> int:
+def fitting_context(config: DecoderSpec, batch: int, context: int) -> int:
     """The longest context, of `context` and its halves, at which weights and cache leave a tenth of the card
     free."""
     weights = 2 * (layer_parameters(config) + head_parameters(config))

@@ -9,11 +9,14 @@ import torch
 
 from engine.contract.messages import SamplingParams
 from engine.runtime.attention.triton_paged import TritonDecode, TritonPrefill
-from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, DeviceModel
+from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, DeviceModel, StepTokens
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch
 from engine.runtime.device.graphs import DecodeGraphs, batch_buckets
+from engine.runtime.device.torch_on_device import Storing
 from engine.runtime.host.host_runner import HostRunner
+from engine.runtime.kernels.fused import norm_rotate_store
 from engine.runtime.models.decoder_config import read_model_config
+from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.weights.checkpoint import Checkpoint, checkpoint_files
 from tests.effort import IS_WHOLE
@@ -30,7 +33,7 @@ def device_model(path: Path, runner: HostRunner, *, fp8: bool = False) -> Device
     config = read_model_config(path)
     source = Checkpoint(checkpoint_files(path), torch.float32)
     decoder = DeviceDecoder(config, source, CPU, fp8=fp8)
-    spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+    spec = AttentionSpec.of(config)
     info = runner.info
     decode = TritonDecode(runner.cache, spec, rows_max=info.slots + 1, multiprocessors=1)
     return DeviceModel(decoder, runner.cache, decode, TritonPrefill(runner.cache, spec))
@@ -130,3 +133,36 @@ def test_fp8_weights_stay_near(tiny_model: MakeModel) -> None:
     exact, near = said
     assert not torch.equal(exact, near)
     assert (exact - near).norm() / exact.norm() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("clear_tails", [False, True])
+def test_torch_stores_what_the_kernel_stores(dtype: torch.dtype, clear_tails: bool) -> None:
+    """A page that goes on, one that is filled, one that is begun and left; with scales, beyond fp8's
+    range."""
+    qkv, heads = torch.randint(-8, 9, (21, 4, 16)) * 16.0, (2, 1, 1)  # exact in fp8, but for the largest
+    qkv[:, :, 3] = 1000.0
+    places = [(0, at) for at in range(13, 16)] + [(2, at) for at in range(16)] + [(1, 0), (1, 1)]
+    pages, offsets = torch.tensor(places).T.contiguous()
+    still = torch.ones(21, 8), torch.zeros(21, 8)
+    caches = [KVCache(KVGeometry(1, 1, 16, 16, dtype), 4, [(0.5, 2.0)]) for _ in range(2)]
+    for cache in caches:
+        cache.clear_tails = clear_tails
+        cache.pool.fill_(7.0)
+    kernel, ours = caches
+    norm_rotate_store(
+        qkv.flatten(1),
+        still,
+        None,
+        kernel.keys[0],
+        kernel.values[0],
+        pages,
+        offsets,
+        kv_scales=kernel.scales[0],
+        clear_tails=clear_tails,
+    )
+    step = StepTokens(pages, offsets, pages, offsets)
+    q, k, v = qkv.split(heads, dim=1)
+    assert torch.equal(Storing(ours, step, lambda _, q: q)(0, q, k, v), q)
+    found, expected = (cache.pool.view(torch.uint8)[:, :, :3] for cache in (ours, kernel))
+    assert torch.equal(found, expected)

@@ -128,9 +128,10 @@ def test_a_long_prompt_over_a_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> N
     spec, tables, q = AttentionSpec(4, 2, 16, [None]), torch.tensor([[2, 0, 1]]), torch.randn(33, 4, 16)
     seen: list[tuple[Any, ...]] = []
 
-    def library(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def library(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         seen.append(tuple((each.shape, each.stride(), each.dtype) for each in (q, k, v)))
-        return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        alone = q[None], k[None], v[None]
+        return scaled_dot_product_attention(*alone, is_causal=True, scale=scale, enable_gqa=True)[0]
 
     prefill = triton_paged.LibraryPrefill(cache, spec, library)
     prefill.warm_up(33, torch.float32)

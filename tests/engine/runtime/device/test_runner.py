@@ -12,6 +12,7 @@ import torch
 
 from engine.contract.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment, Want
 from engine.contract.packing import Biases
+from engine.runtime.device import device_decoder
 from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.host.host_runner import HostRunner
 from tests.effort import some
@@ -70,6 +71,19 @@ def assert_same(found: Sequence[Life], expected: Sequence[Life]) -> None:
             for entry, expected_entry in zip(ours, theirs, strict=True):
                 assert entry.logprob == pytest.approx(expected_entry.logprob, abs=1e-4)
                 assert entry.top_logprobs == pytest.approx(expected_entry.top_logprobs, abs=1e-4)
+
+
+def test_torch_computes_what_the_kernels_lack_a_piece_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same steps, by the reference network, without graphs; the log says so."""
+    slots, heard = len(COMPANY) + 2, list[str]()
+    card = FakeCard()
+    expected = lead(load(path, max_num_seqs=slots, max_model_len=128, kernels="torch"), 5)
+    lacking = device_decoder.IMPLEMENTED - {"attention.qk_norm heads"}
+    monkeypatch.setattr(device_decoder, "IMPLEMENTED", lacking)
+    found = lead(load_fake(path, card, heard.append, max_num_seqs=slots, kv_cache_memory=1 << 20), 5)
+    assert_same(found, expected)
+    assert not card.captured.outputs
+    assert any("torch's operations" in line and "attention.qk_norm heads" in line for line in heard)
 
 
 def test_all_that_can_be_asked_for_is_as_on_a_cpu_by_graphs_and_eager(path: Path) -> None:

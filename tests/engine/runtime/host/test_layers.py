@@ -7,8 +7,8 @@ import torch
 
 from engine.runtime.host import layers
 from engine.runtime.host.layers import PackedLinear, rotate
-from engine.runtime.models.rope import Llama3Scaling, RopeConfig
 from engine.runtime.models.rotary import Rotary
+from engine.runtime.models.spec import Llama3, Rope
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -50,7 +50,7 @@ def test_without_torchs_private_products_weights_stay_as_they_are(
 
 
 def test_rotation_keeps_lengths_and_sees_only_distances() -> None:
-    rotary = Rotary(RopeConfig(10_000.0), 16)
+    rotary = Rotary(Rope(10_000.0), 16, 1)
     q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
 
     def at(x: torch.Tensor, position: int) -> torch.Tensor:
@@ -64,8 +64,8 @@ def test_rotation_keeps_lengths_and_sees_only_distances() -> None:
 
 
 def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones() -> None:
-    plain = Rotary(RopeConfig(500_000.0), 64).inverse_frequencies
-    scaled = Rotary(RopeConfig(500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192)), 64).inverse_frequencies
+    plain = Rotary(Rope(500_000.0), 64, 1).frequencies
+    scaled = Rotary(Rope(500_000.0, Llama3(8.0, 1.0, 4.0, 8192)), 64, 1).frequencies
     ratio = plain / scaled
     waves = 2 * torch.pi / plain
     assert (ratio[waves < 8192 / 4] == 1.0).all()

@@ -354,7 +354,7 @@ def sample_launch() -> object:
 def begin_launch() -> object:
     """A batch of 32 of a Qwen3-8B."""
     row, table = meta(32, dtype=torch.int32), meta(64, 641, dtype=torch.int32)
-    known, frequencies = meta(64, 40_961, dtype=torch.int32), meta(64, dtype=torch.float32)
+    known, frequencies = meta(64, 40_961, dtype=torch.int32), meta(1, 2, 64, dtype=torch.float32)
     return begin.begin_step(row, row, known, table, meta(151_936, 4096), frequencies, 64)
 
 

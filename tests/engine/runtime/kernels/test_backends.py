@@ -52,9 +52,10 @@ def test_long_fresh_prompts_go_to_the_library_and_the_rest_does_not(monkeypatch:
     q = torch.randn(79, 4, 16)
     lengths: list[int] = []
 
-    def library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def library(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         lengths.append(q.shape[1])
-        return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        alone = q[None], k[None], v[None]
+        return scaled_dot_product_attention(*alone, is_causal=True, scale=scale, enable_gqa=True)[0]
 
     ours = TritonPrefill(cache, spec).of_chunks(chunks, tables)
     both = LibraryPrefill(cache, spec, library).of_chunks(chunks, tables)

@@ -10,8 +10,8 @@ from torch.nn.functional import silu
 
 from engine.runtime.host.layers import rms_norm, rotate
 from engine.runtime.kernels import fused
-from engine.runtime.models.rope import RopeConfig
 from engine.runtime.models.rotary import Rotary
+from engine.runtime.models.spec import Rope
 
 DTYPES = (torch.float32, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
@@ -41,7 +41,7 @@ def test_norm_rotate_store(
     torch.manual_seed(0)
     tokens, size, pages = 6, 16, 9
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
-    angles = Rotary(RopeConfig(10_000.0), head_dim).angles(torch.tensor([0, 1, 2, 500, 77, 3]), torch.float32)
+    angles = Rotary(Rope(10_000.0), head_dim, 1).angles(torch.tensor([0, 1, 2, 500, 77, 3]), torch.float32)
     weights = torch.rand(2, head_dim)
     cache = torch.full((2, pages, kv_heads, size, head_dim), torch.nan, dtype=dtype)
     page, offset = torch.tensor([8, 8, 8, 0, 3, 5]), torch.tensor([14, 15, 0, 7, 1, 2])

@@ -22,10 +22,11 @@ from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratc
 from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.kernels import begin, decode_attention, fused, matmul, split_matmul
 from engine.runtime.kernels.autotune import MatmulTable
-from engine.runtime.models.decoder_config import DecoderConfig
+from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
 from tests.bench.engine.gpu.shapes import QWEN3_06B, RandomWeights
+from tests.engine.decoders import like
 from tests.engine.runtime.kernels.tables import all_by_tiles
 
 CPU = torch.device("cpu")
@@ -76,9 +77,9 @@ def counted() -> Iterator[Counter[str]]:
         yield launches.seen
 
 
-def step_of(config: DecoderConfig) -> DecodeStep:
-    cache = KVCache(KVGeometry(config.layers, config.kv_heads, PAGE, config.head_dim, torch.float32), 8)
-    spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+def step_of(config: DecoderSpec) -> DecodeStep:
+    cache = KVCache(KVGeometry(len(config.layers), config.kv_heads, PAGE, config.head_dim, torch.float32), 8)
+    spec = AttentionSpec.of(config)
     decoder = DeviceDecoder(config, RandomWeights(CPU, torch.float32), CPU)
     attention = TritonDecode(cache, spec, rows_max=SLOTS, multiprocessors=1)
     tokens = torch.zeros(SLOTS, 64, dtype=torch.int32)
@@ -101,7 +102,8 @@ def by_tiles(decoder: DeviceDecoder) -> MatmulTable:
 
 def launches(layers: int, table: Table, rows: int = 2, *, dependently: bool = False) -> Counter[str]:
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1}
-    step = step_of(replace(QWEN3_06B, head_dim=16, windows=(None,) * layers, **small))  # type: ignore[arg-type]
+    step = step_of(like(QWEN3_06B, head_dim=16, windows=(None,) * layers, **small))
+    assert isinstance(step.decoder, DeviceDecoder)
     step.decoder.table = table(step.decoder)
     inputs = DecodeInputs.empty(rows, CPU)
     inputs.lengths.fill_(1)

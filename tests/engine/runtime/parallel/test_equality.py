@@ -99,7 +99,7 @@ def two_ranks(path: Path, reasons: list[str] | None = None, **settings: Any) -> 
 def small(path: Path, size: int) -> dict[str, Any]:
     """Settings of a pool that is too small for all who come, with as many pages whatever the ranks."""
     own = Shard(0, size).of(read_model_config(path))
-    page_bytes = KVGeometry(own.layers, own.kv_heads, PAGE_SIZE, own.head_dim, torch.float32).page_bytes
+    page_bytes = KVGeometry(len(own.layers), own.kv_heads, PAGE_SIZE, own.head_dim, torch.float32).page_bytes
     return {
         "dtype": "float32",
         "page_size": PAGE_SIZE,

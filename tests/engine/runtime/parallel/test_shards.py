@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.group import Group
 from engine.runtime.collective.shard import Shard
 from engine.runtime.host.torch_decoder import TorchDecoder
-from engine.runtime.models.decoder_config import DecoderConfig, read_model_config
+from engine.runtime.models.decoder_config import parse_model_config, read_model_config
+from engine.runtime.models.spec import DecoderSpec, Names
 from engine.runtime.setup.model_errors import BadRunnerConfig, CollectiveFailed, WeightsMismatch
 from engine.runtime.weights import checkpoint
 from engine.runtime.weights.checkpoint import Checkpoint, Inspection, TensorPart, checkpoint_files
-from engine.runtime.weights.parameters import EMBEDDING
+from tests import effort
+from tests.engine.decoders import dense, like
 from tests.engine.models import VOCAB_SIZE
+from tests.engine.runtime.config_oracle import FAMILIES, Weights
 from tests.engine.runtime.conftest import MakeModel
 
 CPU = torch.device("cpu")
@@ -127,6 +131,24 @@ def test_ranks_compute_what_one_does(
         assert torch.equal(other, found[0]), "every rank has the same bits"
 
 
+@pytest.mark.parametrize("family", effort.some([*FAMILIES], usual=6))
+def test_ranks_compute_every_family(tmp_path: Path, family: str) -> None:
+    """Fused matrices, norms over the width of all ranks, rows of heads in another order."""
+    weights = Weights(family, vocab=VOCAB_SIZE, heads=4, kv_heads=2, biases=True)
+    file = tmp_path / "model.safetensors"
+    save_file(weights.tensors(), file)
+    config = parse_model_config(json.dumps(weights.config()).encode())
+    files = checkpoint_files(tmp_path)
+    with torch.inference_mode():
+        expected = logits_of(TorchDecoder(config, Checkpoint(files, torch.float32)))
+
+    def work(ranks: Collective) -> Tensor:
+        return logits_of(TorchDecoder(config, Checkpoint(files, torch.float32), ranks))
+
+    for found in together(2, tmp_path / "store", work):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-4)
+
+
 @variants
 def test_a_rank_reads_its_part(
     tiny_model: MakeModel,
@@ -150,7 +172,7 @@ def test_a_rank_reads_its_part(
     parts = [bytes_of(Shard(rank, size)) for rank in range(size)]
     for name, count in whole.items():
         read = [part.get(name, 0) for part in parts]
-        if name == EMBEDDING or "norm" in name:
+        if name == Names().embedding or "norm" in name:
             assert read == [count] * size, name
         elif name.endswith(("o_proj.bias", "down_proj.bias")):
             assert read == [count] + [0] * (size - 1), name
@@ -211,15 +233,14 @@ def test_the_inspection_still_sees_whole_shapes(
     TorchDecoder(config, inspection, Silent(Shard(0, size)))
     inspection.verify()
     cut = Inspection(files, torch.float32)
-    wrong = replace(config, intermediate_size=config.intermediate_size * 2)
+    wrong = like(config, intermediate_size=config.intermediate_size * 2)
     TorchDecoder(wrong, cut, Silent(Shard(0, size)))
     with pytest.raises(WeightsMismatch, match="down_proj"):
         cut.verify()
 
 
-def model(heads: int, kv_heads: int, intermediate: int = 96) -> DecoderConfig:
-    return DecoderConfig(
-        architecture="LlamaForCausalLM",
+def model(heads: int, kv_heads: int, intermediate: int = 96) -> DecoderSpec:
+    return dense(
         vocab_size=320,
         hidden_size=64,
         intermediate_size=intermediate,
@@ -228,7 +249,6 @@ def model(heads: int, kv_heads: int, intermediate: int = 96) -> DecoderConfig:
         head_dim=16,
         norm_eps=1e-6,
         context_len=64,
-        rope=None,  # type: ignore[arg-type]  # not looked at
         windows=(None,),
         tied_embeddings=False,
     )
@@ -243,7 +263,7 @@ def model(heads: int, kv_heads: int, intermediate: int = 96) -> DecoderConfig:
         (model(8, 8, intermediate=100), 8, ("intermediate_size (100)", "takes 1, 2, 4")),
     ],
 )
-def test_a_size_that_does_not_fit_is_named(config: DecoderConfig, size: int, words: tuple[str, ...]) -> None:
+def test_a_size_that_does_not_fit_is_named(config: DecoderSpec, size: int, words: tuple[str, ...]) -> None:
     with pytest.raises(BadRunnerConfig) as caught:
         Shard(0, size).of(config)
     for word in words:

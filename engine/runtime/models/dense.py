@@ -1,0 +1,219 @@
+"""The keys of config.json that dense decoders share, and what follows from them in most families.
+
+A family derives its own keys from `DenseKeys`: its fields are the keys that it reads. It overrides what
+differs, and `decoder` puts the description together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Final
+
+import msgspec
+from msgspec import UNSET
+
+from engine.runtime.models.quantization import Fp8Scheme, read_fp8_scheme
+from engine.runtime.models.rope import ROPE_KEYS, RopeRules, UnsupportedRope, read_rope
+from engine.runtime.models.spec import Attention, DecoderSpec, Layer, Mlp, NormSpec, Rope
+from shared.text.model_files import shown
+
+SIZE_MAX: Final = 2**31 - 1
+LAYERS_MAX: Final = 4096
+WINDOW_MIN: Final = 2
+"""The least window, in tokens: with a window of one, transformers' generation differs from its forward
+pass."""
+DEFAULT_WINDOW: Final = 4096
+"""The window, in tokens, of every family that slides, where config.json is silent."""
+FULL_ATTENTION: Final = "full_attention"
+SLIDING_ATTENTION: Final = "sliding_attention"
+_SIZES: Final = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+ACTIVATIONS: Final = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+"""The descriptions' names of transformers' functions."""
+
+
+def positive(keys: msgspec.Struct, *names: str) -> Iterator[str]:
+    """A sentence for each of the named keys that is neither null nor a positive number."""
+    for name in names:
+        if (value := getattr(keys, name)) is not None and not 0.0 < value < math.inf:
+            yield f"{name} {value} is no positive number"
+
+
+def every(period: int, layers: int) -> list[str]:
+    """Every so many layers one of full attention, the others sliding."""
+    return [SLIDING_ATTENTION if i % period else FULL_ATTENTION for i in range(1, layers + 1)]
+
+
+class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys that all families read. A key that is null means what it means to transformers."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
+    quantization_config: dict[str, Any] | None = None
+    rope_theta: Any = UNSET
+    rope_scaling: Any = UNSET
+    rope_parameters: Any = UNSET
+    partial_rotary_factor: Any = UNSET
+    original_max_position_embeddings: Any = UNSET
+
+    acts: ClassVar[tuple[str, ...]] = ("silu",)
+    act_key: ClassVar[str] = "hidden_act"
+    """The key that names the MLP's function."""
+    rope_rules: ClassVar[RopeRules] = RopeRules()
+    slides: ClassVar[bool] = False
+    """True if the family has layers with a window, or may have them."""
+    also_kinds: ClassVar[tuple[str, ...]] = ()
+    """Other names in `layer_types` that the family understands."""
+
+    # -- what follows from the keys, in a family that does not say otherwise
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    @property
+    def width(self) -> int:
+        """The size of a head."""
+        return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """The factor of attention's scores."""
+        return float(self.width**-0.5)
+
+    @property
+    def window(self) -> int | None:
+        """The window of the layers that slide, in tokens; None when no layer slides."""
+        return self.sliding_window if self.slides else None
+
+    @property
+    def kinds(self) -> list[str]:
+        """Each layer's kind of attention."""
+        silent = FULL_ATTENTION if self.window is None else SLIDING_ATTENTION
+        return self.layer_types or [silent] * self.num_hidden_layers
+
+    @property
+    def act(self) -> str:
+        named: str = getattr(self, self.act_key)
+        return named
+
+    @property
+    def fits_window(self) -> bool:
+        """True if `layer_types` says no more than `sliding_window` does of families whose layers are all
+        alike."""
+        kind = FULL_ATTENTION if self.window is None else SLIDING_ATTENTION
+        return self.layer_types in (None, [kind] * self.num_hidden_layers)
+
+    @property
+    def rope_fields(self) -> Mapping[str, Any]:
+        stated = {name: getattr(self, name) for name in ROPE_KEYS if getattr(self, name) is not UNSET}
+        return stated | {"max_position_embeddings": self.max_position_embeddings}
+
+    def rope(self, kind: str) -> Rope | None:
+        """The rotary embeddings of layers of one kind. Raises UnsupportedRope."""
+        return read_rope(self.rope_fields, self.rope_rules, self.width)
+
+    def attention(self, kind: str, **options: Any) -> Attention:
+        """`options`: fields of the description that differ."""
+        plain = {
+            "scale": self.scale,
+            "rope": self.rope(kind),
+            "window": self.window if kind == SLIDING_ATTENTION else None,
+        }
+        return Attention(self.num_attention_heads, self.kv_heads, self.width, **(plain | options))
+
+    def mlp(self, **options: Any) -> Mlp:
+        """`options`: fields of the description that differ."""
+        plain: dict[str, Any] = {"inner": self.intermediate_size, "act": ACTIVATIONS[self.act]}
+        return Mlp(**(plain | options))
+
+    def norm(self, offset: float = 0.0) -> NormSpec:
+        return NormSpec(self.rms_norm_eps, offset=offset)
+
+    def decoder(self, architecture: str, layers: Iterator[Layer], **options: Any) -> DecoderSpec:
+        """`options`: fields of the description that differ."""
+        plain: dict[str, Any] = {
+            "norm": self.norm(),
+            "tied_embeddings": self.tie_word_embeddings,
+            "fp8": self.fp8,
+        }
+        sizes = self.vocab_size, self.hidden_size, self.max_position_embeddings
+        return DecoderSpec(architecture, *sizes, tuple(layers), **(plain | options))
+
+    @property
+    def fp8(self) -> Fp8Scheme | None:
+        found = None if self.quantization_config is None else read_fp8_scheme(self.quantization_config)
+        assert not isinstance(found, str), "refused before"
+        return found
+
+    # -- what cannot be served
+
+    def problems(self) -> Iterator[str]:
+        """A sentence for each setting that is not implemented, or contradicts another."""
+        if self.quantization_config is not None:
+            scheme = read_fp8_scheme(self.quantization_config)
+            if isinstance(scheme, str):
+                yield scheme
+        if self.act not in self.acts:
+            only = ", ".join(self.acts)
+            yield f"{self.act_key} {shown(self.act)} is not supported, only {only}"
+        known = {FULL_ATTENTION, *self.also_kinds} | ({SLIDING_ATTENTION} if self.slides else set())
+        for layer_type in sorted(set(self.layer_types or ()) - known):
+            yield f"{shown(layer_type)} in layer_types is not supported"
+        # transformers computes such a model with all tokens in one pass, and without in generation
+        if not self.slides and (self.sliding_window or SIZE_MAX) < self.max_position_embeddings:
+            yield f"sliding_window {self.sliding_window} is not supported"
+        misfits = [name for name in _SIZES if not 1 <= getattr(self, name) <= SIZE_MAX]
+        if misfits:
+            yield f"{', '.join(misfits)} must be at least 1, and no more than {SIZE_MAX}"
+            return
+        yield from self.contradictions()
+
+    def contradictions(self) -> Iterator[str]:
+        if self.num_hidden_layers > LAYERS_MAX:
+            yield f"num_hidden_layers must be at most {LAYERS_MAX}"
+            return
+        yield from positive(self, "rms_norm_eps")
+        kv_heads, head_dim = self.kv_heads, self.width
+        if kv_heads < 1 or self.num_attention_heads % kv_heads:
+            yield (
+                f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads "
+                f"{kv_heads}"
+            )
+        if not 2 <= head_dim <= SIZE_MAX or head_dim % 2:
+            yield f"head_dim {head_dim} must be even"
+            return
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            yield f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers"
+        if self.window is not None and self.window < WINDOW_MIN:
+            yield f"sliding_window must be at least {WINDOW_MIN}"
+        if self.window is None and self.slides and SLIDING_ATTENTION in self.kinds:
+            yield "layer_types names sliding layers, and there is no sliding_window"
+        for problem in {self._rope_problem(kind): None for kind in self.kinds}:
+            if problem is not None:
+                yield problem
+
+    def _rope_problem(self, kind: str) -> str | None:
+        try:
+            self.rope(kind)
+        except UnsupportedRope as error:
+            return str(error)
+        return None

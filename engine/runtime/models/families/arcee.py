@@ -1,0 +1,31 @@
+"""Arcee: Llama with an MLP that has no gate, and the square of ReLU."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from engine.runtime.models.dense import DenseKeys
+from engine.runtime.models.family import Family
+from engine.runtime.models.spec import DecoderSpec, Layer, Names
+
+NAMES = Names(gate_up=("mlp.up_proj",))
+
+
+class ArceeKeys(DenseKeys, frozen=True, kw_only=True):
+    rms_norm_eps: float = 1e-5
+    hidden_act: str = "relu2"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    acts: ClassVar[tuple[str, ...]] = ("relu2", "silu")
+
+
+def describe(hf: ArceeKeys) -> DecoderSpec:
+    def layer(kind: str) -> Layer:
+        attention = hf.attention(kind, bias=hf.attention_bias, out_bias=hf.attention_bias)
+        return Layer(attention, hf.mlp(gated=False, bias=hf.mlp_bias))
+
+    return hf.decoder("ArceeForCausalLM", map(layer, hf.kinds), names=NAMES)
+
+
+FAMILY = Family("arcee", "ArceeForCausalLM", ArceeKeys, describe)

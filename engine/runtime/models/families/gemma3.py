@@ -1,0 +1,61 @@
+"""Gemma 3, its text: norms on both sides, GeGLU, windows in five of six layers, and a rope for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from engine.runtime.models.dense import DEFAULT_WINDOW, DenseKeys, every, positive
+from engine.runtime.models.family import Family
+from engine.runtime.models.rope import RopeRules, read_ropes
+from engine.runtime.models.spec import DecoderSpec, Layer, Names, Rope
+
+NAMES = Names(
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+
+
+class Gemma3Keys(DenseKeys, frozen=True, kw_only=True):
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = 256
+    hidden_activation: str = "gelu_pytorch_tanh"
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    query_pre_attn_scalar: int = 256
+    sliding_window: int | None = DEFAULT_WINDOW
+    sliding_window_pattern: int = 6
+    rope_local_base_freq: float = 10_000.0
+    final_logit_softcapping: float | None = None
+    attn_logit_softcapping: float | None = None
+    use_bidirectional_attention: bool | None = False
+
+    slides: ClassVar[bool] = True
+    acts: ClassVar[tuple[str, ...]] = ("gelu_pytorch_tanh",)
+    act_key: ClassVar[str] = "hidden_activation"
+    rope_rules: ClassVar[RopeRules] = RopeRules(theta=1_000_000.0)
+
+    @property
+    def kinds(self) -> list[str]:
+        return self.layer_types or every(self.sliding_window_pattern, self.num_hidden_layers)
+
+    def rope(self, kind: str) -> Rope | None:
+        return read_ropes(self.rope_fields, self.rope_rules, self.width, self.rope_local_base_freq)[kind]
+
+    def contradictions(self) -> Iterator[str]:
+        if self.attn_logit_softcapping is not None or self.use_bidirectional_attention:
+            yield "attn_logit_softcapping and use_bidirectional_attention are not supported"
+        names = "query_pre_attn_scalar", "sliding_window_pattern", "final_logit_softcapping"
+        yield from [*positive(self, *names)] or super().contradictions()
+
+
+def describe(hf: Gemma3Keys) -> DecoderSpec:
+    options: dict[str, Any] = {"bias": hf.attention_bias, "out_bias": hf.attention_bias, "qk_norm": "heads"}
+    options["scale"] = float(hf.query_pre_attn_scalar**-0.5)
+    layers = (Layer(hf.attention(kind, **options), hf.mlp(), "both") for kind in hf.kinds)
+    pieces = {"norm": hf.norm(offset=1.0), "embed_scale": hf.hidden_size**0.5, "names": NAMES}
+    return hf.decoder("Gemma3ForCausalLM", layers, logit_softcap=hf.final_logit_softcapping, **pieces)
+
+
+FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", Gemma3Keys, describe)

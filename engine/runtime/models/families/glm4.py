@@ -1,0 +1,33 @@
+"""GLM-4 (0414): norms on both sides, fused gates, and a rope of neighbours in half of each head."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from engine.runtime.models.dense import DenseKeys
+from engine.runtime.models.family import Family
+from engine.runtime.models.rope import RopeRules
+from engine.runtime.models.spec import DecoderSpec, Layer, Names
+
+NAMES = Names(
+    gate_up=("mlp.gate_up_proj",),
+    attention_post_norm="post_self_attn_layernorm",
+    mlp_post_norm="post_mlp_layernorm",
+)
+
+
+class Glm4Keys(DenseKeys, frozen=True, kw_only=True):
+    rms_norm_eps: float = 1.5625e-7
+    num_key_value_heads: int | None = 2
+    head_dim: int | None = 128
+    attention_bias: bool = True
+
+    rope_rules: ClassVar[RopeRules] = RopeRules(part=0.5, partial=True, interleaved=True)
+
+
+def describe(hf: Glm4Keys) -> DecoderSpec:
+    layers = (Layer(hf.attention(kind, bias=hf.attention_bias), hf.mlp(), "both") for kind in hf.kinds)
+    return hf.decoder("Glm4ForCausalLM", layers, names=NAMES)
+
+
+FAMILY = Family("glm4", "Glm4ForCausalLM", Glm4Keys, describe)

@@ -1,0 +1,47 @@
+"""Granite 3: Llama with factors of embeddings, attention, residual and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from engine.runtime.models.dense import DenseKeys, positive
+from engine.runtime.models.family import Family
+from engine.runtime.models.spec import DecoderSpec, Layer
+
+
+class GraniteKeys(DenseKeys, frozen=True, kw_only=True):
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+    @property
+    def scale(self) -> float:
+        return self.attention_multiplier
+
+    @property
+    def factors(self) -> dict[str, Any]:
+        return {
+            "embed_scale": self.embedding_multiplier,
+            "residual_scale": self.residual_multiplier,
+            "logit_scale": 1 / self.logits_scaling,
+        }
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+        yield from positive(self, *names)
+
+
+def describe(hf: GraniteKeys) -> DecoderSpec:
+    def layer(kind: str) -> Layer:
+        attention = hf.attention(kind, bias=hf.attention_bias, out_bias=hf.attention_bias)
+        return Layer(attention, hf.mlp(bias=hf.mlp_bias))
+
+    return hf.decoder("GraniteForCausalLM", map(layer, hf.kinds), **hf.factors)
+
+
+FAMILY = Family("granite", "GraniteForCausalLM", GraniteKeys, describe)

@@ -1,0 +1,50 @@
+"""Granite 4, its dense models: Granite 3 with a fused MLP, and positions told where config.json says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
+
+from engine.runtime.models.dense import FULL_ATTENTION, SIZE_MAX
+from engine.runtime.models.families.granite import GraniteKeys
+from engine.runtime.models.family import Family
+from engine.runtime.models.spec import DecoderSpec, Layer, Names, Rope
+
+NAMES = Names(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
+OLD_KINDS: Mapping[str, str] = {"attention": FULL_ATTENTION}
+
+
+class Granite4Keys(GraniteKeys, frozen=True, kw_only=True):
+    num_local_experts: int = 8
+    shared_intermediate_size: int = 1024
+    position_embedding_type: Literal["rope"] | None = None
+
+    also_kinds: ClassVar[tuple[str, ...]] = (*OLD_KINDS,)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [OLD_KINDS.get(kind, kind) for kind in self.layer_types or ["linear_attention"]]
+
+    def rope(self, kind: str) -> Rope | None:
+        return None if self.position_embedding_type is None else super().rope(kind)
+
+    def problems(self) -> Iterator[str]:
+        if others := sorted(set(self.kinds) - {FULL_ATTENTION}):
+            yield f"{', '.join(others)} in layer_types is not supported"
+        elif self.num_local_experts != 0:
+            yield f"num_local_experts {self.num_local_experts} is not supported, only 0"
+        elif not 1 <= self.shared_intermediate_size <= SIZE_MAX:
+            yield f"shared_intermediate_size {self.shared_intermediate_size} is out of range"
+        else:
+            yield from super().problems()
+
+
+def describe(hf: Granite4Keys) -> DecoderSpec:
+    def layer(kind: str) -> Layer:
+        attention = hf.attention(kind, bias=hf.attention_bias, out_bias=hf.attention_bias)
+        return Layer(attention, hf.mlp(inner=hf.shared_intermediate_size))
+
+    return hf.decoder("GraniteMoeHybridForCausalLM", map(layer, hf.kinds), names=NAMES, **hf.factors)
+
+
+FAMILY = Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", Granite4Keys, describe)

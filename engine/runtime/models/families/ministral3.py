@@ -1,0 +1,60 @@
+"""Ministral 3: Mistral with YaRN, whose queries grow with their positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from engine.runtime.models.dense import FULL_ATTENTION, DenseKeys
+from engine.runtime.models.family import Family
+from engine.runtime.models.rope import RopeRules, UnsupportedRope, chosen, positive_number
+from engine.runtime.models.spec import DecoderSpec, Layer, Llama3, Rope, Tempering, Yarn
+
+BETA = "llama_4_scaling_beta"
+SILENT: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    BETA: 0.1,
+}  # where config.json is silent
+
+
+class Ministral3Keys(DenseKeys, frozen=True, kw_only=True):
+    rms_norm_eps: float = 1e-5
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+
+    slides: ClassVar[bool] = True
+    rope_rules: ClassVar[RopeRules] = RopeRules(also=(BETA, "max_position_embeddings"))
+
+    @property
+    def rope_fields(self) -> Mapping[str, Any]:
+        stated = super().rope_fields
+        return {**stated, "rope_parameters": SILENT} if stated.get("rope_parameters") is None else stated
+
+    def rope(self, kind: str) -> Rope:
+        found = super().rope(kind)
+        if found is None or not isinstance(found.scaling, Yarn | Llama3):
+            raise UnsupportedRope("a rope without an original length is not supported")
+        positive_number(chosen(self.rope_fields)[1].get(BETA), BETA)
+        return found
+
+    def contradictions(self) -> Iterator[str]:
+        if not self.fits_window:
+            yield "layer_types that differ from sliding_window are not supported"
+        yield from super().contradictions()
+
+
+def describe(hf: Ministral3Keys) -> DecoderSpec:
+    scaling = hf.rope(FULL_ATTENTION).scaling
+    assert isinstance(scaling, Yarn | Llama3)
+    beta = float(chosen(hf.rope_fields)[1][BETA])
+    tempering = Tempering(beta, scaling.original_context_len)
+    layers = (Layer(hf.attention(kind, tempering=tempering), hf.mlp()) for kind in hf.kinds)
+    return hf.decoder("Ministral3ForCausalLM", layers)
+
+
+FAMILY = Family("ministral3", "Ministral3ForCausalLM", Ministral3Keys, describe)

@@ -1,0 +1,24 @@
+"""Qwen3: heads of queries and keys are normed; windows as in Qwen2."""
+
+from __future__ import annotations
+
+from engine.runtime.models.families import qwen2
+from engine.runtime.models.family import Family
+from engine.runtime.models.spec import DecoderSpec, Layer
+
+
+class Qwen3Keys(qwen2.Qwen2Keys, frozen=True, kw_only=True):
+    attention_bias: bool = False
+
+    @property
+    def width(self) -> int:
+        return 128 if self.head_dim is None else self.head_dim
+
+
+def describe(hf: Qwen3Keys) -> DecoderSpec:
+    biases = {"bias": hf.attention_bias, "out_bias": hf.attention_bias}
+    layers = (Layer(hf.attention(kind, qk_norm="heads", **biases), hf.mlp()) for kind in hf.kinds)
+    return hf.decoder("Qwen3ForCausalLM", layers)
+
+
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", Qwen3Keys, describe)
