@@ -168,7 +168,7 @@ GATEWAY_LEVELS = (
         ),
         "config.certificate_names",
     },
-    {"config.timeouts", "config.discovery", "config.holders", "relay.ticks"},
+    {"config.timeouts", "config.discovery", "config.holders", "relay.ticks", "request.ring"},
     {"config.whole", "config.secret", "background", "client", "openapi.parts", "request.recorder"},
     {"redis"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another

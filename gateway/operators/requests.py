@@ -32,7 +32,7 @@ from msgspec import Struct
 from gateway.client.responses import json_response
 from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
 from gateway.request.exchange import Exchange, LiveRequests
-from gateway.request.recorder import Recorder, summary_of, ticks_of
+from gateway.request.recorder import KeptSince, Recorder, summary_of, ticks_of
 from gateway.routing.sessions import session_id
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.trace.axis import Axis, Bar, Visit
@@ -181,7 +181,7 @@ class RequestsApi:
         done = self._recorder.find(asked.id, SAME_ID_MAX - len(live[:SAME_ID_MAX]))
         found = (*live[:SAME_ID_MAX], *done)
         if not found:
-            raise NotFound("There is no such request among the live ones and the latest.")
+            raise NotFound(_not_kept(asked.id, self._recorder.since))
         return _json(RequestRecords(found))
 
     def page(self, query: RequestsQuery, lives: Iterable[RequestSummary]) -> RequestPage:
@@ -230,6 +230,20 @@ class RequestsApi:
         return RequestRecord(
             summary=self._live_summary(exchange), visits=visits, axis=Axis(bars), ticks=ticks
         )
+
+
+def _not_kept(request_id: str, since: KeptSince) -> str:
+    kinds = (
+        ("answered ones", since.answered),
+        ("failed and slow ones", since.troubled),
+        ("refused ones", since.refused),
+        ("those of callers without a key", since.strangers),
+    )
+    kept = ", ".join(f"{kind} since {at:%Y-%m-%d %H:%M:%S}" for kind, at in kinds)
+    return (
+        f"There is no such request among the live ones and those that are kept: {kept} UTC. Older ones are "
+        f"in the logs of gateways and engines: penstock trace {request_id} --logs FILE..."
+    )
 
 
 def _json(answer: RequestPage | RequestRecords) -> web.Response:
