@@ -185,7 +185,13 @@ GATEWAY_LEVELS = (
     },
     {"request.exchange", "directory", "operators.usage", "operators.replicas", "request.model_lists"},
     {
-        *("operators.keys", "operators.inward", "operators.chat_reading", "operators.figures"),
+        *(
+            "operators.keys",
+            "operators.inward",
+            "operators.around",
+            "operators.chat_reading",
+            "operators.figures",
+        ),
         *("operators.sessions", "operators.files"),
     },
     {

@@ -30,6 +30,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.client.responses import json_response
+from gateway.operators import around
 from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
 from gateway.request.exchange import Exchange, LiveRequests
 from gateway.request.recorder import KeptSince, Recorder, summary_of, ticks_of
@@ -37,6 +38,7 @@ from gateway.routing.sessions import session_id
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.trace.axis import Axis, Bar, Visit
 from shared.trace.request_records import RequestPage, RequestRecord, RequestRecords, RequestSummary
+from shared.trace.why import so_far
 from shared.wire.end_reason import EndReason
 from shared.wire.errors import InvalidRequest, NotFound
 
@@ -179,6 +181,11 @@ class RequestsApi:
         """Raises NotFound."""
         live = [self._live_record(one) for one in self._live if one.request_id == asked.id]
         done = self._recorder.find(asked.id, SAME_ID_MAX - len(live[:SAME_ID_MAX]))
+        if done:
+            kept = self._recorder.newest_first()
+            others = await around.looked_at(kept, min(map(around.since_of, done)))
+            others += [self._live_summary(one) for one in self._live]
+            done = [around.told(record, others) for record in done]
         found = (*live[:SAME_ID_MAX], *done)
         if not found:
             raise NotFound(_not_kept(asked.id, self._recorder.since))
@@ -227,8 +234,13 @@ class RequestsApi:
         visits = tuple(Visit(*visit) for visit in exchange.stages.entered(is_over=False))
         bars = tuple(Bar("gateway", visit.stage, visit.takes_ms, visit.from_ms) for visit in visits)
         ticks = ticks_of(exchange.progress.ticks, exchange.stages.began_s)
+        causes = so_far(exchange.record, visits[-1].stage, visits[-1].takes_ms)
         return RequestRecord(
-            summary=self._live_summary(exchange), visits=visits, axis=Axis(bars), ticks=ticks
+            summary=self._live_summary(exchange),
+            visits=visits,
+            axis=Axis(bars),
+            causes=tuple(one.text for one in causes),
+            ticks=ticks,
         )
 
 

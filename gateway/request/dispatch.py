@@ -45,6 +45,7 @@ from gateway.routing.replicas import Placement, Replica, Replicas
 from gateway.routing.retries import RetryBudget
 from shared.process.clock import Clock
 from shared.process.shield import shielded
+from shared.wire import engine_words
 from shared.wire.errors import (
     ApiError,
     ConnectTimeout,
@@ -144,7 +145,7 @@ class Attempt:
         task, self._task = self._task, None
         assert task is not None
         if self._given_up and task.uncancel() <= self._cancellations and kind is asyncio.CancelledError:
-            raise UpstreamLost("The engine answered nothing.", detail="others do meanwhile") from None
+            raise UpstreamLost("The engine answered nothing.", detail=engine_words.OTHERS_DO) from None
 
     def give_up(self) -> None:
         """End the attempt. Later calls, and calls after its end, change nothing."""
@@ -223,7 +224,7 @@ class Dispatcher:
                     forget_frames(error)  # some refer to the error, and all to the request
                     failure = error
                     sending.tried.add(place.replica.id)
-                    exchange.record.attempt_failed(place.replica.id, type(error).code)
+                    exchange.record.attempt_failed(place.replica.id, error, exchange.stages)
                     self._replicas.release(place, outcome_of(error, exchange.watch))
                     if isinstance(error, TOLD):
                         self._replicas.refused(place.replica, error)
@@ -356,7 +357,7 @@ class Dispatcher:
         loser, lost_at = (lead, place) if has_won else (hedge.task, hedge.placement)
         if (failure := failure_of(loser)) is not None and isinstance(failure, ApiError):
             forget_frames(failure)
-            exchange.record.attempt_failed(lost_at.replica.id, type(failure).code)
+            exchange.record.attempt_failed(lost_at.replica.id, failure, exchange.stages)
         if has_won or not succeeded(lead):
             progress, other = exchange.progress, hedge.progress
             if has_won:

@@ -35,7 +35,7 @@ from gateway.request.ring import Ring
 from shared.telemetry.stages import Stamps
 from shared.trace.axis import Visit, axis
 from shared.trace.request_records import RequestRecord, RequestSummary, Tick
-from shared.trace.sentences import sentence
+from shared.trace.why import reasons
 from shared.wire.completed_line import GatewayLine
 from shared.wire.end_reason import EndReason
 
@@ -204,6 +204,10 @@ def summary_of(line: GatewayLine, number: int) -> RequestSummary:
         status=line.status,
         end_reason=line.end_reason,
         error_code=line.error_code,
+        retry=line.retry,
+        idempotency=line.idempotency,
+        quota_meter=line.quota_meter,
+        quota_scope=line.quota_scope,
         replica=line.replica,
         attempts=line.attempts,
         prompt_tokens=line.prompt_tokens or 0,
@@ -217,7 +221,7 @@ def summary_of(line: GatewayLine, number: int) -> RequestSummary:
 def _record(entry: _Entry) -> RequestRecord:
     line = _decode(entry.data)
     visits = tuple(Visit(*visit) for visit in entry.stamps.visits())
-    causes = tuple(sentence(cause) for cause in line.causes or ())
+    causes = tuple(one.text for one in reasons(line))
     shown = axis(line, (), visits)
     return RequestRecord(
         summary=entry.summarized(),
