@@ -169,7 +169,7 @@ GATEWAY_LEVELS = (
         ),
         "config.certificate_names",
     },
-    {"config.timeouts", "config.discovery", "config.holders", "relay.ticks"},
+    {"config.timeouts", "config.discovery", "config.holders", "relay.ticks", "request.ring"},
     {"config.whole", "background", "client", "openapi.parts", "request.recorder"},
     {"redis"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
@@ -186,7 +186,13 @@ GATEWAY_LEVELS = (
     },
     {"request.exchange", "directory", "operators.usage", "operators.replicas", "request.model_lists"},
     {
-        *("operators.keys", "operators.inward", "operators.chat_reading", "operators.figures"),
+        *(
+            "operators.keys",
+            "operators.inward",
+            "operators.around",
+            "operators.chat_reading",
+            "operators.figures",
+        ),
         *("operators.sessions", "operators.files"),
     },
     {

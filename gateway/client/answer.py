@@ -16,7 +16,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Final
@@ -29,6 +29,7 @@ from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 from gateway.client.deadlines import Watch
 from gateway.client.responses import error_response
 from gateway.endpoints.dialect import Dialect
+from shared.process.clock import SYSTEM_CLOCK
 from shared.process.listening import SERVER
 from shared.wire.errors import ApiError, SlowClient
 from shared.wire.http import ClientGone
@@ -61,18 +62,26 @@ class Client:
     """The sink (`gateway.client.interface.Sink`) of an answer over HTTP/1."""
 
     __slots__ = (
-        "_is_stream", "_protocol", "_request", "_watch", "finished", "is_chunked", "response",
-        "slow_client_s", "status",
+        "_is_stream", "_monotonic", "_protocol", "_request", "_watch", "blocked_s", "finished",
+        "is_chunked", "response", "slow_client_s", "status",
     )  # fmt: skip
 
-    def __init__(self, request: web.BaseRequest, watch: Watch, slow_client_s: float) -> None:
+    def __init__(
+        self,
+        request: web.BaseRequest,
+        watch: Watch,
+        slow_client_s: float,
+        monotonic: Callable[[], float] = SYSTEM_CLOCK.monotonic,
+    ) -> None:
         self._request = request
+        self._monotonic = monotonic
         self._protocol = request.protocol
         self._watch = watch
         self.is_chunked = False
         """True if each piece of the answer is a chunk."""
         self._is_stream = False
         self.slow_client_s = slow_client_s
+        self.blocked_s = 0.0
         self.response: web.StreamResponse | None = None
         """What aiohttp is given for the answer. None until it has begun, or was refused."""
         self.status: int | None = None
@@ -148,10 +157,13 @@ class Client:
         """Wait until the transport has room again. Raises ClientGone; the watch raises SlowClient when the
         client does not read."""
         self._watch.expect(self.slow_client_s, SlowClient, "The client stopped reading its answer.")
+        began_s = self._monotonic()
         try:
             await self._request.writer.drain()
         except ConnectionError:
             raise ClientGone from None
+        finally:
+            self.blocked_s += self._monotonic() - began_s
 
     async def write(self, data: bytes) -> None:
         if not self.write_nowait(data):

@@ -52,6 +52,8 @@ class Sink(Protocol):
     """True if each piece of the answer is a chunk of HTTP/1.1."""
     slow_client_s: float
     """The time within which what is written must be read, in seconds."""
+    blocked_s: float
+    """The time that was waited for room so far, in seconds."""
 
     @property
     def is_gone(self) -> bool:

@@ -297,8 +297,8 @@ class AdminConfig:
     """Serve plain text on an address beyond this machine: only on a network that nobody else reads, since
     operators' keys and the keys that they make are sent over it."""
     records: Annotated[int, Meta(ge=0, le=100_000)] = 2048
-    """Completed requests that are kept for `/admin/v1/requests`, the latest of them, in 8 MiB at most. 0:
-    none."""
+    """Completed requests of each kind (answered; failed or slow; refused; of callers without a key) that are
+    kept for `/admin/v1/requests`, the latest of them, all in 16 MiB at most. 0: none."""
 
     def __post_init__(self) -> None:
         check_plaintext(self.host, self.tls, self.plaintext)

@@ -72,7 +72,7 @@ class Dialect(Struct, frozen=True):
 
     def error_event(self, error: ApiError, request_id: str) -> bytes:
         """The event that ends a stream which fails after its first byte."""
-        return sse.event(self.error_body(error, request_id))
+        return sse.error_event(error, request_id)
 
     def failing(self, error: ApiError, request_id: str, _events: int) -> bytes:
         """What ends a stream that fails behind so many events that told of the answer."""

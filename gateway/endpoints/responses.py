@@ -112,7 +112,7 @@ _NESTED: Final[Nested] = (
 class _Events(Dialect, frozen=True):
     def failing(self, error: ApiError, request_id: str, events: int) -> bytes:
         """An error, and the response as failed, of which the gateway knows nothing else."""
-        made = failing_events(error, outline())
+        made = failing_events(error, outline(), request_id)
         for number, event in enumerate(made, events + len(self.silent)):
             event.sequence_number = number
         return b"".join([sse.named_event(name_of(event), msgspec.json.encode(event)) for event in made])

@@ -30,6 +30,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.client.responses import json_response
+from gateway.operators import around
 from gateway.operators.operations import (
     SILENT,
     Asks,
@@ -41,11 +42,12 @@ from gateway.operators.operations import (
     does,
 )
 from gateway.request.exchange import Exchange, LiveRequests
-from gateway.request.recorder import Recorder, summary_of, ticks_of
+from gateway.request.recorder import KeptSince, Recorder, summary_of, ticks_of
 from gateway.routing.sessions import session_id
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.trace.axis import Axis, Bar, Visit
 from shared.trace.request_records import RequestPage, RequestRecord, RequestRecords, RequestSummary
+from shared.trace.why import so_far
 from shared.wire.end_reason import EndReason
 from shared.wire.errors import NotFound
 
@@ -165,9 +167,14 @@ class RequestsApi:
         """Raises NotFound."""
         live = [self._live_record(one) for one in self._live if one.request_id == asked.id]
         done = self._recorder.find(asked.id, SAME_ID_MAX - len(live[:SAME_ID_MAX]))
+        if done:
+            kept = self._recorder.newest_first()
+            others = await around.looked_at(kept, min(map(around.since_of, done)))
+            others += [self._live_summary(one) for one in self._live]
+            done = [around.told(record, others) for record in done]
         found = (*live[:SAME_ID_MAX], *done)
         if not found:
-            raise NotFound("There is no such request among the live ones and the latest.")
+            raise NotFound(_not_kept(asked.id, self._recorder.since))
         return _json(RequestRecords(found))
 
     def page(self, query: RequestsQuery, lives: Iterable[RequestSummary]) -> RequestPage:
@@ -213,9 +220,28 @@ class RequestsApi:
         visits = tuple(Visit(*visit) for visit in exchange.stages.entered(is_over=False))
         bars = tuple(Bar("gateway", visit.stage, visit.takes_ms, visit.from_ms) for visit in visits)
         ticks = ticks_of(exchange.progress.ticks, exchange.stages.began_s)
+        causes = so_far(exchange.record, visits[-1].stage, visits[-1].takes_ms)
         return RequestRecord(
-            summary=self._live_summary(exchange), visits=visits, axis=Axis(bars), ticks=ticks
+            summary=self._live_summary(exchange),
+            visits=visits,
+            axis=Axis(bars),
+            causes=tuple(one.text for one in causes),
+            ticks=ticks,
         )
+
+
+def _not_kept(request_id: str, since: KeptSince) -> str:
+    kinds = (
+        ("answered ones", since.answered),
+        ("failed and slow ones", since.troubled),
+        ("refused ones", since.refused),
+        ("those of callers without a key", since.strangers),
+    )
+    kept = ", ".join(f"{kind} since {at:%Y-%m-%d %H:%M:%S}" for kind, at in kinds)
+    return (
+        f"There is no such request among the live ones and those that are kept: {kept} UTC. Older ones are "
+        f"in the logs of gateways and engines: penstock trace {request_id} --logs FILE..."
+    )
 
 
 def _json(answer: RequestPage | RequestRecords) -> web.Response:

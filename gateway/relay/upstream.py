@@ -47,7 +47,7 @@ from shared.process.renewable_tls import RenewableTls
 from shared.process.setting_values import ConfigError
 from shared.process.shield import shielded
 from shared.process.tls import client_context
-from shared.wire import errors
+from shared.wire import engine_words, errors
 from shared.wire.errors import (
     ApiError,
     ConnectTimeout,
@@ -435,7 +435,7 @@ def _ours(error: HopError | StreamFailed) -> ApiError:
         case NoConnectionInTime():
             return ConnectTimeout("The engine did not accept a connection in time.", detail=detail)
         case Draining():
-            return NotReady("The engine is shutting down.", detail=detail, retry_after_s=DRAIN_RETRY_S)
+            return NotReady(engine_words.STOPPING, detail=detail, retry_after_s=DRAIN_RETRY_S)
         case NotHttp2():
             hint = 'if it speaks HTTP/1.1 alone, set protocol = "http1" for its models'
             return UpstreamUnreachable("The engine cannot be reached.", detail=f"{detail}; {hint}")

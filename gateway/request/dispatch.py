@@ -42,6 +42,7 @@ from gateway.routing.policy import Affinity, RouteReason
 from gateway.routing.replicas import Placement, Replica, Replicas
 from gateway.routing.retries import RetryBudget
 from shared.process.clock import Clock
+from shared.wire import engine_words
 from shared.wire.errors import (
     ApiError,
     ConnectTimeout,
@@ -139,7 +140,7 @@ class Attempt:
         task, self._task = self._task, None
         assert task is not None
         if self._given_up and task.uncancel() <= self._cancellations and kind is asyncio.CancelledError:
-            raise UpstreamLost("The engine answered nothing.", detail="others do meanwhile") from None
+            raise UpstreamLost("The engine answered nothing.", detail=engine_words.OTHERS_DO) from None
 
     def give_up(self) -> None:
         """End the attempt. Later calls, and calls after its end, change nothing."""
@@ -210,7 +211,7 @@ class Dispatcher:
                     forget_frames(error)  # some refer to the error, and all to the request
                     failure = error
                     sending.tried.add(place.replica.id)
-                    exchange.record.attempt_failed(place.replica.id, type(error).code)
+                    exchange.record.attempt_failed(place.replica.id, error, exchange.stages)
                     self._replicas.release(place, outcome_of(error, exchange.watch))
                     if isinstance(error, TOLD):
                         self._replicas.refused(place.replica, error)

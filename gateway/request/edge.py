@@ -72,7 +72,9 @@ from shared.wire.errors import (
 )
 from shared.wire.http import ClientGone
 from shared.wire.ids import (
+    IDEMPOTENCY_HEADER,
     REQUEST_ID_HEADER,
+    RETRY_HEADER,
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
     RequestId,
@@ -153,7 +155,7 @@ class Edge:
         timeouts, connection = self._config.timeouts, request.protocol
         assert isinstance(connection, ReadsInTurn)
         watch = Watch(timeouts.total_s, self._soonest_s)
-        client = Client(request, watch, timeouts.slow_client_s)
+        client = Client(request, watch, timeouts.slow_client_s, self._clock.monotonic)
         sent = request.method, path, request.headers, request.content
         try:
             await self.answer(self.open(*sent, connection, client, watch), request)
@@ -347,6 +349,11 @@ class Edge:
         record.stage = record.stage or stages.now
         record.stream, record.session = exchange.streams, exchange.session
         record.reserved_tokens += exchange.reserved
+        retry = exchange.headers.get(RETRY_HEADER)
+        if (retry is not None and retry != "0") or record.status >= HTTPStatus.BAD_REQUEST:
+            record.one_of_several(retry or "", exchange.headers.get(IDEMPOTENCY_HEADER))
+        if blocked_s := exchange.client.blocked_s:
+            record.blocked_ms = round(blocked_s * 1e3, 3)
         refusal = None if decision is None else decision.refusal
         took_s = stages.enter(stages.now) - exchange.arrived_s
         self._reporter.completed(record, exchange.progress, refusal, stages, took_s)

@@ -15,21 +15,28 @@ from gateway.relay.stream import Progress
 from gateway.request.recorder import Recorder
 from gateway.routing.policy import RouteReason
 from gateway.routing.replicas import Replica
+from gateway.routing.sessions import session_id
 from shared.process import logs
 from shared.process.metrics import Counter, Gauge, GaugeFamily, Histogram, Series
 from shared.telemetry.stages import Stages
 from shared.telemetry.tracing import NO_TRACING, Tracing, has_failed, line_of
-from shared.wire.causes import Cause, CauseCode, most_telling
-from shared.wire.completed_line import EVENT, GATEWAY_STAGES, GatewayLine
+from shared.wire import engine_words
+from shared.wire.completed_line import (
+    DETAIL_LEN_MAX,
+    EVENT,
+    FAILURES_SHOWN_MAX,
+    GATEWAY_STAGES,
+    FailedAttempt,
+    GatewayLine,
+)
 from shared.wire.end_reason import EndReason, end_reason_of
 from shared.wire.errors import STATUS_CLIENT_GONE, ApiError
 from shared.wire.ids import ReplicaId, RequestId
 from shared.wire.sse import Closing
 
 TENANTS_SHOWN_MAX: Final = 100
-FAILURES_SHOWN_MAX: Final = 8
-SLOW_TOKENIZER_MS: Final = 50.0
-"""The time from which on counting tokens is a cause to be told, in milliseconds."""
+RETRY_LEN_MAX: Final = 4
+"""Characters of the number of an SDK's retry."""
 NONE: Final = "none"
 """The label of a request that ended before it had the value."""
 _ROUTES: Final = {route: route.value for route in RouteReason}
@@ -44,6 +51,16 @@ def _reason_of(closing: Closing) -> EndReason:
     except ValueError:
         return EndReason.UPSTREAM_FAILED
     return EndReason.UPSTREAM_FAILED if reason is EndReason.OK else reason
+
+
+def _ms(seconds: float) -> float:
+    return round(max(0.0, seconds) * 1e3, 3)
+
+
+def _words_of(error: ApiError) -> str | None:
+    """What is told of an engine's error: its own words where they are fixed ones, else what the gateway knows
+    of it."""
+    return error.message if error.message in engine_words.MEANINGS else error.detail
 
 
 class ExchangeRecord(GatewayLine, eq=False):
@@ -69,14 +86,31 @@ class ExchangeRecord(GatewayLine, eq=False):
         self.route = _ROUTES[route]
         ROUTES.inc(route)
 
-    def attempt_failed(self, replica: ReplicaId, code: str) -> None:
-        """Note an attempt after which another may follow. The first `FAILURES_SHOWN_MAX` are told."""
-        UPSTREAM_ATTEMPTS.inc(replica, code)
-        told = self.failed_attempts
-        if told is None:
-            self.failed_attempts = f"{replica}={code}"
-        elif told.count("=") < FAILURES_SHOWN_MAX:
-            self.failed_attempts = f"{told}, {replica}={code}"
+    def attempt_failed(self, replica: ReplicaId, error: ApiError, stages: Stages) -> None:
+        """Note an attempt that ends now, after which another may follow. The first `FAILURES_SHOWN_MAX` are
+        told."""
+        UPSTREAM_ATTEMPTS.inc(replica, type(error).code)
+        told = self.failed_attempts or ()
+        if len(told) < FAILURES_SHOWN_MAX:
+            now_s, sent_s = stages.clock.monotonic(), stages.last("wait")
+            began_s = stages.last("connect") or now_s
+            attempt = FailedAttempt(
+                replica=replica,
+                code=type(error).code,
+                detail=(_words_of(error) or "")[:DETAIL_LEN_MAX] or None,
+                from_ms=_ms(began_s - stages.began_s),
+                takes_ms=_ms(now_s - began_s),
+                connect_ms=None if sent_s is None or sent_s < began_s else _ms(sent_s - began_s),
+            )
+            self.failed_attempts = (*told, attempt)
+
+    def one_of_several(self, retry: str, idempotency: str | None) -> None:
+        """Note what the caller tells of its tries: of a request that is a retry, or failed, so that one may
+        follow."""
+        if retry.isascii() and retry.isdecimal() and len(retry) <= RETRY_LEN_MAX:
+            self.retry = int(retry) or None
+        if idempotency:
+            self.idempotency = session_id(self.tenant or "", idempotency)
 
     def failed(self, error: ApiError, status: int) -> None:
         """Note the error that ended the request. `status` is the one that its client is sent, or was when the
@@ -110,9 +144,6 @@ class ExchangeRecord(GatewayLine, eq=False):
             self._take_over(closing)
             if progress.broken and self.end_reason is EndReason.OK:
                 self.end_reason = _reason_of(closing)
-        if (took_ms := self.tokenize_ms) is not None and took_ms >= SLOW_TOKENIZER_MS:
-            slow = Cause(code=CauseCode.TOKENIZER, ms=took_ms)
-            self.causes = most_telling((slow, *(self.causes or ())))
 
     def _take_over(self, closing: Closing) -> None:
         """Take over what the engine told."""

@@ -6,10 +6,13 @@ import argparse
 import json
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from gzip import BadGzipFile, GzipFile
+from heapq import nlargest
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, cast
 
 import msgspec
 
@@ -17,7 +20,7 @@ from shared.cli import admin, terminal
 from shared.process.arguments import Parser, checked
 from shared.trace.join import join
 from shared.trace.log_reading import LINES_MAX, DamagedLine, LogReading, SlowestReading, Tail, parse
-from shared.trace.request_records import RequestPage, RequestRecords
+from shared.trace.request_records import RequestPage, RequestRecords, RequestSummary
 from shared.trace.request_text import line_row, printable, record_text, summary_row, table
 from shared.wire.completed_line import GatewayLine, Line
 from shared.wire.ids import is_id
@@ -25,6 +28,11 @@ from shared.wire.silence import Silent
 
 STDIN: Final = "-"
 SLOWEST_MAX: Final = 1000
+PAGE_ROWS: Final = 1000
+PAGES_MAX: Final = 32
+"""Pages of a gateway's requests that are read: more than it has memory for."""
+GZIP: Final = b"\x1f\x8b"
+"""The beginning of a file that gzip has packed."""
 POLL_S: Final = 0.5
 
 
@@ -57,7 +65,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--logs",
         metavar="FILE",
         nargs="+",
-        help="logs of gateways and engines, in any order and mixed as you like; - is standard input",
+        help="logs of gateways and engines, in any order, mixed, also packed by gzip; - is standard input",
     )
     parser.add_argument(
         "--slowest", metavar="N", type=checked(_count_problem), help="show the N requests that took longest"
@@ -96,8 +104,12 @@ def _tell(problem: str) -> None:
 def _from_logs(options: argparse.Namespace) -> int:
     slowest = None if options.slowest is None else SlowestReading(int(options.slowest))
     reading = slowest or LogReading(options.request_id)
-    for log in _opened(options.logs):
-        reading.read(log)
+    broken = []
+    for name, log in _opened(options.logs):
+        try:
+            reading.read(log)
+        except (EOFError, BadGzipFile, zlib.error) as error:
+            broken.append(f"{printable(name)} is damaged, and was read up to there: {error}")
     traces = join(reading.lines)
     if slowest is not None:
         traces.sort(key=lambda one: -max(line.total_ms for line in one.lines))
@@ -106,18 +118,24 @@ def _from_logs(options: argparse.Namespace) -> int:
             print(json.dumps(msgspec.to_builtins(trace)))  # ASCII alone, so nothing that a terminal obeys
     elif traces:
         print("\n".join(table(traces)))
-    for problem in _problems(reading, options.logs):
+    for problem in (*broken, *_problems(reading, options.logs)):
         _tell(problem)
     return 0 if traces else 1
 
 
-def _opened(names: list[str]) -> Iterator[BinaryIO]:
+def _opened(names: list[str]) -> Iterator[tuple[str, BinaryIO]]:
     for name in dict.fromkeys(names):
         if name == STDIN:
-            yield sys.stdin.buffer
+            yield name, _plain(sys.stdin.buffer)
         else:
             with Path(name).open("rb") as log:
-                yield log
+                yield name, _plain(log)
+
+
+def _plain(log: BinaryIO) -> BinaryIO:
+    """The log, unpacked where it is packed by gzip, as `logrotate` leaves it."""
+    peek = getattr(log, "peek", None)
+    return cast(BinaryIO, GzipFile(fileobj=log)) if peek is not None and peek(2)[:2] == GZIP else log
 
 
 def _problems(reading: LogReading | SlowestReading, logs: list[str]) -> list[str]:
@@ -139,11 +157,10 @@ def _problems(reading: LogReading | SlowestReading, logs: list[str]) -> list[str
 
 def _from_gateway(options: argparse.Namespace) -> int:
     if options.slowest is not None:
-        page = admin.ask(options.admin_url, "/requests", RequestPage, {"limit": str(SLOWEST_MAX)})
-        slowest = sorted(page.data, key=lambda one: -one.total_ms)[: int(options.slowest)]
+        kept = {(one.number, one.request_id): one for one in _kept(options.admin_url)}
+        slowest = nlargest(int(options.slowest), kept.values(), key=lambda one: one.total_ms)
         for one in slowest:
             print(json.dumps(msgspec.to_builtins(one)) if options.json else summary_row(one))
-        _tell_silent(page)
         return 0 if slowest else 1
     found = admin.ask(options.admin_url, f"/requests/{options.request_id}", RequestRecords, {})
     for number, record in enumerate(found.data):
@@ -158,6 +175,19 @@ def _from_gateway(options: argparse.Namespace) -> int:
 def _tell_silent(answer: Silent) -> None:
     if answer.named:
         _tell(terminal.harmless(f"no answer from {answer.named}: there may be more"))
+
+
+def _kept(url: str | None) -> Iterator[RequestSummary]:
+    """The requests that a gateway has, live and completed, page by page; of several workers some twice."""
+    before: int | None = None
+    for _ in range(PAGES_MAX):
+        older = {} if before is None else {"before": str(before)}
+        page = admin.ask(url, "/requests", RequestPage, {"limit": str(PAGE_ROWS), **older})
+        if before is None:
+            _tell_silent(page)
+        yield from page.data
+        if (before := page.before) is None:
+            return
 
 
 # -- following ------------------------------------------------------------------------------------
@@ -205,7 +235,7 @@ def _gateway_rows(url: str | None) -> Iterator[str | None]:
     """A row for each request that ends at the gateway; None where there is nothing new."""
     last = None
     while True:
-        page = admin.ask(url, "/requests", RequestPage, {"state": "done", "limit": str(SLOWEST_MAX)})
+        page = admin.ask(url, "/requests", RequestPage, {"state": "done", "limit": str(PAGE_ROWS)})
         for one in reversed(page.data):
             if last is not None and one.number > last:
                 yield summary_row(one)

@@ -252,6 +252,13 @@ class Stages:
         """The stage that `enter` began last; empty before that."""
         return self._entered[-1] if self._entered else ""
 
+    def last(self, stage: str) -> float | None:
+        """When this stage was entered last, in seconds on the clock. None where it never was."""
+        for name, at_s in zip(reversed(self._entered), reversed(self._began_s), strict=True):
+            if name == stage:
+                return at_s
+        return None
+
     @property
     def began_s(self) -> float:
         """When the first stage was entered, in seconds on the clock; now, before that."""

@@ -8,7 +8,7 @@ round trip at most, and that error is told. Without a first byte, the whole time
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from msgspec import Struct
@@ -19,6 +19,9 @@ BETWEEN = ("preempted", "stalled", "handover")
 """Stages of the engine that come in between others, so that they have no beginning of their own."""
 TOLD = ("edge", "body", "validate", "tokenize", "grammar", "queue", "prefill", "decode", *BETWEEN)
 """The engine's stages that the gateway's line has."""
+
+BEFORE_FIRST_BYTE = ("edge", "body", "validate", "tokenize", "grammar", "queue", "prefill")
+"""The engine's stages before an answer's first byte, but for the handover."""
 
 
 class Visit(Struct, frozen=True, array_like=True):
@@ -59,8 +62,11 @@ def axis(gateway: GatewayLine | None, engines: Sequence[EngineLine], visits: Seq
     waits = [visit for visit in visits if visit.stage == "wait"]
     if engines:
         place = _place(gateway, waits, engines[-1].total_ms)
-        for name, line in named(engines):
-            bars += _engine_bars(name, line, place[0] if place and line is engines[-1] else None)
+        for number, (name, line) in enumerate(named(engines)):
+            at_ms = place[0] if place and line is engines[-1] else None
+            if at_ms is None and len(waits) == len(engines):  # each wait was for one of them
+                at_ms = waits[number].from_ms + max(0.0, waits[number].takes_ms - line.total_ms) / 2
+            bars += _engine_bars(name, line, at_ms, gateway.engine_first_byte_ms)
     else:
         place = _place(gateway, waits, None)
         bars += _told_bars(gateway, place[0] if place else None)
@@ -68,13 +74,32 @@ def axis(gateway: GatewayLine | None, engines: Sequence[EngineLine], visits: Seq
 
 
 def visits_of(line: GatewayLine) -> Iterator[Visit]:
-    """The gateway's stages one after the other, as its line has them."""
-    at_ms = 0.0
+    """The gateway's stages one after the other, as its line has them. Attempts that failed stand where they
+    were, and what is left of connecting and waiting is the last one's."""
+    at_ms, connected, waited = 0.0, line.connect_ms, line.wait_ms
     for stage in GATEWAY_STAGES:
         takes_ms: float | None = getattr(line, f"{stage}_ms")
+        if stage == "connect":
+            for one in line.failed_attempts or ():
+                connect_ms = one.takes_ms if one.connect_ms is None else one.connect_ms
+                yield Visit("connect", one.from_ms, connect_ms)
+                wait_ms = round(one.takes_ms - connect_ms, 3)
+                if one.connect_ms is not None:
+                    yield Visit("wait", round(one.from_ms + connect_ms, 3), wait_ms)
+                connected, waited = _left(connected, connect_ms), _left(waited, wait_ms)
+                at_ms = one.from_ms + one.takes_ms
+            takes_ms = connected
+        elif stage == "wait":
+            takes_ms = waited
         if takes_ms is not None:
             yield Visit(stage, round(at_ms, 3), takes_ms)
             at_ms += takes_ms
+
+
+def _left(whole_ms: float | None, taken_ms: float) -> float | None:
+    """What is left of a stage's time. None where nothing is."""
+    left_ms = round((whole_ms or 0.0) - taken_ms, 3)
+    return left_ms if left_ms > 0.0 else None
 
 
 def named(engines: Sequence[EngineLine]) -> list[tuple[str, EngineLine]]:
@@ -102,23 +127,36 @@ def _place(
     return round(wait.from_ms + max(0.0, room_ms) / 2, 3), round(abs(room_ms) / 2, 3)
 
 
-def _engine_bars(name: str, line: EngineLine, at_ms: float | None) -> Iterator[Bar]:
+def _engine_bars(
+    name: str, line: EngineLine, at_ms: float | None, first_byte_ms: float | None = None
+) -> Iterator[Bar]:
     times = ((stage, getattr(line, f"{stage}_ms")) for stage in ENGINE_STAGES)
-    return _row(name, times, at_ms)
+    return _row(name, dict(times), at_ms, first_byte_ms)
 
 
 def _told_bars(line: GatewayLine, at_ms: float | None) -> Iterator[Bar]:
     """The engine's stages, as its closing told them to the gateway."""
     times = ((stage, getattr(line, f"engine_{stage}_ms") or None) for stage in TOLD)
-    return _row("engine", times, at_ms)
+    return _row("engine", dict(times), at_ms, line.engine_first_byte_ms)
 
 
-def _row(name: str, times: Iterator[tuple[str, float | None]], at_ms: float | None) -> Iterator[Bar]:
-    """Bars one after the other. Those that come in between move what follows them."""
-    for stage, takes_ms in times:
+def _row(
+    name: str, times: Mapping[str, float | None], at_ms: float | None, first_byte_ms: float | None
+) -> Iterator[Bar]:
+    """Bars one after the other. Those that come in between move what follows them. Where the first byte came
+    so much later than by the stages before it, the handover lies before the queue."""
+    before_ms = sum(times.get(stage) or 0.0 for stage in BEFORE_FIRST_BYTE)
+    handover_ms = times.get("handover") or 0.0
+    moved_ms = min(handover_ms, max(0.0, (first_byte_ms or 0.0) - before_ms))
+    handover_at_ms: float | None = None
+    for stage, takes_ms in times.items():
+        if stage == "queue" and at_ms is not None and moved_ms > handover_ms / 2:
+            handover_at_ms, at_ms = at_ms, at_ms + handover_ms
         if takes_ms is None:
             continue
-        is_between = stage in BETWEEN
-        yield Bar(name, stage, takes_ms, None if is_between or at_ms is None else round(at_ms, 3))
-        if at_ms is not None:
+        from_ms = None if stage in BETWEEN else at_ms
+        if stage == "handover":
+            from_ms = handover_at_ms
+        yield Bar(name, stage, takes_ms, None if from_ms is None else round(from_ms, 3))
+        if at_ms is not None and (stage != "handover" or handover_at_ms is None):
             at_ms += takes_ms

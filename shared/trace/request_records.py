@@ -37,6 +37,11 @@ class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: int | None = None
     end_reason: str | None = None
     error_code: str | None = None
+    retry: int | None = None
+    """The number of tries that its caller's SDK counts before it."""
+    idempotency: str | None = None
+    quota_meter: str | None = None
+    quota_scope: str | None = None
     replica: str | None = None
     attempts: int = 0
     prompt_tokens: int = 0
@@ -79,7 +84,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     axis: Axis
     """The stages of both services."""
     causes: tuple[str, ...] = ()
-    """The causes of its waits, in words."""
+    """The reasons why it took as long as it did, in words, the longest first."""
     ticks: tuple[Tick, ...] = ()
     """The times at which a stream's events were passed on, evenly thinned out for a long one."""
     gateway: str | None = None

@@ -15,8 +15,8 @@ from typing import Final
 from shared.trace.axis import Axis, Bar, axis, named
 from shared.trace.join import Trace
 from shared.trace.request_records import RequestRecord, RequestSummary, Tick
-from shared.trace.sentences import duration, sentence
-from shared.wire.causes import Cause
+from shared.trace.sentences import duration
+from shared.trace.why import Why, reasons
 from shared.wire.completed_line import EngineLine, GatewayLine, Line
 from shared.wire.end_reason import MEANINGS
 
@@ -80,9 +80,13 @@ def _words(trace: Trace, *, is_record: bool) -> Iterator[str]:
         yield from _engine_tokens(engine)
     if missing := _untold(trace) if is_record else _missing(trace):
         yield _row("engine", missing)
-    told = next((one.causes for one in (trace.gateway, *trace.engines) if one and one.causes), ())
-    for number, cause in enumerate(told):
-        yield _row("" if number else "why", sentence(cause))
+    if not is_record:
+        yield from _why([one.text for one in reasons(trace.gateway, trace.engines)])
+
+
+def _why(causes: Sequence[str]) -> Iterator[str]:
+    for number, cause in enumerate(causes):
+        yield _row("" if number else "why", cause)
 
 
 def _gateway(line: GatewayLine) -> Iterator[str]:
@@ -93,7 +97,8 @@ def _gateway(line: GatewayLine) -> Iterator[str]:
     why = f": {_ROUTES[line.route]}" if line.route in _ROUTES else ""
     yield _row("", f"{first}{engines}{replica}{why}")
     if line.failed_attempts:
-        yield _row("", f"failed before: {line.failed_attempts}")
+        told = ", ".join(f"{one.replica}={one.code}" for one in line.failed_attempts)
+        yield _row("", f"failed before: {told}")
     if line.quota_meter is not None:
         yield _row("", f"refused by the {line.quota_scope}'s quota of {line.quota_meter}")
     is_counted = line.prompt_exact or line.prompt_tokens
@@ -214,6 +219,7 @@ def record_text(record: RequestRecord) -> Iterator[str]:
     one = record.summary
     if record.line is not None:
         yield from _heading_and_words(Trace(one.request_id, record.line), is_record=True)
+        yield from _why(record.causes)
     else:
         yield printable(f"request {one.request_id}, in progress")
         model, tenant = one.model or "no model", one.tenant or "no tenant"
@@ -221,6 +227,7 @@ def record_text(record: RequestRecord) -> Iterator[str]:
         yield _row(
             "now", f"in {one.stage} for {duration(one.total_ms)} in all; {_count(one.events, 'event')}"
         )
+        yield from _why(record.causes)
     served = [f"gateway {record.gateway}"] if record.gateway is not None else []
     served += [f"worker {record.worker}"] if record.worker is not None else []
     if served:
@@ -230,12 +237,11 @@ def record_text(record: RequestRecord) -> Iterator[str]:
     yield from waterfall(record.axis, ends, record.ticks)
 
 
-def summary_row(one: RequestSummary, causes: Sequence[Cause] = ()) -> str:
+def summary_row(one: RequestSummary, causes: Sequence[Why] = ()) -> str:
     """A request in one row: when, how it ended, how long it took, whose it was, and why it took long."""
     ended = one.began_at.astimezone(UTC).strftime("%H:%M:%S.%f")[:-3]
     end = f"in {one.stage}" if one.is_live else f"{one.status} {one.end_reason}"
-    longest = max(causes, key=lambda cause: cause.ms, default=None)
-    why = "" if longest is None else f"  {sentence(longest)}"
+    why = f"  {causes[0].text}" if causes else ""
     whose = f"{one.tenant or '-'} {one.model or '-'}"
     return printable(f"{ended}  {duration(one.total_ms):>10}  {end:<24} {whose}  {one.request_id}{why}")
 
@@ -255,4 +261,4 @@ def line_row(line: Line) -> str:
         status=line.status,
         end_reason=line.end_reason,
     )
-    return summary_row(one, line.causes or ())
+    return summary_row(one, reasons(line) if isinstance(line, GatewayLine) else reasons(None, [line]))

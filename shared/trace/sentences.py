@@ -137,6 +137,10 @@ def _tokenizer(cause: Cause) -> str:
     return f"tokenizing took {duration(cause.ms)}"
 
 
+def _core_silent(cause: Cause) -> str:
+    return f"{duration(cause.ms)}: the engine's core process did not answer"
+
+
 def _grammar(cause: Cause) -> str:
     return f"making and trying its grammar took {duration(cause.ms)}"
 
@@ -162,5 +166,6 @@ _SENTENCES: Final[Mapping[str, Callable[[Cause], str]]] = {
     CauseCode.STALLED: _stalled,
     CauseCode.TOKENIZER: _tokenizer,
     CauseCode.GRAMMAR: _grammar,
+    CauseCode.CORE_SILENT: _core_silent,
     CauseCode.MASKS: _masks,
 }

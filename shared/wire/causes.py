@@ -61,6 +61,8 @@ class CauseCode(StrEnum):
     """Its text waited for a thread, or took long to turn into tokens."""
     GRAMMAR = "grammar"
     """Its schema or tools waited for a thread, or took long to turn into a grammar."""
+    CORE_SILENT = "core_silent"
+    """The core process did not answer the API process: it was stopped, or hung."""
     MASKS = "masks"
     """The core took long to compile its grammar, or for the masks by which it follows it."""
 

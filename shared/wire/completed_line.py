@@ -30,6 +30,11 @@ EVENT: Final = "request.completed"
 UNPARSED: Final = "unparsed"
 """The `endpoint` of what is not well-formed HTTP."""
 
+FAILURES_SHOWN_MAX: Final = 8
+"""Failed attempts that a line tells."""
+DETAIL_LEN_MAX: Final = 120
+"""Characters that it tells of each one's error."""
+
 WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 
@@ -101,6 +106,21 @@ class CompletedLine(Struct, omit_defaults=True):
     """Stage: the gateway counts the tokens; the engine makes sequences, and trusts the gateway's tokens."""
 
 
+class FailedAttempt(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An engine that was asked, and failed: which, how, and when on the request's own axis."""
+
+    replica: str
+    code: str
+    """The `code` of the error."""
+    detail: Annotated[str, Meta(max_length=DETAIL_LEN_MAX)] | None = None
+    """The beginning of the error's text for the operator. None where it says no more than its code."""
+    from_ms: Milliseconds
+    """From the request's headers to the attempt's beginning."""
+    takes_ms: Milliseconds
+    connect_ms: Milliseconds | None = None
+    """The part of it until the connection was there. None where none was made."""
+
+
 class GatewayLine(CompletedLine, kw_only=True):
     """The completed line of the gateway."""
 
@@ -114,9 +134,14 @@ class GatewayLine(CompletedLine, kw_only=True):
     """The engine that was asked last. None where none was."""
     attempts: WholeNumber
     """Engines that were asked, one after the other."""
-    failed_attempts: str | None = None
-    """Those of them that failed, and with which error, such as `engine-0:8001=upstream_lost`, separated by
-    commas, as far as they are the first eight. None where none did."""
+    failed_attempts: Annotated[tuple[FailedAttempt, ...], Meta(max_length=FAILURES_SHOWN_MAX)] | None = None
+    """Those of them that failed, as far as they are the first eight. None where none did."""
+    retry: WholeNumber | None = None
+    """The number of tries that the caller's SDK counts before this one. None for the first, and where it
+    tells nothing."""
+    idempotency: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")] | None = None
+    """A hash of the caller's `idempotency-key`, of a request that failed or is a retry, by which the tries of
+    one request are found. None without that header, and for any other request."""
     route: Literal["affinity", "load", "retry", "panic", "fallback"] | None = None
     """Why the one that answered, or the last, was chosen: the conversation's home, the lower load, because
     another had failed, from a pool whose engines all failed lately, or from another pool."""
@@ -133,6 +158,9 @@ class GatewayLine(CompletedLine, kw_only=True):
     """Bytes of the answer's body that were passed on."""
     first_byte_ms: Milliseconds | None = None
     """From the request's headers to the first byte of its answer's body. None where there was none."""
+    blocked_ms: Milliseconds | None = None
+    """The part of `relay_ms` in which nothing could be written, since the client did not read. No stage. None
+    where all could be written at once."""
     quota_meter: str | None = None
     """The quota that refused the request: `requests`, `tokens`, `concurrency`, `budget`, `day_budget`,
     `month_budget`. None where none did."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from shared.wire.errors import ApiError
 
@@ -13,14 +13,26 @@ class ErrorBody(Struct):
     type: str
     param: str | None
     code: str | None
+    request_id: str | UnsetType = UNSET
+    """The request's id, in a stream's event: the headers, which have it in any other answer, SDKs do not show
+    with an event's error."""
 
 
 class ErrorEnvelope(Struct):
     error: ErrorBody
 
 
+def error_body(error: ApiError, request_id: str = "") -> ErrorBody:
+    """An error, with the request's id unless that is empty."""
+    return ErrorBody(error.message, error.type, error.param, error.code, request_id or UNSET)
+
+
 def error_envelope(error: ApiError, _request_id: str = "") -> bytes:
-    """The JSON body of an error, as OpenAI's SDKs expect it; also the data of an SSE error event. Other APIs'
-    envelopes name the request, this one does not."""
-    body = ErrorBody(message=error.message, type=error.type, param=error.param, code=error.code)
-    return msgspec.json.encode(ErrorEnvelope(body))
+    """The JSON body of an error, as OpenAI's SDKs expect it. Other APIs' envelopes name the request, this one
+    does not."""
+    return msgspec.json.encode(ErrorEnvelope(error_body(error)))
+
+
+def event_envelope(error: ApiError, request_id: str) -> bytes:
+    """The data of an error within a stream: the envelope, with the request's id."""
+    return msgspec.json.encode(ErrorEnvelope(error_body(error, request_id)))

@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from shared.wire.causes import CAUSES_MAX, Cause, Count
-from shared.wire.envelope import error_envelope
+from shared.wire.envelope import event_envelope
 from shared.wire.errors import ApiError
 from shared.wire.load_report import LoadReport
 from shared.wire.shapes import USED_TOKENS_MAX
@@ -116,9 +116,9 @@ def named_event(name: bytes, data: bytes) -> bytes:
     return b"event: " + name + b"\ndata: " + data + _BOUNDARY
 
 
-def error_event(error: ApiError, _request_id: str = "") -> bytes:
+def error_event(error: ApiError, request_id: str = "") -> bytes:
     """The event that ends a stream which fails after its first byte; no `[DONE]` follows it."""
-    return event(error_envelope(error))
+    return event(event_envelope(error, request_id))
 
 
 def encode_closing(closing: Closing) -> bytes:

@@ -16,7 +16,9 @@
    nor named.
 5. The usage in an answer that was read to its end is the number of tokens charged.
 6. The ledger is the sum of the lines: nothing stays reserved, no lease is held, and no budget is overspent.
-7. No object that was made for a request is left when it has ended, without a garbage collection.
+7. What is told of why a request took long has happened: the parts of its time add up to all of it, within a
+   millisecond or a hundredth, no reason holds for longer than the request, and none is without its event.
+8. No object that was made for a request is left when it has ended, without a garbage collection.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from typing import Final
 import msgspec
 
 from engine.contract.messages import FinishReason
+from shared.trace.why import CLIENT, parts, reasons
+from shared.wire.completed_line import EngineLine, GatewayLine
 from tests.histories.caller import Caller
 from tests.histories.core import Computed
-from tests.histories.draw import BUDGET, TENANTS, End, History, Trouble
+from tests.histories.draw import BUDGET, SLOW, TENANTS, End, History, Trouble
 from tests.histories.world import Line, Remains
 
 NEVER_ARRIVES: Final = (End.LEAVES_BEFORE_BODY, End.LEAVES_IN_BODY, End.LEAVES_LATER)
@@ -50,6 +54,17 @@ BREAKING: Final = {Trouble.CUT, Trouble.KILLED, Trouble.STOPS}
 """Troubles that end connections."""
 UNHEARD: Final = {Trouble.KILLED, Trouble.CORE_DIES, Trouble.CORE_FAILS, Trouble.STOPS, Trouble.HANGS}
 """Troubles in which a core does not tell, or not in time, how its sequences ended."""
+SLOW_MS: Final = 1000.0
+"""The time for which a client that reads may be waited for, as its kernel's buffers are small."""
+EVENTS: Final = {
+    "hung": {Trouble.HANGS},
+    "the core process did not answer": {Trouble.HANGS},
+    "shutting down": {Trouble.DRAINS, Trouble.STOPS},
+    "did not accept a connection": BREAKING,
+    "refused to be connected": BREAKING,
+    "broke off": BREAKING | {Trouble.DRAINS},
+}
+"""The troubles without which no reason has these words."""
 EXPECTED_ERRORS: Final = {"core.failed", "core.hangs"}
 _TOTAL: Final = re.compile(rb'"usage":\{[^}]*"total_tokens":(\d+)')
 
@@ -107,6 +122,7 @@ def _check_request(remains: Remains, told: Told, tally: Counter[str]) -> None:
     _check_bounds(line)
     _check_usage(told, line)
     _check_account(remains, told)
+    _check_why(remains, told, line)
     _count(tally, told, line, is_known)
 
 
@@ -166,6 +182,26 @@ def _check_account(remains: Remains, told: Told) -> None:
     owed = sum(_owed(account) for account in accounts)
     if "stop" not in fields:  # else what comes behind the string is not told
         assert told_of == owed, "what is told is not what was computed"
+
+
+def _check_why(remains: Remains, told: Told, line: Line) -> None:
+    """Assert law 7."""
+    gateway = msgspec.convert(line, GatewayLine)
+    engines = [msgspec.convert({**one, "service": "engine"}, EngineLine) for one in told.engine]
+    troubles, slow = remains.troubled, told.history.end in SLOW
+    longest_ms = max(
+        gateway.total_ms, *(one.total_ms for one in engines), 0.0
+    )  # who leaves is heard of later
+    for lines in ([], engines):  # a gateway has its own line alone, and logs have both
+        shares, total_ms = parts(gateway, lines), gateway.total_ms
+        assert abs(sum(shares.values()) - total_ms) <= max(1.0, total_ms / 100), (
+            f"the parts are not all: {shares}"
+        )
+        for reason in reasons(gateway, lines):
+            assert 0.0 <= reason.ms <= longest_ms + 1.0, f"it held for longer than the request: {reason}"
+            assert slow or reason.part != CLIENT or reason.ms < SLOW_MS, f"its client read: {reason}"
+            for words, events in EVENTS.items():
+                assert words not in reason.text or troubles & events, f"nothing of the kind: {reason}"
 
 
 def _check_ends(account: Computed) -> None:

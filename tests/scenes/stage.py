@@ -37,6 +37,7 @@ from shared.text.tokenizer import TokenizerBundle
 from shared.trace.join import join
 from shared.trace.log_reading import LogReading
 from shared.trace.request_text import table
+from shared.trace.why import Why, parts, reasons
 from shared.wire.completed_line import EngineLine, GatewayLine, Line
 from tests.fake_runner import runner_info
 from tests.histories.caller import Caller
@@ -256,6 +257,7 @@ class Stage:
         max_tokens: int = 4,
         *,
         tenant: str = "acme",
+        headers: str = "",
         **fields: Any,
     ) -> Client:
         """Send a request for a stream of exactly so many tokens, over a connection of its own."""
@@ -269,14 +271,17 @@ class Stage:
             "seed": 5,
             **fields,
         }
-        return await self.send(request_id, json.dumps(body).encode(), tenant=tenant)
+        return await self.send(request_id, json.dumps(body).encode(), tenant=tenant, headers=headers)
 
-    async def send(self, request_id: str, content: bytes, *, tenant: str = "acme", length: int = 0) -> Client:
+    async def send(
+        self, request_id: str, content: bytes, *, tenant: str = "acme", length: int = 0, headers: str = ""
+    ) -> Client:
+        """Send a request with this body. `headers` are further ones, each with its line end."""
         transport, caller = await self._loop.create_connection(Caller, port=self.port)
         assert isinstance(caller, Caller)
         head = (
             f"POST /v1/completions HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer {tenant}\r\n"
-            f"x-request-id: {request_id}\r\ncontent-type: application/json\r\n"
+            f"x-request-id: {request_id}\r\ncontent-type: application/json\r\n{headers}"
             f"content-length: {length or len(content)}\r\n\r\n"
         )
         transport.write(head.encode() + content)
@@ -293,6 +298,10 @@ class Stage:
         port = self.engines[engine].port
         self._loop.network.silent.add(port)
         self._loop.network.cut(port)
+
+    def heal(self, engine: int) -> None:
+        """Let an engine take new connections again, but for those that are being made."""
+        self._loop.network.silent.discard(self.engines[engine].port)
 
     def kill(self, engine: int) -> None:
         """End an engine as a dead machine does."""
@@ -318,6 +327,14 @@ class Told:
     def trace(self, request_id: str) -> str:
         """What `penstock trace` shows of a request."""
         return "\n".join(table(join(self._reading(request_id).lines)))
+
+    def why(self, request_id: str) -> list[Why]:
+        """The reasons for a request's time, as `penstock trace` shows them. Its parts add up."""
+        [trace] = join(self._reading(request_id).lines)
+        if (line := trace.gateway) is not None:
+            shares = sum(parts(line, trace.engines).values())
+            assert abs(shares - line.total_ms) <= max(1.0, line.total_ms / 100)
+        return list(reasons(trace.gateway, trace.engines))
 
     def _reading(self, request_id: str) -> LogReading:
         reading = LogReading(request_id)

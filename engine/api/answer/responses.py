@@ -162,13 +162,13 @@ class ResponsesEncoder:
         kind = ResponseCompleted if response.status == "completed" else ResponseIncomplete
         return self._event(kind(response=response)) + sse.DONE
 
-    def failing(self, error: ApiError, _request_id: str) -> bytes:
+    def failing(self, error: ApiError, request_id: str) -> bytes:
         """The events that end the stream where it fails. They repeat nothing, as nothing more is held."""
         heading = self._heading
         failed = msgspec.structs.replace(
             outline(), id=heading.id, created_at=heading.created, model=heading.model
         )
-        return b"".join(map(self._event, failing_events(error, failed)))
+        return b"".join(map(self._event, failing_events(error, failed, request_id)))
 
     def _event(self, event: StreamEvent) -> bytes:
         event.sequence_number = self._sequence

@@ -25,6 +25,7 @@ from shared.process.clock import Clock
 from shared.process.lifecycle import Lifecycle, Phase
 from shared.process.probes import Health
 from shared.telemetry.tracing import NO_TRACING, Tracing
+from shared.wire import engine_words
 from shared.wire.errors import ModelNotFound, NotReady
 from shared.wire.ids import RequestId
 from shared.wire.load_report import IDLE_INTERVAL_MS, LoadReport
@@ -83,11 +84,11 @@ class EngineState:
                 self.core.check_answers()
                 return self.model, Limits.of(self.core.info)
             case Phase.FAILED:  # nothing was computed, so another replica may be asked
-                raise NotReady("The engine has failed and takes no requests.", detail=self.lifecycle.reason)
+                raise NotReady(engine_words.FAILED, detail=self.lifecycle.reason)
             case Phase.STARTING:
-                raise NotReady("The engine is still starting.", retry_after_s=2.0)
+                raise NotReady(engine_words.STARTING, retry_after_s=2.0)
             case _:
-                raise NotReady("The engine is shutting down.", retry_after_s=1.0)
+                raise NotReady(engine_words.STOPPING, retry_after_s=1.0)
 
     @property
     def is_ready(self) -> bool:
@@ -114,7 +115,7 @@ class EngineState:
         """The model, whose name and tokenizer are known before the core is ready. Raises NotReady
         before that."""
         if self.model is None:
-            raise NotReady("The engine is still starting.", retry_after_s=2.0)
+            raise NotReady(engine_words.STARTING, retry_after_s=2.0)
         return self.model
 
     def check_name(self, name: str) -> None:

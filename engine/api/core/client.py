@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
@@ -62,6 +63,7 @@ from engine.contract.messages import (
 from engine.contract.packing import TOKEN_LEN
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.wire import engine_words
 from shared.wire.errors import ApiError, CoreHangs, EngineFailed, InternalError, NotReady
 from shared.wire.ids import RequestId
 
@@ -69,6 +71,10 @@ LAST_WORDS_S: Final = 0.2
 """How long messages that are still under way are waited for after the core's process has ended."""
 PING_EVERY_S: Final = 1.0
 LOOKS: Final = 10
+SILENCE_S: Final = 0.25
+"""The time from which on a Ping without an answer is a silence of the core."""
+SILENCES_MAX: Final = 64
+"""Silences that are kept."""
 """The parts of the time in which a Ping must be answered. Where this process was stopped together with its
 core, as with their container, one of them is over when it goes on, and the core has the others to answer."""
 _NO_ANSWER: Final = "the core does not answer"
@@ -149,6 +155,8 @@ class CoreClient:
         self.failure: str | None = None
         self.answers = True
         """True if the core answered the last Ping in time."""
+        self.silences: Final[deque[tuple[float, float]]] = deque(maxlen=SILENCES_MAX)
+        """The latest times in which the core left a Ping unanswered: begin and end, in seconds."""
         self._ponged = asyncio.Event()
         self._pinged = 0
 
@@ -215,13 +223,13 @@ class CoreClient:
             raise self._refusal.with_traceback(None)
         self.check_answers()
         if self.info is None:
-            raise NotReady("The engine is still starting.", retry_after_s=RETRY_AFTER_S_MIN)
+            raise NotReady(engine_words.STARTING, retry_after_s=RETRY_AFTER_S_MIN)
         self._queue.check_room(tenant, sequences, tokens)
 
     def check_answers(self) -> None:
         """Raise NotReady while the core hangs."""
         if not self.answers:
-            raise NotReady("The engine does not get on.", detail=_NO_ANSWER)
+            raise NotReady(engine_words.HANGS, detail=_NO_ANSWER)
 
     def abort(self, handles: Iterable[int]) -> None:
         """Have the core end those of a request's sequences that have not ended. Their tokens are counted
@@ -334,19 +342,31 @@ class CoreClient:
             await self._clock.sleep(PING_EVERY_S)
             self._ponged.clear()
             self._pinged += 1
+            pinged_at = self._clock.monotonic()
             self._send(Ping(self._pinged))
             if await self._is_ponged():
+                self._note_silence(pinged_at)
                 continue
             self.answers = False
             log.error("core.hangs", timeout_s=self._core_timeout_s, open_sequences=len(self._live))
             self._fail_open(
-                EngineFailed("The engine hung while it worked on this request.", detail=_NO_ANSWER),
-                CoreHangs("The engine hung before it began this request.", detail=_NO_ANSWER),
+                EngineFailed(engine_words.HUNG_IN, detail=_NO_ANSWER),
+                CoreHangs(engine_words.HUNG_BEFORE, detail=_NO_ANSWER),
             )
             self.release(list(self._live))
             await self._ponged.wait()
+            self._note_silence(pinged_at)
             self.answers = True
             log.warning("core.answers_again")
+
+    def _note_silence(self, pinged_at: float) -> None:
+        if (now := self._clock.monotonic()) - pinged_at >= SILENCE_S:
+            self.silences.append((pinged_at, now))
+
+    def silent_s(self, since: float, now: float) -> float:
+        """The time since then in which the core left a Ping unanswered, in seconds. Less than a second of it,
+        before the Ping, is not known."""
+        return sum(max(0.0, min(end, now) - max(begin, since)) for begin, end in self.silences)
 
     async def _is_ponged(self) -> bool:
         """Wait for the answer to the last Ping. Returns False when none came in time."""
@@ -399,7 +419,7 @@ class CoreClient:
             return
         self.failure = reason
         log.error("core.failed", reason=reason, open_sequences=len(self._live))
-        self.shut(EngineFailed("The engine failed while it worked on this request.", detail=reason))
+        self.shut(EngineFailed(engine_words.FAILED_IN, detail=reason))
         for handle in list(self._live):
             self._disconnect(handle)
         self._queue.clear()

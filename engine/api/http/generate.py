@@ -354,6 +354,8 @@ class Generation:
             return
         last = max(self._outputs, key=lambda output: output.timing(now).life_s)
         exchange.causes += last.causes(now, shared=len(self._outputs) > 1)
+        if self._state.core.silences and (silent_s := self._state.core.silent_s(last.submitted_at, now)):
+            exchange.causes.append(Cause(code=CauseCode.CORE_SILENT, ms=round(silent_s * 1e3, 3)))
         self._settle_form(tally)
         metrics.prompt_tokens.inc(by=tally.prompt_tokens)
         metrics.count_uncharged(choice=self._prompt_tokens_again())

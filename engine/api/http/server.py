@@ -39,6 +39,7 @@ from shared.process.loops import loop_name, watch_lag
 from shared.process.renewable_tls import RenewableTls
 from shared.telemetry.otlp import tracing_of
 from shared.text.tokenizer import UnusableTokenizer
+from shared.wire import engine_words
 from shared.wire.errors import NotReady
 from shared.wire.load_report import PUSH_CHANGED_S, LoadReport, encode_load
 
@@ -162,7 +163,7 @@ class Engine:
         if await _idle(state, self._config.drain_timeout_s, hurry):
             return True
         log.warning("engine.drain_cut", open_sequences=state.core.live)
-        state.core.shut(NotReady("The engine is shutting down and could not wait for this answer."))
+        state.core.shut(NotReady(engine_words.STOPPED))
         if not await _idle(state, UNWIND_S, None):
             log.warning("engine.unwind_cut")
         return False

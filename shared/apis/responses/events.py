@@ -15,7 +15,7 @@ from shared.apis.responses.answer import (
     ResponseObject,
     SummaryText,
 )
-from shared.wire.envelope import ErrorBody
+from shared.wire.envelope import ErrorBody, error_body
 from shared.wire.errors import ApiError
 from shared.wire.shapes import Unshown
 
@@ -53,11 +53,10 @@ class ErrorEvent(StreamEvent, tag="error"):
     error: ErrorBody
 
 
-def failing_events(error: ApiError, response: ResponseObject) -> list[StreamEvent]:
+def failing_events(error: ApiError, response: ResponseObject, request_id: str) -> list[StreamEvent]:
     """The events that end the stream of a response that fails."""
     failed = msgspec.structs.replace(response, status="failed", error=ResponseFailure.of(error))
-    told = ErrorBody(error.message, error.type, error.param, error.code)
-    return [ErrorEvent(error=told), ResponseFailed(response=failed)]
+    return [ErrorEvent(error=error_body(error, request_id)), ResponseFailed(response=failed)]
 
 
 def name_of(event: StreamEvent) -> bytes:

@@ -94,6 +94,7 @@ async def test_a_stream_that_breaks_says_so_to_sdks_and_to_codex(house: House) -
     for event in (error, failed):
         check_event(event)
     assert (error["type"], error["error"]["code"]) == ("error", "upstream_failed")
+    assert error["error"]["request_id"] == (await house.line())["request_id"]
     assert failed["response"]["error"]["code"] == "server_error"
     numbers = [event["sequence_number"] for event in seen]
     assert numbers == sorted(set(numbers)), "the numbers go on"
@@ -122,8 +123,10 @@ async def test_the_sdk(house: House, sdk: openai.AsyncOpenAI) -> None:
         assert (await stream.get_final_response()).output_text == "ab"
     house.engine.script = Script([*told("a")[:5], CUT])
     broken = await sdk.responses.create(model="tiny", input="hi", stream=True)
-    with pytest.raises(openai.APIError, match="broke off"):
+    with pytest.raises(openai.APIError, match="broke off") as cut:
         [event async for event in broken]
+    assert isinstance(cut.value.body, dict)
+    assert cut.value.body["request_id"] == (await house.lines(3))[-1]["request_id"]
     with pytest.raises(openai.BadRequestError) as refused:
         await sdk.responses.create(model="tiny", input="hi", store=True)
     assert (refused.value.param, refused.value.code) == ("store", "unsupported_parameter")

@@ -14,7 +14,6 @@ import pytest
 from gateway.identity.keys import hash_key
 from gateway.listen.listener import BoundedServer
 from gateway.request.record import (
-    FAILURES_SHOWN_MAX,
     TENANTS_SHOWN_MAX,
     UPSTREAM_ATTEMPTS,
     ExchangeRecord,
@@ -22,6 +21,8 @@ from gateway.request.record import (
 )
 from shared.process import logs
 from shared.telemetry.stages import Stages
+from shared.wire.completed_line import DETAIL_LEN_MAX, FAILURES_SHOWN_MAX
+from shared.wire.errors import UpstreamFailed
 from shared.wire.ids import ReplicaId, RequestId, TenantId
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import unary
@@ -120,7 +121,8 @@ def test_tenants_and_replicas_have_a_bounded_number_of_names() -> None:
     record = ExchangeRecord.begun(RequestId("r"), "POST", "/v1/chat/completions", Stages("gateway"))
     replica = ReplicaId("of this test")
     for _ in range(FAILURES_SHOWN_MAX + 1):
-        record.attempt_failed(replica, "upstream_failed")
+        record.attempt_failed(replica, UpstreamFailed("It failed.", detail="x" * 999), Stages("gateway"))
     UPSTREAM_ATTEMPTS.forget(replica)
     assert record.failed_attempts is not None
-    assert len(record.failed_attempts.split(", ")) == FAILURES_SHOWN_MAX
+    assert [one.code for one in record.failed_attempts] == ["upstream_failed"] * FAILURES_SHOWN_MAX
+    assert {len(one.detail or "") for one in record.failed_attempts} == {DETAIL_LEN_MAX}

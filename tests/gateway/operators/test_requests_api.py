@@ -76,8 +76,11 @@ def recorder_of(*lines: GatewayLine, records_max: int = 100, bytes_max: int = 1 
 
 def test_records_are_bounded_however_many_there_may_be() -> None:
     recorder = Recorder(1_000_000)
-    for number in range(2 * BYTES_MAX // 2**20):
-        recorder.add(line(f"r{number}"), Stamps(("edge",), (7.0, 7.1)), b"x" * 2**20)
+    for number in range(2 * BYTES_MAX // 2**18):
+        tenant = None if number % 3 == 0 else "acme"
+        refused = {"end_reason": EndReason.REFUSED, "status": 400} if number % 2 else {}
+        one = line(f"r{number}", tenant=tenant, total_ms=float(number % 7), **refused)
+        recorder.add(one, Stamps(("edge",), (7.0, 7.1)), b"x" * 2**18)
     assert 0 < recorder.bytes_len <= BYTES_MAX
 
 
@@ -87,7 +90,7 @@ def test_the_oldest_records_go_first_by_number_and_by_bytes() -> None:
     newest = next(few.newest_first()).number
     assert [one.request_id for one in few.newest_first(before=newest - 1)] == ["r6", "r5"]
     small = recorder_of(
-        *(line(f"r{i}", error_detail="x" * 3000) for i in range(9)), bytes_max=4 * (SUMMARY_LEN + 3900)
+        *(line(f"r{i}", error_detail="x" * 3000) for i in range(9)), bytes_max=16 * 4 * (SUMMARY_LEN + 3900)
     )
     assert len(small) == 4
     assert small.bytes_len <= 4 * (SUMMARY_LEN + 3900)
@@ -96,9 +99,7 @@ def test_the_oldest_records_go_first_by_number_and_by_bytes() -> None:
 
 
 def test_nothing_is_kept_where_nothing_is_asked_for() -> None:
-    recorder = recorder_of(line(), records_max=0)
-    assert not recorder.is_on
-    assert len(recorder) == 0
+    assert not Recorder(0).is_on
 
 
 def test_a_record_has_its_visits_its_axis_and_its_causes_in_words() -> None:
@@ -286,6 +287,23 @@ async def test_pages_follow_each_other_and_an_unknown_id_is_not_found(house: Hou
 
 
 @pytest.mark.parametrize("protocol", ["http2"], indirect=True)
+async def test_strangers_take_no_tenants_record(open_house: Open) -> None:
+    house = await open_house(admin={**operator_keys(), "records": 4})
+    for number in range(4):
+        async with house.chat(headers={"x-request-id": f"mine{number}"}) as answer:
+            assert answer.status == 200
+    await until(lambda: len(house.gateway._recorder) == 4)
+    before = (await ask(house, "?tenant=acme"))["data"]
+    assert [one["request_id"] for one in before] == ["mine3", "mine2", "mine1", "mine0"]
+    for _ in range(20):
+        async with house.chat(headers={"authorization": "Bearer nobodys"}) as answer:
+            assert answer.status == 401
+    await until(lambda: len(house.gateway._recorder) == 8)
+    assert (await ask(house, "?tenant=acme"))["data"] == before
+    assert [one["status"] for one in (await ask(house, "?status=4xx"))["data"]] == [401] * 4
+
+
+@pytest.mark.parametrize("protocol", ["http2"], indirect=True)
 async def test_the_command_asks_a_running_gateway(
     house: House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +334,9 @@ async def test_the_command_asks_a_running_gateway(
     code, text, told = await trace("nobodys")
     assert (code, text) == (1, "")
     assert "There is no such request" in told
+    began = f"{house.gateway._recorder.since.troubled:%Y-%m-%d %H:%M:%S}"
+    assert f"failed and slow ones since {began}" in told
+    assert "penstock trace nobodys --logs FILE" in told
 
 
 # -- several workers ------------------------------------------------------------------------------

@@ -271,6 +271,7 @@ class NoSocket:
     finished: bool = False
     is_chunked: bool = False
     slow_client_s: float = 5.0
+    blocked_s: float = 0.0
     answer: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
     error: ApiError | None = None

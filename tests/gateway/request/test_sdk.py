@@ -39,8 +39,10 @@ async def test_stream(house: House, sdk: AsyncOpenAI) -> None:
 async def test_the_sdk_raises_when_a_stream_breaks(house: House, sdk: AsyncOpenAI) -> None:
     house.engine.script = Script([chunk("a"), CUT])
     events = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
-    with pytest.raises(openai.APIError, match="broke off"):
+    with pytest.raises(openai.APIError, match="broke off") as cut:
         [event async for event in events]
+    assert isinstance(cut.value.body, dict)
+    assert cut.value.body["request_id"] == (await house.line())["request_id"]
 
 
 async def test_models(sdk: AsyncOpenAI) -> None:

@@ -62,7 +62,7 @@ def test_a_request_that_was_not_sent_has_no_engine_on_its_axis() -> None:
     assert found.error_ms is None
 
 
-def test_each_visit_has_a_bar_and_the_last_engine_is_in_the_last_wait() -> None:
+def test_each_visit_has_a_bar_and_each_engine_is_in_its_wait() -> None:
     visits = [
         Visit("edge", 0.0, 2.0),
         Visit("connect", 2.0, 1.0),
@@ -73,7 +73,7 @@ def test_each_visit_has_a_bar_and_the_last_engine_is_in_the_last_wait() -> None:
     ]
     found = axis(gateway(), [engine(), engine()], visits)
     assert [bar.stage for bar in found.bars if bar.service == "gateway"].count("wait") == 2
-    assert starts(found, "engine 1")["queue"] is None
+    assert starts(found, "engine 1")["queue"] == 4.0
     assert starts(found, "engine 2")["edge"] == 15.5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import json
@@ -61,6 +62,20 @@ def test_a_log_without_requests_is_said_to_have_none(
     (tmp_path / "empty.log").write_text("nothing\n")
     code, _, told = trace(capsys, "--slowest", "2", "--logs", str(tmp_path / "empty.log"))
     assert (code, "no completed line in" in told) == (1, True)
+
+
+def test_a_log_that_gzip_has_packed_is_read_as_far_as_it_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, packed = tmp_path / "gateway.log.1.gz", gzip.compress(REAL.read_bytes())
+    log.write_bytes(packed)
+    code, text, told = trace(capsys, "left", "--logs", str(log))
+    assert (code, told) == (0, "")
+    assert trace(capsys, "left", "--logs", str(REAL))[1] == text
+    log.write_bytes(packed[:-12])
+    code, text, told = trace(capsys, "left", "--logs", str(log))
+    assert "gateway.log.1.gz is damaged" in told
+    assert "request left" in text
 
 
 @pytest.mark.parametrize(

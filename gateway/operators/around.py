@@ -1,0 +1,143 @@
+"""What other requests tell of one: whose work was before it in an engine's queue, and the tries of its
+caller's SDK before it.
+
+Rules:
+
+1. It is for operators alone: it names other tenants and their requests.
+2. It looks at what this gateway has, which is not all that an engine does.
+3. It is bounded: of what is kept `LOOKED_MAX` requests are looked at, and others have their turn in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timedelta
+from typing import Final
+
+import msgspec
+
+from shared.trace.request_records import RequestRecord, RequestSummary
+from shared.trace.sentences import count, duration
+from shared.trace.why import BEFORE, QUEUE, Why, reasons
+
+LOOKED_MAX: Final = 4096
+"""Requests that are looked at."""
+AT_ONCE: Final = 200
+"""Those that are before others have their turn."""
+AHEAD_MAX: Final = 3
+"""Requests that are named as having been before it."""
+TRIES_MAX: Final = 16
+"""Tries that are looked for."""
+PAUSE_MAX: Final = timedelta(minutes=10)
+"""The longest pause between two tries of an SDK."""
+ERROR: Final = 400
+
+
+async def looked_at(kept: Iterator[RequestSummary], since: datetime) -> list[RequestSummary]:
+    """The completed requests that ended later than this, of those that are kept, the newest first."""
+    found: list[RequestSummary] = []
+    for one in kept:
+        if one.began_at + timedelta(milliseconds=one.total_ms) < since or len(found) == LOOKED_MAX:
+            break
+        found.append(one)
+        if len(found) % AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return found
+
+
+def told(record: RequestRecord, others: Sequence[RequestSummary]) -> RequestRecord:
+    """The record, with what the others tell in its causes."""
+    if record.line is None:
+        return record
+    found = [_with_ahead(one, record, others) for one in reasons(record.line)]
+    if tries := earlier_tries(record.summary, others):
+        found = [one for one in found if one.part != BEFORE]
+        found.append(_before(record.summary, tries))
+    found.sort(key=lambda one: -one.ms)
+    return msgspec.structs.replace(record, causes=tuple(one.text for one in found))
+
+
+def since_of(record: RequestRecord) -> datetime:
+    """The time before which nothing tells of this request."""
+    return record.summary.began_at - (PAUSE_MAX if record.summary.retry else timedelta())
+
+
+# -- in an engine's queue -------------------------------------------------------------------------
+
+
+def ahead_of(record: RequestRecord, others: Iterable[RequestSummary]) -> list[RequestSummary]:
+    """The requests that the same engine had while this one was queued, those that it had longest first."""
+    queue = next((bar for bar in record.axis.bars if bar.stage == "queue" and bar.from_ms is not None), None)
+    if queue is None or queue.from_ms is None:
+        return []
+    own = record.summary
+    began = own.began_at + timedelta(milliseconds=queue.from_ms)
+    ended = began + timedelta(milliseconds=queue.takes_ms)
+    found: list[tuple[timedelta, RequestSummary]] = []
+    for one in others:
+        over = one.began_at + timedelta(milliseconds=one.total_ms)
+        shared = min(ended, over) - max(began, one.began_at)
+        is_same = one.request_id == own.request_id and one.number == own.number
+        if one.replica == own.replica and one.began_at < ended and shared > timedelta() and not is_same:
+            found.append((shared, one))
+    found.sort(key=lambda pair: -pair[0])
+    return [one for _, one in found]
+
+
+def _with_ahead(reason: Why, record: RequestRecord, others: Sequence[RequestSummary]) -> Why:
+    if reason.part != QUEUE or not (ahead := ahead_of(record, others)):
+        return reason
+    named = ", ".join(_named(one) for one in ahead[:AHEAD_MAX])
+    more = f" and {len(ahead) - AHEAD_MAX:,} more" if len(ahead) > AHEAD_MAX else ""
+    return msgspec.structs.replace(reason, text=f"{reason.text}; that engine had {named}{more}")
+
+
+def _named(one: RequestSummary) -> str:
+    answer = f", answer {one.completion_tokens:,}" if one.completion_tokens else ""
+    return (
+        f"{one.tenant or 'no tenant'} {one.request_id} (prompt {count(one.prompt_tokens, 'token')}{answer})"
+    )
+
+
+# -- the tries of an SDK --------------------------------------------------------------------------
+
+
+def earlier_tries(own: RequestSummary, others: Sequence[RequestSummary]) -> list[RequestSummary]:
+    """The tries of the same request before this one, the latest first: of the same key at the same path,
+    which failed with one try less, and with the same idempotency key, where both have one."""
+    tries: list[RequestSummary] = []
+    at, retry = own, own.retry
+    while retry and len(tries) < TRIES_MAX:
+        before = [one for one in others if _is_try_before(one, at, retry - 1)]
+        if not before:
+            break
+        at = max(before, key=lambda one: (one.idempotency is not None, one.began_at))
+        tries.append(at)
+        retry -= 1
+    return tries
+
+
+def _is_try_before(one: RequestSummary, at: RequestSummary, retry: int) -> bool:
+    pause = at.began_at - (one.began_at + timedelta(milliseconds=one.total_ms))
+    return (
+        (one.retry or 0) == retry
+        and (one.status or 0) >= ERROR
+        and (one.tenant, one.key_id, one.endpoint) == (at.tenant, at.key_id, at.endpoint)
+        and (one.idempotency is None or at.idempotency is None or one.idempotency == at.idempotency)
+        and timedelta() <= pause <= PAUSE_MAX
+    )
+
+
+def _before(own: RequestSummary, tries: Sequence[RequestSummary]) -> Why:
+    first = tries[-1]
+    ms = (own.began_at - first.began_at) / timedelta(milliseconds=1)
+    is_sure = own.idempotency is not None and own.idempotency == first.idempotency
+    its = "its" if is_sure else "most likely its"
+    error = " ".join(filter(None, [str(first.status), first.error_code]))
+    quota = f" by the {first.quota_scope}'s quota of {first.quota_meter}" if first.quota_meter else ""
+    more = f", and {len(tries) - 1} more failed" if len(tries) > 1 else ""
+    text = (
+        f"{duration(ms)} before it: {its} first try, {first.request_id}, was refused{quota} ({error}){more}"
+    )
+    return Why(ms, f"{text}, and the SDK waited", BEFORE)
