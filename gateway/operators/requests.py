@@ -1,11 +1,13 @@
 """`GET /admin/v1/requests` and `GET /admin/v1/requests/{id}`: live and recent requests, for operators.
 
     state                       live, done; both without it
+    id, trace_id                only of this one
     tenant, model, endpoint     only of this one
     session                     only of this one: its hash, or the name that the caller gives it
     status                      a status such as 429, or a class such as 5xx; of completed requests alone
     end_reason                  a word of `shared.wire.end_reason`; of completed requests alone
     min_ms                      only what took so long, or has taken so long
+    since, until                only what was in progress between these moments, such as 2026-11-01T12:00:00Z
     limit                       rows at most: 100 without it, `LIMIT_MAX` at most
     before                      completed requests before this number: what a page's `before` says
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import Final
@@ -59,13 +62,16 @@ SAME_ID_MAX: Final = 16
 """Records of one id that are answered."""
 NAME_LEN_MAX: Final = 512
 _NUMBERS: Final = {"limit": LIMIT_MAX, "before": 2**53, "min_ms": 10**12}
-_TEXTS: Final = ("tenant", "model", "endpoint", "session", "end_reason", "status", "state")
+_TEXTS: Final = (
+    *("id", "trace_id", "tenant", "model", "endpoint", "session", "end_reason", "status", "state"),
+)
+_MOMENTS: Final = ("since", "until")
 _STATUSES: Final = ("1xx", "2xx", "3xx", "4xx", "5xx")
 _TEXT: Final = {"type": "string", "minLength": 1, "maxLength": NAME_LEN_MAX}
-_STATUS: Final = {"type": "string", "pattern": "^([0-9]{3}|[1-5]xx)$"}
+_MOMENT: Final = {"type": "string", "format": "date-time"}
 _PARAMETERS: Final = (
     Parameter("state", "Without it both.", {"enum": ["live", "done"]}),
-    *(Parameter(name, "Only of this one.", _TEXT) for name in ("tenant", "model", "endpoint")),
+    *(Parameter(name, "Only of this one.", _TEXT) for name in _TEXTS[:5]),
     Parameter("session", "Only of this one: its hash, or the name that the caller gives it.", _TEXT),
     Parameter("end_reason", "Of completed requests alone.", {"enum": [*EndReason]}),
     Parameter(
@@ -81,6 +87,8 @@ _PARAMETERS: Final = (
             ("before", "Only completed requests before this number."),
         )
     ),
+    Parameter("since", "Only what was in progress at this moment, or later.", _MOMENT),
+    Parameter("until", "Only what began by this moment.", _MOMENT),
 )
 
 
@@ -89,6 +97,8 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
 
     live: bool = True
     done: bool = True
+    id: str | None = None
+    trace_id: str | None = None
     tenant: str | None = None
     model: str | None = None
     endpoint: str | None = None
@@ -96,6 +106,8 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
     status: str | None = None
     end_reason: str | None = None
     min_ms: int = 0
+    since: datetime | None = None
+    until: datetime | None = None
     limit: int = LIMIT
     before: int | None = None
 
@@ -103,6 +115,10 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
         """True if the request is asked for."""
         return (
             one.total_ms >= self.min_ms
+            and self.id in (None, one.request_id)
+            and self.trace_id in (None, one.trace_id)
+            and (self.until is None or one.began_at <= self.until)
+            and (self.since is None or one.began_at + timedelta(milliseconds=one.total_ms) >= self.since)
             and self.tenant in (None, one.tenant)
             and self.model in (None, one.model)
             and self.endpoint in (None, one.endpoint)
@@ -123,12 +139,14 @@ def parse(parameters: Mapping[str, str]) -> RequestsQuery:
     for name, text in parameters.items():
         if name in _NUMBERS:
             asked[name] = _number(name, text)
+        elif name in _MOMENTS:
+            asked[name] = _moment(name, text)
         elif name in _TEXTS and 0 < len(text) <= NAME_LEN_MAX:
             asked[name] = text
         elif name in _TEXTS:
             raise InvalidRequest(f"{name} must have 1 to {NAME_LEN_MAX} characters.", param=name)
         else:
-            known = ", ".join((*_TEXTS, *_NUMBERS))
+            known = ", ".join((*_TEXTS, *_NUMBERS, *_MOMENTS))
             raise InvalidRequest(f"There are the parameters {known}.", param=name[:64])
     state = asked.pop("state", None)
     if state not in (None, "live", "done"):
@@ -146,6 +164,15 @@ def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 16 and least <= int(text) <= _NUMBERS[name]):
         raise InvalidRequest(f"{name} must be a whole number from {least} to {_NUMBERS[name]}.", param=name)
     return int(text)
+
+
+def _moment(name: str, text: str) -> datetime:
+    found = None
+    with suppress(ValueError):
+        found = datetime.fromisoformat(text)
+    if found is None or found.utcoffset() is None:
+        raise InvalidRequest(f"{name} must be a moment with its zone, like 2026-11-01T12:00:00Z.", param=name)
+    return found
 
 
 class RequestsApi:

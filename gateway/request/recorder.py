@@ -118,6 +118,7 @@ def summary_of(line: GatewayLine, number: int) -> RequestSummary:
     """A completed request in short."""
     return RequestSummary(
         request_id=line.request_id,
+        trace_id=line.trace_id,
         is_live=False,
         number=number,
         began_at=line.ts - timedelta(milliseconds=line.total_ms),

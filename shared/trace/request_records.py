@@ -18,6 +18,7 @@ class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request in one row. What is not known yet is left out."""
 
     request_id: str
+    trace_id: str = ""
     is_live: bool
     number: int = 0
     """Orders completed requests by their ends, those of several workers, too: microseconds since 1970, each

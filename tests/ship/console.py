@@ -87,11 +87,11 @@ def _told(printed: str, name: str) -> str:
 async def log_in(page: Page, here: Up) -> None:
     await page.until("document.querySelector('#key') !== null")
     await page.js(
-        "document.querySelector('#key').value = 'wrong'; document.querySelector('form').requestSubmit()"
+        "document.querySelector('#key').value = 'wrong'; document.querySelector('form.login').requestSubmit()"
     )
     await page.until("document.querySelector('#login-problem').textContent.includes('no operator')")
     await page.js(f"document.querySelector('#key').value = {json.dumps(here.admin_key)};"
-                  "document.querySelector('form').requestSubmit()")  # fmt: skip
+                  "document.querySelector('form.login').requestSubmit()")  # fmt: skip
     await page.until("!document.querySelector('#nav').hidden")
     assert await page.js("document.cookie") == "", "a script must not see the session"
 
@@ -127,7 +127,7 @@ async def log_out(page: Page, here: Up) -> None:
         assert why in await page.js("document.querySelector('#login-problem').textContent")
         await log_in(page, here)
         await page.js("location.hash = '#/chat'")
-        await page.until("document.querySelector('#chat-key option') !== null")
+        await page.until("document.querySelector('#models option') !== null")
         assert await page.js("document.querySelectorAll('.message').length") == 0
 
 
@@ -200,14 +200,83 @@ async def follow(page: Page, here: Up) -> None:
     share = f"{100 * line['cached_tokens'] / line['prompt_tokens']:.0f} %"
     assert f"cached, {share})" in await page.js("document.querySelector('[data-fact=prompt]').textContent")
     await page.js("document.querySelector('[data-fact=session] a').click()")
-    ids = "[...document.querySelectorAll('td.id a')].map(one => one.textContent).join()"
-    await page.until(f"{ids} === 'turn-1,turn-0'")
-    await page.js(
-        "document.querySelector('[name=session]').value = '';"
-        "document.querySelector('form.filters').dispatchEvent(new Event('change'))"
-    )
-    await page.until(f"{ids}.includes('evil-1')")
+    await page.until(f"{IDS} === 'turn-1,turn-0'")
+    await fill(page, "session", "")
+    await page.until(f"{IDS}.includes('evil-1')")
     print(f"session {line['session']}: {share} cached")
+
+
+async def fill(page: Page, name: str, value: str) -> None:
+    """Fill in a filter."""
+    await page.js(
+        f"(field => {{ field.value = {json.dumps(value)};"
+        " field.dispatchEvent(new Event('change', { bubbles: true })); })"
+        f"(document.querySelector('form.filters [name={name}]'))"
+    )
+
+
+async def seek(page: Page, text: str) -> None:
+    """Look for an id, by keyboard."""
+    await page.js("document.activeElement.blur(); true")
+    await page.press("k", 75, ctrl=True)
+    await page.until("document.activeElement.id === 'find-text'")
+    await page.send("Input.insertText", text=text)
+    await page.press("Enter", 13)
+
+
+IDS: Final = "[...document.querySelectorAll('td.id a')].map(one => one.textContent).join()"
+
+
+async def search(page: Page, here: Up) -> None:
+    """From an id to its page; filters, range and sort in the address, there again at a reload; and a wrong
+    filter says what is wrong with it."""
+    line = here.line("gateway", "turn-1")
+    for text, there in (
+        ("turn-1", "#/request/turn-1"),
+        (line["trace_id"], "#/request/turn-1"),
+        (f"00-{line['trace_id']}-{line['span_id']}-01", "#/request/turn-1"),
+        ("mine", "#/requests?session=mine"),
+    ):
+        await seek(page, text)
+        await page.until(f"location.hash === {json.dumps(there)}")
+        await page.js("location.hash = '#/engines'")
+    await seek(page, EVIL)
+    await page.until("!document.querySelector('#notice').hidden")
+    assert EVIL in await page.js("document.querySelector('#notice').textContent")
+    for fragment, there in (
+        (f"#/requests/{line['session']}", f"#/requests?session={line['session']}"),
+        ("#/requests/turn-0", "#/request/turn-0"),
+    ):
+        await page.js(f"location.hash = {json.dumps(fragment)}")
+        await page.until(f"location.hash === {json.dumps(there)}")
+    await page.js("location.hash = '#/requests'")
+    await fill(page, "session", "mine")
+    await fill(page, "since", "2026-01-01T10:00:00")
+    await page.js("document.querySelector('[data-sort=took] button').click()")
+    await page.until("location.hash.includes('sort=took') && location.hash.includes('since=20')")
+    await page.send("Page.reload")
+    await page.until(f"document.querySelector('form.filters') !== null && {IDS} === 'turn-0,turn-1'")
+    assert await page.js("document.querySelector('[aria-sort]').dataset.sort") == "took"
+    assert await page.js("document.querySelector('[name=since]').value") == "2026-01-01T10:00"
+    await fill(page, "until", "2026-01-01T11:00:00")
+    await page.until("!document.querySelector('.empty').hidden")
+    assert "times in UTC" in await page.js("document.querySelector('#count').textContent")
+    for fragment, says in (
+        ("status=abc", "Status: it must be one such as 429"),
+        ("since=noon", "From, UTC: it must be a date and a time"),
+        ("state=dead", "State: it must be one of the list"),
+        ("min_ms=1.5", "At least, ms: it must be a whole number"),
+        ("length=1", "There is no filter length"),
+    ):
+        await page.js(f"location.hash = '#/requests?{fragment}'")
+        await page.until(
+            f"document.querySelector('#filter-problem').textContent.includes({json.dumps(says)})"
+        )
+    await page.js("location.hash = '#/requests?status=4xx'")
+    await page.until(f"{IDS}.includes('evil-1')")
+    codes = await page.js("[...document.querySelectorAll('tr.bad .error')].map(one => one.textContent)")
+    assert here.line("gateway", "evil-1")["error_code"] in codes
+    print("search: by id, trace, traceparent and session; the address keeps filters, range and sort")
 
 
 @asynccontextmanager
@@ -277,7 +346,7 @@ async def pictures(page: Page, folder: Path, request_id: str) -> None:
             for name, fragment in views.items():
                 await page.js(f"location.hash = '#/{fragment}'")
                 await page.until(
-                    f"document.querySelector({json.dumps(ready.get(name, '#chat-key option'))}) !== null"
+                    f"document.querySelector({json.dumps(ready.get(name, '#models option'))}) !== null"
                 )
                 await asyncio.sleep(2.5 if name == "engines" else 0.4)
                 is_wide = await page.js("document.documentElement.scrollWidth > innerWidth")
@@ -301,6 +370,7 @@ async def check(folder: Path) -> None:
             await compare(page, here, request_id)
             await attack(page, here)
             await follow(page, here)
+            await search(page, here)
             await pictures(page, folder, request_id)
             await lag(page, here, folder)
             await log_out(page, here)

@@ -3,6 +3,7 @@
 // events were passed on, and their number by then: the record has a few, the console's own chats one for each piece.
 
 import { el, shown, svg } from "./dom.js";
+import { requestsPage } from "./find.js";
 import { duration, exact, percent, plural, whole } from "./format.js";
 
 const TICKS_MAX = 600;
@@ -92,7 +93,7 @@ function facts(one, line) {
     ["Tenant", one.tenant ?? "none", "tenant"],
     ["Key", one.key_id ?? "none", "key"],
     ["Model", one.model ?? "none", "model"],
-    ["Session", one.session ? el("a", { href: `#/requests/${encodeURIComponent(one.session)}` }, shown(one.session)) : "none", "session"],
+    ["Session", one.session ? el("a", { href: requestsPage({ session: one.session }) }, shown(one.session)) : "none", "session"],
     ["Asked", `${one.method} ${one.endpoint}${one.stream ? ", as a stream" : ""}`, "asked"],
     ["Engines asked", `${one.attempts ?? 0}${one.replica ? `, last ${one.replica}` : ""}`, "attempts"],
   ];

@@ -139,7 +139,9 @@ def test_a_record_has_its_ticks_from_its_headers_on_and_their_bytes_count() -> N
         ({"tenant": ""}, "tenant must have"),
         ({"model": "m" * 513}, "model must have"),
         ({"session": "m" * 513}, "session must have"),
-        ({"color": "red"}, "There are the parameters tenant,"),
+        ({"since": "2026-11-23T12:00:00"}, "since must be a moment with its zone, like"),
+        ({"until": "noon"}, "until must be a moment"),
+        ({"color": "red"}, "There are the parameters id, trace_id, tenant,"),
     ],
 )
 def test_a_wrong_question_names_its_parameter(parameters: dict[str, str], says: str) -> None:
@@ -164,14 +166,22 @@ def test_a_wrong_question_names_its_parameter(parameters: dict[str, str], says: 
         ({"session": "mine"}, "bc"),
         ({"session": "mine", "tenant": "other"}, "b"),
         ({"session": "no such session"}, ""),
+        ({"id": "b"}, "b"),
+        ({"id": "d"}, ""),
+        ({"trace_id": "c" * 32}, "c"),
+        ({"since": "2026-11-23T12:00:00Z"}, "abc"),
+        ({"since": "2026-11-23T13:00:00.001+01:00"}, ""),
+        ({"until": "2026-11-23T11:59:59.9Z"}, "c"),
+        ({"since": "2026-11-23T11:59:59.95Z", "until": "2026-11-23T11:59:59.98Z"}, "c"),
+        ({"since": "0001-01-01T00:00:00+14:00", "until": "9999-12-31T23:59:59-14:00"}, "abc"),
     ],
 )
 def test_a_question_covers_what_it_asks_for(parameters: dict[str, str], found: str) -> None:
-    theirs = session_id("other", "mine")
+    own, theirs = session_id("acme", "mine"), session_id("other", "mine")
     recorder = recorder_of(
         line("a", tenant="acme", model="tiny", endpoint="/v1/completions"),
         line("b", tenant="other", model="large", status=503, end_reason=EndReason.REFUSED, session=theirs),
-        line("c", tenant="acme", model="tiny", total_ms=100.0, session=session_id("acme", "mine")),
+        line("c", tenant="acme", model="tiny", total_ms=100.0, session=own, trace_id="c" * 32),
     )
     query = parse(parameters)
     assert "".join(sorted(o.request_id for o in recorder.newest_first() if query.covers(o))) == found
