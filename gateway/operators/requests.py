@@ -49,7 +49,8 @@ from gateway.routing.sessions import session_id
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.trace.axis import Axis, Bar, Visit
 from shared.trace.request_records import RequestPage, RequestRecord, RequestRecords, RequestSummary
-from shared.wire.end_reason import EndReason
+from shared.trace.request_text import record_text
+from shared.wire.end_reason import MEANINGS, EndReason
 from shared.wire.errors import InvalidRequest, NotFound
 
 REQUESTS: Final = "/admin/v1/requests"
@@ -220,7 +221,7 @@ class RequestsApi:
         found = (*live[:SAME_ID_MAX], *done)
         if not found:
             raise NotFound("There is no such request among the live ones and the latest.")
-        return _json(RequestRecords(found))
+        return _json(RequestRecords(tuple(map(_worded, found))))
 
     def page(self, query: RequestsQuery, lives: Iterable[RequestSummary]) -> RequestPage:
         """The requests that are asked for, of those that live and those that are kept."""
@@ -268,6 +269,12 @@ class RequestsApi:
         return RequestRecord(
             summary=self._live_summary(exchange), visits=visits, axis=Axis(bars), ticks=ticks
         )
+
+
+def _worded(record: RequestRecord) -> RequestRecord:
+    """A record with what is said of it in words, by those who say it everywhere."""
+    meaning = None if record.line is None else MEANINGS[record.line.end_reason]
+    return msgspec.structs.replace(record, meaning=meaning, text="\n".join(record_text(record)))
 
 
 def _json(answer: RequestPage | RequestRecords) -> web.Response:

@@ -79,10 +79,14 @@ class RequestRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The gateway's stages, each visit by itself."""
     axis: Axis
     """The stages of both services."""
+    meaning: str | None = None
+    """The meaning of its end, in a phrase. None while it is live."""
     causes: tuple[str, ...] = ()
     """The causes of its waits, in words."""
     ticks: tuple[Tick, ...] = ()
     """The times at which a stream's events were passed on, evenly thinned out for a long one."""
+    text: str = ""
+    """It as `penstock trace` shows it."""
     gateway: str | None = None
     """The other gateway that has it. None: the one that was asked."""
     worker: int | None = None

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -137,10 +138,10 @@ async def compare(page: Page, here: Up, request_id: str) -> None:
     await page.until("document.querySelector('h1.id') && document.querySelector('.stages tbody tr')")
     rows = await page.js(
         "[...document.querySelectorAll('.stages tbody tr[data-stage]')].map(row => [row.dataset.service,"
-        " row.dataset.stage, Number(row.querySelector('.takes').textContent)])"
+        " row.dataset.stage, parseFloat(row.querySelector('.takes').title)])"
     )
     assert await page.js("document.querySelectorAll('.tokens .ticks').length") == 1
-    total = await page.js("parseFloat(document.querySelector('[data-fact=total]').textContent)")
+    total = await page.js("parseFloat(document.querySelector('[data-fact=total] span').title)")
     gateway, engine = here.line("gateway", request_id), here.line("engine", request_id)
     assert total == gateway["total_ms"], (total, gateway["total_ms"])
     sums: dict[tuple[str, str], float] = {}
@@ -154,6 +155,17 @@ async def compare(page: Page, here: Up, request_id: str) -> None:
     own = sum(takes for (service, _), takes in sums.items() if service == "gateway")
     assert abs(own - total) < 1.0, (own, total)
     assert {"queue", "prefill", "decode"} <= {stage for service, stage in sums if service == "engine"}
+    told = await page.js("document.querySelector('[data-fact=ended] time').textContent")
+    assert told.endswith(" UTC"), told
+    ended = datetime.fromisoformat(f"{told.removesuffix(' UTC')}Z")
+    assert abs(ended - datetime.fromisoformat(gateway["ts"])) < timedelta(milliseconds=5), (
+        told,
+        gateway["ts"],
+    )
+    state = await page.js("document.querySelector('[data-fact=state]').textContent")
+    assert state == "200 ok in relay: the client has its whole answer", state
+    await page.js("document.querySelector('[data-fact=tenant] a').click()")
+    await page.until(f"location.hash === '#/requests?tenant={gateway['tenant']}'")
     print(
         f"waterfall: {compared} stages as in both logs; the gateway's add up to {own:.3f} of {total:.3f} ms"
     )
@@ -224,6 +236,32 @@ async def seek(page: Page, text: str) -> None:
     await page.press("Enter", 13)
 
 
+async def take_along(page: Page, here: Up) -> None:
+    """A request as `penstock trace` prints it, and a list as files. What is copied and saved is caught."""
+    await page.js(
+        "window.taken = []; navigator.clipboard.writeText = async text => { taken.push(text); };"
+        "URL.createObjectURL = blob => { blob.text().then(text => taken.push(text)); return '#'; }; true"
+    )
+    await page.js("document.querySelectorAll('.above button').forEach(one => one.click())")
+    await page.until("taken.length === 2")
+    csv, rows = await page.js("taken.sort((a, b) => a.startsWith('request_id') ? -1 : 1)")
+    assert csv.startswith("request_id,trace_id,began_at,")
+    assert {row["request_id"] for row in json.loads(rows)} == {
+        row.partition(",")[0] for row in csv.split("\r\n")[1:-1]
+    }
+    await page.js("taken.length = 0; location.hash = '#/request/turn-1'")
+    await page.until("document.querySelector('.above .buttons:not([hidden])')")
+    await page.js("document.querySelector('.above button').click()")
+    await page.until("taken.length === 1")
+    argv = [str(Path(sys.executable).with_name("penstock")), "trace", "turn-1"]
+    argv += ["--admin-url", here.console.removesuffix("/console")]
+    env = os.environ | {"PENSTOCK_ADMIN_KEY": here.admin_key}
+    printed = await asyncio.to_thread(
+        subprocess.run, argv, env=env, capture_output=True, text=True, check=True
+    )
+    assert await page.js("taken[0]") == printed.stdout
+
+
 IDS: Final = "[...document.querySelectorAll('td.id a')].map(one => one.textContent).join()"
 
 
@@ -276,6 +314,7 @@ async def search(page: Page, here: Up) -> None:
     await page.until(f"{IDS}.includes('evil-1')")
     codes = await page.js("[...document.querySelectorAll('tr.bad .error')].map(one => one.textContent)")
     assert here.line("gateway", "evil-1")["error_code"] in codes
+    await take_along(page, here)
     print("search: by id, trace, traceparent and session; the address keeps filters, range and sort")
 
 

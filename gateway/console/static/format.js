@@ -34,6 +34,12 @@ export function zoneOf(text = Date.now()) {
   return `UTC${minutes < 0 ? "-" : "+"}${two(hours)}:${two(rest)}`;
 }
 
+// A moment to the millisecond, with its zone.
+export function whenOf(text) {
+  const at = new Date(text);
+  return `${dayOf(at)} ${timeOf(at)}.${String(at.getMilliseconds()).padStart(3, "0")} ${zoneOf(at)}`;
+}
+
 // A moment in UTC to the millisecond, as logs have it.
 export const utcOf = (text) => new Date(text).toISOString();
 

@@ -2,7 +2,8 @@
 // it is sorted stand in the address, so that a list can be pasted into a ticket and is there again at a reload.
 
 import { get, poll } from "./api.js";
-import { el, say, setText, shown, silent } from "./dom.js";
+import { download, el, say, setText, shown, silent } from "./dom.js";
+import { csvOf, jsonOf } from "./export.js";
 import { requestPage, requestsPage } from "./find.js";
 import { dayOf, duration, exactTitle, percent, plural, timeOf, utcOf, whole, zoneOf } from "./format.js";
 
@@ -66,7 +67,12 @@ export function requestsView(view, tell, id, query) {
   const box = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Requests" }, table);
   const empty = el("p", { class: "hint empty", hidden: true }, "No request matches.");
   const isOpen = query.size > 0 || matchMedia("(min-width: 40rem)").matches;
-  view.append(el("h1", {}, "Requests"), el("details", { class: "filtering", open: isOpen }, el("summary", {}, "Filters"), form), problem, count, box, empty);
+  const file = (ending) => `requests-${utcOf(Date.now()).slice(0, 19).replaceAll(":", "")}.${ending}`;
+  const buttons = el("div", { class: "buttons" },
+    el("button", { type: "button", $click: () => download(file("csv"), "text/csv", csvOf(rows)) }, "CSV"),
+    el("button", { type: "button", $click: () => download(file("json"), "application/json", jsonOf(rows)) }, "JSON"));
+  view.append(el("h1", {}, "Requests"), el("details", { class: "filtering", open: isOpen }, el("summary", {}, "Filters"), form), problem,
+    el("div", { class: "above" }, count, buttons), box, empty);
 
   const pool = [];
   function draw() {

@@ -229,6 +229,8 @@ async def test_a_request_is_seen_while_it_lives_and_when_it_is_done(house: House
         )
         [live] = (await ask(house, "/mine"))["data"]
         assert live["summary"]["events"] >= 1
+        assert live["text"].startswith("request mine, in progress")
+        assert "meaning" not in live
         assert live["axis"]["bars"][-1]["stage"] == "relay"
         assert [tick[1] for tick in live["ticks"]] == [live["summary"]["events"]]
         assert (await ask(house, "?state=done"))["data"] == []
@@ -306,8 +308,10 @@ async def test_the_command_asks_a_running_gateway(
     assert "gateway  200 ok in relay" in text
     assert "           events " in text
     assert "the engine's times are placed within" in text
+    [record] = (await ask(house, "/mine"))["data"]
+    assert (record["text"], record["meaning"]) == (text.rstrip("\n"), "the client has its whole answer")
     code, text, _ = await trace("mine", "--json")
-    assert json.loads(text)["summary"]["request_id"] == "mine"
+    assert json.loads(text) == {name: value for name, value in record.items() if name != "text"}
     code, text, _ = await trace("--slowest", "3")
     assert (code, text.count("\n")) == (0, 1)
     assert "200 ok" in text
