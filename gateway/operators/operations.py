@@ -123,6 +123,8 @@ class Operation:
     """True if `if-none-match` is looked at."""
     is_of_all: bool = False
     """True if the other gateways are asked, too (`gateway.operators.peers`)."""
+    is_watched: bool = False
+    """True if the answer may have a version that `if-none-match` takes (`gateway.operators.versions`)."""
     asks: Asks = field(kw_only=True)
     merges: Mapping[str, Merge] = field(default_factory=dict)
     """The fields of the answer that are not the first worker's, and all that are lists, where every worker is

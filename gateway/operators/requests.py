@@ -17,6 +17,8 @@ Rules:
 2. It tells of every tenant, so it is for operators alone (as rule 1 of `gateway.operators.server` says).
 3. Others have their turn after every `AT_ONCE` live requests: consoles ask for a thousand of them each
    second. So a request that ends meanwhile may be told of twice, as live and as completed.
+4. Who has the newest page of completed requests is told so (`gateway.operators.versions`). Live ones change
+   by themselves, so a page of both has no version while there are any.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from gateway.operators.operations import (
     Table,
     does,
 )
+from gateway.operators.versions import Versions, etag_of, is_known, unchanged
 from gateway.request.exchange import Exchange, LiveRequests
 from gateway.request.recorder import Recorder, summary_of, ticks_of
 from gateway.routing.sessions import session_id
@@ -183,6 +186,7 @@ class RequestsApi:
         self._live: Final = live
         self._recorder: Final = recorder
         self._clock: Final = clock
+        self._versions: Final = Versions()
 
     @property
     def table(self) -> Table:
@@ -195,6 +199,7 @@ class RequestsApi:
             RequestPage,
             _PARAMETERS,
             is_of_all=True,
+            is_watched=True,
             asks=Asks.EVERY,
             merges={"data": Merge.PAGE, "before": Merge.MOST, **SILENT},
         )
@@ -202,7 +207,18 @@ class RequestsApi:
     async def _list(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest."""
         query = parse(asked.request.query)
-        return _json(self.page(query, await self._lives(query)))
+        etag = self._etag(asked.request, query)
+        if etag and is_known(asked.request, etag):
+            return unchanged(etag_of(etag))
+        page = self.page(query, await self._lives(query))
+        return _json(page, etag_of(etag) if etag else {})
+
+    def _etag(self, request: web.BaseRequest, query: RequestsQuery) -> str | None:
+        """The version of the page; None while it tells of what lives, which changes by itself."""
+        tells_of_live = query.live and query.before is None
+        if tells_of_live and len(self._live):
+            return None
+        return self._versions.of(request, self._recorder.number if query.done else 0)
 
     @does(
         Operation(
@@ -277,5 +293,5 @@ def _worded(record: RequestRecord) -> RequestRecord:
     return msgspec.structs.replace(record, meaning=meaning, text="\n".join(record_text(record)))
 
 
-def _json(answer: RequestPage | RequestRecords) -> web.Response:
-    return json_response(HTTPStatus.OK, msgspec.json.encode(answer), {})
+def _json(answer: RequestPage | RequestRecords, headers: Mapping[str, str] | None = None) -> web.Response:
+    return json_response(HTTPStatus.OK, msgspec.json.encode(answer), headers or {})

@@ -82,6 +82,11 @@ class Recorder:
     def is_on(self) -> bool:
         return self._records_max > 0
 
+    @property
+    def number(self) -> int:
+        """The number of the latest record: as long as it is the same, so are the records."""
+        return self._number
+
     def add(
         self, line: GatewayLine, stamps: Stamps, logged: bytes | None = None, ticks: Ticks | None = None
     ) -> None:

@@ -1,7 +1,7 @@
 // Live and recent requests: a table of which only the rows in sight are in the page. What is asked for and how
 // it is sorted stand in the address, so that a list can be pasted into a ticket and is there again at a reload.
 
-import { get, poll } from "./api.js";
+import { get, poll, watch } from "./api.js";
 import { download, el, say, setText, shown, silent } from "./dom.js";
 import { csvOf, jsonOf } from "./export.js";
 import { requestPage, requestsPage } from "./find.js";
@@ -136,7 +136,11 @@ export function requestsView(view, tell, id, query) {
     if (told) keep(told);
   }
 
-  let page = { data: [] };
+  // What lives changes all the time, and is asked for by itself: what is completed mostly is as it was.
+  const none = { data: [] };
+  const [askLive, askDone] = [watch(), watch()];
+  let parts = [none, none];
+  let page = none;
   function show() {
     const [, by, isUp] = SORTED.exec(sort);
     rows = [...page.data];
@@ -162,9 +166,11 @@ export function requestsView(view, tell, id, query) {
     keep(told);
     const number = (asked += 1);
     told.set("limit", String(ROWS_MAX));
-    const answer = await get(`/admin/v1/requests?${told}`);
-    if (number !== asked) return; // a later question was asked
-    page = answer;
+    const live = told.get("state") === "done" ? none : await askLive(part(told, "live"));
+    const done = told.get("state") === "live" ? none : await askDone(part(told, "done"));
+    if (number !== asked || (live === parts[0] && done === parts[1])) return; // a later question was asked, or nothing is new
+    parts = [live, done];
+    page = together(live, done);
     show();
   }
   form.addEventListener("submit", (event) => event.preventDefault());
@@ -175,6 +181,20 @@ export function requestsView(view, tell, id, query) {
     refresh().then(() => { tell(null); say(count.textContent); }, tell);
   });
   return poll(refresh, EVERY_MS, tell);
+}
+
+function part(told, state) {
+  const query = new URLSearchParams(told);
+  query.set("state", state);
+  return `/admin/v1/requests?${query}`;
+}
+
+// A request that ended between the two questions is in both.
+function together(live, done) {
+  const name = (one) => `${one.request_id} ${one.trace_id} ${one.method}`;
+  const ended = new Set(done.data.slice(0, live.data.length + 100).map(name));
+  const data = [...live.data.filter((one) => !ended.has(name(one))), ...done.data].slice(0, ROWS_MAX);
+  return { ...done, data, silent_gateways: done.silent_gateways ?? live.silent_gateways, silent_workers: done.silent_workers ?? live.silent_workers };
 }
 
 const labelOf = (control) => control.labels[0].firstChild.textContent;

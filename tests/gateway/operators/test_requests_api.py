@@ -286,6 +286,36 @@ async def test_pages_follow_each_other_and_an_unknown_id_is_not_found(house: Hou
 
 
 @pytest.mark.parametrize("protocol", ["http2"], indirect=True)
+async def test_a_page_that_has_not_changed_is_not_made_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"http://127.0.0.1:{house.gateway.admin_port}/admin/v1/requests"
+
+    async def poll(query: str = "", known: str = "") -> tuple[int, str, bytes]:
+        headers = {**OPERATOR, **({"if-none-match": known} if known else {})}
+        async with house.client.get(url + query, headers=headers) as answer:
+            return answer.status, answer.headers.get("etag", ""), await answer.read()
+
+    gate = asyncio.Event()
+    house.engine.script = stream(chunk("a"), gate, end=closing())
+    status, empty, _ = await poll("?state=done")
+    assert (status, empty != "") == (200, True)
+    async with house.chat(stream=True) as answer:
+        await answer.content.readline()
+        assert (await poll())[:2] == (200, ""), "what lives changes by itself"
+        with monkeypatch.context() as patched:
+            patched.setattr(RequestsApi, "page", lambda *_: pytest.fail("it was made"))
+            assert await poll("?state=done", empty) == (304, empty, b"")
+        gate.set()
+        await answer.read()
+    await until(lambda: len(house.gateway._recorder) == 1)
+    status, newest, body = await poll("?state=done", empty)
+    assert (status, len(json.loads(body)["data"]), newest != empty) == (200, 1, True)
+    assert await poll("?state=done", newest) == (304, newest, b"")
+    assert (await poll("?state=done&limit=9", newest))[0] == 200, "another question"
+
+
+@pytest.mark.parametrize("protocol", ["http2"], indirect=True)
 async def test_the_command_asks_a_running_gateway(
     house: House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
