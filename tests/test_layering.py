@@ -175,7 +175,7 @@ GATEWAY_LEVELS = (
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {
         *("directory.accounts", "directory.development", "operators.operations", "billing", "openapi.public"),
-        *("listen.listener_tls", "relay.engines", "request.record"),
+        *("listen.listener_tls", "relay.engines", "request.record", "operators.versions"),
     },
     {
         "discovery",

@@ -140,6 +140,10 @@ def _operation(operation: Operation) -> Json:
     ]
     if operation.is_versioned:
         headers["etag"] = header("The version of what is shown, for if-match.")
+    if operation.is_watched:
+        headers["etag"] = header("The version of the answer, where it has one.")
+        told = "The version that is known already: it is not told again."
+        parameters.append(request_header("if-none-match", told, {"type": "string"}))
     if operation.takes_version:
         told = "The etag that was read, or several: another version is not changed."
         parameters.append(request_header("if-match", told, {"type": "string"}))
@@ -153,6 +157,8 @@ def _operation(operation: Operation) -> Json:
         "parameters": parameters,
         "responses": {"200": whole} | errors_of((*_EVERYWHERE, *operation.errors)),
     }
+    if operation.is_watched:
+        described["responses"]["304"] = {"description": "It is as it was.", "headers": headers}
     if operation.body is not None:
         content = {JSON: {"schema": {"$ref": REF.format(name=operation.body.name)}}}
         described["requestBody"] = {"required": bool(operation.body.required), "content": content}

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import field as of_dataclass
+from datetime import datetime
 from enum import Enum
 from typing import Any, Final, TypeVar
 
@@ -100,9 +102,11 @@ class Parameter:
     says: str = ""
     """What it must be, in words, where it has a pattern."""
 
-    def read(self, text: str) -> str | int:
+    def read(self, text: str) -> str | int | datetime:
         """The value that a query's text stands for. Raises InvalidRequest."""
         name, schema = self.name, self.schema
+        if schema.get("format") == "date-time":
+            return self._moment(text)
         if schema.get("type") == "integer":
             least, most = schema["minimum"], schema["maximum"]
             is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
@@ -118,8 +122,17 @@ class Parameter:
             raise InvalidRequest(f"{name} must be {self.says}.", param=name)
         return text
 
+    def _moment(self, text: str) -> datetime:
+        found = None
+        with suppress(ValueError):
+            found = datetime.fromisoformat(text)
+        if found is None or found.utcoffset() is None:
+            like = "a moment with its zone, like 2026-11-01T12:00:00Z"
+            raise InvalidRequest(f"{self.name} must be {like}.", param=self.name)
+        return found
 
-def query_of(parameters: Sequence[Parameter], given: Mapping[str, str]) -> dict[str, str | int]:
+
+def query_of(parameters: Sequence[Parameter], given: Mapping[str, str]) -> dict[str, str | int | datetime]:
     """The parameters in a query string, each as its schema says. Raises InvalidRequest, naming the
     parameter."""
     known = {one.name: one for one in parameters}
@@ -160,6 +173,8 @@ class Operation:
     """True if `if-none-match` is looked at."""
     is_of_all: bool = False
     """True if the other gateways are asked, too (`gateway.operators.peers`)."""
+    is_watched: bool = False
+    """True if the answer may have a version that `if-none-match` takes (`gateway.operators.versions`)."""
     asks: Asks = of_dataclass(kw_only=True)
     merges: Mapping[str, Merge] = of_dataclass(default_factory=dict)
     """The fields of the answer that are not the first worker's, and all that are lists, where every worker is

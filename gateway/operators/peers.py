@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Final
 
 import aiohttp
 from aiohttp import web
+from multidict import CIMultiDict
 from yarl import URL
 
 from gateway.client.responses import error_response, json_response
 from gateway.identity.caller import Principal
 from gateway.identity.keys import KeyTable
 from gateway.operators.operations import Operation
-from gateway.operators.together import OperatorAnswer, PartOf, limit_of, together
+from gateway.operators.together import OperatorAnswer, PartOf, is_same, limit_of, to_ask_again, together
+from gateway.operators.versions import ETAG, KNOWN, etag_of_all, unchanged, version_of
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.errors import NotFound, Unauthenticated
@@ -49,6 +51,10 @@ _PROOF: Final = re.compile(r"([A-Za-z0-9._-]{1,64}) ([0-9]{1,12}) ([0-9a-f]{64})
 
 log = logs.get(__name__)
 
+_PASSED: Final = (REQUEST_ID_HEADER, KNOWN)
+
+Own = Callable[[web.BaseRequest], Awaitable[web.Response]]
+"""This gateway's answer to a request."""
 Keys = Callable[[], KeyTable]
 """The operators' keys of the moment."""
 
@@ -85,27 +91,47 @@ class Peers:
         raise Unauthenticated("This is no other gateway.", detail="a wrong proof")
 
     async def together(
-        self, request: web.BaseRequest, operation: Operation, operator: KeyId, own: Awaitable[web.Response]
+        self, request: web.BaseRequest, operation: Operation, operator: KeyId, own: Own
     ) -> web.Response:
-        """The answer of all gateways, of which `own` is this one's. Raises what `own` raises, but for
+        """The answer of all gateways, of which `own` gives this one's. Raises what `own` raises, but for
         NotFound."""
         others = self.members.others
         if not others:
-            return await own
-        try:
-            first = _answer(await own)
-        except NotFound as error:
-            first = _answer(error_response(error, {}))
-        answers: dict[str | None, OperatorAnswer] = {None: first}
-        told = await asyncio.gather(*(self._ask(one, request, operator, len(others)) for one in others))
-        silent = []
-        for member, answer in zip(others, told, strict=True):
-            if answer is None:
-                silent.append(member.name)
-            else:
-                answers[member.name] = answer
+            return await own(request)
+        asked: dict[str | None, GatewayMember | None] = {None: None}
+        asked |= {member.name: member for member in others}
+        answers = await self._round(asked, request, operator, own)
+        is_whole = len(answers) == len(asked)
+        if again := to_ask_again(answers, is_whole=is_whole):
+            anew = request.clone(headers=_without(request.headers, KNOWN))
+            late = await self._round({name: asked[name] for name in again}, anew, operator, own)
+            answers = {name: one for name, one in answers.items() if name not in again} | late
+        silent = [name for name in asked if name is not None and name not in answers]
         whole = together(answers, silent, operation.merges, limit_of(request.query), PartOf.GATEWAY)
-        return json_response(whole.status, whole.body, {})
+        if is_same(whole):
+            return unchanged({ETAG: request.headers[KNOWN]})
+        return json_response(whole.status, whole.body, etag_of_all([whole.headers]))
+
+    async def _round(
+        self,
+        asked: Mapping[str | None, GatewayMember | None],
+        request: web.BaseRequest,
+        operator: KeyId,
+        own: Own,
+    ) -> dict[str | None, OperatorAnswer]:
+        """The answers of those that give one, by their names. None is this gateway."""
+        answers: dict[str | None, OperatorAnswer] = {}
+        if None in asked:
+            try:
+                answers[None] = _answer(await own(request))
+            except NotFound as error:
+                answers[None] = _answer(error_response(error, {}))
+        others = [member for member in asked.values() if member is not None]
+        told = await asyncio.gather(*(self._ask(one, request, operator, len(others)) for one in others))
+        for member, answer in zip(others, told, strict=True):
+            if answer is not None:
+                answers[member.name] = answer
+        return answers
 
     async def _ask(
         self, member: GatewayMember, request: web.BaseRequest, operator: KeyId, count: int
@@ -116,15 +142,14 @@ class Peers:
         [digest, *_] = self._keys().digests(operator)
         proof = proof_of(digest, member.url, method, target, at_s)
         headers = {PROOF_HEADER: f"{operator} {at_s} {proof}"}
-        if (id_ := request.headers.get(REQUEST_ID_HEADER)) is not None:
-            headers[REQUEST_ID_HEADER] = id_
+        headers |= {name: request.headers[name] for name in _PASSED if name in request.headers}
         try:
             async with asyncio.timeout(ANSWER_S):
                 answer = await self._read(member, method, target, headers, ANSWERS_LEN_MAX // count)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             log.warning("gateway.silent", gateway=member.name, reason=str(error) or type(error).__name__)
             return None
-        if answer.status not in (HTTPStatus.OK, HTTPStatus.NOT_FOUND):
+        if answer.status not in (HTTPStatus.OK, HTTPStatus.NOT_MODIFIED, HTTPStatus.NOT_FOUND):
             log.warning("gateway.silent", gateway=member.name, reason=f"it answered {answer.status}")
             return None
         return answer
@@ -144,10 +169,14 @@ class Peers:
                 read += piece
                 if len(read) > len_max:
                     raise ValueError(f"its answer has more than {len_max} bytes")
-            return OperatorAnswer(answer.status, {}, bytes(read))
+            return OperatorAnswer(answer.status, version_of(answer.headers), bytes(read))
 
 
 def _answer(response: web.Response) -> OperatorAnswer:
-    body = response.body
+    body = response.body or b""
     assert isinstance(body, bytes)
-    return OperatorAnswer(response.status, {}, body)
+    return OperatorAnswer(response.status, version_of(response.headers), body)
+
+
+def _without(headers: Mapping[str, str], name: str) -> CIMultiDict[str]:
+    return CIMultiDict((one, value) for one, value in headers.items() if one.lower() != name)

@@ -1,11 +1,13 @@
 """`GET /admin/v1/requests` and `GET /admin/v1/requests/{id}`: live and recent requests, for operators.
 
     state                       live, done; both without it
+    id, trace_id                only of this one
     tenant, model, endpoint     only of this one
     session                     only of this one: its hash, or the name that the caller gives it
     status                      a status such as 429, or a class such as 5xx; of completed requests alone
     end_reason                  a word of `shared.wire.end_reason`; of completed requests alone
     min_ms                      only what took so long, or has taken so long
+    since, until                only what was in progress between these moments, such as 2026-11-01T12:00:00Z
     limit                       rows at most: 100 without it, `LIMIT_MAX` at most
     before                      completed requests before this number: what a page's `before` says
 
@@ -15,6 +17,8 @@ Rules:
 2. It tells of every tenant, so it is for operators alone (as rule 1 of `gateway.operators.server` says).
 3. Others have their turn after every `AT_ONCE` live requests: consoles ask for a thousand of them each
    second. So a request that ends meanwhile may be told of twice, as live and as completed.
+4. Who has the newest page of completed requests is told so (`gateway.operators.versions`). Live ones change
+   by themselves, so a page of both has no version while there are any.
 """
 
 from __future__ import annotations
@@ -41,14 +45,16 @@ from gateway.operators.operations import (
     Table,
     does,
 )
+from gateway.operators.versions import Versions, etag_of, is_known, unchanged
 from gateway.request.exchange import Exchange, LiveRequests
 from gateway.request.recorder import KeptSince, Recorder, summary_of, ticks_of
 from gateway.routing.sessions import session_id
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.trace.axis import Axis, Bar, Visit
 from shared.trace.request_records import RequestPage, RequestRecord, RequestRecords, RequestSummary
+from shared.trace.request_text import record_text
 from shared.trace.why import so_far
-from shared.wire.end_reason import EndReason
+from shared.wire.end_reason import MEANINGS, EndReason
 from shared.wire.errors import NotFound
 
 REQUESTS: Final = "/admin/v1/requests"
@@ -63,9 +69,13 @@ NAME_LEN_MAX: Final = 512
 _NUMBERS: Final = {"limit": LIMIT_MAX, "before": 2**53, "min_ms": 10**12}
 _TEXT: Final = {"type": "string", "minLength": 1, "maxLength": NAME_LEN_MAX}
 _STATUS: Final = {"type": "string", "pattern": "^([0-9]{3}|[1-5]xx)$"}
+_MOMENT: Final = {"type": "string", "format": "date-time"}
 PARAMETERS: Final = (
     Parameter("state", "Without it both.", {"enum": ["live", "done"]}),
-    *(Parameter(name, "Only of this one.", _TEXT) for name in ("tenant", "model", "endpoint")),
+    *(
+        Parameter(name, "Only of this one.", _TEXT)
+        for name in ("id", "trace_id", "tenant", "model", "endpoint")
+    ),
     Parameter("session", "Only of this one: its hash, or the name that the caller gives it.", _TEXT),
     Parameter("end_reason", "Of completed requests alone.", {"enum": [*EndReason]}),
     Parameter(
@@ -82,6 +92,8 @@ PARAMETERS: Final = (
             ("before", "Only completed requests before this number."),
         )
     ),
+    Parameter("since", "Only what was in progress at this moment, or later.", _MOMENT),
+    Parameter("until", "Only what began by this moment.", _MOMENT),
 )
 
 
@@ -90,6 +102,8 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
 
     live: bool = True
     done: bool = True
+    id: str | None = None
+    trace_id: str | None = None
     tenant: str | None = None
     model: str | None = None
     endpoint: str | None = None
@@ -97,6 +111,8 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
     status: str | None = None
     end_reason: str | None = None
     min_ms: int = 0
+    since: datetime | None = None
+    until: datetime | None = None
     limit: int = LIMIT
     before: int | None = None
 
@@ -104,6 +120,10 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
         """True if the request is asked for."""
         return (
             one.total_ms >= self.min_ms
+            and self.id in (None, one.request_id)
+            and self.trace_id in (None, one.trace_id)
+            and (self.until is None or one.began_at <= self.until)
+            and (self.since is None or one.began_at + timedelta(milliseconds=one.total_ms) >= self.since)
             and self.tenant in (None, one.tenant)
             and self.model in (None, one.model)
             and self.endpoint in (None, one.endpoint)
@@ -132,6 +152,7 @@ class RequestsApi:
         self._live: Final = live
         self._recorder: Final = recorder
         self._clock: Final = clock
+        self._versions: Final = Versions()
 
     @property
     def table(self) -> Table:
@@ -144,6 +165,7 @@ class RequestsApi:
             RequestPage,
             PARAMETERS,
             is_of_all=True,
+            is_watched=True,
             asks=Asks.EVERY,
             merges={"data": Merge.PAGE, "before": Merge.MOST, **SILENT},
         )
@@ -151,7 +173,18 @@ class RequestsApi:
     async def _list(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest."""
         query = parse(asked.query)
-        return _json(self.page(query, await self._lives(query)))
+        etag = self._etag(asked.request, query)
+        if etag and is_known(asked.request, etag):
+            return unchanged(etag_of(etag))
+        page = self.page(query, await self._lives(query))
+        return _json(page, etag_of(etag) if etag else {})
+
+    def _etag(self, request: web.BaseRequest, query: RequestsQuery) -> str | None:
+        """The version of the page; None while it tells of what lives, which changes by itself."""
+        tells_of_live = query.live and query.before is None
+        if tells_of_live and len(self._live):
+            return None
+        return self._versions.of(request, self._recorder.number if query.done else 0)
 
     @does(
         Operation(
@@ -175,7 +208,7 @@ class RequestsApi:
         found = (*live[:SAME_ID_MAX], *done)
         if not found:
             raise NotFound(_not_kept(asked.id, self._recorder.since))
-        return _json(RequestRecords(found))
+        return _json(RequestRecords(tuple(map(_worded, found))))
 
     def page(self, query: RequestsQuery, lives: Iterable[RequestSummary]) -> RequestPage:
         """The requests that are asked for, of those that live and those that are kept."""
@@ -244,5 +277,11 @@ def _not_kept(request_id: str, since: KeptSince) -> str:
     )
 
 
-def _json(answer: RequestPage | RequestRecords) -> web.Response:
-    return json_response(HTTPStatus.OK, msgspec.json.encode(answer), {})
+def _worded(record: RequestRecord) -> RequestRecord:
+    """A record with what is said of it in words, by those who say it everywhere."""
+    meaning = None if record.line is None else MEANINGS[record.line.end_reason]
+    return msgspec.structs.replace(record, meaning=meaning, text="\n".join(record_text(record)))
+
+
+def _json(answer: RequestPage | RequestRecords, headers: Mapping[str, str] | None = None) -> web.Response:
+    return json_response(HTTPStatus.OK, msgspec.json.encode(answer), headers or {})

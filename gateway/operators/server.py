@@ -215,7 +215,11 @@ class Admin:
         is_shared = operation.asks is Asks.UNSHARED and self._shares_usage
         if self._peers is None or not operation.is_of_all or is_shared or not asks_others:
             return await answer(asked)
-        return await self._peers.together(request, operation, asked.operator.key, answer(asked))
+
+        async def own(request: web.BaseRequest) -> web.Response:
+            return await answer(msgspec.structs.replace(asked, request=request))
+
+        return await self._peers.together(request, operation, asked.operator.key, own)
 
     def _operator(self, request: web.BaseRequest) -> Principal:
         """The operator, whose own key opens what is not for everybody (rule 1). Raises Unauthenticated,

@@ -9,7 +9,9 @@ Rules
    answer that there is nothing: it may be theirs.
 3. What some do not find, and others do, is found. Any other error of one is the answer of all: what the
    others did is done.
-4. A page has the newest of all pages, as many as one may have. The next begins where it ends.
+4. Answers that have not changed since whoever asks had them are none to be made: where all are such, so is
+   the whole; where some are, they are asked for again (`is_same`).
+5. A page has the newest of all pages, as many as one may have. The next begins where it ends.
 """
 
 from __future__ import annotations
@@ -18,16 +20,20 @@ import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from gateway.operators.operations import Merge
+from gateway.operators.versions import ETAG, etag_of_all
 
 ERROR: Final = 400
 PAGE_MAX: Final = 1000
 """Entries of a page at most."""
+
+
+Of = TypeVar("Of")
 
 
 class OperatorAnswer(Struct, frozen=True):
@@ -59,6 +65,8 @@ def together(
     first = next((one for one in answers.values() if one.status >= ERROR), None)
     if first is not None:
         return first if found or not silent else _may_be_elsewhere(first, silent)
+    if all(map(is_same, answers.values())):
+        return next(iter(answers.values()))
     if len(answers) == 1 and not silent and (part_of is PartOf.WORKER or None in answers):
         return next(iter(answers.values()))
     parts = {of: _object(answer) for of, answer in answers.items()}
@@ -73,7 +81,21 @@ def together(
     if silent:
         whole |= {"partial": True, f"silent_{part_of.value}s": list(silent)}
     one = next(iter(answers.values()))
-    return OperatorAnswer(one.status, one.headers, msgspec.json.encode(whole))
+    headers = {name: value for name, value in one.headers.items() if name.lower() != ETAG}
+    if not silent:
+        headers |= etag_of_all([answer.headers for answer in answers.values()])
+    return OperatorAnswer(one.status, headers, msgspec.json.encode(whole))
+
+
+def is_same(answer: OperatorAnswer) -> bool:
+    """True if an answer says that nothing has changed."""
+    return answer.status == HTTPStatus.NOT_MODIFIED
+
+
+def to_ask_again(answers: Mapping[Of, OperatorAnswer], *, is_whole: bool) -> list[Of]:
+    """Those whose answers have not changed, but are needed, since others' have, or are missing."""
+    same = [of for of, answer in answers.items() if is_same(answer)]
+    return [] if is_whole and len(same) == len(answers) else same
 
 
 def limit_of(query: Mapping[str, str]) -> int:
@@ -123,7 +145,7 @@ def _named(entry: dict[str, Any], of: Any, part_of: PartOf) -> dict[str, Any]:
 
 
 def _cut(page: dict[str, Any], limit: int) -> None:
-    """Keep the newest entries (rule 4)."""
+    """Keep the newest entries (rule 5)."""
     entries = sorted(page["data"], key=_age)
     page["data"], left = entries[:limit], entries[limit:]
     if left:

@@ -138,6 +138,11 @@ class Recorder:
         return self._records_max > 0
 
     @property
+    def number(self) -> int:
+        """The number of the latest record: as long as it is the same, so are the records."""
+        return self._number
+
+    @property
     def since(self) -> KeptSince:
         """Since when all are kept: the recorder's beginning, where none had to go."""
         return KeptSince(*(self._since(ring) for ring in self._rings))
@@ -189,6 +194,7 @@ def summary_of(line: GatewayLine, number: int) -> RequestSummary:
     """A completed request in short."""
     return RequestSummary(
         request_id=line.request_id,
+        trace_id=line.trace_id,
         is_live=False,
         number=number,
         began_at=line.ts - timedelta(milliseconds=line.total_ms),

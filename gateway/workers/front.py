@@ -42,7 +42,8 @@ from gateway.operators.server import (
     RELOAD,
     secure,
 )
-from gateway.operators.together import OperatorAnswer, limit_of, together
+from gateway.operators.together import OperatorAnswer, is_same, limit_of, to_ask_again, together
+from gateway.operators.versions import ETAG, KNOWN
 from gateway.workers.answers import asks_of, operation_at
 from gateway.workers.channel import WorkerSilent
 from gateway.workers.metrics import registry_of
@@ -236,8 +237,8 @@ class Front:
         """The answer of all. The first asks the other gateways, too."""
         told: dict[int, OperatorAnswer] = {}
         everybody = {*places}
+        method, target, headers, body = asked
         while places:
-            method, target, headers, body = asked
             others = method, target, {**headers, OTHERS_HEADER: "1"}, body
             asks = (_asked(place, asked if told or at else others) for at, place in enumerate(places))
             answers = await asyncio.gather(*asks)
@@ -248,7 +249,33 @@ class Front:
         if not told:
             raise _nobody()
         silent = [place.index for place in self._supervisor.places if place.index not in told]
-        return together(told, silent, operation.merges, limit)
+        if again := to_ask_again(told, is_whole=not silent):
+            return await self._anew(told, again, asked, operation, limit)
+        whole = together(told, silent, operation.merges, limit)
+        return OperatorAnswer(whole.status, {ETAG: headers[KNOWN]}, b"") if is_same(whole) else whole
+
+    async def _anew(
+        self,
+        told: Mapping[int, OperatorAnswer],
+        again: Collection[int],
+        asked: _Asked,
+        operation: Operation,
+        limit: int,
+    ) -> OperatorAnswer:
+        """The answer of all, of whom some, whose part has not changed, are asked to tell it all the same."""
+        method, target, headers, body = asked
+        anew = method, target, {name: text for name, text in headers.items() if name != KNOWN}, body
+        others = method, target, {**anew[2], OTHERS_HEADER: "1"}, body
+        first = next(iter(told))
+        places = [place for place in self._supervisor.places if place.index in again]
+        asks = (_asked(place, others if place.index == first else anew) for place in places)
+        late = zip(places, await asyncio.gather(*asks), strict=True)
+        whole = {index: one for index, one in told.items() if index not in again}
+        whole |= {place.index: one for place, one in late if one is not None}
+        if not whole:
+            raise _nobody()
+        silent = [place.index for place in self._supervisor.places if place.index not in whole]
+        return together(whole, silent, operation.merges, limit)
 
     async def _late(self, asked: _Asked, everybody: Collection[Place]) -> Sequence[Place]:
         """The workers that have begun to serve while replicas were changed. The supervisor learns of the

@@ -165,7 +165,7 @@ def _from_gateway(options: argparse.Namespace) -> int:
     found = admin.ask(options.admin_url, f"/requests/{options.request_id}", RequestRecords, {})
     for number, record in enumerate(found.data):
         if options.json:
-            print(json.dumps(msgspec.to_builtins(record)))
+            print(json.dumps(msgspec.to_builtins(msgspec.structs.replace(record, text=""))))
             continue
         print("\n".join([*([""] if number else []), *record_text(record)]))
     _tell_silent(found)

@@ -18,6 +18,7 @@ class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request in one row. What is not known yet is left out."""
 
     request_id: str
+    trace_id: str = ""
     is_live: bool
     number: int = 0
     """Orders completed requests by their ends, those of several workers, too: microseconds since 1970, each
@@ -83,10 +84,14 @@ class RequestRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The gateway's stages, each visit by itself."""
     axis: Axis
     """The stages of both services."""
+    meaning: str | None = None
+    """The meaning of its end, in a phrase. None while it is live."""
     causes: tuple[str, ...] = ()
     """The reasons why it took as long as it did, in words, the longest first."""
     ticks: tuple[Tick, ...] = ()
     """The times at which a stream's events were passed on, evenly thinned out for a long one."""
+    text: str = ""
+    """It as `penstock trace` shows it."""
     gateway: str | None = None
     """The other gateway that has it. None: the one that was asked."""
     worker: int | None = None

@@ -97,6 +97,13 @@ class Page:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.send("Emulation.setEmulatedMedia", features=features)
 
+    async def press(self, key: str, code: int, *, ctrl: bool = False) -> None:
+        """Press a key and let it go. `code` is its virtual key code."""
+        text = {} if ctrl else {"text": "\r" if key == "Enter" else key}
+        told = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 2 if ctrl else 0}
+        await self.send("Input.dispatchKeyEvent", type="keyDown", **told, **text)
+        await self.send("Input.dispatchKeyEvent", type="keyUp", **told)
+
     async def picture(self, path: Path) -> None:
         """Write a screenshot."""
         told = await self.send("Page.captureScreenshot", format="png")

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,11 +88,11 @@ def _told(printed: str, name: str) -> str:
 async def log_in(page: Page, here: Up) -> None:
     await page.until("document.querySelector('#key') !== null")
     await page.js(
-        "document.querySelector('#key').value = 'wrong'; document.querySelector('form').requestSubmit()"
+        "document.querySelector('#key').value = 'wrong'; document.querySelector('form.login').requestSubmit()"
     )
     await page.until("document.querySelector('#login-problem').textContent.includes('no operator')")
     await page.js(f"document.querySelector('#key').value = {json.dumps(here.admin_key)};"
-                  "document.querySelector('form').requestSubmit()")  # fmt: skip
+                  "document.querySelector('form.login').requestSubmit()")  # fmt: skip
     await page.until("!document.querySelector('#nav').hidden")
     assert await page.js("document.cookie") == "", "a script must not see the session"
 
@@ -127,7 +128,7 @@ async def log_out(page: Page, here: Up) -> None:
         assert why in await page.js("document.querySelector('#login-problem').textContent")
         await log_in(page, here)
         await page.js("location.hash = '#/chat'")
-        await page.until("document.querySelector('#chat-key option') !== null")
+        await page.until("document.querySelector('#models option') !== null")
         assert await page.js("document.querySelectorAll('.message').length") == 0
 
 
@@ -137,10 +138,10 @@ async def compare(page: Page, here: Up, request_id: str) -> None:
     await page.until("document.querySelector('h1.id') && document.querySelector('.stages tbody tr')")
     rows = await page.js(
         "[...document.querySelectorAll('.stages tbody tr[data-stage]')].map(row => [row.dataset.service,"
-        " row.dataset.stage, Number(row.querySelector('.takes').textContent)])"
+        " row.dataset.stage, parseFloat(row.querySelector('.takes').title)])"
     )
     assert await page.js("document.querySelectorAll('.tokens .ticks').length") == 1
-    total = await page.js("parseFloat(document.querySelector('[data-fact=total]').textContent)")
+    total = await page.js("parseFloat(document.querySelector('[data-fact=total] span').title)")
     gateway, engine = here.line("gateway", request_id), here.line("engine", request_id)
     assert total == gateway["total_ms"], (total, gateway["total_ms"])
     sums: dict[tuple[str, str], float] = {}
@@ -154,6 +155,17 @@ async def compare(page: Page, here: Up, request_id: str) -> None:
     own = sum(takes for (service, _), takes in sums.items() if service == "gateway")
     assert abs(own - total) < 1.0, (own, total)
     assert {"queue", "prefill", "decode"} <= {stage for service, stage in sums if service == "engine"}
+    told = await page.js("document.querySelector('[data-fact=ended] time').textContent")
+    assert told.endswith(" UTC"), told
+    ended = datetime.fromisoformat(f"{told.removesuffix(' UTC')}Z")
+    assert abs(ended - datetime.fromisoformat(gateway["ts"])) < timedelta(milliseconds=5), (
+        told,
+        gateway["ts"],
+    )
+    state = await page.js("document.querySelector('[data-fact=state]').textContent")
+    assert state == "200 ok in relay: the client has its whole answer", state
+    await page.js("document.querySelector('[data-fact=tenant] a').click()")
+    await page.until(f"location.hash === '#/requests?tenant={gateway['tenant']}'")
     print(
         f"waterfall: {compared} stages as in both logs; the gateway's add up to {own:.3f} of {total:.3f} ms"
     )
@@ -200,14 +212,115 @@ async def follow(page: Page, here: Up) -> None:
     share = f"{100 * line['cached_tokens'] / line['prompt_tokens']:.0f} %"
     assert f"cached, {share})" in await page.js("document.querySelector('[data-fact=prompt]').textContent")
     await page.js("document.querySelector('[data-fact=session] a').click()")
-    ids = "[...document.querySelectorAll('td.id a')].map(one => one.textContent).join()"
-    await page.until(f"{ids} === 'turn-1,turn-0'")
-    await page.js(
-        "document.querySelector('[name=session]').value = '';"
-        "document.querySelector('form.filters').dispatchEvent(new Event('change'))"
-    )
-    await page.until(f"{ids}.includes('evil-1')")
+    await page.until(f"{IDS} === 'turn-1,turn-0'")
+    await fill(page, "session", "")
+    await page.until(f"{IDS}.includes('evil-1')")
     print(f"session {line['session']}: {share} cached")
+
+
+async def fill(page: Page, name: str, value: str) -> None:
+    """Fill in a filter."""
+    await page.js(
+        f"(field => {{ field.value = {json.dumps(value)};"
+        " field.dispatchEvent(new Event('change', { bubbles: true })); })"
+        f"(document.querySelector('form.filters [name={name}]'))"
+    )
+
+
+async def seek(page: Page, text: str) -> None:
+    """Look for an id, by keyboard."""
+    await page.js("document.activeElement.blur(); true")
+    await page.press("k", 75, ctrl=True)
+    await page.until("document.activeElement.id === 'find-text'")
+    await page.send("Input.insertText", text=text)
+    await page.press("Enter", 13)
+
+
+async def take_along(page: Page, here: Up) -> None:
+    """A request as `penstock trace` prints it, and a list as files. What is copied and saved is caught."""
+    await page.js(
+        "window.taken = []; navigator.clipboard.writeText = async text => { taken.push(text); };"
+        "URL.createObjectURL = blob => { blob.text().then(text => taken.push(text)); return '#'; }; true"
+    )
+    await page.js("document.querySelectorAll('.above button').forEach(one => one.click())")
+    await page.until("taken.length === 2")
+    csv, rows = await page.js("taken.sort((a, b) => a.startsWith('request_id') ? -1 : 1)")
+    assert csv.startswith("request_id,trace_id,began_at,")
+    assert {row["request_id"] for row in json.loads(rows)} == {
+        row.partition(",")[0] for row in csv.split("\r\n")[1:-1]
+    }
+    await page.js("taken.length = 0; location.hash = '#/request/turn-1'")
+    await page.until("document.querySelector('.above .buttons:not([hidden])')")
+    await page.js("document.querySelector('.above button').click()")
+    await page.until("taken.length === 1")
+    argv = [str(Path(sys.executable).with_name("penstock")), "trace", "turn-1"]
+    argv += ["--admin-url", here.console.removesuffix("/console")]
+    env = os.environ | {"PENSTOCK_ADMIN_KEY": here.admin_key}
+    printed = await asyncio.to_thread(
+        subprocess.run, argv, env=env, capture_output=True, text=True, check=True
+    )
+    assert await page.js("taken[0]") == printed.stdout
+
+
+IDS: Final = "[...document.querySelectorAll('td.id a')].map(one => one.textContent).join()"
+
+
+async def search(page: Page, here: Up) -> None:
+    """From an id to its page, and what can be taken along from there."""
+    line = here.line("gateway", "turn-1")
+    for text, there in (
+        ("turn-1", "#/request/turn-1"),
+        (line["trace_id"], "#/request/turn-1"),
+        (f"00-{line['trace_id']}-{line['span_id']}-01", "#/request/turn-1"),
+        ("mine", "#/requests?session=mine"),
+    ):
+        await seek(page, text)
+        await page.until(f"location.hash === {json.dumps(there)}")
+        await page.js("location.hash = '#/engines'")
+    await seek(page, EVIL)
+    await page.until("!document.querySelector('#notice').hidden")
+    assert EVIL in await page.js("document.querySelector('#notice').textContent")
+    for fragment, there in (
+        (f"#/requests/{line['session']}", f"#/requests?session={line['session']}"),
+        ("#/requests/turn-0", "#/request/turn-0"),
+    ):
+        await page.js(f"location.hash = {json.dumps(fragment)}")
+        await page.until(f"location.hash === {json.dumps(there)}")
+    await narrow(page)
+    await take_along(page, here)
+    print("search: by id, trace, traceparent and session; the address keeps filters, range and sort")
+
+
+async def narrow(page: Page) -> None:
+    """Filters, range and sort are in the address and there again at a reload; and a wrong filter says what is
+    wrong with it."""
+    await page.js("location.hash = '#/requests'")
+    await fill(page, "session", "mine")
+    await fill(page, "since", "2026-01-01T10:00:00")
+    await page.js("document.querySelector('[data-sort=took] button').click()")
+    await page.until("location.hash.includes('sort=took') && location.hash.includes('since=20')")
+    await page.send("Page.reload")
+    await page.until(f"document.querySelector('form.filters') !== null && {IDS} === 'turn-0,turn-1'")
+    assert await page.js("document.querySelector('[aria-sort]').dataset.sort") == "took"
+    assert await page.js("document.querySelector('[name=since]').value") == "2026-01-01T10:00"
+    await fill(page, "until", "2026-01-01T11:00:00")
+    await page.until("!document.querySelector('.empty').hidden")
+    assert "times in UTC" in await page.js("document.querySelector('#count').textContent")
+    for fragment, says in (
+        ("status=abc", "Status: it must be one such as 429"),
+        ("since=noon", "From, UTC: it must be a date and a time"),
+        ("state=dead", "State: it must be one of the list"),
+        ("min_ms=1.5", "At least, ms: it must be a whole number"),
+        ("length=1", "There is no filter length"),
+    ):
+        await page.js(f"location.hash = '#/requests?{fragment}'")
+        await page.until(
+            f"document.querySelector('#filter-problem').textContent.includes({json.dumps(says)})"
+        )
+    await page.js("location.hash = '#/requests?status=4xx'")
+    await page.until(f"{IDS}.includes('evil-1')")
+    codes = await page.js("[...document.querySelectorAll('tr.bad .error')].map(one => one.textContent)")
+    assert "invalid_value" in codes
 
 
 @asynccontextmanager
@@ -239,27 +352,40 @@ async def lag(page: Page, here: Up, folder: Path) -> None:
                 await asyncio.sleep(0.1)
         told = await page.js("document.querySelector('#count').textContent")
         rows = await page.js("document.querySelectorAll('.requests tbody tr').length")
-        took_ms, length = await cost(here)
         await page.picture(folder / "requests-live-narrow.png")
+    await page.until("document.querySelector('#count').textContent.startsWith('0 live')")
+    await costs(here)
     worst = sorted(tasks)[-3:]
     print(f"lag: {told}; {rows} rows in the page; of {len(tasks)} tasks the longest took {worst} ms")
-    print(f"cost: a page of rows takes {took_ms:.1f} ms of the gateway with the way there, {length:,} bytes")
     assert rows < 120, rows
     assert len(tasks) > 10
     assert worst[-1] <= TASK_MS_MAX, worst
 
 
-async def cost(here: Up) -> tuple[float, int]:
-    """The median time of a page of rows, and its length."""
-    url = here.console.replace("/console", f"/admin/v1/requests?limit={LIVE}")
-    times, length = [], 0
-    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {here.admin_key}"}) as session:
+async def costs(here: Up) -> None:
+    """What a poll costs: of live requests, of completed ones, and of completed ones that have not changed."""
+    polls = {"both": "limit=1000", "live": "state=live&limit=1000", "completed": "state=done&limit=1000"}
+    for name, query in polls.items():
+        took_ms, length, etag = await cost(here, query, {})
+        print(f"cost: a page, {name}, takes {took_ms:.1f} ms with the way there, {length:,} bytes")
+    assert etag is not None
+    took_ms, length, _ = await cost(here, query, {"if-none-match": etag})
+    print(f"cost: the same page that has not changed takes {took_ms:.1f} ms, {length:,} bytes")
+    assert length == 0
+
+
+async def cost(here: Up, query: str, headers: dict[str, str]) -> tuple[float, int, str | None]:
+    """The median time of an answer, its length and its version."""
+    url = here.console.replace("/console", f"/admin/v1/requests?{query}")
+    times, length, etag = [], 0, None
+    headers = {"authorization": f"Bearer {here.admin_key}"} | headers
+    async with aiohttp.ClientSession(headers=headers) as session:
         for _ in range(15):
             began = time.perf_counter()
             async with session.get(url) as answer:
-                length = len(await answer.read())
+                length, etag = len(await answer.read()), answer.headers.get("etag")
             times.append((time.perf_counter() - began) * 1e3)
-    return sorted(times)[len(times) // 2], length
+    return sorted(times)[len(times) // 2], length, etag
 
 
 async def pictures(page: Page, folder: Path, request_id: str) -> None:
@@ -277,7 +403,7 @@ async def pictures(page: Page, folder: Path, request_id: str) -> None:
             for name, fragment in views.items():
                 await page.js(f"location.hash = '#/{fragment}'")
                 await page.until(
-                    f"document.querySelector({json.dumps(ready.get(name, '#chat-key option'))}) !== null"
+                    f"document.querySelector({json.dumps(ready.get(name, '#models option'))}) !== null"
                 )
                 await asyncio.sleep(2.5 if name == "engines" else 0.4)
                 is_wide = await page.js("document.documentElement.scrollWidth > innerWidth")
@@ -301,6 +427,7 @@ async def check(folder: Path) -> None:
             await compare(page, here, request_id)
             await attack(page, here)
             await follow(page, here)
+            await search(page, here)
             await pictures(page, folder, request_id)
             await lag(page, here, folder)
             await log_out(page, here)

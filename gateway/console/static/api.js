@@ -9,11 +9,15 @@ export class Refused extends Error {
   }
 }
 
-export async function ask(method, path, body) {
-  const options = { method, cache: "no-store", credentials: "same-origin", redirect: "error" };
+export async function ask(method, path, body, headers = {}) {
+  return (await answered(method, path, body, headers)).told;
+}
+
+async function answered(method, path, body, headers) {
+  const options = { method, headers, cache: "no-store", credentials: "same-origin", redirect: "error" };
   options.signal = AbortSignal.timeout(TIMEOUT_MS);
   if (body !== undefined) {
-    options.headers = { "content-type": "application/json" };
+    options.headers = { ...headers, "content-type": "application/json" };
     options.body = JSON.stringify(body);
   }
   let answer;
@@ -22,6 +26,8 @@ export async function ask(method, path, body) {
   } catch {
     throw new Refused(0, "The gateway does not answer.");
   }
+  const etag = answer.headers.get("etag");
+  if (answer.status === 304) return { isSame: true };
   let told = null;
   try {
     told = await answer.json();
@@ -29,7 +35,19 @@ export async function ask(method, path, body) {
     // An answer that is no JSON says no more than its status.
   }
   if (!answer.ok) throw new Refused(answer.status, told?.error?.message ?? `It answered ${answer.status}.`);
-  return told;
+  return { told, etag };
+}
+
+// Asks for one thing again and again. As long as it is the same, so is the object that is returned, and the
+// gateway makes no answer.
+export function watch() {
+  let last = {};
+  return async (path) => {
+    const isAgain = path === last.path && last.etag;
+    const answer = await answered("GET", path, undefined, isAgain ? { "if-none-match": last.etag } : {});
+    if (!answer.isSame) last = { path, ...answer };
+    return last.told;
+  };
 }
 
 export const get = (path) => ask("GET", path);

@@ -43,3 +43,20 @@ export function setText(element, text) {
 export function say(text) {
   setText(document.getElementById("said"), text);
 }
+
+export async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const field = el("textarea", { class: "quiet" }, text); // where the page is neither https nor of this machine
+  document.body.append(field);
+  field.select();
+  const isDone = document.execCommand("copy");
+  field.remove();
+  if (!isDone) throw new Error("The browser did not let it be copied.");
+  return undefined;
+}
+
+export function download(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  el("a", { href: url, download: name }).click();
+  URL.revokeObjectURL(url);
+}

@@ -4,6 +4,7 @@ import { ask, get } from "./api.js";
 import { el, setText, shown } from "./dom.js";
 import { chatView } from "./chat.js";
 import { enginesView } from "./engines.js";
+import { find } from "./find.js";
 import { requestView } from "./request.js";
 import { requestsView } from "./requests.js";
 import { tenantsView } from "./tenants.js";
@@ -29,14 +30,14 @@ function tell(error) {
 
 function show(isLoggedIn, operator = "") {
   isIn = isLoggedIn;
-  document.getElementById("nav").hidden = !isLoggedIn;
-  document.getElementById("who").hidden = !isLoggedIn;
+  for (const id of ["nav", "find", "who"]) document.getElementById(id).hidden = !isLoggedIn;
   setText(document.getElementById("operator"), shown(operator));
 }
 
 function route() {
   if (!isIn) return;
-  const [name, ...rest] = location.hash.replace(/^#\//, "").split("/");
+  const [, path, query] = /^#?\/?([^?]*)\??(.*)$/s.exec(location.hash);
+  const [name, ...rest] = path.split("/");
   const [title, open] = VIEWS.get(name) ?? VIEWS.get("requests");
   leave();
   tell(null);
@@ -49,11 +50,11 @@ function route() {
   view.replaceChildren();
   let argument = "";
   try {
-    argument = decodeURIComponent(rest.join("/"));
+    if (VIEWS.has(name)) argument = decodeURIComponent(rest.join("/"));
   } catch {
     // An address that cannot be read names nothing.
   }
-  leave = open(view, tell, argument) ?? (() => {});
+  leave = open(view, tell, argument, new URLSearchParams(query)) ?? (() => {});
   view.focus({ preventScroll: true });
 }
 
@@ -116,6 +117,24 @@ document.getElementById("logout").addEventListener("click", async () => {
   } finally {
     end("You are logged out.");
   }
+});
+const sought = document.getElementById("find-text");
+document.getElementById("find").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  try {
+    const fragment = await find(sought.value.trim());
+    sought.value = "";
+    sought.blur();
+    if (location.hash === fragment) route();
+    else location.hash = fragment;
+  } catch (error) {
+    tell(error);
+  }
+});
+document.addEventListener("keydown", (event) => {
+  if (!isIn || event.key.toLowerCase() !== "k" || !(event.ctrlKey || event.metaKey)) return;
+  event.preventDefault();
+  sought.select();
 });
 window.addEventListener("hashchange", route);
 start();

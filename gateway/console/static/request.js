@@ -1,8 +1,10 @@
 // One request, by its id: several may have the same, since callers choose the ids.
 
 import { get, poll } from "./api.js";
-import { el, say, shown, silent } from "./dom.js";
-import { timeOf } from "./format.js";
+import { copy, download, el, say, shown, silent } from "./dom.js";
+import { jsonOf } from "./export.js";
+import { whenOf } from "./format.js";
+import { lastList } from "./requests.js";
 import { waterfall } from "./waterfall.js";
 
 const EVERY_MS = 1000;
@@ -14,17 +16,24 @@ function servedBy({ gateway, worker }) {
 
 export function requestView(view, tell, id) {
   const place = el("div", {}, el("p", { class: "hint" }, "Loading."));
+  let records = [];
+  const buttons = el("div", { class: "buttons", hidden: true },
+    el("button", { type: "button", $click: () => copy(`${records.map((one) => one.text).join("\n\n")}\n`).then(() => say("Copied."), tell) }, "Copy as trace"),
+    el("button", { type: "button", $click: () => copy(location.href).then(() => say("Copied."), tell) }, "Copy link"),
+    el("button", { type: "button", $click: () => download(`${id.replace(/[^\w.-]/g, "_")}.json`, "application/json", jsonOf(records)) }, "JSON"));
   view.append(
-    el("p", { class: "crumbs" }, el("a", { href: "#/requests" }, "Requests")),
-    el("h1", { class: "id" }, shown(id)), place);
+    el("p", { class: "crumbs" }, el("a", { href: lastList() }, "Requests")),
+    el("div", { class: "above" }, el("h1", { class: "id" }, shown(id)), buttons), place);
   let stop = () => {};
   let isOver = false;
   async function refresh() {
     const answer = await get(`/admin/v1/requests/${encodeURIComponent(id)}`);
     const { data } = answer;
+    records = data;
+    buttons.hidden = data.length === 0;
     const isOpen = place.querySelector("details")?.open ?? false;
     place.replaceChildren(...data.map((record, at) => el("section", { class: "card", "aria-label": `Request ${at + 1} of ${data.length}` },
-      data.length > 1 ? el("h2", {}, `${at + 1} of ${data.length}, began ${timeOf(record.summary.began_at)}`) : null,
+      data.length > 1 ? el("h2", {}, `${at + 1} of ${data.length}, began ${whenOf(record.summary.began_at)}`) : null,
       servedBy(record),
       waterfall(record))));
     const missing = silent(answer);

@@ -3,7 +3,8 @@
 // events were passed on, and their number by then: the record has a few, the console's own chats one for each piece.
 
 import { el, shown, svg } from "./dom.js";
-import { duration, exact, percent, plural, whole } from "./format.js";
+import { requestsPage } from "./find.js";
+import { duration, exact, exactTitle, percent, plural, utcOf, whenOf, whole } from "./format.js";
 
 const TICKS_MAX = 600;
 
@@ -14,7 +15,7 @@ export function waterfall(record, pieces = []) {
   const causes = record.causes ?? [];
   const ends = axis.bars.map((bar) => (bar.from_ms ?? 0) + bar.takes_ms);
   const wholeMs = Math.max(summary.total_ms ?? 0, ...ends, 0.001);
-  const parts = [facts(summary, line)];
+  const parts = [facts(summary, line, record.meaning)];
   if (causes.length > 0) {
     parts.push(el("section", { class: "why" }, el("h3", {}, "Why"),
       el("ul", { class: "causes" }, causes.map((text) => el("li", {}, shown(text))))));
@@ -35,23 +36,24 @@ function stages(axis, wholeMs, summary, ticks, isOwn) {
     return el("tr", { "data-service": bar.service, "data-stage": bar.stage, class: serviceClass(bar.service) },
       el("td", {}, shown(bar.service)),
       el("th", { scope: "row" }, shown(bar.stage), isLast ? el("span", { class: "tag" }, "ended here") : null),
-      el("td", { class: "num from" }, exact(bar.from_ms)),
-      el("td", { class: "num takes" }, exact(bar.takes_ms)),
+      number(bar.from_ms, "from"), number(bar.takes_ms, "takes"),
       el("td", { class: "lane" }, picture(bar, wholeMs)));
   });
   if (ticks.length > 0) {
     rows.push(el("tr", { class: "tokens" },
-      el("td", {}, "answer"), el("th", { scope: "row" }, isOwn ? "tokens" : "events"), el("td", { class: "num" }, exact(ticks[0][0])),
-      el("td", { class: "num" }, exact(ticks.at(-1)[0] - ticks[0][0])), el("td", { class: "lane" }, tickPicture(ticks, wholeMs))));
+      el("td", {}, "answer"), el("th", { scope: "row" }, isOwn ? "tokens" : "events"), number(ticks[0][0], "from"),
+      number(ticks.at(-1)[0] - ticks[0][0], "takes"), el("td", { class: "lane" }, tickPicture(ticks, wholeMs))));
   }
   return el("table", { class: "stages" },
     el("caption", { class: "quiet" }, "The stages of the request in both services, on one time axis"),
     el("thead", {}, el("tr", {},
       el("th", { scope: "col" }, "Service"), el("th", { scope: "col" }, "Stage"),
-      el("th", { scope: "col", class: "num" }, "From ms"), el("th", { scope: "col", class: "num" }, "Takes ms"),
+      el("th", { scope: "col", class: "num" }, "From"), el("th", { scope: "col", class: "num" }, "Takes"),
       el("th", { scope: "col", class: "lane" }, el("span", { class: "ends" }, el("span", {}, "0"), el("span", {}, duration(wholeMs)))))),
     el("tbody", {}, rows));
 }
+
+const number = (ms, kind) => el("td", { class: `num ${kind}`, title: exactTitle(ms) }, ms === 0 ? "0" : duration(ms));
 
 const serviceClass = (service) => (service === "gateway" ? "gateway" : "engine");
 
@@ -84,15 +86,22 @@ function gaps(ticks, isOwn) {
   return el("p", { class: "hint" }, `${count}; the longest gaps: ${said}.`);
 }
 
-function facts(one, line) {
+function facts(one, line, meaning) {
+  const time = (ms, none) => (ms === undefined || ms === null ? none : el("span", { title: exactTitle(ms) }, duration(ms)));
+  const link = (filters, text) => (text ? el("a", { href: requestsPage(filters) }, shown(text)) : "none");
+  const ended = Date.parse(one.began_at) + one.total_ms;
+  const state = one.is_live ? `live, in ${one.stage}` : `${one.status} ${one.end_reason ?? ""} in ${one.stage}`;
   const pairs = [
-    ["State", one.is_live ? `live, in ${one.stage}` : `${one.status} ${one.end_reason ?? ""} in ${one.stage}`, "state"],
-    ["Took", one.is_live ? duration(one.total_ms) : `${exact(one.total_ms)} ms`, "total"],
-    ["First byte", one.first_byte_ms === undefined || one.first_byte_ms === null ? "none yet" : `${exact(one.first_byte_ms)} ms`, "first-byte"],
-    ["Tenant", one.tenant ?? "none", "tenant"],
+    ["State", meaning ? `${state}: ${meaning}` : state, "state"],
+    ["Began", el("time", { datetime: utcOf(one.began_at), title: utcOf(one.began_at) }, whenOf(one.began_at)), "began"],
+    ["Ended", one.is_live ? "not yet" : el("time", { datetime: utcOf(ended), title: utcOf(ended) }, whenOf(ended)), "ended"],
+    ["Took", time(one.total_ms), "total"],
+    ["First byte", time(one.first_byte_ms, "none"), "first-byte"],
+    ["Tenant", link({ tenant: one.tenant }, one.tenant), "tenant"],
     ["Key", one.key_id ?? "none", "key"],
     ["Model", one.model ?? "none", "model"],
-    ["Session", one.session ? el("a", { href: `#/requests/${encodeURIComponent(one.session)}` }, shown(one.session)) : "none", "session"],
+    ["Session", link({ session: one.session }, one.session), "session"],
+    ["Trace", link({ trace_id: one.trace_id }, one.trace_id), "trace"],
     ["Asked", `${one.method} ${one.endpoint}${one.stream ? ", as a stream" : ""}`, "asked"],
     ["Engines asked", `${one.attempts ?? 0}${one.replica ? `, last ${one.replica}` : ""}`, "attempts"],
   ];

@@ -97,6 +97,26 @@ async def test_a_request_is_found_whichever_gateway_served_it(open_house: Open, 
     assert (await ask(first, "/requests/req-9"))[0] == 404
 
 
+async def test_what_no_gateway_has_changed_is_not_told_again(open_house: Open, redis: RedisServer) -> None:
+    first, second = await pair(open_house, sharing(redis))
+    await served(first, "req-0")
+    url = f"{admin_url(first)}/admin/v1/requests?state=done"
+
+    async def poll(known: str) -> tuple[int, str, bytes]:
+        async with first.client.get(url, headers={**OPERATOR, "if-none-match": known}) as answer:
+            return answer.status, answer.headers["etag"], await answer.read()
+
+    etag = (await poll('"none"'))[1]
+    assert await poll(etag) == (304, etag, b"")
+    await served(second, "req-1")
+    status, newest, body = await poll(etag)
+    assert (status, newest != etag) == (200, True)
+    assert [one["request_id"] for one in json.loads(body)["data"]] == ["req-1", "req-0"], (
+        "also what is as it was"
+    )
+    assert await poll(newest) == (304, newest, b"")
+
+
 async def test_pages_of_all_have_each_request_once(open_house: Open, redis: RedisServer) -> None:
     first, second = await pair(open_house, sharing(redis))
     for number in range(7):

@@ -152,7 +152,9 @@ def parsed(parameters: dict[str, str]) -> RequestsQuery:
         ({"tenant": ""}, "tenant must have"),
         ({"model": "m" * 513}, "model must have"),
         ({"session": "m" * 513}, "session must have"),
-        ({"color": "red"}, "There are the parameters state, tenant,"),
+        ({"since": "2026-11-23T12:00:00"}, "since must be a moment with its zone, like"),
+        ({"until": "noon"}, "until must be a moment"),
+        ({"color": "red"}, "There are the parameters state, id,"),
     ],
 )
 def test_a_wrong_question_names_its_parameter(parameters: dict[str, str], says: str) -> None:
@@ -177,14 +179,22 @@ def test_a_wrong_question_names_its_parameter(parameters: dict[str, str], says: 
         ({"session": "mine"}, "bc"),
         ({"session": "mine", "tenant": "other"}, "b"),
         ({"session": "no such session"}, ""),
+        ({"id": "b"}, "b"),
+        ({"id": "d"}, ""),
+        ({"trace_id": "c" * 32}, "c"),
+        ({"since": "2026-11-23T12:00:00Z"}, "abc"),
+        ({"since": "2026-11-23T13:00:00.001+01:00"}, ""),
+        ({"until": "2026-11-23T11:59:59.9Z"}, "c"),
+        ({"since": "2026-11-23T11:59:59.95Z", "until": "2026-11-23T11:59:59.98Z"}, "c"),
+        ({"since": "0001-01-01T00:00:00+14:00", "until": "9999-12-31T23:59:59-14:00"}, "abc"),
     ],
 )
 def test_a_question_covers_what_it_asks_for(parameters: dict[str, str], found: str) -> None:
-    theirs = session_id("other", "mine")
+    own, theirs = session_id("acme", "mine"), session_id("other", "mine")
     recorder = recorder_of(
         line("a", tenant="acme", model="tiny", endpoint="/v1/completions"),
         line("b", tenant="other", model="large", status=503, end_reason=EndReason.REFUSED, session=theirs),
-        line("c", tenant="acme", model="tiny", total_ms=100.0, session=session_id("acme", "mine")),
+        line("c", tenant="acme", model="tiny", total_ms=100.0, session=own, trace_id="c" * 32),
     )
     query = parsed(parameters)
     assert "".join(sorted(o.request_id for o in recorder.newest_first() if query.covers(o))) == found
@@ -232,6 +242,8 @@ async def test_a_request_is_seen_while_it_lives_and_when_it_is_done(house: House
         )
         [live] = (await ask(house, "/mine"))["data"]
         assert live["summary"]["events"] >= 1
+        assert live["text"].startswith("request mine, in progress")
+        assert "meaning" not in live
         assert live["axis"]["bars"][-1]["stage"] == "relay"
         assert [tick[1] for tick in live["ticks"]] == [live["summary"]["events"]]
         assert (await ask(house, "?state=done"))["data"] == []
@@ -304,6 +316,36 @@ async def test_strangers_take_no_tenants_record(open_house: Open) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["http2"], indirect=True)
+async def test_a_page_that_has_not_changed_is_not_made_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"http://127.0.0.1:{house.gateway.admin_port}/admin/v1/requests"
+
+    async def poll(query: str = "", known: str = "") -> tuple[int, str, bytes]:
+        headers = {**OPERATOR, **({"if-none-match": known} if known else {})}
+        async with house.client.get(url + query, headers=headers) as answer:
+            return answer.status, answer.headers.get("etag", ""), await answer.read()
+
+    gate = asyncio.Event()
+    house.engine.script = stream(chunk("a"), gate, end=closing())
+    status, empty, _ = await poll("?state=done")
+    assert (status, empty != "") == (200, True)
+    async with house.chat(stream=True) as answer:
+        await answer.content.readline()
+        assert (await poll())[:2] == (200, ""), "what lives changes by itself"
+        with monkeypatch.context() as patched:
+            patched.setattr(RequestsApi, "page", lambda *_: pytest.fail("it was made"))
+            assert await poll("?state=done", empty) == (304, empty, b"")
+        gate.set()
+        await answer.read()
+    await until(lambda: len(house.gateway._recorder) == 1)
+    status, newest, body = await poll("?state=done", empty)
+    assert (status, len(json.loads(body)["data"]), newest != empty) == (200, 1, True)
+    assert await poll("?state=done", newest) == (304, newest, b"")
+    assert (await poll("?state=done&limit=9", newest))[0] == 200, "another question"
+
+
+@pytest.mark.parametrize("protocol", ["http2"], indirect=True)
 async def test_the_command_asks_a_running_gateway(
     house: House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,8 +368,10 @@ async def test_the_command_asks_a_running_gateway(
     assert "gateway  200 ok in relay" in text
     assert "           events " in text
     assert "the engine's times are placed within" in text
+    [record] = (await ask(house, "/mine"))["data"]
+    assert (record["text"], record["meaning"]) == (text.rstrip("\n"), "the client has its whole answer")
     code, text, _ = await trace("mine", "--json")
-    assert json.loads(text)["summary"]["request_id"] == "mine"
+    assert json.loads(text) == {name: value for name, value in record.items() if name != "text"}
     code, text, _ = await trace("--slowest", "3")
     assert (code, text.count("\n")) == (0, 1)
     assert "200 ok" in text

@@ -380,6 +380,24 @@ async def test_workers_decide_who_may_ask(house: House) -> None:
     assert "admin.change" not in house.log.getvalue()
 
 
+async def test_what_no_worker_has_changed_is_not_told_again(house: House) -> None:
+    house.engine.script = stream(chunk("a"))
+
+    async def poll(known: str) -> tuple[int, str, bytes]:
+        headers = OPERATOR | {"if-none-match": known}
+        async with house.admin("/admin/v1/requests?state=done", headers=headers) as answer:
+            return answer.status, answer.headers["etag"], await answer.read()
+
+    etag = (await poll('"none"'))[1]
+    for count in range(1, 4):
+        assert await poll(etag) == (304, etag, b"")
+        async with house.chat() as answer:
+            await answer.read()
+        await until(lambda: sum(len(one.gateway._recorder) for one in house.workers) == count)  # noqa: B023
+        status, etag, body = await poll(etag)
+        assert (status, body.count(b'"request_id"')) == (200, count), "one worker's are as they were"
+
+
 async def test_usage_in_memory_is_added_up(house: House) -> None:
     house.engine.script = stream(chunk("a"))
     for _ in range(6):
