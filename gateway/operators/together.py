@@ -17,7 +17,7 @@ Rules
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
@@ -29,6 +29,7 @@ from gateway.operators.operations import Merge
 from gateway.operators.versions import ETAG, etag_of_all
 
 ERROR: Final = 400
+_GATEWAYS: Final = "silent_gateways"
 PAGE_MAX: Final = 1000
 """Entries of a page at most."""
 
@@ -61,13 +62,14 @@ def together(
     """The answer of all, of which `silent` have none. `answers`, by worker or gateway, has one at least; None
     stands for the gateway that was asked. A page has at most `limit` entries."""
     found = {of: one for of, one in answers.items() if one.status != HTTPStatus.NOT_FOUND}
+    missed = [*_silent_in(answers.keys() - found.keys(), answers)] if found else []
     answers = found or answers
     first = next((one for one in answers.values() if one.status >= ERROR), None)
     if first is not None:
         return first if found or not silent else _may_be_elsewhere(first, silent)
     if all(map(is_same, answers.values())):
         return next(iter(answers.values()))
-    if len(answers) == 1 and not silent and (part_of is PartOf.WORKER or None in answers):
+    if len(answers) == 1 and not silent and not missed and (part_of is PartOf.WORKER or None in answers):
         return next(iter(answers.values()))
     parts = {of: _object(answer) for of, answer in answers.items()}
     whole = next(iter(parts.values()))
@@ -78,6 +80,8 @@ def together(
         whole[name] = _field(merges.get(name, Merge.FIRST), values, part_of)
     if Merge.PAGE in merges.values():
         _cut(whole, limit)
+    if missed:
+        whole |= {"partial": True, _GATEWAYS: missed}
     if silent:
         whole |= {"partial": True, f"silent_{part_of.value}s": list(silent)}
     one = next(iter(answers.values()))
@@ -109,8 +113,15 @@ def _may_be_elsewhere(answer: OperatorAnswer, silent: Sequence[Any]) -> Operator
     told = _object(answer)
     if told is not None and isinstance(error := told.get("error"), dict):
         error["message"] = f"{error.get('message')} No answer came from {', '.join(map(str, silent))}."
+        told[_GATEWAYS] = [name for name in silent if isinstance(name, str)]
         answer = OperatorAnswer(answer.status, answer.headers, msgspec.json.encode(told))
     return answer
+
+
+def _silent_in(of_whom: Iterable[Any], answers: Mapping[Any, OperatorAnswer]) -> Iterator[str]:
+    """The gateways that were silent when these found nothing, as others beside them did."""
+    for of in of_whom:
+        yield from (_object(answers[of]) or {}).get(_GATEWAYS, ())
 
 
 def _object(answer: OperatorAnswer) -> dict[str, Any] | None:

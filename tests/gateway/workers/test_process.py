@@ -145,7 +145,7 @@ def test_variables_that_nothing_reads_are_named(tmp_path: Path, monkeypatch: pyt
     for name in ("PENSTOCK_GATEWEY_LOG_LEVEL", "PENSTOCK_PORT", "PENSTOCK_ENGINE_PORT", "PENSTOCK_MY_SECRET"):
         monkeypatch.setenv(name, "1")
     config = tmp_path / "gateway.toml"
-    models = '[[models]]\napi_key_env = "PENSTOCK_MY_SECRET"'
+    models = '[[models]]\napi_key = "env:PENSTOCK_MY_SECRET"'
     tls = 'tls = { cert = "/no.pem", key = "/no.pem" }'  # for which it ends
     config.write_text(toml("http://127.0.0.1:1").replace("[[models]]", models).replace("= 0", f"= 0\n{tls}"))
     argv = [sys.executable, "-m", "gateway", "--config", str(config)]

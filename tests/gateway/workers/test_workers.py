@@ -170,8 +170,9 @@ async def test_a_request_is_found_at_any_worker_of_any_gateway(
         gateways[1].process.kill()
         await gateways[1].end()
         began_s = time.monotonic()
-        assert await asyncio.to_thread(cli.main, ["trace", ids[0], "--admin-url", gateways[0].admin]) == 0
-        assert "no answer from" in capsys.readouterr().err
+        for id_ in ids[:STREAMS:5]:  # at either worker
+            assert await asyncio.to_thread(cli.main, ["trace", id_, "--admin-url", gateways[0].admin]) == 0
+            assert "no answer from" in capsys.readouterr().err
         assert time.monotonic() - began_s < PATIENCE_S
 
 
