@@ -94,10 +94,10 @@ def _with_ahead(reason: Why, record: RequestRecord, others: Sequence[RequestSumm
 
 
 def _named(one: RequestSummary) -> str:
-    answer = f", answer {one.completion_tokens:,}" if one.completion_tokens else ""
-    return (
-        f"{one.tenant or 'no tenant'} {one.request_id} (prompt {count(one.prompt_tokens, 'token')}{answer})"
-    )
+    facts = [*filter(None, [one.service_tier]), f"prompt {count(one.prompt_tokens, 'token')}"]
+    if one.completion_tokens:
+        facts.append(f"answer {one.completion_tokens:,}")
+    return f"{one.tenant or 'no tenant'} {one.request_id} ({', '.join(facts)})"
 
 
 # -- the tries of an SDK --------------------------------------------------------------------------

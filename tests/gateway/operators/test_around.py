@@ -117,12 +117,12 @@ def test_whose_work_was_before_it_in_the_queue_is_told() -> None:
         ended("gone", 0.9, 0.5),
         ended("elsewhere", 8.0, 7.0, replica="e:2"),
         ended("long", 9.5, 9.4, tenant="other", prompt_tokens=14_510, completion_tokens=200),
-        ended("short", 5.0, 2.0, prompt_tokens=1),
+        ended("short", 5.0, 2.0, prompt_tokens=1, service_tier="priority"),
     ]
     first, *_ = told(queued("own"), *others)
     assert first == (
         "queued 8 s: no slot (2 sequences run); that engine had other long (prompt 14,510 tokens, "
-        "answer 200), acme short (prompt 1 token)"
+        "answer 200), acme short (priority, prompt 1 token)"
     )
 
 
