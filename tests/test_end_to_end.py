@@ -14,6 +14,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -415,6 +416,47 @@ def test_the_trace_command_shows_both_sides_of_a_request(up: Up) -> None:
     for line, service in ((gateway, "gateway"), (engine, "engine")):
         assert f"{service:<9}200 ok in {line['stage']}, after {line['total_ms']:.3f} ms" in done.stdout
     assert "missing" not in done.stdout
+
+
+def test_the_trace_command_names_a_core_that_was_stopped(up: Up) -> None:
+    """While the request hangs, of the running gateway; afterwards, of the logs."""
+    headers = {"authorization": f"Bearer {KEY}", "x-request-id": "sre-question.3"}
+    body = {"model": MODEL, "messages": ask("What is 2 + 3?"), "max_tokens": 5}
+    [url] = re.findall(r"Console +(\S+)/console", up.printed)
+    [key] = re.findall(r"Admin key +(\S+)", up.printed)
+
+    def trace(*argv: str) -> str:
+        command = [str(PENSTOCK), "trace", "sre-question.3", *argv]
+        environment = {**up.environment(), "PENSTOCK_ADMIN_KEY": key}
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment
+        ).stdout
+
+    def waited_ms() -> float:
+        asked = httpx.get(
+            f"{url}/admin/v1/requests/sre-question.3", headers={"authorization": f"Bearer {key}"}
+        )
+        return float(asked.json()["data"][0]["summary"]["total_ms"]) if asked.is_success else 0.0
+
+    with ThreadPoolExecutor(1) as threads:
+        os.kill(core_pid(up), signal.SIGSTOP)
+        try:
+            asked = threads.submit(
+                httpx.post, f"{up.url}/chat/completions", json=body, headers=headers, timeout=PATIENCE_S
+            )
+            until(lambda: waited_ms() > 2500.0)  # of which it is seen that a second at least is the core's
+            assert re.search(
+                r"^  why +2\.\d s so far: \S+ had not begun to answer$", trace("--admin-url", url), re.M
+            )
+        finally:
+            os.kill(core_pid(up), signal.SIGCONT)
+        assert asked.result().status_code == 200
+    up.completed("engine", "sre-question.3")
+    logs = [str(up.run_dir / f"{service}.log") for service in ("engine", "gateway")]
+    named = (
+        r"^  why +\d(\.\d)? s: between the engine's API process and its core; the core process did not answer"
+    )
+    assert re.search(named, trace("--logs", *logs), re.M), trace("--logs", *logs)
 
 
 def test_both_logs_join_by_the_request_id_and_agree(up: Up) -> None:

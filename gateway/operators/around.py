@@ -86,18 +86,29 @@ def ahead_of(record: RequestRecord, others: Iterable[RequestSummary]) -> list[Re
 
 
 def _with_ahead(reason: Why, record: RequestRecord, others: Sequence[RequestSummary]) -> Why:
-    if reason.part != QUEUE or not (ahead := ahead_of(record, others)):
+    if reason.part != QUEUE:
         return reason
-    named = ", ".join(_named(one) for one in ahead[:AHEAD_MAX])
+    return msgspec.structs.replace(reason, text=reason.text + _those(ahead_of(record, others)))
+
+
+def beside(own: RequestSummary, lives: Iterable[RequestSummary]) -> str:
+    """The live requests that the engine of a live one had before it, behind what is told of that."""
+    there = [one for one in lives if one.replica == own.replica and one.began_at < own.began_at]
+    return _those(sorted(there, key=lambda one: one.began_at))
+
+
+def _those(ahead: Sequence[RequestSummary]) -> str:
+    if not ahead:
+        return ""
     more = f" and {len(ahead) - AHEAD_MAX:,} more" if len(ahead) > AHEAD_MAX else ""
-    return msgspec.structs.replace(reason, text=f"{reason.text}; that engine had {named}{more}")
+    return f"; that engine had {', '.join(map(_named, ahead[:AHEAD_MAX]))}{more}"
 
 
 def _named(one: RequestSummary) -> str:
-    answer = f", answer {one.completion_tokens:,}" if one.completion_tokens else ""
-    return (
-        f"{one.tenant or 'no tenant'} {one.request_id} (prompt {count(one.prompt_tokens, 'token')}{answer})"
-    )
+    facts = [*filter(None, [one.service_tier]), f"prompt {count(one.prompt_tokens, 'token')}"]
+    if one.completion_tokens:
+        facts.append(f"answer {one.completion_tokens:,}")
+    return f"{one.tenant or 'no tenant'} {one.request_id} ({', '.join(facts)})"
 
 
 # -- the tries of an SDK --------------------------------------------------------------------------

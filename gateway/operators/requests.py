@@ -24,7 +24,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import Any, Final
@@ -198,14 +198,14 @@ class RequestsApi:
     )
     async def _show(self, asked: OperatorRequest) -> web.Response:
         """Raises NotFound."""
-        live = [self._live_record(one) for one in self._live if one.request_id == asked.id]
-        done = self._recorder.find(asked.id, SAME_ID_MAX - len(live[:SAME_ID_MAX]))
+        lives = await self._lives(RequestsQuery())
+        asked_for = [one for one in self._live if one.request_id == asked.id][:SAME_ID_MAX]
+        live = [self._live_record(one, lives) for one in asked_for]
+        done = self._recorder.find(asked.id, SAME_ID_MAX - len(live))
         if done:
-            kept = self._recorder.newest_first()
-            others = await around.looked_at(kept, min(map(around.since_of, done)))
-            others += [self._live_summary(one) for one in self._live]
-            done = [around.told(record, others) for record in done]
-        found = (*live[:SAME_ID_MAX], *done)
+            others = await around.looked_at(self._recorder.newest_first(), min(map(around.since_of, done)))
+            done = [around.told(record, [*others, *lives]) for record in done]
+        found = (*live, *done)
         if not found:
             raise NotFound(_not_kept(asked.id, self._recorder.since))
         return _json(RequestRecords(tuple(map(_worded, found))))
@@ -249,13 +249,15 @@ class RequestsApi:
             events=exchange.progress.events,
         )
 
-    def _live_record(self, exchange: Exchange) -> RequestRecord:
+    def _live_record(self, exchange: Exchange, lives: Sequence[RequestSummary]) -> RequestRecord:
         visits = tuple(Visit(*visit) for visit in exchange.stages.entered(is_over=False))
         bars = tuple(Bar("gateway", visit.stage, visit.takes_ms, visit.from_ms) for visit in visits)
         ticks = ticks_of(exchange.progress.ticks, exchange.stages.began_s)
-        causes = so_far(exchange.record, visits[-1].stage, visits[-1].takes_ms)
+        summary, stage = self._live_summary(exchange), visits[-1].stage
+        there = around.beside(summary, lives) if stage == "wait" else ""
+        causes = so_far(exchange.record, stage, visits[-1].takes_ms, there)
         return RequestRecord(
-            summary=self._live_summary(exchange),
+            summary=summary,
             visits=visits,
             axis=Axis(bars),
             causes=tuple(one.text for one in causes),

@@ -60,7 +60,7 @@ from gateway.request.exchange import Exchange, LiveRequests
 from gateway.request.outbound import Draft, draft, outbound
 from gateway.request.record import observe_decision
 from gateway.request.salts import salt_of
-from gateway.routing.affinity import affinity_of
+from gateway.routing.affinity import TIER_NAMES, affinity_of, class_of
 from gateway.routing.policy import Affinity, nowhere
 from gateway.routing.replicas import Replicas
 from gateway.routing.sessions import session_of
@@ -431,10 +431,12 @@ class Pipeline:
     def _affinity(
         self, exchange: Exchange, terms: Terms, request: GenerationRequest | None, count: TokenCount
     ) -> Affinity:
+        tier = terms.tenant.service_tier
+        if request is not None and (request.service_tier is not None or request.priority or tier == "flex"):
+            exchange.record.service_tier = TIER_NAMES[class_of(request, tier)]
         if not self._replicas.has_choice(terms.model.name):
             return nowhere(terms.tenant.id)
-        model, tenant = terms.model.name, terms.tenant.id
-        turn, tier = self._replicas.next_turn(), terms.tenant.service_tier
+        model, tenant, turn = terms.model.name, terms.tenant.id, self._replicas.next_turn()
         return affinity_of(request, model, tenant, count.prompt_tokens, turn, exchange.session, tier)
 
     def _relay(self, exchange: Exchange, dispatched: Dispatched) -> Awaitable[None]:

@@ -212,6 +212,7 @@ def summary_of(line: GatewayLine, number: int) -> RequestSummary:
         error_code=line.error_code,
         retry=line.retry,
         idempotency=line.idempotency,
+        service_tier=line.service_tier,
         quota_meter=line.quota_meter,
         quota_scope=line.quota_scope,
         replica=line.replica,

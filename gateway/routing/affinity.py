@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -34,6 +34,8 @@ from shared.apis.tools import Tool
 from shared.wire.ids import SessionId
 from shared.wire.load_report import DEFAULT, FLEX, PRIORITY
 
+TIER_NAMES: Final[tuple[Literal["flex", "priority"] | None, ...]] = ("flex", None, "priority")
+"""The service classes by their numbers, in words; None for the default."""
 _CLASSES: Final[dict[str | None, int]] = {"flex": FLEX, "default": DEFAULT, "priority": PRIORITY}
 
 BEGINNING_LEN: Final = 1024

@@ -41,6 +41,7 @@ class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):
     retry: int | None = None
     """The number of tries that its caller's SDK counts before it."""
     idempotency: str | None = None
+    service_tier: str | None = None
     quota_meter: str | None = None
     quota_scope: str | None = None
     replica: str | None = None

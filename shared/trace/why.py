@@ -106,10 +106,11 @@ def reasons(gateway: GatewayLine | None, engines: Sequence[EngineLine] = ()) -> 
     return tuple(sorted(found, key=lambda one: -one.ms))
 
 
-def so_far(line: GatewayLine, stage: str, ms: float) -> tuple[Why, ...]:
-    """The reasons of a request that is in this stage for so long, the longest first."""
+def so_far(line: GatewayLine, stage: str, ms: float, beside: str = "") -> tuple[Why, ...]:
+    """The reasons of a request that is in this stage for so long, the longest first. `beside` is added to
+    what is said of the stage."""
     part = f"gateway {stage}"
-    now = Why(ms, f"{duration(ms)} so far: {stage_text(part, line)}", part)
+    now = Why(ms, f"{duration(ms)} so far: {stage_text(part, line)}{beside}", part)
     return tuple(sorted([now, *_of_attempts(line)], key=lambda one: -one.ms))
 
 
@@ -257,10 +258,9 @@ def _unexplained(line: Line, shares: Mapping[str, float], found: Sequence[Why]) 
 def stage_text(part: str, line: Line) -> str:
     """What happens in a part of the time, in words."""
     whom = (line.replica if isinstance(line, GatewayLine) else None) or "the engine"
-    tokens = line.completion_tokens or 0
     match part:
         case "engine decode":
-            return f"computing an answer of {count(tokens, 'token')}"
+            return f"computing an answer of {count(line.completion_tokens or 0, 'token')}"
         case "engine queue":
             return "waiting in the engine's queue"
         case "engine prefill":

@@ -130,6 +130,8 @@ class GatewayLine(CompletedLine, kw_only=True):
     session: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")] | None = None
     """A hash of the session that the caller names; the name itself is the caller's own text. None where it
     names none, and as long as the body was not read."""
+    service_tier: Literal["flex", "priority"] | None = None
+    """The class in which engines of ours take it. None for the default, and as long as it is not known."""
     replica: str | None = None
     """The engine that was asked last. None where none was."""
     attempts: WholeNumber

@@ -117,6 +117,7 @@ def test_preempted_by_a_higher_class(model_dir: Path, host_pages: int, ends: str
     assert isinstance(engine, EngineLine)
     assert (engine.preemptions, engine.swaps) == (1, swaps)
     assert gateway_line(told, "flex").engine_swaps == swaps
+    assert [gateway_line(told, name).service_tier for name in ("flex", "high")] == ["flex", None]
     kept = r" \(1 of them with its pages kept in host memory\)" if swaps else ""
     says(told.trace("flex"), rf"preempted 1 time{kept}; ")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
 import pytest
 
+from gateway.routing.health import SAMPLES_MIN, SILENT_MIN
+from tests.histories.world import until
 from tests.scenes.stage import Setting, SlowPool, Stage, Told, play
 from tests.scenes.test_scenes import gateway_line, model_dir, until_any_runs
 
@@ -186,3 +189,44 @@ def test_a_slow_tokenizer(model_dir: Path) -> None:
         await (await stage.ask("asked", prompt="many words " * 2000, max_tokens=2)).until_over()
 
     named(play(scene, Setting(pool=SlowPool, pages=4000), model_dir), r"tokenizing took \d+(\.\d)? s")
+
+
+def test_a_replica_that_drains_and_does_not_wait(model_dir: Path) -> None:
+    """It held a long answer, behind which the request was queued."""
+
+    async def scene(stage: Stage) -> None:
+        busy = [await stage.ask(f"busy-{number}", max_tokens=1900, tenant="other") for number in range(2)]
+        for number in range(2):
+            await stage.until_running(1, number)
+        asked = await stage.ask("asked", max_tokens=2)
+        await until(lambda: any(engine.state.core.live == 2 for engine in stage.engines))
+        index = next(at for at, engine in enumerate(stage.engines) if engine.state.core.live == 2)
+        hurry = asyncio.Event()
+        drain = asyncio.create_task(stage.engines[index].drain(hurry))
+        await stage.wait(3.0)
+        hurry.set()
+        await drain
+        await busy[0].leave()
+        await busy[1].leave()
+        await asked.until_over()
+
+    told = play(scene, Setting(engines=2, slots=1, pages=2000), model_dir)
+    named(told, rf"3 s: {ENGINE} shut down, and could not wait for this answer, and another was asked")
+
+
+def test_a_replica_that_answers_nothing_while_others_do(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        for number in range(2 * SAMPLES_MIN):
+            await (await stage.ask(f"before-{number}", max_tokens=1)).until_over()
+        stage.cores[0].hangs_s = 100.0
+        clients = [await stage.ask(f"asked-{number}", max_tokens=3) for number in range(2 * SILENT_MIN)]
+        for _ in range(20):
+            await (await stage.ask("beside", max_tokens=1, tenant="other")).until_over()
+            await stage.wait(0.25)
+        for client in clients:
+            await client.until_over()
+
+    told = play(scene, Setting(engines=2), model_dir)
+    late = [n for n in range(2 * SILENT_MIN) if gateway_line(told, f"asked-{n}").attempts == 2]
+    assert late
+    named(told, rf"\d(\.\d)? s: {ENGINE} answered nothing, while others did, and another", f"asked-{late[0]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -117,12 +118,12 @@ def test_whose_work_was_before_it_in_the_queue_is_told() -> None:
         ended("gone", 0.9, 0.5),
         ended("elsewhere", 8.0, 7.0, replica="e:2"),
         ended("long", 9.5, 9.4, tenant="other", prompt_tokens=14_510, completion_tokens=200),
-        ended("short", 5.0, 2.0, prompt_tokens=1),
+        ended("short", 5.0, 2.0, prompt_tokens=1, service_tier="priority"),
     ]
     first, *_ = told(queued("own"), *others)
     assert first == (
         "queued 8 s: no slot (2 sequences run); that engine had other long (prompt 14,510 tokens, "
-        "answer 200), acme short (prompt 1 token)"
+        "answer 200), acme short (priority, prompt 1 token)"
     )
 
 
@@ -171,18 +172,29 @@ async def test_a_retry_finds_the_try_before_it(open_house: Open) -> None:
     assert "own" not in refused["idempotency"]
 
 
+def waits_at(house: House, number: int) -> bool:
+    return [one.stages.now for one in house.gateway.live].count("wait") == number
+
+
 @pytest.mark.parametrize("protocol", ["http2"], indirect=True)
 async def test_a_live_request_is_told_what_it_waits_for(open_house: Open) -> None:
     house: House = await open_house(admin=operator_keys())
     gate = asyncio.Event()
     house.engine.script = stream(gate, chunk("a"), end=closing())
     async with asyncio.TaskGroup() as tasks:
-        asking = tasks.create_task(house.chat(stream=True, headers={"x-request-id": "mine"}).__aenter__())
-        await until(lambda: any(one.stages.now == "wait" for one in house.gateway.live))
+        asking = []
+        for number, name in enumerate(("before", "mine"), 1):
+            chat = house.chat(stream=True, headers={"x-request-id": name})
+            asking.append(tasks.create_task(chat.__aenter__()))
+            await until(partial(waits_at, house, number))
         [record] = (await ask(house, "/mine"))["data"]
-        assert record["causes"][0].endswith(f"so far: {house.engine.url[7:]} had not begun to answer")
+        waits = f"so far: {house.engine.url[7:]} had not begun to answer; that engine had acme before ("
+        assert waits in record["causes"][0]
+        [record] = (await ask(house, "/before"))["data"]
+        assert "that engine had" not in record["causes"][0]
         gate.set()
-    await asking.result().read()
+    for one in asking:
+        await one.result().read()
     await house.at_rest()
 
 
