@@ -3,6 +3,7 @@
     state                       live, done; both without it
     id, trace_id                only of this one
     tenant, model, endpoint     only of this one
+    error_code                  only those that ended with this error
     session                     only of this one: its hash, or the name that the caller gives it
     status                      a status such as 429, or a class such as 5xx; of completed requests alone
     end_reason                  a word of `shared.wire.end_reason`; of completed requests alone
@@ -67,7 +68,18 @@ SAME_ID_MAX: Final = 16
 NAME_LEN_MAX: Final = 512
 _NUMBERS: Final = {"limit": LIMIT_MAX, "before": 2**53, "min_ms": 10**12}
 _TEXTS: Final = (
-    *("id", "trace_id", "tenant", "model", "endpoint", "session", "end_reason", "status", "state"),
+    *(
+        "id",
+        "trace_id",
+        "tenant",
+        "model",
+        "endpoint",
+        "error_code",
+        "session",
+        "end_reason",
+        "status",
+        "state",
+    ),
 )
 _MOMENTS: Final = ("since", "until")
 _STATUSES: Final = ("1xx", "2xx", "3xx", "4xx", "5xx")
@@ -75,7 +87,7 @@ _TEXT: Final = {"type": "string", "minLength": 1, "maxLength": NAME_LEN_MAX}
 _MOMENT: Final = {"type": "string", "format": "date-time"}
 _PARAMETERS: Final = (
     Parameter("state", "Without it both.", {"enum": ["live", "done"]}),
-    *(Parameter(name, "Only of this one.", _TEXT) for name in _TEXTS[:5]),
+    *(Parameter(name, "Only of this one.", _TEXT) for name in _TEXTS[:6]),
     Parameter("session", "Only of this one: its hash, or the name that the caller gives it.", _TEXT),
     Parameter("end_reason", "Of completed requests alone.", {"enum": [*EndReason]}),
     Parameter(
@@ -106,6 +118,7 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
     tenant: str | None = None
     model: str | None = None
     endpoint: str | None = None
+    error_code: str | None = None
     session: str | None = None
     status: str | None = None
     end_reason: str | None = None
@@ -126,6 +139,7 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
             and self.tenant in (None, one.tenant)
             and self.model in (None, one.model)
             and self.endpoint in (None, one.endpoint)
+            and self.error_code in (None, one.error_code)
             and (self.session is None or self._is_of_session(one))
             and self.end_reason in (None, one.end_reason)
             and self.status in (None, str(one.status), f"{(one.status or 0) // 100}xx")
@@ -144,7 +158,7 @@ def parse(parameters: Mapping[str, str]) -> RequestsQuery:
         if name in _NUMBERS:
             asked[name] = _number(name, text)
         elif name in _MOMENTS:
-            asked[name] = _moment(name, text)
+            asked[name] = parse_moment(name, text)
         elif name in _TEXTS and 0 < len(text) <= NAME_LEN_MAX:
             asked[name] = text
         elif name in _TEXTS:
@@ -170,7 +184,8 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
-def _moment(name: str, text: str) -> datetime:
+def parse_moment(name: str, text: str) -> datetime:
+    """A moment in a query string. Raises InvalidRequest, naming the parameter."""
     found = None
     with suppress(ValueError):
         found = datetime.fromisoformat(text)
