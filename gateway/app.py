@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -44,6 +44,7 @@ from gateway.operators.chats import Chats
 from gateway.operators.engines import EnginesApi
 from gateway.operators.keys import DirectoryRoutes
 from gateway.operators.listener import listen_for_operators
+from gateway.operators.overview import OverviewApi
 from gateway.operators.peers import Peers
 from gateway.operators.replicas import ReplicaRoutes
 from gateway.operators.requests import RequestsApi
@@ -56,6 +57,7 @@ from gateway.relay.upstream import Credentials, Upstream
 from gateway.request.dispatch import watch_replicas
 from gateway.request.edge import Edge, aborted
 from gateway.request.exchange import LiveRequests
+from gateway.request.minutes import Minutes
 from gateway.request.pipeline import Pipeline
 from gateway.request.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, MEMBERS, forget_replica
 from gateway.request.recorder import Recorder
@@ -145,14 +147,22 @@ class Gateway:
         pipeline = Pipeline(config, *parts, self.billing, self._known, self._turns, salts)
         self._health = health = Health(self.lifecycle, self._problems)
         self._tracing = tracing_of(config.tracing, "penstock-gateway", env)
-        self._recorder = _recorder(config, worker)
+        self._recorder, self._minutes = _kept(config, worker)
         known = self.accounts, pipeline, self.live, self.engines, store, health
-        self._edge = Edge(config, *known, clock, self._tracing, self._recorder)
+        self._edge = Edge(config, *known, clock, self._tracing, self._recorder, self._minutes)
         self._clock, self._worker, self._chats = clock, worker, Chats(clock)
         if worker is not None:
             self.replicas.take_drained(worker.drained)
         self._background, self._tokenizers = (Background(w, clock) for w in (self._works(), self._helpers()))
         self._stack = AsyncExitStack()
+
+    @cached_property
+    def _figures(self) -> EnginesApi:
+        return EnginesApi(self.replicas, self._upstream, self._clock)
+
+    @cached_property
+    def _overview(self) -> OverviewApi:
+        return OverviewApi(self._minutes or Minutes(), self._figures.views, self._clock)
 
     def _works(self) -> dict[str, Work]:
         """The tasks in the background without which the gateway is not ready, by name."""
@@ -186,6 +196,8 @@ class Gateway:
         known = self.engines, self.replicas, self._upstream, self._credentials
         loads = ForeignLoads(models, every_s, *known, self._clock)
         works = {**self.engines.works(), "engines' metrics": loads.watch}
+        if self._minutes is not None:
+            works["engines' figures"] = self._overview.watch
         if self._guarded is not None and self.billing.spool is not None:
             unsettled = Unsettled(self._guarded, self.billing, self._tenant_ids, self._clock)
             works["lines of the unsettled"] = unsettled.write
@@ -273,7 +285,8 @@ class Gateway:
             LimitsApi(quotas, self.accounts, self.live).table,
             ReplicaRoutes(self.replicas).table,
             RequestsApi(self.live, self._recorder, clock).table,
-            EnginesApi(self.replicas, self._upstream, clock).table,
+            self._figures.table,
+            self._overview.table,
             self._chats.table,
         )
         known, names = (self._health, self.accounts, self.reload, self.live), self.config.admin.called
@@ -393,10 +406,11 @@ def _tls(
     return tls_of(config.listen.tls, clock), None if worker is not None else tls_of(config.admin.tls, clock)
 
 
-def _recorder(config: GatewayConfig, worker: WorkerStart | None) -> Recorder:
-    """The recorder; it keeps nothing where no operator can ask."""
-    has_admin = worker is not None or config.admin.port is not None
-    return Recorder(config.admin.records if has_admin else 0)
+def _kept(config: GatewayConfig, worker: WorkerStart | None) -> tuple[Recorder, Minutes | None]:
+    """What is kept of requests; nothing where no operator can ask."""
+    if worker is None and config.admin.port is None:
+        return Recorder(0), None
+    return Recorder(config.admin.records), Minutes()
 
 
 def _set_gauges(live: LiveRequests, upstream: Upstream, memory: FairShare) -> None:

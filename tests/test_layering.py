@@ -170,7 +170,7 @@ GATEWAY_LEVELS = (
         "config.certificate_names",
     },
     {"config.timeouts", "config.discovery", "config.holders", "relay.ticks", "request.ring"},
-    {"config.whole", "background", "client", "openapi.parts", "request.recorder"},
+    {"config.whole", "background", "client", "openapi.parts", "request.recorder", "request.minutes"},
     {"redis"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {
@@ -199,6 +199,7 @@ GATEWAY_LEVELS = (
         *("request.outbound", "request.dispatch", "operators.requests", "operators.tenant_limits"),
         *("operators.gate", "operators.chats", "operators.engines", "operators.peers"),
     },
+    {"operators.overview"},
     {"request.pipeline", "operators.server"},  # the only one that knows the order of the stages
     {"request.edge", "listen.accepting"},
     {"listen.listener"},

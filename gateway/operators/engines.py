@@ -2,8 +2,9 @@
 
 Rules:
 
-1. Engines are asked only while somebody looks, and at most once in `EVERY_S`, however many look: whoever asks
-   meanwhile is given what was read last, or waits for the reading that is under way.
+1. Engines are asked only while somebody looks, or once a minute for `gateway.operators.overview`, and at most
+   once in `EVERY_S`, however many look: whoever asks meanwhile is given what was read last, or waits for the
+   reading that is under way.
 2. Each engine is asked alone, for no longer than `ASK_S` and for no more bytes than an exposition has: one
    that is slow or answers nonsense costs its own figures. At most `ENGINES_MAX` are asked, by id.
 """
@@ -86,12 +87,17 @@ class EnginesApi:
 
     @does(Operation("Tell the engines' own figures.", EnginesView, asks=Asks.ONE))
     async def _answer(self, asked: OperatorRequest) -> web.Response:
+        views = await self.views()
+        age_ms = round((self._clock.monotonic() - (self._read_at_s or 0.0)) * 1e3, 1)
+        body = msgspec.json.encode(EnginesView(views, age_ms, self._has_more))
+        return json_response(HTTPStatus.OK, body, {})
+
+    async def views(self) -> tuple[EngineView, ...]:
+        """The engines as they were read last, which is `EVERY_S` ago at most."""
         async with self._reading:
             if self._read_at_s is None or self._clock.monotonic() - self._read_at_s >= EVERY_S:
                 await self._read()
-        age_ms = round((self._clock.monotonic() - (self._read_at_s or 0.0)) * 1e3, 1)
-        body = msgspec.json.encode(EnginesView(self._views, age_ms, self._has_more))
-        return json_response(HTTPStatus.OK, body, {})
+        return self._views
 
     async def _read(self) -> None:
         """Ask them all once."""

@@ -83,7 +83,7 @@ class Merge(Enum):
     PAGE = "page"
     """The newest entries of all, as many as a page has (`before` says where the next one begins)."""
     ROWS = "rows"
-    """Rows of usage, added up by what they are of."""
+    """Rows of numbers, added up by what they are of."""
 
 
 SILENT: Final = {"silent_gateways": Merge.FIRST, "silent_workers": Merge.FIRST}

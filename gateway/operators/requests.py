@@ -3,6 +3,7 @@
     state                       live, done; both without it
     id, trace_id                only of this one
     tenant, model, endpoint     only of this one
+    error_code                  only those that ended with this error
     session                     only of this one: its hash, or the name that the caller gives it
     status                      a status such as 429, or a class such as 5xx; of completed requests alone
     end_reason                  a word of `shared.wire.end_reason`; of completed requests alone
@@ -74,7 +75,7 @@ PARAMETERS: Final = (
     Parameter("state", "Without it both.", {"enum": ["live", "done"]}),
     *(
         Parameter(name, "Only of this one.", _TEXT)
-        for name in ("id", "trace_id", "tenant", "model", "endpoint")
+        for name in ("id", "trace_id", "tenant", "model", "endpoint", "error_code")
     ),
     Parameter("session", "Only of this one: its hash, or the name that the caller gives it.", _TEXT),
     Parameter("end_reason", "Of completed requests alone.", {"enum": [*EndReason]}),
@@ -107,6 +108,7 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
     tenant: str | None = None
     model: str | None = None
     endpoint: str | None = None
+    error_code: str | None = None
     session: str | None = None
     status: str | None = None
     end_reason: str | None = None
@@ -127,6 +129,7 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
             and self.tenant in (None, one.tenant)
             and self.model in (None, one.model)
             and self.endpoint in (None, one.endpoint)
+            and self.error_code in (None, one.error_code)
             and (self.session is None or self._is_of_session(one))
             and self.end_reason in (None, one.end_reason)
             and self.status in (None, str(one.status), f"{(one.status or 0) // 100}xx")

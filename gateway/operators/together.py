@@ -179,11 +179,13 @@ def _sum(values: Sequence[Any]) -> Any:
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of usage, those of the same tenant, key, model and day added up."""
+    """Rows in which what has the same texts is added up: usage by tenant, key, model and day; what ended by
+    minute, model and replica."""
     sums: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
     for row in rows:
         of = tuple((name, value) for name, value in row.items() if isinstance(value, str))
         before = sums.setdefault(of, {})
         for name, value in row.items():
-            before[name] = before.get(name, 0) + value if isinstance(value, int) else value
+            is_summed = name in before and isinstance(value, int | dict)
+            before[name] = _sum([before[name], value]) if is_summed else value
     return [sums[of] for of in sorted(sums)]

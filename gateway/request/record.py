@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from gateway.admission.quota import Decision, Refusal, Settlement
 from gateway.relay.stream import Progress
+from gateway.request.minutes import Minutes
 from gateway.request.recorder import Recorder
 from gateway.routing.policy import RouteReason
 from gateway.routing.replicas import Replica
@@ -259,9 +260,15 @@ def observe_decision(decision: Decision) -> None:
 class Reporter:
     """Writes completed lines and counts requests, each once."""
 
-    def __init__(self, tracing: Tracing = NO_TRACING, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        tracing: Tracing = NO_TRACING,
+        recorder: Recorder | None = None,
+        minutes: Minutes | None = None,
+    ) -> None:
         self._tracing = tracing
         self._recorder = Recorder(0) if recorder is None else recorder
+        self._minutes = minutes
         self._tenants: set[str] = set()
 
     def completed(
@@ -281,6 +288,8 @@ class Reporter:
         logged = logs.write_line(record, "info")
         if self._recorder.is_on:
             self._recorder.add(record, stages.stamps(), logged, progress.ticks)
+        if self._minutes is not None:
+            self._minutes.note(record)
         if self._tracing.is_on:
             self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=partial(line_of, record))
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)

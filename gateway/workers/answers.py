@@ -14,6 +14,7 @@ from gateway.operators.chats import Chats
 from gateway.operators.engines import EnginesApi
 from gateway.operators.keys import DirectoryRoutes
 from gateway.operators.operations import Asks, Operation, Table, operation_of, pattern_of
+from gateway.operators.overview import OverviewApi
 from gateway.operators.replicas import ReplicaRoutes
 from gateway.operators.requests import RequestsApi
 from gateway.operators.server import Admin
@@ -21,7 +22,8 @@ from gateway.operators.tenant_limits import LimitsApi
 from gateway.operators.usage import UsageReports
 
 HANDLERS: Final = (
-    Admin, DirectoryRoutes, UsageReports, LimitsApi, ReplicaRoutes, RequestsApi, EnginesApi, Chats
+    Admin, DirectoryRoutes, UsageReports, LimitsApi, ReplicaRoutes, RequestsApi, EnginesApi, Chats,
+    OverviewApi,
 )  # fmt: skip
 """Those whose tables a worker has."""
 

@@ -191,7 +191,7 @@ async def attack(page: Page, here: Up) -> None:
     assert await page.js("window.pwned === undefined && document.querySelectorAll('main img').length === 0")
     for name in ("constructor", "__proto__", "toString/x"):
         await page.js(f"location.hash = '#/{name}'")
-        await page.until("document.title.startsWith('Requests')")
+        await page.until("document.title.startsWith('Overview')")
     print("attack: nothing but text")
 
 
@@ -289,6 +289,24 @@ async def search(page: Page, here: Up) -> None:
     await narrow(page)
     await take_along(page, here)
     print("search: by id, trace, traceparent and session; the address keeps filters, range and sort")
+
+
+async def overview(page: Page, here: Up) -> None:
+    """What has happened is in the figures, and an error leads to its requests."""
+    await page.js("location.hash = '#/overview'")
+    await page.until("document.querySelector('[data-total=Requests]') !== null")
+    totals = await page.js(
+        "Object.fromEntries([...document.querySelectorAll('[data-total]')].map(one =>"
+        " [one.dataset.total, one.textContent]))"
+    )
+    assert int(totals["Requests"].replace(",", "")) >= 6, totals
+    assert "-" not in totals.values(), totals
+    assert await page.js("document.querySelectorAll('.plot canvas').length") == 7
+    await page.js(
+        "[...document.querySelectorAll('th a')].find(one => one.textContent === 'invalid_value').click()"
+    )
+    await page.until(f"{IDS} === 'evil-1'")
+    print(f"overview: {totals}")
 
 
 async def narrow(page: Page) -> None:
@@ -389,9 +407,15 @@ async def cost(here: Up, query: str, headers: dict[str, str]) -> tuple[float, in
 
 
 async def pictures(page: Page, folder: Path, request_id: str) -> None:
-    views = {"requests": "requests", "request": f"request/{request_id}", "engines": "engines"}
+    views = {
+        "overview": "overview",
+        "requests": "requests",
+        "request": f"request/{request_id}",
+        "engines": "engines",
+    }
     views |= {"tenants": "tenants", "chat": "chat"}
     ready = {
+        "overview": "[data-total]",
         "requests": "td.id a",
         "request": ".stages tbody tr",
         "engines": ".u-wrap",
@@ -428,6 +452,7 @@ async def check(folder: Path) -> None:
             await attack(page, here)
             await follow(page, here)
             await search(page, here)
+            await overview(page, here)
             await pictures(page, folder, request_id)
             await lag(page, here, folder)
             await log_out(page, here)

@@ -1,9 +1,9 @@
 // The engines' own figures, live: what waits, what runs, the pages, the steps, the tokens.
 
-import uPlot from "./vendor/uPlot.esm.js";
 import { get, poll } from "./api.js";
 import { el, setText, shown } from "./dom.js";
-import { timeOf, whole } from "./format.js";
+import { whole } from "./format.js";
+import { plot } from "./plot.js";
 
 const EVERY_MS = 1000;
 const POINTS_MAX = 300;
@@ -14,15 +14,6 @@ export function enginesView(view, tell) {
   const list = el("div", { class: "cards" });
   const empty = el("p", { class: "hint" }, "Loading.");
   view.append(el("h1", {}, "Engines"), empty, list);
-  const resize = new ResizeObserver((entries) => {
-    for (const { target } of entries) {
-      const own = [...cards.values()].find((one) => one.box === target);
-      if (own && target.clientWidth > 0) own.plot.setSize({ width: target.clientWidth, height: 150 });
-    }
-  });
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const redraw = () => { for (const one of cards.values()) one.plot.redraw(); };
-  dark.addEventListener("change", redraw);
 
   async function refresh() {
     const { data, has_more } = await get("/admin/v1/engines");
@@ -33,25 +24,20 @@ export function enginesView(view, tell) {
         cards.set(one.id, card);
         list.append(card.element);
         card.draw();
-        resize.observe(card.box);
       }
       update(card, one);
     }
     for (const [id, card] of cards) {
-      if (!data.some((one) => one.id === id)) { card.plot.destroy(); card.element.remove(); cards.delete(id); }
+      if (!data.some((one) => one.id === id)) { card.plot.close(); card.element.remove(); cards.delete(id); }
     }
     setText(empty, data.length === 0 ? "No engine is known." : has_more ? "There are more engines than are asked." : "");
   }
   const stop = poll(refresh, EVERY_MS, tell);
   return () => {
     stop();
-    resize.disconnect();
-    dark.removeEventListener("change", redraw);
-    for (const card of cards.values()) card.plot.destroy();
+    for (const card of cards.values()) card.plot.close();
   };
 }
-
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function cardOf(id) {
   const names = ["Running", "Waiting", "Stalled", "Step, ms", "Tokens/s", "Prompt tokens/s", "Cache hits, %", "Preemptions"];
@@ -73,13 +59,7 @@ function cardOf(id) {
     el("h3", {}, el("span", { class: "swatch" }), "Tokens/s", el("span", { class: "swatch running" }), "Running"), box);
   const card = { element, facts, state, parts, pages, pagesText, queue, box, points: [[], [], []], plot: null };
   card.draw = () => {
-    const axis = (more) => ({ stroke: () => colour("--soft"), grid: { stroke: () => colour("--line"), width: 1 }, font: "11px system-ui", ...more });
-    card.plot = new uPlot({
-      width: Math.max(200, box.clientWidth), height: 150, legend: { show: false }, cursor: { show: false },
-      scales: { x: { time: true }, y: { range: (_, __, most) => [0, Math.max(1, most * 1.1)] }, n: { range: (_, __, most) => [0, Math.max(4, most * 1.1)] } },
-      axes: [axis({ space: 80, values: (_, seconds) => seconds.map((one) => timeOf(one * 1e3)) }), axis({ size: 52 }), axis({ scale: "n", side: 1, size: 36, grid: { show: false } })],
-      series: [{}, { stroke: () => colour("--engine"), width: 2 }, { scale: "n", stroke: () => colour("--gateway"), width: 2, dash: [4, 4] }],
-    }, card.points, box);
+    card.plot = plot(box, [{ colour: "--engine" }, { colour: "--gateway", scale: "n", dash: [4, 4] }], [{ scale: "y" }, { scale: "n", side: 1 }], 4);
   };
   return card;
 }
@@ -110,5 +90,5 @@ function update(card, one) {
   tokens.push(told.generated_per_s ?? null);
   running.push(told.running ?? null);
   if (times.length > POINTS_MAX) for (const values_ of card.points) values_.shift();
-  card.plot.setData(card.points);
+  card.plot.set(card.points);
 }

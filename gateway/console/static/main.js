@@ -5,6 +5,7 @@ import { el, setText, shown } from "./dom.js";
 import { chatView } from "./chat.js";
 import { enginesView } from "./engines.js";
 import { find } from "./find.js";
+import { overviewView } from "./overview.js";
 import { requestView } from "./request.js";
 import { requestsView } from "./requests.js";
 import { tenantsView } from "./tenants.js";
@@ -13,6 +14,7 @@ const SESSION = "/admin/v1/console/session";
 const view = document.getElementById("view");
 const notice = document.getElementById("notice");
 const VIEWS = new Map(Object.entries({
+  overview: ["Overview", overviewView],
   requests: ["Requests", requestsView],
   request: ["Request", requestView],
   engines: ["Engines", enginesView],
@@ -38,7 +40,7 @@ function route() {
   if (!isIn) return;
   const [, path, query] = /^#?\/?([^?]*)\??(.*)$/s.exec(location.hash);
   const [name, ...rest] = path.split("/");
-  const [title, open] = VIEWS.get(name) ?? VIEWS.get("requests");
+  const [title, open] = VIEWS.get(name) ?? VIEWS.get("overview");
   leave();
   tell(null);
   document.title = `${title} - Penstock console`;

@@ -253,6 +253,7 @@ function filters(query) {
     field("Session", text("session", 11)),
     field("Trace", text("trace_id", 9)),
     field("Status", text("status", 5, "it must be one such as 429, or a class such as 5xx.", { pattern: "[1-5](xx|\\d\\d)", placeholder: "5xx" })),
+    field("Error", text("error_code", 11)),
     field("End reason", choice("end_reason", [["", "any"], ...END_REASONS.map((one) => [one, one.replaceAll("_", " ")])])),
     field("At least, ms", text("min_ms", 6, "it must be a whole number of milliseconds.", { inputmode: "numeric", pattern: "\\d{1,12}" })),
     field("In the last", el("select", { id: "last" }, LAST.map(([value, name]) => el("option", { value }, name)))),

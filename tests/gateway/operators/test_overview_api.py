@@ -1,0 +1,163 @@
+"""The last hours by the minute: what is counted, in which bounds, and how several gateways' are one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.operators.engines import EngineView
+from gateway.operators.figures import EngineFigures
+from gateway.operators.operations import operation_of
+from gateway.operators.overview import EVERY_S, LOADS_MAX, OverviewApi
+from gateway.operators.together import OperatorAnswer, PartOf, together
+from gateway.request import minutes as module
+from gateway.request.minutes import BUCKETS, CODES_MAX, KINDS_MAX, MINUTES_MAX, OTHER, Minutes, edges_ms
+from shared.wire.end_reason import EndReason
+from tests.fakes import VirtualClock
+from tests.gateway.conftest import Open, until
+from tests.gateway.fake_engine import chunk, closing, stream
+from tests.gateway.operators.test_admin import OPERATOR, operator_keys
+from tests.gateway.operators.test_requests_api import BEGUN, line
+
+STREAM: dict[str, Any] = {
+    "model": "m",
+    "replica": "r",
+    "first_byte_ms": 20.0,
+    "total_ms": 120.0,
+    "completion_tokens": 11,
+    "prompt_tokens": 8,
+    "cached_tokens": 6,
+}
+
+
+def noted(*changes: dict[str, Any]) -> Minutes:
+    minutes = Minutes()
+    for one in changes:
+        minutes.note(line(**{**STREAM, **one}))
+    return minutes
+
+
+def within(bucket: int, ms: float) -> bool:
+    edges = [0.0, *edges_ms()]
+    return edges[bucket] <= ms <= edges[bucket + 1]
+
+
+def test_a_stream_is_counted_with_its_times_and_tokens_and_a_failure_with_its_code() -> None:
+    minutes = noted(
+        {},
+        {"stream": False},
+        {"end_reason": EndReason.REFUSED, "error_code": "rate_limit_exceeded", "replica": None},
+        {"end_reason": EndReason.CLIENT_CANCEL},
+    )
+    [minute] = minutes.since(None)
+    ended, refused = minute.cells["m", "r"], minute.cells["m", None]
+    assert (ended.requests, ended.prompt_tokens, ended.cached_tokens, ended.completion_tokens) == (
+        3,
+        24,
+        18,
+        22,
+    )
+    assert (ended.errors, refused.errors) == ({"client_cancel": 1}, {"rate_limit_exceeded": 1})
+    [first], [gap] = ([at for at, count in enumerate(part) if count] for part in (ended.first, ended.gaps))
+    assert within(first, 20.0)
+    assert within(gap, 10.0)
+
+
+def test_every_time_has_its_bucket() -> None:
+    for first_ms in (0.0, 0.01, 1e3, 1e9):
+        [minute] = noted({"first_byte_ms": first_ms, "total_ms": first_ms}).since(None)
+        [at] = [at for at, count in enumerate(minute.cells["m", "r"].first) if count]
+        assert within(at, first_ms) or at == BUCKETS - 1
+
+
+def test_minutes_follow_each_other_and_a_clock_that_is_set_back_begins_none() -> None:
+    at = (BEGUN, BEGUN + timedelta(seconds=59.9), BEGUN + timedelta(minutes=3), BEGUN)
+    minutes = noted(*({"ts": one} for one in at))
+    told = [(one.at, one.cells["m", "r"].requests) for one in minutes.since(None)]
+    assert told == [(BEGUN, 2), (BEGUN + timedelta(minutes=3), 2)]
+    assert [one.at for one in minutes.since(BEGUN + timedelta(minutes=1))] == [BEGUN + timedelta(minutes=3)]
+    version = minutes.version
+    minutes.note(line(ts=BEGUN))
+    assert minutes.version != version
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = noted(*({"ts": BEGUN + timedelta(minutes=at)} for at in range(MINUTES_MAX + 9)))
+    assert len(list(hours.since(None))) == MINUTES_MAX
+    [minute] = noted(*({"replica": f"r{at}"} for at in range(KINDS_MAX + 9))).since(None)
+    assert len(minute.cells) == KINDS_MAX + 1
+    assert minute.cells[OTHER, OTHER].requests == 9
+    failed = {"end_reason": EndReason.UPSTREAM_FAILED}
+    [minute] = noted(*({**failed, "error_code": f"e{at}"} for at in range(CODES_MAX + 9))).since(None)
+    assert (len(minute.cells["m", "r"].errors), minute.cells["m", "r"].errors[OTHER]) == (CODES_MAX + 1, 9)
+    monkeypatch.setattr(module, "CELLS_MAX", 3)
+    few = noted(*({"ts": BEGUN + timedelta(minutes=at // 2), "replica": f"r{at}"} for at in range(8)))
+    assert [len(one.cells) for one in few.since(None)] == [2]
+
+
+async def nobody() -> list[EngineView]:
+    return []
+
+
+def test_the_rows_of_several_are_added_up_and_loads_say_whose_they_are() -> None:
+    clock = VirtualClock()
+    ts = datetime.fromtimestamp(clock.wall(), UTC)
+    apis = [
+        OverviewApi(noted({"ts": ts}, {"ts": ts, **more}), nobody, clock) for more in ({}, {"replica": "s"})
+    ]
+    answers = [OperatorAnswer(200, {}, json.dumps(_told(api)).encode()) for api in apis]
+    merges = operation_of(apis[0]._answer).merges
+    whole = json.loads(together({None: answers[0], "b": answers[1]}, (), merges, part_of=PartOf.GATEWAY).body)
+    assert [(row["replica"], row["requests"]) for row in whole["rows"]] == [("r", 3), ("s", 1)]
+    assert [sum(row["first_token"].values()) for row in whole["rows"]] == [3, 1]
+    assert whole["edges_ms"] == edges_ms()
+
+
+def _told(api: OverviewApi) -> Any:
+    return msgspec.to_builtins(api.overview())
+
+
+async def test_engines_are_read_by_the_minute_within_bounds() -> None:
+    clock = VirtualClock()
+    figures = EngineFigures(running=3, waiting={"default": 2}, pages={"owned": 1, "cached": 1, "free": 2})
+    view: dict[str, Any] = {"models": ["m"], "phase": "active", "health": "healthy", "requests": 0}
+    views = [EngineView(id=f"r{at}", figures=figures, **view) for at in range(LOADS_MAX + 9)]
+    views[1] = EngineView(id="r1", problem="It did not answer.", **view)
+
+    async def engines() -> list[EngineView]:
+        return views
+
+    api = OverviewApi(Minutes(), engines, clock)
+    task = asyncio.create_task(api.watch())
+    await until(lambda: clock.sleeping == 1)
+    clock.advance(EVERY_S)
+    await until(lambda: api._read == 1)
+    loads = api.overview().loads
+    assert len(loads) == LOADS_MAX - 1
+    assert (loads[0].waiting, loads[0].running, loads[0].pages_used_percent) == (2, 3, 25.0)
+    task.cancel()
+
+
+async def test_a_running_gateway_tells_of_its_requests(open_house: Open) -> None:
+    house = await open_house(admin=operator_keys())
+    house.engine.script = stream(chunk("a"), chunk("b"), end=closing())
+    url = f"http://127.0.0.1:{house.gateway.admin_port}/admin/v1/overview"
+    async with house.chat(stream=True) as answer:
+        await answer.read()
+    await until(lambda: len(house.gateway._recorder) == 1)
+    async with house.client.get(url, headers=OPERATOR) as answer:
+        told, etag = await answer.json(), answer.headers["etag"]
+    [row] = told["rows"]
+    assert (row["requests"], row["completion_tokens"], sum(row["first_token"].values())) == (1, 3, 1)
+    async with house.client.get(url, headers={**OPERATOR, "if-none-match": etag}) as answer:
+        assert (answer.status, await answer.read()) == (304, b"")
+    for query, param in (("since=noon", "since"), ("until=noon", "until")):
+        async with house.client.get(f"{url}?{query}", headers=OPERATOR) as answer:
+            assert (answer.status, (await answer.json())["error"]["param"]) == (400, param)
+    async with house.client.get(f"{url}?since=9999-01-01T00:00:00Z", headers=OPERATOR) as answer:
+        assert (await answer.json())["rows"] == []
