@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import io
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
 
+import structlog
+
+from shared.process import logs
 from shared.process.clock import Timer
 
 
@@ -56,3 +62,11 @@ class VirtualClock:
             _, _, future = heapq.heappop(self._sleepers)
             if not future.done():
                 future.set_result(None)
+
+
+@contextmanager
+def captured_logs() -> Iterator[list[MutableMapping[str, Any]]]:
+    """The lines that are logged meanwhile, from `info` on, whatever a test before has configured."""
+    logs.configure("tests", stream=io.StringIO())
+    with structlog.testing.capture_logs() as lines:
+        yield lines

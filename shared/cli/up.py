@@ -35,7 +35,8 @@ DEMO_NAME: Final = "penstock-demo"
 DRAIN_S: Final = 20.0
 """The drain time in seconds, unless an option or a variable sets it: a development server does not keep its
 user waiting longer."""
-ADMIN_HOST: Final = "127.0.0.1"
+OWN_HOST: Final = "127.0.0.1"
+PORT_LAST: Final = 65_535
 ENDING_S: Final = 10.0
 """The time in which a child must stop after its drain, in seconds; then it is killed."""
 ENGINE_START_S: Final = 24 * 3600.0
@@ -167,8 +168,13 @@ def run(options: argparse.Namespace) -> int:
     check_engine_options(options.parser, options.more, os.environ)
     if options.redis and (problem := unreachable(reach("gateway.config.redis").redis_hosts(options.redis))):
         return _fail(problem)
+    with ExitStack() as held:
+        return _run(options, held)
+
+
+def _run(options: argparse.Namespace, held: ExitStack) -> int:
     try:
-        plan = make_plan(options, running.data_dir(options.data_dir, options.port))
+        plan = make_plan(options, running.data_dir(options.data_dir, options.port), held)
     except ConfigError as error:  # a variable is wrong: all options were checked before
         options.parser.error(str(error))
     except (OSError, UnusableTls) as error:
@@ -273,18 +279,18 @@ class StartPlan:
     """What the user should know of the start."""
 
 
-def make_plan(options: argparse.Namespace, data: DataDir) -> StartPlan:
-    """Choose ports, and write the gateway's file with what it had the last time. Raises OSError, UnusableTls
-    and ConfigError."""
+def make_plan(options: argparse.Namespace, data: DataDir, held: ExitStack) -> StartPlan:
+    """Choose ports, which are `held` for the services that are to listen there, and write the gateway's file
+    with what it had the last time. Raises OSError, UnusableTls and ConfigError."""
     model, name = _model_and_name(options.model, options.served_model_name)
     tls = _tls(options.tls_cert, options.tls_key)
     certificate_names = names_of(*tls) if tls is not None else ()
-    gateway_port = _check_port(options.host, options.port)
-    admin_port, remarks = _admin_port(options.admin_port, gateway_port)
+    gateway_port = _hold_port(held, options.host, options.port)
+    admin_port, remarks = _admin_port(held, options.admin_port, gateway_port)
     api_key, admin_key = _keys(options.api_key, data)
     config = data.path / "gateway.toml"
     kept, lost = _kept(config)
-    engine_urls = [f"http://127.0.0.1:{port}" for port in _free_ports(options.replicas)]
+    engine_urls = [f"http://{OWN_HOST}:{_hold_port(held, OWN_HOST, 0)}" for _ in range(options.replicas)]
     gateway_config = reach("gateway.directory.development").development_config(
         host=options.host,
         port=gateway_port,
@@ -348,16 +354,16 @@ def _kept(config: Path) -> tuple[Any, tuple[str, ...]]:
         return None, (f"{config} could not be read; what it had is in {old.name}",)
 
 
-def _admin_port(wanted: int | None, gateway_port: int) -> tuple[int, tuple[str, ...]]:
+def _admin_port(held: ExitStack, wanted: int | None, gateway_port: int) -> tuple[int, tuple[str, ...]]:
     """The console's port, and what is to be said of it. Raises OSError where the one that was asked for is
     taken."""
     if wanted is not None:
-        return _check_port(ADMIN_HOST, wanted), ()
-    usual = gateway_port + 1
+        return _hold_port(held, OWN_HOST, wanted), ()
+    usual = min(gateway_port + 1, PORT_LAST)  # which is taken then
     try:
-        return _check_port(ADMIN_HOST, usual), ()
-    except (OSError, OverflowError):  # taken, or none
-        port = _check_port(ADMIN_HOST, 0)
+        return _hold_port(held, OWN_HOST, usual), ()
+    except OSError:
+        port = _hold_port(held, OWN_HOST, 0)
         return port, (f"Port {usual} is taken: the console is at {port}. See --admin-port",)
 
 
@@ -372,30 +378,23 @@ def _engines(
         yield ServiceSpec(name, tuple(argv), log, url, ENGINE_START_S, restarts=restarts)
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports of this machine's own address that nobody listens on, each another one."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]
-
-
 def _model_and_name(model: str | None, name: str | None) -> tuple[str, str]:
     if model is None:
         return str(reach("engine.demo").MODEL_DIR), name or DEMO_NAME
     return model, name or reach("engine.config").served_name(model)
 
 
-def _check_port(host: str, wanted: int) -> int:
-    """A port that can be listened on: the wanted one, or for 0 any. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, wanted))
-        except OSError as error:
-            raise OSError(cannot_listen(host, wanted, error)) from error
-        bound: int = probe.getsockname()[1]
-        return bound
+def _hold_port(held: ExitStack, host: str, wanted: int) -> int:
+    """Hold a port that can be listened on: the wanted one, or for 0 any. Raises OSError. A service can listen
+    there: this socket does not, and lets others that say so bind the same address (`SO_REUSEADDR`)."""
+    probe = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind((host, wanted))
+    except OSError as error:
+        raise OSError(cannot_listen(host, wanted, error)) from error
+    bound: int = probe.getsockname()[1]
+    return bound
 
 
 def _tls(cert: str | None, key: str | None) -> tuple[str, str] | None:

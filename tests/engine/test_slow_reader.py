@@ -146,8 +146,7 @@ def test_nothing_is_computed_for_a_client_that_stopped_reading(
         assert b"data: [DONE]" in stream
         until(lambda: gauges(http.base_url)["kv_pages:owned"] == 0)
         assert gauges(http.base_url)["stalled_sequences"] == 0
-        assert gauges(http.base_url)["preemptions:recompute"] == 0
-        assert gauges(http.base_url)["preemptions:swap"] == 0
+        assert gauges(http.base_url)["preemptions:pages"] == 0
 
 
 def test_at_the_stall_deadline_it_ends_and_its_pages_come_back(short_tmp: Path) -> None:

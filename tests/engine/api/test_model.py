@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from structlog.testing import capture_logs
 
 from engine.api.ask.model import ServedModel, UnusableModel, load_model
 from engine.contract.messages import END_TOKENS_MAX
 from shared.text.tokenizer import TokenizerBundle, UnusableTokenizer
 from tests.engine.api.tiny import EOS, write_model_dir
+from tests.fakes import captured_logs
 from tests.shared.text.chat_templates import STRICT
 
 
@@ -44,7 +44,7 @@ def test_keys_that_mean_nothing_are_named_in_a_line_for_each_file(tmp_path: Path
     write_model_dir(tmp_path)
     change(tmp_path / "tokenizer_config.json", chat_templat="x", eos_tokn="y", eos_token=EOS)
     change(tmp_path / "generation_config.json", **{f"key_{i}": i for i in range(500)})
-    with capture_logs() as lines:
+    with captured_logs() as lines:
         load(tmp_path)
     said = {line["file"]: line["names"] for line in lines if line["event"] == "engine.keys_ignored"}
     assert said["tokenizer_config.json"] == ("chat_templat", "eos_tokn")
@@ -88,7 +88,7 @@ def test_the_format_of_answers_is_the_checkpoints_its_familys_or_the_operators(t
 def test_a_model_whose_answers_do_not_end_is_warned_of(tmp_path: Path) -> None:
     (write_model_dir(tmp_path) / "generation_config.json").write_text("{}")
     change(tmp_path / "tokenizer_config.json", eos_token=None, chat_template=None)
-    with capture_logs() as lines:
+    with captured_logs() as lines:
         assert load(tmp_path).eos_ids == frozenset()
     assert [line["event"] for line in lines] == ["engine.no_end_token"]
 
@@ -99,7 +99,7 @@ def test_an_answer_ends_at_the_tokenizers_end_token_too(
 ) -> None:
     """As with a model that was trained to chat and kept its base's generation_config.json."""
     change(write_model_dir(tmp_path) / "generation_config.json", eos_token_id=stated)
-    with capture_logs() as lines:
+    with captured_logs() as lines:
         model = load(tmp_path)
     own = model.special_ids[EOS]
     assert model.eos_ids == {own, *([stated] if isinstance(stated, int) else stated or [])}
@@ -121,7 +121,7 @@ def test_a_tokenizers_end_token_that_the_model_has_not_is_none(tmp_path: Path) -
 def test_a_turn_that_ends_with_another_token_is_warned_of(tmp_path: Path) -> None:
     change(write_model_dir(tmp_path) / "generation_config.json", eos_token_id=1)
     change(tmp_path / "tokenizer_config.json", eos_token="<|user|>")
-    with capture_logs() as lines:
+    with captured_logs() as lines:
         load(tmp_path)
     assert [line["named"] for line in lines if line["event"] == "engine.turn_end_is_no_end"] == [EOS]
 
@@ -139,7 +139,7 @@ def test_end_tokens_are_limited(tmp_path: Path, ends: int) -> None:
 def test_a_template_that_renders_nothing_is_warned_of(tmp_path: Path) -> None:
     template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     change(write_model_dir(tmp_path) / "tokenizer_config.json", chat_template=template)
-    with capture_logs() as lines:
+    with captured_logs() as lines:
         load(tmp_path)
     assert [(line["event"], line.get("detail")) for line in lines] == [
         ("template.rendered_apart", None),
@@ -173,7 +173,7 @@ def test_a_template_that_leaves_out_past_reasoning_is_told_of_with_what_keeps_it
     change(write_model_dir(tmp_path) / "tokenizer_config.json", chat_template=STRICT)
     told: list[object] = []
     for defaults in (None, '{"keep_thinking": false}', '{"keep_thinking": true}'):
-        with capture_logs() as lines:
+        with captured_logs() as lines:
             load_model(tmp_path, name="m", created=0, template_defaults=defaults)
         found = [line for line in lines if line["event"] == "engine.past_reasoning_left_out"]
         told.append([line["template_defaults"] for line in found])
@@ -181,7 +181,7 @@ def test_a_template_that_leaves_out_past_reasoning_is_told_of_with_what_keeps_it
 
 
 def test_a_model_without_oddities_says_nothing(tmp_path: Path) -> None:
-    with capture_logs() as lines:
+    with captured_logs() as lines:
         model = load(write_model_dir(tmp_path))
     assert lines == []
     assert model.eos_ids == {model.tokenizer.encode(EOS)[0]}

@@ -20,7 +20,7 @@ penstock_engine_step_seconds_count 100.0 1700000000
 penstock_engine_generated_tokens_total 500.0
 penstock_engine_prompt_tokens_total 1000.0
 penstock_engine_preemptions_total{kind="swap"} 1.0
-penstock_engine_preemptions_total{kind="recompute"} 2.0
+penstock_engine_preemptions_total{kind="pages"} 2.0
 penstock_engine_prefix_query_tokens_total 200.0
 penstock_engine_prefix_hit_tokens_total 50.0
 penstock_engine_open_sequences NaN

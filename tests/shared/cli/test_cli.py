@@ -322,7 +322,8 @@ def plan_of(*argv: str) -> up.StartPlan:
     options, options_more = parser.parse_known_args(["up", *argv])
     options.more = options_more
     data = running.data_dir(options.data_dir, options.port)
-    plan = up.make_plan(options, data)
+    with contextlib.ExitStack() as held:
+        plan = up.make_plan(options, data, held)
     os.close(data.lock)  # as the end of its process does
     return plan
 

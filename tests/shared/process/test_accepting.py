@@ -12,10 +12,10 @@ from typing import cast
 import pytest
 import trustme
 import uvloop
-from structlog.testing import capture_logs
 
 from shared.process import accepting
 from shared.process.accepting import ACCEPTS_FAILED, Accepting
+from tests.fakes import captured_logs
 from tests.waiting import PATIENCE_S
 
 CALLERS = 5
@@ -74,7 +74,7 @@ def test_who_comes_while_no_file_can_be_opened_is_served_once_one_can(
             await served.aclose()
 
     before = ACCEPTS_FAILED.value()
-    with capture_logs() as lines:
+    with captured_logs() as lines:
         runner.run(run())
     assert ACCEPTS_FAILED.value() - before == 2 * REFUSALS
     told = [line for line in lines if line["event"] == "listener.accept_failed"]
@@ -104,7 +104,7 @@ def test_handshakes_that_do_not_go_on_are_bounded_and_keep_out_nobody(runner: as
                 one.close()
             await served.aclose()
 
-    with capture_logs() as lines:
+    with captured_logs() as lines:
         runner.run(run())
     assert [line["event"] for line in lines] == ["listener.handshakes_full"], "it is told now and then"
 

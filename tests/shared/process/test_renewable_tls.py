@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import trustme
 
 from shared.process.renewable_tls import POLL_S, RenewableTls
 from shared.process.tls import HTTP1, UnusableTls, client_context, server_context
-from tests.fakes import VirtualClock
+from tests.fakes import VirtualClock, captured_logs
 from tests.waiting import PATIENCE_S
 
 
@@ -53,7 +52,7 @@ def client_side(tmp_path: Path) -> Side:
 
 @pytest.fixture
 def said() -> Iterator[list[MutableMapping[str, Any]]]:
-    with structlog.testing.capture_logs() as lines:
+    with captured_logs() as lines:
         yield lines
 
 

@@ -6,7 +6,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-import structlog
 import trustme
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -16,6 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from shared.process.tls import HTTP1, UnusableTls, server_context
+from tests.fakes import captured_logs
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_certificate_that_no_client_takes_is_used_and_warned_of(
     own = trustme.CA().issue_cert("localhost", not_before=days[0], not_after=days[1])
     cert = tmp_path / "own.pem"
     own.private_key_and_cert_chain_pem.write_to_path(cert)
-    with structlog.testing.capture_logs() as said:
+    with captured_logs() as said:
         server_context(str(cert), str(cert), protocols=[HTTP1])
     told = [(line["event"], line["problem"]) for line in said]
     event = "tls.certificate_not_valid"
