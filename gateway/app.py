@@ -42,6 +42,7 @@ from gateway.listen.listener_tls import ListenerTls, tls_of
 from gateway.openapi import public as openapi
 from gateway.operators.chats import Chats
 from gateway.operators.engines import EnginesApi
+from gateway.operators.key_uses import KeyUsesApi
 from gateway.operators.keys import DirectoryRoutes
 from gateway.operators.listener import listen_for_operators
 from gateway.operators.overview import OverviewApi
@@ -57,6 +58,7 @@ from gateway.relay.upstream import Credentials, Upstream
 from gateway.request.dispatch import watch_replicas
 from gateway.request.edge import Edge, aborted
 from gateway.request.exchange import LiveRequests
+from gateway.request.key_uses import KeyUses
 from gateway.request.minutes import Minutes
 from gateway.request.pipeline import Pipeline
 from gateway.request.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, MEMBERS, forget_replica
@@ -147,9 +149,9 @@ class Gateway:
         pipeline = Pipeline(config, *parts, self.billing, self._known, self._turns, salts)
         self._health = health = Health(self.lifecycle, self._problems)
         self._tracing = tracing_of(config.tracing, "penstock-gateway", env)
-        self._recorder, self._minutes = _kept(config, worker)
+        kept = self._recorder, self._minutes, self._key_uses = _kept(config, worker)
         known = self.accounts, pipeline, self.live, self.engines, store, health
-        self._edge = Edge(config, *known, clock, self._tracing, self._recorder, self._minutes)
+        self._edge = Edge(config, *known, clock, self._tracing, *kept)
         self._clock, self._worker, self._chats = clock, worker, Chats(clock)
         if worker is not None:
             self.replicas.take_drained(worker.drained)
@@ -287,6 +289,7 @@ class Gateway:
             RequestsApi(self.live, self._recorder, clock).table,
             self._figures.table,
             self._overview.table,
+            KeyUsesApi(self._key_uses or KeyUses(), clock).table,
             self._chats.table,
         )
         known, names = (self._health, self.accounts, self.reload, self.live), self.config.admin.called
@@ -406,11 +409,13 @@ def _tls(
     return tls_of(config.listen.tls, clock), None if worker is not None else tls_of(config.admin.tls, clock)
 
 
-def _kept(config: GatewayConfig, worker: WorkerStart | None) -> tuple[Recorder, Minutes | None]:
+def _kept(
+    config: GatewayConfig, worker: WorkerStart | None
+) -> tuple[Recorder, Minutes | None, KeyUses | None]:
     """What is kept of requests; nothing where no operator can ask."""
     if worker is None and config.admin.port is None:
-        return Recorder(0), None
-    return Recorder(config.admin.records), Minutes()
+        return Recorder(0), None, None
+    return Recorder(config.admin.records), Minutes(), KeyUses()
 
 
 def _set_gauges(live: LiveRequests, upstream: Upstream, memory: FairShare) -> None:

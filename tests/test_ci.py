@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STEPS = ("tests", "coverage", "guards", "torches", "processors", "images")
+STEPS = ("tests", "coverage", "guards", "torches", "processors", "console", "images")
 
 
 def _nightly(checkout: Path, *steps: str) -> subprocess.CompletedProcess[str]:

@@ -170,7 +170,15 @@ GATEWAY_LEVELS = (
         "config.certificate_names",
     },
     {"config.timeouts", "config.discovery", "config.holders", "relay.ticks", "request.ring"},
-    {"config.whole", "background", "client", "openapi.parts", "request.recorder", "request.minutes"},
+    {
+        "config.whole",
+        "background",
+        "client",
+        "openapi.parts",
+        "request.recorder",
+        "request.minutes",
+        "request.key_uses",
+    },
     {"redis"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {
@@ -179,7 +187,7 @@ GATEWAY_LEVELS = (
     },
     {
         "discovery",
-        *("operators.openapi", "operators.together"),
+        *("operators.openapi", "operators.together", "operators.key_uses"),
         "request.salts",
         "request.pace",
         "request.told_windows",

@@ -78,6 +78,8 @@ class Merge(Enum):
     """True if one is."""
     MOST = "most"
     """The largest: the next page begins where the first worker's part ended."""
+    LATEST = "latest"
+    """Moments by name: the latest of each."""
     JOIN = "join"
     """The lists in a row; each entry then says which worker it is of."""
     PAGE = "page"

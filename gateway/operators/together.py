@@ -142,6 +142,9 @@ def _field(merge: Merge, values: Mapping[Any, Any], part_of: PartOf) -> Any:
             return any(values.values())
         case Merge.MOST:
             return max((value for value in values.values() if value is not None), default=None)
+        case Merge.LATEST:
+            names = dict.fromkeys(name for moments in values.values() for name in moments)
+            return {name: max(one[name] for one in values.values() if name in one) for name in names}
         case Merge.JOIN | Merge.PAGE:
             return [_named(entry, of, part_of) for of, entries in values.items() for entry in entries]
         case Merge.ROWS:

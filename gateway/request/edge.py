@@ -45,6 +45,7 @@ from gateway.openapi.public import document
 from gateway.relay.engines import Engines
 from gateway.relay.stream import Progress
 from gateway.request.exchange import Exchange, LiveRequests
+from gateway.request.key_uses import KeyUses
 from gateway.request.minutes import Minutes
 from gateway.request.model_lists import ModelLists
 from gateway.request.pace import Pace
@@ -115,6 +116,7 @@ class Edge:
         tracing: Tracing = NO_TRACING,
         recorder: Recorder | None = None,
         minutes: Minutes | None = None,
+        key_uses: KeyUses | None = None,
     ) -> None:
         self._config = config
         self._tracing = tracing
@@ -130,7 +132,7 @@ class Edge:
             timeouts.body_s, timeouts.first_token_s, timeouts.inter_token_s, timeouts.slow_client_s
         )
         self._lists = ModelLists(engines, int(clock.wall()))
-        self._reporter = Reporter(tracing, recorder, minutes)
+        self._reporter = Reporter(tracing, recorder, minutes, key_uses)
         self._name = secrets.token_hex(8)
         """A name of this process in the ids of its reservations, which makes them differ from other
         gateways'."""

@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from gateway.admission.quota import Decision, Refusal, Settlement
 from gateway.relay.stream import Progress
+from gateway.request.key_uses import KeyUses
 from gateway.request.minutes import Minutes
 from gateway.request.recorder import Recorder
 from gateway.routing.policy import RouteReason
@@ -265,10 +266,12 @@ class Reporter:
         tracing: Tracing = NO_TRACING,
         recorder: Recorder | None = None,
         minutes: Minutes | None = None,
+        key_uses: KeyUses | None = None,
     ) -> None:
         self._tracing = tracing
         self._recorder = Recorder(0) if recorder is None else recorder
         self._minutes = minutes
+        self._key_uses = key_uses
         self._tenants: set[str] = set()
 
     def completed(
@@ -290,6 +293,8 @@ class Reporter:
             self._recorder.add(record, stages.stamps(), logged, progress.ticks)
         if self._minutes is not None:
             self._minutes.note(record)
+        if self._key_uses is not None and record.key_id is not None:
+            self._key_uses.note(record.key_id, record.tenant, record.ts)
         if self._tracing.is_on:
             self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=partial(line_of, record))
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)

@@ -12,6 +12,7 @@ from typing import Final
 
 from gateway.operators.chats import Chats
 from gateway.operators.engines import EnginesApi
+from gateway.operators.key_uses import KeyUsesApi
 from gateway.operators.keys import DirectoryRoutes
 from gateway.operators.operations import Asks, Operation, Table, operation_of, pattern_of
 from gateway.operators.overview import OverviewApi
@@ -23,7 +24,7 @@ from gateway.operators.usage import UsageReports
 
 HANDLERS: Final = (
     Admin, DirectoryRoutes, UsageReports, LimitsApi, ReplicaRoutes, RequestsApi, EnginesApi, Chats,
-    OverviewApi,
+    OverviewApi, KeyUsesApi,
 )  # fmt: skip
 """Those whose tables a worker has."""
 

@@ -15,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -33,7 +34,8 @@ UP_S: Final = 240.0
 LIVE: Final = 1000
 WATCHED_S: Final = 10.0
 TASK_MS_MAX: Final = 50.0
-SIZES: Final = {"wide": (1440, 900), "narrow": (390, 844)}
+SIZES: Final = {"wide": (1440, 900), "narrow": (375, 812)}
+AXE: Final = "axe-core@4.10.3"
 EVIL: Final = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>'
 
 
@@ -309,6 +311,86 @@ async def overview(page: Page, here: Up) -> None:
     print(f"overview: {totals}")
 
 
+async def tenants(page: Page, here: Up) -> None:
+    """A tenant and its key, from their making to their end: the key is shown once, and works until then."""
+    await page.js("location.hash = '#/tenants'")
+    await page.until("document.querySelector('#new-tenant') !== null")
+    await page.js(
+        "document.querySelector('#new-tenant').value = 'made';"
+        "document.querySelector('.making form [name=concurrent]').value = '3';"
+        "document.querySelector('.making form').requestSubmit()"
+    )
+    await page.until("location.hash === '#/tenant/made' && document.querySelector('#tenant-limits')")
+    assert await page.js("document.querySelector('#tenant-limits').textContent") == "At once 3"
+    await page.js(
+        f"document.querySelector('#key-labels').value = {json.dumps(EVIL)};"
+        "document.querySelector('.making form').requestSubmit()"
+    )
+    await page.until("document.querySelector('#minted') && document.querySelector('tr[data-key]')")
+    key = await page.js("document.querySelector('#minted').textContent")
+    text = await page.js("document.querySelector('tr[data-key]').textContent")
+    assert EVIL in text, text
+    assert "not since" in text, text
+
+    async def status() -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"{here.url}/models") as answer,
+        ):
+            return answer.status
+
+    assert await status() == 200
+    await page.until("document.querySelector('tr[data-key] td:nth-of-type(3) time') !== null")
+    await limit_and_revoke(page)
+    assert await status() == 401
+    await page.js(
+        "[...document.querySelectorAll('button')].find(one => one.textContent === 'I have it').click()"
+    )
+    assert key not in await page.js("document.body.textContent")
+    await page.js(
+        "[...document.querySelectorAll('main a')].find(one => one.textContent === 'Its requests').click()"
+    )
+    await page.until("location.hash === '#/requests?tenant=made' && document.querySelector('td.id a')")
+    await delete_tenant(page)
+    print("tenants: made, limited, a key shown once, used, limited, revoked and deleted")
+
+
+async def limit_and_revoke(page: Page) -> None:
+    """Change a key's limits, and revoke it."""
+    await page.js("document.querySelector('.actions button').click()")
+    await page.until("document.querySelector('.editor') !== null")
+    await page.js(
+        "document.querySelector('.editor [name=tokens_per_day]').value = '5000';"
+        "document.querySelector('.editor').requestSubmit()"
+    )
+    await page.until("document.querySelector('td.limits').textContent === 'Tokens/day 5,000'")
+    for _ in range(2):
+        await page.js("document.querySelectorAll('.actions button')[1].click()")
+    await page.until("document.querySelector('td.state').textContent === 'revoked'")
+
+
+async def delete_tenant(page: Page) -> None:
+    """It cannot be deleted while it has keys."""
+    await page.js("location.hash = '#/tenant/made'")
+    await page.until("document.querySelector('tr[data-key]')")
+    assert "window.pwned" not in page.complaints
+    assert await page.js("window.pwned === undefined")
+    for _ in range(2):
+        await page.js("document.querySelector('main > .buttons button').click()")
+    await page.until("!document.querySelector('#notice').hidden")
+    assert "key" in await page.js("document.querySelector('#notice').textContent"), "it has keys still"
+    await page.js("location.hash = '#/requests'")
+    await page.js("location.hash = '#/tenant/made'")
+    await page.until("document.querySelectorAll('.actions button').length === 3")
+    for _ in range(2):
+        await page.js("document.querySelectorAll('.actions button')[2].click()")
+    await page.until("document.querySelectorAll('tr[data-key]').length === 0")
+    for _ in range(2):
+        await page.js("document.querySelector('main > .buttons button').click()")
+    await page.until("location.hash === '#/tenants'")
+
+
 async def narrow(page: Page) -> None:
     """Filters, range and sort are in the address and there again at a reload; and a wrong filter says what is
     wrong with it."""
@@ -406,20 +488,63 @@ async def cost(here: Up, query: str, headers: dict[str, str]) -> tuple[float, in
     return sorted(times)[len(times) // 2], length, etag
 
 
+def axe() -> str:
+    """The source of axe-core, fetched by npm into a cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests"
+    packed = cache / f"{AXE.replace('@', '-')}.tgz"
+    if not packed.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        argv = ["npm", "pack", AXE, "--silent", "--pack-destination", str(cache)]
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, cwd=cache)
+    with tarfile.open(packed) as files:
+        source = files.extractfile("package/axe.min.js")
+        assert source is not None
+        return source.read().decode()
+
+
+async def accessible(page: Page, name: str, source: str) -> None:
+    """Nothing that axe-core would have otherwise."""
+    await page.js(f"{source}; true")
+    told = await page.js(
+        "axe.run(document).then(told =>"
+        " told.violations.map(one => [one.id, one.nodes.map(node => node.html)]))"
+    )
+    assert told == [], (name, told)
+
+
+async def rules(page: Page, name: str, size: str) -> None:
+    """What must be on a page, at any size."""
+    is_wide = await page.js("document.documentElement.scrollWidth > innerWidth")
+    assert not is_wide, f"{name} is wider than the window when {size}"
+    assert await page.js("document.querySelectorAll('main h1').length") == 1, name
+    assert await page.js("document.querySelector('#find-text').getBoundingClientRect().width") > 150, name
+    if name == "requests":
+        right = await page.js("document.querySelector('td.id').getBoundingClientRect().right")
+        assert right < await page.js("innerWidth"), f"the id is out of sight when {size}"
+    if name == "request":
+        lane = await page.js("document.querySelector('td.lane').getBoundingClientRect().width")
+        assert lane >= 100, f"the chart has {lane} px when {size}"
+        for fact in ("began", "ended", "total", "state", "tenant", "trace"):
+            assert await page.js(f"document.querySelector('[data-fact={fact}]').textContent"), fact
+
+
 async def pictures(page: Page, folder: Path, request_id: str) -> None:
+    source = axe()
+    source = axe()
     views = {
         "overview": "overview",
         "requests": "requests",
         "request": f"request/{request_id}",
         "engines": "engines",
     }
-    views |= {"tenants": "tenants", "chat": "chat"}
+    views |= {"tenants": "tenants", "tenant": "tenant/development", "chat": "chat"}
     ready = {
         "overview": "[data-total]",
         "requests": "td.id a",
         "request": ".stages tbody tr",
         "engines": ".u-wrap",
         "tenants": "tbody tr",
+        "tenant": "tr[data-key]",
     }
     for size, (width, height) in SIZES.items():
         for scheme in ("light", "dark"):
@@ -430,8 +555,8 @@ async def pictures(page: Page, folder: Path, request_id: str) -> None:
                     f"document.querySelector({json.dumps(ready.get(name, '#models option'))}) !== null"
                 )
                 await asyncio.sleep(2.5 if name == "engines" else 0.4)
-                is_wide = await page.js("document.documentElement.scrollWidth > innerWidth")
-                assert not is_wide, f"{name} is wider than the window when {size}"
+                await rules(page, name, size)
+                await accessible(page, f"{name} when {size} and {scheme}", source)
                 await page.picture(folder / f"{name}-{size}-{scheme}.png")
 
 
@@ -453,6 +578,7 @@ async def check(folder: Path) -> None:
             await follow(page, here)
             await search(page, here)
             await overview(page, here)
+            await tenants(page, here)
             await pictures(page, folder, request_id)
             await lag(page, here, folder)
             await log_out(page, here)

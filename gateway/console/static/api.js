@@ -13,7 +13,8 @@ export async function ask(method, path, body, headers = {}) {
   return (await answered(method, path, body, headers)).told;
 }
 
-async function answered(method, path, body, headers) {
+// The answer with its version, for a change that counts only if nobody came first.
+export async function answered(method, path, body, headers = {}) {
   const options = { method, headers, cache: "no-store", credentials: "same-origin", redirect: "error" };
   options.signal = AbortSignal.timeout(TIMEOUT_MS);
   if (body !== undefined) {

@@ -8,6 +8,7 @@ import { find } from "./find.js";
 import { overviewView } from "./overview.js";
 import { requestView } from "./request.js";
 import { requestsView } from "./requests.js";
+import { tenantView } from "./tenant.js";
 import { tenantsView } from "./tenants.js";
 
 const SESSION = "/admin/v1/console/session";
@@ -19,6 +20,7 @@ const VIEWS = new Map(Object.entries({
   request: ["Request", requestView],
   engines: ["Engines", enginesView],
   tenants: ["Tenants", tenantsView],
+  tenant: ["Tenant", tenantView],
   chat: ["Chat", chatView],
 }));
 let leave = () => {};
@@ -45,7 +47,7 @@ function route() {
   tell(null);
   document.title = `${title} - Penstock console`;
   for (const link of document.querySelectorAll("#nav a")) {
-    const isHere = link.textContent === title || (title === "Request" && link.textContent === "Requests");
+    const isHere = link.textContent === title || link.textContent === `${title}s`;
     if (isHere) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }

@@ -69,7 +69,7 @@ export function overviewView(view, tell, _, query) {
   const pages = cardOf("Pages of the KV cache in use, by replica", COLOURS.map((one) => ["", one]), (value) => `${value} %`, 100);
   const errors = el("tbody");
   const kinds = el("tbody");
-  const table = (title, heads, body) => el("section", { class: "card", "aria-label": title }, el("h2", {}, title),
+  const table = (title, heads, body) => el("section", { class: "card" }, el("h2", {}, title),
     el("div", { class: "scroll flat", tabindex: "0", role: "region", "aria-label": title }, el("table", {}, el("caption", { class: "quiet" }, title),
       el("thead", {}, el("tr", {}, heads.map((text, at) => el("th", { scope: "col", class: at > 1 || heads.length === 2 && at ? "num" : "" }, text)))), body)));
   view.append(el("h1", {}, "Overview"), el("form", { class: "filters", "aria-label": "What is shown" }, hoursField, modelField, replicaField), note,

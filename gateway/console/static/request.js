@@ -33,7 +33,8 @@ export function requestView(view, tell, id) {
     buttons.hidden = data.length === 0;
     const isOpen = place.querySelector("details")?.open ?? false;
     place.replaceChildren(...data.map((record, at) => el("section", { class: "card", "aria-label": `Request ${at + 1} of ${data.length}` },
-      data.length > 1 ? el("h2", {}, `${at + 1} of ${data.length}, began ${whenOf(record.summary.began_at)}`) : null,
+      data.length > 1 ? el("h2", {}, `${at + 1} of ${data.length}, began ${whenOf(record.summary.began_at)}`)
+        : el("h2", { class: "quiet" }, "What became of it"),
       servedBy(record),
       waterfall(record))));
     const missing = silent(answer);

@@ -98,7 +98,7 @@ function facts(one, line, meaning) {
     ["Took", time(one.total_ms), "total"],
     ["First byte", time(one.first_byte_ms, "none"), "first-byte"],
     ["Tenant", link({ tenant: one.tenant }, one.tenant), "tenant"],
-    ["Key", one.key_id ?? "none", "key"],
+    ["Key", one.key_id && one.tenant ? el("a", { href: `#/tenant/${encodeURIComponent(one.tenant)}` }, shown(one.key_id)) : one.key_id ?? "none", "key"],
     ["Model", one.model ?? "none", "model"],
     ["Session", link({ session: one.session }, one.session), "session"],
     ["Trace", link({ trace_id: one.trace_id }, one.trace_id), "trace"],

@@ -1,0 +1,81 @@
+"""`GET /admin/v1/key_uses`: when keys were used last, for operators who look for dead ones.
+
+    tenant      only the keys of this one
+
+It is what the gateways remember since they began, of all that know each other the latest (`since` is the
+beginning of the one that began last). A key that is not told was not used since then.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from gateway.client.responses import json_response
+from gateway.operators.operations import (
+    SILENT,
+    Asks,
+    Merge,
+    Operation,
+    OperatorRequest,
+    Parameter,
+    Table,
+    does,
+)
+from gateway.request.key_uses import KeyUses
+from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.wire.errors import InvalidRequest
+from shared.wire.silence import Silent
+
+KEY_USES: Final = "/admin/v1/key_uses"
+_TENANT: Final = Parameter("tenant", "Only the keys of this one.")
+
+
+class KeyUsesView(Silent, frozen=True):
+    """When keys were used last."""
+
+    since: datetime
+    """Since when it is known."""
+    data: dict[str, datetime]
+    """By the key's id the end of the last request with it, to the second."""
+
+
+class KeyUsesApi:
+    """The handler."""
+
+    def __init__(self, uses: KeyUses, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._uses: Final = uses
+        self._since: Final = _second(datetime.fromtimestamp(clock.wall(), UTC))
+
+    @property
+    def table(self) -> Table:
+        """The handlers."""
+        return {KEY_USES: {"GET": self._answer}}
+
+    @does(
+        Operation(
+            "Tell when keys were used last.",
+            KeyUsesView,
+            (_TENANT,),
+            is_of_all=True,
+            asks=Asks.EVERY,
+            merges={"since": Merge.MOST, "data": Merge.LATEST, **SILENT},
+        )
+    )
+    async def _answer(self, asked: OperatorRequest) -> web.Response:
+        """Raises InvalidRequest."""
+        for name in asked.request.query:
+            if name != _TENANT.name:
+                raise InvalidRequest(f"There is the parameter {_TENANT.name}.", param=name[:64])
+        found = self._uses.of(asked.request.query.get(_TENANT.name))
+        view = KeyUsesView(self._since, {key: _second(at) for key, at in found})
+        return json_response(HTTPStatus.OK, msgspec.json.encode(view), {})
+
+
+def _second(at: datetime) -> datetime:
+    """Texts of moments are compared, so all have the same length."""
+    return at.replace(microsecond=0)
