@@ -17,7 +17,7 @@ Rules
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
@@ -25,11 +25,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from gateway.operators.operations import Merge
+from gateway.operators.operations import SILENT, Merge
 from gateway.operators.versions import ETAG, etag_of_all
 
 ERROR: Final = 400
-_GATEWAYS: Final = "silent_gateways"
 PAGE_MAX: Final = 1000
 """Entries of a page at most."""
 
@@ -62,14 +61,14 @@ def together(
     """The answer of all, of which `silent` have none. `answers`, by worker or gateway, has one at least; None
     stands for the gateway that was asked. A page has at most `limit` entries."""
     found = {of: one for of, one in answers.items() if one.status != HTTPStatus.NOT_FOUND}
-    missed = [*_silent_in(answers.keys() - found.keys(), answers)] if found else []
+    unheard = _silent_of([one for of, one in answers.items() if of not in found]) if found else {}
     answers = found or answers
     first = next((one for one in answers.values() if one.status >= ERROR), None)
     if first is not None:
-        return first if found or not silent else _may_be_elsewhere(first, silent)
+        return first if found or not silent else _may_be_elsewhere(first, silent, part_of)
     if all(map(is_same, answers.values())):
         return next(iter(answers.values()))
-    if len(answers) == 1 and not silent and not missed and (part_of is PartOf.WORKER or None in answers):
+    if len(answers) == 1 and not silent and not unheard and (part_of is PartOf.WORKER or None in answers):
         return next(iter(answers.values()))
     parts = {of: _object(answer) for of, answer in answers.items()}
     whole = next(iter(parts.values()))
@@ -80,13 +79,13 @@ def together(
         whole[name] = _field(merges.get(name, Merge.FIRST), values, part_of)
     if Merge.PAGE in merges.values():
         _cut(whole, limit)
-    if missed:
-        whole |= {"partial": True, _GATEWAYS: missed}
     if silent:
         whole |= {"partial": True, f"silent_{part_of.value}s": list(silent)}
+    for name, others in unheard.items():
+        whole |= {"partial": True, name: [*whole.get(name, ()), *others]}
     one = next(iter(answers.values()))
     headers = {name: value for name, value in one.headers.items() if name.lower() != ETAG}
-    if not silent:
+    if not silent and not unheard:
         headers |= etag_of_all([answer.headers for answer in answers.values()])
     return OperatorAnswer(one.status, headers, msgspec.json.encode(whole))
 
@@ -108,20 +107,21 @@ def limit_of(query: Mapping[str, str]) -> int:
     return int(text) if re.fullmatch("[0-9]{1,4}", text) else PAGE_MAX
 
 
-def _may_be_elsewhere(answer: OperatorAnswer, silent: Sequence[Any]) -> OperatorAnswer:
+def _silent_of(answers: Sequence[OperatorAnswer]) -> dict[str, list[Any]]:
+    """Those who were silent when some found nothing, by the field that names them."""
+    told = [_object(answer) or {} for answer in answers]
+    names = {name: [one for part in told for one in part.get(name, ())] for name in SILENT}
+    return {name: others for name, others in names.items() if others}
+
+
+def _may_be_elsewhere(answer: OperatorAnswer, silent: Sequence[Any], part_of: PartOf) -> OperatorAnswer:
     """That there is nothing, with those that did not say so."""
     told = _object(answer)
     if told is not None and isinstance(error := told.get("error"), dict):
         error["message"] = f"{error.get('message')} No answer came from {', '.join(map(str, silent))}."
-        told[_GATEWAYS] = [name for name in silent if isinstance(name, str)]
+        told[f"silent_{part_of.value}s"] = list(silent)
         answer = OperatorAnswer(answer.status, answer.headers, msgspec.json.encode(told))
     return answer
-
-
-def _silent_in(of_whom: Iterable[Any], answers: Mapping[Any, OperatorAnswer]) -> Iterator[str]:
-    """The gateways that were silent when these found nothing, as others beside them did."""
-    for of in of_whom:
-        yield from (_object(answers[of]) or {}).get(_GATEWAYS, ())
 
 
 def _object(answer: OperatorAnswer) -> dict[str, Any] | None:

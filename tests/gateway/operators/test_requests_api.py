@@ -19,7 +19,7 @@ from gateway.operators.requests import (
     RequestsQuery,
     parse,
 )
-from gateway.operators.together import OperatorAnswer, together
+from gateway.operators.together import OperatorAnswer, PartOf, together
 from gateway.relay.ticks import TICK_LEN, Ticks
 from gateway.request.recorder import BYTES_MAX, SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
 from gateway.routing.sessions import session_id
@@ -412,6 +412,10 @@ def test_the_pages_of_several_workers_are_one_and_what_one_has_is_found() -> Non
     assert page["before"] == 200
     one = {1: answer_of(404, {"error": {}}), 2: answer_of(200, {"data": [{"line": {}}]})}
     assert json.loads(together(one, (), JOINED).body) == {"data": [{"line": {}}]}
+    nothing = {None: answer_of(404, {"error": {"message": "There is none."}})}
+    missing = together(nothing, ["b"], JOINED, part_of=PartOf.GATEWAY)
+    told = json.loads(together({1: missing, 2: one[2]}, (), JOINED).body)
+    assert (told["silent_gateways"], told["partial"]) == (["b"], True), "it may have more"
     none = {1: answer_of(404, {"error": {}}), 2: answer_of(404, {"error": {}})}
     assert together(none, (), JOINED).status == 404
 
