@@ -60,6 +60,8 @@ from shared.wire.errors import NotFound
 
 REQUESTS: Final = "/admin/v1/requests"
 REQUEST: Final = "/admin/v1/requests/{id}"
+CLOCKS_S: Final = 0.1
+"""By so much two looks at both clocks may differ, in seconds, because something else ran between them."""
 LIMIT: Final = 100
 LIMIT_MAX: Final = 1000
 AT_ONCE: Final = 100
@@ -156,6 +158,7 @@ class RequestsApi:
         self._recorder: Final = recorder
         self._clock: Final = clock
         self._versions: Final = Versions()
+        self._ahead_s = 0.0
 
     @property
     def table(self) -> Table:
@@ -242,7 +245,7 @@ class RequestsApi:
         return msgspec.structs.replace(
             summary_of(exchange.record, 0),
             is_live=True,
-            began_at=datetime.fromtimestamp(self._clock.wall(), UTC) - timedelta(seconds=total_s),
+            began_at=datetime.fromtimestamp(exchange.arrived_s + self._wall_ahead_s(), UTC),
             total_ms=round(total_s * 1e3, 3),
             stage=exchange.stages.now,
             stream=exchange.streams,
@@ -251,6 +254,14 @@ class RequestsApi:
             end_reason=None,
             events=exchange.progress.events,
         )
+
+    def _wall_ahead_s(self) -> float:
+        """The wall clock's lead over the monotonic one. It stays the same while they agree about the time that
+        goes by, so that what arrived first began first."""
+        ahead_s = self._clock.wall() - self._clock.monotonic()
+        if abs(ahead_s - self._ahead_s) > CLOCKS_S:
+            self._ahead_s = ahead_s
+        return self._ahead_s
 
     def _live_record(self, exchange: Exchange, lives: Sequence[RequestSummary]) -> RequestRecord:
         visits = tuple(Visit(*visit) for visit in exchange.stages.entered(is_over=False))
