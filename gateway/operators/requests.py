@@ -256,8 +256,8 @@ class RequestsApi:
         )
 
     def _wall_ahead_s(self) -> float:
-        """The wall clock's lead over the monotonic one. It stays the same while they agree about the time that
-        goes by, so that what arrived first began first."""
+        """The wall clock's lead over the monotonic one. It stays the same while they agree about the time
+        that goes by, so that what arrived first began first."""
         ahead_s = self._clock.wall() - self._clock.monotonic()
         if abs(ahead_s - self._ahead_s) > CLOCKS_S:
             self._ahead_s = ahead_s
