@@ -110,7 +110,7 @@ def test_a_crash_a_hang_and_a_skip_are_no_plain_failures(tmp_path: Path) -> None
     _checkout(tmp_path, None, conftest=CONFTEST, test_some=CRASHES)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "--max-worker-restart", "3"]
     command += ["-p", "no:cacheprovider", "-p", "no:schemathesis"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     ended = outcomes.last(tmp_path)
     assert ended is not None, done.stderr
@@ -126,7 +126,7 @@ def test_a_crash_a_hang_and_a_skip_are_no_plain_failures(tmp_path: Path) -> None
 def test_a_file_that_is_not_collected_is_never_green(tmp_path: Path, broken: str) -> None:
     _checkout(tmp_path, None, conftest=CONFTEST, test_broken=broken, test_fine="def test_passes(): pass")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     ended = outcomes.last(tmp_path)
     assert ended is not None, done.stderr
