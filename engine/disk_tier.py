@@ -54,7 +54,7 @@ class Hosted(Protocol):
 def open_disk_tier(config: RunnerConfig, runner: Runner) -> DiskThreads | None:
     """The disk tier that `config` asks for; None without one, and when the directory cannot be used, which is
     logged. Raises DirectoryRefused."""
-    if config.kv_disk_dir is None or not runner.info.host_tier:
+    if config.kv_disk_dir is None or not runner.info.host_pages:
         return None
     assert isinstance(runner, Hosted), "ranks are refused with the settings"
     page_bytes = len(runner.host.view(0))

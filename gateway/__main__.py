@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from gateway.config.secret import variable_of
 from gateway.config.whole import ENV_PREFIX, HEADINGS, GatewayConfig, load
 from gateway.listen.listener import ListenFailed
 from gateway.service import serve, supervise
@@ -83,9 +84,9 @@ def _keep(options: Mapping[str, object]) -> None:
 
 def _named(config: GatewayConfig) -> Iterator[str | None]:
     """The variables that settings name, as they hold secrets."""
-    yield from (model.api_key_env for model in config.models)
-    yield from (config.redis.password_env, config.redis.sentinel_password_env)
-    yield from (config.accounting.webhook_secret_env, config.hop.salt_env)
+    sources = config.redis.password, config.redis.sentinel_password, config.hop.salt
+    yield from map(variable_of, (*sources, config.accounting.webhook_secret))
+    yield from (variable_of(model.api_key) for model in config.models)
 
 
 def _log(config: GatewayConfig) -> GatewayConfig:

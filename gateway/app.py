@@ -34,7 +34,7 @@ from gateway.discovery.discovery import Discovery
 from gateway.discovery.foreign_loads import ForeignLoads
 from gateway.endpoints.table import ENDPOINTS, warm
 from gateway.identity.caller import Identity, Revoked
-from gateway.identity.callers import Guests, KnownCallers, WithGuests, callers_of
+from gateway.identity.callers import KnownCallers, callers_of
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
 from gateway.listen.listener import BoundedServer, Listening, listen
@@ -44,6 +44,7 @@ from gateway.operators.chats import Chats
 from gateway.operators.engines import EnginesApi
 from gateway.operators.keys import DirectoryRoutes
 from gateway.operators.listener import listen_for_operators
+from gateway.operators.peers import Peers
 from gateway.operators.replicas import ReplicaRoutes
 from gateway.operators.requests import RequestsApi
 from gateway.operators.server import Admin
@@ -60,7 +61,7 @@ from gateway.request.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, MEMBERS
 from gateway.request.recorder import Recorder
 from gateway.request.salts import new_secret, salts_secret
 from gateway.routing.replicas import Replicas
-from gateway.workers.channel import Door, WorkerStart, listen_on
+from gateway.workers.channel import Answer, Door, WorkerStart, listen_on
 from gateway.workers.siblings import Siblings
 from shared.fairness.fair_share import FairShare
 from shared.fairness.fair_threads import FairThreads
@@ -98,6 +99,8 @@ class Gateway:
     """The public listener's port; 0 until it listens."""
     admin_port: int | None = None
     """The admin listener's port. None until it listens, and where there is none."""
+    peers: Peers | None = None
+    """The other gateways on the same Redis. None until it listens, and where there are none to ask."""
     _public: Listening | None = None
 
     def __init__(
@@ -116,14 +119,14 @@ class Gateway:
         `worker` says which of several this one is. `quotas` and `identity_of` replace what the configuration
         says of them. Raises ConfigError when a file or a key that it names is missing, or UnusableTls."""
         self._credentials = credentials = Credentials(config.models, env, clock)
-        self.config, self.lifecycle = config, Lifecycle()
+        self.config, self.lifecycle, self._env = config, Lifecycle(), env
         self._redis = None if quotas is not None else _redis_store(config, env)
         self.quotas, self._guarded = _stores(config, quotas or self._redis, clock)
         store = self._guarded or self.quotas
-        self.billing, self._webhook = _billing(_accounting(config, worker), env, clock)
+        self.billing, self._webhook = _billing(_accounting(config, worker), self.quotas, env, clock)
         self.live = LiveRequests(config.limits.live_max)
         self._tls, self._admin_tls = _tls(config, worker, clock)
-        self._key_sources, self._guests = KeySources(clock), Guests()
+        self._key_sources = KeySources(clock)
         identity_of = identity_of or self._identity_of
         self.accounts = AccountsReader(config, path, clock, identity_of, seen=seen, env=env)
         self.accounts.on_revoked = self._end_revoked
@@ -145,7 +148,7 @@ class Gateway:
         self._recorder = _recorder(config, worker)
         known = self.accounts, pipeline, self.live, self.engines, store, health
         self._edge = Edge(config, *known, clock, self._tracing, self._recorder)
-        self._clock, self._worker, self._chats = clock, worker, Chats(self.accounts, self._guests, clock)
+        self._clock, self._worker, self._chats = clock, worker, Chats(clock)
         if worker is not None:
             self.replicas.take_drained(worker.drained)
         self._background, self._tokenizers = (Background(w, clock) for w in (self._works(), self._helpers()))
@@ -212,20 +215,13 @@ class Gateway:
             await stack.enter_async_context(self._tokenizers)
             await asyncio.gather(self._key_sources.first(), self._discovery.first())
             tls = None if self._tls is None else self._tls.context
-            buffer_len = self.config.limits.send_buffer_len
             public = self._public_server()
             port, is_shared = (address.port, False) if self._worker is None else (self._worker.port, True)
-            self._public = await listen(
-                stack, public, address.host, port, send_buffer_len=buffer_len, tls=tls, is_shared=is_shared
-            )
+            self._public = await listen(stack, public, address.host, port, tls=tls, is_shared=is_shared)
             self.port = self._public.port
             self._chats.serve = public
             stack.push_async_callback(self._chats.aclose)
-            if self._worker is not None:
-                await self._join(stack, self._worker)
-            elif self.config.admin.port is not None:
-                parts = self._admin().handle, self.config, self._admin_tls
-                self.admin_port = await listen_for_operators(stack, *parts)
+            await self._serve_operators(stack)
             self._stack = stack.pop_all()
         self.lifecycle.to(Phase.READY)
         ports = {"port": self.port, "admin_port": self.admin_port}
@@ -233,9 +229,24 @@ class Gateway:
         log.info(event, host=address.host, **ports, loop=loop_name())
         return self
 
-    async def _join(self, stack: AsyncExitStack, worker: WorkerStart) -> None:
+    async def _serve_operators(self, stack: AsyncExitStack) -> None:
+        """Answer operators, on a listener of this process or for the supervisor, and ask other gateways."""
+        peers = self.peers = _peers(self.config, self.accounts, self._env, self._clock)
+        port = self.config.admin.port
+        if peers is not None:
+            stack.push_async_callback(peers.aclose)
+            await stack.enter_async_context(Background({"gateways": peers.members.keep}, self._clock))
+        admin = self._admin(peers).handle
+        if self._worker is not None:
+            await self._join(stack, self._worker, admin)
+        elif port is not None:
+            port = self.admin_port = await listen_for_operators(stack, admin, self.config, self._admin_tls)
+        if peers is not None and port:
+            await peers.members.listens(port)
+
+    async def _join(self, stack: AsyncExitStack, worker: WorkerStart, admin: Answer) -> None:
         """Open this worker's end of the channel to the supervisor, and to the other workers."""
-        live, admin = self.live.__len__, self._admin().handle
+        live = self.live.__len__
         door = Door(self._health, live, self._refresh, self.replicas, self._end, admin)
         siblings = Siblings(worker.socket)
         stack.push_async_callback(siblings.aclose)
@@ -252,21 +263,23 @@ class Gateway:
         bounds = limits, config.timeouts
         return BoundedServer(edge.handle, edge.refuse_unparsed, *bounds, self._known, self._turns)
 
-    def _admin(self) -> Admin:
+    def _admin(self, peers: Peers | None) -> Admin:
         """The handlers for operators."""
         quotas, clock = self._guarded or self.quotas, self._clock
+        is_kept = self.billing.is_recounted or not isinstance(self.quotas, MemoryStore)
         tables = (
             DirectoryRoutes(self._registry, self._follow).table,
-            UsageReports(quotas, self.accounts, clock).table,
+            UsageReports(quotas, self.accounts, clock, is_kept=is_kept).table,
             LimitsApi(quotas, self.accounts, self.live).table,
             ReplicaRoutes(self.replicas).table,
             RequestsApi(self.live, self._recorder, clock).table,
             EnginesApi(self.replicas, self._upstream, clock).table,
             self._chats.table,
         )
-        is_worker, known = self._worker is not None, (self._health, self.accounts, self.reload, self.live)
-        names = self.config.admin.called
-        return Admin(*known, tables, self._clock, names=names, is_worker=is_worker)
+        known, names = (self._health, self.accounts, self.reload, self.live), self.config.admin.called
+        is_worker, is_shared = self._worker is not None, self._guarded is not None
+        parts = *known, tables, self._clock
+        return Admin(*parts, names=names, is_worker=is_worker, peers=peers, shares_usage=is_shared)
 
     async def __aexit__(self, *_: object) -> None:
         await self.drain()
@@ -314,8 +327,7 @@ class Gateway:
             await self._follower.refresh()
 
     def _identity_of(self, config: GatewayConfig, keys: KeyTable, tenants: Iterable[TenantId]) -> Identity:
-        callers = callers_of(config, keys, tenants, self._key_sources, self._revoked)
-        return WithGuests(callers, self._guests)
+        return callers_of(config, keys, tenants, self._key_sources, self._revoked)
 
     def _revoked(self) -> Revoked:
         return frozenset() if self._tls is None else self._tls.revoked
@@ -345,7 +357,10 @@ class Gateway:
         is_served = guarded is None or guarded.is_partly_well or accounts.serve_without_store
         store = [] if is_served else ["quota store"]
         is_followed = self._follower is None or self._follower.is_current
-        return [*store, *([] if is_followed else ["directory"]), *self._background.down]
+        followed = [] if is_followed else ["directory"]
+        can_be_away = self.config.listen.ready_without_engines
+        engines = [] if can_be_away or not self.replicas.are_all_away else ["engines"]
+        return [*store, *followed, *engines, *self._background.down]
 
 
 def _replicas(config: GatewayConfig, accounts: AccountsReader, clock: Clock) -> Replicas:
@@ -355,6 +370,19 @@ def _replicas(config: GatewayConfig, accounts: AccountsReader, clock: Clock) -> 
     accounts.on_models = replicas.take
     MEMBERS.set_function(replicas.counts)
     return replicas
+
+
+def _peers(
+    config: GatewayConfig, accounts: AccountsReader, env: Mapping[str, str], clock: Clock
+) -> Peers | None:
+    """The gateways on the same Redis. None without one, or without operators to ask for. Raises
+    ConfigError."""
+    if config.redis.url is None or config.admin.port is None:
+        return None
+    from gateway.redis.members import GatewayList  # only here, as the store in Redis
+
+    members = GatewayList(config.redis, config.admin, env, clock)
+    return Peers(members, lambda: accounts.now.operators, clock)
 
 
 def _tls(
@@ -390,11 +418,14 @@ def _asking(
 
 
 def _billing(
-    config: AccountingConfig, env: Mapping[str, str], clock: Clock
+    config: AccountingConfig, quotas: QuotaStore, env: Mapping[str, str], clock: Clock
 ) -> tuple[Billing, Webhook | None]:
-    """The billing lines, and the webhook that takes them, where there is one. Raises ConfigError."""
+    """The billing lines, and the webhook that takes them, where there is one. What they say of a time before
+    this start is counted where usage is in memory. Raises ConfigError."""
     secret = webhook_secret(config, env)
     billing = Billing(config, clock)
+    if isinstance(quotas, MemoryStore):
+        billing.recount(quotas.rows)
     if config.webhook is None or billing.spool is None:
         return billing, None
     return billing, Webhook(config.webhook, secret, webhook_tls(config), billing.spool, clock)

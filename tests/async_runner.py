@@ -83,8 +83,6 @@ class AsyncRunner(FakeRunner):
             self._occupants[start.slot] = Occupant(next(self._numbers))
         for slot, pages in plan.grown:
             self._occupants[slot].table += pages
-        for slot, index, page in plan.replaced:
-            self._occupants[slot].table[index] = page
 
     def _trace(self, flight: Flight) -> None:
         plan, size = flight.plan, self.info.page_size

@@ -46,7 +46,6 @@ def runner_info(
     vocab_size: int = 50,
     host_pages: int = 0,
     page_copy_s: float = 0.0,
-    host_tier: bool = False,
 ) -> RunnerInfo:
     return RunnerInfo(
         pages=pages,
@@ -60,7 +59,6 @@ def runner_info(
         page_bytes=8 * page_size,
         host_pages=host_pages,
         page_copy_s=page_copy_s,
-        host_tier=host_tier,
     )
 
 
@@ -181,7 +179,6 @@ class FakeRunner:
         self._store = array("q", bytes(8 * info.pages * info.page_size))
         self._forked: dict[int, int] = {}
         """The lengths of the heads that the plan copies, by page."""
-        self._host_part_full: dict[int, tuple[int, list[int]]] = {}
         self._host_store = array("q", bytes(8 * info.host_pages * info.page_size))
 
     def launch(self, plan: Plan) -> Pending:
@@ -229,12 +226,6 @@ class FakeRunner:
             assert pages
             assert all(0 <= page < self.info.pages for page in pages)
             self.slots[slot].table += pages
-        for slot, index, page in plan.replaced:
-            table = self.slots[slot].table
-            assert self._page(self._store, table[index]) == self._page(self._store, page), (
-                "the pages are not equal"
-            )
-            table[index] = page
 
     def _page(self, store: array[int], page: int) -> array[int]:
         return store[page * self.info.page_size : (page + 1) * self.info.page_size]
@@ -246,10 +237,9 @@ class FakeRunner:
     def set_host_page(self, page: int, held: array[int]) -> None:
         size = self.info.page_size
         self._host_store[page * size : (page + 1) * size] = held
-        self._host_part_full.pop(page, None)
 
     def _swap(self, plan: Plan) -> None:
-        """Make the plan's copies in its order. The record of a part-full page is copied with it."""
+        """Make the plan's copies in its order."""
         size = self.info.page_size
         there = [host_page for _, host_page in plan.swapped_out]
         assert len(set(there)) == len(there), "two pages are copied to one place"
@@ -258,16 +248,11 @@ class FakeRunner:
             assert host_page < self.info.host_pages
             copied = self._store[page * size : (page + 1) * size]
             self._host_store[host_page * size : (host_page + 1) * size] = copied
-            self._host_part_full.pop(host_page, None)
-            if page in self._part_full:
-                self._host_part_full[host_page] = self._part_full[page]
         self._fork(plan)
         for host_page, page in plan.swapped_in:
             copied = self._host_store[host_page * size : (host_page + 1) * size]
             self._store[page * size : (page + 1) * size] = copied
             self._part_full.pop(page, None)
-            if host_page in self._host_part_full:
-                self._part_full[page] = self._host_part_full[host_page]
 
     def _fork(self, plan: Plan) -> None:
         size, store = self.info.page_size, self._store
@@ -313,7 +298,7 @@ class FakeRunner:
             page = state.table[position // size]
             is_forked = self._forked.get(page) == position % size
             assert is_forked or self._part_full.get(page) == (position, state.tokens), (
-                "a prefix hit is whole pages; else it was forked, stalled or swapped"
+                "a prefix hit is whole pages; else it was forked or stalled"
             )
         assert length >= 1
         assert end <= len(state.tokens), "only known tokens can be computed"

@@ -37,11 +37,13 @@ from engine.core.queue.newcomers import AddSequence
 from engine.core.queue.policy import age
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Hold, Sequence
+from tests.bench.engine.core_window import in_slot
 from tests.bench.engine.virtual import TurnWatch
+from tests.core_laws import check
 from tests.fake_disk import FakeDisk
 from tests.fake_grammars import FakeGrammars, random_delays
 from tests.fake_runner import FakeRunner, runner_info, solo
-from tests.worlds import PAGE_COPY_S, PREFERENCES, Message, SimConfig, draw_messages
+from tests.worlds import Message, SimConfig, draw_messages
 
 PAGES_CHECKED_ALWAYS = 16
 """Pages up to which a world is checked whenever anything happens. Larger ones are checked more rarely, since
@@ -78,7 +80,6 @@ class Report:
     computed_tokens: int
     preemptions: int
     yields: int
-    swaps_out: int
     swaps_in: int
     hit_tokens: int
     host_tokens: int
@@ -152,21 +153,17 @@ class _Simulation:
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
             host_pages=config.host_pages,
-            page_copy_s=PAGE_COPY_S,
-            host_tier=config.host_tier,
+            page_copy_s=config.page_copy_s,
         )
         self._now = 0.0
         self._held = set[int]()
         """The slots that the last plan could compute nothing for."""
         self._runner = FakeRunner(info, config.scheduler.step_tokens_max, self._held_slots)
         disk = FakeDisk(random.Random(config.requests), lambda: self._runner) if config.disk else None
-        preference = PREFERENCES[config.swaps]
         self._grammars = FakeGrammars(
             lambda: self._now, config.vocab_size, random_delays(random.Random(config.requests))
         )
-        self._scheduler = Scheduler(
-            config.scheduler, info, prefers_swap=preference, disk=disk, grammars=self._grammars
-        )
+        self._scheduler = Scheduler(config.scheduler, info, disk=disk, grammars=self._grammars)
         self.disk = disk
         self._watch = TurnWatch(self._scheduler)
         self._moments_per_check = 1 + config.pages // PAGES_CHECKED_ALWAYS
@@ -197,7 +194,6 @@ class _Simulation:
             computed_tokens=self._computed_tokens,
             preemptions=stats.preemptions,
             yields=self._yields.total(),
-            swaps_out=stats.swaps_out,
             swaps_in=stats.swaps_in,
             hit_tokens=stats.prefix_hit_tokens,
             host_tokens=stats.prefix_host_tokens,
@@ -232,7 +228,7 @@ class _Simulation:
     def _check_laws(self) -> None:
         self._moments += 1
         if self._moments % self._moments_per_check == 0:
-            self._scheduler.check()
+            check(self._scheduler)
 
     def _living(self, handles: list[int]) -> list[Life]:
         return [self._unfinished[handle] for handle in handles if handle in self._unfinished]
@@ -295,7 +291,7 @@ class _Simulation:
     def _step_s(self, plan: Plan) -> float:
         copies = len(plan.swapped_out) + len(plan.swapped_in)
         computed_s = self._config.token_s * sum(plan.lengths)
-        return self._config.step_base_s + computed_s + PAGE_COPY_S * copies
+        return self._config.step_base_s + computed_s + self._config.page_copy_s * copies
 
     def _note_overdue(self) -> None:
         for life in self._unfinished.values():
@@ -307,7 +303,7 @@ class _Simulation:
     def _check_plan(self, plan: Plan) -> None:
         seated = {start.slot for start in plan.seated}
         for slot in {*plan.slots, *seated, *(slot for slot, _ in plan.grown)}:
-            life = self._lives[self._scheduler.running(slot).handle]
+            life = self._lives[in_slot(self._scheduler, slot).handle]
             assert life.paused_at is None, "a row is planned for a paused sequence"
         self._watch.after_plan(plan)
         assert self._watch.worst <= 1.0, "a sequence starves"
@@ -316,7 +312,7 @@ class _Simulation:
     def _check_yields(self, plan: Plan) -> None:
         """Assert rule J as far as it is visible from outside."""
         ran = [*self._ran, *self._running()]
-        seated = [self._scheduler.running(start.slot) for start in plan.seated]
+        seated = [in_slot(self._scheduler, start.slot) for start in plan.seated]
         for sequence in [*self._scheduler._waiting, *seated]:
             if sequence.yields == self._yields[sequence.handle]:
                 continue
@@ -376,12 +372,11 @@ class _Simulation:
     # -- the end ----------------------------------------------------------------------------------
 
     def _check_end(self) -> None:
-        self._scheduler.check()
+        check(self._scheduler)
         stats = self._scheduler.stats()
         assert (stats.waiting, stats.running, stats.pages_owned) == (0, 0, 0)
         assert stats.pages_free + stats.pages_cached == self._config.pages, "not all pages came back"
         assert stats.host_pages_used <= (len(self.disk.jobs) if self.disk is not None else 0)
-        assert stats.host_pages_kept == 0 or self._config.host_tier
         assert not self._grammars.matchers, "a matcher is left"
         for life in self._lives.values():
             self._check_life(life)

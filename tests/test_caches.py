@@ -33,7 +33,6 @@ CACHES: dict[str, tuple[Any, int]] = {
     "targets over HTTP/1.1": (http1_requests.target_of, http1_requests.TARGETS_MAX),
     "targets over HTTP/2": (http2_client._target, http2_client.TARGETS_MAX),
     "media types": (upstream._media_type, upstream.TYPES_MAX),
-    "times to connect": (upstream._bounds, upstream.BOUNDS_MAX),
     "tenants' headers": (outbound._same_for_all, outbound.TENANTS_KEPT_MAX),
     "names of headers that are sent": (headers._sent_names, headers.SENT_NAMES_MAX),
     "names of headers that came": (headers._judged, headers.RECEIVED_NAMES_MAX),

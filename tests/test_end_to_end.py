@@ -93,7 +93,7 @@ class Up:
 def start(directory: Path, *options: str) -> Up:
     run_dir, cache_dir = directory / "run", directory / "cache"
     up = Up(None, run_dir, cache_dir, "")  # type: ignore[arg-type]
-    argv = [str(PENSTOCK), "up", "--port", "0", "--api-key", KEY, "--log-dir", str(run_dir), *options]
+    argv = [str(PENSTOCK), "up", "--port", "0", "--api-key", KEY, "--data-dir", str(run_dir), *options]
     up.process = subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=up.environment()
     )

@@ -42,7 +42,7 @@ if role == whose:
     press() if module == "boot" else sys.meta_path.insert(0, Finder())
 """
 ENGINE = ["--model", str(MODEL_DIR), "--port", "0", "--threads", "1"]
-UP = ["shared.cli", "up", "--port", "0", "--threads", "1", "--log-dir", "LOGS"]
+UP = ["shared.cli", "up", "--port", "0", "--threads", "1", "--data-dir", "LOGS"]
 ENDED_ITSELF = 0
 """Its loop was running already: as after any Ctrl-C that comes later."""
 INTERRUPTED = 130

@@ -157,6 +157,7 @@ def test_imports_keep_to_their_floor() -> None:
 
 
 GATEWAY_LEVELS = (
+    {"config.secret"},
     {
         *(
             "config.accounting",
@@ -169,16 +170,16 @@ GATEWAY_LEVELS = (
         "config.certificate_names",
     },
     {"config.timeouts", "config.discovery", "config.holders", "relay.ticks"},
-    {"config.whole", "config.secret", "background", "client", "openapi.parts", "request.recorder"},
+    {"config.whole", "background", "client", "openapi.parts", "request.recorder"},
     {"redis"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {
         *("directory.accounts", "directory.development", "operators.operations", "billing", "openapi.public"),
-        *("listen.listener_tls", "relay.engines", "request.record", "request.hedging"),
+        *("listen.listener_tls", "relay.engines", "request.record"),
     },
     {
         "discovery",
-        "operators.openapi",
+        *("operators.openapi", "operators.together"),
         "request.salts",
         "request.pace",
         "request.told_windows",
@@ -190,7 +191,7 @@ GATEWAY_LEVELS = (
     },
     {
         *("request.outbound", "request.dispatch", "operators.requests", "operators.tenant_limits"),
-        *("operators.gate", "operators.chats", "operators.engines"),
+        *("operators.gate", "operators.chats", "operators.engines", "operators.peers"),
     },
     {"request.pipeline", "operators.server"},  # the only one that knows the order of the stages
     {"request.edge", "listen.accepting"},

@@ -142,7 +142,7 @@ def plan(step: int, position: int, length: int, seated: list[SlotAssignment], *p
 
 
 def seat(slot: int, tokens: list[int]) -> SlotAssignment:
-    return SlotAssignment(slot, tokens, len(tokens), SamplingParams(seed=1, max_tokens=50))
+    return SlotAssignment.of(slot, tokens, len(tokens), SamplingParams(seed=1, max_tokens=50))
 
 
 def test_the_runner_says_what_the_script_says_and_ends() -> None:

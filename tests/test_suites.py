@@ -37,8 +37,8 @@ def test_never_begun(broken):
 
 
 def test_the_suites_are_the_modules_with_a_summary() -> None:
-    assert {"comply", "langchain", "openai", "sdks", "templates"} <= set(names())
-    assert not {"cache", "judging", "serving"} & set(names())
+    assert {"anthropic", "comply", "langchain", "openai", "sdks", "templates"} <= set(names())
+    assert not {"cache", "judging", "peeling", "serving"} & set(names())
 
 
 def test_a_run_of_pytest_is_judged_test_by_test(tmp_path: Path) -> None:
@@ -65,11 +65,17 @@ def test_a_run_of_pytest_is_judged_test_by_test(tmp_path: Path) -> None:
     assert told["wrong"] == (2, False)
 
 
+ANTHROPICS = "{'type': 'invalid_request_error', 'message': 'speed is not', 'details': {'param': 'speed'}}"
+
+
 def test_a_refusal_is_known_as_clients_show_it() -> None:
     body = "{'message': \"f is not there\", 'type': 'invalid_request_error', 'param': 'tools'}"
     for shown in (
+        f"anthropic.BadRequestError: Error code: 400 - {{'error': {ANTHROPICS}, 'request_id': 'r'}}",
         "openai.BadRequestError: Error code: 400 - f is not there",
         f"pydantic_ai.exceptions.ModelHTTPError: status_code: 400, model_name: m, body: {body}",
     ):
         assert judged("t", shown, {".*": "never"}).kind is Kind.REFUSED
+    theirs = f"anthropic.BadRequestError: Error code: 400 - {{'error': {ANTHROPICS}, 'request_id': 'r'}}"
+    assert judged("t", theirs, {}).reason == "speed is not"
     assert judged("t", "openai.InternalServerError: Error code: 500 - oh", {}).kind is Kind.WRONG

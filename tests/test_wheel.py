@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -91,7 +90,7 @@ def test_the_wheel_is_installed_and_runs(wheel: Path, tmp_path: Path) -> None:
     python = tmp_path / "own" / "bin" / "python"
     _uv("pip", "install", "--no-deps", "--python", str(python), str(wheel))
     [site] = (tmp_path / "own" / "lib").glob("python3*/site-packages")
-    (site / "required.pth").write_text(sysconfig.get_path("purelib"))
+    (site / "required.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     installed = "import gateway, engine.demo, shared.cli; print(engine.demo.__file__)"
     for command in (
         [str(python), "-P", "-c", installed],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from array import array
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from engine.contract.messages import (
     AbortSequences,
@@ -22,17 +22,14 @@ from engine.contract.messages import (
 from engine.contract.packing import TOKENS
 from engine.core.queue.newcomers import AddSequence, Prompt
 from engine.core.scheduler_config import SchedulerConfig
-from engine.core.step.swap import Preference, if_cheaper
 from tests.fake_grammars import BAD
 
 UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, stall_deadline_s=0.5)
 
 Message = AddSequence | AbortSequences | PauseSequences | ResumeSequences
 
-Swaps = Literal["if cheaper", "always"]
-PREFERENCES: Final[dict[Swaps, Preference]] = {"if cheaper": if_cheaper, "always": lambda _: True}
-"""Which victims are swapped, if there are host pages for them."""
-PAGE_COPY_S: Final = 0.001
+CHEAP_S: Final = 1e-6
+"""The time to copy a page where that is always cheaper than computing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +42,10 @@ class SimConfig:
     pages: int = 40
     page_size: int = 4
     host_pages: int = 0
-    """Pages in host memory for preempted sequences."""
-    host_tier: bool = False
-    """True if these also keep what the prefix cache evicts."""
+    """Pages in host memory, which keep what the prefix cache evicts."""
+    page_copy_s: float = 0.001
     disk: bool = False
     """True if what they keep is also written to a disk."""
-    swaps: Swaps = "if cheaper"
     slots: int = 6
     vocab_size: int = 50
     prompt_len_max: int = 40
@@ -105,8 +100,7 @@ def random_config(seed: int) -> SimConfig:
         page_size=page_size,
         slots=slots,
         host_pages=rng.choice([0, 3, 1000]),
-        swaps=rng.choice(list(PREFERENCES)),
-        host_tier=seed % 2 == 0,
+        page_copy_s=rng.choice([0.001, CHEAP_S]),
         disk=seed % 4 == 0,
         vocab_size=rng.choice([10, 50, 1000]),
         prompt_len_max=rng.randint(1, 60),

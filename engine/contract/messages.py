@@ -19,12 +19,14 @@ compare their clocks.
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final, Protocol
 
 import msgspec
 
-from engine.contract.packing import Biases
+from engine.contract.packing import TOKEN_LEN, Biases, packed, unpacked
 from engine.contract.records import StepRecord
 
 
@@ -236,9 +238,7 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     page_bytes: int = 0
     """Size of one page in all layers, in bytes."""
     host_pages: int = 0
-    """Pages in host memory for swapped sequences; 0: there is no such memory."""
-    host_tier: bool = False
-    """True if these also keep what the prefix cache evicts."""
+    """Pages in host memory, which keep what the prefix cache evicts; 0: there is no such memory."""
     page_copy_s: float = 0.0
     """Time to copy a page there or back, measured while warming up, in seconds; 0.0: not measured."""
     is_async: bool = False
@@ -357,10 +357,8 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """For each class, FLEX first: the sequences of `waiting` that do not hold a slot."""
     class_waited_s: tuple[float, ...] = ()
     """For each class: the age of the oldest of these, in seconds; 0.0 where there is none."""
-    swaps_out: int = 0
-    """Counter: sequences whose pages were copied to host memory, which were preempted or had yielded."""
     swaps_in: int = 0
-    """Counter: admissions that copied pages from host memory."""
+    """Counter: sequences that were preempted and admitted again with pages from host memory."""
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     host_pages_used: int = 0
@@ -407,8 +405,8 @@ class Moved(msgspec.Struct, array_like=True, frozen=True):
 
     handle: int
     move: Move
-    swapped: bool
-    """True if its pages are copied to host memory, or back."""
+    swapped: bool = False
+    """True if it is admitted again with pages from host memory."""
 
 
 class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
@@ -441,10 +439,22 @@ class SlotAssignment(msgspec.Struct, array_like=True, frozen=True):
     """A sequence gets a slot: for the first time, or again after a preemption or a stall."""
 
     slot: int
-    token_ids: list[int]
-    """All known tokens: the prompt, and the output so far of a sequence that had a slot before."""
+    ids: bytes
+    """All known tokens, packed: the prompt, and the output so far of a sequence that had a slot before."""
     prompt_len: int
     sampling: SamplingParams
+
+    @staticmethod
+    def of(slot: int, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> SlotAssignment:
+        return SlotAssignment(slot, packed(token_ids), prompt_len, sampling)
+
+    @property
+    def known_len(self) -> int:
+        return len(self.ids) // TOKEN_LEN
+
+    @property
+    def token_ids(self) -> array[int]:
+        return unpacked(self.ids)
 
 
 class Want(IntEnum):
@@ -456,8 +466,8 @@ class Want(IntEnum):
 
 
 class Plan(msgspec.Struct, array_like=True, frozen=True):
-    """The plan of one step. The runner executes it in this order: leave, seat, grow, replace, swap out,
-    fork, swap in, compute, sample.
+    """The plan of one step. The runner executes it in this order: leave, seat, grow, swap out, fork,
+    swap in, compute, sample.
 
     Row i computes tokens `[positions[i], positions[i] + lengths[i])` of `slots[i]`, writes their
     keys and values to that slot's pages, and brings `wants[i]`. The runner
@@ -482,9 +492,6 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     swapped_in: list[tuple[int, int]] = []
     """Pairs (host page, page): copy the host page to the page, after all copies out and all forks, and before
     any page is read."""
-    replaced: list[tuple[int, int, int]] = []
-    """Triples (slot, index, page): this entry of the slot's page table becomes another page, which holds the
-    same."""
     forked: list[tuple[int, int, int]] = []
     """Triples (source, page, length): copy the first `length` tokens of a page to another, in this order and
     after all copies out. The source may be the page itself."""

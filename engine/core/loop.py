@@ -168,7 +168,7 @@ class CoreLoop:
 
     def _take_in(self) -> bool:
         """Process what arrived, but of newcomers a few. Returns False when the core is to stop."""
-        idle_s = 0.0 if self._intake else self._scheduler.idle_s(self._clock.monotonic())
+        idle_s = 0.0 if self._intake.waiting else self._scheduler.idle_s(self._clock.monotonic())
         messages = self._inbox.receive(idle_s)
         now = self._clock.monotonic()
         for message in messages:
@@ -192,8 +192,9 @@ class CoreLoop:
                     self._outbox.send(Pong(number))
                 case StopCore():
                     return False
-        self._add(self._intake.take(now), now)
-        self._scheduler.newest = self._intake.newest
+        if messages or self._intake.waiting:
+            self._add(self._intake.take(now), now)
+            self._scheduler.newest = self._intake.newest
         return True
 
     def _add(self, newcomers: Iterable[AddSequence], now: float) -> None:

@@ -11,9 +11,9 @@ A plan first ends the sequences that stayed paused until their stall deadlines, 
 those that were paused since the last plan. It has one token budget, spent in this order:
 
 1. *Growth* (`engine.core.step.allocator`): every running sequence whose next token needs a new page gets one.
-   When none is available a sequence is preempted (`engine.core.step.victims`): it releases all its pages, and
-   is restored later in the cheaper way, recomputed through the prefix cache or copied back from host memory
-   (`engine.core.step.swap`).
+   When none is available a sequence is preempted (`engine.core.step.victims`): it releases all its pages into
+   the prefix cache, and is restored later from what is left there and in host memory
+   (`engine.core.step.host_tier`).
 2. *Decodes* (`engine.core.step.planner`): one token for each running sequence that has one pending.
 3. *Prompts* (`engine.core.step.planner`), by rank (`engine.core.queue.policy`): chunks of running sequences
    (chunked prefill), and admissions from the waiting queue (`engine.core.queue.waiting`), for as much of the
@@ -64,12 +64,14 @@ from typing import Final
 
 from engine.contract.messages import (
     CoreStats,
+    DiskCounts,
     Finished,
     FinishReason,
     Plan,
     RunnerInfo,
     RunResult,
     SamplingParams,
+    ServiceClass,
     StepOutput,
 )
 from engine.contract.records import Lack
@@ -80,7 +82,7 @@ from engine.core.pages.tiers import PageDisk
 from engine.core.queue.deadlines import DeadlineQueue
 from engine.core.queue.newcomers import AddSequence, Prompt
 from engine.core.queue.policy import RESPONSE_RATIO, Discipline
-from engine.core.queue.tenants import TenantCounters, TenantHoldings
+from engine.core.queue.tenants import TenantCounters
 from engine.core.queue.waiting import WaitingQueue
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Hold, Sequence, Status
@@ -89,10 +91,12 @@ from engine.core.step.flight import InFlight, News
 from engine.core.step.plan_builder import PlanBuilder
 from engine.core.step.planner import Planner
 from engine.core.step.results import Results, StepBook, lack_of
-from engine.core.step.swap import Preference, if_cheaper
 
 FETCH_POLL_S: Final = 0.001
 """The time between two looks at what comes from disk while there is nothing else to do, in seconds."""
+NO_SEQUENCES: Final = (0,) * len(ServiceClass)
+NO_WAITS_S: Final = (0.0,) * len(ServiceClass)
+NO_DISK: Final = DiskCounts()
 STEPS_AHEAD_MAX: Final = 1
 """Steps that may be in flight while another is planned: one keeps a device busy, more would add late rows."""
 
@@ -105,9 +109,6 @@ class Scheduler:
         config: SchedulerConfig,
         runner: RunnerInfo,
         discipline: Discipline = RESPONSE_RATIO,
-        planner: type[Planner] = Planner,
-        prefers_swap: Preference = if_cheaper,
-        book: type[StepBook] = StepBook,
         disk: PageDisk | None = None,
         grammars: Grammars | None = None,
     ) -> None:
@@ -120,22 +121,19 @@ class Scheduler:
         self._learner = CostLearner(runner.page_copy_s, runner.timed_steps)
         self._in_flight: dict[int, InFlight] = {}  # by step number, in order
         self._deadlines = DeadlineQueue()
-        self._allocator = Allocator(
-            config, runner, self._waiting, self._in_flight, self._learner, prefers_swap, disk
-        )
+        self._allocator = Allocator(config, runner, self._waiting, self._in_flight, self._learner, disk)
         self.masks: Final = Masks(grammars)
         self._lacks_masks = False
         """True if the last plan had no rows because all that run lack their masks, and others find no room
         beside them."""
         self._fetching: dict[int, tuple[Sequence, float]] = {}
         """Newcomers that wait for pages from disk, and the times at which they stop waiting, by handle."""
-        self._book = book(self._allocator)
+        self._book = StepBook(self._allocator)
         self._tenants = TenantCounters()
-        self._planner = planner(
+        self._planner = Planner(
             config, runner, self._allocator, self._waiting, self._tenants, self._learner, self._in_flight
         )
-        allocator = self._allocator
-        self._results = Results(config, allocator.pages, self._tenants, allocator.merge, allocator.forget)
+        self._results = Results(config, self._allocator.pages, self._tenants, self._allocator.forget)
         self._news = News()
         self.newest = 0
         """The newest handle that was added with all before it, for whoever reads the counts. A loop that
@@ -151,24 +149,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """True if any sequence is due: then the next plan has rows, unless they wait for a step in flight."""
         return any(sequence.hold is None for sequence in self._sequences.values())
-
-    @property
-    def due(self) -> list[Sequence]:
-        """The waiting sequences that nothing holds back."""
-        return self._waiting.due
-
-    def is_following(self, sequence: Sequence) -> bool:
-        """True if a waiting sequence lacks the prompt that another computes."""
-        return self._waiting.is_following(sequence)
-
-    def running(self, slot: int) -> Sequence:
-        """The sequence that holds this slot."""
-        return self._allocator.running[slot]
-
-    @property
-    def holdings(self) -> TenantHoldings:
-        """The slots and pages that the running sequences of each tenant hold."""
-        return self._allocator.holdings
 
     def idle_s(self, now: float) -> float:
         """The time until there is something to do without a new message, in seconds: 0.0 while there is work,
@@ -302,7 +282,7 @@ class Scheduler:
         more."""
         while (first := next(iter(self._paused.values()), None)) and self._deadline(first) <= now:
             self._finish(first, FinishReason.STALLED, now)
-        for handle in self._deadlines.passed(now):
+        for handle in self._deadlines.passed(now) if self._deadlines.heap else ():
             late = self._sequences.get(handle)
             if late is None or late.first_token_by > now:
                 continue
@@ -351,6 +331,8 @@ class Scheduler:
         """Let newcomers go on whose pages came from disk, or did not come in time
         (`engine.core.pages.tiers`)."""
         disk = self._allocator.disk
+        if not disk.is_there:
+            return
         disk.take_done()
         for handle, (sequence, until) in list(self._fetching.items()):
             assert sequence.awaits is not None
@@ -374,7 +356,8 @@ class Scheduler:
     def _launch(self, builder: PlanBuilder, now: float) -> Plan:
         """Make the plan, and count its step as in flight from here on."""
         self._step += 1
-        swapped_out, swapped_in = self._allocator.swapper.take_copies(self._step)
+        tier = self._allocator.host_tier
+        swapped_out, swapped_in = tier.take_copies(self._step) if tier.has_copies else ([], [])
         plan = Plan(
             step=self._step,
             left=self._allocator.take_left(),
@@ -386,7 +369,6 @@ class Scheduler:
             wants=builder.wants,
             swapped_out=swapped_out,
             swapped_in=swapped_in,
-            replaced=self._allocator.take_replaced(),
             forked=self._allocator.take_forked(),
             masks=self.masks.of(builder.rows, builder.wants) if self.masks.sequences else [],
         )
@@ -463,9 +445,12 @@ class Scheduler:
         )
 
     def stats(self) -> CoreStats:
-        allocator, swapper = self._allocator, self._allocator.swapper
+        allocator, tier = self._allocator, self._allocator.host_tier
         pages, running = allocator.pages, allocator.running
-        class_waiting, class_waited_s, class_tokens = self._waiting.by_class(self._now)
+        free, cached, host_free, host_kept = pages.free, pages.cached, tier.host.free, tier.host.kept
+        class_waiting, class_waited_s, class_tokens = NO_SEQUENCES, NO_WAITS_S, [*NO_SEQUENCES]
+        if any(self._waiting.queues.values()):
+            class_waiting, class_waited_s, class_tokens = self._waiting.by_class(self._now)
         paused_running = 0  # paused, and no plan was made since
         for sequence in running.values():
             if sequence.paused_at is not None:
@@ -475,9 +460,9 @@ class Scheduler:
         return CoreStats(
             waiting=len(self._sequences) - len(running) - len(self._paused) + paused_running,
             running=len(running),
-            pages_free=pages.free,
-            pages_cached=pages.cached,
-            pages_owned=pages.owned,
+            pages_free=free,
+            pages_cached=cached,
+            pages_owned=pages.total - free - cached,
             prefix_query_tokens=self._planner.prefix_query_tokens,
             prefix_hit_tokens=self._planner.prefix_hit_tokens,
             preemptions=allocator.preemptions,
@@ -486,16 +471,15 @@ class Scheduler:
             stalled=len(self._paused),
             class_waiting=class_waiting,
             class_waited_s=class_waited_s,
-            swaps_out=swapper.sequences_out,
-            swaps_in=swapper.sequences_in,
-            swapped_out_bytes=swapper.pages_out * self._runner.page_bytes,
-            swapped_in_bytes=swapper.pages_in * self._runner.page_bytes,
-            host_pages_used=swapper.host.used,
-            host_pages_free=swapper.host.free,
-            host_pages_kept=swapper.host.kept,
+            swaps_in=allocator.copied_back,
+            swapped_out_bytes=tier.pages_out * self._runner.page_bytes,
+            swapped_in_bytes=tier.pages_in * self._runner.page_bytes,
+            host_pages_used=tier.host.total - host_free - host_kept,
+            host_pages_free=host_free,
+            host_pages_kept=host_kept,
             prefix_host_tokens=self._planner.prefix_host_tokens,
             prefix_disk_tokens=self._planner.prefix_disk_tokens,
-            disk=allocator.disk.counts(),
+            disk=allocator.disk.counts() if allocator.disk.is_there else NO_DISK,
             waiting_tokens=self._waiting.newcomer_tokens,
             class_tokens=tuple(class_tokens),
             newest=self.newest,
@@ -504,37 +488,3 @@ class Scheduler:
             kept_found=pages.cached_pages.kept_found,
             kept_evicted=pages.cached_pages.kept_evicted,
         )
-
-    def check(self) -> None:
-        """Assert that no page, slot or sequence is lost or in two places. For tests: O(pages + sequences)."""
-        self._allocator.check()
-        self._tenants.check(sequence.tenant for sequence in self._sequences.values())
-        self._check_flights()
-        living = [*self._waiting, *self._allocator.running.values()]
-        assert {sequence.handle: sequence for sequence in living} == self._sequences
-        assert len(living) == len(self._sequences), "a sequence is in two places"
-        waiting_for_disk = {s.handle for s in living if s.awaits is not None}
-        assert waiting_for_disk == self._fetching.keys()
-        self.masks.check(self._sequences)
-        assert self.due == [s for s in self._waiting if s.hold is None]
-        assert self._paused == {s.handle: s for s in living if s.is_paused}
-        pauses = [self._deadline(sequence) for sequence in self._paused.values()]
-        assert pauses == sorted(pauses), "the first that was paused is not the first to end"
-
-    def _check_flights(self) -> None:
-        """Assert that the steps in flight are what their sequences count, and that no other has a row."""
-        assert len(self._in_flight) <= STEPS_AHEAD_MAX + 1
-        assert list(self._in_flight) == sorted(self._in_flight)
-        flying: dict[int, tuple[int, int, int]] = {}
-        for step, flight in self._in_flight.items():
-            plan = flight.plan
-            for sequence, length, want in zip(flight.rows, plan.lengths, plan.wants, strict=True):
-                if sequence.status is Status.FINISHED:
-                    continue
-                before = flying.get(sequence.handle, (0, 0, 0))
-                flying[sequence.handle] = (before[0] + length, before[1] + want, step)
-        for handle, sequence in self._sequences.items():
-            length, coming, step = flying.pop(handle, (0, 0, 0))
-            assert (sequence.in_flight_len, sequence.coming) == (length, coming)
-            assert not step or sequence.last_step == step, "a fence in the wrong place"
-        assert not flying, "a row without a sequence"

@@ -5,18 +5,17 @@
                             |     ^ <---------- |                or YIELDED, by `step_aside`, as STALLED
                     preempt |     |    admit    | preempt        in every other move
                             v     | admit       |
-                            PREEMPTED <---------+                or SWAPPED, as PREEMPTED in every move
+                            PREEMPTED <---------+
 
 `MOVES` below is that drawing, and `_move` obeys it. Status and holdings change together, in the
 same method:
 
-                 slot    pages   host pages
-    WAITING       -        -         -
-    RUNNING      yes      yes        -
-    STALLED       -       yes        -
-    YIELDED       -       yes        -
-    PREEMPTED     -        -         -
-    SWAPPED       -        -        yes
+                 slot    pages
+    WAITING       -        -
+    RUNNING      yes      yes
+    STALLED       -       yes
+    YIELDED       -       yes
+    PREEMPTED     -        -
 
 Beside the status, which says what a sequence holds, it is *paused* or not, which says whether its
 client reads. A pause may come and go at any moment of its life; the scheduler lets the status follow
@@ -66,8 +65,6 @@ class Status(Enum):
     """Was paused while it ran: it gave its slot back, and keeps its pages until others need them."""
     PREEMPTED = "preempted"
     """Gave slot and pages back, and waits to be admitted again."""
-    SWAPPED = "swapped"
-    """Gave slot and pages back, with a copy in host memory, and waits to be admitted again."""
     YIELDED = "yielded"
     """Gave its slot to another tenant, keeps its pages until others need them, and waits to be admitted
     again."""
@@ -79,13 +76,10 @@ class Status(Enum):
 
 MOVES: Final[Mapping[Status, frozenset[Status]]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
-    Status.RUNNING: frozenset(
-        {Status.STALLED, Status.YIELDED, Status.PREEMPTED, Status.SWAPPED, Status.FINISHED}
-    ),
-    Status.STALLED: frozenset({Status.RUNNING, Status.PREEMPTED, Status.SWAPPED, Status.FINISHED}),
-    Status.YIELDED: frozenset({Status.RUNNING, Status.PREEMPTED, Status.SWAPPED, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.STALLED, Status.YIELDED, Status.PREEMPTED, Status.FINISHED}),
+    Status.STALLED: frozenset({Status.RUNNING, Status.PREEMPTED, Status.FINISHED}),
+    Status.YIELDED: frozenset({Status.RUNNING, Status.PREEMPTED, Status.FINISHED}),
     Status.PREEMPTED: frozenset({Status.RUNNING, Status.FINISHED}),
-    Status.SWAPPED: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
 
@@ -119,18 +113,6 @@ class LifePhase(Enum):
     STALLED = "stalled"
 
 
-@dataclass(frozen=True, slots=True)
-class Swapped:
-    """The copy of a sequence's pages in host memory."""
-
-    first: int
-    """Index in its page table of the first page that was copied."""
-    host_pages: list[int]
-    """The copies of that page and of those behind it."""
-    computed_len: int
-    """The number of tokens computed when it was preempted: all before the end of the copy."""
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence of the core, from its arrival to its end."""
@@ -161,7 +143,6 @@ class Sequence:
     """The most tokens of which it gave up what it had computed."""
     again_tokens: int = 0
     """Tokens among these that steps computed again, or compute again."""
-    swapped: Swapped | None = None
     is_only_read: bool = field(init=False)
     """True if its prompt is computed and nothing sampled. It is never a decode."""
     expected_len: int = field(init=False)
@@ -225,12 +206,9 @@ class Sequence:
     @property
     def lacking_len(self) -> int:
         """The number of its known tokens that are to be computed, as far as that is known: a newcomer's that
-        the prefix cache lacked at the last look-up, else those that neither its pages nor their copies have.
-        What is in flight is not computed yet."""
-        if self.status is Status.WAITING:
-            return self.expected_len
-        copied_len = 0 if self.swapped is None else self.swapped.computed_len
-        return len(self.tokens) - self.computed_len - copied_len
+        the prefix cache lacked at the last look-up, else those that its pages lack. What is in flight is not
+        computed yet."""
+        return self.expected_len if self.status is Status.WAITING else len(self.tokens) - self.computed_len
 
     @property
     def kv_len_max(self) -> int:
@@ -271,7 +249,7 @@ class Sequence:
             return LifePhase.STALLED
         if self.status is Status.WAITING:
             return LifePhase.QUEUE
-        if self.status in (Status.YIELDED, Status.PREEMPTED, Status.SWAPPED):
+        if self.status in (Status.YIELDED, Status.PREEMPTED):
             return LifePhase.PREEMPTED
         return LifePhase.DECODE if self.output_len else LifePhase.PREFILL
 
@@ -292,7 +270,7 @@ class Sequence:
         assert 0 <= computed_len <= self.reusable_len
         assert self.hold is None
         self._move(Status.RUNNING, now)
-        self.slot, self.pages, self.computed_len, self.swapped = slot, pages, computed_len, None
+        self.slot, self.pages, self.computed_len = slot, pages, computed_len
 
     def stall(self, now: float) -> None:
         """Give the slot back and keep the pages."""
@@ -309,15 +287,14 @@ class Sequence:
         self._move(Status.YIELDED, now)
         self.slot = None
 
-    def preempt(self, now: float, swapped: Swapped | None = None) -> None:
-        """Give up slot and pages, and keep the tokens and the copy in host memory, if there is one. The
-        caller has released the pages at the block manager."""
+    def preempt(self, now: float) -> None:
+        """Give up slot and pages, and keep the tokens. The caller has released the pages at the block
+        manager."""
         assert not self.in_flight_len
         self.preemptions += self.status is Status.RUNNING
         self.given_up_len = max(self.given_up_len, self.computed_len)
-        self._move(Status.SWAPPED if swapped else Status.PREEMPTED, now)
+        self._move(Status.PREEMPTED, now)
         self._vacate()
-        self.swapped = swapped
 
     def finish(self, now: float) -> None:
         """End it in any status. The caller has released its pages at the block manager."""
@@ -382,7 +359,7 @@ class Sequence:
         )
 
     def _vacate(self) -> None:
-        self.slot, self.pages, self.computed_len, self.swapped = None, [], 0, None
+        self.slot, self.pages, self.computed_len = None, [], 0
 
     def _move(self, status: Status, now: float) -> None:
         if status not in MOVES[self.status]:
@@ -398,5 +375,5 @@ class Sequence:
 
 def due_of(waiting: Iterable[Sequence]) -> list[Sequence]:
     """Those of sequences without a slot whose `hold` is None. That is spelt out, since thousands may wait
-    and a call takes three times as long; `Scheduler.check` compares the two."""
+    and a call takes three times as long; tests compare the two."""
     return [s for s in waiting if s.paused_at is None and s.awaits is None and s.mask is not None]

@@ -86,6 +86,8 @@ class TokenSpan(Struct, frozen=True):
     most_each: int
     is_open: bool = False
     """True if the request states no maximum and its caller's tokens are limited: then it is given one."""
+    is_cut: bool = False
+    """True if there is no room for the maximum that the request states, which need not fit."""
 
     @property
     def least(self) -> int:
@@ -172,8 +174,8 @@ def span(
     left = estimate if room is None else max(1, room.most - count.longest)
     stated = request.output_tokens_max
     if stated is not None:
-        if request.stated_tokens_max is None and room is not None:  # it need not fit
-            stated = min(stated, left)
+        if stated > left and room is not None and request.stated_tokens_max is None:  # it need not fit
+            return TokenSpan(*prompts, choices, left, left, is_cut=True)
         return TokenSpan(*prompts, choices, stated, stated)
     each = min(estimate, left)
     if tokens_max is None:

@@ -10,7 +10,9 @@ Rules:
    (`gateway.billing.unsettled`).
 2. Nothing here grows without a bound: the queue has `QUEUE_MAX` lines, the file of a webhook `spool_max`
    bytes. What does not fit is dropped and counted.
-3. The id of a line is its request's reservation, which no other request of any gateway has: lines may come
+3. Where usage is counted in memory, a gateway that starts counts the lines in its file again, the last
+   `RECOUNTED_LEN_MAX` bytes of them: a restart forgets none of it, unless a webhook has emptied the file.
+4. The id of a line is its request's reservation, which no other request of any gateway has: lines may come
    twice (`gateway.billing.spool`), and the id tells.
 """
 
@@ -26,15 +28,18 @@ import msgspec
 from msgspec import Struct
 
 from gateway.admission.quota import ReservationId
-from gateway.admission.usage import Payer, Used
+from gateway.admission.usage import Payer, UsageRows, Used
 from gateway.billing.spool import Spool
 from gateway.config.accounting import AccountingConfig
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.metrics import Counter, Gauge
 from shared.wire.ids import KeyId, RequestId, TenantId
+from shared.wire.undecodable import UNDECODABLE
 
 QUEUE_MAX: Final = 65_536
+RECOUNTED_LEN_MAX: Final = 32 * 1024 * 1024
+"""Bytes, of some 100,000 requests."""
 SYNC_S: Final = 1.0
 RETRY_S: Final = 1.0
 """The time from a write that failed to the next, in seconds."""
@@ -42,6 +47,8 @@ RETRY_S: Final = 1.0
 LINES: Final = Counter("penstock_gateway_billing_lines", "Billing lines.", ["outcome"])
 QUEUED: Final = Gauge("penstock_gateway_billing_queued_lines", "Billing lines that are not in the file yet.")
 WAITING: Final = Gauge("penstock_gateway_billing_waiting_bytes", "Bytes that the webhook has not taken yet.")
+
+_EPOCH: Final = date(1970, 1, 1)
 
 log = logs.get(__name__)
 
@@ -78,6 +85,9 @@ class Billing:
             if config.file is None
             else Spool(Path(config.file), None if config.webhook is None else config.spool_max)
         )
+        self._is_emptied: Final = config.webhook is not None
+        self.is_recounted = False
+        """True if the file has all that is counted in memory, for the next start."""
         self._clock: Final = clock
         self._queue: list[bytes] = []
         self._noted = asyncio.Event()
@@ -88,6 +98,19 @@ class Billing:
         QUEUED.set_function(lambda: len(self._queue))
         if (spool := self.spool) is not None and config.webhook is not None:
             WAITING.set_function(lambda: spool.waiting)
+
+    def recount(self, rows: UsageRows) -> None:
+        """Count what the file's lines say. Blocking calls, for the start."""
+        if self.spool is None or self._is_emptied:
+            return
+        self.is_recounted = True
+        for data in self.spool.last_lines(RECOUNTED_LEN_MAX):
+            try:
+                line = msgspec.json.decode(data, type=BillingLine)
+            except UNDECODABLE:  # somebody else's
+                continue
+            used = Used(line.prompt_tokens, line.cached_tokens, line.completion_tokens, line.estimated_tokens)
+            rows.count(Payer(line.tenant, line.key_id, line.model), (line.day - _EPOCH).days, used)
 
     async def written(self) -> None:
         """Wait until the lines that are queued now are in the file, or dropped."""

@@ -22,7 +22,7 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Final
@@ -98,6 +98,13 @@ class Spool:
                 raise
             self._size += len(data)
             return count
+
+    def last_lines(self, len_max: int) -> Iterator[bytes]:
+        """The last whole lines of so many bytes, in their order. Raises OSError."""
+        with self._lock:
+            start = max(0, self._size - len_max)
+            data = os.pread(self._fd, self._size - start, start)
+        yield from data[data.find(b"\n") + 1 if start else 0 :].splitlines()
 
     def sync(self) -> None:
         """Wait until what was written is on the disk. Raises OSError."""

@@ -125,9 +125,9 @@ class Webhook:
 def webhook_secret(config: AccountingConfig, env: Mapping[str, str]) -> RenewableSecret:
     """The secret that signs posts to the webhook. Raises ConfigError when it cannot be used."""
     if config.webhook is None:
-        return RenewableSecret(None, None, env)
+        return RenewableSecret(None, env)
     try:
-        return RenewableSecret(config.webhook_secret_env, config.webhook_secret_file, env, _decoded)
+        return RenewableSecret(config.webhook_secret, env, _decoded)
     except ValueError as error:
         raise ConfigError([f"accounting.webhook_secret: {error}"]) from None
 

@@ -117,7 +117,7 @@ class EndsUnread(ReadsInTurn):
     def _bound_rest(self, transport: asyncio.Transport | None) -> None:
         """Bound the time of a connection that is closed, and ends once the rest was read."""
         self._is_over = True
-        if transport is not None and self._unread_timer is None and transport.get_write_buffer_size():
+        if transport is not None and self._unread_timer is None and _is_unread(transport):
             self._set_unread_timer(transport)
 
     def _set_unread_timer(self, transport: asyncio.Transport) -> None:
@@ -133,3 +133,10 @@ class EndsUnread(ReadsInTurn):
             self._set_unread_timer(transport)
         else:
             transport.abort()
+
+
+def _is_unread(transport: asyncio.Transport) -> bool:
+    try:
+        return transport.get_write_buffer_size() > 0
+    except AttributeError:  # asyncio's TLS, closed twice, has no buffer left, and says so in this way
+        return False

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from gateway.config.secret import SecretSource
 from shared.process.setting_values import ConfigError
 from shared.process.settings import Text, Unit
 
@@ -27,10 +28,9 @@ class AccountingConfig:
     one of its own. Unset: none."""
     webhook: Text | None = None
     """https URL to which those lines are posted. It needs file, which keeps them until they are taken."""
-    webhook_secret_env: Text | None = None
-    """Variable with the secret that signs what is posted: whsec_ and its base64."""
-    webhook_secret_file: Text | None = None
-    """File with that secret. It is read for each post."""
+    webhook_secret: SecretSource | None = None
+    """Where the secret is that signs what is posted, whsec_ and its base64: env:NAME, a variable, or
+    file:PATH, a file, which is read for each post."""
     webhook_ca: Text | None = None
     """File with the authorities that are trusted when lines are posted, PEM. It is read again when it
     changes. Unset: the system's."""
@@ -42,8 +42,8 @@ class AccountingConfig:
         if self.webhook is not None:
             if self.file is None:
                 problems.append("webhook needs file")
-            if (self.webhook_secret_env is None) == (self.webhook_secret_file is None):
-                problems.append("webhook needs exactly one of webhook_secret_env and webhook_secret_file")
+            if self.webhook_secret is None:
+                problems.append("webhook needs webhook_secret")
             if not _is_safe_url(self.webhook):
                 problems.append("webhook must be an https URL (http on this machine alone), without user")
         if problems:

@@ -5,6 +5,9 @@ Theory. A subject is a list of parts, each with one attribute or more, of a type
 the last part first: `CN=billing,O=Acme`. Types have names, or are numbers (OIDs), and the same value can be
 escaped in several ways. Programs differ in both, so spellings are compared by what they say.
 
+cryptography's own reader of RFC 4514 would take the place of this one, but that it knows neither types in
+small letters, nor those names of OpenSSL's that RFC 4514 does not list, nor values in DER.
+
 Other ways to write a subject are refused. `/O=Acme/CN=billing` and `O = Acme, CN = billing`, which OpenSSL
 prints without options, have the first part first: taken for RFC 4514 they would be other names.
 """

@@ -15,8 +15,6 @@ from shared.process.setting_values import ConfigError
 from shared.process.settings import Text
 
 INTERVAL_S_MIN: Final = 1.0
-ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
-"""The directory in which a pod finds the credentials of its service account."""
 _HOST: Final = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 
 HostName = Annotated[str, Meta(min_length=1, max_length=260)]
@@ -37,12 +35,6 @@ class KubernetesConfig:
     """Name or number of the engines' port, as the EndpointSlices have it. Unset: their only one."""
     api_url: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """URL of the API server. Unset: the one that Kubernetes tells every pod."""
-    token_file: Text = f"{ACCOUNT}/token"
-    """File with the service account's token, which is read for every request."""
-    ca_file: Text = f"{ACCOUNT}/ca.crt"
-    """File with the authorities that are trusted, PEM. It is read again when it changes."""
-    namespace_file: Text = f"{ACCOUNT}/namespace"
-    """File with the gateway's own namespace."""
 
     def __post_init__(self) -> None:
         if self.api_url is None:

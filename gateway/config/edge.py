@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from gateway.config.secret import SecretSource
 from shared.apis.holding import memory_max
 from shared.fairness.fair_share import FairShare
 from shared.process.setting_values import ConfigError
@@ -26,9 +27,6 @@ ENTRIES_MAX: Final = 10_000
 """The most keys, and the most tenants: they are held in memory, each with its usage."""
 AUDIENCES_MAX: Final = 16
 ISSUERS_MAX: Final = 32
-SKEW_S_MAX: Final = 60.0
-REFRESH_S_MIN: Final = 30.0
-"""The shortest time between two fetches of keys that an unknown key id causes, in seconds."""
 _BASE_URL: Final = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 HMAC_PREFIX: Final = "HS"
 """The beginning of the names of the algorithms that take a shared secret."""
@@ -41,7 +39,6 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 HostName = Annotated[str, Meta(pattern=r"^(\*|[a-z0-9]([a-z0-9._-]{0,251}[a-z0-9])?)$")]
 """The name of a host, in small letters; `*` is any."""
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
-PingSeconds = Annotated[float, Meta(ge=0.1, le=60.0)]
 MetricsSeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
 Algorithm = Literal[
     "HS256", "HS384", "HS512", "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384",
@@ -77,7 +74,7 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True)
 class HopConfig:
-    """The connections to engines: TLS, and the sign of life that is asked for while streams are open."""
+    """The connections to engines."""
 
     ca: Text | None = None
     """File with the authorities that are trusted when a replica's URL is https, PEM. Unset: the system's."""
@@ -85,16 +82,9 @@ class HopConfig:
     """File with the gateway's own certificate chain, PEM, for engines that ask for one (mTLS)."""
     key: Text | None = None
     """File with its private key, PEM."""
-    ping_interval_s: PingSeconds = 1.0
-    """Time between two PINGs on a connection with open streams, over HTTP/2."""
-    ping_timeout_s: PingSeconds = 3.0
-    """How long a PING may be unanswered, and nothing else come, before the connection is dead and its
-    streams are lost."""
-    salt_env: Name | None = None
-    """Variable with the secret that tenants' cached prefixes are kept apart by at engines of another make.
-    Gateways before the same engines need the same. Unset: a random one at each start."""
-    salt_file: Text | None = None
-    """File with that secret."""
+    salt: SecretSource | None = None
+    """Where the secret is, env:NAME or file:PATH, that tenants' cached prefixes are kept apart by at engines
+    of another make. Gateways before the same engines need the same. Unset: a random one at each start."""
     metrics_interval_s: MetricsSeconds = 1.0
     """Time between two looks at the metrics of an engine of another make (vLLM, SGLang, llama.cpp): its queue
     counts as load. 0 asks for none."""
@@ -102,10 +92,6 @@ class HopConfig:
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
             raise ConfigError(["cert and key belong together"])
-        if self.salt_env is not None and self.salt_file is not None:
-            raise ConfigError(["salt_env and salt_file exclude each other"])
-        if self.ping_timeout_s < self.ping_interval_s:
-            raise ConfigError(["ping_timeout_s must be at least ping_interval_s"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +107,9 @@ class ListenConfig:
     plaintext: bool = False
     """Serve plain text on an address beyond this machine: only where TLS ends in front of the gateway, since
     keys and prompts can be read on the way."""
+    ready_without_engines: bool = True
+    """Whether /readyz says yes while no replica of any model may be sent a request. false: a load balancer
+    that has other gateways, with engines of their own, is to ask those."""
 
     def __post_init__(self) -> None:
         check_plaintext(self.host, self.tls, self.plaintext)
@@ -140,8 +129,6 @@ class LimitsConfig:
     connections_max: Annotated[int, Meta(ge=1, le=1_000_000), Unit("connections")] = 16_384
     """Client connections, idle ones too, or as many as the process may open files for; beyond it the oldest
     that has sent nothing is closed, else the oldest idle one, else the newest."""
-    send_buffer_len: Annotated[Bytes, Meta(ge=4 * KIB, le=16 * MIB)] = 64 * KIB
-    """The kernel's send buffer of a client connection (SO_SNDBUF)."""
     write_buffer_len: Annotated[Bytes, Meta(ge=KIB, le=16 * MIB)] = 16 * KIB
     """The gateway's own buffer of a client connection: with more than this unsent, the relay stops reading
     from the engine."""
@@ -192,15 +179,6 @@ class IssuerConfig:
     ca: Text | None = None
     """File with the authorities that are trusted when keys are fetched, PEM. It is read again when it
     changes. Unset: the system's."""
-    skew_s: Annotated[float, Meta(ge=0.0, le=SKEW_S_MAX)] = 30.0
-    """How far its clock may be off."""
-    refresh_s: Annotated[float, Meta(ge=REFRESH_S_MIN, le=86_400.0)] = 300.0
-    """Time between two fetches of its keys. A token with an unknown key id causes one earlier."""
-    refetch_s: Annotated[float, Meta(ge=1.0, le=300.0)] = 1.0
-    """Shortest time between two fetches that unknown key ids cause. Above 1, whoever makes up key ids delays
-    the first tokens of a new key by so long, with 503."""
-    stale_s: Annotated[float, Meta(ge=REFRESH_S_MIN, le=86_400.0)] = 3600.0
-    """How long its keys are trusted when they cannot be fetched any more; then its tokens get 503."""
 
     def __post_init__(self) -> None:
         if problems := list(_issuer_problems(self)):
@@ -215,8 +193,6 @@ def _issuer_problems(issuer: IssuerConfig) -> Iterator[str]:
         yield "algorithms HS... need secret_file, all others jwks_url or jwks_file"
     if issuer.jwks_url is not None and not _is_https(issuer.jwks_url):
         yield f"jwks_url {issuer.jwks_url!r} is no https URL"
-    if issuer.stale_s < issuer.refresh_s:
-        yield "stale_s must be at least refresh_s"
 
 
 def _is_https(text: str) -> bool:

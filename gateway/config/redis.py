@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from gateway.config.secret import SecretSource
 from shared.process.setting_values import ConfigError
 from shared.process.settings import Text
 
@@ -29,16 +30,14 @@ class RedisConfig:
     """True if the hosts in url are nodes of a Cluster."""
     username: Text | None = None
     """ACL user. Unset: the default one."""
-    password_env: Text | None = None
-    """Variable with the password."""
-    password_file: Text | None = None
-    """File with the password. It is read for each connection."""
+    password: SecretSource | None = None
+    """Where the password is: env:NAME, a variable, or file:PATH, a file, which is read for each
+    connection."""
     sentinel_username: Text | None = None
     """ACL user at the Sentinels. Unset: the default one."""
-    sentinel_password_env: Text | None = None
-    """Variable with the password that the Sentinels ask for, which is not their primary's."""
-    sentinel_password_file: Text | None = None
-    """File with the password that the Sentinels ask for. It is read whenever they are asked."""
+    sentinel_password: SecretSource | None = None
+    """Where the password is that the Sentinels ask for, which is not their primary's: env:NAME, or file:PATH,
+    which is read whenever they are asked."""
     ca: Text | None = None
     """File with the authorities that are trusted with rediss://, PEM. Unset: the system's."""
     cert: Text | None = None
@@ -65,12 +64,7 @@ class RedisConfig:
                     problems.append("url: several hosts are Sentinels (sentinel) or of a Cluster (cluster)")
         if self.cluster and self.sentinel is not None:
             problems.append("cluster and sentinel exclude each other")
-        for whose in ("", "sentinel_"):
-            variable, file = f"{whose}password_env", f"{whose}password_file"
-            if getattr(self, variable) is not None and getattr(self, file) is not None:
-                problems.append(f"{variable} and {file} exclude each other")
-        asks_sentinels = (self.sentinel_username, self.sentinel_password_env, self.sentinel_password_file)
-        if self.sentinel is None and any(setting is not None for setting in asks_sentinels):
+        if self.sentinel is None and (self.sentinel_username, self.sentinel_password) != (None, None):
             problems.append("sentinel_username and sentinel_password need sentinel")
         problems += self._tls_problems()
         if problems:
@@ -89,7 +83,7 @@ def redis_hosts(url: str) -> tuple[tuple[str, int], ...]:
     """Host and port of each server in a URL like `redis://host:6379,other:6379/0`. Raises ValueError, whose
     message does not show the URL: it may hold a password where none belongs."""
     if "@" in url:
-        raise ValueError("user and password are no part of it: see username, password_env, password_file")
+        raise ValueError("user and password are no part of it: see username and password")
     if (match := _URL.fullmatch(url)) is None:
         raise ValueError("must be like redis://host:6379/0 or rediss://host:6379")
     hosts: list[tuple[str, int]] = []

@@ -11,10 +11,13 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from shared.process import logs
 from shared.process.files import MARK, read_text
+from shared.process.settings import Rule
 
 TOKEN_LEN_MAX: Final = 8 * 1024
 """Characters; some tokens hold a whole certificate's worth of claims."""
@@ -22,18 +25,37 @@ FILE_LEN_MAX: Final = 2 * TOKEN_LEN_MAX
 """Bytes of a file with a secret, and the space around it."""
 _TOKEN: Final = re.compile(rf"[!-~]{{1,{TOKEN_LEN_MAX}}}")
 
+_VARIABLE: Final = "env:"
+_FILE: Final = "file:"
+SecretSource = Annotated[
+    str,
+    Meta(max_length=4096),
+    Rule("be env:NAME, a variable, or file:PATH, a file", re.compile(r"(env|file):\S.*").fullmatch),
+]
+"""Where a secret is: never the secret itself."""
+
 log = logs.get(__name__)
 
 
-def read_secret(variable: str | None, path: str | None, env: Mapping[str, str]) -> str | None:
-    """The secret in a variable or a file; None without either. Raises ValueError; its message is for the
-    operator, and does not show the secret."""
-    if variable is not None:
+def variable_of(source: str | None) -> str | None:
+    """The variable that a source names. None where it names a file, and without one."""
+    return source.removeprefix(_VARIABLE) if source is not None and source.startswith(_VARIABLE) else None
+
+
+def file_of(source: str | None) -> str | None:
+    """The file that a source names. None where it names a variable, and without one."""
+    return source.removeprefix(_FILE) if source is not None and source.startswith(_FILE) else None
+
+
+def read_secret(source: str | None, env: Mapping[str, str]) -> str | None:
+    """The secret at a `SecretSource`; None without one. Raises ValueError; its message is for the operator,
+    and does not show the secret."""
+    if (variable := variable_of(source)) is not None:
         where = f"the environment variable {variable}"
         if variable not in env:
             raise ValueError(f"{where} is not set")
         text = env[variable]
-    elif path is not None:
+    elif (path := file_of(source)) is not None:
         where = path
         try:
             text = read_text(Path(where), FILE_LEN_MAX)
@@ -59,15 +81,14 @@ class RenewableSecret:
 
     def __init__(
         self,
-        variable: str | None,
-        path: str | None,
+        source: str | None,
         env: Mapping[str, str],
         check: Callable[[str], object] | None = None,
     ) -> None:
         """`check` raises ValueError for a text that is no such secret. Raises ValueError, as `read_secret`
         does."""
-        self._path: Final = path
-        self._read: Final = partial(_read_checked, variable, path, env, check)
+        self._path: Final = file_of(source)
+        self._read: Final = partial(_read_checked, source, env, check)
         self.text = self._read()
         """The secret as it was read last; None without a variable and a file."""
         self._problem: str | None = None
@@ -88,9 +109,9 @@ class RenewableSecret:
 
 
 def _read_checked(
-    variable: str | None, path: str | None, env: Mapping[str, str], check: Callable[[str], object] | None
+    source: str | None, env: Mapping[str, str], check: Callable[[str], object] | None
 ) -> str | None:
-    text = read_secret(variable, path, env)
+    text = read_secret(source, env)
     if text is not None and check is not None:
         check(text)
     return text

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from msgspec import Meta
 
@@ -56,11 +56,12 @@ from gateway.config.quotas import (
     model_limit_problems,
 )
 from gateway.config.redis import RedisConfig
+from gateway.config.secret import SecretSource
 from gateway.config.timeouts import TimeoutOverrides, TimeoutsConfig
 from gateway.endpoints.routes import SCOPES
 from shared.process import setting_values
 from shared.process.setting_values import ConfigError
-from shared.process.settings import LogLevel, ModelName, Rule, Text, Unit
+from shared.process.settings import LogLevel, ModelName, Rule, Unit
 from shared.telemetry.tracing import TracingConfig
 from shared.wire.ids import KeyId, TenantId
 from shared.wire.shapes import TOKENS_MAX
@@ -70,6 +71,27 @@ HEADINGS: Final[Mapping[str, str]] = {}
 """None within the top level: the file has sections."""
 MOVED: Final = {f"quotas.{one.name}": f"redis.{one.name}" for one in fields(RedisConfig)}
 """Settings by their former paths: a file or a variable that has one is told the new one."""
+_SECRETS: Final = (
+    *("models[].api_key", "redis.password", "redis.sentinel_password"),
+    *("accounting.webhook_secret", "hop.salt"),
+)
+GONE: Final = {
+    **{f"{path}_env": f'{path.rpartition(".")[2]} = "env:NAME" now' for path in _SECRETS},
+    **{f"{path}_file": f'{path.rpartition(".")[2]} = "file:PATH" now' for path in _SECRETS},
+    **{f"tiers.{tier}.hedge": "gone: streams are not hedged any more" for tier in get_args(Tier)},
+    "limits.send_buffer_len": "gone: it is 64KiB",
+    "hop.ping_interval_s": "gone: it is 1 second",
+    "hop.ping_timeout_s": "gone: it is 3 seconds",
+    "issuers[].skew_s": "gone: it is 30 seconds",
+    "issuers[].refresh_s": "gone: it is 300 seconds",
+    "issuers[].refetch_s": "gone: it is 1 second",
+    "issuers[].stale_s": "gone: it is 3600 seconds",
+    **{
+        f"models[].discovery.kubernetes.{name}_file": "gone: it is where Kubernetes puts it"
+        for name in ("token", "ca", "namespace")
+    },
+}
+"""What became of settings that there are no more, by their paths: a file or a variable with one is told."""
 REPLICAS_MAX: Final = 256
 FALLBACKS_MAX: Final = 4
 PASSED_MAX: Final = 64
@@ -146,10 +168,9 @@ class ModelConfig:
     no limit."""
     request_timeout_s: Seconds | None = None
     """The same for the whole answer, as the engine counts it."""
-    api_key_env: Name | None = None
-    """Variable with the key that the engines ask for."""
-    api_key_file: Text | None = None
-    """File with that key. It is read again every second."""
+    api_key: SecretSource | None = None
+    """Where the key is that the engines ask for: env:NAME, a variable, or file:PATH, a file, which is read
+    again every second."""
 
     @property
     def names(self) -> tuple[Name, ...]:
@@ -168,9 +189,6 @@ class TierConfig:
     """Wins over the model's queue_timeout_s."""
     request_timeout_s: Seconds | None = None
     """Wins over the model's request_timeout_s."""
-    hedge: bool = False
-    """True if their streams are sent to a second replica when the first has not begun in the time that 95 %
-    of the model's take. The one that begins first answers, and is charged for."""
 
 
 PLAIN: Final = TierConfig()
@@ -346,7 +364,7 @@ def load(
 ) -> GatewayConfig:
     """The configuration that a TOML file, or what one would hold, the variables and the options of a command
     line make. Raises ConfigError, which lists all that is wrong."""
-    return setting_values.load(GatewayConfig, source, env, ENV_PREFIX, options, MOVED)
+    return setting_values.load(GatewayConfig, source, env, ENV_PREFIX, options, MOVED, GONE)
 
 
 def timeouts_of(
@@ -382,8 +400,6 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     yield from operator_problems(config.admin.keys)
     protocols: dict[str, HopProtocol] = {}
     for model in config.models:
-        if model.api_key_env is not None and model.api_key_file is not None:
-            yield f"models.{model.name}: api_key_env and api_key_file exclude each other"
         if bool(model.replicas) == (model.discovery is not None):
             yield f"models.{model.name}: needs exactly one of replicas and discovery"
         yield from _fallback_problems(model, model_names)

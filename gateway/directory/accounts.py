@@ -57,8 +57,8 @@ does."""
 
 log = logs.get(__name__)
 
-Kind = Literal["tenants", "keys"]
-"""The two kinds of entries that a directory has."""
+Kind = Literal["tenants", "keys", "admin.keys"]
+"""The kinds of entries: those that a directory has, and operators' keys, which the file alone has."""
 
 IdentityOf = Callable[[GatewayConfig, KeyTable, Collection[TenantId]], Identity]
 """A function that makes the `Identity` of a configuration, of all keys and of the ids of all tenants."""
@@ -103,8 +103,6 @@ class Terms(Struct, frozen=True):
     """True if one of them is a budget: for a day, a month or in all."""
     payer: Payer
     """Where the request is counted."""
-    is_hedged: bool
-    """True if a stream that is slow to begin is sent to a second replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +154,8 @@ class Accounts:
         limits = [limit for subject in subjects for limit in _token_limits(subject.limits)]
         tokens_max = min((limit for limit in limits if limit is not None), default=None)
         payer = Payer(principal.tenant, principal.key, model.name)
-        is_hedged = self.tenants.hedges(tenant)
         is_budgeted = any(limit is not None for one in subjects for limit in _token_limits(one.limits)[1:])
-        terms = Terms(model, tenant, timeouts, subjects, tokens_max, is_budgeted, payer, is_hedged)
+        terms = Terms(model, tenant, timeouts, subjects, tokens_max, is_budgeted, payer)
         if model_name in model.names:  # callers make up names behind a `*`
             self._terms.put((principal, model_name), terms)
         return terms

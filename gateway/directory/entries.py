@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
+from gateway.config.edge import OperatorKeyConfig
 from gateway.config.quotas import ModelLimits, QuotaLimits
 from gateway.config.whole import KeyConfig, TenantConfig
 from gateway.directory.accounts import Kind
@@ -49,8 +50,8 @@ NO_VARIABLES: Final = "_"
 ANY_VERSION: Final = "*"
 """The value of `if_match` that fits whatever is there."""
 
-Record = TenantConfig | KeyConfig
-R = TypeVar("R", bound=TenantConfig | KeyConfig)
+Record = TenantConfig | KeyConfig | OperatorKeyConfig
+R = TypeVar("R", bound=Record)
 Edit = Callable[[R | None], R | None]
 """Makes an entry of the one that is there; None is no entry. It may be called again, when another change came
 first. Raises ApiError or ConfigError to leave all as it is."""
@@ -119,26 +120,48 @@ class KeyView(Struct, frozen=True):
     """When the secret before the last replacement stops working. None without one."""
 
 
+class OperatorKeyView(Struct, frozen=True):
+    """An operator's key, without the hashes of its secrets."""
+
+    id: str
+    labels: tuple[str, ...]
+    created: datetime | None
+    expires: datetime | None
+    disabled: bool
+    previous_expires: datetime | None
+    """When the secret before the last replacement stops working. None without one."""
+
+
+View = TenantConfig | KeyView | OperatorKeyView
+NOUNS: Final[Mapping[Kind, str]] = {"tenants": "tenant", "keys": "key", "admin.keys": "operator's key"}
+
+
 def kind_of(type_: type) -> Kind:
     """The kind of the entries of a type."""
+    if type_ is OperatorKeyConfig:
+        return "admin.keys"
     return "keys" if type_ is KeyConfig else "tenants"
 
 
-def view_of(record: Record) -> KeyView | TenantConfig:
+def view_of(record: Record) -> View:
     """An entry as operators see it."""
-    if isinstance(record, TenantConfig):
-        return record
-    return msgspec.convert(record, KeyView, from_attributes=True)
+    match record:
+        case TenantConfig():
+            return record
+        case KeyConfig():
+            return msgspec.convert(record, KeyView, from_attributes=True)
+        case OperatorKeyConfig():
+            return msgspec.convert(record, OperatorKeyView, from_attributes=True)
 
 
 def place_of(record: Record) -> str:
     """The place of an entry in lists: by the tenant's id, then by its own."""
-    return record.id if isinstance(record, TenantConfig) else f"{record.tenant}/{record.id}"
+    return f"{record.tenant}/{record.id}" if isinstance(record, KeyConfig) else record.id
 
 
 def not_found(kind: Kind, id_: str) -> NotFound:
     """The answer where there is no such entry."""
-    return NotFound(f"There is no {kind[:-1]} {id_[:64]!r}.")
+    return NotFound(f"There is no {NOUNS[kind]} {id_[:64]!r}.")
 
 
 def unreadable(problems: Sequence[str]) -> Conflict:

@@ -1,4 +1,5 @@
-"""The directory in the configuration file: its `[[tenants]]` and `[[keys]]`, for all gateways that have it.
+"""The directory in the configuration file: its `[[tenants]]`, `[[keys]]` and `[[admin.keys]]`, for all the
+gateways that have it.
 
 Rules:
 
@@ -19,15 +20,12 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final
 
-from gateway.config.edge import OperatorKeyConfig
-from gateway.config.whole import ENV_PREFIX, GatewayConfig, KeyConfig, TenantConfig, load
+from gateway.config.whole import ENV_PREFIX, KeyConfig, TenantConfig, load
 from gateway.directory.accounts import AccountsReader, Kind
 from gateway.directory.entries import (
     AnswerLost,
@@ -48,18 +46,6 @@ from shared.wire.errors import Conflict, DirectoryUnavailable
 LOCK_S: Final = 5.0
 """How long another process's change is waited for, in seconds."""
 LOCK_AGAIN_S: Final = 0.02
-E = TypeVar("E", bound=Record | OperatorKeyConfig)
-
-
-@dataclass(frozen=True, slots=True)
-class Edited(Generic[E]):
-    """An entry of the file before and after an edit. None is no entry."""
-
-    before: E | None
-    after: E | None
-    doubt: str | None
-    """The reason for which the edit may not outlive a failure of the machine (rule 3). None where it
-    stays."""
 
 
 class FileDirectory:
@@ -82,35 +68,19 @@ class FileDirectory:
         return next((record for record in found if record.id == id_), None)
 
     async def change(self, type_: type[R], id_: str, edit: Edit[R] | None, if_match: str | None) -> Change:
-        def checked(before: R | None, config: GatewayConfig) -> R | None:
-            check_match(before, if_match)
-            if edit is None and before is None:
-                raise not_found(kind_of(type_), id_)
-            after = None if edit is None else edit(before)
-            if after is None and type_ is TenantConfig and any(key.tenant == id_ for key in config.keys):
-                raise Conflict("The tenant still has keys. Delete them first.")
-            return after
-
-        edited = await self.edit(kind_of(type_), id_, checked)
-        change = Change(edited.before, edited.after)
-        if edited.doubt is not None:
-            raise AnswerLost(change, edited.doubt)
-        return change
-
-    async def edit(
-        self, section: str, id_: str, edit: Callable[[E | None, GatewayConfig], E | None]
-    ) -> Edited[E]:
-        """Change one entry of a list of the file, such as `admin.keys`, or nothing. `edit` is given the entry
-        and all else as the file has it. Raises what `edit` raises, and as `change` does, but AnswerLost."""
         if self._path is None:
             raise Conflict("The gateway has no file that could be edited.")
-        edited: Edited[E] = await asyncio.to_thread(partial(self._edit, self._path, section, id_, edit))
+        change, doubt = await asyncio.to_thread(self._change, self._path, type_, id_, edit, if_match)
         await self._accounts.reload()
-        return edited
+        if doubt is not None:
+            raise AnswerLost(change, doubt)
+        return change
 
-    def _edit(
-        self, path: Path, section: str, id_: str, edit: Callable[[E | None, GatewayConfig], E | None]
-    ) -> Edited[E]:
+    def _change(
+        self, path: Path, type_: type[R], id_: str, edit: Edit[R] | None, if_match: str | None
+    ) -> tuple[Change, str | None]:
+        """The change, and the reason for which a failure of the machine may undo it (rule 3)."""
+        section = kind_of(type_)
         self._require_unset(section)
         doubt = None
         try:
@@ -120,10 +90,15 @@ class FileDirectory:
                     read_bytes(path, FILE_LEN_MAX).decode("utf-8-sig"),
                 )  # with its line ends
                 config = load(document(text), self._env)
-                entries: Sequence[E] = attrgetter(section)(config)
+                entries: Sequence[R] = attrgetter(section)(config)
                 at = next((at for at, record in enumerate(entries) if record.id == id_), None)
                 before = None if at is None else entries[at]
-                after = edit(before, config)
+                check_match(before, if_match)
+                if edit is None and before is None:
+                    raise not_found(section, id_)
+                after = None if edit is None else edit(before)
+                if after is None and type_ is TenantConfig and any(key.tenant == id_ for key in config.keys):
+                    raise Conflict("The tenant still has keys. Delete them first.")
                 if after != before:
                     edited = replace_table(text, section, at, after)
                     load(document(edited), self._env)
@@ -135,7 +110,7 @@ class FileDirectory:
         except (OSError, UnicodeDecodeError) as error:
             problem = f"The gateway's file cannot be edited: {getattr(error, 'strerror', 'it is not UTF-8')}."
             raise DirectoryUnavailable(problem, detail=str(error)) from None
-        return Edited(before, after, doubt)
+        return Change(before, after), doubt
 
     def _require_unset(self, section: str) -> None:
         """Raises Conflict where a variable says what the file would."""

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct
 
+from gateway.config.edge import OperatorKeyConfig
 from gateway.config.whole import load
 from gateway.directory.accounts import AccountsReader
 from gateway.directory.entries import PAGE_MAX
 from gateway.directory.file_directory import FileDirectory
-from gateway.directory.operator_keys import OperatorKeys
 from gateway.directory.registry import Registry
 from shared.process import logs
 from shared.process.setting_values import ConfigError
@@ -47,8 +46,7 @@ def call(
     """
     logs.configure("keys", level="warning", stream=sys.stderr)
     try:
-        work = _call if whose == "callers" else _call_operators
-        return asyncio.run(work(file, operation, id_, fields, env))
+        return asyncio.run(_call(file, operation, id_, fields, env, whose))
     except ConfigError as error:
         raise LocalFailed("\n".join(error.problems)) from None
     except ApiError as error:
@@ -58,13 +56,19 @@ def call(
 
 
 async def _call(
-    file: Path, operation: Operation, id_: str, fields: Mapping[str, Any], env: Mapping[str, str]
+    file: Path,
+    operation: Operation,
+    id_: str,
+    fields: Mapping[str, Any],
+    env: Mapping[str, str],
+    whose: Whose,
 ) -> bytes:
     config = load(file, env)
     accounts = AccountsReader(config, file, env=env)
-    if config.directory.store == "file":
+    if config.directory.store == "file" or whose == "operators":
         registry = Registry(FileDirectory(file, accounts, env), accounts)
-        return await _ask(registry, operation, id_, fields)
+        ask = _ask if whose == "callers" else _ask_of_operators
+        return await ask(registry, operation, id_, fields)
     from gateway.directory.redis_directory import open_directory  # a file needs no client of Redis
 
     directory = open_directory(config.redis, accounts, env)
@@ -72,27 +76,6 @@ async def _call(
         return await _ask(Registry(directory, accounts), operation, id_, fields)
     finally:
         await directory.aclose()
-
-
-async def _call_operators(
-    file: Path, operation: Operation, id_: str, fields: Mapping[str, Any], env: Mapping[str, str]
-) -> bytes:
-    accounts = AccountsReader(load(file, env), file, env=env)
-    keys = OperatorKeys(FileDirectory(file, accounts, env), accounts)
-    by = _user()
-    found: Struct
-    match operation:
-        case "create":
-            found = await keys.create(fields, by)
-        case "list":
-            found = keys.list()
-        case "rotate":
-            found = await keys.rotate(id_, fields, by)
-        case "patch":
-            found = await keys.revoke(id_, by)
-        case "delete":
-            found = await keys.delete(id_, by)
-    return msgspec.json.encode(found)
 
 
 async def _ask(registry: Registry, operation: Operation, id_: str, fields: Mapping[str, Any]) -> bytes:
@@ -108,6 +91,24 @@ async def _ask(registry: Registry, operation: Operation, id_: str, fields: Mappi
             shown = await registry.patch_key(id_, fields, by, None)
         case "delete":
             shown = await registry.delete_key(id_, by, None)
+    return msgspec.json.encode(shown.view)
+
+
+async def _ask_of_operators(
+    registry: Registry, operation: Operation, id_: str, fields: Mapping[str, Any]
+) -> bytes:
+    by = _user()
+    match operation:
+        case "create":
+            return msgspec.json.encode(await registry.create_operator_key(fields, by))
+        case "list":
+            return msgspec.json.encode(registry.operators())
+        case "rotate":
+            return msgspec.json.encode(await registry.rotate_operator_key(id_, fields, by))
+        case "patch":
+            shown = await registry.revoke_operator_key(id_, by)
+        case "delete":
+            shown = await registry.delete_key(id_, by, None, OperatorKeyConfig)
     return msgspec.json.encode(shown.view)
 
 

@@ -10,6 +10,9 @@ Rules:
 4. A model that this gateway does not have cannot be newly named; one that the entry names already may stay.
 5. What would replace a whole tenant says which one it has seen; what changes some fields of an entry is made
    on the newest.
+6. No request changes operators' keys, on any listener: a change takes the right to write the gateway's file
+   (`gateway.directory.local`). A key that could make others, or end others, would let whoever stole it stay
+   on after its revocation, and keep out those who would revoke it.
 """
 
 from __future__ import annotations
@@ -17,14 +20,22 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from gateway.config.whole import KeyConfig, TenantConfig, key_problems, named_models, tenant_problems
+from gateway.config.edge import OperatorKeyConfig
+from gateway.config.whole import (
+    KeyConfig,
+    TenantConfig,
+    key_problems,
+    named_models,
+    operator_problems,
+    tenant_problems,
+)
 from gateway.directory.accounts import AccountsReader, Kind
 from gateway.directory.entries import (
     NO_VARIABLES,
@@ -35,17 +46,19 @@ from gateway.directory.entries import (
     Directory,
     Edit,
     KeyView,
+    OperatorKeyView,
     R,
     Record,
+    View,
     etag_of,
     is_named,
+    kind_of,
     not_found,
     parse,
     place_of,
     view_of,
 )
-from gateway.directory.operator_keys import OperatorKeysView, operator_keys_of
-from gateway.directory.rotation import Rotation, rotated
+from gateway.directory.rotation import OPERATORS_ENV, Rotation, rotated
 from gateway.identity.keys import mint_key
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
@@ -57,6 +70,9 @@ PATCHABLE: Final = frozenset(
 )
 """The fields of a key that can be changed after its creation."""
 CREATABLE: Final = (PATCHABLE | {"tenant"}) - {"disabled"}
+OPERATORS_CREATABLE: Final = frozenset({"labels", "expires"})
+_ACTED_ON: Final = {TenantConfig: "tenant", KeyConfig: "key", OperatorKeyConfig: "operator"}
+"""The names of kinds in audit lines."""
 _RELATIVE: Final = (".", "..")
 """Ids that clients cannot ask for: they are taken out of a URL (RFC 3986 section 5.2.4)."""
 
@@ -68,6 +84,21 @@ class MintedView(KeyView, frozen=True):
     """The whole key, which is kept nowhere."""
 
 
+class MintedOperatorKey(OperatorKeyView, frozen=True):
+    """An operator's key as it is shown once, with its secret."""
+
+    key: str
+    """The whole key, which is kept nowhere."""
+
+
+class OperatorKeysView(Struct, frozen=True):
+    """All operators' keys, by their ids."""
+
+    data: list[OperatorKeyView]
+
+
+K = TypeVar("K", KeyConfig, OperatorKeyConfig)
+M = TypeVar("M", MintedView, MintedOperatorKey)
 V = TypeVar("V")
 
 
@@ -85,7 +116,7 @@ class Page(Struct, Generic[V], frozen=True):
 class Shown(Struct, frozen=True):
     """An entry, with the name of its content."""
 
-    view: KeyView | TenantConfig
+    view: View
     etag: str
 
 
@@ -100,9 +131,7 @@ class Registry:
 
     # -- reading ----------------------------------------------------------------------------------
 
-    async def page(
-        self, kind: Kind, tenant: str | None, after: str, limit: int
-    ) -> Page[KeyView | TenantConfig]:
+    async def page(self, kind: Kind, tenant: str | None, after: str, limit: int) -> Page[View]:
         """At most `limit` entries behind the place `after`, in the order of `place_of`."""
         found = [*await self._directory.page(kind, tenant, after, limit + 1)]
         own: list[Record] = []
@@ -119,7 +148,8 @@ class Registry:
 
     def operators(self) -> OperatorKeysView:
         """The operators' keys of the file that this gateway has read."""
-        return operator_keys_of(self._accounts.config)
+        keys = sorted(self._accounts.config.admin.keys, key=lambda key: key.id)
+        return OperatorKeysView([msgspec.convert(key, OperatorKeyView, from_attributes=True) for key in keys])
 
     async def get(self, kind: Kind, id_: str) -> Shown:
         """One entry. Raises NotFound."""
@@ -138,13 +168,23 @@ class Registry:
         made: dict[str, Any] = {"id": minted.id, "hash": minted.hash, "created": self._now()}
         key = await self._parsed_key({**asked, **made}, asked.keys() - CREATABLE)
 
-        def edit(before: KeyConfig | None) -> KeyConfig:
-            if before is not None:
-                raise Conflict("There is a key of this id already. Try again.")
-            return key
+        await self._change(KeyConfig, key.id, lambda now: _new(now, key), None, "create", by)
+        return _minted(MintedView, key, minted.text)
 
-        await self._change(KeyConfig, key.id, edit, None, "create", by)
-        return _minted(key, minted.text)
+    async def create_operator_key(self, asked: Mapping[str, Any], by: str) -> MintedOperatorKey:
+        """Create a key of some of the fields `OPERATORS_CREATABLE`. Raises ConfigError, Conflict."""
+        minted = mint_key(OPERATORS_ENV)
+        made = {"id": minted.id, "hash": minted.hash, "created": self._now()}
+
+        def check(key: OperatorKeyConfig) -> Iterator[str]:
+            yield from operator_problems([key])
+            yield from self._expiry_problems(key.expires)
+
+        strays = [f"{name}: cannot be set here" for name in sorted(asked.keys() - OPERATORS_CREATABLE)]
+        given = {name: value for name, value in asked.items() if name in OPERATORS_CREATABLE}
+        key = _parsed(OperatorKeyConfig, {**given, **made}, check, strays)
+        await self._change(OperatorKeyConfig, key.id, lambda now: _new(now, key), None, "create", by)
+        return _minted(MintedOperatorKey, key, minted.text)
 
     async def patch_key(self, id_: str, patch: Mapping[str, Any], by: str, if_match: str | None) -> Shown:
         """Change some of the fields `PATCHABLE`, as a JSON merge patch (RFC 7396): null takes a field, or a
@@ -163,24 +203,43 @@ class Registry:
     async def rotate_key(
         self, id_: str, asked: Mapping[str, Any], by: str, if_match: str | None
     ) -> MintedView:
+        """Replace a key's secret, as `_rotate` does."""
+        return _minted(MintedView, *await self._rotate(KeyConfig, id_, asked, by, if_match))
+
+    async def rotate_operator_key(self, id_: str, asked: Mapping[str, Any], by: str) -> MintedOperatorKey:
+        """Replace an operator's key's secret, as `_rotate` does."""
+        return _minted(MintedOperatorKey, *await self._rotate(OperatorKeyConfig, id_, asked, by, None))
+
+    async def _rotate(
+        self, type_: type[K], id_: str, asked: Mapping[str, Any], by: str, if_match: str | None
+    ) -> tuple[K, str]:
         """Replace a key's secret. The one before works for `Rotation.overlap_s` longer. Raises ConfigError,
         NotFound, PreconditionFailed, and Conflict while a still older one works, or where none would."""
         rotation = load(Rotation, asked, {}, NO_VARIABLES)
         text = ""
 
-        def edit(now: KeyConfig | None) -> KeyConfig:
+        def edit(now: K | None) -> K:
             nonlocal text
-            key = _there(now, "keys", id_)
-            key, text = rotated(key, rotation, key.env, self._clock.wall())
+            key, text = rotated(_there(now, kind_of(type_), id_), rotation, self._clock.wall())
             return key
 
-        change = await self._change(KeyConfig, id_, edit, if_match, "rotate", by)
-        assert isinstance(change.after, KeyConfig)
-        return _minted(change.after, text)
+        change = await self._change(type_, id_, edit, if_match, "rotate", by)
+        assert isinstance(change.after, type_)
+        return change.after, text
 
-    async def delete_key(self, id_: str, by: str, if_match: str | None) -> Shown:
+    async def revoke_operator_key(self, id_: str, by: str) -> Shown:
+        """Revoke an operator's key, both its secrets. Raises NotFound."""
+
+        def edit(now: OperatorKeyConfig | None) -> OperatorKeyConfig:
+            return replace(_there(now, "admin.keys", id_), disabled=True)
+
+        return _shown(await self._change(OperatorKeyConfig, id_, edit, None, "revoke", by))
+
+    async def delete_key(
+        self, id_: str, by: str, if_match: str | None, type_: type[KeyConfig | OperatorKeyConfig] = KeyConfig
+    ) -> Shown:
         """Delete a key, which revokes it. Raises NotFound, PreconditionFailed."""
-        return _shown(await self._change(KeyConfig, id_, None, if_match, "delete", by))
+        return _shown(await self._change(type_, id_, None, if_match, "delete", by))
 
     # -- tenants ----------------------------------------------------------------------------------
 
@@ -222,8 +281,7 @@ class Registry:
         self, type_: type[R], id_: str, edit: Edit[R] | None, if_match: str | None, action: str, by: str
     ) -> Change:
         """Make a change, and write its audit line."""
-        kind = "tenant" if type_ is TenantConfig else "key"
-        asked = {"operator": by, "action": f"{kind}.{action}", "target": id_}
+        asked = {"operator": by, "action": f"{_ACTED_ON[type_]}.{action}", "target": id_}
         try:
             change = await self._directory.change(type_, id_, edit, if_match)
         except AnswerLost as lost:
@@ -246,14 +304,16 @@ class Registry:
         def check(key: KeyConfig) -> Iterator[str]:
             yield from key_problems(key, self._models | known_models, known)
             is_new = before is None or before.expires != key.expires
-            if is_new and key.expires is not None and key.expires.tzinfo is not None:
+            if is_new:
                 yield from self._expiry_problems(key.expires)
 
         known_names = {field.name for field in fields(KeyConfig)}
         told = [f"{name}: cannot be set here" for name in sorted(strays & known_names)]
         return _parsed(KeyConfig, given, check, told)
 
-    def _expiry_problems(self, expires: datetime) -> Iterator[str]:
+    def _expiry_problems(self, expires: datetime | None) -> Iterator[str]:
+        if expires is None or expires.tzinfo is None:
+            return
         if expires.timestamp() <= self._clock.wall():
             yield "expires: is over already"
         try:
@@ -315,8 +375,15 @@ def _merged(key: KeyConfig, patch: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _minted(key: KeyConfig, text: str) -> MintedView:
-    return MintedView(**msgspec.structs.asdict(view_of(key)), key=text)  # type: ignore[arg-type]
+def _new(now: R | None, key: R) -> R:
+    """A new key, where there is none of its id."""
+    if now is not None:
+        raise Conflict("There is a key of this id already. Try again.")
+    return key
+
+
+def _minted(type_: type[M], key: KeyConfig | OperatorKeyConfig, text: str) -> M:
+    return type_(**msgspec.to_builtins(view_of(key), builtin_types=(datetime,)), key=text)
 
 
 def _shown(change: Change) -> Shown:

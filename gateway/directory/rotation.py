@@ -18,6 +18,8 @@ from shared.wire.errors import Conflict
 OVERLAP_S: Final = 24 * 3600.0
 """How long a replaced secret still works, unless the operator says otherwise, in seconds."""
 OVERLAP_S_MAX: Final = 30 * 24 * 3600.0
+OPERATORS_ENV: Final = "admin"
+"""The part of an operator's key before its id. It tells a reader, or a scanner for secrets, what it opens."""
 _KEYID: Final = re.compile(rf"[a-z0-9]{{{KEYID_LEN}}}")
 K = TypeVar("K", KeyConfig, OperatorKeyConfig)
 
@@ -30,13 +32,14 @@ class Rotation:
     """How long the secret that is replaced still works. 0 ends every older secret at once."""
 
 
-def rotated(key: K, rotation: Rotation, env: str, now_s: float) -> tuple[K, str]:
+def rotated(key: K, rotation: Rotation, now_s: float) -> tuple[K, str]:
     """The key with another secret, and its text. Raises Conflict where the key does not work, or while a
     still older secret works: two at most ever do, since a third would end one that may still be in use."""
     if key.disabled:
         raise Conflict("The key is revoked.")
     if key.expires is not None and key.expires.timestamp() <= now_s:
         raise Conflict("The key has expired.")
+    env = key.env if isinstance(key, KeyConfig) else OPERATORS_ENV
     minted = mint_key(env, key.id if _KEYID.fullmatch(key.id) else None)
     previous: dict[str, Any] = {"previous_hash": None, "previous_expires": None}
     if rotation.overlap_s:

@@ -16,7 +16,6 @@ Rules (https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-de
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -38,8 +37,9 @@ from gateway.discovery.endpoint_slices import (
 )
 from gateway.discovery.source import SourceProgress
 from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.renewable_tls import TrustedAuthorities
 from shared.process.setting_values import ConfigError
-from shared.process.tls import UnusableTls, client_context
+from shared.process.tls import UnusableTls
 from shared.wire.undecodable import UNDECODABLE
 
 API: Final = "/apis/discovery.k8s.io/v1"
@@ -47,6 +47,8 @@ WATCH_S: Final = 60
 """The time after which the server ends a watch, in seconds."""
 OVERTIME_S: Final = 15.0
 """The time that it has for that, and within which a list must be there, in seconds."""
+ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""The directory in which a pod finds its namespace, and its service account's token and authorities."""
 CONNECT_S: Final = 5.0
 LIST_LEN_MAX: Final = 16 * 1024 * 1024
 EVENT_LEN_MAX: Final = 2 * 1024 * 1024
@@ -95,11 +97,14 @@ class KubernetesSource:
         env: Mapping[str, str],
         clock: Clock = SYSTEM_CLOCK,
         seed: int | None = None,
+        account: str = ACCOUNT,
     ) -> None:
-        """Raises ConfigError where neither the configuration nor Kubernetes names an API server."""
+        """`account` is the directory of the service account. Raises ConfigError where neither the
+        configuration nor Kubernetes names an API server."""
         assert config.kubernetes is not None
         self._config: Final = config
         self._service: Final = config.kubernetes
+        self._account: Final = account
         self._api: Final = _api_url(config.kubernetes, env)
         self._clock: Final = clock
         self._random: Final = Random(seed)
@@ -108,8 +113,7 @@ class KubernetesSource:
         """The version from which the watch goes on. None while all must be listed."""
         self._has_moved = False
         """True if the API server told something since the last pause."""
-        self._context: ssl.SSLContext | None = None
-        self._context_of: tuple[int, int] | None = None
+        self._authorities: Final = TrustedAuthorities(f"{account}/ca.crt")
 
     async def watch(self, progress: SourceProgress) -> None:
         failures = 0
@@ -166,17 +170,18 @@ class KubernetesSource:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Ask for the Service's slices. Raises Gone, BadListing."""
         service = self._service
-        namespace = service.namespace or _read(service.namespace_file)
+        namespace = service.namespace or _read(f"{self._account}/namespace")
         if not namespace:
-            raise BadListing(f"namespace is not set, and there is no {service.namespace_file}")
+            raise BadListing(f"namespace is not set, and there is no {self._account}/namespace")
         url = f"{self._api}{API}/namespaces/{namespace}/endpointslices"
         params = {"labelSelector": f"kubernetes.io/service-name={service.service}", **query}
         headers = {"accept": "application/json"}
-        if token := _read(service.token_file):
+        if token := _read(f"{self._account}/token"):
             headers["authorization"] = f"Bearer {token}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        tls = await self._authorities.context() if self._api.startswith("https:") else True
         async with session.get(
-            url, params=params, headers=headers, ssl=self._tls(), timeout=timeout, allow_redirects=False
+            url, params=params, headers=headers, ssl=tls, timeout=timeout, allow_redirects=False
         ) as answer:
             if answer.status == HTTPStatus.GONE:
                 raise Gone
@@ -204,17 +209,6 @@ class KubernetesSource:
     def _report(self, progress: SourceProgress) -> None:
         config, service = self._config, self._service
         progress.listed(self._slices.members(service.port, config.scheme, loopback=config.loopback))
-
-    def _tls(self) -> ssl.SSLContext | bool:
-        """The context for the authorities' file as it is now. Raises UnusableTls, OSError."""
-        if not self._api.startswith("https:"):
-            return True
-        stat = Path(self._service.ca_file).stat()
-        version = stat.st_mtime_ns, stat.st_ino
-        if self._context is None or version != self._context_of:
-            self._context = client_context(ca=self._service.ca_file)
-            self._context_of = version
-        return self._context
 
     def _backoff_s(self, failures: int) -> float:
         longest_s: float = min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** min(failures, 16))

@@ -16,6 +16,7 @@ from gateway.endpoints.passing import Cleaner, Nested
 from shared.apis import message_answers
 from shared.apis.generation import GenerationRequest
 from shared.apis.message_answers import (
+    ID_HEADER,
     PING,
     STOP,
     MessageAnswer,
@@ -77,7 +78,7 @@ MESSAGE_EVENTS: Final = _Messages(
     scanner=partial(NamedScanner, hot=b"event: content_block_"),
     silent=(b"event: message_start\n", PING.partition(b"\n")[0]),
     folds_cached=True,
-    id_header="request-id",
+    id_header=ID_HEADER,
     envelope=MessagesErrorEnvelope,
 )
 

@@ -22,6 +22,7 @@ from msgspec import Struct, structs
 
 from gateway.endpoints.dialect import CHUNKS, Dialect
 from gateway.endpoints.endpoint import Endpoint
+from gateway.endpoints.messages import MESSAGE_EVENTS
 from gateway.endpoints.table import ENDPOINTS
 from shared.apis.models import Model, ModelList
 from shared.apis.requests import AbortResponse
@@ -71,6 +72,9 @@ class Resource(Struct, frozen=True, eq=False):
     """True if it is answered without a key."""
     dialect: Dialect = CHUNKS
     """How its answers look beside their content."""
+    anthropics: Resource | None = None
+    """The same for a request that names the version of Anthropic's API, in the dialect of that. None where an
+    API has the path."""
 
     def id_of(self, path: str) -> str:
         """The id in a path that is one of this resource's. Empty where there is none."""
@@ -117,8 +121,6 @@ ROUTES: Final = (*map(proxied, ENDPOINTS.values()), LIST_MODELS, SHOW_MODEL, END
 """The table."""
 SCOPES: Final = tuple(dict.fromkeys(route.scope for route in ROUTES if not route.is_open))
 """The endpoints to which a key can be restricted."""
-NOTHING: Final = Resource("unknown", {}, re.compile("(?!)"))
-"""What is at a path where nothing is served."""
 
 
 def resources(table: Iterable[Route]) -> Mapping[str, Resource]:
@@ -137,10 +139,17 @@ def resources(table: Iterable[Route]) -> Mapping[str, Resource]:
 def _resource(path: str, routes: Mapping[str, Route]) -> Resource:
     pattern = re.compile(re.escape(path).replace(re.escape(_ID), "(.+)"), re.DOTALL)
     endpoints = [route.endpoint for route in routes.values() if route.endpoint is not None]
-    is_open = any(route.is_open for route in routes.values())
-    endpoint = endpoints[0] if endpoints else None
-    dialect = CHUNKS if endpoint is None else endpoint.dialect
-    return Resource(path, routes, pattern, endpoint, is_open, dialect)
+    if endpoints:
+        return Resource(path, routes, pattern, endpoints[0], dialect=endpoints[0].dialect)
+    return _of_no_api(Resource(path, routes, pattern, is_open=any(one.is_open for one in routes.values())))
+
+
+def _of_no_api(resource: Resource) -> Resource:
+    return structs.replace(resource, anthropics=structs.replace(resource, dialect=MESSAGE_EVENTS))
+
+
+NOTHING: Final = _of_no_api(Resource("unknown", {}, re.compile("(?!)")))
+"""What is at a path where nothing is served."""
 
 
 RESOURCES: Final = resources(ROUTES)
@@ -149,7 +158,7 @@ _WITH_IDS: Final = tuple(resource for path, resource in RESOURCES.items() if _ID
 
 
 _BELOW: Final = tuple(
-    (f"{path}/", structs.replace(NOTHING, dialect=endpoint.dialect))
+    (f"{path}/", structs.replace(NOTHING, dialect=endpoint.dialect, anthropics=None))
     for path, endpoint in ENDPOINTS.items()
     if endpoint.dialect is not CHUNKS
 )

@@ -1,14 +1,10 @@
 """All ways to name a caller, in one order:
 
-1. A guest is whom the gateway itself vouches for: the console's chats, which run in the name of a key. The
-   gateway does not have the key, only its hash. So it mints a secret for the one request, which stands for
-   the key's principal as long as that request runs, and for nothing afterwards. All limits of the key and of
-   its tenant hold as ever.
-2. What the `Authorization` header holds decides, where there is one, or `x-api-key`, which Anthropic's SDKs
+1. What the `Authorization` header holds decides, where there is one, or `x-api-key`, which Anthropic's SDKs
    send. It is a token (JWT) where issuers are
    configured and it has the form of one, at least two dots, and is no key: a development key may have dots.
    Else it is a key.
-3. Without these headers it is the client's certificate.
+2. Without these headers it is the client's certificate.
 
 The first that is shown decides alone. A key that is revoked does not fall back on the certificate that came
 with it: else revoking it would change its caller's rights instead of ending them. And a certificate that is
@@ -22,10 +18,7 @@ the headers, which tell nothing of a key.
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from gateway.config.whole import GatewayConfig
@@ -40,57 +33,6 @@ from shared.wire.ids import TenantId
 if TYPE_CHECKING:
     from gateway.identity.certificates import CertificateTable
     from gateway.identity.jwt import TokenTable
-
-# -- guests ---------------------------------------------------------------------------------------
-
-
-SECRET_LEN: Final = 32
-"""Random bytes of a secret."""
-
-
-class Guests:
-    """The requests that are vouched for at the moment."""
-
-    def __init__(self) -> None:
-        self._by_digest: Final[dict[bytes, Principal]] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_digest)
-
-    @contextmanager
-    def vouched(self, principal: Principal) -> Iterator[str]:
-        """Give an `Authorization` header that stands for the principal until the block is left."""
-        authorization = f"Bearer guest-{secrets.token_urlsafe(SECRET_LEN)}"
-        digest = _digest(authorization)
-        self._by_digest[digest] = principal
-        try:
-            yield authorization
-        finally:
-            del self._by_digest[digest]
-
-    def find(self, authorization: str | None) -> Principal | None:
-        """The principal that a header stands for. None for all others."""
-        if not self._by_digest or authorization is None:
-            return None
-        return self._by_digest.get(_digest(authorization))
-
-
-class WithGuests:
-    """An identity, and the guests beside it."""
-
-    def __init__(self, identity: Identity, guests: Guests) -> None:
-        self._identity: Final = identity
-        self._guests: Final = guests
-
-    def identify(self, caller: Caller, now_s: float) -> Awaitable[Principal]:
-        """As `Identity` has it."""
-        guest = self._guests.find(caller.authorization)
-        return self._identity.identify(caller, now_s) if guest is None else Done(guest)
-
-
-def _digest(authorization: str) -> bytes:
-    return hashlib.sha256(authorization.encode(errors="replace")).digest()
-
 
 # -- callers of late ------------------------------------------------------------------------------
 

@@ -2,14 +2,14 @@
 
 Theory. An issuer publishes its keys under a URL, each with an id (`kid`) that its tokens name. It rotates
 them: a new key appears, tokens are signed with it, later the old one disappears. So the set is fetched again
-every `refresh_s`, and earlier when a token names a key that is not in it.
+every `REFRESH_S`, and earlier when a token names a key that is not in it.
 
 Rules:
 
 1. No request fetches anything. Fetches are tasks of their own, one at a time for each issuer, bounded in
    time, bytes and keys. Keys are fetched again long before they are too old to be trusted: a key that is
-   published `refresh_s` before it is used is there when its first token comes.
-   A token whose key is not there causes a fetch in between: at once, or `refetch_s` after the one before that
+   published `REFRESH_S` before it is used is there when its first token comes.
+   A token whose key is not there causes a fetch in between: at once, or `REFETCH_S` after the one before that
    such tokens caused, however many there are. After a fetch that has found a key that is `POLL_S` at most.
    Its own request waits for the end of that fetch: otherwise the first callers of an issuer that signs with a
    key in the moment in which it publishes it would be refused, at each rotation, and no client takes a 401
@@ -21,10 +21,10 @@ Rules:
    tenants (`gateway.identity.waiting`).
    A token is refused at once for its key after a fetch that began when the key was sought first, or later,
    and has not found it. If that is `AGAIN_S` ago, another one is begun, which nobody waits for.
-   So whoever makes up keys, however many, causes one fetch in each `refetch_s`, which is a second, and keeps
+   So whoever makes up keys, however many, causes one fetch in each `REFETCH_S`, which is a second, and keeps
    the first tokens of a new key waiting for so long at most, and for the fetch. None of them is refused or
    put off.
-2. Keys that cannot be read change nothing. Those that were fetched `stale_s` ago are not trusted any more.
+2. Keys that cannot be read change nothing. Those that were fetched `STALE_S` ago are not trusted any more.
    The authorities that are trusted when keys are fetched are looked at for each fetch: a key server's may be
    renewed while its keys are in use.
 3. Keys come from the configured place alone. Whatever a token says of where its key is (jku, x5u, jwk, x5c)
@@ -40,26 +40,31 @@ import math
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 import httpx
 
-from gateway.config.edge import REFRESH_S_MIN, IssuerConfig
+from gateway.config.edge import IssuerConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.key_set import SET_LEN_MAX, BadKeys, VerificationKey, keys_of, secret_of
 from gateway.identity.waiting import Waiting
 from shared.process import logs
 from shared.process.clock import Clock
-from shared.process.files import file_version, read_bytes
+from shared.process.files import WatchedFiles, read_bytes
 from shared.process.metrics import Counter
-from shared.process.renewable_tls import RenewableTls
+from shared.process.renewable_tls import TrustedAuthorities
 from shared.process.setting_values import ConfigError
-from shared.process.tls import UnusableTls, client_context
+from shared.process.tls import UnusableTls
 
 FETCH_S: Final = 5.0
 """How long a fetch may take, in seconds."""
+REFRESH_S: Final = 300.0
+"""The time between two fetches of keys, in seconds. A token with an unknown key causes one earlier."""
+REFETCH_S: Final = 1.0
+"""The shortest time between two fetches that unknown keys cause, in seconds."""
+STALE_S: Final = 3600.0
+"""How long keys are trusted that cannot be fetched any more, in seconds."""
 POLL_S: Final = 1.0
 """The time between two looks at what is to be read again, in seconds."""
 RETRY_S: Final = 5.0
@@ -68,7 +73,7 @@ REFETCH_WAIT_S: Final = 1.0
 """How long a request waits for the fetch that its unknown key causes, in seconds from when that may begin."""
 REFETCH_WITHIN_S: Final = 1.0
 """How long a request waits for that fetch to begin, in seconds. It does not wait where that takes longer."""
-AGAIN_S: Final = REFRESH_S_MIN
+AGAIN_S: Final = 30.0
 """How old keys may be, in seconds, until a token whose key was not among them has them fetched again."""
 SEEN_MAX: Final = 4096
 """The most unknown key ids of an issuer that are remembered. One that is forgotten is taken for a new one."""
@@ -185,22 +190,20 @@ class FileKeys(IssuerKeys):
     def __init__(self, config: IssuerConfig, path: Path) -> None:
         """Raises ConfigError where the file cannot be used."""
         super().__init__(config)
-        self._path = path
-        self._seen = file_version(path)
+        self._path, self._file = path, WatchedFiles([path])
         try:
             self._take(_read(path))
         except BadKeys as error:
             raise ConfigError(_located(config, error)) from error
 
     def poll(self) -> None:
-        if file_version(self._path) != self._seen:
+        if self._file.changed():
             self.reload()
 
     def reread(self) -> None:
         self.poll()
 
     def reload(self) -> None:
-        self._seen = file_version(self._path)
         try:
             self._take(_read(self._path))
         except BadKeys as error:
@@ -213,8 +216,7 @@ class RemoteKeys(IssuerKeys):
     def __init__(self, config: IssuerConfig, clock: Clock) -> None:
         super().__init__(config)
         self._clock = clock
-        self._tls: RenewableTls | None = None
-        """Made at the first fetch, on a thread: reading all authorities of a system takes 40 ms."""
+        self._authorities = TrustedAuthorities(config.ca)
         self._task: asyncio.Task[None] | None = None
         """The last fetch, in progress or done; None before the first."""
         self._due_s = -math.inf
@@ -235,7 +237,7 @@ class RemoteKeys(IssuerKeys):
 
     @property
     def is_trusted(self) -> bool:
-        return self._clock.monotonic() < self._fetched_s + self.config.stale_s
+        return self._clock.monotonic() < self._fetched_s + STALE_S
 
     @property
     def retry_after_s(self) -> float:
@@ -292,7 +294,7 @@ class RemoteKeys(IssuerKeys):
                 self._begin_look(now_s)
 
     def _begin_look(self, now_s: float) -> None:
-        self._look_from_s = now_s + self.config.refetch_s
+        self._look_from_s = now_s + REFETCH_S
         self._begin()
 
     @property
@@ -310,7 +312,7 @@ class RemoteKeys(IssuerKeys):
     def _begin(self) -> asyncio.Task[None]:
         if self._task is None or self._task.done():
             self._begun += 1
-            self._due_s = self._clock.monotonic() + self.config.refresh_s
+            self._due_s = self._clock.monotonic() + REFRESH_S
             self._task = asyncio.create_task(self._fetch(), name=f"keys of {self.config.id}")
             self._task.add_done_callback(lambda _: self.waiting.call())
         return self._task
@@ -319,7 +321,7 @@ class RemoteKeys(IssuerKeys):
         begun_s, number = self._clock.monotonic(), self._begun
         try:
             async with asyncio.timeout(FETCH_S):
-                data = await _download(self.config.jwks_url or "", await self._context())
+                data = await _download(self.config.jwks_url or "", await self._authorities.context())
             if self._take(data):
                 self._look_from_s = min(self._look_from_s, begun_s + POLL_S)
         except (BadKeys, UnusableTls, httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError) as error:
@@ -330,16 +332,6 @@ class RemoteKeys(IssuerKeys):
         else:
             self._failing = False
             self._fetched, self._fetched_s = number, begun_s
-
-    async def _context(self) -> ssl.SSLContext:
-        """The authorities that are trusted now. Raises UnusableTls where they never could be read."""
-        if self._tls is None:
-            ca = self.config.ca
-            load = partial(client_context, ca=ca)
-            self._tls = await asyncio.to_thread(RenewableTls, (ca,), load, is_server=False)
-        else:
-            await self._tls.look()
-        return self._tls.context.current
 
 
 async def _download(url: str, context: ssl.SSLContext) -> bytes:

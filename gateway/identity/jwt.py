@@ -47,6 +47,8 @@ VERIFIED_MAX: Final = 16 * 1024
 """Tokens that are known to be good, and callers that they name; some 10 MiB."""
 SUB_LEN_MAX: Final = 255
 SUBJECT_DIGITS: Final = 32
+SKEW_S: Final = 30.0
+"""How far an issuer's clock may be off, in seconds."""
 TYPES: Final = frozenset({"jwt", "at+jwt", "application/jwt", "application/at+jwt"})
 """The types that a token may name (header `typ`), in lower case (RFC 7519; RFC 9068 for access tokens)."""
 
@@ -223,7 +225,7 @@ class TokenTable:
                 _refuse("wrong signature", issuer)
             return None
         principal = self._granted(read)
-        until_s = registered.exp + issuer.config.skew_s
+        until_s = registered.exp + SKEW_S
         self._verified.put(digest, _Verified(principal, issuer.keys, issuer.keys.generation, until_s))
         return principal
 
@@ -273,17 +275,16 @@ def _check_header(header: _Header, issuer: _Issuer) -> None:
 
 
 def _check_claims(claims: _Registered, issuer: _Issuer, now_s: float) -> None:
-    skew_s = issuer.config.skew_s
     named = {claims.aud} if isinstance(claims.aud, str) else set(claims.aud)
     if named.isdisjoint(issuer.config.audiences):
         _refuse("another audience", issuer)
-    if now_s >= claims.exp + skew_s:
+    if now_s >= claims.exp + SKEW_S:
         late_s = int(now_s - claims.exp)
         raise Unauthenticated(
             "The token has expired.", detail=f"token of {issuer.config.id}: expired {late_s} s ago"
         )
     for name, time_s in (("nbf", claims.nbf), ("iat", claims.iat)):
-        if time_s is not UNSET and now_s < time_s - skew_s:
+        if time_s is not UNSET and now_s < time_s - SKEW_S:
             _refuse(f"{name} is {int(time_s - now_s)} s ahead", issuer)
 
 

@@ -242,9 +242,15 @@ class KeyTable:
             raise Unauthenticated("This API key does not exist any more.", detail="a key that is gone")
         return _working(record, now_s, is_current=hmac.compare_digest(digest, record.digest))
 
+    def digests(self, key: KeyId) -> tuple[bytes, ...]:
+        """The digests of a key's secrets, the one that is valid longest in front; none of one that is not
+        here."""
+        record = self._by_id.get(key)
+        return () if record is None else _digests(record)
+
     def of_id(self, key: KeyId, now_s: float) -> Principal:
-        """The caller of the key with this id, for whoever may act in its name. Raises Unauthenticated where
-        it does not work."""
+        """The caller of the key with this id, whose holder has been recognised in another way. Raises
+        Unauthenticated where it does not work."""
         if (record := self._by_id.get(key)) is None:
             raise Unauthenticated("There is no such API key.", detail="unknown key")
         return _working(record, now_s, is_current=True)

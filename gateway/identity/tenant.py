@@ -72,10 +72,6 @@ class TenantPolicy:
         """The settings of every tenant."""
         return self._tenants.values()
 
-    def hedges(self, tenant: TenantConfig) -> bool:
-        """True if a tenant's service tier has its streams hedged."""
-        return self._tiers.of(tenant.service_tier).hedge
-
     def is_some_without_limits(self) -> bool:
         """True if a tenant without limits may use a model that adds none. Each tenant and each model is
         looked at once."""

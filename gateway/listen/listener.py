@@ -64,6 +64,8 @@ from shared.process.sockets import bound_transport
 from shared.process.tls import HTTP2
 from shared.wire.errors import forget_frames
 
+SEND_BUFFER_LEN: Final = 64 * 1024
+"""SO_SNDBUF of a connection in bytes, which Linux doubles."""
 RECEIVE_BUFFER_LEN: Final = 128 * 1024
 """SO_RCVBUF in bytes, which Linux doubles. Left to itself, the kernel lets a connection that sends fast fill
 megabytes (tcp_rmem) while its body waits to be read, and a container's limit counts them."""
@@ -130,7 +132,6 @@ async def listen(
     host: str,
     port: int,
     *,
-    send_buffer_len: int,
     tls: ssl.SSLContext | None = None,
     is_shared: bool = False,
 ) -> Listening:
@@ -140,7 +141,7 @@ async def listen(
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     try:
-        sock = bound_socket(host, port, send_buffer_len, RECEIVE_BUFFER_LEN, is_shared=is_shared)
+        sock = bound_socket(host, port, SEND_BUFFER_LEN, RECEIVE_BUFFER_LEN, is_shared=is_shared)
     except OSError as error:
         raise ListenFailed(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     site = _Site(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN)

@@ -14,80 +14,31 @@ Rules:
 
 from __future__ import annotations
 
-import asyncio
 import ssl
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Final
 
 from gateway.config.edge import TlsConfig
 from gateway.identity.caller import Revoked
-from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.files import FileVersion, file_version
-from shared.process.renewable_tls import RenewableContext
+from shared.process.renewable_tls import RenewableTls
 from shared.process.tls import HTTP1, HTTP2, UnusableTls, server_context
 
-POLL_S: Final = 1.0
-"""The time between two looks at the files, in seconds."""
 _NOTHING: Final[Revoked] = frozenset()
 
-log = logs.get(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """The files' contents."""
-
-    context: ssl.SSLContext
-    revoked: Revoked
-
-
-class ListenerTls:
+class ListenerTls(RenewableTls):
     """The listener's TLS at this moment."""
 
     def __init__(self, config: TlsConfig, clock: Clock = SYSTEM_CLOCK) -> None:
         """Raises UnusableTls, which names every problem."""
-        self._config = config
-        self._clock = clock
-        self._seen = self._versions()
-        loaded = _load(config)
-        self.context: Final = RenewableContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.current = loaded.context
-        self.revoked = loaded.revoked
-        self._asked = False
-        """True if the files are to be read at the next look, changed or not."""
+        self.revoked = _NOTHING
+        files = (config.cert, config.key, config.client_ca, config.crl)
+        super().__init__(files, partial(self._read, config), is_server=True, clock=clock)
 
-    def reload(self) -> None:
-        """Have the files read again by `watch`, changed or not."""
-        self._asked = True
-
-    async def watch(self) -> None:
-        """Look at the files again and again, until cancelled."""
-        while True:
-            await self._clock.sleep(POLL_S)
-            seen = self._versions()
-            if seen != self._seen or self._asked:
-                self._seen, self._asked = seen, False
-                await self._read()
-
-    async def _read(self) -> None:
-        try:
-            loaded = await asyncio.to_thread(_load, self._config)  # a long revocation list takes a second
-        except UnusableTls as error:
-            log.error("tls.rejected", problems=str(error).splitlines())
-            return
-        self.context.current = loaded.context
-        self.revoked = loaded.revoked
-        log.info("tls.reloaded", revoked=len(loaded.revoked))
-
-    def _versions(self) -> tuple[FileVersion | None, ...]:
-        config = self._config
-        return tuple(
-            file_version(Path(path))
-            for path in (config.cert, config.key, config.client_ca, config.crl)
-            if path is not None
-        )
+    def _read(self, config: TlsConfig) -> ssl.SSLContext:
+        context, self.revoked = _load(config)  # a long revocation list takes a second
+        return context
 
 
 def tls_of(config: TlsConfig | None, clock: Clock = SYSTEM_CLOCK) -> ListenerTls | None:
@@ -95,7 +46,7 @@ def tls_of(config: TlsConfig | None, clock: Clock = SYSTEM_CLOCK) -> ListenerTls
     return None if config is None else ListenerTls(config, clock)
 
 
-def _load(config: TlsConfig) -> _Loaded:
+def _load(config: TlsConfig) -> tuple[ssl.SSLContext, Revoked]:
     """Raises UnusableTls, with a line for each problem."""
     problems: list[str] = []
     revoked = _NOTHING
@@ -122,4 +73,4 @@ def _load(config: TlsConfig) -> _Loaded:
             problems += str(error).splitlines()
     if problems:
         raise UnusableTls("\n".join(problems))
-    return _Loaded(context, revoked)
+    return context, revoked

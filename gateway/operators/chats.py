@@ -1,6 +1,6 @@
-"""The console's chats: an operator's own, each a request through the gateway's pipeline in the name of a key.
+"""The console's chats: an operator's own, each a request like any other, with a caller's key that is pasted.
 
-    POST   /admin/v1/console/chats          {"key": ID, "model": NAME, "messages": [...]}: begin one
+    POST   /admin/v1/console/chats          {"key": KEY, "model": NAME, "messages": [...]}: begin one
     GET    /admin/v1/console/chats/{id}     what came since: ?text=CHARACTERS&ticks=NUMBER that are known
     DELETE /admin/v1/console/chats/{id}     end it and forget it
 
@@ -9,8 +9,8 @@ workers, too.
 
 Rules:
 
-1. A chat has the quotas, the models and the deadlines of the key that is named. Each one that is begun leaves
-   an audit line, without its text.
+1. A chat is shown its key by the operator, as any request by its caller, and has that key's quotas, models
+   and deadlines. The key is kept for as long as the request is on its way, and is in no log.
 2. Its text is shown to the operator who began it, and to nobody else. It is kept in memory until it is
    forgotten, for `KEPT_S` at most.
 3. `CHATS_MAX` are kept, and of them any number may run. One for which nobody asks in `UNSEEN_S` is ended: its
@@ -20,8 +20,8 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from http import HTTPStatus
 from typing import Annotated, Final
 
@@ -32,10 +32,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta, Struct
 
 from gateway.client.responses import JSON, json_response
-from gateway.directory.accounts import AccountsReader
 from gateway.directory.entries import decode_object
-from gateway.identity.caller import Principal
-from gateway.identity.callers import Guests
+from gateway.identity.keys import KEY_LEN_MAX
 from gateway.operators.chat_reading import LINE_LEN_MAX, TEXT_LEN_MAX, ChatReading, error_text
 from gateway.operators.inward import Inward
 from gateway.operators.keys import read_operator_body
@@ -51,7 +49,7 @@ from gateway.operators.operations import (
 )
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.wire.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
+from shared.wire.errors import InvalidRequest, NotFound, Overloaded
 from shared.wire.ids import REQUEST_ID_HEADER, KeyId, RequestId, mint_request_id
 
 CHATS: Final = "/admin/v1/console/chats"
@@ -83,8 +81,8 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
 class ChatAsked:
     """The body that begins a chat."""
 
-    key: Annotated[str, Meta(min_length=1, max_length=64)]
-    """The id of the key in whose name it runs."""
+    key: Annotated[str, Meta(min_length=1, max_length=KEY_LEN_MAX, pattern="^[ -~]+$")] = field(repr=False)
+    """The whole key of a caller."""
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     """The model's name, or an alias."""
     messages: Annotated[tuple[Message, ...], Meta(min_length=1, max_length=MESSAGES_MAX)]
@@ -158,9 +156,7 @@ class _Chat:
 class Chats:
     """The handlers."""
 
-    def __init__(self, accounts: AccountsReader, guests: Guests, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._accounts: Final = accounts
-        self._guests: Final = guests
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock: Final = clock
         self._chats: Final[dict[RequestId, _Chat]] = {}
         self.serve: Callable[[], asyncio.Protocol] | None = None
@@ -181,7 +177,7 @@ class Chats:
 
     @does(
         Operation(
-            "Begin a chat in the name of a key.", ChatView, body=_ASKED, errors=(Overloaded,), asks=Asks.ONE
+            "Begin a chat with a caller's key.", ChatView, body=_ASKED, errors=(Overloaded,), asks=Asks.ONE
         )
     )
     async def _begin(self, asked: OperatorRequest) -> web.Response:
@@ -194,18 +190,10 @@ class Chats:
             wanted = msgspec.convert(told, ChatAsked)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"The chat cannot be read: {str(error)[:200]}") from None
-        try:
-            principal = self._accounts.keys.of_id(KeyId(wanted.key), self._clock.wall())
-        except Unauthenticated as error:
-            raise InvalidRequest(
-                f"No chat runs in the name of this key: {error.message}", param="key"
-            ) from None
         self._make_room()
         chat = _Chat(asked.operator.key, self._clock.monotonic())
         self._chats[chat.id] = chat
-        chat.task = asyncio.create_task(self._run(chat, principal, wanted), name="console's chat")
-        fields = {"action": "chat", "key": principal.key, "tenant": principal.tenant, "request_id": chat.id}
-        logs.audit("admin.change", {"logger": __name__, "operator": asked.operator.key, **fields})
+        chat.task = asyncio.create_task(self._run(chat, wanted), name="console's chat")
         return _answer(chat, 0, 0)
 
     @does(
@@ -216,8 +204,7 @@ class Chats:
     async def _show(self, asked: OperatorRequest) -> web.Response:
         chat = self._find(asked)
         chat.seen_s = self._clock.monotonic()
-        query = asked.request.query
-        return _answer(chat, _known(query, "text"), _known(query, "ticks"))
+        return _answer(chat, asked.query.get("text", 0), asked.query.get("ticks", 0))
 
     @does(
         Operation("End a chat, and forget it.", ChatView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE)
@@ -250,9 +237,9 @@ class Chats:
 
     # -- one chat ---------------------------------------------------------------------------------
 
-    async def _run(self, chat: _Chat, principal: Principal, wanted: ChatAsked) -> None:
+    async def _run(self, chat: _Chat, wanted: ChatAsked) -> None:
         """Send the request, and read its answer for as long as somebody asks for it."""
-        asking = asyncio.create_task(self._ask(chat, principal, wanted))
+        asking = asyncio.create_task(self._ask(chat, wanted))
         try:
             while not (await asyncio.wait((asking,), timeout=WATCH_S))[0]:
                 if self._clock.monotonic() - chat.seen_s > UNSEEN_S:
@@ -262,7 +249,7 @@ class Chats:
             asking.cancel()
             await asyncio.wait((asking,))
 
-    async def _ask(self, chat: _Chat, principal: Principal, wanted: ChatAsked) -> None:
+    async def _ask(self, chat: _Chat, wanted: ChatAsked) -> None:
         assert self.serve is not None, "chats begin once the gateway serves"
         sent = _Sent(wanted.model, wanted.messages, True, wanted.max_tokens, wanted.temperature)
         body = msgspec.json.encode(sent)
@@ -273,10 +260,12 @@ class Chats:
             read_bufsize=LINE_LEN_MAX,
         )
         try:
-            with self._guests.vouched(principal) as authorization:
-                headers = {"authorization": authorization, "content-type": JSON, REQUEST_ID_HEADER: chat.id}
-                async with session, session.post(PATH, data=body, headers=headers) as answer:
-                    await self._read(chat, answer)
+            headers = {"authorization": f"Bearer {wanted.key}"} | {
+                "content-type": JSON,
+                REQUEST_ID_HEADER: chat.id,
+            }
+            async with session, session.post(PATH, data=body, headers=headers) as answer:
+                await self._read(chat, answer)
         except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:
             chat.problem = f"The answer broke off: {type(error).__name__}."
         except Exception:
@@ -294,14 +283,6 @@ class Chats:
                 chat.problem = f"The answer was cut after {TEXT_LEN_MAX:,} characters."
                 return
         chat.problem = chat.reading.problem
-
-
-def _known(query: Mapping[str, str], name: str) -> int:
-    """Raises InvalidRequest."""
-    text = query.get(name, "0")
-    if not (text.isascii() and text.isdigit() and len(text) < 9):
-        raise InvalidRequest(f"{name} must be a whole number.", param=name)
-    return int(text)
 
 
 def _answer(chat: _Chat, text_from: int, ticks_from: int) -> web.Response:

@@ -43,7 +43,6 @@ async def listen_for_operators(
         server,
         admin.host,
         admin.port,
-        send_buffer_len=limits.send_buffer_len,
         tls=None if tls is None else tls.context,
     )
     return listening.port

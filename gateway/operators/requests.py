@@ -23,22 +23,31 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 from msgspec import Struct
 
 from gateway.client.responses import json_response
-from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
+from gateway.operators.operations import (
+    SILENT,
+    Asks,
+    Merge,
+    Operation,
+    OperatorRequest,
+    Parameter,
+    Table,
+    does,
+)
 from gateway.request.exchange import Exchange, LiveRequests
-from gateway.request.recorder import Recorder, ticks_of
+from gateway.request.recorder import Recorder, summary_of, ticks_of
 from gateway.routing.sessions import session_id
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.trace.axis import Axis, Bar, Visit
 from shared.trace.request_records import RequestPage, RequestRecord, RequestRecords, RequestSummary
 from shared.wire.end_reason import EndReason
-from shared.wire.errors import InvalidRequest, NotFound
+from shared.wire.errors import NotFound
 
 REQUESTS: Final = "/admin/v1/requests"
 REQUEST: Final = "/admin/v1/requests/{id}"
@@ -50,11 +59,9 @@ SAME_ID_MAX: Final = 16
 """Records of one id that are answered."""
 NAME_LEN_MAX: Final = 512
 _NUMBERS: Final = {"limit": LIMIT_MAX, "before": 2**53, "min_ms": 10**12}
-_TEXTS: Final = ("tenant", "model", "endpoint", "session", "end_reason", "status", "state")
-_STATUSES: Final = ("1xx", "2xx", "3xx", "4xx", "5xx")
 _TEXT: Final = {"type": "string", "minLength": 1, "maxLength": NAME_LEN_MAX}
 _STATUS: Final = {"type": "string", "pattern": "^([0-9]{3}|[1-5]xx)$"}
-_PARAMETERS: Final = (
+PARAMETERS: Final = (
     Parameter("state", "Without it both.", {"enum": ["live", "done"]}),
     *(Parameter(name, "Only of this one.", _TEXT) for name in ("tenant", "model", "endpoint")),
     Parameter("session", "Only of this one: its hash, or the name that the caller gives it.", _TEXT),
@@ -63,6 +70,7 @@ _PARAMETERS: Final = (
         "status",
         "One such as 429, or a class such as 5xx.",
         {"type": "string", "pattern": "^([0-9]{3}|[1-5]xx)$"},
+        "one such as 429, or a class such as 5xx",
     ),
     *(
         Parameter(name, told, {"type": "integer", "minimum": int(name == "limit"), "maximum": _NUMBERS[name]})
@@ -108,35 +116,11 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
         return session is not None and (session == asked or session == session_id(tenant or "", asked))
 
 
-def parse(parameters: Mapping[str, str]) -> RequestsQuery:
-    """The question in a query string. Raises InvalidRequest, naming the parameter."""
-    asked: dict[str, object] = {}
-    for name, text in parameters.items():
-        if name in _NUMBERS:
-            asked[name] = _number(name, text)
-        elif name in _TEXTS and 0 < len(text) <= NAME_LEN_MAX:
-            asked[name] = text
-        elif name in _TEXTS:
-            raise InvalidRequest(f"{name} must have 1 to {NAME_LEN_MAX} characters.", param=name)
-        else:
-            known = ", ".join((*_TEXTS, *_NUMBERS))
-            raise InvalidRequest(f"There are the parameters {known}.", param=name[:64])
-    state = asked.pop("state", None)
-    if state not in (None, "live", "done"):
-        raise InvalidRequest("state must be live or done.", param="state")
-    if (reason := asked.get("end_reason")) is not None and reason not in EndReason.__members__.values():
-        raise InvalidRequest(f"end_reason must be one of {', '.join(EndReason)}.", param="end_reason")
-    status = str(asked.get("status", "200"))
-    if status not in _STATUSES and not (len(status) == 3 and status.isascii() and status.isdecimal()):
-        raise InvalidRequest("status must be one such as 429, or a class such as 5xx.", param="status")
-    return msgspec.convert({**asked, "live": state != "done", "done": state != "live"}, RequestsQuery)
-
-
-def _number(name: str, text: str) -> int:
-    least = 1 if name == "limit" else 0
-    if not (text.isascii() and text.isdecimal() and len(text) <= 16 and least <= int(text) <= _NUMBERS[name]):
-        raise InvalidRequest(f"{name} must be a whole number from {least} to {_NUMBERS[name]}.", param=name)
-    return int(text)
+def parse(asked: Mapping[str, Any]) -> RequestsQuery:
+    """The question in the parameters of a query string."""
+    state = asked.get("state")
+    told = {name: value for name, value in asked.items() if name != "state"}
+    return msgspec.convert({**told, "live": state != "done", "done": state != "live"}, RequestsQuery)
 
 
 class RequestsApi:
@@ -156,14 +140,15 @@ class RequestsApi:
         Operation(
             "List live and recent requests, the newest first.",
             RequestPage,
-            _PARAMETERS,
+            PARAMETERS,
+            is_of_all=True,
             asks=Asks.EVERY,
-            merges={"data": Merge.JOIN, "before": Merge.MOST},
+            merges={"data": Merge.PAGE, "before": Merge.MOST, **SILENT},
         )
     )
     async def _list(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest."""
-        query = parse(asked.request.query)
+        query = parse(asked.query)
         return _json(self.page(query, await self._lives(query)))
 
     @does(
@@ -171,8 +156,9 @@ class RequestsApi:
             "Tell all of the requests of this id.",
             RequestRecords,
             errors=(NotFound,),
+            is_of_all=True,
             asks=Asks.EVERY,
-            merges={"data": Merge.JOIN},
+            merges={"data": Merge.JOIN, **SILENT},
         )
     )
     async def _show(self, asked: OperatorRequest) -> web.Response:
@@ -209,26 +195,18 @@ class RequestsApi:
         return found
 
     def _live_summary(self, exchange: Exchange) -> RequestSummary:
-        record, now_s = exchange.record, self._clock.monotonic()
-        total_s = now_s - exchange.arrived_s
-        return RequestSummary(
-            request_id=exchange.request_id,
+        total_s = self._clock.monotonic() - exchange.arrived_s
+        return msgspec.structs.replace(
+            summary_of(exchange.record, 0),
             is_live=True,
             began_at=datetime.fromtimestamp(self._clock.wall(), UTC) - timedelta(seconds=total_s),
             total_ms=round(total_s * 1e3, 3),
             stage=exchange.stages.now,
-            method=record.method,
-            endpoint=record.endpoint,
             stream=exchange.streams,
-            tenant=record.tenant,
-            key_id=record.key,
-            model=record.model,
             session=exchange.session,
-            replica=record.replica,
-            attempts=record.attempts,
-            prompt_tokens=record.prompt_tokens,
+            status=None,
+            end_reason=None,
             events=exchange.progress.events,
-            first_byte_ms=None if record.first_byte_s is None else round(record.first_byte_s * 1e3, 3),
         )
 
     def _live_record(self, exchange: Exchange) -> RequestRecord:

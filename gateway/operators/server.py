@@ -45,8 +45,11 @@ from gateway.operators.operations import (
     OperatorRequest,
     Table,
     does,
+    operation_of,
     pattern_of,
+    query_of,
 )
+from gateway.operators.peers import PROOF_HEADER, Peers
 from gateway.request.exchange import LiveRequests
 from shared.apis.requests import AbortResponse
 from shared.process import logs
@@ -76,6 +79,10 @@ OPERATORS: Final = "operators"
 """The name, in place of a tenant's, of those who have a key, for the bounds of the listener."""
 DIGEST_HEADER: Final = "x-penstock-operator-digest"
 """Names the operator's key in what a supervisor passes on: the browser has shown it a session's cookie."""
+OTHERS_HEADER: Final = "x-penstock-ask-others"
+"""Says to a worker that it is to ask the other gateways, too: one of several does."""
+ASKED_HEADER: Final = "x-penstock-asked"
+"""Says to a worker, which is asked who asks, what is asked: a proof is for that."""
 PROBLEMS_LEN_MAX: Final = 8 * 1024
 """Characters of what is wrong with a configuration, in an answer; the log has all of it."""
 
@@ -114,11 +121,17 @@ class Admin:
         *,
         names: Collection[str] = (),
         is_worker: bool = False,
+        peers: Peers | None = None,
+        shares_usage: bool = False,
     ) -> None:
         """`reload` reads the configuration again, and returns what is wrong with it. `tables` have the
         operators' requests that others answer. `names` are the listener's (`Gate`). `is_worker` is true if a
         supervisor alone can ask: it keeps the console's sessions then, and names the operator
-        (`DIGEST_HEADER`)."""
+        (`DIGEST_HEADER`). `peers` are the other gateways, where there may be any, and
+        `shares_usage` is true if each of them knows the usage of all."""
+        self._shares_usage: Final = shares_usage
+        self._peers: Final = peers
+        self._is_worker: Final = is_worker
         self._gate = None if is_worker else Gate(self._operator_of, names, clock)
         self._read_again = reload
         self._health = health
@@ -186,12 +199,32 @@ class Admin:
                     allow = ", ".join(methods)
                     raise MethodNotAllowed(f"{path} takes {allow}.", allow=allow)
                 _check_query(request)
-                return await answer(OperatorRequest(request, operator, match[1] if match.groups() else ""))
+                query = query_of(operation_of(answer).parameters, request.query)
+                id_ = match[1] if match.groups() else ""
+                return await self._of_all(OperatorRequest(request, operator, id_, query), answer)
         raise RouteNotFound(f"There are {', '.join([*self._open, *self._operators])}.")
+
+    async def _of_all(self, asked: OperatorRequest, answer: Handler) -> web.Response:
+        """The answer of this gateway, or of all. Raises PermissionDenied, and what `answer` raises."""
+        request, operation = asked.request, operation_of(answer)
+        if PROOF_HEADER in request.headers:
+            if not operation.is_of_all and not (self._is_worker and ASKED_HEADER in request.headers):
+                raise PermissionDenied("Another gateway may not ask this: use an operator's key.")
+            return await answer(asked)
+        asks_others = not self._is_worker or OTHERS_HEADER in request.headers
+        is_shared = operation.asks is Asks.UNSHARED and self._shares_usage
+        if self._peers is None or not operation.is_of_all or is_shared or not asks_others:
+            return await answer(asked)
+        return await self._peers.together(request, operation, asked.operator.key, answer(asked))
 
     def _operator(self, request: web.BaseRequest) -> Principal:
         """The operator, whose own key opens what is not for everybody (rule 1). Raises Unauthenticated,
         PermissionDenied."""
+        if (proof := request.headers.get(PROOF_HEADER)) is not None and self._peers is not None:
+            method, target = request.method, request.raw_path
+            if self._is_worker and ASKED_HEADER in request.headers:
+                method, _, target = request.headers[ASKED_HEADER].partition(" ")
+            return self._peers.operator(proof, method, target)
         authorization = request.headers.get("authorization")
         if authorization is None and (digest := self._digest(request)) is not None:
             try:
@@ -245,6 +278,7 @@ class Admin:
         Operation(
             "End the requests of this id, whoever sent them.",
             AbortResponse,
+            is_of_all=True,
             asks=Asks.EVERY,
             merges={"aborted": Merge.SUM},
         )

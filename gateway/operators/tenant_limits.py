@@ -13,7 +13,6 @@ Rules:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -28,24 +27,23 @@ from gateway.config.whole import TenantConfig
 from gateway.directory.accounts import AccountsReader
 from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
 from gateway.request.exchange import LiveRequests
-from shared.wire.errors import InvalidRequest, QuotaUnavailable
+from shared.wire.errors import QuotaUnavailable
 from shared.wire.ids import TenantId
 
 LIMITS: Final = "/admin/v1/limits"
 LIMIT: Final = 100
 LIMIT_MAX: Final = 200
 NAME_LEN_MAX: Final = 512
-_LENGTHS: Final = {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX}
-_TOLD: Final = (
-    Parameter("after", "Tenants after this id."),
+_NAME: Final = {"type": "string", "maxLength": NAME_LEN_MAX}
+PARAMETERS: Final = (
+    Parameter("after", "Tenants after this id.", _NAME),
     Parameter(
         "limit",
         f"Tenants at most. {LIMIT} without it.",
         {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX},
     ),
-    Parameter("tenant", "Only this one."),
+    Parameter("tenant", "Only this one.", _NAME),
 )
-_PARAMETERS: Final = tuple(parameter.name for parameter in _TOLD)
 
 
 class TenantLimits(Struct, frozen=True, kw_only=True):
@@ -72,27 +70,6 @@ class LimitsPage(Struct, frozen=True):
     """True if there are more after the last one's id."""
 
 
-class LimitsQuery(Struct, frozen=True):
-    """An operator's question."""
-
-    after: str = ""
-    limit: int = LIMIT
-    tenant: str | None = None
-
-
-def parse(parameters: Mapping[str, str]) -> LimitsQuery:
-    """The question in a query string. Raises InvalidRequest, naming the parameter."""
-    for name, text in parameters.items():
-        if name not in _PARAMETERS:
-            raise InvalidRequest(f"There are the parameters {', '.join(_PARAMETERS)}.", param=name[:64])
-        if len(text) > NAME_LEN_MAX:
-            raise InvalidRequest(f"{name} must have at most {NAME_LEN_MAX} characters.", param=name)
-    limit = parameters.get("limit", str(LIMIT))
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= LIMIT_MAX):
-        raise InvalidRequest(f"limit must be a whole number from 1 to {LIMIT_MAX}.", param="limit")
-    return LimitsQuery(parameters.get("after", ""), int(limit), parameters.get("tenant"))
-
-
 class LimitsApi:
     """The handler."""
 
@@ -110,7 +87,7 @@ class LimitsApi:
         Operation(
             "Tell tenants' limits, and what of them is used.",
             LimitsPage,
-            _TOLD,
+            PARAMETERS,
             errors=(QuotaUnavailable,),
             asks=Asks.EVERY,
             merges={"data": Merge.JOIN, "has_more": Merge.ANY},
@@ -118,14 +95,15 @@ class LimitsApi:
     )
     async def _answer(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest, and QuotaUnavailable when the store cannot be asked."""
-        query = parse(asked.request.query)
+        after, limit = asked.query.get("after", ""), asked.query.get("limit", LIMIT)
+        tenant: str | None = asked.query.get("tenant")
         found = sorted(
-            (one for one in self._accounts.now.tenants.all() if one.id > query.after), key=lambda one: one.id
+            (one for one in self._accounts.now.tenants.all() if one.id > after), key=lambda one: one.id
         )
-        if query.tenant is not None:
-            found = [one for one in found if one.id == query.tenant]
+        if tenant is not None:
+            found = [one for one in found if one.id == tenant]
         live = Counter(one.principal.tenant for one in self._live if one.principal is not None)
-        shown = found[: query.limit]
+        shown = found[:limit]
         try:
             rows = [await self._row(tenant, live[TenantId(tenant.id)]) for tenant in shown]
         except StoreUnavailable as error:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, date, datetime, timedelta
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -28,7 +28,16 @@ from gateway.admission.usage import Totals, UsageRow
 from gateway.client.responses import json_response
 from gateway.config.accounting import DAYS_MAX
 from gateway.directory.accounts import AccountsReader
-from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
+from gateway.operators.operations import (
+    SILENT,
+    Asks,
+    Merge,
+    Operation,
+    OperatorRequest,
+    Parameter,
+    Table,
+    does,
+)
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.errors import InvalidRequest, QuotaUnavailable
 from shared.wire.ids import TenantId
@@ -38,14 +47,14 @@ USAGE: Final = "/admin/v1/usage"
 ROWS_MAX: Final = 50_000
 NAME_LEN_MAX: Final = 512
 _EPOCH: Final = date(1970, 1, 1)
-_PARAMETERS: Final = ("from", "to", "by", "tenant", "key", "model")
 _NAME: Final = {"type": "string", "minLength": 1, "maxLength": NAME_LEN_MAX}
-_DAY: Final = {"type": "string", "format": "date"}
+_DAY: Final = {"type": "string", "format": "date", "maxLength": 10}
+_SOME: Final = f"some of {', '.join(DIMENSIONS)}, each once"
 _BY: Final = {"type": "string", "pattern": "^({0})(,({0}))*$".format("|".join(DIMENSIONS))}
-_TOLD: Final = (
+PARAMETERS: Final = (
     Parameter("from", "The first day; the first of the month of the last one without it.", _DAY),
     Parameter("to", "The last day; today without it.", _DAY),
-    Parameter("by", "What is summed, each once, with commas between.", _BY),
+    Parameter("by", "What is summed, each once, with commas between.", _BY, _SOME),
     *(Parameter(name, "Only what this one used.", _NAME) for name in ("tenant", "key", "model")),
 )
 
@@ -68,7 +77,16 @@ class UsageQuery(Struct, frozen=True):
 class UsageReports:
     """The handler."""
 
-    def __init__(self, quotas: QuotaStore, accounts: AccountsReader, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        quotas: QuotaStore,
+        accounts: AccountsReader,
+        clock: Clock = SYSTEM_CLOCK,
+        *,
+        is_kept: bool = True,
+    ) -> None:
+        """`is_kept`: usage outlives this process."""
+        self._since: Final = None if is_kept else datetime.fromtimestamp(clock.wall(), UTC)
         self._quotas: Final = quotas
         self._accounts: Final = accounts
         self._clock: Final = clock
@@ -82,22 +100,23 @@ class UsageReports:
         Operation(
             "Sum up what callers used.",
             UsageReport,
-            _TOLD,
+            PARAMETERS,
+            is_of_all=True,
             asks=Asks.UNSHARED,
-            merges={"by": Merge.FIRST, "rows": Merge.ROWS},
+            merges={"by": Merge.FIRST, "since": Merge.MOST, "rows": Merge.ROWS, **SILENT},
         )
     )
     async def _answer(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest, and QuotaUnavailable when the store cannot be asked."""
         today = datetime.fromtimestamp(self._clock.wall(), UTC).date()
-        query = parse(asked.request.query, today)
+        query = parse(asked.query, today)
         try:
             groups = await self._sums(query)
         except StoreUnavailable as error:
             message = "The store of usage does not answer."
             raise QuotaUnavailable(message, retry_after_s=1.0, detail=str(error)) from None
         rows = tuple(_entry(query.by, group, groups[group]) for group in sorted(groups))
-        report = UsageReport(first=query.first, last=query.last, by=query.by, rows=rows)
+        report = UsageReport(first=query.first, last=query.last, by=query.by, rows=rows, since=self._since)
         return json_response(HTTPStatus.OK, msgspec.json.encode(report), {})
 
     async def _sums(self, query: UsageQuery) -> dict[tuple[str | int, ...], Totals]:
@@ -126,13 +145,8 @@ class UsageReports:
                     yield row
 
 
-def parse(parameters: Mapping[str, str], today: date) -> UsageQuery:
+def parse(parameters: Mapping[str, Any], today: date) -> UsageQuery:
     """Raises InvalidRequest, which names the parameter."""
-    for name, value in parameters.items():
-        if name not in _PARAMETERS:
-            raise InvalidRequest(f"There is no parameter {name[:64]!r} here.", param=name[:64])
-        if not value or len(value) > NAME_LEN_MAX:
-            raise InvalidRequest(f"{name} must have 1 to {NAME_LEN_MAX} characters.", param=name)
     last = _day(parameters, "to", today)
     first = _day(parameters, "from", last.replace(day=1))
     if not timedelta(0) <= last - first < timedelta(days=DAYS_MAX):
@@ -140,14 +154,14 @@ def parse(parameters: Mapping[str, str], today: date) -> UsageQuery:
     asked = parameters.get("by", "tenant").split(",")
     by = tuple(name for name in DIMENSIONS if name in asked)
     if len(by) != len(asked):
-        raise InvalidRequest(f"by must be some of {', '.join(DIMENSIONS)}, each once.", param="by")
+        raise InvalidRequest(f"by must be {_SOME}.", param="by")
     one = parameters.get
     return UsageQuery(
         first, last, tuple(sorted(by, key=asked.index)), one("tenant"), one("key"), one("model")
     )
 
 
-def _day(parameters: Mapping[str, str], name: str, otherwise: date) -> date:
+def _day(parameters: Mapping[str, Any], name: str, otherwise: date) -> date:
     if (text := parameters.get(name)) is None:
         return otherwise
     try:

@@ -78,8 +78,8 @@ def links_of(config: RedisConfig, env: Mapping[str, str], one_tag: str | None = 
     when a password or a certificate cannot be read."""
     assert config.url is not None
     try:
-        password = RenewableSecret(config.password_env, config.password_file, env)
-        of_sentinels = RenewableSecret(config.sentinel_password_env, config.sentinel_password_file, env)
+        password = RenewableSecret(config.password, env)
+        of_sentinels = RenewableSecret(config.sentinel_password, env)
         tls = None
         if config.url.startswith("rediss:"):
             load = partial(client_context, ca=config.ca, cert=config.cert, key=config.key)

@@ -127,7 +127,7 @@ class Known:
     @classmethod
     def at_first(cls, model: ModelConfig) -> Self:
         """The knowledge of an engine that a configuration gives. Ours speak HTTP/2, and ask for no key."""
-        has_key = (model.api_key_env, model.api_key_file) != (None, None)
+        has_key = model.api_key is not None
         seems_foreign = model.protocol == "http1" or has_key
         return cls(model.engine, seems_foreign=seems_foreign, salted=model.cache_salt)
 

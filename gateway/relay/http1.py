@@ -2,7 +2,7 @@
 
 A connection serves one request after the other. What the socket brings in a turn of the loop is unframed in
 that turn and handed to the reader as one piece: no stream object, no task and no future is between the two,
-which is what makes an event cost more in aiohttp's client and in httpx.
+which is what makes an event cost more in aiohttp's client.
 
 Rules:
 
@@ -32,8 +32,7 @@ import ssl
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, cast
 
-import httpx
-
+from gateway.relay.hop_errors import HopError, Lost, LostTwice, Malformed, NoConnection, NoConnectionInTime
 from gateway.relay.http1_framing import (
     HEAD_END,
     HEAD_LEN_MAX,
@@ -44,7 +43,7 @@ from gateway.relay.http1_framing import (
     parse_head,
 )
 from gateway.relay.http1_requests import request_head, target_of
-from gateway.relay.http2_client import NO_TIMEOUTS, Origin, Timeouts
+from gateway.relay.http2_client import Origin
 from shared.http2.headers import Headers
 from shared.http2.stream import Report
 
@@ -78,10 +77,6 @@ acknowledgements (it has not set TCP_NODELAY) is not held up for long: after the
 40 ms, the kernel goes back to one for each read."""
 
 
-class LostTwice(httpx.ReadError):
-    """A request was lost on a kept connection, and on a new one."""
-
-
 class Http1Transport:
     """A transport over HTTP/1.1, made in a running loop. It has as many connections as requests in flight:
     quotas and queues throttle, not the pool."""
@@ -99,7 +94,7 @@ class Http1Transport:
         headers: Sequence[tuple[bytes, bytes]],
         content: bytes,
         *,
-        timeouts: Timeouts = NO_TIMEOUTS,
+        connect_s: float | None = None,
         connected: Callable[[], None] | None = None,
         report: Report | None = None,
         is_repeated: bool = False,
@@ -107,9 +102,8 @@ class Http1Transport:
         """Send a request, and wait for the response's headers. The caller closes the response.
 
         `is_repeated`: it was lost with another server before, so it is sent once more only where it surely
-        reached nobody (rule 5). Of the timeouts only `connect_s` is applied. `connected` is called once there
-        is a connection, new or kept: what fails before was not dispatched. No report comes over HTTP/1.1.
-        Raises httpx's errors.
+        reached nobody (rule 5). `connected` is called once there is a connection, new or kept: what fails
+        before was not dispatched. No report comes over HTTP/1.1. Raises HopError.
         """
         target = target_of(method, url)
         head = request_head(target.start, headers)
@@ -117,22 +111,22 @@ class Http1Transport:
         if idle:
             connection, _ = idle.popitem()
         else:
-            connection = await self._connect(target.origin, timeouts.connect_s)
+            connection = await self._connect(target.origin, connect_s)
         if connected is not None:
             connected()
         try:
             return await connection.request(head, content, has_body=target.has_body)
-        except httpx.ReadError as lost:
+        except Lost as lost:
             was_unused = connection.was_unused
             if not connection.has_crossed or (is_repeated and not was_unused):
                 raise
             try:
-                connection = await self._connect(target.origin, timeouts.connect_s)
-            except httpx.TransportError:  # of the request, perhaps
+                connection = await self._connect(target.origin, connect_s)
+            except HopError:  # of the request, perhaps
                 raise _again(lost) from None
         try:
             return await connection.request(head, content, has_body=target.has_body)
-        except httpx.ReadError as lost:
+        except Lost as lost:
             if was_unused:
                 raise
             raise LostTwice(str(lost)) from None
@@ -148,9 +142,9 @@ class Http1Transport:
                     ssl=self._tls() if scheme == "https" else None,
                 )
         except TimeoutError:
-            raise httpx.ConnectTimeout(f"no connection to {host}:{port} in time") from None
+            raise NoConnectionInTime(f"no connection to {host}:{port} in time") from None
         except (OSError, UnicodeError) as error:  # TLS's and the resolver's errors are OSErrors
-            raise httpx.ConnectError(f"{host}:{port}: {error}") from error
+            raise NoConnection(f"{host}:{port}: {error}") from error
         return connection
 
     def _tls(self) -> ssl.SSLContext:
@@ -160,7 +154,7 @@ class Http1Transport:
 
     async def aclose(self) -> None:
         for connection in list(self._open):
-            connection.fail(httpx.ReadError("the transport is closed"))
+            connection.fail(Lost("the transport is closed"))
         await asyncio.sleep(0)  # the transports tell their protocols
 
     # -- what connections tell --------------------------------------------------------------------
@@ -232,7 +226,7 @@ class _Connection(asyncio.Protocol):
         self._chunks: list[bytes] = []
         self._buffered = 0
         self._is_paused = False
-        self._error: httpx.TransportError | None = None
+        self._error: HopError | None = None
         """Why no more will come. None while more may, and at an answer's end."""
         self._is_whole = False
         self._reader: asyncio.Future[bool] | None = None
@@ -246,7 +240,7 @@ class _Connection(asyncio.Protocol):
 
     async def request(self, head: bytes, content: bytes, *, has_body: bool) -> Http1ResponseStream:
         """Send a request, and wait for the answer's head. Closes the connection where that fails. Raises
-        httpx's errors."""
+        HopError."""
         try:
             return Http1ResponseStream(await self._request(head, content, has_body=has_body), self)
         except BaseException:
@@ -261,7 +255,7 @@ class _Connection(asyncio.Protocol):
         self._interim, self._head, self._body, self._is_whole = 0, None, None, False
         transport = self._transport
         if transport is None:
-            raise httpx.ReadError("the connection was closed")
+            raise Lost("the connection was closed")
         if len(content) <= PIECE_LEN:
             transport.write(head + content)
         else:
@@ -391,13 +385,13 @@ class _Connection(asyncio.Protocol):
 
     def _feed(self, body: BodyFraming, data: bytes) -> None:
         if self._is_whole:  # nobody asked for this
-            self._error = httpx.RemoteProtocolError("bytes after the answer's end")
+            self._error = Malformed("bytes after the answer's end")
             self.close()
             return
         try:
             piece = body.feed(data)
         except BadAnswer as error:
-            self.fail(httpx.RemoteProtocolError(str(error)))
+            self.fail(Malformed(str(error)))
             return
         if body.is_done:
             self._is_whole = True
@@ -415,13 +409,13 @@ class _Connection(asyncio.Protocol):
         if end < 0 or end > HEAD_LEN_MAX:
             self._received = received
             if len(received) > HEAD_LEN_MAX:
-                self.fail(httpx.RemoteProtocolError("the head is too long"))
+                self.fail(Malformed("the head is too long"))
             return
         self._received = b""
         try:
             head = parse_head(received[:end], has_body=self._has_body)
         except BadAnswer as error:
-            self.fail(httpx.RemoteProtocolError(str(error)))
+            self.fail(Malformed(str(error)))
             return
         rest = received[end + len(HEAD_END) :]
         if (
@@ -429,7 +423,7 @@ class _Connection(asyncio.Protocol):
         ):  # that one is final, and no answer to any request of ours
             self._interim += 1
             if self._interim > INTERIM_MAX:
-                self.fail(httpx.RemoteProtocolError("too many interim answers"))
+                self.fail(Malformed("too many interim answers"))
             elif rest:
                 self._receive_head(rest)
             return
@@ -463,7 +457,7 @@ class _Connection(asyncio.Protocol):
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(True)
 
-    def fail(self, error: httpx.TransportError) -> None:
+    def fail(self, error: HopError) -> None:
         """Close the connection, because of what came or because nothing more is wanted."""
         if self._error is None:
             self._error = error
@@ -485,7 +479,7 @@ class _Connection(asyncio.Protocol):
             self._is_whole = True
         elif not self._is_whole and self._error is None:
             said = f"the connection was lost: {exc}" if exc else "the connection was closed"
-            kind = httpx.ReadError if self._head is None else httpx.RemoteProtocolError
+            kind = Lost if self._head is None else Malformed
             self._error = kind(said)
             is_silent = self._head is None and not self._received and not self._interim
             self.has_crossed = is_silent and self._loop.time() - self._reused_s < CROSSED_S
@@ -505,6 +499,6 @@ def _idle_s(head: Head) -> float:
     return IDLE_S if told_s is None else min(IDLE_S_MAX, told_s / 2)
 
 
-def _again(error: httpx.TransportError) -> httpx.TransportError:
+def _again(error: HopError) -> HopError:
     """The same error with a traceback of its own: that of one raised twice would hold the frames of both."""
     return type(error)(str(error))

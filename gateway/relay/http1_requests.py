@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-import httpx
 from msgspec import Struct
 
-from gateway.relay.http2_client import Origin
+from gateway.relay.hop_errors import Unsendable
+from gateway.relay.http2_client import Origin, parsed_url
 
 TARGETS_MAX: Final = 1024
 
@@ -24,21 +24,17 @@ class Target(Struct, frozen=True):
 
 @lru_cache(maxsize=TARGETS_MAX)
 def target_of(method: str, url: str) -> Target:
-    """Parse a method and a URL. Raises UnsupportedProtocol."""
-    parsed = httpx.URL(url)
-    scheme = parsed.scheme
-    if scheme not in ("http", "https"):
-        raise httpx.UnsupportedProtocol(f"{scheme!r} is neither http nor https")
-    start = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method.encode("ascii"), parsed.raw_path, parsed.netloc)
-    origin = scheme, parsed.host, parsed.port or (443 if scheme == "https" else 80)
-    return Target(origin, start, method != "HEAD")
+    """Parse a method and a URL. Raises Unsendable."""
+    parsed, origin = parsed_url(url)
+    start = f"{method} {parsed.raw_path_qs} HTTP/1.1\r\nhost: {parsed.host_port_subcomponent}\r\n"
+    return Target(origin, start.encode("ascii"), method != "HEAD")
 
 
 def request_head(start: bytes, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """The head of a request. Raises LocalProtocolError for a header that would be read as something else.
+    """The head of a request. Raises Unsendable for a header that would be read as something else.
     The value is not shown: it may be a secret."""
     lines = [b"%b: %b\r\n" % pair for pair in headers]
     for (name, _), line in zip(headers, lines, strict=True):
         if line.count(b"\n") > 1 or line.count(b"\r") > 1 or b"\0" in line:
-            raise httpx.LocalProtocolError(f"header {name!r} cannot be sent")
+            raise Unsendable(f"header {name!r} cannot be sent")
     return b"%b%b\r\n" % (start, b"".join(lines))

@@ -1,28 +1,23 @@
-"""The gateway's end of the hop: `Http2Transport`, a transport of httpx.
+"""The gateway's end of the hop by HTTP/2.
 
-    async with httpx.AsyncClient(transport=Http2Transport()) as client:
-        async with client.stream("POST", url, json=body) as response:
-            stream = response.extensions["penstock_stream"]
-            while (data := await stream.read()) is not None: ...
-
-`stream.read()` returns everything that is queued, and is cheaper than `response.aiter_raw()`, which works as
-well. Cheaper by far is `transport.exchange(...)`, which makes none of httpx's objects and returns such a
-stream, with the response's status and headers.
+    async with Http2Transport() as transport:
+        response = await transport.exchange("POST", url, headers, body)
+        while (data := await response.read()) is not None: ...
+        await response.aclose()
 
 Promises.
 
 - A response that is left before its end, and a call that is cancelled before its headers, reset their stream:
   the server knows at once.
 - A request that the server did not process (GOAWAY, REFUSED_STREAM) is sent again, on another connection if
-  need be, when its body can be sent again; else RequestUnprocessed says that repeating it is safe. No other
-  request is ever repeated.
+  need be, `ATTEMPTS_MAX` times; then StreamRefused says that repeating it is safe. No other request is ever
+  repeated.
 - `http://` is HTTP/2 with prior knowledge; `https://` must agree on `h2` by ALPN. There is no fall-back: a
-  server that does not speak HTTP/2 is NotHttp2, a ConnectError.
-- Of httpx's timeouts, `connect` bounds making the connection, `pool` waiting for a free stream, `read` each
-  wait for headers or data, `write` each piece of the request's body. An attempt to connect ends after the
-  watch's `greeting_timeout_s`, or later if a waiting request's `connect` is longer.
-- A callable in the extension `CONNECTED` (shared.wire.http) is called once there is a connection with room:
-  whatever fails before was not dispatched.
+  server that does not speak HTTP/2 is NotHttp2.
+- `connect_s` bounds the wait for a connection with a free stream; the caller bounds all other waits. An
+  attempt to connect ends after the watch's `greeting_timeout_s`, or later if a waiting request's `connect_s`
+  is longer.
+- `connected` is called once there is a connection with room: whatever fails before was not dispatched.
 
 The pulse of a connection: PINGs while streams are open. They find a server that has stopped, or is cut off,
 within seconds. TCP takes minutes, and a stream that waits for bytes cannot tell. A server answers PINGs from
@@ -48,23 +43,31 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import TracebackType
 from typing import Final
 
-import httpx
+from yarl import URL
 
+from gateway.relay.hop_errors import (
+    Draining,
+    HopError,
+    NoConnection,
+    NoConnectionInTime,
+    NotHttp2,
+    Unsendable,
+)
 from shared.http2.connection import Connection
 from shared.http2.connection_config import ConnectionConfig, PulseConfig, WatchConfig
-from shared.http2.connection_errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
+from shared.http2.connection_errors import StreamFailed, StreamRefused
 from shared.http2.endpoint import ConnectionEndpoint
 from shared.http2.headers import BadHeader, HeaderList, Headers, header_list
 from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Report, Stream
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.wire.http import CONNECTED
 
 # -- the pulse ------------------------------------------------------------------------------------
 
@@ -110,7 +113,7 @@ class QueuePlace:
 
     head: HeaderList
     end: bool
-    connect_timeout_s: float | None
+    within_s: float | None
     opened: asyncio.Future[Stream]
 
 
@@ -141,25 +144,21 @@ class OriginPool:
             return endpoint.connection.open(head, end=end)
         return None
 
-    async def open(
-        self, head: HeaderList, *, end: bool, connect_timeout_s: float | None, pool_timeout_s: float | None
-    ) -> Stream:
-        """A stream on which `head` was sent, once its turn has come. Raises ConnectError, ConnectTimeout,
-        PoolTimeout."""
+    async def open(self, head: HeaderList, *, end: bool, within_s: float | None) -> Stream:
+        """A stream on which `head` was sent, once its turn has come. Raises NoConnection,
+        NoConnectionInTime."""
         if len(self._waiting) >= WAITING_MAX:
-            raise httpx.PoolTimeout("too many requests wait for a stream")
-        place = QueuePlace(head, end, connect_timeout_s, asyncio.get_running_loop().create_future())
+            raise NoConnectionInTime("too many requests wait for a stream")
+        place = QueuePlace(head, end, within_s, asyncio.get_running_loop().create_future())
         self._waiting.append(place)
         self._serve()
-        connected = bool(self.endpoints)
+        awaited = "stream became free" if self.endpoints else "connection"
         try:
-            async with asyncio.timeout(pool_timeout_s if connected else connect_timeout_s):
+            async with asyncio.timeout(within_s):
                 return await place.opened
         except TimeoutError:
             self._leave(place)
-            if connected:
-                raise httpx.PoolTimeout("no stream became free in time") from None
-            raise httpx.ConnectTimeout("no connection in time") from None
+            raise NoConnectionInTime(f"no {awaited} in time") from None
         except asyncio.CancelledError:
             self._leave(place)
             raise
@@ -182,7 +181,7 @@ class OriginPool:
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait([self._connecting])
-        self._fail_waiting(httpx.ConnectError("the transport is closed"))
+        self._fail_waiting(NoConnection("the transport is closed"))
         for endpoint in list(self.endpoints):
             endpoint.close("the transport is closed")
 
@@ -211,10 +210,10 @@ class OriginPool:
         return sum(one.connection.phase is ConnectionPhase.OPEN for one in self.endpoints)
 
     async def _grow(self) -> None:
-        patience_s = max((place.connect_timeout_s or 0.0 for place in self._waiting), default=0.0)
+        patience_s = max((place.within_s or 0.0 for place in self._waiting), default=0.0)
         try:
             self.endpoints.append(await self._connect(self, patience_s))
-        except httpx.TransportError as error:
+        except HopError as error:
             if not self._live:
                 self._fail_waiting(error)
             return
@@ -222,7 +221,7 @@ class OriginPool:
             self._connecting = None
         self.changed()
 
-    def _fail_waiting(self, error: httpx.TransportError) -> None:
+    def _fail_waiting(self, error: HopError) -> None:
         for place in self._waiting:
             if not place.opened.done():
                 place.opened.set_exception(type(error)(str(error)))  # its own: each gets a traceback
@@ -240,44 +239,9 @@ TARGETS_MAX: Final = 1024
 REPORTS_S: Final = 1.0
 """The time for which a retiring connection is kept for the reports of its last streams, in seconds."""
 CLIENT_WATCH: Final = WatchConfig(idle_timeout_s=60.0)
-STREAM_EXTENSION: Final = "penstock_stream"
-
 
 Origin = tuple[str, str, int]
 """Scheme, host and port."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """The four timeouts of httpx, in seconds, as the module's docstring says. None is no timeout."""
-
-    connect_s: float | None = None
-    pool_s: float | None = None
-    read_s: float | None = None
-    write_s: float | None = None
-
-
-NO_TIMEOUTS: Final = Timeouts()
-
-
-class RequestUnprocessed(httpx.RemoteProtocolError):
-    """The server did not process the request, whose body cannot be sent again: the caller may repeat it."""
-
-
-class Draining(httpx.ConnectError):
-    """The server accepts connections, and no requests: it sent GOAWAY right after its SETTINGS."""
-
-
-class NotHttp2(httpx.ConnectError):
-    """The server's first bytes were not those of HTTP/2, or it closed the connection without sending any."""
-
-
-def _mapped(error: Http2Error) -> httpx.TransportError:
-    if isinstance(error, StreamRefused):
-        return RequestUnprocessed(str(error))
-    if isinstance(error, ConnectionLost):
-        return httpx.ReadError(str(error))
-    return httpx.RemoteProtocolError(str(error))
 
 
 class ClientEndpoint(ConnectionEndpoint):
@@ -354,18 +318,15 @@ class ClientEndpoint(ConnectionEndpoint):
         self._loop.call_soon(self._pool.changed)
 
 
-class ResponseStream(httpx.AsyncByteStream):
+class ResponseStream:
     """A response whose body is still to be read, and the upload of its request while that runs."""
 
-    __slots__ = ("_read_timeout_s", "_stream", "_upload", "head")
+    __slots__ = ("_stream", "_upload", "head")
 
-    def __init__(
-        self, head: HeaderList, stream: Stream, upload: _Upload, read_timeout_s: float | None
-    ) -> None:
+    def __init__(self, head: HeaderList, stream: Stream, upload: asyncio.Task[None] | None) -> None:
         self.head = head
         self._stream = stream
         self._upload = upload
-        self._read_timeout_s = read_timeout_s
 
     @property
     def status(self) -> int:
@@ -375,35 +336,21 @@ class ResponseStream(httpx.AsyncByteStream):
     def headers(self) -> Headers:
         return Headers(self.head)
 
-    async def read(self) -> bytes | None:
-        """All bytes that are queued, at least one. None at the end. Raises httpx's errors."""
-        try:
-            if self._read_timeout_s is None:
-                return await self._stream.read()
-            async with asyncio.timeout(self._read_timeout_s):
-                return await self._stream.read()
-        except StreamFailed as error:
-            raise self._upload.error or _mapped(error) from error
-        except TimeoutError:
-            raise httpx.ReadTimeout(f"no data within {self._read_timeout_s:g} s") from None
+    def read(self) -> Awaitable[bytes | None]:
+        """All bytes that are queued, at least one. None at the end. Raises StreamFailed."""
+        return self._stream.read()
 
-    async def pass_on(self, accept: Callable[[bytes], bool], accept_chunk: object = None) -> bool:
-        """Call `accept` as `Stream.pass_on` does. The read timeout is not applied. HTTP/2 has no chunks."""
-        try:
-            return await self._stream.pass_on(accept)
-        except StreamFailed as error:
-            raise self._upload.error or _mapped(error) from error
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while (data := await self.read()) is not None:
-            yield data
+    def pass_on(self, accept: Callable[[bytes], bool], accept_chunk: object = None) -> Awaitable[bool]:
+        """Call `accept` as `Stream.pass_on` does. HTTP/2 has no chunks."""
+        return self._stream.pass_on(accept)
 
     async def aclose(self) -> None:
-        self._upload.cancel()
+        if self._upload is not None:
+            self._upload.cancel()
         self._stream.reset()
 
 
-class Http2Transport(httpx.AsyncBaseTransport):
+class Http2Transport:
     def __init__(
         self,
         *,
@@ -440,39 +387,21 @@ class Http2Transport(httpx.AsyncBaseTransport):
         for pool in pools:
             await pool.close()
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        content = request.stream
-        assert isinstance(content, httpx.AsyncByteStream)
-        response = await self.exchange(
-            request.method,
-            str(request.url),
-            request.headers.raw,
-            b"".join(content) if isinstance(content, httpx.ByteStream) else content,
-            timeouts=_timeouts(request.extensions.get("timeout", {})),
-            connected=request.extensions.get(CONNECTED),
-        )
-        return httpx.Response(
-            status_code=response.status,
-            headers=response.head[1:],
-            stream=response,
-            extensions={"http_version": b"HTTP/2", STREAM_EXTENSION: response},
-        )
-
     async def exchange(
         self,
         method: str,
         url: str,
         headers: Sequence[tuple[bytes, bytes]],
-        content: bytes | httpx.AsyncByteStream,
+        content: bytes,
         *,
-        timeouts: Timeouts = NO_TIMEOUTS,
+        connect_s: float | None = None,
         connected: Callable[[], None] | None = None,
         report: Report | None = None,
         is_repeated: bool = False,
     ) -> ResponseStream:
-        """Send a request, and wait for the response's headers. The caller closes the response.
+        """Send a request, and wait for the response's headers. The caller closes the response. Raises
+        HopError, StreamFailed.
 
-        The same as `handle_async_request`, without the objects of httpx, which cost as much as all the rest.
         `is_repeated` changes nothing: servers of HTTP/2 say what they did not process.
         `report` takes the server's report on the stream, which comes even when the call is cancelled or the
         response is closed before its end.
@@ -481,50 +410,40 @@ class Http2Transport(httpx.AsyncBaseTransport):
         try:
             head = header_list(target.head, headers)
         except BadHeader as error:
-            raise httpx.LocalProtocolError(str(error)) from error
-        upload = _Upload(content, timeouts.write_s)
+            raise Unsendable(str(error)) from error
         for attempts_left in reversed(range(ATTEMPTS_MAX)):
             try:
-                return await self._attempt(target.origin, head, upload, timeouts, connected, report)
-            except StreamRefused as error:
-                if not attempts_left or not upload.whole:
-                    raise _mapped(error) from error
-            except StreamFailed as error:
-                raise upload.error or _mapped(error) from error
+                return await self._attempt(target.origin, head, content, connect_s, connected, report)
+            except StreamRefused:
+                if not attempts_left:
+                    raise
         raise AssertionError("the last attempt returns or raises")
 
     async def _attempt(
         self,
         origin: Origin,
         head: HeaderList,
-        upload: _Upload,
-        timeouts: Timeouts,
+        content: bytes,
+        connect_s: float | None,
         connected: Callable[[], None] | None,
         report: Report | None,
     ) -> ResponseStream:
-        pool, end = self._pools.get(origin) or self._new_pool(origin), upload.empty
-        stream = pool.open_now(head, end=end) or await pool.open(
-            head, end=end, connect_timeout_s=timeouts.connect_s, pool_timeout_s=timeouts.pool_s
-        )
+        pool, end = self._pools.get(origin) or self._new_pool(origin), not content
+        stream = pool.open_now(head, end=end) or await pool.open(head, end=end, within_s=connect_s)
         stream.report = report
+        upload = None
         try:
             if connected is not None:
                 connected()
-            if not upload.empty:
-                upload.start(stream)
-            if timeouts.read_s is None:
-                received = await stream.wait_head()
-            else:
-                async with asyncio.timeout(timeouts.read_s):
-                    received = await stream.wait_head()
-        except BaseException as error:
-            upload.cancel()
+            if content:
+                upload = _upload(stream, content)
+            received = await stream.wait_head()
+        except BaseException:
+            if upload is not None:
+                upload.cancel()
             stream.reset()
-            if isinstance(error, TimeoutError):
-                raise httpx.ReadTimeout(f"no response within {timeouts.read_s or 0:g} s") from None
             raise
-        upload.forget()
-        return ResponseStream(received, stream, upload, timeouts.read_s)
+        return ResponseStream(received, stream, upload)
 
     # -- connections --------------------------------------------------------------------------
 
@@ -543,7 +462,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
         if len(self._pools) >= ORIGINS_MAX:
             self._pools = {origin: pool for origin, pool in self._pools.items() if pool.used}
         if len(self._pools) >= ORIGINS_MAX:
-            raise httpx.PoolTimeout("too many origins")
+            raise NoConnectionInTime("too many origins")
 
         async def connect(pool: OriginPool, patience_s: float) -> ConnectionEndpoint:
             return await self._connect(origin, pool, patience_s)
@@ -552,7 +471,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
         return pool
 
     async def _connect(self, origin: Origin, pool: OriginPool, patience_s: float) -> ConnectionEndpoint:
-        """Make one connection. Raises ConnectError, ConnectTimeout."""
+        """Make one connection. Raises NoConnection, NoConnectionInTime."""
         scheme, host, port = origin
         limit_s = max(self._watch.greeting_timeout_s, patience_s)
         watch = replace(self._watch, greeting_timeout_s=limit_s)
@@ -574,9 +493,9 @@ class Http2Transport(httpx.AsyncBaseTransport):
                     raise
                 return endpoint
         except TimeoutError:
-            raise httpx.ConnectTimeout(f"no HTTP/2 connection to {host}:{port} in time") from None
+            raise NoConnectionInTime(f"no HTTP/2 connection to {host}:{port} in time") from None
         except (OSError, UnicodeError) as error:  # TLS's and the resolver's errors are OSErrors
-            raise httpx.ConnectError(f"{host}:{port}: {error}") from error
+            raise NoConnection(f"{host}:{port}: {error}") from error
 
     def _tls(self) -> ssl.SSLContext:
         if self._ssl is None:
@@ -591,11 +510,6 @@ def _check_alpn(transport: asyncio.BaseTransport) -> None:
         raise NotHttp2(f"the server chose {chosen or 'no protocol'} by ALPN, and not h2")
 
 
-def _timeouts(given: Mapping[str, float | None]) -> Timeouts:
-    """Timeouts as httpx's extension names them."""
-    return Timeouts(given.get("connect"), given.get("pool"), given.get("read"), given.get("write"))
-
-
 @dataclass(frozen=True, slots=True)
 class _Target:
     origin: Origin
@@ -606,70 +520,36 @@ class _Target:
 
 @lru_cache(maxsize=TARGETS_MAX)
 def _target(method: str, url: str) -> _Target:
-    """Parse a method and a URL. Raises UnsupportedProtocol."""
-    parsed = httpx.URL(url)
-    scheme = parsed.scheme
-    if scheme not in ("http", "https"):
-        raise httpx.UnsupportedProtocol(f"{scheme!r} is neither http nor https")
+    """Parse a method and a URL. Raises Unsendable."""
+    parsed, origin = parsed_url(url)
     return _Target(
-        (scheme, parsed.host, parsed.port or (443 if scheme == "https" else 80)),
+        origin,
         [
             (b":method", method.encode("ascii")),
-            (b":scheme", parsed.raw_scheme),
-            (b":path", parsed.raw_path),
-            (b":authority", parsed.netloc),
+            (b":scheme", parsed.scheme.encode("ascii")),
+            (b":path", parsed.raw_path_qs.encode("ascii")),
+            (b":authority", (parsed.host_port_subcomponent or "").encode("ascii")),
         ],
     )
 
 
-class _Upload:
-    """The upload of a request's body. `whole` says whether the body can still be sent, or sent again."""
-
-    __slots__ = ("_content", "_task", "_timeout_s", "empty", "error", "whole")
-
-    def __init__(self, content: bytes | httpx.AsyncByteStream, timeout_s: float | None) -> None:
-        self._content = content
-        self._timeout_s = timeout_s
-        self._task: asyncio.Task[None] | None = None
-        self.empty = content == b""
-        self.whole = True
-        self.error: Exception | None = None  # why this end reset the stream
-
-    def start(self, stream: Stream) -> None:
-        """Send what fits the windows at once, and the rest in a task."""
-        content = self._content
-        if not isinstance(content, bytes):
-            self.whole = False
-            self._task = asyncio.create_task(self._run(stream, content))
-        elif (rest := stream.write_nowait(content, end=True)) is not None:
-            self._task = asyncio.create_task(self._run(stream, _one(rest)))
-        else:
-            stream.finish()
-
-    def forget(self) -> None:
-        """Release the content, as an answer has begun and it will not be sent again. A running task goes
-        on."""
-        self._content, self.whole = b"", False
-
-    def cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _run(self, stream: Stream, content: AsyncIterable[bytes | memoryview]) -> None:
-        try:
-            async for piece in content:
-                async with asyncio.timeout(self._timeout_s):
-                    await stream.write(piece)
-            stream.finish()
-        except StreamFailed:
-            return  # not an error: the response may be complete without the rest of the request
-        except TimeoutError:
-            self.error = httpx.WriteTimeout("the server did not take the request's body in time")
-            stream.reset()
-        except Exception as error:
-            self.error = error  # `ResponseStream.read` raises it
-            stream.reset()
+def parsed_url(url: str) -> tuple[URL, Origin]:
+    """A URL, and the origin that it is asked at. Raises Unsendable."""
+    parsed = URL(url)
+    if parsed.scheme not in ("http", "https") or parsed.raw_host is None or parsed.port is None:
+        raise Unsendable("the URL is of no server by http or https")
+    return parsed, (parsed.scheme, parsed.raw_host, parsed.port)
 
 
-async def _one(piece: memoryview) -> AsyncIterator[memoryview]:
-    yield piece
+def _upload(stream: Stream, content: bytes) -> asyncio.Task[None] | None:
+    """Send what fits the windows at once, and the rest in a task, if there is any. Raises StreamFailed."""
+    if (rest := stream.write_nowait(content, end=True)) is not None:
+        return asyncio.create_task(_upload_rest(stream, rest))
+    stream.finish()
+    return None
+
+
+async def _upload_rest(stream: Stream, rest: memoryview) -> None:
+    with suppress(StreamFailed):  # not an error: the response may be complete without it
+        await stream.write(rest)
+        stream.finish()

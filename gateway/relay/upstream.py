@@ -1,9 +1,8 @@
 """The engine's end of a request: show it a key, send the request, read the answer, close it.
 
 The seam to the wire is `Transport`: HTTP/2 by `shared.http2`, and HTTP/1.1 by `relay.http1` for engines that
-speak nothing else. Its errors are those of httpx, whose requests and responses are not made, as each pair
-costs more than the hop itself. The `Watch` keeps all timeouts except for connecting, which only the transport
-can tell apart.
+speak nothing else. The `Watch` keeps all timeouts except for connecting, which only the transport can tell
+apart.
 
 Closing an unfinished answer resets its stream, or closes its HTTP/1.1 connection, which is what tells
 the engine to stop.
@@ -23,24 +22,25 @@ from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Final
 
-import httpx
 import msgspec
 
 from gateway.config.edge import HopConfig
-from gateway.config.secret import RenewableSecret
+from gateway.config.secret import RenewableSecret, file_of
 from gateway.config.whole import HopProtocol, ModelConfig
 from gateway.relay.engine_errors import ERROR_LEN_MAX, read_back, says_error
-from gateway.relay.http1 import AcceptChunk, Http1Transport, LostTwice
-from gateway.relay.http2_client import (
-    CLIENT_WATCH,
+from gateway.relay.hop_errors import (
     Draining,
-    Http2Transport,
+    HopError,
+    LostTwice,
+    NoConnection,
+    NoConnectionInTime,
     NotHttp2,
-    Origin,
-    RequestUnprocessed,
-    Timeouts,
+    Unsendable,
 )
+from gateway.relay.http1 import AcceptChunk, Http1Transport
+from gateway.relay.http2_client import CLIENT_WATCH, Http2Transport, Origin
 from shared.http2.connection_config import PulseConfig
+from shared.http2.connection_errors import StreamFailed, StreamRefused
 from shared.http2.stream import Report
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.renewable_tls import RenewableTls
@@ -80,9 +80,9 @@ class Credentials:
         """Those that may be renewed, by their file, which models may share."""
         problems: list[str] = []
         for model in models:
-            variable, file = model.api_key_env, model.api_key_file
+            file = file_of(model.api_key)
             try:
-                secret = RenewableSecret(variable, file, env)
+                secret = RenewableSecret(model.api_key, env)
             except ValueError as error:
                 problems.append(f"models.{model.name}: {error}")
                 continue
@@ -105,9 +105,9 @@ class Credentials:
         return ((b"authorization", f"Bearer {secret.text}".encode()),)
 
 
-BOUNDS_MAX: Final = 1024
 TYPES_MAX: Final = 256
 """Content types whose media type is cached."""
+PULSE: Final = PulseConfig()
 DRAIN_RETRY_S: Final = 1.0
 """The `Retry-After` of a request whose only replica shuts down, in seconds."""
 FETCH_LEN_MAX: Final = 4 * 1024 * 1024
@@ -161,11 +161,11 @@ class Response(typing.Protocol):
         """The headers, looked up without regard to case."""
         ...
 
-    async def read(self) -> bytes | None: ...
+    def read(self) -> Awaitable[bytes | None]: ...
 
-    async def pass_on(
+    def pass_on(
         self, accept: Callable[[bytes], bool], accept_chunk: AcceptChunk | None = None
-    ) -> bool: ...
+    ) -> Awaitable[bool]: ...
 
     async def aclose(self) -> None: ...
 
@@ -178,7 +178,7 @@ class Transport(typing.Protocol):
         headers: Sequence[tuple[bytes, bytes]],
         content: bytes,
         *,
-        timeouts: Timeouts,
+        connect_s: float | None,
         connected: Callable[[], None] | None,
         report: Report | None,
         is_repeated: bool,
@@ -225,7 +225,7 @@ class Answer:
         """The bytes that have come, at least one; empty at the end. Raises UpstreamFailed when cut off."""
         try:
             data = await self._stream.read()
-        except httpx.HTTPError as error:
+        except (HopError, StreamFailed) as error:
             raise _ours(error) from error
         if data is None:
             self.finished = True
@@ -239,7 +239,7 @@ class Answer:
         `accept_chunk` is asked first about what came as a chunk of its own."""
         try:
             more = await self._stream.pass_on(accept, accept_chunk)
-        except httpx.HTTPError as error:
+        except (HopError, StreamFailed) as error:
             raise _ours(error) from error
         self.finished = not more
         return more
@@ -311,9 +311,8 @@ class Upstream:
             if (report := parse_load(payload)) is not None:
                 on_load(*origin, report)
 
-        pulse = PulseConfig(hop.ping_interval_s, hop.ping_timeout_s)
         self._http2: Final = Http2Transport(
-            ssl_context=context("http2"), watch=replace(CLIENT_WATCH, pulse=pulse), on_load=load_told
+            ssl_context=context("http2"), watch=replace(CLIENT_WATCH, pulse=PULSE), on_load=load_told
         )
         self._transports: Final[dict[HopProtocol, Transport]] = {
             "http1": Http1Transport(context("http1")),
@@ -361,12 +360,12 @@ class Upstream:
                 base_url + outbound.path,
                 (*outbound.headers, _NO_CODING, (b"content-length", b"%d" % len(content))),
                 content,
-                timeouts=_bounds(connect_s),
+                connect_s=connect_s,
                 connected=connected,
                 report=report,
                 is_repeated=is_repeated,
             )
-        except httpx.HTTPError as error:
+        except (HopError, StreamFailed) as error:
             raise _ours(error) from error
         return Answer(response)
 
@@ -427,27 +426,22 @@ def _media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
-@lru_cache(maxsize=BOUNDS_MAX)
-def _bounds(connect_s: float) -> Timeouts:
-    return Timeouts(connect_s=connect_s, pool_s=connect_s)
-
-
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def _ours(error: httpx.HTTPError) -> ApiError:
+def _ours(error: HopError | StreamFailed) -> ApiError:
     detail = f"{type(error).__name__}: {error}"
     match error:
-        case httpx.ConnectTimeout() | httpx.PoolTimeout():
+        case NoConnectionInTime():
             return ConnectTimeout("The engine did not accept a connection in time.", detail=detail)
         case Draining():
             return NotReady("The engine is shutting down.", detail=detail, retry_after_s=DRAIN_RETRY_S)
         case NotHttp2():
             hint = 'if it speaks HTTP/1.1 alone, set protocol = "http1" for its models'
             return UpstreamUnreachable("The engine cannot be reached.", detail=f"{detail}; {hint}")
-        case httpx.ConnectError() | RequestUnprocessed():
+        case NoConnection() | StreamRefused():
             return UpstreamUnreachable("The engine cannot be reached.", detail=detail)
-        case httpx.LocalProtocolError() | httpx.UnsupportedProtocol():
+        case Unsendable():
             return UpstreamFailed("The engine cannot be asked.", detail=detail)
         case LostTwice():
             return UpstreamLostTwice("The engine's answer broke off, twice.", detail=detail)

@@ -5,10 +5,9 @@ Rules:
 1. A request is sent again only until its answer begins, with a stream's first event (which some APIs send
    when a core admits the request, before there is a token), or with what is held of
    any other answer: its client has been sent nothing until then. It goes to a replica that was not asked
-   before, after the stream at the one before was reset, so that never two work on it at a time (hedging is
-   the exception that operators turn on). What `relay.http1` sends once more on a new connection (where a kept
-   one had closed, its rule 5) has reached nobody before; where that is not sure and the second is lost as
-   well, no third is sent.
+   before, after the stream at the one before was reset, so that never two work on it at a time. What
+   `relay.http1` sends once more on a new connection (where a kept one had closed, its rule 5) has reached
+   nobody before; where that is not sure and the second is lost as well, no third is sent.
 2. After a replica that was sent nothing, or had begun nothing of it (no connection, not ready; what a core
    held that hangs is not ready either, unless it had begun), every other may be asked. After one that may
    have worked on it (its stream broke, it answered 5xx, its queue was full), `REPEATS_MAX` others are asked,
@@ -23,11 +22,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from msgspec import Struct, field
 
@@ -37,14 +36,12 @@ from gateway.endpoints.dialect import Dialect
 from gateway.relay.stream import LATE, Opened, Progress, open_answer
 from gateway.relay.upstream import Outbound, Upstream
 from gateway.request.exchange import Exchange
-from gateway.request.hedging import failure_of, race, succeeded
 from gateway.request.record import RETRIES, observe_attempt
 from gateway.routing.health import Outcome
 from gateway.routing.policy import Affinity, RouteReason
 from gateway.routing.replicas import Placement, Replica, Replicas
 from gateway.routing.retries import RetryBudget
 from shared.process.clock import Clock
-from shared.process.shield import shielded
 from shared.wire.errors import (
     ApiError,
     ConnectTimeout,
@@ -109,8 +106,6 @@ class Prepared(Struct, frozen=True):
     """True if the caller asked for another model, which could not answer."""
     is_optional: bool = False
     """True if engines of other makes may lack its path."""
-    is_hedged: bool = False
-    """True if it may be sent to a second replica when the first is slow to begin."""
 
 
 class Dispatched(Struct, frozen=True):
@@ -151,14 +146,6 @@ class Attempt:
         if self._task is not None and not self._given_up:
             self._given_up = True
             self._task.cancel()
-
-
-class Hedge(Struct, frozen=True, eq=False):
-    """The second attempt of a hedged request."""
-
-    placement: Placement
-    progress: Progress
-    task: asyncio.Task[Dispatched]
 
 
 class Sending(Struct, eq=False):
@@ -279,104 +266,16 @@ class Dispatcher:
     def _answered(
         self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending
     ) -> Awaitable[Dispatched]:
-        """Ask one replica, or two where the request is hedged."""
+        """Send the request to one replica, and wait for the beginning of its answer."""
         exchange.stages.enter("connect")
         exchange.record.replica = place.replica.id
-        after_ms = None
-        if exchange.streams:
-            within_s = exchange.timeouts.first_token_s
-            exchange.watch.expect(within_s, FirstTokenTimeout, LATE)
-            if prepared.is_hedged:
-                after_ms = self._replicas.first_events(prepared.model.name).p95_ms
-        if after_ms is None:
-            return self._attempt(exchange, prepared, place, sending, exchange.progress)
-        return self._hedged(exchange, prepared, place, sending, after_ms)
+        if not exchange.streams:
+            return self._begin(exchange, prepared, place, sending)
+        exchange.watch.expect(exchange.timeouts.first_token_s, FirstTokenTimeout, LATE)
+        return self._begin_stream(exchange, prepared, place, sending)
 
-    async def _hedged(
-        self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending, after_ms: int
-    ) -> Dispatched:
-        """Ask another replica as well when this one has not begun after `after_ms`. The one that begins first
-        is charged for, alone."""
-        hedges: list[Hedge] = []
-        route = exchange.record.route
-
-        def start() -> asyncio.Task[Dispatched] | None:
-            if (second := self._place_hedge(prepared, place, sending)) is None:
-                return None
-            exchange.record.placed(second.route)
-            progress = exchange.progress.anew(prepared.dialect)
-            task = asyncio.create_task(self._attempt(exchange, prepared, second, sending, progress))
-            hedges.append(Hedge(second, progress, task))
-            return task
-
-        lead = asyncio.create_task(self._attempt(exchange, prepared, place, sending, exchange.progress))
-        try:
-            winner = await race(lead, after_ms / 1000, start)
-            await _close(task for task in (lead, *(hedge.task for hedge in hedges)) if task is not winner)
-        except BaseException as error:  # the client has left, perhaps when one had won
-            for hedge in hedges:
-                self._replicas.release(hedge.placement, outcome_of(error, exchange.watch))
-                if succeeded(hedge.task) and not succeeded(lead):
-                    exchange.progress = hedge.progress
-            await shielded(_close([lead, *(hedge.task for hedge in hedges)]))
-            raise
-        finally:
-            for _ in hedges:
-                sending.budget.give_back(sending.tenant)
-        for hedge in hedges:  # from here on nothing is waited for: each place has one who gives it back
-            self._decide(exchange, place, lead, hedge, hedge.task is winner)
-            if hedge.task is not winner:
-                exchange.record.route = route
-                sending.tried.add(hedge.placement.replica.id)
-        return winner.result()
-
-    def _place_hedge(self, prepared: Prepared, place: Placement, sending: Sending) -> Placement | None:
-        """A place at another replica, within the budget."""
-        if not sending.budget.take_for_hedge(sending.tenant):
-            RETRIES.inc("refused")
-            return None
-        tried = sending.tried | {place.replica.id}
-        second = self._replicas.place(prepared.model.name, prepared.affinity, tried, RouteReason.HEDGE)
-        if second is None:
-            sending.budget.give_back(sending.tenant)
-        else:
-            RETRIES.inc("hedged")
-        return second
-
-    def _decide(
-        self,
-        exchange: Exchange,
-        place: Placement,
-        lead: asyncio.Task[Dispatched],
-        hedge: Hedge,
-        has_won: bool,
-    ) -> None:
-        """Give the loser's place back, and charge for the winner. Where the lead has lost to nobody, its
-        error is the request's."""
-        loser, lost_at = (lead, place) if has_won else (hedge.task, hedge.placement)
-        if (failure := failure_of(loser)) is not None and isinstance(failure, ApiError):
-            forget_frames(failure)
-            exchange.record.attempt_failed(lost_at.replica.id, type(failure).code)
-        if has_won or not succeeded(lead):
-            progress, other = exchange.progress, hedge.progress
-            if has_won:
-                exchange.progress = other
-                exchange.record.replica = hedge.placement.replica.id
-            else:
-                progress.lost |= other.dispatched and not other.refused
-        outcome = Outcome.NEUTRAL if failure is None else outcome_of(failure, exchange.watch)
-        self._replicas.release(lost_at, outcome)
-
-    def _attempt(
-        self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending, progress: Progress
-    ) -> Coroutine[Any, Any, Dispatched]:
-        """Send the request to one replica, and wait for the beginning of its answer."""
-        if exchange.streams:
-            return self._attempt_stream(exchange, prepared, place, sending, progress)
-        return self._begin(exchange, prepared, place, sending, progress)
-
-    async def _attempt_stream(
-        self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending, progress: Progress
+    async def _begin_stream(
+        self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending
     ) -> Dispatched:
         """The same for a stream, which is given up when its replica is found silent."""
 
@@ -385,7 +284,7 @@ class Dispatcher:
                 attempt.give_up()
 
         with Attempt() as attempt:
-            return await self._begin(exchange, prepared, place, sending, progress, on_late)
+            return await self._begin(exchange, prepared, place, sending, on_late)
 
     async def _begin(
         self,
@@ -393,10 +292,9 @@ class Dispatcher:
         prepared: Prepared,
         place: Placement,
         sending: Sending,
-        progress: Progress,
         on_late: Callable[[], None] | None = None,
     ) -> Dispatched:
-        replica, request = place.replica, prepared.outbound
+        replica, request, progress = place.replica, prepared.outbound, exchange.progress
         progress.report.counted = partial(self._replicas.counted, place)
 
         def connected() -> None:
@@ -448,13 +346,6 @@ async def watch_replicas(replicas: Replicas, upstream: Upstream, clock: Clock) -
     while True:
         await clock.sleep(LOOK_S)
         replicas.look(is_mute)
-
-
-async def _close(tasks: Iterable[asyncio.Task[Dispatched]]) -> None:
-    """Close the answers that these have brought, if any."""
-    for task in tasks:
-        if succeeded(task):
-            await task.result().opened.answer.aclose()
 
 
 def _nobody() -> NotReady:

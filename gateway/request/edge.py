@@ -182,7 +182,6 @@ class Edge:
             raise
         finally:
             self._complete(exchange)
-            forget_frames(exchange.record.error)
             forget_frames(exchange.watch.reason)
 
     async def _answer(self, exchange: Exchange, request: web.BaseRequest | None) -> None:
@@ -276,6 +275,7 @@ class Edge:
 
     async def _fail(self, exchange: Exchange, error: ApiError) -> None:
         """Answer with an error, or end an answer that has begun with it."""
+        forget_frames(error)
         client = exchange.client
         if (begun := client.status) is not None and client.finished:
             exchange.record.status = begun  # its whole answer was sent already
@@ -319,6 +319,8 @@ class Edge:
         )
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         resource = find(path)
+        if resource.anthropics is not None and VERSION_HEADER in headers:
+            resource = resource.anthropics
         dialect = resource.dialect
         return Exchange(
             method=method,
@@ -328,7 +330,7 @@ class Edge:
             body=body,
             connection=connection,
             request_id=request_id,
-            record=ExchangeRecord(request_id, method[:16], resource.path),
+            record=ExchangeRecord.begun(request_id, method[:16], resource.path, stages),
             stages=stages,
             watch=watch,
             client=client,
@@ -341,22 +343,24 @@ class Edge:
         )
 
     def _complete(self, exchange: Exchange) -> None:
-        record, stages = exchange.record, exchange.stages
+        record, stages, decision = exchange.record, exchange.stages, exchange.decision
         record.stage = record.stage or stages.now
         record.stream, record.session = exchange.streams, exchange.session
-        record.reserved += exchange.reserved
-        record.decision = exchange.decision
-        record.set_progress(exchange.progress)
-        self._reporter.completed(record, stages, stages.enter(stages.now) - exchange.arrived_s)
+        record.reserved_tokens += exchange.reserved
+        refusal = None if decision is None else decision.refusal
+        took_s = stages.enter(stages.now) - exchange.arrived_s
+        self._reporter.completed(record, exchange.progress, refusal, stages, took_s)
 
     def refuse_unparsed(self, cause: str) -> web.Response:
         """The answer to a request that is not well-formed HTTP, or whose head is too large. Its completed
         line is written here."""
         message = "The request is not well-formed HTTP, or its headers are too large."
         error = InvalidRequest(message, detail=cause)
-        record = ExchangeRecord(mint_request_id(), "", UNPARSED, stage="parse")
+        stages = Stages("gateway", self._clock)
+        record = ExchangeRecord.begun(mint_request_id(), "", UNPARSED, stages)
+        record.stage = "parse"
         record.failed(error, int(error.status))
-        self._reporter.completed(record, Stages("gateway", self._clock), 0.0)
+        self._reporter.completed(record, Progress(), None, stages, 0.0)
         response = error_response(error, {REQUEST_ID_HEADER: record.request_id})
         response.force_close()
         return response

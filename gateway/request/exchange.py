@@ -55,8 +55,7 @@ class Exchange(Struct, eq=False):
     connection: ClientConnection
     request_id: RequestId
     record: ExchangeRecord
-    """The record for log and metrics. The exchange is written to it and never read from it: nothing that
-    happens depends on it."""
+    """The completed line, filled in as the request passes its stages."""
     stages: Stages
     watch: Watch
     client: Sink
@@ -105,7 +104,7 @@ class Exchange(Struct, eq=False):
         the one before that is not given back; what was lost with it is paid with that."""
         self.fallback, self.reservation = model, reservation
         self.payer, self.reserved, self.estimated = None, 0, 0
-        self.record.reserved += charged
+        self.record.reserved_tokens += charged
         self.progress.lost = False
 
     def bound_by(self, timeouts: TimeoutsConfig) -> None:

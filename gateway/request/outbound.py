@@ -174,10 +174,11 @@ class Draft(Struct, frozen=True):
 
 def draft(asked: Asked, model: ModelConfig, engine: Known) -> Draft:
     """Choose what goes out. Raises InvalidRequest for what another make may not be sent."""
-    if not engine.counts_as_ours:
+    is_ours = engine.is_ours
+    if not (is_ours or engine.counts_as_ours):
         passed = passed_on(asked, model)
         return Draft(False, passed.fields, passed.left_out)
-    if not engine.is_ours:
+    if not is_ours:
         check_images(asked.parsed.request.prompt_form, model.image_hosts)
     return Draft(True, shaped(asked.parsed))
 
@@ -195,11 +196,11 @@ def outbound(
 ) -> Outbound:
     """The request as it is sent to a replica.
 
-    `maximum` is the most tokens that each choice may have, where the request states none; None leaves that
-    open. Where the engine is none of ours, the exchange is told which fields were left out. `salt` is for its
-    cached prefixes, in place of the caller's; None where none is sent, or the caller's as it is.
-    `credentials` are the gateway's own towards this model's replicas; the caller's key goes nowhere. Raises
-    InvalidRequest.
+    `maximum` is the most tokens that each choice may have, where the request states none, or more than there
+    is room for, which an engine of ours cuts by itself and tells; None leaves that open. Where the engine is
+    none of ours, the exchange is told which fields were left out. `salt` is for its cached prefixes, in place
+    of the caller's; None where none is sent, or the caller's as it is. `credentials` are the gateway's own
+    towards this model's replicas; the caller's key goes nowhere. Raises InvalidRequest.
     """
     headers = (
         _JSON,
@@ -215,7 +216,7 @@ def outbound(
         overrides["cache_salt"] = salt
     if ours:
         headers += _for_ours(exchange, terms)
-        if maximum is not None and generation is not None:
+        if maximum is not None and generation is not None and generation.output_tokens_max is None:
             overrides[generation.max_tokens_param] = maximum
     else:
         is_unsalted = salt is None and "cache_salt" in asked.parsed.fields
@@ -303,7 +304,7 @@ def _instead(
     tier, tier_max = request.service_tier, terms.tenant.service_tier
     if "service_tier" in fields and tier is not None and _RANKS[tier] > _RANKS[tier_max]:
         instead["service_tier"] = tier_max
-    most = maximum if request.output_tokens_max is None else request.output_tokens_max
+    most = request.output_tokens_max if maximum is None else maximum
     if most is not None:  # also what a completion has by default
         instead[endpoint.maximum_param(request, terms.model.maximum_field)] = most
     return instead | endpoint.usage_asked(request, fields)

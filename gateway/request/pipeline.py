@@ -157,8 +157,8 @@ class Pipeline:
         returns."""
         with Holding(self._memory, principal.tenant) as holding:
             asked = await self._read(exchange, principal, endpoint, holding)
-            terms = self._resolve(exchange, principal, asked, asked.parsed.request.model)
-            prepared = await self._prepare(exchange, terms, asked)
+            terms, engine = self._resolve(exchange, principal, asked, asked.parsed.request.model)
+            prepared = await self._prepare(exchange, terms, engine, asked)
             if terms.model.fallback:
                 return await self._send_or_fall_back(exchange, principal, asked, prepared)
             del asked  # from here on the outbound request alone is held
@@ -169,13 +169,14 @@ class Pipeline:
         self,
         exchange: Exchange,
         terms: Terms,
+        engine: Known,
         asked: Asked,
         counted: tuple[Draft, TokenCount] | None = None,
     ) -> Prepared:
         """Count the request's tokens unless they are `counted`, reserve them, and make of it what is sent."""
-        chosen, count = counted or await self._count(exchange, terms, asked)
-        maximum = await self._reserve(exchange, terms, asked.generation, count)
-        request = self._outbound(exchange, terms, asked, chosen, count, maximum)
+        chosen, count = counted or await self._count(exchange, terms, engine, asked)
+        maximum = await self._reserve(exchange, terms, engine, asked.generation, count)
+        request = self._outbound(exchange, terms, engine, asked, chosen, count, maximum)
         affinity = self._affinity(exchange, terms, asked.generation, count)
         return Prepared(
             terms.model,
@@ -184,7 +185,6 @@ class Pipeline:
             asked.endpoint.dialect,
             is_fallback=bool(exchange.fallback),
             is_optional=asked.endpoint.is_optional,
-            is_hedged=terms.is_hedged,
         )
 
     async def _send_or_fall_back(
@@ -224,13 +224,13 @@ class Pipeline:
         quotas admit. Takes what it tried from `names`. None when there is none."""
         while names:
             try:
-                terms = self._resolve(exchange, principal, asked, names.pop(0))
-                counted = await self._count(exchange, terms, asked)
+                terms, engine = self._resolve(exchange, principal, asked, names.pop(0))
+                counted = await self._count(exchange, terms, engine, asked)
                 await self._reserve_anew(exchange, principal, terms, asked.endpoint)
                 exchange.ignored_fields = (
                     asked.parsed.ignored_header
                 )  # of an engine of ours, if the other was not
-                return await self._prepare(exchange, terms, asked, counted)
+                return await self._prepare(exchange, terms, engine, asked, counted)
             except ApiError as error:
                 forget_frames(error)
         return None
@@ -261,7 +261,8 @@ class Pipeline:
         what it asks for."""
         exchange.stages.enter("auth")
         headers, connection = exchange.headers, exchange.connection
-        caller = Caller(authorization_of(headers), connection.transport, connection.tenant)
+        shown = headers.get("authorization") or authorization_of(headers)
+        caller = Caller(shown, connection.transport, connection.tenant)
         try:
             found = exchange.accounts.identity.identify(caller, exchange.clock.wall())
         except Unauthenticated:
@@ -279,7 +280,7 @@ class Pipeline:
         if principal.tenant not in exchange.accounts.tenants.ids:
             raise Unauthenticated("The tenant of this API key does not exist any more.")
         exchange.principal = principal
-        exchange.record.key, exchange.record.tenant = principal.key, principal.tenant
+        exchange.record.key_id, exchange.record.tenant = principal.key, principal.tenant
         connection.tenant = principal.tenant
         if caller.authorization is not None:
             self._known.note(caller.authorization, principal.tenant)
@@ -322,20 +323,25 @@ class Pipeline:
             exchange.session = session_of(exchange.headers, generation, principal.tenant)
         return Asked(endpoint, parsed, generation)
 
-    def _resolve(self, exchange: Exchange, principal: Principal, asked: Asked, name: str | None) -> Terms:
+    def _resolve(
+        self, exchange: Exchange, principal: Principal, asked: Asked, name: str | None
+    ) -> tuple[Terms, Known]:
+        """The terms on which the model is used, and what is known of its engines."""
         exchange.stages.enter("tenant")
         terms = exchange.accounts.terms(principal, name)
         exchange.record.model = terms.model.name
         exchange.bound_by(terms.timeouts)
-        if self._engines.of(terms.model).is_ours:  # another make may support the field, and ours refuses it
+        engine = self._engines.of(terms.model)
+        if engine.is_ours:  # another make may support the field, and ours refuses it
             asked.parsed.require_supported()
-        return terms
+        return terms, engine
 
-    async def _count(self, exchange: Exchange, terms: Terms, asked: Asked) -> tuple[Draft, TokenCount]:
+    async def _count(
+        self, exchange: Exchange, terms: Terms, engine: Known, asked: Asked
+    ) -> tuple[Draft, TokenCount]:
         """Choose what goes out, and count its tokens."""
         exchange.stages.enter("tokenize")
         request, tenant = asked.generation, terms.tenant.id
-        engine = self._engines.of(terms.model)
         if engine.tokenizer is not None and request is not None:
             chosen = draft(asked, terms.model, engine)
             parts = engine.tokenizer, engine.room, self._threads, tenant, self._pieces
@@ -352,24 +358,29 @@ class Pipeline:
         return chosen, count
 
     async def _reserve(
-        self, exchange: Exchange, terms: Terms, request: GenerationRequest | None, count: TokenCount
+        self,
+        exchange: Exchange,
+        terms: Terms,
+        engine: Known,
+        request: GenerationRequest | None,
+        count: TokenCount,
     ) -> int | None:
         """Reserve the request's tokens. Returns the most that each choice may have; None where the request
-        states it, or nothing limits it."""
+        states it and there is room for it, or nothing limits it."""
         exchange.stages.enter("quota")
         if request is None:
             decision = await self._quotas.reserve(exchange.reservation, terms.subjects, 0, 0, terms.payer)
             self._apply_decision(exchange, decision, 0)
             exchange.admit(terms.payer, 0, 0)
             return None
-        room, guess = self._engines.of(terms.model).room, self._config.admission.completion_estimate
+        room, guess = engine.room, self._config.admission.completion_estimate
         asked = span(request, count, room, guess, terms.tokens_max, is_budgeted=terms.is_budgeted)
         decision = await self._quotas.reserve(
             exchange.reservation, terms.subjects, asked.least, asked.most, terms.payer, wanted=asked.wanted
         )
         self._apply_decision(exchange, decision, asked.least)
         exchange.admit(terms.payer, decision.granted, asked.estimated(decision.granted))
-        return asked.maximum_each(decision.granted) if asked.is_open else None
+        return asked.maximum_each(decision.granted) if asked.is_open or asked.is_cut else None
 
     def _apply_decision(self, exchange: Exchange, decision: Decision, tokens: int) -> None:
         """Note a decision of the quotas, and raise the error of a refusal. `tokens` is the least that was
@@ -402,12 +413,13 @@ class Pipeline:
         self,
         exchange: Exchange,
         terms: Terms,
+        engine: Known,
         asked: Asked,
         chosen: Draft,
         count: TokenCount,
         maximum: int | None,
     ) -> Outbound:
-        salt, engine = None, self._engines.of(terms.model)
+        salt = None
         if asked.generation is not None and not engine.is_ours:
             own = asked.generation.cache_salt
             if own is not None if chosen.ours else engine.takes_salt:  # it may turn out to be none of ours
@@ -431,7 +443,8 @@ class Pipeline:
 
         def first_byte() -> None:
             """Enter the stage `relay`."""
-            exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
+            took_s = exchange.stages.enter("relay") - exchange.arrived_s
+            exchange.record.first_byte_ms = int(took_s * 1e6 + 0.5) / 1e3
             if dispatched.opened.is_opening:
                 self._dispatcher.told(dispatched)
 

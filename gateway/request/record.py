@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from functools import cache, partial
-from typing import Final
+from typing import Final, Self
 
-from msgspec import Struct
-
-from gateway.admission.quota import Decision, Settlement
+from gateway.admission.quota import Decision, Refusal, Settlement
 from gateway.relay.stream import Progress
-from gateway.relay.ticks import Ticks
 from gateway.request.recorder import Recorder
 from gateway.routing.policy import RouteReason
 from gateway.routing.replicas import Replica
@@ -26,7 +23,7 @@ from shared.wire.causes import Cause, CauseCode, most_telling
 from shared.wire.completed_line import EVENT, GATEWAY_STAGES, GatewayLine
 from shared.wire.end_reason import EndReason, end_reason_of
 from shared.wire.errors import STATUS_CLIENT_GONE, ApiError
-from shared.wire.ids import KeyId, ReplicaId, RequestId, SessionId, TenantId
+from shared.wire.ids import ReplicaId, RequestId
 from shared.wire.sse import Closing
 
 TENANTS_SHOWN_MAX: Final = 100
@@ -35,82 +32,57 @@ SLOW_TOKENIZER_MS: Final = 50.0
 """The time from which on counting tokens is a cause to be told, in milliseconds."""
 NONE: Final = "none"
 """The label of a request that ended before it had the value."""
+_ROUTES: Final = {route: route.value for route in RouteReason}
+"""Their names, which an enum takes two calls to tell."""
+_NOT_ENDED: Final = datetime.min.replace(tzinfo=UTC)
 
 
-def _reason_of(closing: Closing | None) -> EndReason:
+def _reason_of(closing: Closing) -> EndReason:
     """The reason of an engine that ended its stream with an error event: its own, where it is known here."""
     try:
-        reason = EndReason(closing.end_reason if closing is not None else "")
+        reason = EndReason(closing.end_reason)
     except ValueError:
         return EndReason.UPSTREAM_FAILED
     return EndReason.UPSTREAM_FAILED if reason is EndReason.OK else reason
 
 
-class ExchangeRecord(Struct, eq=False):
-    """The facts for the report on a request, filled in as it passes its stages. It holds no text of prompts
-    or answers."""
+class ExchangeRecord(GatewayLine, eq=False):
+    """The completed line of a request, filled in as it passes its stages."""
 
-    request_id: RequestId
-    method: str
-    endpoint: str
-    """The route, not the path as it was sent."""
-    stage: str = ""
-    """The stage in which the request ended. Empty until then."""
-    tenant: TenantId | None = None
-    key: KeyId | None = None
-    model: str | None = None
-    stream: bool = False
-    status: int = 0
-    end_reason: EndReason = EndReason.OK
-    error: ApiError | None = None
-    replica: ReplicaId | None = None
-    attempts: int = 0
-    """The number of replicas that were asked."""
-    failures: tuple[str, ...] = ()
-    """The replicas that failed, and how: the first `FAILURES_SHOWN_MAX`."""
-    route: RouteReason | None = None
-    """Why the last replica was chosen; None before one was."""
-    session: SessionId | None = None
-    """The session that the caller names."""
-    prompt_tokens: int = 0
-    prompt_exact: bool = False
-    decision: Decision | None = None
-    reserved: int = 0
-    """The tokens reserved for the model that was asked last, and those that were charged for others."""
-    settled: int = 0
-    """The tokens charged, for all models that were asked."""
-    events: int = 0
-    ticks: Ticks | None = None
-    """When they were passed on. None until the answer is over, and without any."""
-    body_len: int = 0
-    closing: Closing | None = None
-    first_byte_s: float | None = None
+    @classmethod
+    def begun(cls, request_id: RequestId, method: str, endpoint: str, stages: Stages) -> Self:
+        """The line of a request that has just come. It is made of what every line has, and the rest is set:
+        of more names than these in one call a dict would be made first, which took as long as all the
+        rest."""
+        trace = stages.trace
+        line = cls(
+            _NOT_ENDED, "info", EVENT, __name__, request_id, trace.trace_id, trace.span_id,
+            method, endpoint, 0, EndReason.OK, "", False, 0.0, service="gateway",
+            attempts=0, prompt_exact=False, reserved_tokens=0, settled_tokens=0, events=0, body_len=0,
+        )  # fmt: skip
+        line.parent_span_id, line.prompt_tokens = stages.parent_span_id, 0
+        return line
 
     def placed(self, route: RouteReason) -> None:
         """Note the choice of a replica."""
         self.attempts += 1
-        self.route = route
+        self.route = _ROUTES[route]
         ROUTES.inc(route)
 
     def attempt_failed(self, replica: ReplicaId, code: str) -> None:
-        """Note an attempt after which another may follow."""
+        """Note an attempt after which another may follow. The first `FAILURES_SHOWN_MAX` are told."""
         UPSTREAM_ATTEMPTS.inc(replica, code)
-        if len(self.failures) < FAILURES_SHOWN_MAX:
-            self.failures += (f"{replica}={code}",)
+        told = self.failed_attempts
+        if told is None:
+            self.failed_attempts = f"{replica}={code}"
+        elif told.count("=") < FAILURES_SHOWN_MAX:
+            self.failed_attempts = f"{told}, {replica}={code}"
 
     def failed(self, error: ApiError, status: int) -> None:
         """Note the error that ended the request. `status` is the one that its client is sent, or was when the
         answer began."""
-        self.error = error
-        self.status = status
-        self.end_reason = end_reason_of(error)
-
-    def set_progress(self, progress: Progress) -> None:
-        """Copy from `progress` how far the answer came."""
-        self.events, self.body_len, self.closing = progress.events, progress.body_len, progress.closing
-        self.ticks = progress.ticks
-        if progress.broken and self.end_reason is EndReason.OK:
-            self.end_reason = _reason_of(self.closing)
+        self.status, self.end_reason = status, end_reason_of(error)
+        self.error_code, self.error_param, self.error_detail = error.code, error.param, error.detail
 
     def client_left(self) -> None:
         self.status = STATUS_CLIENT_GONE
@@ -118,10 +90,48 @@ class ExchangeRecord(Struct, eq=False):
 
     def settlement(self, settlement: Settlement | None) -> None:
         if settlement is not None:
-            self.settled += settlement.settled
+            self.settled_tokens += settlement.settled
             _SETTLED.value += settlement.settled
             _RELEASED.value += settlement.released
             _OVERDRAWN.value += settlement.overdrawn
+
+    def ended(self, progress: Progress, refusal: Refusal | None, stages: Stages, seconds: float) -> None:
+        """Take over how far the answer came, the quota that refused the request, and the times."""
+        self.ts, self.total_ms = datetime.now(UTC), int(seconds * 1e6 + 0.5) / 1e3
+        self.events, self.body_len = progress.events, progress.body_len
+        if refusal is not None:
+            self.quota_meter, self.quota_scope = refusal.meter.value, refusal.scope.value
+        (
+            self.edge_ms, self.auth_ms, self.answer_ms, self.seat_ms, self.body_ms, self.validate_ms,
+            self.tenant_ms, self.tokenize_ms, self.quota_ms, self.route_ms, self.connect_ms, self.wait_ms,
+            self.relay_ms, self.settle_ms,
+        ) = stages.milliseconds(GATEWAY_STAGES)  # fmt: skip
+        if (closing := progress.closing) is not None:
+            self._take_over(closing)
+            if progress.broken and self.end_reason is EndReason.OK:
+                self.end_reason = _reason_of(closing)
+        if (took_ms := self.tokenize_ms) is not None and took_ms >= SLOW_TOKENIZER_MS:
+            slow = Cause(code=CauseCode.TOKENIZER, ms=took_ms)
+            self.causes = most_telling((slow, *(self.causes or ())))
+
+    def _take_over(self, closing: Closing) -> None:
+        """Take over what the engine told."""
+        self.prompt_exact = True
+        self.prompt_tokens, self.completion_tokens = closing.prompt_tokens, closing.completion_tokens
+        self.cached_tokens = closing.cached_tokens
+        self.host_tokens, self.disk_tokens = closing.host_tokens, closing.disk_tokens
+        self.reasoning_tokens, self.calls = closing.reasoning_tokens, closing.calls
+        self.causes = closing.causes or None
+        self.engine_end_reason = closing.end_reason
+        self.engine_edge_ms, self.engine_body_ms = closing.edge_ms, closing.body_ms
+        self.engine_validate_ms, self.engine_tokenize_ms = closing.validate_ms, closing.tokenize_ms
+        self.engine_grammar_ms, self.engine_masks_ms = closing.grammar_ms or None, closing.masks_ms or None
+        self.engine_handover_ms = closing.handover_ms
+        self.engine_first_byte_ms = closing.first_byte_ms or None
+        self.engine_queue_ms, self.engine_prefill_ms = closing.queue_ms, closing.prefill_ms
+        self.engine_decode_ms, self.engine_preempted_ms = closing.decode_ms, closing.preempted_ms
+        self.engine_preemptions, self.engine_swaps = closing.preemptions, closing.swaps
+        self.engine_stalled_ms = closing.stalled_ms
 
 
 _LABELS: Final = ("endpoint", "model", "tenant", "status", "end_reason")
@@ -221,37 +231,36 @@ class Reporter:
     def __init__(self, tracing: Tracing = NO_TRACING, recorder: Recorder | None = None) -> None:
         self._tracing = tracing
         self._recorder = Recorder(0) if recorder is None else recorder
-        self._tenants: set[TenantId] = set()
+        self._tenants: set[str] = set()
 
-    def completed(self, record: ExchangeRecord, stages: Stages, seconds: float) -> None:
-        failed = has_failed(record.status, record.error is not None)
+    def completed(
+        self,
+        record: ExchangeRecord,
+        progress: Progress,
+        refusal: Refusal | None,
+        stages: Stages,
+        seconds: float,
+    ) -> None:
+        """Report on a request that has ended after so many seconds. `refusal` is that of the quotas, if they
+        refused it."""
+        failed = has_failed(record.status, record.error_code is not None)
         exemplar = self._tracing.exemplar(stages, record.request_id, seconds, failed=failed)
         stages.end(exemplar)
-        line = _line(record, stages, seconds)
-        logged = logs.write_line(line, "info")
+        record.ended(progress, refusal, stages, seconds)
+        logged = logs.write_line(record, "info")
         if self._recorder.is_on:
-            self._recorder.add(line, stages.stamps(), logged, record.ticks)
+            self._recorder.add(record, stages.stamps(), logged, progress.ticks)
         if self._tracing.is_on:
-            self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=partial(line_of, line))
+            self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=partial(line_of, record))
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
         REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason)
         SECONDS.observe(seconds, model, record.stream, exemplar=exemplar)
-        if record.first_byte_s is not None:
-            FIRST_BYTE.observe(record.first_byte_s, model, record.stream, exemplar=exemplar)
-        if (closing := record.closing) is not None:
-            prompt, completion, cached, session_prompt, session_cached = _token_series(model, tenant)
-            prompt.value += closing.prompt_tokens
-            completion.value += closing.completion_tokens
-            cached.value += closing.cached_tokens
-            if record.session is not None:
-                session_prompt.value += closing.prompt_tokens
-                session_cached.value += closing.cached_tokens
-            if closing.reasoning_tokens or closing.calls:
-                reasoning, calls = _answer_series(model, tenant)
-                reasoning.value += closing.reasoning_tokens
-                calls.value += closing.calls
+        if record.first_byte_ms is not None:
+            FIRST_BYTE.observe(record.first_byte_ms / 1e3, model, record.stream, exemplar=exemplar)
+        if record.engine_end_reason is not None:
+            _count_tokens(record, model, tenant)
 
-    def _tenant_label(self, tenant: TenantId | None) -> str:
+    def _tenant_label(self, tenant: str | None) -> str:
         if tenant is None:
             return NONE
         if tenant not in self._tenants:
@@ -261,66 +270,16 @@ class Reporter:
         return tenant
 
 
-def _line(record: ExchangeRecord, stages: Stages, seconds: float) -> GatewayLine:
-    """The completed line. It is made of what every line has, and the rest is set: of more names than these in
-    one call a dict would be made first, which took as long as all the rest."""
-    trace, closing = stages.trace, record.closing
-    line = GatewayLine(
-        datetime.now(UTC), "info", EVENT, __name__, record.request_id, trace.trace_id, trace.span_id,
-        record.method, record.endpoint, record.status, record.end_reason, record.stage, record.stream,
-        _ms(seconds), service="gateway", attempts=record.attempts,
-        prompt_exact=record.prompt_exact or closing is not None, reserved_tokens=record.reserved,
-        settled_tokens=record.settled, events=record.events, body_len=record.body_len,
-    )  # fmt: skip
-    line.parent_span_id = stages.parent_span_id
-    line.tenant, line.key_id, line.model = record.tenant, record.key, record.model
-    line.replica, line.session = record.replica, record.session
-    line.prompt_tokens = record.prompt_tokens
-    if record.route is not None:
-        line.route = record.route.value
-    if record.first_byte_s is not None:
-        line.first_byte_ms = _ms(record.first_byte_s)
-    if record.failures:
-        line.failed_attempts = ", ".join(record.failures)
-    if (error := record.error) is not None:
-        line.error_code, line.error_param, line.error_detail = error.code, error.param, error.detail
-    if record.decision is not None and (refusal := record.decision.refusal) is not None:
-        line.quota_meter, line.quota_scope = refusal.meter.value, refusal.scope.value
-    (
-        line.edge_ms, line.auth_ms, line.answer_ms, line.seat_ms, line.body_ms, line.validate_ms,
-        line.tenant_ms, line.tokenize_ms, line.quota_ms, line.route_ms, line.connect_ms, line.wait_ms,
-        line.relay_ms, line.settle_ms,
-    ) = stages.milliseconds(GATEWAY_STAGES)  # fmt: skip
-    if closing is not None:
-        _copy(closing, line)
-    line.causes = _causes(closing, line.tokenize_ms)
-    return line
-
-
-def _copy(closing: Closing, line: GatewayLine) -> None:
-    """Copy what the engine told."""
-    line.prompt_tokens, line.completion_tokens = closing.prompt_tokens, closing.completion_tokens
-    line.cached_tokens = closing.cached_tokens
-    line.host_tokens, line.disk_tokens = closing.host_tokens, closing.disk_tokens
-    line.reasoning_tokens, line.calls = closing.reasoning_tokens, closing.calls
-    line.engine_end_reason = closing.end_reason
-    line.engine_edge_ms, line.engine_body_ms = closing.edge_ms, closing.body_ms
-    line.engine_validate_ms, line.engine_tokenize_ms = closing.validate_ms, closing.tokenize_ms
-    line.engine_grammar_ms, line.engine_masks_ms = closing.grammar_ms or None, closing.masks_ms or None
-    line.engine_handover_ms, line.engine_first_byte_ms = closing.handover_ms, closing.first_byte_ms or None
-    line.engine_queue_ms, line.engine_prefill_ms = closing.queue_ms, closing.prefill_ms
-    line.engine_decode_ms, line.engine_preempted_ms = closing.decode_ms, closing.preempted_ms
-    line.engine_preemptions, line.engine_swaps = closing.preemptions, closing.swaps
-    line.engine_stalled_ms = closing.stalled_ms
-
-
-def _causes(closing: Closing | None, tokenize_ms: float | None) -> tuple[Cause, ...] | None:
-    """The engine's causes, and the tokenizer here if it was slow. None where there is nothing to tell."""
-    told = () if closing is None else closing.causes
-    if tokenize_ms is not None and tokenize_ms >= SLOW_TOKENIZER_MS:
-        told = most_telling((Cause(code=CauseCode.TOKENIZER, ms=tokenize_ms), *told))
-    return told or None
-
-
-def _ms(seconds: float) -> float:
-    return int(seconds * 1e6 + 0.5) / 1e3
+def _count_tokens(record: ExchangeRecord, model: str, tenant: str) -> None:
+    """Count the tokens that the engine told."""
+    prompt, completion, cached, session_prompt, session_cached = _token_series(model, tenant)
+    prompt.value += record.prompt_tokens or 0
+    completion.value += record.completion_tokens or 0
+    cached.value += record.cached_tokens or 0
+    if record.session is not None:
+        session_prompt.value += record.prompt_tokens or 0
+        session_cached.value += record.cached_tokens or 0
+    if record.reasoning_tokens or record.calls:
+        reasoning, calls = _answer_series(model, tenant)
+        reasoning.value += record.reasoning_tokens or 0
+        calls.value += record.calls or 0

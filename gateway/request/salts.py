@@ -33,7 +33,7 @@ def new_secret() -> str:
 def salts_secret(config: HopConfig, env: Mapping[str, str], own: str) -> bytes:
     """The configured secret; `own` where there is none. Raises ConfigError."""
     try:
-        return (read_secret(config.salt_env, config.salt_file, env) or own).encode()
+        return (read_secret(config.salt, env) or own).encode()
     except ValueError as error:
         raise ConfigError([f"hop: {error}"]) from None
 

@@ -91,8 +91,6 @@ class RouteReason(StrEnum):
     """Every replica that is left has failed lately, so all are used."""
     FALLBACK = "fallback"
     """The model that was asked for could not answer, and this is another one's."""
-    HEDGE = "hedge"
-    """Another replica has not begun to answer in the time that nearly all take."""
 
 
 class Affinity(Struct, frozen=True):

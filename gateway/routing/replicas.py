@@ -176,23 +176,17 @@ class Replicas:
         """True if the model has more than one replica."""
         return len(self._pools[model].replicas) > 1
 
-    def place(
-        self,
-        model: str,
-        affinity: Affinity,
-        tried: Collection[ReplicaId] = (),
-        again: RouteReason = RouteReason.RETRY,
-    ) -> Placement | None:
+    def place(self, model: str, affinity: Affinity, tried: Collection[ReplicaId] = ()) -> Placement | None:
         """Choose a replica that is ready and was not tried yet, and add the request's load to it. Where there
-        is none, choose one that has said that it drains (rule 3: where nobody else takes it), though not for
-        a hedge. None when there is none either. `again` is the reason where others were tried."""
-        placed = self._place(model, affinity, tried, again)
-        if placed is not None or again is RouteReason.HEDGE:
+        is none, choose one that has said that it drains (rule 3: where nobody else takes it). None when there
+        is none either."""
+        placed = self._place(model, affinity, tried)
+        if placed is not None:
             return placed
         replica = self._said_to_drain(model, tried)
         if replica is None:
             return None
-        return self._placed(replica, again if tried else RouteReason.PANIC, affinity, 0)
+        return self._placed(replica, RouteReason.RETRY if tried else RouteReason.PANIC, affinity, 0)
 
     def _said_to_drain(self, model: str, tried: Collection[ReplicaId]) -> Replica | None:
         """The replica that alone keeps from new requests, and said so first: it may have been restarted."""
@@ -205,9 +199,7 @@ class Replicas:
         ]
         return min(said, key=lambda one: one.engine_drains_until_s, default=None)
 
-    def _place(
-        self, model: str, affinity: Affinity, tried: Collection[ReplicaId], again: RouteReason
-    ) -> Placement | None:
+    def _place(self, model: str, affinity: Affinity, tried: Collection[ReplicaId]) -> Placement | None:
         """The choice among those that are ready."""
         pool = self._pools[model]
         if len(pool.replicas) == 1:
@@ -222,7 +214,7 @@ class Replicas:
         choice = choose(pool.table, known, affinity, pool.owners, may)
         if choice is None:
             return None
-        route = again if tried else RouteReason.PANIC if is_panic else choice.route
+        route = RouteReason.RETRY if tried else RouteReason.PANIC if is_panic else choice.route
         return self._placed(pool.replicas[choice.replica], route, affinity, choice.computed_len)
 
     def counted(self, placement: Placement) -> None:
@@ -350,6 +342,12 @@ class Replicas:
     def find(self, id_: str) -> Replica | None:
         """The member of this id."""
         return next((replica for replica in self._by_url.values() if replica.id == id_), None)
+
+    @property
+    def are_all_away(self) -> bool:
+        """True if no replica of any model may be sent a request: none is ready, or those that are failed."""
+        now_ms = self._now_ms()
+        return not any(_is_ready(replica) and replica.health.allows(now_ms) for replica in self.members())
 
     def urls(self, model: str) -> Sequence[str]:
         """The URLs of a model's members that are not leaving, those that are ready first."""

@@ -4,9 +4,7 @@ A replica that fails makes its requests go elsewhere. When all fail at once, ret
 just when there is too little to carry it. So at most a part of a model's requests in progress may be retries
 at a time; the floor lets a model with few requests retry at all.
 
-A retry holds its place until its answer begins, or it fails. So does the second attempt of a hedged stream.
-Hedges have three quarters of the places at most: a stream that would like to be faster keeps no request from
-being answered at all. Asking another replica after one that was sent
+A retry holds its place until its answer begins, or it fails. Asking another replica after one that was sent
 nothing is no repetition and needs no place: no engine has worked for it, and each replica is tried once.
 
 A tenant that loses many requests with a replica may have all places, and holds them while these wait at
@@ -21,8 +19,6 @@ from typing import Final
 
 PART_PERCENT: Final = 20
 FLOOR: Final = 3
-HEDGES_PERCENT: Final = 75
-"""The part of the places up to which hedges take any."""
 
 
 class RetryBudget:
@@ -34,7 +30,7 @@ class RetryBudget:
         self.active = 0
         """The requests that are sent or answered."""
         self.retrying = 0
-        """Those of them that are retries, or hedged, and whose answers have not begun."""
+        """Those of them that are retries, and whose answers have not begun."""
         self._of_tenant = Counter[str]()
         """Theirs, by tenant."""
 
@@ -51,10 +47,6 @@ class RetryBudget:
         self.retrying += 1
         self._of_tenant[tenant] += 1
         return True
-
-    def take_for_hedge(self, tenant: str) -> bool:
-        """Take a place for a hedge, if one is left that hedges may have. `give_back` must follow."""
-        return self.retrying < self.most * HEDGES_PERCENT // 100 and self.take(tenant)
 
     def give_back(self, tenant: str) -> None:
         self.retrying -= 1

@@ -32,8 +32,9 @@ KEY_LEN_MAX: Final = 1024
 
 def session_of(headers: Mapping[str, str], request: GenerationRequest, tenant: str) -> SessionId | None:
     """The session of a tenant's request. None where the caller gives no key."""
+    key: str | None
     for name in SESSION_HEADERS:
-        if key := headers.get(name):
+        if name in headers and (key := headers[name]):
             break
     else:
         if not (key := request.prompt_cache_key):

@@ -30,6 +30,7 @@ from yarl import URL
 
 from gateway.client.heads import path_of
 from gateway.client.responses import json_response
+from gateway.operators.together import OperatorAnswer
 from gateway.workers import metrics
 from shared.process.listening import CLOSE_GRACE_S, http1_options
 from shared.process.probes import Health
@@ -37,6 +38,8 @@ from shared.process.setting_values import FILE_LEN_MAX
 from shared.wire.ids import RequestId, TenantId
 
 T = TypeVar("T")
+Answer = Callable[[web.BaseRequest], Awaitable[web.Response]]
+"""Answers what operators ask."""
 STATUS: Final = "/worker/status"
 METRICS: Final = "/worker/metrics"
 REFRESH: Final = "/worker/refresh"
@@ -94,14 +97,6 @@ class Ending(Struct, frozen=True):
     """The id that its requests carry."""
 
 
-class WorkerAnswer(Struct, frozen=True):
-    """A worker's answer to something that the supervisor passed on."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
 class WorkerSilent(Exception):
     """A worker did not answer in time, or broke off."""
 
@@ -135,7 +130,7 @@ class Door:
         refresh: Callable[[], Awaitable[None]],
         replicas: Drains,
         end: Callable[[TenantId, RequestId], int],
-        admin: Callable[[web.BaseRequest], Awaitable[web.Response]],
+        admin: Answer,
     ) -> None:
         """`live` returns the number of requests in progress. `end` ends a tenant's requests of an id, and
         returns how many. `admin` answers what operators ask."""
@@ -226,7 +221,7 @@ class WorkerClient:
         if answer.status != HTTPStatus.NO_CONTENT:
             raise WorkerSilent(f"it answered {answer.status} to {path}")
 
-    async def ask(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> WorkerAnswer:
+    async def ask(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> OperatorAnswer:
         """Send a request. `target` is the path and the query as they were sent."""
         url = URL(f"http://worker{target}", encoded=True)
         try:
@@ -238,7 +233,7 @@ class WorkerClient:
                     read += piece
                     if len(read) > ANSWER_LEN_MAX:
                         raise WorkerSilent(f"its answer has more than {ANSWER_LEN_MAX} bytes")
-                return WorkerAnswer(answer.status, dict(answer.headers), bytes(read))
+                return OperatorAnswer(answer.status, dict(answer.headers), bytes(read))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise WorkerSilent(f"{type(error).__name__}: {error}") from None
 

@@ -30,11 +30,21 @@ from gateway.client.responses import error_response, probe_response
 from gateway.operators.gate import Gate
 from gateway.operators.keys import read_operator_body
 from gateway.operators.openapi import PATH as DOCUMENT
-from gateway.operators.operations import Asks, Merge
+from gateway.operators.operations import Asks, Operation
+from gateway.operators.peers import PROOF_HEADER
 from gateway.operators.replicas import REPLICAS
-from gateway.operators.server import DIGEST_HEADER, OPERATOR, OPERATORS, RELOAD, secure
-from gateway.workers.answers import asks_of, operation_at, together
-from gateway.workers.channel import WorkerAnswer, WorkerSilent
+from gateway.operators.server import (
+    ASKED_HEADER,
+    DIGEST_HEADER,
+    OPERATOR,
+    OPERATORS,
+    OTHERS_HEADER,
+    RELOAD,
+    secure,
+)
+from gateway.operators.together import OperatorAnswer, limit_of, together
+from gateway.workers.answers import asks_of, operation_at
+from gateway.workers.channel import WorkerSilent
 from gateway.workers.metrics import registry_of
 from gateway.workers.place import Place
 from gateway.workers.supervisor import Supervisor
@@ -61,7 +71,10 @@ SILENT_HEADER: Final = "x-penstock-silent-workers"
 """Names the workers whose metrics are not as new as the scrape."""
 _PATH: Final = re.compile(r"/admin/v1/[A-Za-z0-9._~:%\[\]/-]{1,640}")
 """The paths that are passed on: none that only the supervisor may ask for."""
-_PASSED: Final = ("authorization", "content-type", "if-match", "if-none-match", "traceparent")
+_PASSED: Final = (
+    *("authorization", "content-type", "if-match", "if-none-match", "traceparent"),
+    PROOF_HEADER,
+)
 _DROPPED: Final = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "content-length", "server", "date", REQUEST_ID_HEADER}
 )
@@ -134,8 +147,10 @@ class Front:
         digest = None if "authorization" in headers else self._gate.digest(request)
         if digest is not None:
             headers[DIGEST_HEADER] = digest.hex()
-        elif (known := await self._who(headers)).status != HTTPStatus.OK:
-            return _response(known)
+        else:
+            asked = {**headers, ASKED_HEADER: f"{request.method} {request.raw_path}"}
+            if (known := await self._who(asked)).status != HTTPStatus.OK:
+                return _response(known)
         serves(request, OPERATORS)
         body = await read_operator_body(request)
         if self._asking >= ASKING_MAX:
@@ -149,7 +164,7 @@ class Front:
             self._gate.forget(request)
         return _response(answer)
 
-    async def _who(self, headers: Mapping[str, str]) -> WorkerAnswer:
+    async def _who(self, headers: Mapping[str, str]) -> OperatorAnswer:
         """A worker's answer to who asks. Raises NotReady."""
         places = [place for place in self._supervisor.places if place.client is not None]
         return await self._one(places, ("GET", OPERATOR, headers, b""))
@@ -179,7 +194,7 @@ class Front:
 
     async def _ask(
         self, request: web.BaseRequest, path: str, headers: Mapping[str, str], body: bytes
-    ) -> WorkerAnswer:
+    ) -> OperatorAnswer:
         """Raises NotReady where no worker answers."""
         method = "GET" if request.method == "HEAD" else request.method
         places = [place for place in self._supervisor.places if place.client is not None]
@@ -189,7 +204,7 @@ class Front:
         match asks := asks_of(operation, shares_usage=self._shares_usage):
             case Asks.EVERY:
                 assert operation is not None
-                answer = await self._every(places, asked, operation.merges)
+                answer = await self._every(places, asked, operation, limit_of(request.rel_url.query))
             case Asks.CHANGE:
                 answer = await self._change(places, asked)
             case _:
@@ -198,13 +213,13 @@ class Front:
             await self._read_again()  # else a worker that starts next may not know of the change
         return answer
 
-    async def _one(self, places: Sequence[Place], asked: _Asked) -> WorkerAnswer:
+    async def _one(self, places: Sequence[Place], asked: _Asked) -> OperatorAnswer:
         for place in places:
             if (answer := await _asked(place, asked)) is not None:
                 return answer
         raise _nobody()
 
-    async def _change(self, places: Sequence[Place], asked: _Asked) -> WorkerAnswer:
+    async def _change(self, places: Sequence[Place], asked: _Asked) -> OperatorAnswer:
         if not places:
             raise _nobody()
         answer = await _asked(places[0], asked)
@@ -216,12 +231,16 @@ class Front:
         return together({places[0].index: answer}, silent, {})
 
     async def _every(
-        self, places: Sequence[Place], asked: _Asked, merges: Mapping[str, Merge]
-    ) -> WorkerAnswer:
-        told: dict[int, WorkerAnswer] = {}
+        self, places: Sequence[Place], asked: _Asked, operation: Operation, limit: int
+    ) -> OperatorAnswer:
+        """The answer of all. The first asks the other gateways, too."""
+        told: dict[int, OperatorAnswer] = {}
         everybody = {*places}
         while places:
-            answers = await asyncio.gather(*(_asked(place, asked) for place in places))
+            method, target, headers, body = asked
+            others = method, target, {**headers, OTHERS_HEADER: "1"}, body
+            asks = (_asked(place, asked if told or at else others) for at, place in enumerate(places))
+            answers = await asyncio.gather(*asks)
             answered = zip(places, answers, strict=True)
             told |= {place.index: one for place, one in answered if one is not None}
             places = await self._late(asked, everybody)
@@ -229,7 +248,7 @@ class Front:
         if not told:
             raise _nobody()
         silent = [place.index for place in self._supervisor.places if place.index not in told]
-        return together(told, silent, merges)
+        return together(told, silent, operation.merges, limit)
 
     async def _late(self, asked: _Asked, everybody: Collection[Place]) -> Sequence[Place]:
         """The workers that have begun to serve while replicas were changed. The supervisor learns of the
@@ -245,7 +264,7 @@ _Asked = tuple[str, str, Mapping[str, str], bytes]
 """What `WorkerClient.ask` takes."""
 
 
-async def _asked(place: Place, asked: _Asked) -> WorkerAnswer | None:
+async def _asked(place: Place, asked: _Asked) -> OperatorAnswer | None:
     """A worker's answer; None where it does not answer."""
     client = place.client
     if client is None:
@@ -284,7 +303,7 @@ def _nobody() -> ApiError:
     return NotReady("No worker answers at the moment.", retry_after_s=1.0)
 
 
-def _response(answer: WorkerAnswer) -> web.Response:
+def _response(answer: OperatorAnswer) -> web.Response:
     headers = {name: value for name, value in answer.headers.items() if name.lower() not in _DROPPED}
     return web.Response(
         status=HTTPStatus(answer.status), headers={**headers, "server": SERVER}, body=answer.body

@@ -53,7 +53,7 @@ GATEWAY_OWNED: Final = ("models", "admin", "hop")
 """Sections of gateway.toml that the chart writes."""
 LISTEN_GIVEN: Final = ("client_certificates", "client_ca", "crl")
 """What of [listen.tls] is not the chart's."""
-REDIS_OWNED: Final = ("url", "password_env", "password_file")
+REDIS_OWNED: Final = ("url", "password")
 QUOTAS_OWNED: Final = ("store", "gateways")
 MODEL_OWNED: Final = ("name", "replicas", "discovery", "upstream_model")
 ENGINE_OWNED: Final = (

@@ -94,7 +94,7 @@
 {{- $url := include "penstock.redisUrl" . -}}
 {{- if $url -}}
   {{- $redis := dict "url" $url -}}
-  {{- if .Values.redis.passwordSecret.name }}{{ $_ := set $redis "password_file" "/etc/penstock-redis/password" }}{{ end -}}
+  {{- if .Values.redis.passwordSecret.name }}{{ $_ := set $redis "password" "file:/etc/penstock-redis/password" }}{{ end -}}
   {{- $_ := set $own "redis" (mergeOverwrite $redis (default (dict) $own.redis)) -}}
   {{- $quotas := dict "store" "redis" "gateways" (include "penstock.gatewaysMax" . | int) -}}
   {{- $_ := set $own "quotas" (mergeOverwrite $quotas (default (dict) $own.quotas)) -}}

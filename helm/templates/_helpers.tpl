@@ -142,9 +142,9 @@ annotations:
     {{- fail (printf "%s needs a model on one GPU: with several, volume has to be none" $name) -}}
   {{- end -}}
   {{- $settings := $engine.settings -}}
-  {{- $isOff := or (eq (toString $settings.kv_host_tier) "false") (eq (toString $settings.prefix_cache) "false") -}}
+  {{- $isOff := eq (toString $settings.prefix_cache) "false" -}}
   {{- if or $isOff (regexMatch "^0([A-Za-z]|$)" (toString $settings.swap_memory)) -}}
-    {{- fail (printf "%s needs the tiers above it: kv_host_tier, prefix_cache and swap_memory in settings" $name) -}}
+    {{- fail (printf "%s needs the tiers above it: prefix_cache and swap_memory in settings" $name) -}}
   {{- end -}}
 {{- end -}}
 {{- if eq $engine.kvDisk.volume "claim" -}}

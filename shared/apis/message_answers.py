@@ -15,6 +15,8 @@ from shared.wire.sse import named_event
 
 OVERLOADED: Final = 529
 """The status of a full queue: Anthropic's SDKs know it as `OverloadedError`."""
+ID_HEADER: Final = "request-id"
+"""The header in which Anthropic's SDKs read a request's id."""
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 

@@ -116,6 +116,7 @@ def chat_of(asked: AskedConversation) -> ChatPrompt:
         continues_final=continues,
         opens_answer=not continues,
         places=tuple(places),
+        continues_param=_end(asked),
     )
 
 
@@ -383,7 +384,7 @@ def _check_end(asked: AskedConversation) -> None:
     last = asked.messages[-1]
     if last.role != "assistant":
         return
-    where = f"messages[{len(asked.messages) - 1}].content"
+    where = _end(asked)
     blocks = last.content if isinstance(last.content, list) else [TextBlock(last.content)]
     if not blocks or not isinstance(blocks[-1], TextBlock) or not blocks[-1].text:
         raise InvalidRequest(f"{where} must end with a text, which the answer continues.", param=where)
@@ -392,6 +393,11 @@ def _check_end(asked: AskedConversation) -> None:
     if choice_of(asked.tool_choice, has_tools=bool(asked.tools)).mode is ToolMode.REQUIRED:
         message = "tool_choice cannot ask for a call where the answer continues the last message."
         raise InvalidRequest(message, param="tool_choice")
+
+
+def _end(asked: AskedConversation) -> str:
+    """The name of what the last turn says."""
+    return f"messages[{len(asked.messages) - 1}].content"
 
 
 def unknown_in(asked: AskedConversation, fields: Mapping[str, Raw]) -> list[str]:

@@ -77,7 +77,11 @@ class Support(Struct, frozen=True):
 
 
 class ThinkingTypes(Struct):
+    """The types of `thinking` that a request may have."""
+
     adaptive: Support
+    between_tools: Support
+    disabled: Support
     enabled: Support
 
 
@@ -102,6 +106,12 @@ class ContextSupport(Struct):
     compact_20260112: Support
 
 
+class ServerToolsSupport(Struct):
+    supported: bool
+    code_execution: Support
+    web_search: Support
+
+
 class ModelCapabilities(Struct, kw_only=True):
     batch: Support
     citations: Support
@@ -110,6 +120,7 @@ class ModelCapabilities(Struct, kw_only=True):
     effort: EffortSupport
     image_input: Support
     pdf_input: Support
+    server_tools: ServerToolsSupport
     structured_outputs: Support
     thinking: ThinkingSupport
 
@@ -124,6 +135,10 @@ class ModelInfo(Struct, tag_field="type", tag="model", kw_only=True):
     max_input_tokens: int | None
     max_tokens: int | None
     capabilities: ModelCapabilities | None
+    lifecycle: Literal["active"] = "active"
+    deprecated_at: None = None
+    retires_at: None = None
+    line: None = None
 
     @classmethod
     def of(cls, model: Model) -> Self:
@@ -150,8 +165,9 @@ def _abilities(told: Capabilities) -> ModelCapabilities:
         effort=EffortSupport(told.effort, effort, effort, effort, effort, effort),
         image_input=no,
         pdf_input=no,
+        server_tools=ServerToolsSupport(False, no, no),
         structured_outputs=Support(told.structured_output),
-        thinking=ThinkingSupport(told.reasoning, ThinkingTypes(thinks, thinks)),
+        thinking=ThinkingSupport(told.reasoning, ThinkingTypes(thinks, no, Support(True), thinks)),
     )
 
 

@@ -34,6 +34,8 @@ class ChatPrompt(Unshown):
     """The caller's own name of each message, where it is not the message of that number in `param`."""
     effort_param: str = "reasoning_effort"
     """The name of the field that holds the variable of that name."""
+    continues_param: str = "continue_final_message"
+    """The name of the field that has the answer continue the last message."""
 
     def place(self, index: int, field: str = "") -> str:
         """The name of a message in errors, and behind it that of a field in it, where the caller sent it as

@@ -28,7 +28,6 @@ Rules:
 from __future__ import annotations
 
 import re
-import secrets
 from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -473,74 +472,23 @@ def _param(name: str) -> str | None:
     return name if PLAIN_NAME.fullmatch(name) else None
 
 
-_LONE_MAX: Final = 64
-"""The most half pairs that are marked at a time to find the field with one. A body with more may get a
-message without it."""
-_LONE_WINDOW_LEN: Final = 16 * 1024
-"""Bytes behind a half pair in which others are looked for at once. The search takes up to 30 ns for each."""
-_LONE_ROUNDS_MAX: Final = 3
 _PADDING: Final = b" " * 16
-"""The bytes put behind a body so that msgspec says where a half pair is that stands at its end, and not that
-the body ends too early."""
-_UP_TO_LONE: Final = re.compile(
-    rb"(?:[^\\]++|\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F]))*+"
-)
-_PROBLEM_OF_PAIR: Final = re.compile(r".*(?:surrogate pair|hex escape) \(byte (\d+)\)")
-_HIGH: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
-_HALF: Final = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
-_ESCAPE_LEN: Final = len(rb"\ud800")
+"""The bytes put behind a body so that msgspec tells of half a pair of surrogates at its end, and not that the
+body ends too early."""
 
 
 def _invalid_json(body: bytes, problem: str) -> InvalidJson:
-    """The error of invalid JSON. It also finds half pairs of surrogates, which msgspec reports as truncation
-    or without the field."""
     if not body.strip():
         return InvalidJson("The body is empty; it must be a JSON object.")
-    marker = secrets.token_hex(8).encode()
-    marked, names = body + _PADDING, []
-    for _ in range(_LONE_ROUNDS_MAX):
-        try:
-            names = [key.name for key, value in _decode_top_level(marked).items() if marker in bytes(value)]
-            break
-        except (msgspec.DecodeError, RecursionError) as error:
-            at = _half_pair_at(marked, str(error))
-            if at is None:
-                break
-            marked = _mark_half_pairs(marked, at, marker)
-    if len(marked) == len(body) + len(_PADDING):
-        problem = problem.removeprefix("JSON is malformed: ").replace(
-            "Input data was truncated", "it ends too early"
-        )
-        return InvalidJson(f"The body is not valid JSON: {problem}.")
-    message = "Text holds half of a surrogate pair, which stands for no character."
-    return InvalidJson(message, param=_param(names[0]) if names else None)
-
-
-def _half_pair_at(body: bytes, problem: str) -> int | None:
-    """The start of the half pair that msgspec's `problem` is about. None where it is about another."""
-    if (found := _PROBLEM_OF_PAIR.fullmatch(problem)) is None:
-        return None
-    end = int(found[1])
-    before, last = max(0, end - 2 * _ESCAPE_LEN), max(0, end - _ESCAPE_LEN)
-    if _HIGH.match(body, before) and body.startswith(b"\\u", last):
-        return before  # what follows it is no other half
-    return last if _HALF.match(body, last) else None
-
-
-def _mark_half_pairs(body: bytes, start: int, marker: bytes) -> bytes:
-    """The body with `marker` in the place of the half pair at `start`, and of the next ones up to
-    `_LONE_MAX` within the window."""
-    behind = start + _ESCAPE_LEN
-    parts: list[bytes] = [body[:start], marker]
-    while len(parts) < 2 * _LONE_MAX:
-        match = _UP_TO_LONE.match(body, behind, start + _LONE_WINDOW_LEN)
-        assert match is not None  # it matches the empty string
-        end = match.end()
-        if end + 2 * _ESCAPE_LEN > start + _LONE_WINDOW_LEN or not _HALF.match(body, end):
-            break  # a pair across the window's end is whole, perhaps
-        parts += body[behind:end], marker
-        behind = end + _ESCAPE_LEN
-    return b"".join([*parts, body[behind:]])
+    try:
+        _decode_fields(body + _PADDING)
+    except (msgspec.DecodeError, RecursionError) as error:
+        problem = str(error)
+    if "surrogate" in problem or "end of hex escape" in problem:
+        return InvalidJson("Text holds half of a surrogate pair, which stands for no character.")
+    told = problem.removeprefix("JSON is malformed: ")
+    told = told.replace("Input data was truncated", "it ends too early")
+    return InvalidJson(f"The body is not valid JSON: {told}.")
 
 
 # -- values ---------------------------------------------------------------------------------------

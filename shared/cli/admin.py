@@ -49,11 +49,10 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 def ask(admin_url: str | None, path: str, kind: type[T], parameters: dict[str, str]) -> T:
     """Get `/admin/v1` + `path` of a gateway as a value of `kind`. Raises AdminFailed."""
-    running = read_running()
-    own_url = running.admin_url if running is not None else None
-    url = admin_url or own_url or DEFAULT_URL
+    running = read_running(None if admin_url is None else admin_url.rstrip("/"))
+    url = admin_url or (running.admin_url if running is not None else None) or DEFAULT_URL
     key = os.environ.get(KEY_VARIABLE) or None
-    if key is None and running is not None and url == own_url:
+    if key is None and running is not None:
         key = running.admin_key
     try:
         answer = httpx.get(

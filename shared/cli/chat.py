@@ -135,8 +135,8 @@ def server_of(asked: str | None, key: str | None) -> Server:
     """The server at the URL that was asked for, or the `penstock up` that runs on this machine. The key of
     `penstock up` goes to no other server. Raises ChatFailed."""
     url = DEFAULT_URL if asked is None else asked.rstrip("/")
-    running = read_running()
-    if running is None or (asked is not None and url not in (running.url, running.url.removesuffix("/v1"))):
+    running = read_running(None if asked is None else url)
+    if running is None:
         return Server(url, key, None)
     verify = True if running.cert is None else _pinned(running.cert)
     return Server(running.url, key or running.key, running.model, verify)

@@ -6,8 +6,9 @@ Rules:
    then stops the children in order: first the one started last, which depends on those before it.
 2. A child ends with its parent, however that ends (`shared.process.lifecycle.die_with_parent`).
 3. Stopping is SIGTERM, a bounded wait, SIGKILL. After `hurry` it is SIGKILL at once.
-4. What a child writes goes to its log file; the end of that file says why it died. A file that has grown
-   to `LOG_LEN_MAX` is moved aside, in place of the one that was moved before: two such files at most.
+4. What a child writes goes to the end of its log file, behind what its last run wrote; the end of that file
+   says why it died. A file that has grown to `LOG_LEN_MAX` is moved aside, in place of the one that was moved
+   before: two such files at most.
 """
 
 from __future__ import annotations
@@ -74,8 +75,10 @@ class RunningService:
 
     @classmethod
     async def start(cls, spec: ServiceSpec, clock: Clock = SYSTEM_CLOCK) -> RunningService:
-        spec.log.write_bytes(b"")
         with spec.log.open("ab") as log:  # append mode: the child writes on at the end after the file was cut
+            keep_short(spec.log)
+            own = spec.log.open("rb")
+            own.seek(0, os.SEEK_END)
             process = await asyncio.create_subprocess_exec(
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -85,7 +88,7 @@ class RunningService:
                 env=environment(),
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
-        return cls(spec, process, spec.log.open("rb"), clock)
+        return cls(spec, process, own, clock)
 
     @property
     def pid(self) -> int:

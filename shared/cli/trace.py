@@ -21,6 +21,7 @@ from shared.trace.request_records import RequestPage, RequestRecords
 from shared.trace.request_text import line_row, printable, record_text, summary_row, table
 from shared.wire.completed_line import GatewayLine, Line
 from shared.wire.ids import is_id
+from shared.wire.silence import Silent
 
 STDIN: Final = "-"
 SLOWEST_MAX: Final = 1000
@@ -142,14 +143,21 @@ def _from_gateway(options: argparse.Namespace) -> int:
         slowest = sorted(page.data, key=lambda one: -one.total_ms)[: int(options.slowest)]
         for one in slowest:
             print(json.dumps(msgspec.to_builtins(one)) if options.json else summary_row(one))
+        _tell_silent(page)
         return 0 if slowest else 1
-    records = admin.ask(options.admin_url, f"/requests/{options.request_id}", RequestRecords, {}).data
-    for number, record in enumerate(records):
+    found = admin.ask(options.admin_url, f"/requests/{options.request_id}", RequestRecords, {})
+    for number, record in enumerate(found.data):
         if options.json:
             print(json.dumps(msgspec.to_builtins(record)))
             continue
         print("\n".join([*([""] if number else []), *record_text(record)]))
+    _tell_silent(found)
     return 0
+
+
+def _tell_silent(answer: Silent) -> None:
+    if answer.named:
+        _tell(terminal.harmless(f"no answer from {answer.named}: there may be more"))
 
 
 # -- following ------------------------------------------------------------------------------------

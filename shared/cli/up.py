@@ -18,9 +18,9 @@ from typing import Annotated, Any, Final, TextIO
 
 from msgspec import Meta
 
-from shared.cli import running
+from shared.cli import admin, running
 from shared.cli.restarts import raise_first_death
-from shared.cli.running import Running
+from shared.cli.running import DataDir, Keys, Running
 from shared.cli.service import command, missing_extra, reach
 from shared.cli.supervisor import RunningService, ServiceDied, ServiceSpec, parse_line, stop_all, unless
 from shared.process.arguments import Parser, cannot_listen, checked, closest, spelt
@@ -35,12 +35,15 @@ DEMO_NAME: Final = "penstock-demo"
 DRAIN_S: Final = 20.0
 """The drain time in seconds, unless an option or a variable sets it: a development server does not keep its
 user waiting longer."""
+ADMIN_HOST: Final = "127.0.0.1"
 ENDING_S: Final = 10.0
 """The time in which a child must stop after its drain, in seconds; then it is killed."""
 ENGINE_START_S: Final = 24 * 3600.0
 """The time in which the engine must be ready, in seconds: a download may take long. Once it is done the
 engine's own limit counts (--startup-timeout-s)."""
 GATEWAY_START_S: Final = 60.0
+REDIS_S: Final = 1.0
+"""The time for a connection to Redis, in seconds."""
 REPLICAS_MAX: Final = 16
 Replicas = Annotated[int, Meta(ge=1, le=REPLICAS_MAX)]
 
@@ -97,15 +100,15 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--api-key", metavar="KEY", type=checked(_key_problem, is_secret=True),
         default=os.environ.get(running.KEY_VARIABLE) or None,
-        help=f"development key, any string (default: ${running.KEY_VARIABLE}, or a new one each time)",
+        help=f"development key, any string (default: ${running.KEY_VARIABLE}, or the one of the last time)",
     )  # fmt: skip
     _add_addresses(parser)
     parser.add_argument(
-        "--log-dir",
-        type=_directory,
-        metavar="DIR",
-        help="where the services' logs go (default: a directory that is named at the start)",
-    )
+        "--data-dir", type=_directory, metavar="DIR",
+        help="where keys, usage and logs are kept for the next time (default: a directory of the port's own, "
+        "named at the start; with --port 0, one for this time alone)",
+    )  # fmt: skip
+    parser.add_argument("--log-dir", type=_renamed, help=argparse.SUPPRESS)
     parser.set_defaults(run=run, takes_more=True, parser=parser)
 
 
@@ -117,6 +120,10 @@ def _add_addresses(parser: Parser) -> None:
     parser.add_argument(
         "--port", type=spelt(Port), default=8000, help="port to listen on; 0 for any free one (default: 8000)"
     )
+    parser.add_argument(
+        "--admin-port", type=spelt(Port), metavar="PORT",
+        help="port of the console, on this machine alone; 0 for any free one (default: --port and 1)",
+    )  # fmt: skip
     tls = parser.add_mutually_exclusive_group()
     tls.add_argument("--tls-cert", metavar="FILE", type=spelt(Text), help="certificate chain, for https; PEM")
     parser.add_argument("--tls-key", metavar="FILE", type=spelt(Text), help="its private key, PEM")
@@ -132,6 +139,10 @@ def _add_addresses(parser: Parser) -> None:
 
 def _directory(text: str) -> Path:
     return Path(spelt(Text)(text))
+
+
+def _renamed(_: str) -> Path:
+    raise argparse.ArgumentTypeError("it is called --data-dir now: logs are in it, beside keys and usage")
 
 
 def _key_problem(key: str) -> str | None:
@@ -154,8 +165,10 @@ def run(options: argparse.Namespace) -> int:
     check_listener(options.parser, options)
     check_environment(options.parser, os.environ)
     check_engine_options(options.parser, options.more, os.environ)
+    if options.redis and (problem := unreachable(reach("gateway.config.redis").redis_hosts(options.redis))):
+        return _fail(problem)
     try:
-        plan = make_plan(options)
+        plan = make_plan(options, running.data_dir(options.data_dir, options.port))
     except ConfigError as error:  # a variable is wrong: all options were checked before
         options.parser.error(str(error))
     except (OSError, UnusableTls) as error:
@@ -185,6 +198,8 @@ def check_environment(parser: Parser, env: Mapping[str, str]) -> None:
                     f"{prefix}{name} is for a service that stands alone; unset it, and see --host, --port, "
                     "--tls-cert, --api-key and --alias"
                 )
+    if (key := env.get(admin.KEY_VARIABLE)) and (problem := _key_problem(key)):
+        parser.error(f"${admin.KEY_VARIABLE} {problem}")
     for name in unread_in(env, env.values()):
         sys.stderr.write(f"penstock up: {name}: nothing reads it; see penstock up --help\n")
 
@@ -201,6 +216,19 @@ def check_engine_options(parser: Parser, more: Sequence[str], env: Mapping[str, 
     if strays := engine.parse_known_args(more)[1]:
         parser.error(f"{' '.join(strays)} belongs to no option")
     _engine_drain_s(more, env)
+
+
+def unreachable(hosts: Sequence[tuple[str, int]]) -> str | None:
+    """The problem where nobody listens at any of these addresses; None where somebody does."""
+    problem = None
+    for host, port in hosts:
+        try:
+            socket.create_connection((host, port), REDIS_S).close()
+        except OSError as error:
+            problem = f"--redis: nothing answers at {host}:{port}: {error.strerror or error}"
+        else:
+            return None
+    return problem
 
 
 def _drain_options(env: Mapping[str, str]) -> list[str]:
@@ -233,32 +261,32 @@ class StartPlan:
     services: tuple[ServiceSpec, ...]
     """The services in the order of starting: each is ready before the next is started."""
     running: Running
-    run_dir: Path
+    data: DataDir
     grace_s: float = DRAIN_S + ENDING_S
     """The time in which a service must stop: its drain, and `ENDING_S`."""
     aliases: tuple[str, ...] = ()
     certificate_names: tuple[str, ...] = ()
     """The names that the certificate is for; empty without a certificate."""
+    remarks: tuple[str, ...] = ()
+    """What the user should know of the start."""
 
 
-def make_plan(options: argparse.Namespace) -> StartPlan:
-    """Choose ports and directories, and write the gateway's file. Raises OSError, UnusableTls and
-    ConfigError."""
+def make_plan(options: argparse.Namespace, data: DataDir) -> StartPlan:
+    """Choose ports, and write the gateway's file with what it had the last time. Raises OSError, UnusableTls
+    and ConfigError."""
     model, name = _model_and_name(options.model, options.served_model_name)
     tls = _tls(options.tls_cert, options.tls_key)
     certificate_names = names_of(*tls) if tls is not None else ()
     gateway_port = _check_port(options.host, options.port)
-    development = reach("gateway.directory.development")
-    key = options.api_key or development.development_key()
-    run_dir = running.make_run_dir(options.log_dir, gateway_port)
-    config = run_dir / "gateway.toml"
-    admin_port, *engine_ports = _free_ports(1 + options.replicas)
-    engine_urls = [f"http://127.0.0.1:{port}" for port in engine_ports]
-    admin_key = development.development_key()
-    gateway_config = development.development_config(
+    admin_port, remarks = _admin_port(options.admin_port, gateway_port)
+    api_key, admin_key = _keys(options.api_key, data)
+    config = data.path / "gateway.toml"
+    kept, lost = _kept(config)
+    engine_urls = [f"http://127.0.0.1:{port}" for port in _free_ports(options.replicas)]
+    gateway_config = reach("gateway.directory.development").development_config(
         host=options.host,
         port=gateway_port,
-        key=key,
+        key=api_key,
         model=name,
         aliases=options.alias,
         engine_url=engine_urls[0],
@@ -268,37 +296,77 @@ def make_plan(options: argparse.Namespace) -> StartPlan:
         redis=options.redis,
         drain_s=DRAIN_S,
         admin=(admin_port, admin_key),
+        billing_file=str(data.path / "usage.jsonl"),
+        kept=kept,
     )
     running.write_private(config, f"# Written by `penstock up`.\n{to_toml(gateway_config)}".encode())
     engine_options = ["--model", model, "--served-model-name", name, "--host", "127.0.0.1"]
     last_options = [*_drain_options(os.environ), *options.more]
     loaded = reach("gateway.config.whole").load(config, os.environ)
-    admin_scheme = "http" if loaded.admin.tls is None else "https"
-    admin_url = f"{admin_scheme}://{_reachable(loaded.admin.host)}:{loaded.admin.port}"
+    admin_url = _admin_url(loaded.admin)
     scheme, cert = ("http", None) if tls is None else ("https", tls[0])
     base_url = f"{scheme}://{_reachable(options.host, certificate_names)}:{gateway_port}"
+    url, log = f"{base_url}/v1", data.path / "gateway.log"
     gateway_argv = tuple(command("gateway", ["--config", str(config)]))
     return StartPlan(
         services=(
-            *_engines(engine_urls, engine_options, last_options, run_dir),
-            ServiceSpec("gateway", gateway_argv, run_dir / "gateway.log", base_url, GATEWAY_START_S, cert),
+            *_engines(engine_urls, engine_options, last_options, data.path),
+            ServiceSpec("gateway", gateway_argv, log, base_url, GATEWAY_START_S, cert),
         ),
-        running=Running(f"{base_url}/v1", key, name, os.getpid(), cert, str(config), admin_url, admin_key),
-        run_dir=run_dir,
+        running=Running(url, api_key, name, os.getpid(), cert, str(config), admin_url, admin_key),
+        data=data,
         grace_s=max(loaded.timeouts.drain_s, _engine_drain_s(options.more, os.environ)) + ENDING_S,
         certificate_names=certificate_names,
         aliases=tuple(options.alias),
+        remarks=(*remarks, *lost),
     )
 
 
+def _admin_url(own: Any) -> str:
+    return f"{'http' if own.tls is None else 'https'}://{_reachable(own.host)}:{own.port}"
+
+
+def _keys(api_key: str | None, data: DataDir) -> tuple[str, str]:
+    """The development key and the operator's: those that were asked for, those of the last time, or new ones,
+    which are kept for the next."""
+    new = reach("gateway.directory.development").development_key
+    api, operators = data.keys.api or new(), data.keys.admin or new()
+    data.keep(Keys(api, operators))
+    return api_key or api, os.environ.get(admin.KEY_VARIABLE) or operators
+
+
+def _kept(config: Path) -> tuple[Any, tuple[str, ...]]:
+    """What the gateway's file has from the last time, None at first, and what is to be said of it."""
+    if not config.exists():
+        return None, ()
+    try:
+        return reach("gateway.config.whole").load(config, {}), ()
+    except ConfigError:
+        old = config.replace(config.with_suffix(".old.toml"))
+        return None, (f"{config} could not be read; what it had is in {old.name}",)
+
+
+def _admin_port(wanted: int | None, gateway_port: int) -> tuple[int, tuple[str, ...]]:
+    """The console's port, and what is to be said of it. Raises OSError where the one that was asked for is
+    taken."""
+    if wanted is not None:
+        return _check_port(ADMIN_HOST, wanted), ()
+    usual = gateway_port + 1
+    try:
+        return _check_port(ADMIN_HOST, usual), ()
+    except (OSError, OverflowError):  # taken, or none
+        port = _check_port(ADMIN_HOST, 0)
+        return port, (f"Port {usual} is taken: the console is at {port}. See --admin-port",)
+
+
 def _engines(
-    urls: Sequence[str], options: Sequence[str], last_options: Sequence[str], run_dir: Path
+    urls: Sequence[str], options: Sequence[str], last_options: Sequence[str], folder: Path
 ) -> Iterator[ServiceSpec]:
     """The engines, one at each URL. Several are numbered, and started again when they end."""
     for number, url in enumerate(urls):
         name = "engine" if len(urls) == 1 else f"engine-{number}"
         argv = command("engine", [*options, "--port", url.rpartition(":")[2], *last_options])
-        log, restarts = run_dir / f"{name}.log", len(urls) > 1
+        log, restarts = folder / f"{name}.log", len(urls) > 1
         yield ServiceSpec(name, tuple(argv), log, url, ENGINE_START_S, restarts=restarts)
 
 
@@ -354,7 +422,9 @@ async def supervise(plan: StartPlan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -
     services: list[RunningService] = []
     progress = StartProgress(out, clock)
     try:
-        progress.say(f"Logs are in {plan.run_dir}")
+        progress.say(_about_data(plan.data))
+        for remark in plan.remarks:
+            progress.say(remark)
         for spec in plan.services:
             progress.begin(spec.name, "starting")
             services.append(await RunningService.start(spec, clock))
@@ -367,10 +437,10 @@ async def supervise(plan: StartPlan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -
             await unless(stop, raise_first_death(services, progress.say, clock))
         progress.say("Stopping. Ctrl-C again stops at once.")
     except (ServiceDied, OSError) as error:
-        progress.say(f"penstock up: {error}\nThe logs are in {plan.run_dir}")
+        progress.say(f"penstock up: {error}\nThe logs are in {plan.data.path}")
         return 1
     finally:
-        running.clear_running(plan.running.pid)
+        running.clear_running(plan.running)
         await stop_all(services, plan.grace_s, hurry)
     return 0
 
@@ -462,6 +532,12 @@ With the OpenAI SDK:
 
 In another terminal: {_penstock()} chat. Ctrl-C here stops {stopped} services.
 """
+
+
+def _about_data(data: DataDir) -> str:
+    if data.is_kept:
+        return f"Keys, usage and logs are in {data.path}"
+    return f"Keys, usage and logs are in {data.path}, for this time alone; see --data-dir"
 
 
 def _about_engines(plan: StartPlan) -> str:

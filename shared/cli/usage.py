@@ -69,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
             write_csv(report)
         case _:
             print("\n".join(table(report)))
+    if report.named:
+        sys.stderr.write(f"penstock usage: no answer from {harmless(report.named)}: there may be more\n")
     return 0
 
 
@@ -79,7 +81,8 @@ def table(report: UsageReport) -> Iterable[str]:
     sums = [f"{sum(getattr(row, name) for row in report.rows):,}" for name in _SUMS]
     total = ["total", *[""] * (len(report.by) - 1), *sums]
     widths = [max(map(len, column)) for column in zip(head, *rows, total, strict=True)]
-    yield f"{report.first} to {report.last} (UTC)"
+    since = "" if report.since is None else f", counted in memory since {report.since:%Y-%m-%d %H:%M}"
+    yield f"{report.first} to {report.last} (UTC){since}"
     for row in (head, *rows, total):
         left = len(report.by)
         named = (cell.ljust(width) for cell, width in zip(row[:left], widths[:left], strict=True))

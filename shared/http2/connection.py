@@ -2,9 +2,8 @@
 
 Theory. This module decides when bytes may be sent. Bytes come in by `receive`, go out by `take_output`; in
 between are streams. The owner (an endpoint, or a test) moves the bytes, is told by `Owner` what happened, and
-calls `pump` when there is room again. `h2` handles SETTINGS and PING. A path handles the frames of streams:
-`FastPath` parses and builds them by hand, `PlainPath` has `h2` do it; both report received frames by
-`received_...`.
+calls `pump` when there is room again. `h2` handles SETTINGS and PING; `FastPath` parses and builds the frames
+of streams by hand, and reports received ones by `received_...`.
 
 Rules.
 
@@ -55,7 +54,6 @@ from shared.http2.floods import FloodBudgets
 from shared.http2.headers import HeaderList
 from shared.http2.owner import Owner
 from shared.http2.phase import MOVES, ConnectionPhase
-from shared.http2.plainpath import PlainPath
 from shared.http2.protocol_state import ProtocolState
 from shared.http2.stream import AwaitedReports, Stream
 
@@ -98,7 +96,11 @@ class Connection:
             streams_max=config.streams_max,
         )
         self._out += self.h2.greeting
-        self.path = FastPath(self) if config.fast else PlainPath(self)
+        self._event_handlers: dict[type[events.Event], Callable[[Any], None]] = {
+            events.RemoteSettingsChanged: self._on_settings,
+            events.PingAckReceived: self._on_pong,
+        }
+        self.path = FastPath(self)
         self._frame_handlers: dict[int, frames.FrameHandler] = {
             **self.path.frame_handlers,
             frames.GOAWAY: self._on_goaway,
@@ -107,11 +109,6 @@ class Connection:
             self._frame_handlers[frames.REPORT] = self._on_report
         ignored = dict.fromkeys((frames.WINDOW_UPDATE, frames.RST_STREAM), frames.ignore)
         self._frame_handlers_of_reset = {**self._frame_handlers, **ignored, frames.DATA: self._drop_data}
-        self._event_handlers: dict[type[events.Event], Callable[[Any], None]] = {
-            events.RemoteSettingsChanged: self._on_settings,
-            events.PingAckReceived: self._on_pong,
-            **self.path.event_handlers,
-        }
 
     # -- what the owner asks ------------------------------------------------------------------
 
@@ -360,12 +357,6 @@ class Connection:
             self.put(frames.rst_stream(stream_id, ErrorCode.STREAM_CLOSED))
         return True
 
-    def was_reset(self, stream: Stream | None, code: int) -> None:
-        """Take note of a reset by the path itself, because the peer broke a rule."""
-        self.charge_reset()
-        if stream is not None:
-            self._close_by_reset(stream, StreamReset(code, by_peer=False))
-
     # -- what the peer sent -------------------------------------------------------------------
 
     def receive(self, data: bytes) -> None:
@@ -474,7 +465,6 @@ class Connection:
     def _close_if_done(self, stream: Stream) -> None:
         if stream.received_all and stream.sent_all and self.streams.pop(stream.id, None) is not None:
             self._await_report(stream)
-            self.path.closed(stream)
             self._owner.stream_closed(stream)
 
     def _close_by_reset(self, stream: Stream, error: StreamFailed) -> None:
@@ -484,7 +474,6 @@ class Connection:
         del self.streams[stream.id]
         if not isinstance(error, StreamRefused):
             self._await_report(stream)
-        self.path.closed(stream)
         stream.fail(error)
         self._owner.stream_closed(stream)
 

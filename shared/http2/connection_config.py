@@ -10,10 +10,8 @@ from shared.http2 import limits
 
 @dataclass(frozen=True, slots=True)
 class ConnectionConfig:
-    """Bounds of a connection, and the path of its streams. Lengths are in bytes."""
+    """Bounds of a connection. Lengths are in bytes."""
 
-    fast: bool = True
-    """True if streams go beside h2 (`fastpath`) or through it (`plainpath`)."""
     stream_window_len: int = limits.STREAM_WINDOW_LEN
     connection_window_len: int = limits.CONNECTION_WINDOW_LEN
     streams_max: int = limits.STREAMS_MAX

@@ -17,10 +17,8 @@ Rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
-
-import h2.events as events
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from shared.http2 import frames, limits
 from shared.http2.connection_errors import ErrorCode, ProtocolViolation, StreamReset
@@ -53,7 +51,6 @@ class FastPath:
             frames.WINDOW_UPDATE: self._take_window_update,
             frames.CONTINUATION: self._take_continuation,
         }
-        self.event_handlers: Mapping[type[events.Event], Callable[[Any], None]] = {}
         self.connection_room = limits.INITIAL_WINDOW_LEN
         self.window = connection.config.connection_window_len
         self.uncredited = 0
@@ -61,9 +58,6 @@ class FastPath:
     def opened(self, stream: Stream) -> None:
         stream.send_window = self._initial_send_window
         stream.receive_window = self._connection.config.stream_window_len
-
-    def closed(self, stream: Stream) -> None:
-        """Do nothing: a closed stream leaves no state here."""
 
     def settings_changed(self) -> None:
         initial = self._connection.h2.remote_settings.initial_window_size

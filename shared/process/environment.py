@@ -55,10 +55,10 @@ def _is_service_link(name: str, value: str) -> bool:
     return bool(_LINK_PORT_NAME.fullmatch(name) and _LINK_URL.fullmatch(value))
 
 
-def no_such_setting(name: str, known: Iterable[str], moved: Mapping[str, str]) -> str:
-    """The message about a variable or a key that sets nothing: with its new name where it is a former one,
-    else with the known one that is most like it."""
-    if name in moved:
-        return f"{name}: this setting is {moved[name]} now"
+def no_such_setting(name: str, known: Iterable[str], former: str | None) -> str:
+    """The message about a variable or a key that sets nothing: with what became of it where it is a `former`
+    one, else with the known one that is most like it."""
+    if former is not None:
+        return f"{name}: this setting is {former}"
     hint = closest(name, known)
     return f"{name}: there is no such setting" + (f"; did you mean {hint}?" if hint else "")

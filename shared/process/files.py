@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
@@ -63,3 +64,21 @@ def file_version(path: Path) -> FileVersion | None:
     except OSError:
         return None
     return FileVersion(status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+class WatchedFiles:
+    """Files that are read again when they change. Those that are None count for nothing."""
+
+    def __init__(self, files: Iterable[str | Path | None]) -> None:
+        self.paths: Final = tuple(Path(file) for file in files if file is not None)
+        self._seen: list[FileVersion | None] | None = None
+        self.changed()
+
+    def changed(self) -> bool:
+        """True if they are others than at the last look."""
+        before, self._seen = self._seen, [file_version(path) for path in self.paths]
+        return self._seen != before
+
+    def forget(self) -> None:
+        """Count them as changed at the next look, whatever they are."""
+        self._seen = None

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, Final
 
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.files import FileVersion, file_version
-from shared.process.tls import UnusableTls
+from shared.process.files import WatchedFiles
+from shared.process.tls import UnusableTls, client_context
 
 POLL_S: Final = 1.0
 """The time between two looks at the files, in seconds."""
@@ -53,10 +53,9 @@ class RenewableTls:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`load` makes a context of the files; those that are None count for nothing. Raises UnusableTls."""
-        self._files: Final = tuple(Path(file) for file in files if file is not None)
+        self._files: Final = WatchedFiles(files)
         self._load: Final = load
         self._clock: Final = clock
-        self._seen = self._versions()
         side = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
         self.context: Final = RenewableContext(side)
         self.context.current = load()
@@ -70,10 +69,16 @@ class RenewableTls:
     async def look(self) -> None:
         """Look at the files, and take them over if they have changed. A look that is cancelled has seen
         nothing."""
-        seen = self._versions()
-        if seen != self._seen:
-            await self._renew()
-            self._seen = seen
+        if self._files.changed():
+            try:
+                await self._renew()
+            except BaseException:
+                self._files.forget()
+                raise
+
+    def reload(self) -> None:
+        """Have the files read at the next look, changed or not."""
+        self._files.forget()
 
     async def _renew(self) -> None:
         try:
@@ -81,7 +86,23 @@ class RenewableTls:
         except UnusableTls as error:
             log.error("tls.rejected", problems=str(error).splitlines())
             return
-        log.info("tls.reloaded", files=[str(file) for file in self._files])
+        log.info("tls.reloaded", files=[str(file) for file in self._files.paths])
 
-    def _versions(self) -> tuple[FileVersion | None, ...]:
-        return tuple(file_version(file) for file in self._files)
+
+class TrustedAuthorities:
+    """The authorities that a client trusts. They are read at the first use, on a thread, since reading all of
+    a system's takes 40 ms."""
+
+    def __init__(self, ca: str | None) -> None:
+        """`ca` is their file; None trusts the system's."""
+        self._ca: Final = ca
+        self._tls: RenewableTls | None = None
+
+    async def context(self) -> ssl.SSLContext:
+        """The context by the file as it is now. Raises UnusableTls where it never could be read."""
+        if self._tls is None:
+            load = partial(client_context, ca=self._ca)
+            self._tls = await asyncio.to_thread(RenewableTls, (self._ca,), load, is_server=False)
+        else:
+            await self._tls.look()
+        return self._tls.context.current

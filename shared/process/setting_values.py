@@ -12,6 +12,7 @@ What no single value shows, a dataclass checks in its `__post_init__`, which rai
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping
@@ -26,8 +27,8 @@ from shared.process.settings import Kind, Setting, option_of, settings_of, varia
 
 T = TypeVar("T")
 
-NONE_MOVED: Final[Mapping[str, str]] = {}
-"""The settings' former paths, where each has the one that it always had."""
+NO_FORMER: Final[Mapping[str, str]] = {}
+_INDEX: Final = re.compile(r"\[\d+\]")
 FILE_LEN_MAX: Final = 16 * 1024 * 1024
 SHOWN_LEN_MAX: Final = 64
 """Characters of a wrong value that a message repeats."""
@@ -47,20 +48,22 @@ def load(
     env: Mapping[str, str],
     prefix: str,
     options: Mapping[str, object] | None = None,
-    moved: Mapping[str, str] = NONE_MOVED,
+    moved: Mapping[str, str] = NO_FORMER,
+    gone: Mapping[str, str] = NO_FORMER,
 ) -> T:
     """A value of the dataclass `type_`. Raises ConfigError.
 
     `source` is a TOML file, or what one holds. `prefix` is that of the variables, and ends with an
     underscore. `options` are those of a command line (`shared.process.arguments.add_settings`), by the
     settings' names; None for a service that has none. `moved` are the paths of settings by those that they
-    had before, under which they are refused.
+    had before, under which they are refused. `gone` says what became of those that there are no more.
     """
     assert prefix.endswith("_")
-    texts, problems = _variables(type_, settings_in(env, prefix), prefix, moved)
+    texts, problems = _variables(type_, settings_in(env, prefix), prefix, moved, gone)
     for name, given in (options or {}).items():
         texts[name] = _Text(option_of(name), str(given))
-    builder = _Builder(texts, moved, has_options=options is not None)
+    former = {**{old: f"{new} now" for old, new in moved.items()}, **gone}
+    builder = _Builder(texts, former, has_options=options is not None)
     document = _read(source) if isinstance(source, Path) else source
     value = builder.section(type_, document, "")
     if problems := builder.problems + problems:
@@ -77,7 +80,7 @@ class _Text:
 
 
 def _variables(
-    type_: type, given: Mapping[str, str], prefix: str, moved: Mapping[str, str]
+    type_: type, given: Mapping[str, str], prefix: str, moved: Mapping[str, str], gone: Mapping[str, str]
 ) -> tuple[dict[str, _Text], list[str]]:
     """The variables' texts by the paths of the settings, and what is wrong with the variables' names. `given`
     has the names without the prefix."""
@@ -87,13 +90,14 @@ def _variables(
             known[variable] = (setting, False)
             if setting.can_be_denied:
                 known[setting.denial(prefix)] = (setting, True)
-    now = {variable_of(old, prefix): variable_of(new, prefix) for old, new in moved.items()}
+    former = {variable_of(old, prefix): f"{variable_of(new, prefix)} now" for old, new in moved.items()}
+    former |= {variable_of(old, prefix): told for old, told in gone.items()}
     texts: dict[str, _Text] = {}
     problems = []
     for name, text in given.items():
         variable = prefix + name
         if variable not in known:
-            problems.append(no_such_setting(variable, known, now))
+            problems.append(no_such_setting(variable, known, former.get(variable)))
             continue
         setting, is_denial = known[variable]
         if setting.path in texts:
@@ -117,12 +121,12 @@ class _Builder:
     """Walks declarations and values side by side. A value that cannot be built is None, and adds to
     `problems`."""
 
-    def __init__(self, texts: Mapping[str, _Text], moved: Mapping[str, str], *, has_options: bool) -> None:
+    def __init__(self, texts: Mapping[str, _Text], former: Mapping[str, str], *, has_options: bool) -> None:
         self.problems: list[str] = []
         self._texts = texts
         """The options and variables that are given, by the settings' paths."""
-        self._moved = moved
-        """The paths of settings by their former ones."""
+        self._former = former
+        """What became of settings, by their former paths."""
         self._has_options = has_options
 
     def section(self, type_: type, values: Mapping[str, Any], path: str) -> Any:
@@ -132,8 +136,9 @@ class _Builder:
         built: dict[str, Any] = {}
         for name in values:
             if name not in names:
-                former = f"{path}.{name}".lstrip(".")
-                self.problems.append(no_such_setting(former, paths, self._moved))
+                given = f"{path}.{name}".lstrip(".")
+                told = self._former.get(_INDEX.sub("[]", given))
+                self.problems.append(no_such_setting(given, paths, told))
         for setting in settings:
             here, text = setting.path, self._texts.get(setting.path)
             if text is not None:

@@ -33,7 +33,7 @@ from shared.process.settings import Rule
 from shared.telemetry import genai
 from shared.telemetry.stages import Stages, TraceContext
 from shared.wire.completed_line import ENGINE_STAGES
-from shared.wire.ids import RequestId, random_bits
+from shared.wire.ids import random_bits
 
 Attribute = str | int | float | bool
 STAGE_S_MIN: Final = 1e-4
@@ -147,9 +147,7 @@ class Tracing:
         if self._sink is not None and self._wants(stages, seconds, failed=failed):
             self._sink.put(spans_of(stages, began_s, seconds, line()))
 
-    def exemplar(
-        self, stages: Stages, request_id: RequestId, seconds: float, *, failed: bool
-    ) -> Exemplar | None:
+    def exemplar(self, stages: Stages, request_id: str, seconds: float, *, failed: bool) -> Exemplar | None:
         """The request as an exemplar of metrics, where its trace can be found: its spans are exported from
         here, or its caller's are. It has taken so long by now."""
         if stages.trace.sampled or self._wants(stages, seconds, failed=failed):

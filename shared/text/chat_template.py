@@ -173,7 +173,7 @@ class ChatTemplate:
             text = yield from self._rendered(formed, variables, length, renderer)
         except Unrenderable as error:
             raise _told(error, prompt, plain, formed) from None
-        return continued(text, formed[-1]) if prompt.continues_final else text
+        return continued(text, formed[-1], prompt.continues_param) if prompt.continues_final else text
 
     def _rendered(
         self, messages: list[Message], variables: dict[str, Any], length: int, renderer: Renderer | None

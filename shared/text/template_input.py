@@ -85,7 +85,7 @@ class TemplateInput:
         Raises InvalidRequest."""
         formed = plain if self.takes_all else taken(plain, self.takes)
         if prompt.continues_final:
-            _mark(formed[-1])
+            _mark(formed[-1], prompt.continues_param)
         if not self.takes.text:
             for message in formed:
                 if isinstance(text := message.get("content"), str):
@@ -189,24 +189,25 @@ def _content(message: ChatMessage) -> str:
     )
 
 
-def continued(text: str, final: Message) -> str:
+def continued(text: str, final: Message, where: str) -> str:
     """A chat, rendered with its last message marked, up to where that is to be continued. Raises
-    InvalidRequest where the template does not write it as it is."""
+    InvalidRequest where the template does not write it as it is, which names the field that asks for it."""
     content = final["content"]
     said: str = content if isinstance(content, str) else content[0]["text"]
     tag = TAG.strip()
     if tag not in text or said.removesuffix(TAG).strip() not in text:
         message = "The last message cannot be continued: the chat template does not write it as it is."
-        raise InvalidRequest(message, param="continue_final_message")
+        raise InvalidRequest(message, param=where)
     end = text.rindex(tag)
     return text[:end] if text.startswith(TAG, end) else text[:end].rstrip()
 
 
-def _mark(final: Message) -> None:
-    """Mark the end of the message that is to be continued. Raises InvalidRequest where it has no text."""
+def _mark(final: Message, where: str) -> None:
+    """Mark the end of the message that is to be continued. Raises InvalidRequest where it has no text, which
+    names the field that asks for it."""
     if final.get("content") is None:
-        message = "continue_final_message needs a last message that has content."
-        raise InvalidRequest(message, param="continue_final_message")
+        message = "The last message cannot be continued: it has no content."
+        raise InvalidRequest(message, param=where)
     final["content"] += TAG
 
 

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from shared.trace.axis import Axis, Visit
 from shared.wire.completed_line import GatewayLine
+from shared.wire.silence import Silent
 
 
 class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -44,9 +45,13 @@ class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):
     events: int = 0
     """Events that were passed on to the client: about the tokens that it was sent."""
     first_byte_ms: float | None = None
+    gateway: str | None = None
+    """The other gateway that has it. None: the one that was asked."""
+    worker: int | None = None
+    """The gateway's worker that has it, where there are several."""
 
 
-class RequestPage(Struct, frozen=True):
+class RequestPage(Silent, frozen=True):
     """Requests, the newest first: the live ones, then the completed ones."""
 
     data: tuple[RequestSummary, ...]
@@ -77,9 +82,13 @@ class RequestRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The causes of its waits, in words."""
     ticks: tuple[Tick, ...] = ()
     """The times at which a stream's events were passed on, evenly thinned out for a long one."""
+    gateway: str | None = None
+    """The other gateway that has it. None: the one that was asked."""
+    worker: int | None = None
+    """The gateway's worker that has it, where there are several."""
 
 
-class RequestRecords(Struct, frozen=True):
+class RequestRecords(Silent, frozen=True):
     """The requests of one id, the newest first: callers choose the ids."""
 
     data: tuple[RequestRecord, ...]

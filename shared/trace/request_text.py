@@ -55,7 +55,6 @@ def _heading_and_words(trace: Trace, number: str = "", *, is_record: bool = Fals
 
 _ROUTES: Final = {
     "retry": "the one before it had failed",
-    "hedge": "as well, for the one before it was slow to begin",
     "panic": "all engines had failed lately",
     "fallback": "of another model, for none of its own could answer",
 }
@@ -222,6 +221,10 @@ def record_text(record: RequestRecord) -> Iterator[str]:
         yield _row(
             "now", f"in {one.stage} for {duration(one.total_ms)} in all; {_count(one.events, 'event')}"
         )
+    served = [f"gateway {record.gateway}"] if record.gateway is not None else []
+    served += [f"worker {record.worker}"] if record.worker is not None else []
+    if served:
+        yield _row("served", printable(f"by {', '.join(served)}"))
     yield ""
     ends = {"gateway": one.stage} if not one.is_live else {}
     yield from waterfall(record.axis, ends, record.ticks)

@@ -117,10 +117,9 @@ class GatewayLine(CompletedLine, kw_only=True):
     failed_attempts: str | None = None
     """Those of them that failed, and with which error, such as `engine-0:8001=upstream_lost`, separated by
     commas, as far as they are the first eight. None where none did."""
-    route: Literal["affinity", "load", "retry", "panic", "fallback", "hedge"] | None = None
+    route: Literal["affinity", "load", "retry", "panic", "fallback"] | None = None
     """Why the one that answered, or the last, was chosen: the conversation's home, the lower load, because
-    another had failed, from a pool whose engines all failed lately, from another pool, or because the first
-    was slow to begin."""
+    another had failed, from a pool whose engines all failed lately, or from another pool."""
     prompt_exact: bool
     """True if `prompt_tokens` was counted, by the engine or with the model's tokenizer; False for an
     estimate."""

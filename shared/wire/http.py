@@ -15,11 +15,7 @@ Rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, Protocol
-
-CONNECTED: Final = "penstock.connected"
-"""The name of a request's extension, on the client's side: a function that is called when there is a
-connection, new or kept, and before anything is sent on it. What fails before was not dispatched."""
+from typing import Protocol
 
 
 class ClientGone(Exception):

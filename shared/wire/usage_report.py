@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import date
+from datetime import date, datetime
 from typing import Final, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
+
+from shared.wire.silence import Silent
 
 Dimension = Literal["tenant", "key", "model", "day"]
 DIMENSIONS: Final[tuple[Dimension, ...]] = ("tenant", "key", "model", "day")
@@ -35,7 +37,7 @@ class UsageEntry(Struct, frozen=True, kw_only=True):
     """All tokens that were charged: prompt, completion and estimated ones."""
 
 
-class UsageReport(Struct, frozen=True, kw_only=True):
+class UsageReport(Silent, frozen=True, kw_only=True):
     """The usage of some days."""
 
     first: date = field(name="from")
@@ -44,3 +46,6 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     by: tuple[Dimension, ...]
     rows: tuple[UsageEntry, ...]
     """Sorted by the dimensions in their order."""
+    since: datetime | None = None
+    """When the gateway began to count, where it counts in memory alone: its restart forgets all. Null where
+    usage outlives it."""

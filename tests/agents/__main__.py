@@ -31,8 +31,11 @@ from tests.suites.cache import SuiteFailed
 
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "tests/bench/results"
-SCENE_S: Final = 1200.0
+SCENE_S: Final = 1800.0
 """The time in which a scene must be over, in seconds."""
+PATIENCE_S: Final = 300
+"""The time in which the services must be up, in seconds, unless `PATIENCE_S` of the environment says another
+(`tests.waiting`)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +73,12 @@ def played(scene: str, template: str, names: Sequence[str]) -> Iterator[Outcome]
         command = [sys.executable, "-m", "tests.agents.inside", scene, template, str(kept), *group]
         try:
             done = subprocess.run(
-                ["unshare", "-n", *command], cwd=ROOT, stdout=subprocess.PIPE, timeout=SCENE_S, check=True
+                ["unshare", "-n", *command],
+                cwd=ROOT,
+                env={"PATIENCE_S": str(PATIENCE_S), **os.environ},
+                stdout=subprocess.PIPE,
+                timeout=SCENE_S,
+                check=True,
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise SuiteFailed(f"{scene} of {', '.join(group)}: {error}") from error

@@ -30,8 +30,9 @@ RECITED: Final = 3000
 """The words of the answer that is broken off."""
 BREAK_EVENTS: Final = 200
 """The events of it after which the agent is killed."""
-FEW_PAGES: Final = 768
-"""A cache that one session and a few chats fill."""
+FEW_PAGES: Final = 1280
+"""A cache that one session and a few chats fill. Half of it is the longest session's: qwen-code's prompts have
+37,000 tokens, and it asks for room for 32,000 more."""
 PEOPLE: Final = 2
 PROMPT_LEN: Final = 600
 LONG_PROMPT_LEN: Final = 4000

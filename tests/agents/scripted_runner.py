@@ -65,7 +65,7 @@ class ScriptedRunner(FakeRunner):
         return token, None if tops is None else logprobs_of(0, token, tops)
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 
     def _said(self, start: SlotAssignment) -> list[int]:

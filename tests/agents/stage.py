@@ -28,8 +28,8 @@ from tests.agents.task import Order, Task
 from tests.services import Service, engine_url, gateway, gateway_url, service
 from tests.suites import cache as suites
 
-RUN_S: Final = 180.0
-"""The time in which an agent must have done an order, in seconds."""
+RUN_S: Final = 300.0
+"""The time in which an agent must have done an order, in seconds: machines that agents run on are busy."""
 PAGE_SIZE: Final = 64
 """The engine's, where nothing else is set."""
 PRINTED_LEN_MAX: Final = 1 << 20
@@ -141,15 +141,22 @@ def staged(folder: Path, template: str, pages: int = served.PAGES) -> Iterator[S
     with (
         tempfile.TemporaryDirectory(prefix="ag") as sockets,
         service([served.MODULE, "serve", *options], TMPDIR=sockets) as engine,
+        _told(engine),
         gateway(folder, engine_url(engine), CHATS) as front,
+        _told(front),
     ):
         gateway_url(front)
-        try:
-            yield Stage(engine, front, template, opening_len(model))
-        except BaseException:
-            for log in (engine, front):
-                sys.stderr.write(log.text[-SAID_LEN_MAX:])
-            raise
+        yield Stage(engine, front, template, opening_len(model))
+
+
+@contextmanager
+def _told(log: Service) -> Iterator[None]:
+    """Tell the end of a log where something fails, a start too."""
+    try:
+        yield
+    except BaseException:
+        sys.stderr.write(log.text[-SAID_LEN_MAX:])
+        raise
 
 
 @contextmanager

@@ -15,12 +15,13 @@ import zmq
 
 from engine.contract.messages import READ_EVERY, CoreOutput, Read, SamplingParams, StepOutput, StopCore
 from engine.core.loop import CoreLoop
-from engine.core.queue.newcomers import AddSequence, alone
+from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.transport import CoreTransport
 from engine.demo import MODEL_DIR
 from engine.runtime.load import load_runner
 from engine.runtime.setup.runner_config import RunnerConfig
+from tests.bench.engine.core_window import alone
 
 PROMPT = [7] * 16
 CACHE_LEN = 64 * 1024 * 1024

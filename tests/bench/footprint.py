@@ -31,7 +31,7 @@ async def footprint(model: str | None, starts: int) -> list[Figure]:
     for start in range(1 + starts):  # the first reads the files
         port = free_port()
         with tempfile.TemporaryDirectory() as logs:
-            argv = [sys.executable, "-m", "shared.cli", "up", "--port", str(port), "--log-dir", logs]
+            argv = [sys.executable, "-m", "shared.cli", "up", "--port", str(port), "--data-dir", logs]
             argv += ["--model", model] if model else []
             began_s = time.monotonic()
             async with service(argv, f"http://127.0.0.1:{port}/readyz") as process:

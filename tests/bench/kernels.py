@@ -157,7 +157,7 @@ def _seat(runner: HostRunner, streams: int, steps: int) -> list[float]:
     for slot in range(streams):
         ids = [(7 * slot + 3 * i) % runner.info.vocab_size for i in range(PROMPT_LEN)]
         own = list(range(slot * pages, (slot + 1) * pages))
-        seat = SlotAssignment(slot, ids, PROMPT_LEN, sampling)
+        seat = SlotAssignment.of(slot, ids, PROMPT_LEN, sampling)
         plan = Plan(0, [], [seat], [(slot, own)], [slot], [0], [PROMPT_LEN], [Want.SAMPLE])
         taken_s.append(_timed(runner, plan))
     return taken_s

@@ -123,7 +123,7 @@ def compare(runners: Sequence[HostRunner], texts: Sequence[Tokens]) -> list[Dist
 def _logits(runner: HostRunner, text: Tokens) -> Tensor:
     """[len(text), vocab] float32"""
     pages = list(range(-(-len(text) // runner.info.page_size)))
-    seat = SlotAssignment(0, text, len(text), GREEDY)
+    seat = SlotAssignment.of(0, text, len(text), GREEDY)
     plan = Plan(0, [], [seat], [(0, pages)], [0], [0], [len(text)], [Want.NOTHING])
     runner.slots.apply(plan)
     logits = runner.model.logits(runner.model.forward(assemble(plan, runner.slots)))

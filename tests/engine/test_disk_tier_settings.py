@@ -31,7 +31,6 @@ from tests.fake_runner import runner_info
     ("settings", "told"),
     [
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size 1"),
-        ({"kv_host_tier": False}, "--kv-host-tier"),
         ({"swap_memory": 0}, "--swap-memory"),
         ({"prefix_cache": False}, "the prefix cache"),
     ],
@@ -43,9 +42,9 @@ def test_what_a_disk_tier_needs_is_told(settings: dict[str, Any], told: str) -> 
     EngineConfig("m", **settings)
 
 
-def runner(*, host_tier: bool = True) -> HostRunner:
+def runner(host_pages: int = 4) -> HostRunner:
     """A runner with host pages of eight bytes, and no network."""
-    info = msgspec.structs.replace(runner_info(host_pages=4), host_tier=host_tier)
+    info = runner_info(host_pages=host_pages)
     pages = [memoryview(bytearray(8)) for _ in range(4)]
     rest: Any = None
     return HostRunner(info, rest, rest, SimpleNamespace(view=pages.__getitem__), rest)  # type: ignore[arg-type]
@@ -62,7 +61,7 @@ def test_the_tier_is_opened_and_its_directory_belongs_to_one_engine(tmp_path: Pa
     model = model_in(tmp_path / "m")
     config = EngineConfig(str(model), kv_disk_dir=str(tmp_path / "kv"))
     assert open_disk_tier(EngineConfig(str(model)), runner()) is None
-    assert open_disk_tier(config, runner(host_tier=False)) is None
+    assert open_disk_tier(config, runner(host_pages=0)) is None
     disk = open_disk_tier(config, runner())
     assert disk is not None
     with pytest.raises(DirectoryInUse):

@@ -64,7 +64,7 @@ def test_the_queue_by_class_and_age_and_what_preemption_costs_whom(
         assert (now["running_sequences"], now["core_waiting_sequences"]) == (SLOTS, 3)
         assert now["class_waiting:priority"] == now["class_waiting:default"] == 0
         assert (now["queue_depth"], now["waiting_tokens"]) == (2, 260), "of newcomers"
-        assert now["preemptions:recompute"] + now["preemptions:swap"] == 1
+        assert now["preemptions:pages"] == 1
         assert now["class_waiting_age_seconds:flex"] > 0
         assert now["class_waiting_age_seconds:priority"] == 0
         closings = [closing_of(response) for response in (*flex, high, *waiting)]
@@ -143,7 +143,7 @@ def test_each_figure_is_there_before_anything_happened(serving: tuple[Service, h
         "class_waiting_age_seconds:default", "running_sequences", "stalled_sequences", "waiting_tokens",
         "kv_pages:free", "kv_pages:cached", "kv_pages:owned", "host_pages:free", "host_pages:used",
         "host_pages:kept", "prefix_tier_tokens:device", "prefix_tier_tokens:host", "prefix_tier_tokens:disk",
-        "prefix_query_tokens", "prefix_hit_tokens", "preemptions:recompute", "preemptions:swap", "swaps_in",
+        "prefix_query_tokens", "prefix_hit_tokens", "preemptions:pages", "preemptions:yield", "swaps_in",
         "swapped_bytes:out", "swapped_bytes:in", "step_budget_use_count", "step_seconds_count",
         "time_to_first_token_seconds_count", "queue_seconds_count", "requests:ok",
     } <= gauges(http.base_url).keys()  # fmt: skip

@@ -27,11 +27,11 @@ from engine.core.grammars.threads import GrammarThreads
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
-from engine.core.step.swap import Preference
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import load_runner
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.result_tensors import Computed
+from tests.core_laws import check
 from tests.engine.models import (
     EOS_ID,
     FAMILIES,
@@ -61,17 +61,12 @@ class Engine:
         path: Path,
         pages: int | None = None,
         host_pages: int = 0,
-        prefers_swap: Preference = lambda _: True,
-        *,
-        host_tier: bool = False,
     ) -> None:
         self.runner = self._load(path, pages, host_pages)
-        self.runner.info = msgspec.structs.replace(self.runner.info, host_tier=host_tier)
         self._rung = threading.Event()
         self.scheduler = Scheduler(
             SchedulerConfig(step_tokens_max=STEP_TOKENS_MAX),
             self.runner.info,
-            prefers_swap=prefers_swap,
             grammars=GrammarThreads(_vocabulary(path), self._rung.set),
         )
         self.tokens: dict[int, list[int]] = defaultdict(list)
@@ -82,7 +77,6 @@ class Engine:
         self.preemptions = 0
         self.overlaps = 0
         self.longest_step = 0
-        self.replaced = 0
 
     @staticmethod
     def _load(path: Path, pages: int | None, host_pages: int) -> HostRunner:
@@ -126,9 +120,8 @@ class Engine:
                 continue
             self.longest_step = max(self.longest_step, sum(plan.lengths))
             self.scheduler.commit(plan, self.runner.run(plan), 0.0)
-            self.scheduler.check()
+            check(self.scheduler)
             self._poison()
-            self.replaced += len(plan.replaced)
             if (output := self.scheduler.report()) is not None:
                 self._take(output)
 
@@ -140,7 +133,7 @@ class Engine:
             then = None if following is None else (following, self.runner.launch(following))
             self.overlaps += then is not None
             self.scheduler.commit(flying[0], flying[1].collect(), 0.0)
-            self.scheduler.check()
+            check(self.scheduler)
             flying = then
             if (output := self.scheduler.report()) is not None:
                 self._take(output)
@@ -152,7 +145,7 @@ class Engine:
         for layer in (*cache.keys, *cache.values):
             layer[allocator.pages._free] = torch.nan
         for layer in (*host.keys, *host.values):
-            layer[allocator.swapper.host._free] = torch.nan
+            layer[allocator.host_tier.host._free] = torch.nan
 
     def _take(self, output: StepOutput) -> None:
         for i, handle in enumerate(output.handles):
@@ -229,14 +222,15 @@ def test_tokens_equal_transformers_under_preemption(model: Model, prompts: Promp
         assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
 
 
-@pytest.mark.parametrize("host_pages", [40, 5], ids=["all are swapped", "some have no room"])
-def test_tokens_equal_transformers_when_swapped(model: Model, prompts: Prompts, host_pages: int) -> None:
+@pytest.mark.parametrize("host_pages", [40, 5], ids=["all have room", "some have no room"])
+def test_tokens_equal_transformers_when_preempted_into_host_memory(
+    model: Model, prompts: Prompts, host_pages: int
+) -> None:
     path, oracle = model
     engine = Engine(path, pages=24, host_pages=host_pages)
     engine.run(dict(enumerate(prompts)), greedy())
     stats = engine.scheduler.stats()
-    assert min(stats.swaps_out, stats.swaps_in) > 0
-    assert (stats.swaps_out == stats.preemptions) == (host_pages == 40)
+    assert min(stats.preemptions, stats.swaps_in) > 0
     for handle, prompt in enumerate(prompts):
         assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
 
@@ -245,7 +239,7 @@ def test_tokens_equal_transformers_when_prefixes_come_back_from_host_memory(
     model: Model, prompts: Prompts
 ) -> None:
     path, oracle = model
-    engine = Engine(path, pages=24, host_pages=78, host_tier=True)
+    engine = Engine(path, pages=24, host_pages=78)
     engine.run(dict(enumerate(prompts)), greedy())
     before = engine.scheduler.stats().prefix_host_tokens
     again = {handle + 100: prompt for handle, prompt in enumerate(prompts)}
@@ -255,17 +249,12 @@ def test_tokens_equal_transformers_when_prefixes_come_back_from_host_memory(
         assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
 
 
-def test_doubles_are_merged_and_nobody_notices(model: Model, prompts: Prompts) -> None:
-    """Two of the same prompt put out the same, into pages of their own until these are full."""
+def test_two_of_one_prompt_put_out_the_same(model: Model, prompts: Prompts) -> None:
     path, oracle = model
     engine = Engine(path)
     engine.run({1: prompts[6], 2: prompts[6], 3: prompts[3]}, greedy())
     for handle, prompt in ((1, prompts[6]), (2, prompts[6]), (3, prompts[3])):
         assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
-    assert (
-        engine.replaced
-        == (len(prompts[6]) + OUTPUT_LEN - 1) // PAGE_SIZE - (len(prompts[6]) - 1) // PAGE_SIZE
-    )
 
 
 def test_prompt_logprobs_equal_transformers_under_preemption(model: Model, prompts: Prompts) -> None:
@@ -335,7 +324,7 @@ def test_answers_follow_their_grammars_and_depend_on_no_company(
     company = Engine(path, pages=30)
     company.run(asked, sampling, grammars)
     assert company.preemptions > 0
-    swapped = Engine(path, pages=30, host_pages=60, host_tier=True)
+    swapped = Engine(path, pages=30, host_pages=60)
     swapped.run(asked, sampling, grammars)
     assert swapped.scheduler.stats().swaps_in > 0
     ahead = Engine(path)

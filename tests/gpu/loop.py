@@ -19,9 +19,10 @@ from engine.contract.messages import (
     StopCore,
 )
 from engine.core.loop import CoreLoop
-from engine.core.queue.newcomers import AddSequence, alone
+from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler_config import SchedulerConfig
 from engine.runtime.device.device_runner import DeviceRunner
+from tests.bench.engine.core_window import alone
 
 
 @dataclass

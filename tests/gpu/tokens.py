@@ -28,6 +28,7 @@ from engine.runtime.weights.checkpoint import Checkpoint, checkpoint_files
 from tests.bench.engine.gpu.measuring import check
 from tests.engine.models import FAMILIES, make_tiny_model, not_greedy
 from tests.engine.runtime.driver import Driver
+from tests.engine.runtime.kernels.test_sampling import seat
 
 CUDA = torch.device("cuda")
 DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
@@ -98,7 +99,7 @@ def graph(path: Path) -> dict[str, Any]:
     sampling = DeviceSampling.empty(padding + 1, vocab, CUDA)
     for slot, (life, own) in enumerate(zip(lives, asked, strict=True)):
         prompt, output = (torch.tensor(t, device=CUDA) for t in (PROMPTS[slot], life.output))
-        sampling.seat(slot, own, prompt, output)
+        seat(sampling, slot, own, prompt, output)
         for place in range(len(life.pages), len(life.pages) + 2):
             table[slot, place] = spare.pop()
     tokens = torch.cat((slots.tokens, torch.zeros_like(slots.tokens[:1]))).to(CUDA)

@@ -58,7 +58,7 @@ class Up:
 @asynccontextmanager
 async def up(folder: Path) -> AsyncIterator[Up]:
     """Start it, and stop it at the end."""
-    argv = [str(Path(sys.executable).with_name("penstock")), "up", "--port", "0", "--log-dir", str(folder)]
+    argv = [str(Path(sys.executable).with_name("penstock")), "up", "--port", "0", "--data-dir", str(folder)]
     env = os.environ | {"XDG_CACHE_HOME": str(folder)}
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
     assert process.stdout is not None
@@ -96,13 +96,12 @@ async def log_in(page: Page, here: Up) -> None:
     assert await page.js("document.cookie") == "", "a script must not see the session"
 
 
-async def chat(page: Page) -> str:
+async def chat(page: Page, here: Up) -> str:
     """Chat, and return the request's id."""
     await page.js("location.hash = '#/chat'")
-    await page.until(
-        "document.querySelector('#chat-key option') && document.querySelector('#chat-model').value"
-    )
-    await page.js("document.querySelector('#chat-words').value = 'What is a penstock?';"
+    await page.until("document.querySelector('#chat-model') && document.querySelector('#chat-model').value")
+    await page.js(f"document.querySelector('#chat-key').value = {json.dumps(here.key)};"
+                  "document.querySelector('#chat-words').value = 'What is a penstock?';"
                   "document.querySelector('#chat-max').value = '48';"
                   "document.querySelector('form.ask').requestSubmit()")  # fmt: skip
     await page.until("document.querySelector('.side .stages') !== null")
@@ -122,7 +121,7 @@ async def log_out(page: Page, here: Up) -> None:
             f"fetch('{SESSION}', {{method: 'DELETE'}}).then(() => {{ location.hash = '#/requests'; }})",
         ),
     ):
-        await chat(page)
+        await chat(page, here)
         await page.js(ended)
         await page.until("document.querySelector('#key') !== null")
         assert why in await page.js("document.querySelector('#login-problem').textContent")
@@ -295,7 +294,7 @@ async def check(folder: Path) -> None:
             await page.until("document.querySelector('#key') !== null")
             await page.picture(folder / "login-wide-light.png")
             await log_in(page, here)
-            request_id = await chat(page)
+            request_id = await chat(page, here)
             for scheme in ("light", "dark"):
                 await page.look(*SIZES["wide"], scheme)
                 await page.picture(folder / f"chat-answer-{scheme}.png")

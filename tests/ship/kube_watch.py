@@ -100,19 +100,18 @@ def slice_of(*endpoints: tuple[str, bool, bool]) -> Manifest:
 async def watched(server: Server, token: str, folder: Path, say: Callable[[str], None]) -> None:
     """Follow a Service through its life with the gateway's own source."""
     (folder / "token").write_text(token)
+    (folder / "ca.crt").write_bytes(server.ca.read_bytes())
     config = DiscoveryConfig(
         kubernetes=KubernetesConfig(
             service=SERVICE,
             namespace=NAMESPACE,
             port="http",
             api_url=server.url,
-            token_file=str(folder / "token"),
-            ca_file=str(server.ca),
         )
     )
     seen: asyncio.Queue[list[Listed]] = asyncio.Queue()
     progress = SourceProgress("chat", lambda members: seen.put_nowait(_sorted(members)), SYSTEM_CLOCK)
-    task = asyncio.create_task(KubernetesSource(config, {}).watch(progress))
+    task = asyncio.create_task(KubernetesSource(config, {}, account=str(folder)).watch(progress))
     try:
         path = f"{GROUP}/namespaces/{NAMESPACE}/endpointslices"
         first, second = "http://10.1.0.1:8001", "http://10.1.0.2:8001"

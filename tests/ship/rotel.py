@@ -85,7 +85,7 @@ def traced(agent: str, directory: Path) -> tuple[list[tuple[str, Any]], str]:
         stack.enter_context(process(argv, log))
         up_log = directory / "up.log"
         up = [sys.executable, "-m", "shared.cli", "up", "--port", "0", "--api-key", KEY]
-        up += ["--log-dir", str(directory)]
+        up += ["--data-dir", str(directory)]
         endpoint = f"http://127.0.0.1:{port}/v1/traces"
         with process(up, up_log, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=endpoint) as started:
             url = until(up_log, r"http://127\.0\.0\.1:\d+/v1", started)[0]

@@ -127,7 +127,7 @@ def test_a_misspelt_or_wrong_value_is_refused(misspelt: str) -> None:
         ("engine.kvDisk.volume=emptyDir,engine.gpus=2", "models[demo]: kvDisk needs a model on one GPU"),
         (
             "engine.kvDisk.volume=emptyDir,engine.settings.swap_memory=0MiB",
-            "models[demo]: kvDisk needs the tiers above it: kv_host_tier, prefix_cache and swap_memory",
+            "models[demo]: kvDisk needs the tiers above it: prefix_cache and swap_memory",
         ),
         ("engine.kvDisk.volume=claim,engine.settings.prefix_cache=false", "kvDisk needs the tiers above it"),
         ("engine.kvDisk.volume=claim,engine.workload=LeaderWorkerSet", "claim needs workload: StatefulSet"),

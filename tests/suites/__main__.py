@@ -24,12 +24,12 @@ from tests.suites.cache import SuiteFailed, cache_folder
 
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "tests/bench/results"
-NOT_SUITES: Final = frozenset({"__init__", "__main__", "cache", "chats", "held", "judging", "serving"})
+BESIDE: Final = frozenset({"__init__", "__main__", "cache", "chats", "held", "judging", "peeling", "serving"})
 
 
 def names() -> list[str]:
-    """The suites: all modules beside this one."""
-    return sorted({path.stem for path in Path(__file__).parent.glob("*.py")} - NOT_SUITES)
+    """The suites: all modules here but those of `BESIDE`."""
+    return sorted({path.stem for path in Path(__file__).parent.glob("*.py")} - BESIDE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,5 @@
-"""llm-comply's tests of chat completions and of responses on `penstock up`: answers against OpenAI's own
-schemas, and those of Open Responses."""
+"""llm-comply's tests of chat completions, of responses and of Messages on `penstock up`: answers against
+OpenAI's own schemas, those of Open Responses, and Anthropic's."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from tests.suites.cache import SuiteFailed, environment
 from tests.suites.judging import Kind, Outcome, figures_of
 from tests.suites.serving import KEY, MODEL, Served, up
 
-SUMMARY: Final = "llm-comply's tests of chat completions and responses"
+SUMMARY: Final = "llm-comply's tests of chat completions, responses and Messages"
 PACKAGES: Final = ("llm-comply==0.5.0",)
-FORMATS: Final = ("openai-chat", "open-responses")
-NOT_SERVED: Final = dict.fromkeys(("chat-image-input", "image-input"), "images are not served")
+FORMATS: Final = ("openai-chat", "open-responses", "anthropic")
+NOT_SERVED: Final = dict.fromkeys(
+    ("chat-image-input", "image-input", "anth-image-input"), "images are not served"
+)
 """Tests of what is refused by name: llm-comply tells the status and not the message."""
 
 

@@ -42,8 +42,12 @@ class Outcome(NamedTuple):
 
 SCRIPTS: Final = Path(__file__).with_name("scripts")
 """What runs in the suites' own environments, and not in this one."""
-REFUSED: Final = re.compile(r"Error code: 400 - (.+)|status_code: 400, .*'message': (.+?), 'type'")
-"""How OpenAI's SDK, and what is built on it, show an answer of 400."""
+REFUSED: Final = re.compile(
+    r"Error code: 400 - \{.*'message': ['\"](.+?)['\"], 'details'"
+    r"|Error code: 400 - (.+)"
+    r"|status_code: 400, .*'message': (.+?), 'type'"
+)
+"""How the SDKs of Anthropic and OpenAI, and what is built on these, show an answer of 400."""
 REASON_LEN_MAX: Final = 300
 
 
@@ -51,7 +55,7 @@ def judged(test: str, failure: str, up_to_the_model: Mapping[str, str]) -> Outco
     """The outcome of a test that failed with this message. `up_to_the_model`: reasons by patterns that match
     a test's name and the message of its failure, one line each."""
     if refused := REFUSED.search(failure):
-        return Outcome(test, Kind.REFUSED, _short(refused[1] or refused[2]))
+        return Outcome(test, Kind.REFUSED, _short(next(filter(None, refused.groups()))))
     for pattern, reason in up_to_the_model.items():
         if re.search(pattern, f"{test}\n{failure}"):
             return Outcome(test, Kind.MODEL, reason)

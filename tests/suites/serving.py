@@ -26,30 +26,36 @@ ENDING_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Where it is served."""
+    """Where it is served, and with which key."""
 
     url: str
+    key: str
+
+    @property
+    def root(self) -> str:
+        """The base URL of clients of Anthropic's API, who add the version themselves."""
+        return self.url.removesuffix("/v1")
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables by which clients of OpenAI's API find it."""
-        return {**os.environ, "OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": KEY, "NO_PROXY": "*"}
+        return {**os.environ, "OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key, "NO_PROXY": "*"}
 
 
 @contextmanager
-def up() -> Iterator[Served]:
+def up(key: str = KEY) -> Iterator[Served]:
     """Served under its own name and under any other. Raises SuiteFailed."""
     with tempfile.TemporaryDirectory() as logs:
-        argv = [sys.executable, "-m", "shared.cli", "up", "--port", "0", "--api-key", KEY, "--alias", "*"]
+        argv = [sys.executable, "-m", "shared.cli", "up", "--port", "0", "--api-key", key, "--alias", "*"]
         process = subprocess.Popen(
-            [*argv, "--log-dir", logs],
+            [*argv, "--data-dir", logs],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         try:
-            yield Served(_base_url(process))
+            yield Served(_base_url(process), key)
         finally:
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=ENDING_S)

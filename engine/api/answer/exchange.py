@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from engine.api.answer.outputs import Timing
-from engine.api.answer.table import api_at
+from engine.api.answer.table import AnswerApi, api_at
 from shared.process import logs
 from shared.process.clock import Clock
 from shared.process.metrics import Exemplar
@@ -95,6 +95,9 @@ class House:
 class EngineExchange:
     """A request, its responder, and what its completed line will say."""
 
+    id_header = ""
+    """The header in which its answer has its id once more. Empty for none, and until its API is known."""
+
     def __init__(self, request: HttpRequest, responder: Responder, house: House) -> None:
         self.request = request
         self.responder = responder
@@ -166,6 +169,12 @@ class EngineExchange:
 
     # -- answers ----------------------------------------------------------------------------------
 
+    def speak(self) -> AnswerApi:
+        """The API of its path, as which it is answered from now on."""
+        api = api_at(self.request.path, self.request.headers)
+        self.id_header = api.id_header
+        return api
+
     def answers(self) -> None:
         """Note that the first of the answer's body is about to be written. Later calls do nothing."""
         if self.first_byte_at is None:
@@ -187,7 +196,7 @@ class EngineExchange:
         answer; a stream that has begun ends with an error event, and nothing behind it; any other answer that
         has begun is cut off."""
         self._ended_by(error)
-        api = api_at(self.request.path)
+        api = self.speak()
         if self.responder.started and not self._is_event_stream:
             self.responder.abort()
             return
@@ -237,6 +246,8 @@ class EngineExchange:
             headers[TOKENIZER_HEADER] = own
         if self.ignored_fields:
             headers[IGNORED_FIELDS_HEADER] = self.ignored_fields
+        if self.id_header:
+            headers[self.id_header] = self.request_id
         return headers
 
     def tell_load(self) -> None:

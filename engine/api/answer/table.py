@@ -18,6 +18,7 @@ from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.messages import MessagesRequest
+from shared.apis.models import VERSION_HEADER
 from shared.apis.responses.repeated import repeated
 from shared.apis.responses.request import ResponsesRequest
 from shared.wire import sse
@@ -37,6 +38,8 @@ class AnswerApi(Struct, frozen=True):
     """Makes the event that ends a stream which fails after its first byte, from the same."""
     error_status: Callable[[type[ApiError]], int] = status_of
     """The status of an answer with an error of a class."""
+    id_header: str = ""
+    """The header in which an answer has the request's id once more. Empty for none."""
     opens_early: bool = False
     """True if a stream begins with events that tell nothing of the answer. They are sent once the core has
     admitted the request."""
@@ -62,6 +65,7 @@ ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
         message_answers.error_body,
         message_answers.error_event,
         message_answers.error_status,
+        message_answers.ID_HEADER,
         opens_early=True,
         keepalive=message_answers.PING,
         keepalive_s=10.0,
@@ -69,8 +73,8 @@ ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
 }
 
 
-def api_at(path: str) -> AnswerApi:
-    """The API that a path belongs to: OpenAI's, where it is below that of no other."""
-    return next(
-        (api for kind, api in ANSWERS.items() if f"{path}/".startswith(f"{kind.path}/")), ANSWERS[ChatRequest]
-    )
+def api_at(path: str, headers: Mapping[str, str]) -> AnswerApi:
+    """The API that a path belongs to. One that is below that of none is Anthropic's where a request names the
+    version of that, else OpenAI's."""
+    own = next((api for kind, api in ANSWERS.items() if f"{path}/".startswith(f"{kind.path}/")), None)
+    return own or ANSWERS[MessagesRequest if VERSION_HEADER in headers else ChatRequest]

@@ -49,11 +49,6 @@ class CoreQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def is_free(self) -> bool:
-        """True if no tenant holds any of it."""
-        return not (self._sequences.held or self._tokens.held)
-
     def check_room(self, tenant: str, sequences: int, tokens: int) -> None:
         """Raise Overloaded where the queue is full, or the tenant has filled its part of it."""
         has_room = self._sequences.may_acquire(tenant, sequences, alone=True)

@@ -71,6 +71,7 @@ async def generate(state: EngineState, exchange: EngineExchange, kind: type[Gene
             asked = await deadlines.bounded(ask(state, exchange, kind, holding))
         if arrival.is_aborted:
             raise RequestAborted("The request was aborted.")
+        exchange.id_header = asked.api.id_header
         holding.hold(asked.answer_len)
         exchange.stage = "queue"
         prompt_lens = [len(choice.prompt_ids) for choice in asked.choices]

@@ -61,12 +61,14 @@ async def metrics(state: EngineState, exchange: EngineExchange) -> None:
 
 
 async def list_models(state: EngineState, exchange: EngineExchange) -> None:
+    exchange.speak()
     cards = [state.card()]
     is_anthropics = VERSION_HEADER in exchange.request.headers
     await exchange.send(_encode(ModelInfoList.of(cards) if is_anthropics else ModelList(data=cards)))
 
 
 async def get_model(state: EngineState, exchange: EngineExchange, name: str) -> None:
+    exchange.speak()
     state.check_name(name)
     card, is_anthropics = state.card(), VERSION_HEADER in exchange.request.headers
     await exchange.send(_encode(ModelInfo.of(card) if is_anthropics else card))
@@ -106,6 +108,7 @@ def _tokenized(model: ServedModel, limits: Limits, request: TokenizeRequest) -> 
 
 async def count_tokens(state: EngineState, exchange: EngineExchange) -> None:
     """Count the tokens of a conversation of Messages."""
+    exchange.speak()
     await exchange.send(_encode(CountTokensResponse(await _counted(state, exchange, CountTokensRequest))))
 
 

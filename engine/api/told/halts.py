@@ -21,7 +21,6 @@ class _Halt(Struct, frozen=True):
     since: float
     after: int
     """The number of the last step before it."""
-    swapped: bool
 
 
 class Halts:
@@ -36,14 +35,15 @@ class Halts:
         self._ring: Final = ring
         self._halt: _Halt | None = None
         """The halt that is not over."""
-        self._over: list[tuple[_Halt, float]] = []
-        """Halts that are over, with their seconds, after which no token has come yet."""
-        self._preempted: tuple[CauseCode, bool] | None = None
-        """The reason for which it was preempted, and whether it was swapped; None when it is not."""
+        self._over: list[tuple[_Halt, float, bool]] = []
+        """Halts that are over, after which no token has come yet, with their seconds, and whether pages came
+        back from host memory at their ends."""
+        self._preempted: CauseCode | None = None
+        """The reason for which it was preempted; None when it is not."""
         self._is_paused = False
         self._preempted_s = self._stalled_s = 0.0
         self.preemptions = self.swaps = 0
-        """Preemptions while it ran, and those of them after which its pages were kept in host memory."""
+        """Preemptions while it ran, and those of them after which pages came back from host memory."""
 
     @property
     def is_paused(self) -> bool:
@@ -65,28 +65,27 @@ class Halts:
         assert not self._is_paused
         self._end(now)
         self._is_paused = True
-        self._begin(CauseCode.STALLED, False, now)
+        self._begin(CauseCode.STALLED, now)
 
     def resume(self, now: float) -> None:
         assert self._is_paused
         self._end(now)
         self._is_paused = False
         if self._preempted is not None:
-            self._begin(*self._preempted, now)
+            self._begin(self._preempted, now)
 
     def moved(self, move: Move, swapped: bool, now: float) -> None:
         if move is Move.READMITTED:
+            self.swaps += swapped and self._preempted is not preemption_code(Move.PREEMPTED_STALLED)
             self._preempted = None
         else:
-            self._preempted = preemption_code(move), swapped
-            if move is not Move.PREEMPTED_STALLED:
-                self.preemptions += 1
-                self.swaps += swapped
+            self._preempted = preemption_code(move)
+            self.preemptions += move is not Move.PREEMPTED_STALLED
         if self._is_paused:
             return
-        self._end(now)
+        self._end(now, swapped)
         if self._preempted is not None:
-            self._begin(*self._preempted, now)
+            self._begin(self._preempted, now)
 
     def take_over(self, now: float, *, is_last: bool) -> list[Interruption]:
         """The halts that are over, now that a token has come; with `is_last` that which is not over, too."""
@@ -94,16 +93,16 @@ class Halts:
             self._end(now)
         over, self._over = self._over, []
         last = self._ring.last.number
-        return [Interruption(h.code, seconds, h.after, last, h.swapped) for h, seconds in over]
+        return [Interruption(h.code, seconds, h.after, last, swapped) for h, seconds, swapped in over]
 
-    def _begin(self, code: CauseCode, swapped: bool, now: float) -> None:
-        self._halt = _Halt(code, now, self._ring.last.number, swapped)
+    def _begin(self, code: CauseCode, now: float) -> None:
+        self._halt = _Halt(code, now, self._ring.last.number)
 
-    def _end(self, now: float) -> None:
+    def _end(self, now: float, swapped: bool = False) -> None:
         halt, self._halt = self._halt, None
         if halt is None:
             return
-        self._over.append((halt, now - halt.since))
+        self._over.append((halt, now - halt.since, swapped))
         if self._is_paused:
             self._stalled_s += now - halt.since
         else:

@@ -219,8 +219,7 @@ def _memory(stats: CoreStats) -> Iterator[Metric]:
     preemptions = CounterMetricFamily(
         f"{PREFIX}preemptions", "Sequences that gave up their pages, or a slot alone.", labels=["kind"]
     )
-    preemptions.add_metric(["recompute"], stats.preemptions - stats.yields - stats.swaps_out)
-    preemptions.add_metric(["swap"], stats.swaps_out)
+    preemptions.add_metric(["pages"], stats.preemptions - stats.yields)
     preemptions.add_metric(["yield"], stats.yields)
     yield preemptions
     yield _counter("swaps_in", "Sequences whose pages came back from host memory.", stats.swaps_in)

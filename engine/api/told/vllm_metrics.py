@@ -9,6 +9,8 @@ Rules:
 2. A token costs nothing. The gap before a token is the interval of its step (`StepRecord.interval_s`), which
    is the same for all sequences that decode in it, and is observed once for each of them at its step.
 3. All series but `vllm:cache_config_info` have the labels `model_name` and `engine`, which is always 0.
+4. Histograms that the engine has under its own names, too, are observed twice. Renamed, they would have other
+   buckets, and no sum over engines of both makes would be right.
 """
 
 from __future__ import annotations
@@ -218,7 +220,8 @@ def _kv_use(stats: CoreStats | None) -> float:
 def _host_use(stats: CoreStats | None) -> float:
     if stats is None:
         return 0.0
-    return _part(stats.host_pages_used, stats.host_pages_used + stats.host_pages_free)
+    used = stats.host_pages_used + stats.host_pages_kept
+    return _part(used, used + stats.host_pages_free)
 
 
 def _part(used: int, whole: int) -> float:

@@ -1,4 +1,5 @@
-"""The time that a step takes: a model of runner and host in eight numbers, learned from their own steps.
+"""The time that a step takes: a model of runner and host in eight numbers, seven of which are learned from
+their own steps.
 
     seconds = fixed + token * prompt tokens + row * decode rows + pair * (query, key) pairs of prompts
             + context * tokens whose keys are read + page * pages copied to host memory or back
@@ -27,9 +28,10 @@ of these. What today's steps determine, they decide; in what they leave open, th
 machine that others use as well is slower now than it was then, in every shape alike: so the measured times
 are taken as many times as long as steps take now by comparison (`_slowdown`).
 
-Copies are rare and small beside the noise of the steps that they are in: so the time of a copy that the
-runner measured as it warmed up counts for ever, too, `PRIOR` times as much as a step that only copies.
-Without it, a few bad readings could put an end to swapping, and with that to readings that correct them.
+What a step cannot tell at all is not learned: copies are small beside the noise of the steps that they are
+in, and `page` is what the runner measured as it warmed up. (`score` and `seat` stay learned: a warm-up knows
+neither the lists that are asked for nor what the host does for an admission, and a flood of requests of one
+token is bounded by the latter, `engine.core.estimate.pace`.)
 
 *Its error.* The model keeps, of the last `ERRORS` steps with prompts, by how much each took longer than it
 was estimated to, before it learned from it; steps that took less count as 0, since they break no promise.
@@ -115,8 +117,6 @@ FORGETTING: Final = 0.98
 """The weight of an observation after one more step: about the last fifty steps count."""
 UNSOLVED_MAX: Final = 16
 """Observations after which the coefficients are solved for although they were not asked for."""
-PRIOR: Final = 0.1
-"""The weight of the measured copy time, in observations of a step that only copies."""
 OUTLIER: Final = 4.0
 """The multiple of its estimate at which a step's time is cut before the model learns from it."""
 WARMUP_WEIGHT: Final = 0.3
@@ -192,9 +192,9 @@ class StepCost:
     pair_s: float = 0.0
     context_s: float = 0.0
     fixed_s: float = 1e-3
-    page_s: float = 1e-4
     score_s: float = 0.0
     seat_s: float = 0.0
+    page_s: float = 1e-4
 
     def __post_init__(self) -> None:
         rates = (self.token_s, self.row_s, self.pair_s, self.context_s, self.fixed_s, self.page_s)
@@ -238,37 +238,26 @@ class StepCost:
         return length if length > 1 else int(self.chunk_s(position, 1) <= budget_s)
 
 
-COEFFICIENTS: Final = [field.name for field in fields(StepCost)]
-PAGE: Final = COEFFICIENTS.index("page_s")
+LEARNED: Final = len(fields(StepCost)) - 1
+"""The coefficients that are learned: all but the last, in the order of `_add`'s features."""
 Equations = list[list[float]]
 """Row i: the sums of the products of feature i with every feature, and with the time; all relative to the
 time."""
 
 
-def _features(work: Work) -> tuple[float, ...]:
-    return (
-        work.prompt_tokens,
-        work.decode_rows,
-        work.pairs,
-        work.context_tokens,
-        1,
-        work.copied_pages,
-        work.scored_tokens,
-        work.seats,
-    )
+def _none() -> Equations:
+    return [[0.0] * (LEARNED + 1) for _ in range(LEARNED)]
 
 
-def _equations_of(work: Work, seconds: float) -> Equations:
-    scaled = [feature / seconds for feature in _features(work)]
-    sides = [*scaled, 1.0]
-    return [[row * side for side in sides] for row in scaled]
-
-
-def _sum(equations: Equations, factor: float, others: Equations) -> Equations:
-    return [
-        [factor * left + right for left, right in zip(row, other, strict=True)]
-        for row, other in zip(equations, others, strict=True)
-    ]
+def _add(equations: Equations, work: Work, seconds: float, weight: float) -> None:
+    """Add a step to the equations. Most steps have few of the features, and touch no row of another."""
+    rows = work.prompt_tokens, work.decode_rows
+    features = (*rows, work.pairs, work.context_tokens, 1, work.scored_tokens, work.seats)
+    sides = [weight * feature / seconds for feature in features]
+    sides.append(weight)
+    for row, feature in zip(equations, features, strict=True):
+        if feature:
+            row[:] = [value + feature / seconds * side for value, side in zip(row, sides, strict=True)]
 
 
 class CostLearner:
@@ -278,9 +267,10 @@ class CostLearner:
         """`page_s` is the measured time to copy one page, in seconds; 0.0 when it was not measured. `timed`
         has the steps that were timed while warming up."""
         self._cost = StepCost(page_s=page_s) if page_s else StepCost()
-        self._equations: Equations = [[0.0] * (len(COEFFICIENTS) + 1) for _ in COEFFICIENTS]
-        self._copies = (PRIOR / page_s**2, PRIOR / page_s) if page_s else (0.0, 0.0)
-        """The terms that the measured copy time adds to both sides of the equation of `page_s`."""
+        self._equations = _none()
+        self._weight = 1.0
+        """The weight of the last observation. It grows from one to the next, instead of all before it
+        shrinking."""
         self._warmup: Equations | None = None
         self._has_learned = False
         self._unsolved = 0
@@ -293,10 +283,9 @@ class CostLearner:
         """Begin with the steps that were timed while warming up."""
         for step in timed:
             if step.seconds > 0.0:
-                equations = _equations_of(Work.of(step.positions, step.lengths), step.seconds)
-                self._warmup = equations if self._warmup is None else _sum(equations, 1.0, self._warmup)
+                self._warmup = self._warmup or _none()
+                _add(self._warmup, Work.of(step.positions, step.lengths), step.seconds, WARMUP_WEIGHT)
         if self._warmup is not None:
-            self._warmup = [[WARMUP_WEIGHT * value for value in row] for row in self._warmup]
             self._has_learned = True
             for _ in range(WARMUP_ROUNDS):
                 self._solve(slowdown=1.0)
@@ -338,7 +327,9 @@ class CostLearner:
         if self._warmup is not None and not work.seats and (measured_s := self._measured.seconds(work)):
             self._slowdowns = FORGETTING * self._slowdowns + seconds / measured_s
             self._slowdowns_weight = FORGETTING * self._slowdowns_weight + 1.0
-        self._equations = _sum(self._equations, FORGETTING, _equations_of(work, seconds))
+        self._weight /= FORGETTING
+        copies_s = min(self._cost.page_s * work.copied_pages, seconds / 2)
+        _add(self._equations, work, seconds - copies_s, self._weight)
         self._unsolved += 1
         if self._unsolved == UNSOLVED_MAX:
             self._solve(self._slowdown)
@@ -346,14 +337,13 @@ class CostLearner:
 
     def _solve(self, slowdown: float) -> None:
         self._unsolved = 0
-        cost, (left, right) = self._cost, self._copies
-        last = list(astuple(cost))
+        *last, page_s = astuple(self._cost)
+        self._equations = [[value / self._weight for value in row] for row in self._equations]
+        self._weight = 1.0
         equations = [row.copy() for row in self._equations]
         if self._warmup is not None:
             for row, measured in zip(equations, self._warmup, strict=True):
                 for i, value in enumerate(measured[:-1]):
                     row[i] += value / slowdown**2
                 row[-1] += measured[-1] / slowdown
-        equations[PAGE][PAGE] += left
-        equations[PAGE][-1] += right
-        self._cost = StepCost(*nonnegative(equations, last))
+        self._cost = replace(StepCost(*nonnegative(equations, last)), page_s=page_s)

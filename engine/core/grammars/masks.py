@@ -26,7 +26,7 @@ Rules
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
@@ -166,12 +166,6 @@ class Masks:
         sequences being here."""
         part = GRACE_PART if living > len(self.sequences) else GRACE_PART_ALONE
         self._grammars.wait(min(GRACE_S_MAX, part * step_s))
-
-    def check(self, living: Mapping[int, Sequence_]) -> None:
-        """Assert that no sequence is kept that ended, and that none lacks a mask without a grammar."""
-        assert self.sequences.items() <= living.items()
-        for sequence in living.values():
-            assert sequence.handle in self.sequences or sequence.mask == b""
 
 
 def _may_end(sequence: Sequence_, mask: bytes) -> bool:

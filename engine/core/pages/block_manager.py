@@ -26,8 +26,7 @@ Picture of two sequences with a common prompt of two pages, and of one that has 
 
 Rules
 
-1. `free + cached + owned == total`, and a page's reference count is the number of tables it is in
-   (`check` asserts both).
+1. `free + cached + owned == total`, and a page's reference count is the number of tables it is in.
 2. Only a *full* page whose tokens are all computed gets an identity; such a page is never written
    again, so it may be shared. The page that a sequence is filling belongs to that sequence alone.
 3. An identity is SHA-256 over (the parent page's identity, the page's tokens); the first page's
@@ -41,9 +40,7 @@ Rules
    identity of the same kind, as soon as it is computed. It is never shared, since its owner writes behind it:
    who finds it copies it into a page of its own (a fork: `engine.core.step.allocator`, rule K).
 6. Two sequences may compute the same page at the same time. The first to finish it gives it its
-   identity; the second then refers to that page, too, and gives its own back (`register` names the
-   one to keep, `engine.core.step.allocator` changes the table). Both hold the same keys and values: to the
-   bit when they were computed in batches of the same shapes, else as near as the runner's rounding allows.
+   identity; the other's stays without one until its end, and is free then.
 """
 
 from __future__ import annotations
@@ -153,7 +150,7 @@ class BlockManager:
 
     @property
     def cached(self) -> int:
-        return len(self.cached_pages) + len(self._cached_heads)
+        return len(self.cached_pages.tenants) + len(self._cached_heads)
 
     @property
     def owned(self) -> int:
@@ -181,8 +178,10 @@ class BlockManager:
         return self._by_identity.get(identity)
 
     def spare(self, page: int) -> None:
-        """Let `allocate` take this page only after all others."""
-        if not self._refs[page] and page not in self.cached_pages.kept:
+        """Let `allocate` take this page only after all others, if it is cached: a sequence that was preempted
+        since it was found may have named the same head, and then it is free."""
+        is_found = self._identity[page] is not None or page in self._heads
+        if is_found and not self._refs[page] and page not in self.cached_pages.kept:
             self._cached_heads.pop(page, None)
             self.cached_pages.discard((page,))
             self.cached_pages.add((page,), self._tenant[page], self._handed_out)
@@ -247,18 +246,13 @@ class BlockManager:
         evicted, self._evicted = self._evicted, []
         return evicted
 
-    def register(self, page: int, identity: PageIdentity) -> int:
-        """Give a page that is full and computed its identity, so that `match` finds it.
-
-        Returns the page that has the identity: this one, or another that had it before, since two sequences
-        computed it (rule 6).
-        """
+    def register(self, page: int, identity: PageIdentity) -> None:
+        """Give a page that is full and computed its identity, so that `match` finds it, unless another has it
+        (rule 6)."""
         assert self._refs[page] >= 1
         assert self._identity[page] is None
-        found = self._by_identity.setdefault(identity, page)
-        if found == page:
+        if self._by_identity.setdefault(identity, page) == page:
             self._identity[page] = identity
-        return found
 
     def register_head(self, page: int, head: PageIdentity) -> None:
         """Let `find` find a computed head in this page, unless a page that is owned has it already."""
@@ -320,26 +314,3 @@ class BlockManager:
             self.cached_pages.discard((page,))
             self._cached_heads.pop(page, None)
             self._free.append(page)
-
-    def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert rule 1, that no page is lost or counted wrongly; `tables` has the page tables of all living
-        sequences."""
-        refs = [0] * self.total
-        for table in tables:
-            assert len(set(table)) == len(table), "a page twice in one table"
-            for page in table:
-                refs[page] += 1
-        assert self._refs == refs, f"references {self._refs}, and in so many tables {refs}"
-        held = [page for page, count in enumerate(refs) if count]
-        self.cached_pages.check()
-        cached = [*self.cached_pages, *self._cached_heads]
-        states = sorted([*self._free, *cached, *held])
-        assert states == list(range(self.total)), "a page is lost, free twice, or in two states"
-        identified = {identity: page for page, identity in enumerate(self._identity) if identity is not None}
-        identified |= {head: page for page, heads in self._heads.items() for head in heads}
-        assert identified == self._by_identity
-        assert all(self._heads.values())
-        pages = set(identified.values())
-        assert pages.issuperset(cached), "a page is cached, and nothing can find it"
-        assert not any(self._identity[page] for page in self._cached_heads)
-        assert pages.isdisjoint(self._free), "a page is free, and can be found"

@@ -33,7 +33,7 @@ Rules:
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final
@@ -79,8 +79,8 @@ class CachedPages:
         passed are there until pages are evicted."""
         self._kept_of: Final[Counter[str]] = Counter()
         """The number of each tenant's kept pages."""
-        self._tenants: Final[dict[int, str]] = {}
-        """The tenant of each page."""
+        self.tenants: Final[dict[int, str]] = {}
+        """The tenant of each page, kept or not."""
         self._ranked: Final[dict[str, tuple[int, int]]] = {}
         """The magnitude of each tenant's count, and the time of its oldest page that is not kept, if there is
         one."""
@@ -91,12 +91,6 @@ class CachedPages:
         self.kept_evicted = 0
         """Kept pages that were evicted before their deadlines, since the start."""
 
-    def __len__(self) -> int:
-        return len(self._tenants)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._tenants)
-
     def add(self, pages: Iterable[int], tenant: str, now: int) -> None:
         """Take pages of a tenant that were released now, those to be evicted first at the front. `now` never
         goes back."""
@@ -105,7 +99,7 @@ class CachedPages:
             own = self._of[tenant] = _Queues()
         for page in pages:
             own.released[page] = now
-            self._tenants[page] = tenant
+            self.tenants[page] = tenant
         self._rank(tenant, own)
 
     def keep(self, pages: Sequence[int], tenant: str, now: int, deadline_s: float) -> None:
@@ -114,23 +108,9 @@ class CachedPages:
         first = max(0, len(pages) - max(0, self._part(tenants) - self._kept_of[tenant]))
         kept = dict.fromkeys(pages[first:], (now, deadline_s))
         self.kept.update(kept)
-        self._tenants.update(dict.fromkeys(kept, tenant))
+        self.tenants.update(dict.fromkeys(kept, tenant))
         self._kept_of[tenant] += len(kept)
         self.add(pages[:first], tenant, now)
-
-    def check(self) -> None:
-        """Assert that each page is in one place, and that tenants' counts are those of their pages."""
-        of_queues = {
-            page: tenant
-            for tenant, own in self._of.items()
-            for queue in (own.released, own.let_go)
-            for page in queue
-        }
-        of_kept = {page: self._tenants[page] for page in self.kept}
-        assert of_queues.keys().isdisjoint(of_kept)
-        assert of_queues | of_kept == self._tenants
-        assert self._kept_of == Counter(of_kept.values())
-        assert self._of.keys() == set(self._tenants.values())
 
     def _part(self, tenants: int) -> int:
         """The most pages that are kept for each of so many tenants (rule 5)."""
@@ -140,7 +120,7 @@ class CachedPages:
         """Take away those of the pages that are here, which were asked for again."""
         tenants = set()
         for page in pages:
-            tenant = self._tenants.pop(page, None)
+            tenant = self.tenants.pop(page, None)
             if tenant is None:
                 continue
             tenants.add(tenant)
@@ -175,7 +155,7 @@ class CachedPages:
                     oldest[page] = at
                     oldest.move_to_end(page, last=False)
                     break
-                del self._tenants[page]
+                del self.tenants[page]
                 pages.append(page)
             self._rank(tenant, own)
         return pages
@@ -185,7 +165,7 @@ class CachedPages:
         most, tenants = self._part(1), set[str]()
         while self.kept:
             page, (time, deadline_s) = next(iter(self.kept.items()))
-            tenant = self._tenants[page]
+            tenant = self.tenants[page]
             if deadline_s > now_s and len(self.kept) <= most:
                 break
             del self.kept[page]
@@ -198,7 +178,7 @@ class CachedPages:
     def _pop_kept(self) -> int:
         """Take away the kept page that was released first."""
         page, _ = self.kept.popitem(last=False)
-        tenant = self._tenants.pop(page)
+        tenant = self.tenants.pop(page)
         self._kept_of[tenant] -= 1
         self.kept_evicted += 1
         self._rank(tenant, self._of[tenant])

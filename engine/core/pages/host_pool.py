@@ -1,27 +1,21 @@
-"""Pages of host memory, by number: copies of preempted sequences' pages, and prefixes that the device lost.
+"""Pages of host memory, by number, which keep the prefixes that the device lost.
 
 The runner owns the tensors. At any moment each page is exactly one of
 
     free       it holds nothing
-    held       the copy of one preempted sequence's page, which that sequence alone refers to
     kept       the copy of a page that the prefix cache evicted, with its identity
     leaving    a plan in the making copies from it: free once that plan is made
     lent       another thread reads it or writes it, and it is nobody's otherwise (`engine.core.pages.tiers`)
 
-                allocate                          release
-      free ------------------> held ------------------------------------> free
-        |                                  release_after_plan
-        |    keep                 take
-        '-----------> kept ---------------> leaving ----> free, or lent while a thread still reads it
-                       |   allocate, keep
-                       '------------------> held, kept: a kept one makes room
+              keep             take
+      free ----------> kept ---------> leaving ----> free, or lent while a thread still reads it
+                        |  keep
+                        '--------> kept: the oldest makes room
 
 Rules
 
-1. The five sets are disjoint, and every page is in one of them (`check` asserts it). No sequence holds a page
-   that another does.
-2. Sequences win: a page that a sequence needs is taken from the kept ones. Kept ones never take a held one.
-   Which of the kept ones makes room `engine.core.pages.cached_pages` says, as on the device: a tenant whose
+1. The four sets are disjoint, and every page is in one of them.
+2. Which of the kept ones makes room `engine.core.pages.cached_pages` says, as on the device: a tenant whose
    prompts never come again loses its own. Time is counted in pages that were handed out here.
 3. A page that a plan copies from is *leaving*: it is free from the next plan on. Otherwise something that
    moves out in the same plan might be copied onto it first.
@@ -33,7 +27,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from engine.core.pages.block_manager import PageIdentity
@@ -80,26 +74,10 @@ class HostPool:
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` could hand out now."""
-        return len(self._free) + len(self._droppable)
+        """Pages that `keep` could use now."""
+        return len(self._free) + len(self._droppable.tenants)
 
-    # -- preempted sequences ----------------------------------------------------------------------
-
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, dropping kept ones when none is free."""
-        assert 0 <= count <= self.available
-        pages = [self._hand_out() for _ in range(count)]
-        self._touched.update(dict.fromkeys(pages, IN_THE_MAKING))
-        return pages
-
-    def release(self, pages: Iterable[int]) -> None:
-        """Free these pages at once, since no further plan copies from them."""
-        self._free += pages
-
-    def release_after_plan(self, pages: Iterable[int]) -> None:
-        """Free these pages once the plan in the making is made, which copies from them (rule 3: until then
-        they are leaving)."""
-        self._leaving += pages
+    # -- plans ------------------------------------------------------------------------------------
 
     def plan_made(self, step: int = 0, touched: Iterable[int] = ()) -> None:
         """Free the leaving pages, which nothing copies from any more (rule 3). The plan of this step copies
@@ -132,14 +110,9 @@ class HostPool:
             self._use(self._kept[identity])
         return count
 
-    def page_of(self, identity: PageIdentity) -> int | None:
-        """The page that keeps this identity, if one does."""
-        return self._kept.get(identity)
-
     def keep(self, identity: PageIdentity, tenant: str = "") -> int | None:
         """The page that the plan in the making is to copy a page of this tenant with this identity to, which
-        is kept from now on. None when it was kept before, or when there is no room but what sequences hold
-        (rule 2)."""
+        is kept from now on. None when it was kept before, or when there is no room."""
         if identity in self._kept:
             self._use(self._kept[identity])
             return None
@@ -219,7 +192,7 @@ class HostPool:
                 page = self._free.pop(at)
                 break
         else:
-            if not self._droppable or self._droppable.first(self._handed_out) in self._touched:
+            if not self._droppable.tenants or self._droppable.first(self._handed_out) in self._touched:
                 return None
             page = self._hand_out()
         self._lent.add(page)
@@ -238,13 +211,3 @@ class HostPool:
         else:
             self._set_kept(page, identity, tenant)
             self._fetched.add(page)
-
-    def check(self, held: Iterable[Collection[int]]) -> None:
-        """Assert rule 1, that each page is in one set and held by one sequence; `held` has the host pages of
-        each living sequence."""
-        assert {page: identity for identity, page in self._kept.items()} == self._identity
-        assert sorted(self._droppable) == sorted(self._identity.keys() - self._lent)
-        lent = [page for page in self._lent if page not in self._identity and page not in self._leaving]
-        in_hands = [page for pages in held for page in pages]
-        everything = [*self._free, *self._leaving, *self._kept.values(), *lent, *in_hands]
-        assert sorted(everything) == list(range(self.total)), "a host page is lost, or in two places"

@@ -85,6 +85,7 @@ class DiskLink:
     def __init__(self, host: HostPool, disk: PageDisk | None = None) -> None:
         self._host: Final = host
         self._disk: Final = disk
+        self.is_there: Final = disk is not None
         self._writing: dict[int, PageIdentity] = {}
         self._due: deque[tuple[PageIdentity, int]] = deque()
         self._reading: dict[PageIdentity, str] = {}

@@ -160,20 +160,20 @@ class HurryCredits:
 class DeadlineQueue:
     """The deadlines of the sequences that have no first token yet, by handle, in the order of their times."""
 
-    _heap: list[tuple[float, int]] = field(default_factory=list)
+    heap: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, first_token_by: float, handle: int) -> None:
-        heappush(self._heap, (first_token_by, handle))
+        heappush(self.heap, (first_token_by, handle))
 
     def passed(self, now: float) -> list[int]:
         """The handles whose deadlines have passed since the last call, whatever became of them."""
         passed = []
-        while self._heap and self._heap[0][0] <= now:
-            passed.append(heappop(self._heap)[1])
+        while self.heap and self.heap[0][0] <= now:
+            passed.append(heappop(self.heap)[1])
         return passed
 
     def forget(self, living: Container[int], count: int) -> None:
         """Drop the handles that are not among the `count` living, once they are the most."""
-        if len(self._heap) > 2 * count + FORGOTTEN_AT_ONCE:
-            self._heap = [entry for entry in self._heap if entry[1] in living]
-            heapify(self._heap)
+        if len(self.heap) > 2 * count + FORGOTTEN_AT_ONCE:
+            self.heap = [entry for entry in self.heap if entry[1] in living]
+            heapify(self.heap)

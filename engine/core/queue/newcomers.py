@@ -9,7 +9,8 @@ has brought the prompt: its page identities are computed, its prefix is looked u
 thousand at once would hold up everybody's next token by that, and whoever comes meanwhile. So they wait in
 the `Intake`, and before each step as many are taken in as `TAKEN_MAX` and `TAKEN_TOKENS_MAX` allow: one of
 each tenant, then another of each. A tenant's own come in the order in which they were sent. One that is
-aborted there goes no further.
+aborted there goes no further. (Identities could wait for the first look-up of an admission. But a request
+with a deadline for its first token, as nearly all have, is judged when it comes, by what the cache lacks.)
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ from typing import Final, overload
 import msgspec
 
 from engine.contract.messages import (
-    AddPrompt,
     AddRequest,
     SamplingParams,
     ServiceClass,
 )
-from engine.contract.packing import TOKENS, packed, unpacked
+from engine.contract.packing import TOKENS, unpacked
 from engine.core.pages.block_manager import PageChain
 
 # -- from a request -------------------------------------------------------------------------------
@@ -131,24 +131,6 @@ def sequences_of(request: AddRequest) -> Iterator[AddSequence]:
             handle += 1
 
 
-def alone(sequence: AddSequence) -> AddRequest:
-    """The request of one sequence."""
-    sampling = sequence.sampling
-    prompt = AddPrompt(packed(sequence.prompt_ids), sampling.max_tokens, sampling.min_tokens, [sampling.seed])
-    return AddRequest(
-        sequence.handle,
-        sequence.request_id,
-        [prompt],
-        sampling,
-        sequence.cache_salt,
-        sequence.tenant,
-        sequence.service_class,
-        sequence.first_token_s,
-        grammar=sequence.grammar,
-        has_next_turn=sequence.has_next_turn,
-    )
-
-
 # -- the intake -----------------------------------------------------------------------------------
 
 
@@ -169,21 +151,18 @@ class Intake:
         self._of_tenant: dict[str, deque[int]] = {}
         """Handles by tenant; the tenant whose turn it is comes first. Those that were taken by name or
         dropped stay until their turn."""
-        self._waiting: dict[int, tuple[AddSequence, float]] = {}
+        self.waiting: dict[int, tuple[AddSequence, float]] = {}
         """Newcomers and when they came, by handle, in the order of their arrival."""
         self._newest = 0
 
     @property
     def newest(self) -> int:
         """The newest handle that has been taken in with all before it; 0: none."""
-        return next(iter(self._waiting)) - 1 if self._waiting else self._newest
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        return next(iter(self.waiting)) - 1 if self.waiting else self._newest
 
     def put(self, newcomer: AddSequence, now: float) -> None:
         self._newest = newcomer.handle
-        self._waiting[newcomer.handle] = newcomer, now
+        self.waiting[newcomer.handle] = newcomer, now
         self._of_tenant.setdefault(newcomer.tenant, deque()).append(newcomer.handle)
 
     def take(self, now: float) -> list[AddSequence]:
@@ -205,19 +184,19 @@ class Intake:
     def take_named(self, handles: Iterable[int], now: float) -> list[AddSequence]:
         """Those of these handles that wait here, as `take` has them: something is said of them, which
         presupposes them."""
-        waited = [self._waiting.pop(handle) for handle in handles if handle in self._waiting]
+        waited = [self.waiting.pop(handle) for handle in handles if handle in self.waiting]
         return [_after(now - came_at, newcomer) for newcomer, came_at in waited]
 
     def drop(self, handles: Iterable[int]) -> list[int]:
         """Forget those of these handles that wait here. Returns them."""
-        return [handle for handle in handles if self._waiting.pop(handle, None) is not None]
+        return [handle for handle in handles if self.waiting.pop(handle, None) is not None]
 
     def lift_deadlines(self, handles: Iterable[int]) -> None:
         """Let the first tokens of those of these handles that wait here come at any time."""
         for handle in handles:
-            if (entry := self._waiting.get(handle)) is not None:
+            if (entry := self.waiting.get(handle)) is not None:
                 newcomer, came_at = entry
-                self._waiting[handle] = msgspec.structs.replace(newcomer, first_token_s=math.inf), came_at
+                self.waiting[handle] = msgspec.structs.replace(newcomer, first_token_s=math.inf), came_at
 
 
 def _after(waited_s: float, newcomer: AddSequence) -> AddSequence:

@@ -23,7 +23,7 @@ The rank of a waiting sequence is its *weighted response ratio*; the highest goe
   of its own tenant. Else the requests of a crowd would be old when their turns come, and pass every newcomer.
 - A running prefill is ranked by what is left of it, so that a short prompt passes a long one that has begun,
   and a long one that is nearly done is finished before another.
-- A preempted sequence, swapped or not, stands level with the best newcomer of its class or a lower one, and
+- A preempted sequence stands level with the best newcomer of its class or a lower one, and
   before it. One that yielded its slot to another tenant stands so in its own tenant's line, with its pages or
   without.
 - A sequence that resumes after a stall and still holds its pages goes first: it needs a slot, and no
@@ -89,7 +89,7 @@ class Circumstances:
     out."""
 
 
-DISPLACED: Final = (Status.PREEMPTED, Status.SWAPPED, Status.YIELDED)
+DISPLACED: Final = (Status.PREEMPTED, Status.YIELDED)
 """The statuses of sequences that ran, and lost their slots to others."""
 
 Order = Callable[[Iterable[Sequence], Circumstances], list[Sequence]]

@@ -67,12 +67,6 @@ class TenantCounters:
             del self._here[tenant]
             self.admitted_at.pop(tenant, None)
 
-    def check(self, here: Iterable[str]) -> None:
-        """Assert that the counts are those of the sequences that have not ended; `here` has the tenant of
-        each."""
-        assert self._here == Counter(here)
-        assert self.admitted_at.keys() <= self._here.keys()
-
     def charge(self, tenant: str, tokens: int) -> None:
         """Count `tokens` as computed for this tenant."""
         assert tokens >= 0
@@ -134,12 +128,3 @@ class TenantHoldings:
         """The tenant's dominant share if it held so many slots and pages more; negative numbers are fewer."""
         slots_share = (self._slots[tenant] + slots) / self._slots_total
         return max(slots_share, (self._pages[tenant] + pages) / self._pages_total)
-
-    def check(self, held: Iterable[tuple[str, int]]) -> None:
-        """Assert that the counts are those of the running sequences; `held` has the tenant and the number of
-        pages of each."""
-        slots, pages = Counter[str](), Counter[str]()
-        for tenant, count in held:
-            slots[tenant] += 1
-            pages[tenant] += count
-        assert (self._slots, self._pages) == (slots, pages)

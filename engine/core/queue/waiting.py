@@ -1,5 +1,5 @@
 """The waiting queue: sequences that wait for a slot, which are newcomers (never admitted yet), preempted
-ones, swapped or not, and ones that keep their pages: stalled ones, and those that yielded their slots.
+ones, and ones that keep their pages: stalled ones, and those that yielded their slots.
 
 It keeps the turn of the oldest, on which the bound at the head of `engine.core.queue.policy` rests: it counts
 the admissions since the last that was the oldest's. An oldest sequence that did not fit in its turn, while
@@ -39,7 +39,6 @@ class WaitingQueue:
         self.queues: Final[dict[Status, dict[int, Sequence]]] = {
             Status.WAITING: {},
             Status.PREEMPTED: {},
-            Status.SWAPPED: {},
             Status.STALLED: {},
             Status.YIELDED: {},
         }
@@ -64,7 +63,7 @@ class WaitingQueue:
         return [*self.queues[Status.STALLED].values(), *self.queues[Status.YIELDED].values()]
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain.from_iterable(queue.values() for queue in self.queues.values())
+        return chain.from_iterable(map(dict.values, self.queues.values()))
 
     @property
     def due(self) -> list[Sequence]:
@@ -112,10 +111,8 @@ class WaitingQueue:
 
     def is_following(self, sequence: Sequence) -> bool:
         """True if a waiting sequence lacks the prompt that another computes."""
-        if not self.computed or sequence.swapped is not None:
-            return False
         takes_prompt = sequence.reusable_len == sequence.prompt_len - 1
-        return takes_prompt and sequence.prompt_identity in self.computed
+        return bool(self.computed) and takes_prompt and sequence.prompt_identity in self.computed
 
     def rank(self, sequences: Iterable[Sequence], circumstances: Circumstances) -> list[Sequence]:
         """These sequences in the order of the discipline; the first goes first."""

@@ -5,8 +5,9 @@ A sequence holds a slot while it runs, and pages while it runs, is stalled or ha
 it is admitted (`admit`), gets a page more whenever its decode needs one (`grow`), and loses them when it is
 preempted, for one that runs and grows or for one that is admitted (`preempt_for`), or when it ends
 (`release`). It loses the slot alone when it stalls (`stall_paused`) or yields (`_step_aside`). Which sequence
-is preempted is chosen in `engine.core.step.victims`, with the rules G, by class, and J, by tenants' shares;
-how it is restored, in `engine.core.step.swap`.
+is preempted is chosen in `engine.core.step.victims`, with the rules G, by class, and J, by tenants' shares.
+It releases its pages into the prefix cache, and finds there what is left of them when it is admitted again;
+what others took meanwhile may be in host memory (`engine.core.step.host_tier`).
 
 A. Pages for all known tokens are taken at admission, so only decodes grow, one page at a time. A new sequence
    is admitted into a free slot when the whole uncached part fits into the available pages, with a watermark
@@ -39,7 +40,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import Final
 
 from engine.contract.messages import Move, Moved, RunnerInfo, ServiceClass
@@ -52,8 +52,8 @@ from engine.core.queue.waiting import WaitingQueue
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence, Status
 from engine.core.step.flight import InFlight
+from engine.core.step.host_tier import Brought, HostTier, Prefix
 from engine.core.step.plan_builder import PlanBuilder
-from engine.core.step.swap import Brought, Preference, Prefix, Swapper
 from engine.core.step.victims import (
     YIELDS_AHEAD_S,
     by_expendability,
@@ -73,7 +73,6 @@ class Allocator:
         waiting: WaitingQueue,
         in_flight: Mapping[int, InFlight],
         learner: CostLearner,
-        prefers_swap: Preference,
         disk: PageDisk | None = None,
     ) -> None:
         """`in_flight` has the steps in flight, by step number; it belongs to the scheduler, which changes
@@ -86,24 +85,25 @@ class Allocator:
         self._watermark_pages = math.ceil(config.watermark * runner.pages)
         self._slots_free = list(reversed(range(runner.slots)))
         self._left: list[int] = []
-        self._replaced: list[tuple[Sequence, int]] = []
         self._moved: list[Moved] = []
         self._forked: list[tuple[int, int, int]] = []
         self._preemption_awaits_commit = False
         self._may_yield_from = -math.inf
         self.holdings: Final = TenantHoldings(runner.slots, runner.pages)
-        self._keeps: Final = runner.host_tier and config.prefix_cache
+        self._keeps: Final = runner.host_pages > 0 and config.prefix_cache
         """True if host memory keeps what the prefix cache evicts."""
         self.pages: Final = BlockManager(runner.pages, runner.page_size, tells_evicted=self._keeps)
         gap_target_s = config.gap_targets_s[ServiceClass.DEFAULT]
-        self.swapper: Final = Swapper(runner.host_pages, self.pages, gap_target_s, prefers_swap)
-        self.disk: Final = DiskLink(self.swapper.host, disk if self._keeps else None)
+        self.host_tier: Final = HostTier(runner.host_pages, self.pages, gap_target_s)
+        self.disk: Final = DiskLink(self.host_tier.host, disk if self._keeps else None)
         self.running: Final[dict[int, Sequence]] = {}
         """The running sequences by slot, in the order of admission."""
         self.preemptions = 0
         """How often a sequence gave up pages, or its slot alone, since the start."""
         self.yields = 0
         """How often it was the slot alone."""
+        self.copied_back = 0
+        """How often one was admitted again with pages from host memory."""
         self.lack = Lack.NOTHING
         """The want of the first sequence that did not fit into the plan that is made."""
 
@@ -114,17 +114,13 @@ class Allocator:
     @property
     def holders(self) -> int:
         """The number of sequences that hold pages."""
-        return len(self.running) + len(self._waiting.with_pages)
+        queues = self._waiting.queues
+        return len(self.running) + len(queues[Status.STALLED]) + len(queues[Status.YIELDED])
 
     def take_left(self) -> list[int]:
         """The slots that were left since the last call."""
         left, self._left = self._left, []
         return left
-
-    def take_replaced(self) -> list[tuple[int, int, int]]:
-        """The page table entries that changed since the last call, as (slot, index, page)."""
-        replaced, self._replaced = self._replaced, []
-        return [(s.slot, index, s.pages[index]) for s, index in replaced if s.slot is not None]
 
     def take_forked(self) -> list[tuple[int, int, int]]:
         """The copies of heads since the last call, as (source, page, length)."""
@@ -142,21 +138,19 @@ class Allocator:
         """The part of a waiting sequence that need not be computed if it is admitted now: that in its own
         pages when it kept them, else that in the prefix cache and in host memory."""
         if sequence.pages:
-            return Prefix(sequence.pages, [], sequence.computed_len)
+            return Prefix(sequence.pages, sequence.computed_len)
         if not self._config.prefix_cache:
-            return self.swapper.prefix(sequence, [])
+            return Prefix([], 0)
         size, chain, end = self._runner.page_size, sequence.chain, sequence.reusable_len
         identities = chain.extend(sequence.tokens, end // size)[: end // size]
         found, kept = self.pages.match(identities), list[PageIdentity]()
-        if self._keeps and self.swapper.host.kept and len(found) < len(identities):
+        if self._keeps and self.host_tier.host.kept and len(found) < len(identities):
             behind, cost = identities[len(found) :], self._learner.cost
-            kept = self.swapper.kept(len(found), behind, cost, streams=bool(self.running))
-        prefix = self.swapper.prefix(sequence, found, kept)
-        if prefix.computed_len != len(identities) * size or prefix.computed_len == end:
-            return prefix
-        head = chain.identity(sequence.tokens, end)
+            kept = self.host_tier.kept(len(found), behind, cost, streams=bool(self.running))
+        known = len(found) + len(kept)
+        head = chain.identity(sequence.tokens, end) if known == len(identities) and end % size else None
         source = None if head is None else self.pages.find(head)
-        return prefix if source is None else replace(prefix, source=source, computed_len=end)
+        return Prefix(found, known * size if source is None else end, kept, source)
 
     def lacks_prompt(self, sequence: Sequence) -> bool:
         """True if no other could take all of this sequence's prompt now, but for its last token."""
@@ -172,7 +166,7 @@ class Allocator:
         pages_len = sequence.reusable_len // size
         identities = sequence.chain.extend(sequence.tokens, pages_len)[:pages_len]
         known = len(self.pages.match(identities))
-        known += self.swapper.host.find(identities[known:])
+        known += self.host_tier.host.find(identities[known:])
         cost = self._learner.cost
         coming = self.disk.fetch(identities[known:], known * size, size, cost, sequence.tenant)
         if coming:
@@ -278,10 +272,11 @@ class Allocator:
         """Give a slot and pages to a waiting sequence that fits. Returns what comes out of host memory."""
         self._waiting.admit(sequence)
         if sequence.status is not Status.WAITING:
-            self._moved.append(Moved(sequence.handle, Move.READMITTED, sequence.swapped is not None))
+            self._moved.append(Moved(sequence.handle, Move.READMITTED, bool(prefix.kept)))
+            self.copied_back += bool(prefix.kept)
         if not sequence.pages:
             self.pages.acquire(prefix.pages)
-        brought = self.swapper.take(sequence, prefix)  # before others move out, and need room
+        brought = self.host_tier.take(prefix.kept)
         fresh = pages_for(len(sequence.tokens), self._runner.page_size) - len(prefix.pages)
         self._reclaim(fresh, builder, now)
         if prefix.source is not None:
@@ -291,9 +286,9 @@ class Allocator:
         if prefix.source is not None:
             index, length = divmod(prefix.computed_len, self._runner.page_size)
             self._forked.append((prefix.source, pages[index], length))
-        builder.copied_pages = self.swapper.copied_pages
+        builder.copied_pages = self.host_tier.copied_pages
         slot = self._slots_free.pop()
-        sequence.admit(slot, pages, brought.computed_len, now)
+        sequence.admit(slot, pages, prefix.computed_len, now)
         self.running[slot] = sequence
         self.holdings.add(sequence.tenant, slots=1, pages=len(pages))
         return brought
@@ -302,18 +297,15 @@ class Allocator:
         """Pages for a tenant. Host memory keeps what the prefix cache evicts for them, where that is on."""
         pages = self.pages.allocate(count, tenant, now)
         if evicted := self.pages.take_evicted():
-            self.swapper.keep(evicted, self._learner.cost, streams=bool(self.running))
+            self.host_tier.keep(evicted, self._learner.cost, streams=bool(self.running))
         return pages
 
     def _bring_in(self, sequence: Sequence, brought: Brought, pages: list[int], found: int) -> None:
         """Copy what comes out of host memory to its new pages, which are behind the first `found`. The plan
         makes its copies before it computes anything, so the prefix cache may find the full ones at once."""
-        if not brought.host_pages:
-            return
-        self.swapper.bring_in(brought, pages[found:])
-        if self._config.prefix_cache:
-            for page in range(found, brought.computed_len // self._runner.page_size):
-                self.pages.register(pages[page], sequence.chain.identities[page])
+        self.host_tier.bring_in(brought, pages[found:])
+        for index in range(found, found + len(brought.host_pages)):
+            self.pages.register(pages[index], sequence.chain.identities[index])
 
     # -- growth -----------------------------------------------------------------------------------
 
@@ -348,7 +340,8 @@ class Allocator:
                 sequence.pages += page
                 self.holdings.add(sequence.tenant, slots=0, pages=1)
                 builder.grown[sequence.slot] = page
-        builder.copied_pages = self.swapper.copied_pages
+        if self.host_tier.has_copies:
+            builder.copied_pages = self.host_tier.copied_pages
 
     def _free_page_for(self, sequence: Sequence, builder: PlanBuilder, now: float) -> None:
         """Preempt others so that a page is available, or `sequence` itself when no other can help."""
@@ -367,7 +360,7 @@ class Allocator:
         return self.pages.unshared(sequence.pages)
 
     def _restore_s(self, sequence: Sequence) -> float:
-        return self.swapper.restoration(sequence, self._learner.cost).least_s
+        return self.host_tier.restore_s(sequence, self._learner.cost)
 
     def _reclaimable(self, victims: Iterable[Sequence] = ()) -> set[int]:
         """The pages that become available when `victims` and all that wait with pages release theirs."""
@@ -388,11 +381,11 @@ class Allocator:
         self._waiting.enter(victim)
         self.preemptions += 1
         self.yields += 1
-        self._moved.append(Moved(victim.handle, Move.PREEMPTED_SHARE, swapped=False))
+        self._moved.append(Moved(victim.handle, Move.PREEMPTED_SHARE))
 
     def _preempt(self, victim: Sequence, builder: PlanBuilder, now: float, move: Move) -> None:
-        """Take pages, and the slot if it has one, from a sequence, with all that was planned for it. What it
-        has computed may be copied to host memory first."""
+        """Take pages, and the slot if it has one, from a sequence, with all that was planned for it. The
+        prefix cache has what it has computed, as long as nobody needs the pages."""
         if victim.status is Status.RUNNING:
             assert not self._in_flight, "preempted while a step is in flight: rule I is broken"
             builder.drop(self._release_slot(victim), victim)
@@ -400,16 +393,14 @@ class Allocator:
             self._waiting.displace(victim)
         if has_yielded := victim.status is Status.YIELDED:
             self._may_yield_from = max(now, self._may_yield_from) + self._restore_s(victim)
-        swapped = self.swapper.take_out(victim, self._learner.cost)
-        if swapped is None and self._config.prefix_cache:
+        if self._config.prefix_cache:
             victim.name_head(self.pages, victim.computed_len)
-        builder.copied_pages = self.swapper.copied_pages
         self.pages.release(victim.pages)
-        victim.preempt(now, swapped)
+        victim.preempt(now)
         self._waiting.enter(victim)
         self.preemptions += 1
         if not has_yielded:  # else it was told before
-            self._moved.append(Moved(victim.handle, move, swapped is not None))
+            self._moved.append(Moved(victim.handle, move))
 
     # -- release ----------------------------------------------------------------------------------
 
@@ -423,22 +414,17 @@ class Allocator:
 
     def release(self, sequence: Sequence, now: float) -> None:
         """Take back all that a sequence holds, in any status, because it ends."""
-        self.swapper.drop(sequence)
         keep_s = self._config.session_keep_s if sequence.has_next_turn else 0.0
-        self._release_pages(sequence, sequence.pages, now + keep_s if keep_s else 0.0)
+        keep_until_s = now + keep_s if keep_s else 0.0
+        last = self._in_flight.get(sequence.last_step)
+        if last is None:
+            self.pages.release(sequence.pages, keep_until_s)
+        else:  # rule H: its rows are late, and still write
+            last.tables.append((sequence.pages, keep_until_s))
         if sequence.status is Status.RUNNING:
             self._release_slot(sequence)
         else:
             self._waiting.leave(sequence)
-
-    def _release_pages(self, sequence: Sequence, pages: list[int], keep_until_s: float = 0.0) -> None:
-        """Take back pages of its table; at the commit of the last step in flight that works on them, if there
-        is one (rule H: its rows are late, and still write)."""
-        last = self._in_flight.get(sequence.last_step)
-        if last is None:
-            self.pages.release(pages, keep_until_s)
-        else:
-            last.tables.append((pages, keep_until_s))
 
     def _release_slot(self, sequence: Sequence) -> int:
         """Take back the slot of a running sequence, and return it. It is free when its pages are: once no row
@@ -451,14 +437,6 @@ class Allocator:
         self._left.append(slot)
         return slot
 
-    def merge(self, sequence: Sequence, index: int, page: int) -> None:
-        """Replace the page at this index of its table by `page`, which holds the same, and release its own,
-        which a step in flight may still read."""
-        self.pages.acquire([page])
-        own, sequence.pages[index] = sequence.pages[index], page
-        self._release_pages(sequence, [own])
-        self._replaced.append((sequence, index))
-
     def forget(self, sequence: Sequence) -> None:
         """Let no other sequence find the pages of one whose contents are not to be trusted, in any tier."""
         self.pages.forget(sequence.pages)
@@ -466,38 +444,9 @@ class Allocator:
 
     def settle(self, landed: InFlight) -> None:
         """Release what a step held back, at its commit."""
-        self.disk.landed(landed.plan.step, [host_page for _, host_page in landed.plan.swapped_out])
+        plan = landed.plan
+        if plan.swapped_out or plan.swapped_in:
+            self.disk.landed(plan.step, [host_page for _, host_page in plan.swapped_out])
         for table, keep_until_s in landed.tables:
             self.pages.release(table, keep_until_s)
         self._slots_free += landed.slots
-
-    def check(self) -> None:
-        """Assert that every slot and page is in one place, and that each sequence holds what its status
-        says."""
-        living = [*self._waiting, *self.running.values()]
-        held = [table for flight in self._in_flight.values() for table, _ in flight.tables]
-        self.pages.check([*(sequence.pages for sequence in living if sequence.pages), *held])
-        self.swapper.host.check([s.swapped.host_pages for s in living if s.swapped is not None])
-        held_slots = [slot for flight in self._in_flight.values() for slot in flight.slots]
-        slots = [*self._slots_free, *held_slots, *self.running]
-        page_size, preemptions_max = self._runner.page_size, self._config.preemptions_max
-        assert sorted(slots) == list(range(self._runner.slots)), "a slot is lost, or owned twice"
-        for status, queue in self._waiting.queues.items():
-            has_pages = status in (Status.STALLED, Status.YIELDED)
-            is_swapped = status is Status.SWAPPED
-            for sequence in queue.values():
-                assert sequence.status is status
-                assert sequence.slot is None
-                assert bool(sequence.pages) == has_pages
-                assert (sequence.swapped is not None) == is_swapped
-                assert sequence.in_flight_len == sequence.coming == 0
-        for slot, sequence in self.running.items():
-            assert sequence.slot == slot
-            assert sequence.status is Status.RUNNING
-            assert sequence.swapped is None
-        for sequence in living:
-            planned_len = sequence.computed_len + sequence.in_flight_len
-            assert sequence.pending_len > 0 or sequence.is_only_read, "it has nothing more to do"
-            assert planned_len <= len(sequence.pages) * page_size
-            assert sequence.preemptions - sequence.yields <= preemptions_max
-        self.holdings.check((sequence.tenant, len(sequence.pages)) for sequence in self.running.values())

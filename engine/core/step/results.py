@@ -43,9 +43,6 @@ class Results:
     config: SchedulerConfig
     pages: BlockManager
     tenants: TenantCounters
-    merge: Callable[[Sequence, int, int], None]
-    """`merge(sequence, index, page)` replaces the page at this index of the sequence's table by one that
-    holds the same."""
     forget: Callable[[Sequence], None]
     """`forget(sequence)` lets no other sequence find what its pages hold."""
     matched: list[tuple[int, int]] = field(default_factory=list)
@@ -62,7 +59,7 @@ class Results:
         """
         plan = flight.plan
         unsound = self._take_prompt_logprobs(flight, result.prompt_logprobs, news)
-        assert len(result.tokens) == plan.sampled
+        assert len(result.tokens) == plan.wants.count(Want.SAMPLE)
         logprobs = result.logprobs or [None] * len(result.tokens)
         sampled = zip(result.tokens, logprobs, strict=True)
         served: Counter[str] = Counter()
@@ -94,9 +91,7 @@ class Results:
         if full > full_before and self.config.prefix_cache:
             identities = sequence.chain.extend(sequence.tokens, full)
             for index in range(full_before, full):
-                found = self.pages.register(sequence.pages[index], identities[index])
-                if found != sequence.pages[index]:
-                    self.merge(sequence, index, found)
+                self.pages.register(sequence.pages[index], identities[index])
         prompt_end = sequence.prompt_len - 1
         if before <= prompt_end <= sequence.computed_len and self.config.prefix_cache:
             sequence.name_head(self.pages, prompt_end)

@@ -83,8 +83,7 @@ def by_expendability(
 ) -> list[Sequence]:
     """Running sequences in the order in which they are preempted: the lowest class first; in a class, one of
     the tenant that holds most, without what earlier ones in this list hold; of a tenant, the one that is
-    restored at the least cost, by the cheaper way (`engine.core.step.swap`); among equals, the last that
-    came.
+    restored at the least cost (`HostTier.restore_s`); among equals, the last that came.
 
     Only sequences of tenants whose dominant share is greater than `above` are in the list.
     """

@@ -102,13 +102,6 @@ class DeviceSampling:
             are_masked=zeros(),
         )
 
-    def seat(self, slot: int, params: SamplingParams, prompt: Tensor, output: Tensor) -> None:
-        """Write one slot's parameters, and count its sequence's tokens; prompt and output [n] int, on the
-        device."""
-        self.seat_all([slot], [params], [len(prompt)])
-        if params.needs_history:
-            self.count(slot, prompt, output)
-
     def seat_all(
         self, slots: Sequence[int], asked: Sequence[SamplingParams], prompt_lens: Sequence[int]
     ) -> None:

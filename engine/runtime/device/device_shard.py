@@ -331,7 +331,7 @@ def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
         if longest < 1:
             return
         slots = list(range(len(lengths)))
-        seated = [SlotAssignment(slot, [0] * n, n, asked) for slot, n in zip(slots, lengths, strict=True)]
+        seated = [SlotAssignment.of(slot, [0] * n, n, asked) for slot, n in zip(slots, lengths, strict=True)]
         grown = [(slot, [0] * -(-n // info.page_size)) for slot, n in zip(slots, lengths, strict=True)]
         yield Plan(0, left, seated, grown, slots, [0] * len(slots), lengths, [Want.SAMPLE] * len(slots))
         left = slots

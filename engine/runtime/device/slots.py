@@ -84,9 +84,9 @@ class DeviceSlots(Seats):
 
     def _send_seated(self, seated: Sequence[SlotAssignment]) -> None:
         width = self.tokens.shape[1]
-        lengths = [len(start.token_ids) for start in seated]
+        lengths = [start.known_len for start in seated]
         places = [start.slot * width + np.arange(n) for start, n in zip(seated, lengths, strict=True)]
-        ids = np.concatenate([np.array(start.token_ids, np.int32) for start in seated])
+        ids = np.frombuffer(bytearray().join([start.ids for start in seated]), np.int32)
         self.tokens.view(-1).index_copy_(0, *upload([np.concatenate(places), ids], self.device))
         self.sampling.seat_all(
             [start.slot for start in seated],

@@ -45,7 +45,8 @@ class HostRunner:
     def launch(self, plan: Plan) -> Computed:
         """Execute a plan. Asserts that it follows from the plans before it."""
         self.slots.apply(plan)
-        self.host.copy(plan.swapped_out, plan.swapped_in, plan.forked)
+        if plan.swapped_out or plan.swapped_in or plan.forked:
+            self.host.copy(plan.swapped_out, plan.swapped_in, plan.forked)
         if not plan.slots:
             return Computed()
         batch = assemble(plan, self.slots)

@@ -73,7 +73,7 @@ def sample(
     """logits [S, vocab] float32, left unchanged -> tokens [S] int64, NUMERIC_FAILURE where not finite.
     `masks`: those of the plan."""
     draw = draw or draw_by_torch
-    editors = [i for i, seat in enumerate(seats) if seat.edits.are_due(seat.output_len)]
+    editors = [i for i, seat in enumerate(seats) if seat.edits.each and seat.edits.are_due(seat.output_len)]
 
     def drawn(logits: Tensor, rows: Sequence[int], which: Sequence[int]) -> Tensor:
         positions = [seats[i].known_len for i in which]

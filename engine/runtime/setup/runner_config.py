@@ -87,13 +87,10 @@ class RunnerConfig:
     """Memory for the KV cache, as 512MiB or 2GiB. Unset: half of what is free on a CPU once the weights are
     loaded, what gpu_memory_utilization leaves on a GPU, and never more than the sequences can use."""
     swap_memory: Memory | None = None
-    """Host memory that pages of preempted sequences are copied to where that is cheaper than computing them
-    again, which it nearly always is, on a CPU too. 0: never. Unset: up to 4GiB, and a quarter of what is
-    free. On a GPU it is pinned and taken at the start, on a CPU as it is first used."""
-    kv_host_tier: bool | None = None
-    """Keep prefixes that the KV cache has no room for in the memory of swap_memory, and copy them back where
-    that is cheaper than computing them again. Preempted sequences come first there. Unset: on a GPU, and with
-    kv_disk_dir."""
+    """Host memory that keeps prefixes that the KV cache has no room for, those of preempted sequences too,
+    and from which they are copied back, where that is cheaper than computing them again, which it nearly
+    always is, on a CPU too. 0: never. Unset: up to 4GiB, a quarter of what is free, and what the sequences
+    can use. On a GPU it is pinned and taken at the start, on a CPU as it is first used."""
     kv_disk_dir: Text | None = None
     """Directory that also keeps these prefixes, over restarts. It belongs to one engine, and its files may be
     deleted at any time. What users wrote can be learned from them, so one that is there must have mode 0700.
@@ -120,5 +117,5 @@ class RunnerConfig:
         if self.kv_disk_dir is not None:
             if self.tensor_parallel_size > 1:
                 yield "--kv-disk-dir needs --tensor-parallel-size 1"
-            if self.kv_host_tier is False or self.swap_memory == 0:
-                yield "--kv-disk-dir needs the host tier: --kv-host-tier, and a --swap-memory above 0"
+            if self.swap_memory == 0:
+                yield "--kv-disk-dir needs a --swap-memory above 0"

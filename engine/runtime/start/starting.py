@@ -181,14 +181,10 @@ def _sized(
     """The sizes that every rank builds. A page's bytes are those of all ranks together."""
     info = shard.info(pages)
     host_bytes = available_memory_bytes() // neighbours
-    by_itself = info.is_async or config.kv_disk_dir is not None
-    tier = by_itself if config.kv_host_tier is None else config.kv_host_tier
-    host_pages = host_page_count(config, shard.geometry, shard.max_model_len, host_bytes, tier=tier)
     return msgspec.structs.replace(
         info,
         page_bytes=info.page_bytes * config.tensor_parallel_size,
-        host_pages=host_pages,
-        host_tier=tier and host_pages > 0,
+        host_pages=host_page_count(config, shard.geometry, shard.max_model_len, host_bytes),
         load_s=load_s,
     )
 
@@ -226,7 +222,7 @@ def warm_up(runner: Warmable) -> None:
     half = room // 2
     pages = list(range(-(-(room + 2) // info.page_size)))
     sampling = SamplingParams(seed=0, max_tokens=2, top_p=0.9, logprobs=1)
-    seated = SlotAssignment(0, [0] * room, room, sampling)
+    seated = SlotAssignment.of(0, [0] * room, room, sampling)
     runner.run(Plan(0, [], [seated], [(0, pages)], [0], [0], [half], [Want.NOTHING]))
     runner.run(Plan(1, [], [], [], [0], [half], [room - half], [Want.SAMPLE]))
     runner.run(Plan(2, [], [], [], [0], [room], [1], [Want.SAMPLE]))

@@ -100,7 +100,7 @@ class _Timing:
         info = self.runner.info
         seated, grown = [], []
         for slot, known_len in enumerate(known_lens):
-            seated.append(SlotAssignment(slot, [0] * known_len, known_len, SAMPLING))
+            seated.append(SlotAssignment.of(slot, [0] * known_len, known_len, SAMPLING))
             grown.append((slot, list(range(-(-(known_len + ROUNDS) // info.page_size)))))
         self._plans += 1
         self.runner.run(Plan(self._plans, [], seated, grown, [], [], [], []))

@@ -138,7 +138,8 @@ class Penalties:
     def of(cls, start: SlotAssignment, vocab_size: int, len_max: int) -> Edit | None:
         if not start.sampling.needs_history:
             return None
-        prompt, output = start.token_ids[: start.prompt_len], start.token_ids[start.prompt_len :]
+        ids = start.token_ids
+        prompt, output = ids[: start.prompt_len], ids[start.prompt_len :]
         return cls(History(prompt, output, vocab_size, len_max), *penalties_of(start.sampling))
 
     def is_due(self, output_len: int) -> bool:
@@ -224,7 +225,7 @@ class Edits:
 
     def are_due(self, output_len: int) -> bool:
         """True if some edit changes the logits of the token behind so many of output."""
-        return bool(self.each) and any(edit.is_due(output_len) for edit in self.each)
+        return any(edit.is_due(output_len) for edit in self.each)
 
     def edit(self, row: Tensor, output_len: int) -> None:
         """Edit logits [vocab] float32 of the token behind so many of output, in place."""

@@ -14,9 +14,8 @@ weight of zero, and zero times NaN is NaN. Three rules keep garbage out:
      pages are not found any more. On a GPU, where it may have failed in a step in flight, they are cleared if
      the attention does not mask what it loads.
 
-Host memory (`HostPages`) keeps a page's layers side by side. Whole pages are copied there when their owner
-has to give way, or when the prefix cache evicts them, and back before anything reads them again, so the
-second rule holds for copies, too.
+Host memory (`HostPages`) keeps a page's layers side by side. Full pages are copied there when the prefix
+cache evicts them, and back before anything reads them again.
 On a GPU the memory is pinned and the copies are queued like any other work of the step. Pages are *staged*:
 one kernel gathers the layers of many pages in a buffer on the device, and each run of neighbouring host pages
 is one transfer. On a CPU both pools are RAM, and a copy is a `memcpy`, page by page: still far cheaper than
@@ -247,20 +246,12 @@ def page_count(
 
 
 def host_page_count(
-    config: RunnerConfig,
-    geometry: KVGeometry,
-    max_model_len: int,
-    available_bytes: int,
-    *,
-    tier: bool = False,
+    config: RunnerConfig, geometry: KVGeometry, max_model_len: int, available_bytes: int
 ) -> int:
-    """The number of pages of host memory to set aside: never more than the slots could own, unless they are
-    also a `tier` of the prefix cache."""
-    budget = config.swap_memory
-    if budget is None:
-        budget = min(SWAP_BYTES_DEFAULT, int(available_bytes * SWAP_SHARE_DEFAULT))
-    if tier:
-        return budget // geometry.page_bytes
+    """The number of pages of host memory to set aside; by itself never more than the slots could own."""
+    if config.swap_memory is not None:
+        return config.swap_memory // geometry.page_bytes
+    budget = min(SWAP_BYTES_DEFAULT, int(available_bytes * SWAP_SHARE_DEFAULT))
     useful = config.max_num_seqs * _pages_per_sequence(config, max_model_len)
     return min(budget // geometry.page_bytes, useful)
 

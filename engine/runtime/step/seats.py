@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,14 +80,13 @@ class Seats(ABC):
         return seat
 
     def apply(self, plan: Plan) -> None:
-        """Apply a plan's changes to the slots: sequences that leave, that are seated, that get pages or other
-        pages."""
+        """Apply a plan's changes to the slots: sequences that leave, that are seated, that get pages."""
         for slot in plan.left:
             assert self._seats[slot] is not None, f"slot {slot} left twice"
             self._seats[slot] = None
         for start in plan.seated:
             assert self._seats[start.slot] is None, f"slot {start.slot} is taken"
-            known_len = len(start.token_ids)
+            known_len = start.known_len
             assert 1 <= start.prompt_len <= known_len <= self.max_model_len
             seat = Seat(start.sampling, start.prompt_len, known_len)
             self._take(start, seat)
@@ -96,9 +96,6 @@ class Seats(ABC):
             assert seat.pages + len(pages) <= self.pages_per_sequence, f"slot {slot} outgrows the context"
             self._place(slot, seat.pages, pages)
             seat.pages += len(pages)
-        for slot, index, page in plan.replaced:
-            assert index < self.seat(slot).pages, f"slot {slot} has no page {index}"
-            self._place(slot, index, [page])
 
     @abstractmethod
     def _take(self, start: SlotAssignment, seat: Seat) -> None:
@@ -171,8 +168,7 @@ class HostSlots(Seats):
                 seat.edits.append(int(kept[row]))
 
     def _take(self, start: SlotAssignment, seat: Seat) -> None:
-        ids = torch.tensor(start.token_ids, dtype=torch.int32)
-        self.tokens[start.slot, : seat.known_len] = ids
+        self.tokens.numpy()[start.slot, : seat.known_len] = np.frombuffer(start.ids, np.int32)
         self.columns.seat(start.slot, start.sampling, self.vocab_size)
         seat.edits = Edits.of(start, self.vocab_size, self.max_model_len)
 

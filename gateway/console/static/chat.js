@@ -1,4 +1,4 @@
-// A chat with a model, in the name of a key, with the waterfall of its last answer beside it.
+// A chat with a model, with a key that is pasted, with the waterfall of its last answer beside it.
 
 import { ask, get } from "./api.js";
 import { el, say, setText, shown } from "./dom.js";
@@ -12,7 +12,7 @@ const conversation = []; // for as long as the page is open
 const pause = (ms) => new Promise((go) => setTimeout(go, ms));
 
 export function chatView(view, tell) {
-  const keys = el("select", { id: "chat-key", required: true });
+  const key = el("input", { id: "chat-key", type: "password", required: true, maxlength: 256, autocomplete: "off" });
   const models = el("datalist", { id: "models" });
   const model = el("input", { id: "chat-model", list: "models", required: true, maxlength: 512, autocomplete: "off" });
   const most = el("input", { id: "chat-max", inputmode: "numeric", pattern: "\\d{1,6}", value: "256", size: 6 });
@@ -25,10 +25,10 @@ export function chatView(view, tell) {
     el("p", { class: "hint" }, "It is shown once an answer is there."));
   const field = (label, control) => el("label", { for: control.id }, el("span", {}, label), control);
   const form = el("form", { class: "ask" },
-    el("div", { class: "filters" }, field("As key", keys), field("Model", model), models, field("Tokens at most", most)),
+    el("div", { class: "filters" }, field("A caller's key", key), field("Model", model), models, field("Tokens at most", most)),
     field("Message", words), el("div", { class: "buttons" }, send, stop, fresh));
   view.append(el("h1", {}, "Chat"),
-    el("p", { class: "hint" }, "A request like any other: the quotas of the key and of its tenant hold, and it is charged to them."),
+    el("p", { class: "hint" }, "A request like any other, with a caller's key: its quotas hold, and it is charged to it."),
     el("div", { class: "split" }, el("div", {}, log, form), side));
 
   let current = null;
@@ -36,9 +36,7 @@ export function chatView(view, tell) {
   for (const message of conversation) log.append(bubble(message.role, message.content).element);
 
   async function choices() {
-    const [page, replicas] = await Promise.all([get("/admin/v1/keys?limit=200"), get("/admin/v1/replicas?limit=200")]);
-    const usable = page.data.filter((one) => !one.disabled);
-    keys.replaceChildren(...usable.map((one) => el("option", { value: one.id }, `${shown(one.id)} (${shown(one.tenant)})`)));
+    const replicas = await get("/admin/v1/replicas?limit=200");
     const names = [...new Set(replicas.data.flatMap((one) => one.models))].sort();
     models.replaceChildren(...names.map((name) => el("option", { value: name })));
     if (!model.value && names.length) model.value = names[0];
@@ -52,7 +50,7 @@ export function chatView(view, tell) {
 
   async function run() {
     const mine = { role: "user", content: words.value };
-    const body = { key: keys.value, model: model.value, messages: [...conversation, mine].slice(-200) };
+    const body = { key: key.value, model: model.value, messages: [...conversation, mine].slice(-200) };
     if (most.value) body.max_tokens = Number(most.value);
     const { id } = await ask("POST", CHATS, body);
     current = id;

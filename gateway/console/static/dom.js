@@ -29,6 +29,13 @@ export function shown(text, most = 300) {
   return clean.length > most ? `${clean.slice(0, most)}...` : clean;
 }
 
+// Those that were asked and did not answer, as the end of a sentence; nothing where everybody has.
+export function silent(answer) {
+  const workers = (answer.silent_workers ?? []).map((one) => `worker ${one}`);
+  const names = [...(answer.silent_gateways ?? []), ...workers];
+  return names.length ? `; no answer from ${shown(names.join(", "))}` : "";
+}
+
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

@@ -1,7 +1,7 @@
 // Live and recent requests: a table of which only the rows in sight are in the page.
 
 import { get, poll } from "./api.js";
-import { el, say, setText, shown } from "./dom.js";
+import { el, say, setText, shown, silent } from "./dom.js";
 import { duration, percent, plural, timeOf, whole } from "./format.js";
 
 const EVERY_MS = 1000;
@@ -25,6 +25,7 @@ const COLUMNS = [
   ["Cached", (one) => percent(one.cached_tokens, one.prompt_tokens), "num wide"],
   ["Events", (one) => whole(one.events ?? 0), "num wide"],
   ["Replica", (one) => shown(one.replica), "wide"],
+  ["Gateway", (one) => shown(one.gateway ?? "this one"), "wide"],
   ["Request", (one) => shown(one.request_id), "id"],
 ];
 
@@ -79,7 +80,7 @@ export function requestsView(view, tell, session) {
     const live = rows.reduce((sum, one) => sum + one.is_live, 0);
     const more = page.before ? ", and older ones" : "";
     const text = `${plural(live, "live request", "live requests")}, ${whole(rows.length - live)} completed${more}`;
-    setText(count, page.partial ? `${text}; workers that do not answer: ${page.silent_workers}` : text);
+    setText(count, text + silent(page));
     empty.hidden = rows.length > 0;
     draw();
   }

@@ -55,7 +55,7 @@ _FIRST: Final = f'{GATEWAY}first_byte_seconds_bucket{{model="m",stream="True",le
 _GAP: Final = f'{ENGINE}time_per_output_token_seconds_bucket{{instance="e",le="%s"}}'
 _MEMBERS: Final = f'{GATEWAY}members{{model="m",phase="%s",instance="%s"}}'
 _AGE: Final = f'{ENGINE}class_waiting_age_seconds{{service_class="default",instance="e"}}'
-_PREEMPTED: Final = f'{ENGINE}preemptions_total{{kind="swap",instance="e"}}'
+_PREEMPTED: Final = f'{ENGINE}preemptions_total{{kind="pages",instance="e"}}'
 _YIELDED: Final = f'{ENGINE}preemptions_total{{kind="yield",instance="e"}}'
 _UP: Final = f'{GATEWAY}quota_store_up{{instance="g"}}'
 _FAILURES: Final = f'{GATEWAY}quota_store_failures_total{{call="reserve",instance="g"}}'

@@ -39,8 +39,9 @@ from engine.contract.messages import (
     StopCore,
 )
 from engine.core.loop import CoreLoop
-from engine.core.queue.newcomers import AddSequence, alone
+from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler_config import SchedulerConfig
+from tests.bench.engine.core_window import alone
 from tests.bench.figures import Figure, at_most, figure
 
 DEVICE_STEP_S: Final = 5e-3

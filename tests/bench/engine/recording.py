@@ -73,7 +73,8 @@ def host_us(streams: int) -> tuple[list[float], list[float]]:
 
 
 def _round_us(book: type[StepBook], streams: int) -> float:
-    scheduler = Scheduler(SchedulerConfig(step_tokens_max=4096, queue_len_max=256), _INFO, book=book)
+    scheduler = Scheduler(SchedulerConfig(step_tokens_max=4096, queue_len_max=256), _INFO)
+    scheduler._book = book(scheduler._allocator)
     sampling = SamplingParams(seed=1, max_tokens=STEPS + 100)
     ring, now = StepRing(), 100.0
     for handle in range(1, streams + 1):

@@ -40,8 +40,8 @@ RESTART_TARGET: Final = at_most(0.7)
 async def tier_figures(model: str, rng: random.Random, options: Sequence[str]) -> list[Figure]:
     """The figures of all cases, with `options` for the engines. Raises `BenchFailed`."""
     small = ["--page-size", str(PAGE_SIZE), "--max-num-seqs", "2", *options]
-    host = ["--kv-host-tier", "--swap-memory", "1GiB"]
-    without_ms = await _evicted(model, rng, [*small, "--no-kv-host-tier"])
+    host = ["--swap-memory", "1GiB"]
+    without_ms = await _evicted(model, rng, [*small, "--swap-memory", "0"])
     host_ms = await _evicted(model, rng, [*small, *host])
     with tempfile.TemporaryDirectory() as directory:
         restart_ms = await _restarted(model, rng, [*small, *host, "--kv-disk-dir", directory])

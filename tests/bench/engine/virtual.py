@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
+from unittest import mock
 
 from engine.contract.messages import (
     FinishReason,
@@ -33,6 +34,7 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence as Admitted
 from engine.core.sequence import Status
 from engine.core.step.planner import Planner
+from tests.bench.engine.core_window import due, holdings, in_slot, is_following
 
 VOCAB_SIZE: Final = 1000
 UNBOUNDED: Final = 1_000_000
@@ -64,7 +66,7 @@ class Engine:
     gap_targets_s: tuple[float, ...] = (0.1,) * len(ServiceClass)
     prompt_share: float = 0.5
     host_pages: int = 0
-    """Pages in host memory for swapped sequences."""
+    """Pages in host memory, behind a prefix cache. 0: neither, and a preempted sequence is computed again."""
     discipline: Discipline = RESPONSE_RATIO
     planner: type[Planner] = Planner
     noise: float = 0.0
@@ -131,9 +133,9 @@ class TurnWatch:
         self.worst: float = 0.0
 
     def before_plan(self) -> None:
-        self._queue = {s.handle: (s.arrived_at, s.status, s.tenant) for s in self._scheduler.due}
+        self._queue = {s.handle: (s.arrived_at, s.status, s.tenant) for s in due(self._scheduler)}
         self._statuses = {s.handle: s.status for s in self._scheduler._waiting}
-        self._tenants = set(self._scheduler.holdings.slots)
+        self._tenants = set(holdings(self._scheduler).slots)
         self._forget_others()
 
     def _forget_others(self) -> None:
@@ -142,9 +144,9 @@ class TurnWatch:
                 del counts[handle]
 
     def after_plan(self, plan: Plan) -> None:
-        seated = [self._scheduler.running(start.slot) for start in plan.seated]
-        self._tenants |= self._scheduler.holdings.slots.keys()
-        waiting = [s for s in self._scheduler.due if not self._scheduler.is_following(s)]
+        seated = [in_slot(self._scheduler, start.slot) for start in plan.seated]
+        self._tenants |= holdings(self._scheduler).slots.keys()
+        waiting = [s for s in due(self._scheduler) if not is_following(self._scheduler, s)]
         here = {s.handle for s in (*waiting, *seated)}
         self._queue = {handle: entry for handle, entry in self._queue.items() if handle in here}
         self._forget_others()
@@ -191,12 +193,13 @@ class _Virtual:
         config = SchedulerConfig(
             step_tokens_max=engine.step_tokens_max,
             queue_len_max=UNBOUNDED,
-            prefix_cache=False,
+            prefix_cache=engine.host_pages > 0,
             gap_targets_s=engine.gap_targets_s,
             prompt_share=engine.prompt_share,
         )
         self._cost, self._noise, self._rng = engine.cost, engine.noise, random.Random(engine.noise_seed)
-        self._scheduler = Scheduler(config, info, engine.discipline, engine.planner)
+        with mock.patch("engine.core.scheduler.Planner", engine.planner):
+            self._scheduler = Scheduler(config, info, engine.discipline)
         self._watch = TurnWatch(self._scheduler)
         self._requests = requests
         self._outcomes = [Outcome(request) for request in requests]
@@ -253,6 +256,7 @@ def _message(handle: int, request: Request) -> AddSequence:
         f"req_{handle}",
         [1] * request.prompt_len,
         SamplingParams(seed=1, max_tokens=request.output_len),
+        str(handle).encode(),  # its own salt: nothing is shared
         tenant=request.tenant,
         service_class=request.service_class,
         first_token_s=request.first_token_s,

@@ -51,7 +51,8 @@ CHAT_WORDS: Final = (20, 200)
 RESULT_WORDS: Final = (20, 160)
 SYSTEM_WORDS: Final = 200
 ANSWER_TOKENS: Final = 24
-REQUEST_S: Final = 120.0
+REQUEST_S: Final = 300.0
+"""The time in which a request must be answered, in seconds: machines are shared."""
 SESSION_HEADER: Final = "x-session-id"
 TEMPLATE: Final = (
     "{% if tools %}tools {{ tools | tojson }}\n{% endif %}"

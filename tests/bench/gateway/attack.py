@@ -71,8 +71,6 @@ class Who(StrEnum):
     """A tenant with a few tokens per minute, and a few thousand in all."""
     HASTY = "hasty"
     """A tenant without limits to whom a stream's first token is of use for `HASTY_S` only."""
-    HEDGED = "hedged"
-    """A tenant without limits whose streams are sent to a second replica when the first is slow."""
 
 
 POOR_TOKENS_PER_MIN: Final = 400

@@ -1,7 +1,7 @@
 """A bare engine and bare relays: the transport that a gateway uses, with nothing else around it.
 
     python -m tests.bench.gateway.bare engine --port 1 --interval-ms 20
-    python -m tests.bench.gateway.bare relay --port 2 --upstream fast --url http://127.0.0.1:1
+    python -m tests.bench.gateway.bare relay --port 2 --upstream HTTP/2 --url http://127.0.0.1:1
 
 The engine serves paced event streams, by HTTP/2 and HTTP/1.1 on one port.
 """
@@ -15,20 +15,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 import aiohttp
-import httpx
 import msgspec
 import uvloop
 from aiohttp import web
 
 from engine.api.http.http2_server import Http2Server, ServerRequest, ServerResponder
 from engine.api.http.sniff import SniffingProtocol
-from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
-from shared.http2.connection_config import ConnectionConfig
+from gateway.relay.http2_client import Http2Transport
 from shared.wire.sse import DONE
 
 HTTP1: Final = "aiohttp HTTP/1.1"
-UPSTREAMS: Final = (HTTP1, "plain", "fast")
-"""The protocols between a relay and the engine. The last two are our HTTP/2, by either of its paths."""
+HTTP2: Final = "HTTP/2"
+UPSTREAMS: Final = (HTTP1, HTTP2)
+"""The protocols between a relay and the engine."""
 _EVENTS: Final = {"content-type": "text/event-stream"}
 _UNARY: Final = b'"stream":false'
 """The part of a body that asks for an answer in one piece."""
@@ -100,13 +99,11 @@ async def engine(port: int, interval_s: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def over_http2(url: str, fast: bool) -> AsyncIterator[Callable[[bytes, Write], Awaitable[None]]]:
-    transport = Http2Transport(config=ConnectionConfig(fast=fast))
+async def over_http2(url: str) -> AsyncIterator[Callable[[bytes, Write], Awaitable[None]]]:
+    transport = Http2Transport()
 
     async def relay(body: bytes, write_to: Write) -> None:
-        request = httpx.Request("POST", url, content=body)
-        response = await transport.handle_async_request(request)
-        stream = response.extensions[STREAM_EXTENSION]
+        stream = await transport.exchange("POST", url, [], body)
         try:
             while (data := await stream.read()) is not None:
                 await write_to(data)
@@ -131,7 +128,7 @@ async def over_http1(url: str) -> AsyncIterator[Callable[[bytes, Write], Awaitab
 
 async def relay_to(port: int, upstream: str, url: str) -> None:
     """Serve a relay to the engine at `url` until cancelled."""
-    opened = over_http1(url) if upstream == HTTP1 else over_http2(url, upstream == "fast")
+    opened = over_http1(url) if upstream == HTTP1 else over_http2(url)
     async with opened as relay:
 
         async def handle(request: web.BaseRequest) -> web.StreamResponse:

@@ -15,8 +15,6 @@ from gateway.config.whole import (
     KeyConfig,
     ModelConfig,
     TenantConfig,
-    TierConfig,
-    TiersConfig,
 )
 from gateway.identity.keys import hash_key
 from shared.process.memory import core_memory_max, engine_memory_max, gateway_memory_max
@@ -89,18 +87,15 @@ def gateway_config(
             tokenizer_threads=TOKENIZER_THREADS,
         ),
         models=(ModelConfig(MODEL, tuple(engine_urls)), *rogues),
-        tiers=TiersConfig(flex=TierConfig(hedge=True)),
         tenants=tuple(map(_tenant, tenants)),
         keys=tuple(KeyConfig(who, hash_key(who), who) for who in tenants),
     )
 
 
 def _tenant(who: Who) -> TenantConfig:
-    of_default = TenantConfig(who)  # what a tenant may do whose operator says nothing
     return TenantConfig(
         who,
         limits=_LIMITS.get(who, QuotaLimits()),
-        service_tier="flex" if who is Who.HEDGED else of_default.service_tier,
         timeouts=TimeoutOverrides(first_token_s=HASTY_S) if who is Who.HASTY else None,
     )
 

@@ -20,6 +20,7 @@ from shared.text.tokenizer import Tokenizer, TokenizerBundle
 from shared.wire.completed_line import EVENT
 from tests.engine.api.fake_core import FakeCore, Script
 from tests.engine.api.tiny import EOS, write_model_dir
+from tests.shared.http2.loopback import OverHttp2
 from tests.waiting import PATIENCE_S as PATIENCE_S
 from tests.waiting import until as until
 
@@ -117,7 +118,7 @@ async def served(serve: Serve) -> AsyncIterator[Served]:
 @pytest.fixture
 async def http2(served: Served) -> AsyncIterator[httpx.AsyncClient]:
     url = f"http://127.0.0.1:{served.engine.port}"
-    async with httpx.AsyncClient(base_url=url, transport=Http2Transport(), timeout=20) as client:
+    async with httpx.AsyncClient(base_url=url, transport=OverHttp2(Http2Transport()), timeout=20) as client:
         yield client
 
 

@@ -28,12 +28,13 @@ from engine.api.ask.admission import (
 )
 from engine.contract.messages import AddRequest, SamplingParams, ServiceClass
 from engine.contract.packing import Biases, packed
-from engine.core.queue.newcomers import AddSequence, alone, sequences_of
+from engine.core.queue.newcomers import AddSequence, sequences_of
 from shared.apis.chat import ChatRequest
 from shared.apis.chat_messages import ChatMessage
 from shared.apis.completions import CompletionRequest
 from shared.apis.generation import PromptExtension
 from shared.wire.errors import ContextLengthExceeded, InvalidRequest, NeverFits
+from tests.bench.engine.core_window import alone
 
 CHAT = ChatRequest(model="m", messages=[ChatMessage("user", "x")])
 

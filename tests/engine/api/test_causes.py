@@ -211,7 +211,7 @@ def test_halts_do_not_overlap() -> None:
     steps = Steps()
     halts = Halts(steps.ring)
     steps.add()
-    halts.moved(Move.PREEMPTED_PAGES, True, 1.0)
+    halts.moved(Move.PREEMPTED_PAGES, False, 1.0)
     assert halts.is_preempted
     assert halts.preempted_s(3.0) == 2.0
     halts.pause(4.0)
@@ -219,17 +219,21 @@ def test_halts_do_not_overlap() -> None:
     assert (halts.stalled_s(6.0), halts.preempted_s(6.0)) == (2.0, 3.0)
     halts.resume(7.0)
     steps.add()
-    halts.moved(Move.READMITTED, False, 9.0)
+    halts.moved(Move.READMITTED, True, 9.0)
     assert (halts.stalled_s(10.0), halts.preempted_s(10.0), halts.preemptions) == (3.0, 5.0, 1)
     assert halts
     steps.add()
     over = halts.take_over(10.0, is_last=False)
     assert [(one.code, one.seconds, one.after, one.last, one.swapped) for one in over] == [
-        (CauseCode.PREEMPTED_PAGES, 3.0, 1, 3, True),
+        (CauseCode.PREEMPTED_PAGES, 3.0, 1, 3, False),
         (CauseCode.STALLED, 3.0, 1, 3, False),
-        (CauseCode.STALLED, 2.0, 1, 3, False),
+        (CauseCode.STALLED, 2.0, 1, 3, True),
     ]
-    assert not halts
+    assert (bool(halts), halts.swaps) == (False, 0), "it was not preempted while it ran"
+    halts.moved(Move.PREEMPTED_CLASS, False, 10.0)
+    halts.moved(Move.READMITTED, True, 10.5)
+    [preempted] = halts.take_over(10.5, is_last=False)
+    assert (preempted.code, preempted.swapped, halts.swaps) == (CauseCode.PREEMPTED_CLASS, True, 1)
     halts.pause(11.0)
     [last] = halts.take_over(12.0, is_last=True)
     assert (last.code, last.seconds) == (CauseCode.STALLED, 1.0)

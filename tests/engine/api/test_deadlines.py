@@ -14,6 +14,7 @@ import pytest
 
 from engine.api.answer.outputs import ChoiceOutput
 from engine.api.core import client
+from engine.api.core.queue import CoreQueue
 from engine.contract.messages import AddRequest, FinishReason, Ping
 from shared.wire import sse
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
@@ -21,6 +22,11 @@ from tests.fakes import VirtualClock
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 SOON = "0.05"
+
+
+def is_free(queue: CoreQueue) -> bool:
+    """True if no tenant holds any of it."""
+    return not (queue._sequences.held or queue._tokens.held)
 
 
 async def chat(served: Served, headers: dict[str, str], **fields: Any) -> httpx.Response:
@@ -289,7 +295,7 @@ async def test_what_a_core_that_hangs_holds_ends_and_is_dropped_when_it_goes_on(
         assert sorted(core.aborted) == [1, 2, 3, 4]
         assert (core.running, core.waiting) == ({}, {}), "what they held is free"
         assert (await served.http.get("/readyz")).status_code == 200
-        await until(lambda: state.core._queue.is_free)
+        await until(lambda: is_free(state.core._queue))
         assert len(lines) == 5, "of a probe and of each request one"
         served.assert_nothing_leaks()
 
@@ -307,7 +313,7 @@ async def test_a_request_with_a_choice_that_has_ended_was_begun(serve: Serve, hu
         served.core.hang()
         assert told(await asked) == (500, "engine_failed")
         served.core.go_on()
-        await until(lambda: served.engine.state.core._queue.is_free)
+        await until(lambda: is_free(served.engine.state.core._queue))
 
 
 async def test_a_request_that_comes_to_a_core_that_hangs_meanwhile_is_not_sent(
@@ -361,7 +367,7 @@ async def test_what_a_core_that_hangs_is_sent_keeps_its_place_in_the_queue_thoug
         assert sum(isinstance(message, AddRequest) for message in served.core.unread or ()) == 4
         served.core.go_on()
         served.says("fine")
-        await until(lambda: served.engine.state.core._queue.is_free)
+        await until(lambda: is_free(served.engine.state.core._queue))
         assert (await chat(served, {})).status_code == 200
 
 
@@ -375,7 +381,7 @@ async def test_what_ends_since_its_core_hangs_keeps_its_place_until_the_core_has
         assert {told(answer) for answer in await asyncio.gather(*asked)} == {(503, "not_ready")}
         assert (core.live, core.waiting, len(served.core.unread or ())) == (0, 3, 1 + 3 + 1)
         served.core.go_on()
-        await until(lambda: core._queue.is_free)
+        await until(lambda: is_free(core._queue))
 
 
 async def test_the_gauges_of_a_core_that_died_are_gone(served: Served) -> None:

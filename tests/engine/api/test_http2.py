@@ -11,7 +11,9 @@ import pytest
 
 from engine.api.answer.exchange import METHOD_LEN_MAX
 from engine.contract.messages import FinishReason
+from gateway.relay.hop_errors import HopError
 from shared.http2.connection_config import ConnectionConfig
+from shared.http2.connection_errors import StreamFailed
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Served, until
 from tests.shared.http2.pair import REQUEST, End
 
@@ -109,7 +111,7 @@ async def test_a_drain_lets_streams_finish_and_sends_new_ones_away(
     await until(lambda: len(served.core.running) == 1)
     drain = asyncio.create_task(served.engine.drain())
     await until(lambda: not served.engine.state.lifecycle.is_ready)
-    with pytest.raises(httpx.TransportError):
+    with pytest.raises((HopError, StreamFailed)):
         await _until_refused(http2)
     assert not call.done()
     served.core.finish(1, FinishReason.LENGTH)

@@ -383,12 +383,44 @@ async def test_models_in_both_shapes(served: Served, path: str) -> None:
     assert info["capabilities"]["structured_outputs"]["supported"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body", "is_version_sent"),
+    [
+        ("POST", "/v1/messages", ASKED, False),
+        ("POST", "/v1/messages", {**ASKED, "stream": True}, False),
+        ("POST", "/v1/messages", {"model": MODEL}, False),
+        ("POST", "/v1/messages/count_tokens", {"model": MODEL, "messages": [HELLO]}, False),
+        ("POST", "/v1/messages/batches", {}, False),
+        ("GET", "/v1/models", None, True),
+        ("GET", f"/v1/models/{MODEL}", None, True),
+        ("GET", "/v1/models/huge", None, True),
+        ("GET", "/v1/nowhere", None, True),
+    ],
+)
+async def test_every_answer_has_its_id_where_the_sdks_read_it(
+    served: Served, method: str, path: str, body: Any, is_version_sent: bool
+) -> None:
+    served.says("Yes.")
+    headers = {"anthropic-version": "2023-06-01"} if is_version_sent else {}
+    answer = await served.http.request(method, path, json=body, headers=headers)
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    if answer.status_code >= 400:
+        holds("ErrorResponse", answer.json())
+    if is_version_sent:
+        assert "request-id" not in (await served.http.request(method, path)).headers
+    other = {"model": MODEL, "messages": [HELLO], "max_tokens": 9}
+    chat = await served.http.post("/v1/chat/completions", json=other, headers={"anthropic-version": "x"})
+    assert "request-id" not in chat.headers
+
+
 @pytest.fixture
 async def sdk(served: Served) -> AsyncIterator[Any]:
     import anthropic  # it takes longer than most tests
 
     url = f"http://127.0.0.1:{served.engine.port}"
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
+    async with anthropic.AsyncAnthropic(
+        base_url=url, api_key="none", max_retries=0, _strict_response_validation=True
+    ) as client:
         yield client
 
 

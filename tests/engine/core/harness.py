@@ -18,12 +18,13 @@ from engine.contract.messages import (
     TimedStep,
     TokenLogprobs,
 )
+from engine.core.estimate.cost import StepCost
 from engine.core.queue.newcomers import AddSequence
 from engine.core.queue.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Hold
-from engine.core.step.swap import Preference, if_cheaper
+from tests.core_laws import check
 from tests.fake_grammars import FakeGrammars
 from tests.fake_runner import FakeRunner, Solo, runner_info, solo
 
@@ -33,6 +34,17 @@ STEP_S = 0.01
 def greedy(max_tokens: int, **fields: object) -> SamplingParams:
     """Sampling parameters with a seed that causes no numeric failure."""
     return SamplingParams(**{"seed": 1, "max_tokens": max_tokens, **fields})  # type: ignore[arg-type]
+
+
+COPIES_ARE_CHEAP = StepCost(page_s=1e-9)
+
+
+def knowing(scheduler: Scheduler, cost: StepCost) -> Scheduler:
+    """Let a scheduler know this cost of a step, and learn no other, as from steps that all take the same
+    time."""
+    scheduler._learner._cost = cost
+    scheduler._learner.observe = lambda work, seconds: 0.0  # type: ignore[method-assign]
+    return scheduler
 
 
 class Harness:
@@ -52,8 +64,6 @@ class Harness:
         discipline: Discipline = RESPONSE_RATIO,
         queue_tokens_max: int = 1 << 30,
         host_pages: int = 0,
-        host_tier: bool = False,
-        prefers_swap: Preference = if_cheaper,
         paused_max: int = 256,
         gap_target_s: float = math.inf,
         timed_steps: tuple[TimedStep, ...] = (),
@@ -75,10 +85,10 @@ class Harness:
         info = runner_info(
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
         )
-        info = msgspec.structs.replace(info, timed_steps=timed_steps, host_tier=host_tier)
+        info = msgspec.structs.replace(info, timed_steps=timed_steps)
         self.now = 100.0
         grammars = self.grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)
-        self.scheduler = Scheduler(config, info, discipline, prefers_swap=prefers_swap, grammars=grammars)
+        self.scheduler = Scheduler(config, info, discipline, grammars=grammars)
         self.runner = FakeRunner(info, step_tokens_max, self.held_slots)
         self.messages: dict[int, AddSequence] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -127,19 +137,19 @@ class Harness:
 
     def abort(self, *handles: int) -> None:
         self.scheduler.abort(handles, self.now)
-        self.scheduler.check()
+        check(self.scheduler)
 
     def pause(self, *handles: int) -> None:
         self.scheduler.pause(handles, self.now)
-        self.scheduler.check()
+        check(self.scheduler)
 
     def resume(self, *handles: int) -> None:
         self.scheduler.resume(handles, self.now)
-        self.scheduler.check()
+        check(self.scheduler)
 
     def plan(self) -> Plan | None:
         plan = self.scheduler.plan(self.now)
-        self.scheduler.check()
+        check(self.scheduler)
         if plan is not None:
             self.plans.append(plan)
         return plan
@@ -149,7 +159,7 @@ class Harness:
         result = self.runner.run(plan)
         self.now += STEP_S
         self.scheduler.commit(plan, result, self.now)
-        self.scheduler.check()
+        check(self.scheduler)
 
     def step(self) -> Plan | None:
         """Plan, run and commit one step, and record what it reports."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.core.pages.block_manager import BlockManager, PageChain, PageIdentity, pages_for
+from tests.core_laws import check_pages
 
 SIZE = 4
 
@@ -112,16 +113,31 @@ def test_free_pages_go_before_cached_ones() -> None:
     assert len(manager.match(chain_of([1] * 4))) == 1
 
 
-def test_registering_a_second_page_of_one_prefix_returns_the_first() -> None:
+def test_of_two_pages_of_one_prefix_the_first_is_found_and_the_second_is_free_at_its_end() -> None:
     manager = BlockManager(4, SIZE)
     first, second = filled(manager, [1] * 4), manager.allocate(1)
-    assert manager.register(second[0], chain_of([1] * 4)[0]) == first[0]
+    manager.register(second[0], chain_of([1] * 4)[0])
     assert manager.match(chain_of([1] * 4)) == first
     manager.release(second)
     assert (manager.free, manager.cached) == (3, 0)
     manager.release(first)
     assert (manager.free, manager.cached) == (3, 1)
-    manager.check([])
+    check_pages(manager, [])
+
+
+@pytest.mark.parametrize("is_spared_before", [False, True])
+def test_a_page_whose_head_another_took_is_free_and_is_not_spared(is_spared_before: bool) -> None:
+    """As when a sequence is preempted that has the head which another is to be forked from."""
+    manager = BlockManager(3, SIZE)
+    source, owner = manager.allocate(1), manager.allocate(1)
+    manager.register_head(source[0], head_of([1]))
+    manager.release(source)
+    if is_spared_before:
+        manager.spare(source[0])
+    manager.register_head(owner[0], head_of([1]))
+    manager.spare(source[0])
+    assert (manager.free, manager.cached) == (2, 0)
+    check_pages(manager, [owner])
 
 
 def test_counts_of_pages_that_acquire_and_release_would_change() -> None:
@@ -132,7 +148,7 @@ def test_counts_of_pages_that_acquire_and_release_would_change() -> None:
     assert manager.unshared(pages) == 1
     manager.release(pages)
     assert manager.unreferenced(pages) == 1
-    manager.check([pages[:1]])
+    check_pages(manager, [pages[:1]])
 
 
 def test_forgotten_pages_are_not_matched_and_become_free() -> None:
@@ -142,7 +158,7 @@ def test_forgotten_pages_are_not_matched_and_become_free() -> None:
     assert manager.match(chain_of(list(range(8)))) == []
     manager.release(pages)
     assert (manager.free, manager.cached) == (4, 0)
-    manager.check([])
+    check_pages(manager, [])
 
 
 def test_programmer_errors_assert() -> None:
@@ -161,9 +177,9 @@ def test_programmer_errors_assert() -> None:
 def test_check_finds_wrong_page_tables(tables: list[list[int]]) -> None:
     manager = BlockManager(2, SIZE)
     assert manager.allocate(1) == [0]
-    manager.check([[0]])
+    check_pages(manager, [[0]])
     with pytest.raises(AssertionError):
-        manager.check(tables)
+        check_pages(manager, tables)
 
 
 def test_a_head_is_found_while_its_page_is_owned_or_cached_and_goes_with_it() -> None:
@@ -180,7 +196,7 @@ def test_a_head_is_found_while_its_page_is_owned_or_cached_and_goes_with_it() ->
     assert manager.allocate(1) == pages[:1], "the other one, though it is of more use"
     assert manager.allocate(1) == pages[1:]
     assert manager.find(head) is manager.find(longer) is None
-    manager.check([pages[:1], pages[1:]])
+    check_pages(manager, [pages[:1], pages[1:]])
 
 
 def test_heads_take_no_room_from_full_pages() -> None:
@@ -195,7 +211,7 @@ def test_heads_take_no_room_from_full_pages() -> None:
     taken = manager.allocate(2)
     assert manager.match(chain_of(list(range(8)))) == full
     assert manager.find(head_of([7])) is manager.find(head_of([9])) is None
-    manager.check([taken])
+    check_pages(manager, [taken])
 
 
 def test_a_head_moves_from_a_cached_page_to_one_that_is_owned_and_not_on() -> None:
@@ -208,7 +224,7 @@ def test_a_head_moves_from_a_cached_page_to_one_that_is_owned_and_not_on() -> No
     manager.register_head(third[0], head_of([5]))
     assert manager.find(head_of([5])) == third[0]
     assert (manager.free, manager.cached) == (2, 0), "nothing else finds the first"
-    manager.check([second, third])
+    check_pages(manager, [second, third])
 
 
 def test_the_end_of_a_prompt_is_named_by_all_that_is_before_it() -> None:
@@ -278,7 +294,7 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def law_1(self) -> None:
-        self.manager.check(self.tables)
+        check_pages(self.manager, self.tables)
         assert self.manager.free + self.manager.cached + self.manager.owned == self.manager.total
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.core.pages.cached_pages import STALE_MAX, CachedPages
+from tests.core_laws import check_cached
 
 TENANTS = "abcdefg"
 PAGES = 400
@@ -63,7 +64,7 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: len(self.out) < PAGES)
     @rule(data=st.data())
     def acquire(self, data: st.DataObject) -> None:
-        here = sorted(self.cached)
+        here = sorted(self.cached.tenants)
         taken = data.draw(st.lists(st.sampled_from(here), unique=True, max_size=20))
         strange = self.out[:3]
         self.cached.discard(taken + strange)
@@ -102,10 +103,10 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def holds_the_same(self) -> None:
         others = [page for own in self.of.values() for page, _ in own]
-        assert sorted(self.cached) == sorted(others + [page for page, *_ in self.kept])
-        assert len(self.cached) == PAGES - len(self.out)
+        assert sorted(self.cached.tenants) == sorted(others + [page for page, *_ in self.kept])
+        assert len(self.cached.tenants) == PAGES - len(self.out)
         assert [page for page, *_ in self.kept] == list(self.cached.kept)
-        self.cached.check()
+        check_cached(self.cached)
 
     @invariant()
     def keeps_few_stale_entries(self) -> None:
@@ -147,7 +148,7 @@ def test_a_kept_page_is_evicted_when_nothing_else_is_left() -> None:
     cached.add([4], "b", 0)
     assert cached.pop(5, 1, 1.0) == [4, 1, 0, 3, 2]
     assert cached.kept_evicted == 4
-    assert not len(cached)
+    assert not cached.tenants
 
 
 def test_half_of_the_cache_is_kept_in_equal_parts_and_of_a_prefix_its_head() -> None:

@@ -25,7 +25,7 @@ def test_limits_are_asserted(wrong: dict[str, float]) -> None:
 @pytest.mark.parametrize("field", ["pages", "page_size", "slots"])
 def test_a_runner_without_anything_is_refused(field: str) -> None:
     with pytest.raises(AssertionError):
-        SchedulerConfig().check_against(runner_info(**{field: 0}))  # type: ignore[arg-type]
+        SchedulerConfig().check_against(runner_info(**{field: 0}))
 
 
 def test_limits_are_asserted_against_the_runners() -> None:

@@ -76,16 +76,19 @@ def test_tokens_within_a_time_is_the_longest_chunk_that_fits(name: str, position
     assert cost.tokens_within(0.0, position) == cost.tokens_within(-1.0, position) == 0
 
 
-def test_copies_are_learned_beside_steps_that_make_none() -> None:
+@pytest.mark.parametrize("measured", [1.0, 0.5, 1.5])
+def test_copies_are_told_from_the_rest_of_their_steps(measured: float) -> None:
+    """By the time that was measured, which is kept; where it is wrong, the rest is learned a little worse."""
     truth = StepCost(token_s=5e-5, row_s=1e-4, pair_s=2e-9, fixed_s=6e-3, page_s=4e-4)
-    learner, rng = CostLearner(page_s=2e-4), random.Random(1)
+    learner, rng = CostLearner(page_s=measured * truth.page_s), random.Random(1)
     for step in range(300):
         work = random_work(rng)
         if step % 5 == 0:
             work = replace(work, copied_pages=rng.randint(20, 60))
         learner.observe(work, truth.seconds(work) * rng.uniform(0.98, 1.02))
-    assert learner.cost.page_s == pytest.approx(truth.page_s, rel=0.25)
-    assert learner.cost.service_s(4000) == pytest.approx(truth.service_s(4000), rel=0.1)
+    assert learner.cost.page_s == measured * truth.page_s
+    error = 0.1 if measured == 1.0 else 0.25
+    assert learner.cost.service_s(4000) == pytest.approx(truth.service_s(4000), rel=error)
 
 
 def test_the_cost_of_scored_tokens_is_learned_from_a_few_steps_and_kept() -> None:
@@ -115,22 +118,6 @@ def test_the_hosts_time_for_an_admission_is_learned() -> None:
         learner.observe(work, truth.seconds(work) * rng.uniform(0.95, 1.05))
     assert learner.cost.seat_s == pytest.approx(truth.seat_s, rel=0.2)
     assert learner.cost.row_s == pytest.approx(truth.row_s, rel=0.2)
-
-
-def test_a_bad_measurement_of_copies_fades() -> None:
-    """A step with one copied page was slow for another reason: if that were kept for ever, no page would be
-    copied again."""
-    truth = StepCost(token_s=5e-5, row_s=1e-4, pair_s=2e-9, fixed_s=6e-3, page_s=2e-4)
-    learner, rng = CostLearner(truth.page_s), random.Random(1)
-    for _ in range(100):
-        work = random_work(rng)
-        learner.observe(work, truth.seconds(work))
-    slow = replace(random_work(rng), copied_pages=1)
-    learner.observe(slow, 2 * truth.seconds(slow))
-    for _ in range(300):
-        work = random_work(rng)
-        learner.observe(work, truth.seconds(work))
-    assert learner.cost.page_s == pytest.approx(truth.page_s, rel=0.1)
 
 
 @pytest.mark.parametrize("name", RUNNERS)

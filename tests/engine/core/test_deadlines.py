@@ -26,6 +26,7 @@ from engine.core.queue.deadlines import (
 from engine.core.step.plan_builder import PlanBuilder
 from engine.core.step.planner import HURRIED_OF
 from tests.bench.engine.virtual import Engine, Outcome, Request
+from tests.core_laws import check
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.sequences import sequence
 from tests.engine.core.test_long_prompts import CALM_STEPS, RUNNERS, beside_streams, decodes_s
@@ -130,7 +131,7 @@ def test_a_first_token_that_is_on_its_way_is_not_too_late() -> None:
 def test_what_is_refused_as_too_late_is_no_sequence_of_its_tenant() -> None:
     h = Harness()
     h.add(1, [1] * 4, greedy(3), tenant="late", first_token_s=0.0)
-    h.scheduler.check()
+    check(h.scheduler)
     h.run()
     assert h.reason(1) is FinishReason.TOO_LATE
 

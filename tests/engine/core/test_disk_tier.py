@@ -17,8 +17,9 @@ from engine.core.pages.disk import WRITES_MAX, DiskThreads
 from engine.core.pages.page_files import HEADER_LEN, PageFiles, open_directory
 from engine.core.pages.tiers import DiskLink
 from engine.core.scheduler import FETCH_POLL_S, Scheduler
-from tests.engine.core.harness import Harness, greedy
-from tests.engine.core.test_host_tier import HISTORY, always, evict, identity, tiered, told
+from tests.core_laws import check
+from tests.engine.core.harness import COPIES_ARE_CHEAP, Harness, greedy, knowing
+from tests.engine.core.test_host_tier import HISTORY, evict, identity, tiered, told
 from tests.engine.core.test_steps import recorded
 from tests.fake_disk import FakeDisk
 
@@ -35,12 +36,13 @@ class Steady(random.Random):
 def on_disk(**settings: object) -> tuple[Harness, FakeDisk]:
     h = tiered(**{"host_pages": 16, **settings})
     disk = FakeDisk(Steady(), lambda: h.runner)
-    h.scheduler = Scheduler(h.scheduler._config, h.runner.info, prefers_swap=always, disk=disk)
+    scheduler = Scheduler(h.scheduler._config, h.runner.info, disk=disk)
+    h.scheduler = knowing(scheduler, COPIES_ARE_CHEAP)
     return h, disk
 
 
 def forget_in_host_memory(h: Harness) -> None:
-    host, link = h.scheduler._allocator.swapper.host, h.scheduler._allocator.disk
+    host, link = h.scheduler._allocator.host_tier.host, h.scheduler._allocator.disk
     while link._writing:
         link.take_done()
     host.forget(list(host._kept))
@@ -132,7 +134,7 @@ def test_one_that_waits_for_the_disk_can_be_paused_and_aborted() -> None:
     h.resume(3)
     h.abort(3)
     assert not h.scheduler.has_work
-    h.scheduler.check()
+    check(h.scheduler)
 
 
 def test_nothing_is_read_that_is_cheaper_to_compute() -> None:
@@ -185,14 +187,15 @@ def test_a_damaged_page_is_a_miss_and_the_prefix_is_computed() -> None:
 def test_without_room_in_host_memory_nothing_is_read() -> None:
     h, disk = on_disk()
     evicted(h)
-    link, host = h.scheduler._allocator.disk, h.scheduler._allocator.swapper.host
-    host.allocate(host.available)
+    link, host = h.scheduler._allocator.disk, h.scheduler._allocator.host_tier.host
+    while host.lend_empty() is not None:
+        pass
     assert link.fetch(list(disk.files)[:2], 0, 4, StepCost(page_s=0.0)) == 0
 
 
 def test_without_a_disk_the_counts_are_zero() -> None:
     h = tiered()
-    link = DiskLink(h.scheduler._allocator.swapper.host)
+    link = DiskLink(h.scheduler._allocator.host_tier.host)
     assert link.counts() == DiskCounts()
     assert link.fetch([identity(1)], 0, 4, StepCost()) == 0
 
@@ -288,7 +291,7 @@ def test_the_threads_find_what_is_there_and_serve(tmp_path: Path) -> None:
 
 def test_a_disk_whose_queues_are_full_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     h, disk = on_disk()
-    link, host = h.scheduler._allocator.disk, h.scheduler._allocator.swapper.host
+    link, host = h.scheduler._allocator.disk, h.scheduler._allocator.host_tier.host
     disk.files[identity(9)] = h.runner.host_page(0)
     monkeypatch.setattr("tests.fake_disk.QUEUE_MAX", 0)
     assert link.fetch([identity(9)], 0, 4, StepCost(page_s=0.0)) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,6 +16,7 @@ from engine.core.sequence import Sequence, Status
 from engine.core.step import victims
 from engine.core.step.allocator import Allocator
 from engine.core.step.planner import PASSED_MAX
+from tests.bench.engine.core_window import due, holdings
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.sequences import PRIORITY, sequence
 from tests.overlapped import OverlappedSimulation
@@ -44,7 +44,7 @@ def statuses(h: Harness) -> dict[int, Status]:
 
 def yields(h: Harness) -> list[int]:
     """The handles of waiting sequences that yielded their slots."""
-    return sorted(s.handle for s in h.scheduler.due if s.yields)
+    return sorted(s.handle for s in due(h.scheduler) if s.yields)
 
 
 @pytest.mark.parametrize("flood", [8, 64])
@@ -64,7 +64,7 @@ def test_fairness_gives_two_tenants_half_of_the_slots_each_and_no_slot_goes_back
     for handle in range(100, 116):
         h.add(handle, [handle % 50] * 4, greedy(LONG), tenant="other")
     h.steps(30)
-    assert h.scheduler.holdings.slots == {"flood": 4, "other": 4}
+    assert holdings(h.scheduler).slots == {"flood": 4, "other": 4}
     assert len(yields(h)) == 4
     h.steps(50)
     assert h.scheduler.stats().preemptions == 4
@@ -82,7 +82,7 @@ def test_fairness_counts_pages_like_slots() -> None:
         h.add(handle, [handle % 50] * 12, greedy(12), tenant="short")
         h.step()
     assert yields(h) == [2]
-    assert h.scheduler.holdings.slots["short"] == 4
+    assert holdings(h.scheduler).slots["short"] == 4
     h.run()
     h.assert_all_as_solo()
 
@@ -136,7 +136,7 @@ def test_a_decode_preempts_a_sequence_of_the_tenant_that_holds_most() -> None:
     h.add(9, [9] * 8, greedy(12), tenant="victim")
     while not h.scheduler.stats().preemptions:
         h.step()
-    assert {s.tenant for s in h.scheduler.due} == {"flood"}
+    assert {s.tenant for s in due(h.scheduler)} == {"flood"}
     h.run()
     h.assert_all_as_solo()
     assert h.finished[9].preemptions == 0
@@ -195,14 +195,14 @@ def test_pages_that_are_taken_from_several_at_once_are_paid_for_one_by_one(
     assert h.scheduler.stats().yields == told + 1
 
 
-@pytest.mark.parametrize("swaps", [{}, {"host_pages": 1024, "prefers_swap": lambda _: True}])
+@pytest.mark.parametrize("host_pages", [0, 1024])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_yield_for_a_slot_alone_costs_nothing(
-    monkeypatch: pytest.MonkeyPatch, swaps: dict[str, Any], prefix_cache: bool
+    monkeypatch: pytest.MonkeyPatch, host_pages: int, prefix_cache: bool
 ) -> None:
     """The sequence keeps its pages: none are copied, no token is computed again, no other yield waits."""
     monkeypatch.setattr("engine.core.step.allocator.YIELDS_AHEAD_S", 0.0)
-    h = flooded(prefix_cache=prefix_cache, **swaps)
+    h = flooded(prefix_cache=prefix_cache, host_pages=host_pages)
     h.steps(20)
     for handle, tenant in ((100, "b"), (101, "c"), (102, "d")):
         h.add(handle, [handle % 50] * 4, greedy(3), tenant=tenant)
@@ -222,16 +222,16 @@ def test_a_yield_for_a_slot_alone_costs_nothing(
 
 @pytest.mark.parametrize("host_pages", [0, 64])
 def test_what_yielded_loses_its_pages_before_any_that_runs_does(host_pages: int) -> None:
-    h = flooded(3, slots=3, pages=20, answer_len=50, host_pages=host_pages, prefers_swap=lambda _: True)
+    h = flooded(3, slots=3, pages=20, answer_len=50, host_pages=host_pages)
     h.steps(12)
     h.add(100, [40] * 4, greedy(40), tenant="victim")
     h.step()
     assert statuses(h) == {3: Status.YIELDED}
     while statuses(h) == {3: Status.YIELDED}:
         h.step()
-    assert statuses(h) == {3: Status.SWAPPED if host_pages else Status.PREEMPTED}
+    assert statuses(h) == {3: Status.PREEMPTED}
     stats = h.scheduler.stats()
-    assert (stats.preemptions, stats.yields, stats.swaps_out) == (2, 1, host_pages and 1)
+    assert (stats.preemptions, stats.yields) == (2, 1)
     h.run()
     h.assert_all_as_solo()
 

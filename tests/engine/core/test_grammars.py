@@ -14,10 +14,11 @@ import pytest
 from engine.contract.messages import AbortSequences, CoreInput, FinishReason, SamplingParams
 from engine.core.grammars.masks import GRACE_S_MAX, Filled, MatcherStanding
 from engine.core.loop import CoreLoop
-from engine.core.queue.newcomers import AddSequence, alone
+from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Hold
+from tests.bench.engine.core_window import alone
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.test_loop import BUDGET, ListOutbox, ScriptedInbox, TickingRunner
 from tests.engine.core.test_overlap import Overlapped

@@ -22,8 +22,9 @@ from engine.contract.messages import (
 )
 from engine.contract.packing import packed
 from engine.core.queue import newcomers
-from engine.core.queue.newcomers import TAKEN_MAX, AddSequence, Intake, alone, sequences_of
+from engine.core.queue.newcomers import TAKEN_MAX, AddSequence, Intake, sequences_of
 from engine.core.scheduler import Scheduler
+from tests.bench.engine.core_window import alone
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.test_loop import World
 
@@ -51,7 +52,7 @@ def test_tenants_take_turns_and_a_tenants_own_keep_their_order() -> None:
     assert {each.handle for each in others} <= {each.handle for each in first[:6]}
     taken = [*first, *(each for _ in range(FLOOD // TAKEN_MAX) for each in waiting.take(0.0))]
     assert [each for each in taken if each.tenant == "flood"] == flood
-    assert not waiting
+    assert not waiting.waiting
     assert not waiting.take(0.0)
 
 
@@ -113,7 +114,7 @@ def test_the_newest_is_the_last_before_the_first_that_waits() -> None:
     assert waiting.newest == 0
     waiting.take(0.0)
     assert waiting.newest == TAKEN_MAX - 1, "one turn was another tenant's"
-    while waiting:
+    while waiting.waiting:
         waiting.take(0.0)
     assert waiting.newest == FLOOD + 1
 

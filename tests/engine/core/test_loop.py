@@ -20,8 +20,9 @@ from engine.contract.messages import (
     StopCore,
 )
 from engine.core.loop import CoreLoop, Disconnected, last_words
-from engine.core.queue.newcomers import AddSequence, alone
+from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler_config import SchedulerConfig
+from tests.bench.engine.core_window import alone
 from tests.engine.core.harness import STEP_S, greedy
 from tests.fake_runner import FakeRunner, runner_info, solo
 from tests.fakes import VirtualClock

@@ -22,10 +22,12 @@ from engine.contract.messages import (
     StopCore,
 )
 from engine.core.loop import CoreLoop
-from engine.core.queue.newcomers import AddSequence, alone
+from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import STEPS_AHEAD_MAX
 from engine.core.scheduler_config import SchedulerConfig
 from tests.async_runner import AsyncRunner, Flight
+from tests.bench.engine.core_window import alone, in_slot
+from tests.core_laws import check
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.test_loop import BUDGET, ListOutbox, ScriptedInbox, add
 from tests.fake_runner import NUMERIC_SEEDS, runner_info, solo
@@ -50,7 +52,7 @@ class Overlapped(Harness):
         found = {}
         for slot in range(self.runner.info.slots):
             try:
-                found[self.scheduler.running(slot).handle] = slot
+                found[in_slot(self.scheduler, slot).handle] = slot
             except KeyError:
                 continue
         return found
@@ -66,7 +68,7 @@ class Overlapped(Harness):
         result = flight.collect()
         self.now += STEP_S
         self.scheduler.commit(plan, result, self.now)
-        self.scheduler.check()
+        check(self.scheduler)
 
     def step(self) -> Plan | None:
         if len(self.flying) > STEPS_AHEAD_MAX:
@@ -238,7 +240,7 @@ def test_abort_cancels_a_sequence_at_any_stage(state: str, stage: str) -> None:
         result = flight.collect()
         h.abort(victim)
         h.scheduler.commit(first, result, h.now)
-        h.scheduler.check()
+        check(h.scheduler)
     elif h.flying:
         h.land()
     h.abort(victim, victim)  # the second time changes nothing

@@ -7,7 +7,7 @@ import pytest
 
 from engine.contract.messages import FinishReason, Want
 from engine.core.pages.block_manager import PageChain, PageIdentity
-from engine.core.sequence import MOVES, Hold, IllegalMove, Sequence, Status, Swapped
+from engine.core.sequence import MOVES, Hold, IllegalMove, Sequence, Status
 from tests.engine.core.harness import greedy
 
 
@@ -38,8 +38,6 @@ def move(seq: Sequence, status: Status) -> None:
             seq.step_aside(10.0)
         case Status.PREEMPTED:
             seq.preempt(10.0)
-        case Status.SWAPPED:
-            seq.preempt(10.0, Swapped(0, [7], 3))
         case Status.FINISHED:
             seq.finish(10.0)
 
@@ -50,21 +48,19 @@ PATHS = {
     Status.STALLED: [Status.RUNNING, Status.STALLED],
     Status.YIELDED: [Status.RUNNING, Status.YIELDED],
     Status.PREEMPTED: [Status.RUNNING, Status.PREEMPTED],
-    Status.SWAPPED: [Status.RUNNING, Status.SWAPPED],
     Status.FINISHED: [Status.FINISHED],
 }
 
 
 HOLDINGS = {
-    Status.WAITING: (False, False, False),
-    Status.RUNNING: (True, True, False),
-    Status.STALLED: (False, True, False),
-    Status.YIELDED: (False, True, False),
-    Status.PREEMPTED: (False, False, False),
-    Status.SWAPPED: (False, False, True),
-    Status.FINISHED: (False, False, False),
+    Status.WAITING: (False, False),
+    Status.RUNNING: (True, True),
+    Status.STALLED: (False, True),
+    Status.YIELDED: (False, True),
+    Status.PREEMPTED: (False, False),
+    Status.FINISHED: (False, False),
 }
-"""Whether a sequence holds a slot, pages and host pages, by status."""
+"""Whether a sequence holds a slot and pages, by status."""
 
 
 @pytest.mark.parametrize(("source", "target"), list(product(Status, Status)), ids=lambda s: s.value)
@@ -76,7 +72,7 @@ def test_a_sequence_makes_the_moves_of_its_table_and_no_others(source: Status, t
     if target in MOVES[source]:
         move(seq, target)
         assert seq.status is target
-        assert (seq.slot is not None, bool(seq.pages), seq.swapped is not None) == HOLDINGS[target]
+        assert (seq.slot is not None, bool(seq.pages)) == HOLDINGS[target]
     else:
         with pytest.raises(IllegalMove):
             move(seq, target)
@@ -139,7 +135,7 @@ def test_time_is_counted_in_the_phase_in_which_it_passes() -> None:
     seq.admit(0, [1, 2], 0, 17.0)  # preempted 4
     seq.computed_len = 5
     seq.append(7, 25.0)  # prefill 8
-    seq.preempt(41.0, Swapped(0, [3, 4], 5))  # decode 16
+    seq.preempt(41.0)  # decode 16
     seq.finish(73.0)  # preempted 32
     report = seq.finished(FinishReason.ABORTED)
     assert (report.queue_s, report.prefill_s, report.decode_s, report.preempted_s) == (1, 10, 16, 36)

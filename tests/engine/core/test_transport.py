@@ -33,8 +33,9 @@ from engine.contract.messages import (
 from engine.contract.packing import Biases, packed
 from engine.core import transport
 from engine.core.loop import Disconnected
-from engine.core.queue.newcomers import AddSequence, alone
+from engine.core.queue.newcomers import AddSequence
 from engine.core.transport import UNREAD_MAX, CoreTransport
+from tests.bench.engine.core_window import alone
 from tests.engine.core.harness import Harness, greedy
 
 ADD = AddRequest(

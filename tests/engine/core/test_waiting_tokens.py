@@ -15,7 +15,7 @@ from tests.engine.core.test_simulation import WORLDS
 from tests.overlapped import OverlappedSimulation
 from tests.simulator import simulate
 
-SEEN = ("usual", "swapped if cheaper", "classes and tenants", "no client reads steadily", "tight")
+SEEN = ("usual", "preempted into host memory", "classes and tenants", "no client reads steadily", "tight")
 HELD = (Status.RUNNING, Status.STALLED, Status.YIELDED)
 
 
@@ -30,8 +30,6 @@ def lacking(scheduler: Scheduler) -> tuple[int, ...]:
             lacks = sequence.expected_len
         else:
             kept = sequence.computed_len if sequence.status in HELD else 0
-            if sequence.swapped is not None:
-                kept = sequence.swapped.computed_len
             lacks = sum(1 for position in range(len(sequence.tokens)) if position >= kept)
         if sequence.status is not Status.RUNNING or lacks > 1:
             tokens[sequence.service_class] += lacks

@@ -72,4 +72,4 @@ def test_a_decode_steps_host_work_does_not_grow_with_the_sequence() -> None:
     short_lines, short_bytes = work_of_decodes(SHORT)
     long_lines, long_bytes = work_of_decodes(LONG)
     assert long_lines < 1.1 * short_lines
-    assert long_bytes < short_bytes + LONG, "less than a byte for each token"
+    assert long_bytes < short_bytes + 2 * LONG, "less than a byte for each token of both"

@@ -349,7 +349,7 @@ def our_logprobs(
     pages = -(-TOKENS // PAGE_SIZE)
     model = network.attach(KVCache(geometry, pages))
     slots = HostSlots(1, TOKENS, PAGE_SIZE, config.vocab_size)
-    start = SlotAssignment(0, tokens(config.vocab_size), TOKENS, SamplingParams(seed=0, max_tokens=1))
+    start = SlotAssignment.of(0, tokens(config.vocab_size), TOKENS, SamplingParams(seed=0, max_tokens=1))
     slots.apply(Plan(0, [], [start], [(0, list(range(pages)))], [], [], [], []))
     rows = [(0, PROMPT_LEN), *((at, 1) for at in range(PROMPT_LEN, TOKENS))]
     steps = [Plan(0, [], [], [], [0], [at], [length], [Want.NOTHING]) for at, length in rows]

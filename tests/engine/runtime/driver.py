@@ -65,7 +65,7 @@ class Driver:
     ) -> Life:
         life = Life(list(tokens), prompt_len or len(tokens), sampling)
         self.lives[slot] = life
-        self._seated.append(SlotAssignment(slot, list(tokens), life.prompt_len, sampling))
+        self._seated.append(SlotAssignment.of(slot, list(tokens), life.prompt_len, sampling))
         return life
 
     def leave(self, slot: int) -> None:
@@ -90,7 +90,7 @@ class Driver:
     def swap_in(self, slot: int, life: Life) -> None:
         """It takes a slot again, and its pages come back by the next step."""
         self.lives[slot] = life
-        self._seated.append(SlotAssignment(slot, list(life.tokens), life.prompt_len, life.sampling))
+        self._seated.append(SlotAssignment.of(slot, list(life.tokens), life.prompt_len, life.sampling))
         count = len(life.host_pages)
         life.pages, self._free = self._free[:count], self._free[count:]
         self._swapped_in += zip(life.host_pages, life.pages, strict=True)

@@ -150,7 +150,7 @@ class Stage:
         free = random.Random(seed).sample(range(10 * MAX_LEN // size), 10 * MAX_LEN // size)
         greedy = SamplingParams(seed=0, max_tokens=1)
         tokens = [[(7 * i + 13 * j + j * j) % VOCAB for j in range(end)] for i, end in enumerate(ends)]
-        seated = [SlotAssignment(i, ids, len(ids), greedy) for i, ids in enumerate(tokens)]
+        seated = [SlotAssignment.of(i, ids, len(ids), greedy) for i, ids in enumerate(tokens)]
         grown = [(i, [free.pop() for _ in range(-(-end // size))]) for i, end in enumerate(ends)]
         self.slots.apply(Plan(0, [], seated, grown, [], [], [], []))
 

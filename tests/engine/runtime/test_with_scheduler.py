@@ -25,6 +25,7 @@ from engine.contract.packing import Biases
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
+from tests.core_laws import check
 from tests.engine.models import FAMILIES, VOCAB_SIZE, reference_logprobs, reference_model
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_oracle import TOLERANCE, distance
@@ -42,7 +43,7 @@ def serve(scheduler: Scheduler, runner: Runner, added: list[AddSequence]) -> lis
         plan = scheduler.plan(100.0 + len(steps))
         assert plan is not None
         scheduler.commit(plan, runner.launch(plan).collect(), 100.5 + len(steps))
-        scheduler.check()
+        check(scheduler)
         report = scheduler.report()
         assert report is not None
         steps.append(report)
@@ -120,7 +121,7 @@ def serve_overlapped(scheduler: Scheduler, runner: Runner, added: list[AddSequen
         if flying is not None:
             overlaps += following is not None
             scheduler.commit(flying[0], flying[1].collect(), 100.5 + len(steps))
-        scheduler.check()
+        check(scheduler)
         flying = following
         if report := scheduler.report():
             steps.append(report)

@@ -141,7 +141,7 @@ async def test_a_cluster_that_is_partly_down_is_served_by_gateways_that_stay_rea
 async def test_an_acl_user_that_may_use_its_own_keys_alone_is_enough(
     open_house: Open, own: RedisServer, tmp_path: Path
 ) -> None:
-    sections = in_redis(own.url, username="penstock", password_file=str(tmp_path / "password"))
+    sections = in_redis(own.url, username="penstock", password=f"file:{tmp_path / 'password'}")
     (tmp_path / "password").write_text(PASSWORD + "\n")
     own.admin.acl_setuser(
         "penstock",
@@ -209,12 +209,9 @@ def test_an_own_certificate_that_cannot_be_used_is_named_at_the_start(tmp_path: 
         ({"url": "redis://a:0"}, "redis: url: each host must be like"),
         ({"url": "redis://a:x"}, "redis: url: "),
         ({"sentinel": "m", "cluster": True}, "redis: cluster and sentinel exclude each other"),
-        ({"password_env": "A", "password_file": "b"}, "password_env and password_file exclude each other"),
-        (
-            {"sentinel": "m", "sentinel_password_env": "A", "sentinel_password_file": "b"},
-            "sentinel_password_env and sentinel_password_file exclude each other",
-        ),
-        ({"sentinel_password_env": "A"}, "redis: sentinel_username and sentinel_password need sentinel"),
+        ({"password_env": "A"}, 'redis.password_env: this setting is password = "env:NAME" now'),
+        ({"password": "secret"}, "redis.password: must be env:NAME, a variable, or file:PATH"),
+        ({"sentinel_password": "env:A"}, "redis: sentinel_username and sentinel_password need sentinel"),
         ({"url": "rediss://a", "cert": "a.pem"}, "redis: cert and key need each other"),
         ({"url": "redis://a", "ca": "ca.pem"}, "redis: ca, cert and key need a url with rediss://"),
     ],
@@ -260,6 +257,6 @@ def test_no_request_waits_longer_than_50_ms_by_default() -> None:
 
 
 def test_a_password_that_cannot_be_read_is_named_at_the_start() -> None:
-    sections = in_redis("redis://host", password_env="REDIS_PASSWORD")
+    sections = in_redis("redis://host", password="env:REDIS_PASSWORD")
     with pytest.raises(ConfigError, match="redis: the environment variable REDIS_PASSWORD is not set"):
         Gateway(load(settings("http://engine", **sections), {}), env={})

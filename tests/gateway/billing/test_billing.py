@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 
 from gateway.admission.quota import ReservationId
-from gateway.admission.usage import Payer, Used
+from gateway.admission.usage import Payer, UsageRows, Used
 from gateway.billing import lines, spool
 from gateway.billing.lines import Billing, BillingLine
 from gateway.billing.spool import Spool
@@ -89,6 +90,31 @@ async def test_a_stop_writes_every_line(file: Path) -> None:
     await asyncio.wait([writing])
     await billing.aclose()
     assert [line.prompt_tokens for line in read(file)] == list(range(500))
+
+
+def test_a_restart_counts_its_lines_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(1, 10):
+        day = datetime(2026, 11, n, tzinfo=UTC)
+        payer = PAYER.tenant, PAYER.key, PAYER.model
+        one = BillingLine(ReservationId(f"r{n}"), day, day.date(), None, *payer, 7, 2, 3, 1)
+        with file.open("ab") as out:
+            written = msgspec.json.encode(one) + b"\n"
+            out.write(written + b"somebody else's\n")
+    days = [(date(2026, 11, n) - date(1970, 1, 1)).days for n in range(1, 10)]
+    for len_max, counted in (1 << 20, days), (len(written) + 50, days[-1:]):
+        monkeypatch.setattr(lines, "RECOUNTED_LEN_MAX", len_max)
+        rows = UsageRows(62)
+        billing = Billing(AccountingConfig(file=str(file)))
+        billing.recount(rows)
+        assert billing.is_recounted
+        assert billing.spool is not None
+        billing.spool.close()
+        found = list(rows.of(PAYER.tenant, 0, 10**6))
+        assert [row.day for row in found] == counted
+        assert {row.totals.numbers for row in found} == {(1, 7, 2, 3, 1, 1)}
+    billing = Billing(AccountingConfig())
+    billing.recount(rows)
+    assert not billing.is_recounted
 
 
 def test_a_file_that_was_renamed_is_left_alone_and_a_new_one_is_begun(file: Path) -> None:

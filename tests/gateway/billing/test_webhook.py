@@ -83,7 +83,7 @@ async def receiving(tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[Re
 
 
 def with_webhook(file: Path, url: str, **more: Any) -> AccountingConfig:
-    return AccountingConfig(file=str(file), webhook=url, webhook_secret_env="HOOK", **more)
+    return AccountingConfig(file=str(file), webhook=url, webhook_secret="env:HOOK", **more)
 
 
 def sender(config: AccountingConfig, spool: Spool, clock: VirtualClock) -> Webhook:
@@ -105,7 +105,7 @@ async def test_lines_are_posted_signed_and_in_order(
     monkeypatch.setenv("HOOK", WHSEC)
     monkeypatch.setattr(webhook, "POLL_S", 0.01)
     async with receiving() as (receiver, url):
-        section = {"file": str(file), "webhook": url, "webhook_secret_env": "HOOK"}
+        section = {"file": str(file), "webhook": url, "webhook_secret": "env:HOOK"}
         house = await open_house(accounting=section)
         house.engine.script = unary()
         for _ in range(3):
@@ -176,7 +176,7 @@ async def test_a_secret_that_is_renewed_signs_what_is_posted_next(file: Path, tm
     path.write_text(WHSEC)
     async with receiving() as (receiver, url):
         receiver.statuses = [500, 500]
-        config = AccountingConfig(file=str(file), webhook=url, webhook_secret_file=str(path))
+        config = AccountingConfig(file=str(file), webhook=url, webhook_secret=f"file:{path}")
         billing, _, sending = await one_line_is_sent(config, clock)
 
         def waits_after(posts: int) -> bool:
@@ -250,7 +250,7 @@ async def test_a_dead_webhook_holds_up_no_request_and_what_waits_is_shown(
     open_house: Open, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOOK", WHSEC)
-    section = {"file": str(file), "webhook": "http://127.0.0.1:1/hook", "webhook_secret_env": "HOOK"}
+    section = {"file": str(file), "webhook": "http://127.0.0.1:1/hook", "webhook_secret": "env:HOOK"}
     house = await open_house(accounting=section)
     house.engine.script = unary()
     for _ in range(3):
@@ -275,9 +275,9 @@ def test_a_signature_is_that_of_the_standards_example() -> None:
     ("section", "problem"),
     [
         ({"webhook": "https://x"}, "accounting: webhook needs file"),
-        ({"webhook": "https://x", "file": "f"}, "needs exactly one of webhook_secret_env and"),
-        ({"webhook": "http://x", "file": "f", "webhook_secret_env": "A"}, "must be an https URL"),
-        ({"webhook": "https://u:p@x", "file": "f", "webhook_secret_env": "A"}, "must be an https URL"),
+        ({"webhook": "https://x", "file": "f"}, "needs webhook_secret"),
+        ({"webhook": "http://x", "file": "f", "webhook_secret": "env:A"}, "must be an https URL"),
+        ({"webhook": "https://u:p@x", "file": "f", "webhook_secret": "env:A"}, "must be an https URL"),
         ({"days": 0}, "accounting.days: must be a whole number from 1 to 400"),
     ],
 )
@@ -289,7 +289,7 @@ def test_a_mistake_in_the_settings_is_named(section: dict[str, Any], problem: st
 
 @pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2VjcmV0", "whsec_not+base64", "c2VjcmV0"])
 def test_a_secret_that_is_none_is_named_at_the_start_and_not_shown(file: Path, secret: str) -> None:
-    section = {"file": str(file), "webhook": "https://x", "webhook_secret_env": "HOOK"}
+    section = {"file": str(file), "webhook": "https://x", "webhook_secret": "env:HOOK"}
     with pytest.raises(ConfigError, match="accounting") as caught:
         Gateway(load(settings("http://engine", accounting=section), {}), env={"HOOK": secret})
     assert "c2VjcmV0" not in str(caught.value)
@@ -297,6 +297,6 @@ def test_a_secret_that_is_none_is_named_at_the_start_and_not_shown(file: Path, s
 
 def test_authorities_that_cannot_be_read_are_named_at_the_start(file: Path, tmp_path: Path) -> None:
     ca = tmp_path / "none.pem"
-    section = {"file": str(file), "webhook": "https://x", "webhook_secret_env": "HOOK", "webhook_ca": str(ca)}
+    section = {"file": str(file), "webhook": "https://x", "webhook_secret": "env:HOOK", "webhook_ca": str(ca)}
     with pytest.raises(ConfigError, match=f"accounting.webhook_ca: cannot use {ca}: "):
         Gateway(load(settings("http://engine", accounting=section), {}), env={"HOOK": WHSEC})

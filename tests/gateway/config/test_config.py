@@ -17,7 +17,6 @@ from gateway.config.edge import (
     ISSUERS_MAX,
     LABEL_LEN_MAX,
     LABELS_MAX,
-    SKEW_S_MAX,
 )
 from gateway.config.quotas import BUDGET_MAX, MODEL_LIMITS_MAX, QUOTA_MAX
 from gateway.config.timeouts import TimeoutOverrides, TimeoutsConfig
@@ -347,9 +346,9 @@ async def test_what_takes_a_restart_is_named(tmp_path: Path, log: io.StringIO) -
     [
         ({"hop": {"cert": "chain.pem"}}, "cert and key belong together"),
         ({"limits": {"request_memory": 2**20}}, "request_memory must be at least"),
-        ({"accounting": {"file": "f", "webhook": "https://a:b", "webhook_secret_env": "X"}}, "https URL"),
-        ({"accounting": {"file": "f", "webhook": "http://a", "webhook_secret_env": "X"}}, "https URL"),
-        ({"accounting": {"webhook": "https://a", "webhook_secret_env": "X"}}, "webhook needs file"),
+        ({"accounting": {"file": "f", "webhook": "https://a:b", "webhook_secret": "env:X"}}, "https URL"),
+        ({"accounting": {"file": "f", "webhook": "http://a", "webhook_secret": "env:X"}}, "https URL"),
+        ({"accounting": {"webhook": "https://a", "webhook_secret": "env:X"}}, "webhook needs file"),
         ({"directory": {"store": "redis"}}, "needs url in"),
         ({"keys": [{"id": "k", "hash": hash_key("x"), "tenant": "gone"}]}, "there is no tenant 'gone'"),
     ],
@@ -380,7 +379,6 @@ def names(count: int) -> list[str]:
 BEYOND: dict[str, dict[str, Any]] = {
     "issuers": {"issuers": [{**ISSUER, "id": name} for name in names(ISSUERS_MAX + 1)]},
     "issuers[0].audiences": an_issuer(audiences=names(AUDIENCES_MAX + 1)),
-    "issuers[0].skew_s": an_issuer(skew_s=SKEW_S_MAX + 1),
     "keys[0].labels": {"keys": [{"labels": names(LABELS_MAX + 1)}]},
     "keys[0].labels[0]": {"keys": [{"labels": ["x" * (LABEL_LEN_MAX + 1)]}]},
     "tenants[0].limits.requests_per_min": {"tenant": {"limits": {"requests_per_min": QUOTA_MAX + 1}}},

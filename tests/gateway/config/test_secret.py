@@ -16,7 +16,7 @@ from shared.process import logs
 async def test_a_file_is_read_for_each_use(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("before\n")
-    secret = RenewableSecret(None, str(path), {})
+    secret = RenewableSecret(f"file:{path}", {})
     assert await secret.now() == "before"
     path.write_text("after\n")
     assert await secret.now() == "after"
@@ -33,7 +33,7 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
         if text == "refused":
             raise ValueError("it is no such secret")
 
-    secret = RenewableSecret(None, str(path), {}, check)
+    secret = RenewableSecret(f"file:{path}", {}, check)
     path.unlink()
     assert [await secret.now() for _ in range(3)] == ["before"] * 3
     os.mkfifo(path)  # would be waited for, for ever
@@ -59,21 +59,21 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
 
 def test_a_secret_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    assert read_secret("SECRET", None, {"SECRET": "x" * TOKEN_LEN_MAX}) is not None
+    assert read_secret("env:SECRET", {"SECRET": "x" * TOKEN_LEN_MAX}) is not None
     with pytest.raises(ValueError, match="must hold one word"):
-        read_secret("SECRET", None, {"SECRET": "x" * (TOKEN_LEN_MAX + 1)})
+        read_secret("env:SECRET", {"SECRET": "x" * (TOKEN_LEN_MAX + 1)})
     path.write_text("x" + " " * FILE_LEN_MAX)
     with pytest.raises(ValueError, match="cannot be read"):
-        read_secret(None, str(path), {})
+        read_secret(f"file:{path}", {})
 
 
 async def test_a_secret_of_a_variable_holds_as_long_as_the_process() -> None:
     env = {"SECRET": "before"}
-    secret, none = RenewableSecret("SECRET", None, env), RenewableSecret(None, None, env)
+    secret, none = RenewableSecret("env:SECRET", env), RenewableSecret(None, env)
     env["SECRET"] = "after"
     assert (await secret.now(), await none.now()) == ("before", None)
 
 
 def test_a_secret_that_is_none_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: No such file"):
-        RenewableSecret(None, str(tmp_path / "missing"), {})
+        RenewableSecret(f"file:{tmp_path / 'missing'}", {})

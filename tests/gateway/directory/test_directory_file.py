@@ -194,7 +194,7 @@ async def test_a_byte_order_mark_is_ignored(file: Path) -> None:
     await mine.create_key({"tenant": "acme"}, "test")
     assert [key.tenant for key in load(file, {}).keys] == ["acme"]
     file.with_name("secret").write_bytes(mark + b"secret\r\n")
-    assert read_secret(None, str(file.with_name("secret")), {}) == "secret"
+    assert read_secret(f"file:{file.with_name('secret')}", {}) == "secret"
 
 
 async def test_a_change_that_contradicts_the_rest_of_the_file_is_refused(file: Path) -> None:

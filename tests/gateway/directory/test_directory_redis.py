@@ -246,7 +246,7 @@ async def test_an_acl_user_that_may_use_its_own_keys_alone_is_enough(
     world: World, own: RedisServer, tmp_path: Path
 ) -> None:
     (tmp_path / "password").write_text("correct-horse\n")
-    user = {"username": "penstock", "password_file": str(tmp_path / "password")}
+    user = {"username": "penstock", "password": f"file:{tmp_path / 'password'}"}
     world.write(redis={"url": own.url, "key_prefix": world.prefix, **user})
     own.admin.acl_setuser(
         "penstock",

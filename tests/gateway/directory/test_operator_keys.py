@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from gateway.config.edge import OperatorKeyConfig
 from gateway.config.whole import load
 from gateway.directory import accounts
 from gateway.directory.accounts import AccountsReader
 from gateway.directory.file_directory import FileDirectory
-from gateway.directory.operator_keys import OperatorKeys
+from gateway.directory.registry import Registry
 from gateway.identity.keys import hash_key
 from gateway.operators.gate import COOKIE, SESSION
 from shared.process.setting_values import ConfigError
@@ -38,9 +39,9 @@ class Desk:
         self.world, self.clock = world, clock
 
     @property
-    def keys(self) -> OperatorKeys:
+    def keys(self) -> Registry:
         reader = AccountsReader(load(self.world.path, {}), self.world.path)
-        return OperatorKeys(FileDirectory(self.world.path, reader, {}), reader, self.clock)
+        return Registry(FileDirectory(self.world.path, reader, {}), reader, self.clock)
 
     async def followed(self) -> None:
         """Let the gateway look at its file, as it does every second, until it has read what is there. A look
@@ -69,21 +70,21 @@ async def desk(tmp_path: Path, log: io.StringIO) -> AsyncIterator[Desk]:
 
 
 async def test_a_key_is_made_replaced_and_revoked_while_the_gateway_runs(desk: Desk) -> None:
-    made = await desk.keys.create({"labels": ["the night shift"]}, BY)
+    made = await desk.keys.create_operator_key({"labels": ["the night shift"]}, BY)
     assert re.fullmatch(r"sk_admin_[a-z0-9]{12}_[A-Za-z0-9]{32}", made.key)
     await desk.followed()
     assert await desk.statuses(made.key, OPERATOR, VICTIM) == [200, 200, 200]
     assert await desk.world.status(made.key) == 403, "it opens no model"
-    new = await desk.keys.rotate(made.id, {"overlap_s": 60}, BY)
+    new = await desk.keys.rotate_operator_key(made.id, {"overlap_s": 60}, BY)
     assert new.id == made.id
     await desk.followed()
     assert await desk.statuses(made.key, new.key) == [200, 200]
     desk.clock.advance(60)
     assert await desk.statuses(made.key, new.key) == [401, 200], "by the clock, without a change of the file"
-    await desk.keys.revoke(made.id, BY)
+    await desk.keys.revoke_operator_key(made.id, BY)
     await desk.followed()
     assert await desk.statuses(made.key, new.key, OPERATOR, VICTIM) == [401, 401, 200, 200]
-    await desk.keys.delete(made.id, BY)
+    await desk.keys.delete_key(made.id, BY, None, OperatorKeyConfig)
     await desk.followed()
     assert await desk.statuses(new.key, OPERATOR, VICTIM) == [401, 200, 200]
     assert [key["id"] for key in tomllib.loads(desk.world.path.read_text())["admin"]["keys"]] == [
@@ -118,7 +119,7 @@ async def test_a_stolen_key_ends_with_one_change_and_has_made_no_other(desk: Des
     assert world.path.read_bytes() == before
     tenants = await world.key()
     assert await desk.status(tenants["key"]) == 403, "what it can make opens nothing here"
-    new = await desk.keys.rotate("ops", {"overlap_s": 0}, BY)
+    new = await desk.keys.rotate_operator_key("ops", {"overlap_s": 0}, BY)
     await desk.followed()
     assert await desk.statuses(OPERATOR, new.key, VICTIM) == [401, 200, 200]
     async with world.client.get(f"{origin}/admin/v1/operators", headers=cookie) as shown:
@@ -126,7 +127,7 @@ async def test_a_stolen_key_ends_with_one_change_and_has_made_no_other(desk: Des
 
 
 async def test_the_list_shows_what_counts_here_and_no_hash(desk: Desk) -> None:
-    made = await desk.keys.create({"expires": "2030-01-31T00:00:00Z"}, BY)
+    made = await desk.keys.create_operator_key({"expires": "2030-01-31T00:00:00Z"}, BY)
     assert [one["id"] for one in (await desk.world.ask("GET", "operators")).body["data"]] == ["ops", "ops-2"]
     await desk.followed()
     answer = await desk.world.ask("GET", "operators")
@@ -141,11 +142,11 @@ async def test_the_list_shows_what_counts_here_and_no_hash(desk: Desk) -> None:
 
 
 async def test_each_change_has_an_audit_line_without_a_secret(desk: Desk, log: io.StringIO) -> None:
-    made = await desk.keys.create({}, BY)
-    new = await desk.keys.rotate(made.id, {}, BY)
-    await desk.keys.revoke(made.id, BY)
-    await desk.keys.revoke(made.id, BY)
-    await desk.keys.delete(made.id, BY)
+    made = await desk.keys.create_operator_key({}, BY)
+    new = await desk.keys.rotate_operator_key(made.id, {}, BY)
+    await desk.keys.revoke_operator_key(made.id, BY)
+    await desk.keys.revoke_operator_key(made.id, BY)
+    await desk.keys.delete_key(made.id, BY, None, OperatorKeyConfig)
     await desk.world.line("admin.change", "operator.delete")
     lines = [line for line in desk.world.logged("admin.change") if line["target"] == made.id]
     actions = [f"operator.{action}" for action in ("create", "rotate", "revoke", "delete")]
@@ -157,18 +158,18 @@ async def test_each_change_has_an_audit_line_without_a_secret(desk: Desk, log: i
 
 
 async def test_what_would_end_a_secret_in_use_is_refused(desk: Desk) -> None:
-    made = await desk.keys.create({}, BY)
-    await desk.keys.rotate(made.id, {"overlap_s": 600}, BY)
+    made = await desk.keys.create_operator_key({}, BY)
+    await desk.keys.rotate_operator_key(made.id, {"overlap_s": 600}, BY)
     with pytest.raises(Conflict, match="works until"):
-        await desk.keys.rotate(made.id, {"overlap_s": 600}, BY)
-    await desk.keys.rotate(made.id, {"overlap_s": 0}, BY)
-    await desk.keys.revoke(made.id, BY)
+        await desk.keys.rotate_operator_key(made.id, {"overlap_s": 600}, BY)
+    await desk.keys.rotate_operator_key(made.id, {"overlap_s": 0}, BY)
+    await desk.keys.revoke_operator_key(made.id, BY)
     with pytest.raises(Conflict, match="is revoked"):
-        await desk.keys.rotate(made.id, {}, BY)
+        await desk.keys.rotate_operator_key(made.id, {}, BY)
     with pytest.raises(NotFound, match="no operator's key 'k1'"):
-        await desk.keys.rotate("k1", {}, BY)
+        await desk.keys.rotate_operator_key("k1", {}, BY)
     with pytest.raises(ConfigError) as caught:
-        await desk.keys.create({"tenant": "acme", "expires": "2001-01-31T00:00:00Z"}, BY)
+        await desk.keys.create_operator_key({"tenant": "acme", "expires": "2001-01-31T00:00:00Z"}, BY)
     assert len(caught.value.problems) == 2
 
 
@@ -187,24 +188,24 @@ port = 9090
 """
 
 
-def desk_of(path: Path, env: dict[str, str] | None = None) -> OperatorKeys:
+def desk_of(path: Path, env: dict[str, str] | None = None) -> Registry:
     reader = AccountsReader(load(path, env or {}), path)
-    return OperatorKeys(FileDirectory(path, reader, env or {}), reader)
+    return Registry(FileDirectory(path, reader, env or {}), reader)
 
 
 async def test_all_else_in_the_file_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "gateway.toml"
     path.write_text(ADMIN)
-    made = await desk_of(path).create({}, BY)
+    made = await desk_of(path).create_operator_key({}, BY)
     assert path.read_text().startswith(ADMIN)
-    await desk_of(path).delete(made.id, BY)
+    await desk_of(path).delete_key(made.id, BY, None, OperatorKeyConfig)
     assert path.read_text().strip() == ADMIN.strip()
-    await desk_of(path).delete("ops", BY)
+    await desk_of(path).delete_key("ops", BY, None, OperatorKeyConfig)
     assert path.read_text().strip() == re.sub(r"\[\[admin.keys\]\]\n.*\n.*\n", "", ADMIN).strip()
     assert load(path, {}).admin.keys == ()
     path.write_text(path.read_text().partition("# The first")[0])
-    first = await desk_of(path).create({}, BY)
-    await desk_of(path).delete(first.id, BY)
+    first = await desk_of(path).create_operator_key({}, BY)
+    await desk_of(path).delete_key(first.id, BY, None, OperatorKeyConfig)
     assert load(path, {}).admin.keys == ()
 
 
@@ -226,7 +227,10 @@ async def test_a_file_that_cannot_be_edited_is_left_alone(
     env = {name: text.replace("HASH", hash_key("ops")) for name, text in env.items()}
     before = path.read_bytes()
     told = "wins over the file" if env else r"not written as \[\[admin.keys\]\] tables"
-    for change in (desk_of(path, env).create({}, BY), desk_of(path, env).rotate("ops", {}, BY)):
+    for change in (
+        desk_of(path, env).create_operator_key({}, BY),
+        desk_of(path, env).rotate_operator_key("ops", {}, BY),
+    ):
         with pytest.raises(Conflict, match=told):
             await change
     assert path.read_bytes() == before
@@ -259,7 +263,7 @@ async def test_a_change_that_the_disk_may_forget_is_told_as_unknown(
 ) -> None:
     folders_fail(monkeypatch, OSError(errno.EIO, "Input/output error"))
     with pytest.raises(ChangeUnknown, match="Read it again"):
-        await desk.keys.revoke("ops-2", BY)
+        await desk.keys.revoke_operator_key("ops-2", BY)
     await until(lambda: bool(desk.world.logged("admin.change")))
     [line] = desk.world.logged("admin.change")
     assert (line["action"], line["target"], line["outcome"]) == ("operator.revoke", "ops-2", "unknown")

@@ -133,7 +133,7 @@ async def test_an_opening_is_passed_on_and_is_no_first_token(house: House) -> No
         begun = await answer.content.readuntil(OPENING)
         [exchange] = house.gateway.live
         assert (begun, exchange.stages.now) == (b": keep-alive\n\n" + OPENING, "wait")
-        assert exchange.record.first_byte_s is None
+        assert exchange.record.first_byte_ms is None
         assert not first_events._samples
         computed.set()
         assert await answer.content.read() == ALIVE + PIECE + OVER

@@ -173,6 +173,40 @@ async def test_models_as_anthropic_lists_them(house: House, query: str) -> None:
         assert (await answer.json())["object"] == "list"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "type_"),
+    [
+        ("GET", "/v1/models/huge", {}, 404, "not_found_error"),
+        ("GET", "/v1/models", {"authorization": "Bearer no"}, 401, "authentication_error"),
+        ("POST", "/v1/models", {}, 405, "invalid_request_error"),
+        ("POST", "/v1/v1/messages", {}, 404, "not_found_error"),
+    ],
+)
+async def test_who_names_the_version_is_told_in_the_envelope(
+    house: House, method: str, path: str, headers: dict[str, str], status: int, type_: str
+) -> None:
+    sent = {**house.headers, **headers}
+    for more, is_anthropics in (VERSION, True), ({}, False):
+        async with house.client.request(method, house.url + path, headers={**sent, **more}) as answer:
+            told = await answer.json()
+            assert (answer.status, "request-id" in answer.headers) == (status, is_anthropics)
+            if is_anthropics:
+                assert (told["error"]["type"], told["request_id"]) == (type_, answer.headers["request-id"])
+                holds("ErrorResponse", told)
+            else:
+                assert told["error"]["code"]
+
+
+async def test_only_what_is_of_no_api_is_told_as_anthropic_does(house: House) -> None:
+    async with house.client.post(
+        f"{house.url}/v1/chat/completions", data="{", headers={**house.headers, **VERSION}
+    ) as answer:
+        assert (await error_of(answer))["code"] == "invalid_json"
+        assert "request-id" not in answer.headers
+    async with house.get("/v1/models", **VERSION) as answer:
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
 # -- callers --------------------------------------------------------------------------------------
 
 
@@ -331,6 +365,22 @@ async def test_another_make_is_sent_the_apis_fields(foreign: House) -> None:
     assert set(ignored.split(", ")) == {"best_of", "messages.content.kv", "tools.made_up"}
     assert (told["usage"]["input_tokens"], told["usage"]["cache_read_input_tokens"]) == (10, 0)
     assert (await foreign.line())["settled_tokens"] == 13
+
+
+@pytest.mark.parametrize(
+    ("room", "asked", "sent"), [(4096, 32_000, 4087), (4096, 100, 100), (None, 9000, 9000)]
+)
+async def test_another_make_is_asked_for_no_more_than_there_is_room_for(
+    open_house: Open, room: int | None, asked: int, sent: int
+) -> None:
+    """It refuses what does not fit into its context; what the caller states need not."""
+    house = await open_house(bundle=None, max_model_len=room)
+    house.engine.script = unary()
+    async with Asking(house)(max_tokens=asked) as answer:
+        assert answer.status == 200, await answer.text()
+    [seen] = house.engine.seen
+    assert seen.body["max_tokens"] == sent
+    assert (await house.line())["reserved_tokens"] == 9 + sent
 
 
 async def test_another_make_is_sent_thoughts_that_were_not_told(foreign: House) -> None:

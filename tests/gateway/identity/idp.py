@@ -15,12 +15,11 @@ from gateway.identity.jwks import POLL_S, RemoteKeys
 from gateway.request import pipeline
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import OTHER_KEY, PATIENCE_S, House, Open, until
-from tests.gateway.identity.issuers import ISSUER, Key, KeyServer
+from tests.gateway.identity.issuers import Key, KeyServer
 
 OLD, NEW = Key("old"), Key("new", number=1)
 VICTIM: Final = {"authorization": f"Bearer {OTHER_KEY}"}
 GRANTS: Final = [{"issuer": "idp", "tenant": "acme"}]
-REFETCH_S: Final = ISSUER.refetch_s
 RARE_S: Final = 30.0
 """A longer time between two fetches that unknown keys cause, as an operator may set it."""
 
@@ -61,7 +60,7 @@ class Idp:
         """Let the time pass after which the fetch begins that these wait for, and wait for its end."""
         await until(lambda: self.source._looking is not None and self.clock.sleeping > 1)
         assert not any(status.done() for status in statuses)
-        await self.fetched(REFETCH_S)
+        await self.fetched(jwks.REFETCH_S)
 
     @property
     def source(self) -> RemoteKeys:

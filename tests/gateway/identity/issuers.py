@@ -187,9 +187,7 @@ EVERYBODY = GrantConfig("idp", tenant="acme")
 def issuer(path: Path, *keys: Key, **more: Any) -> IssuerConfig:
     """An issuer whose keys are in a file."""
     path.write_bytes(jwk_set(*keys))
-    base = IssuerConfig(
-        "idp", ISS, (AUDIENCE,), ("ES256", "RS256", "EdDSA"), jwks_file=str(path), skew_s=30.0
-    )
+    base = IssuerConfig("idp", ISS, (AUDIENCE,), ("ES256", "RS256", "EdDSA"), jwks_file=str(path))
     return replace(base, **more)
 
 

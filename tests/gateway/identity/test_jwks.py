@@ -20,7 +20,7 @@ from gateway.identity.jwks import POLL_S, RETRY_S
 from gateway.identity.key_set import SET_LEN_MAX
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import Open, until
-from tests.gateway.identity.idp import GRANTS, NEW, OLD, RARE_S, REFETCH_S, Idp, be_patient, opened
+from tests.gateway.identity.idp import GRANTS, NEW, OLD, RARE_S, Idp, be_patient, opened
 from tests.gateway.identity.issuers import Key, KeyServer, jwk_set, nameless_set
 
 pytestmark = pytest.mark.parametrize("protocol", ["http2"])  # it does not matter what engines speak
@@ -43,9 +43,10 @@ async def idp(open_house: Open, server: KeyServer) -> Idp:
 
 
 @pytest.fixture
-async def rare(open_house: Open, server: KeyServer) -> Idp:
+async def rare(open_house: Open, server: KeyServer, monkeypatch: pytest.MonkeyPatch) -> Idp:
     """One whose keys are rarely fetched because of unknown ones."""
-    return await opened(open_house, server, refetch_s=RARE_S)
+    monkeypatch.setattr(jwks, "REFETCH_S", RARE_S)
+    return await opened(open_house, server)
 
 
 async def test_keys_are_there_before_the_first_request(idp: Idp) -> None:
@@ -57,11 +58,11 @@ async def test_keys_are_there_before_the_first_request(idp: Idp) -> None:
 
 async def test_keys_are_fetched_again_in_time(idp: Idp) -> None:
     idp.server.keys = (OLD, NEW)
-    await idp.fetched(idp.source.config.refresh_s)
+    await idp.fetched(jwks.REFRESH_S)
     assert idp.server.asked == 2
     assert [await idp.status(idp.token(key)) for key in (OLD, NEW)] == [200, 200]
     idp.server.keys = (NEW,)
-    await idp.fetched(idp.source.config.refresh_s)
+    await idp.fetched(jwks.REFRESH_S)
     assert [await idp.status(idp.token(key)) for key in (OLD, NEW)] == [401, 200]
 
 
@@ -86,7 +87,7 @@ async def test_an_issuer_without_key_ids_rotates_and_refuses_nobody(idp: Idp) ->
         idp.server.answer = answered
 
     await publish(OLD)
-    await idp.fetched(idp.source.config.refresh_s)
+    await idp.fetched(jwks.REFRESH_S)
     assert await idp.status(token(OLD)) == 200
     await publish(OLD, NEW)
     assert [await idp.status(token(key)) for key in (NEW, OLD, NEW)] == [200, 200, 200]
@@ -128,7 +129,7 @@ async def test_a_rotation_under_load_refuses_nobody(idp: Idp) -> None:
         for number in range(CALLERS):
             group.create_task(call(number))
         for before, after in itertools.pairwise(keys):
-            idp.clock.advance(REFETCH_S)
+            idp.clock.advance(jwks.REFETCH_S)
             idp.server.keys = (before, after)
             current = after
             await so_many_more()
@@ -160,7 +161,7 @@ async def test_an_issuer_may_rotate_in_haste(rare: Idp) -> None:
 
 async def test_a_key_that_is_published_before_it_is_used_keeps_nobody_waiting(idp: Idp) -> None:
     idp.server.keys = (OLD, NEW)
-    await idp.fetched(idp.source.config.refresh_s)
+    await idp.fetched(jwks.REFRESH_S)
     idp.server.gate.clear()
     assert await idp.status(idp.token(NEW)) == 200
     assert idp.server.asked == 2
@@ -182,7 +183,7 @@ async def test_a_silent_server_is_waited_for_within_bounds(idp: Idp, monkeypatch
 async def test_keys_outlive_their_server_for_so_long_and_no_longer(idp: Idp) -> None:
     token = idp.token(OLD, exp=int(idp.clock.wall()) + 10_000)
     assert await idp.status(token) == 200
-    stale_s = idp.source.config.stale_s
+    stale_s = jwks.STALE_S
     await idp.server.__aexit__()
     await idp.fetched(stale_s - 1)
     assert [await idp.status(token), await idp.status(idp.token(OLD))] == [200, 200]
@@ -255,7 +256,7 @@ async def cut(request: web.BaseRequest) -> web.StreamResponse:
 )
 async def test_a_wrong_answer_changes_nothing_and_is_told(idp: Idp, answer: Any, problem: str) -> None:
     idp.server.answer = answer
-    await idp.fetched(idp.source.config.refresh_s)
+    await idp.fetched(jwks.REFRESH_S)
     assert await idp.status(idp.token(OLD)) == 200
     assert await idp.victim() == 200
     told = (await idp.rejected())[0]
@@ -293,7 +294,7 @@ async def test_the_authority_of_a_key_server_is_renewed_while_its_keys_are_in_us
     async with idp.server:  # writes the new one
         new = path.read_bytes()
         path.write_bytes(old)
-        await idp.fetched(idp.source.config.refresh_s)
+        await idp.fetched(jwks.REFRESH_S)
         assert "CERTIFICATE_VERIFY_FAILED" in str(await idp.rejected())
         assert await idp.status(idp.token(OLD)) == 200
         path.write_bytes(new)

@@ -21,7 +21,7 @@ from gateway.identity.jwks import AGAIN_S, POLL_S, REFETCH_WITHIN_S, RemoteKeys
 from gateway.identity.waiting import Waiting
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import Open, error_of, until
-from tests.gateway.identity.idp import NEW, OLD, RARE_S, REFETCH_S, Idp, as_issuer, be_patient, opened
+from tests.gateway.identity.idp import NEW, OLD, RARE_S, Idp, as_issuer, be_patient, opened
 from tests.gateway.identity.issuers import ALGORITHMS, Key, KeyServer
 
 pytestmark = pytest.mark.parametrize("protocol", ["http2"])  # it does not matter what engines speak
@@ -44,9 +44,10 @@ async def idp(open_house: Open, server: KeyServer) -> Idp:
 
 
 @pytest.fixture
-async def rare(open_house: Open, server: KeyServer) -> Idp:
+async def rare(open_house: Open, server: KeyServer, monkeypatch: pytest.MonkeyPatch) -> Idp:
     """One whose keys are rarely fetched because of unknown ones."""
-    return await opened(open_house, server, refetch_s=RARE_S)
+    monkeypatch.setattr(jwks, "REFETCH_S", RARE_S)
+    return await opened(open_house, server)
 
 
 async def test_a_flood_of_unknown_keys_is_two_fetches_and_holds_up_nobody(idp: Idp) -> None:
@@ -82,7 +83,7 @@ async def test_a_flood_that_goes_on_is_one_fetch_in_each_gap(rare: Idp) -> None:
         await until(lambda: idp.clock.sleeping > 0)
         idp.clock.advance(RARE_S / moments)
         await until(lambda: idp.clock.sleeping > 0 and idp.source.in_progress is None)
-    assert gaps * RARE_S < idp.source.config.refresh_s, "none was due for another reason"
+    assert gaps * RARE_S < jwks.REFRESH_S, "none was due for another reason"
     assert gaps <= idp.server.asked - 1 <= gaps + 1, "the first one begins the first gap"
 
 
@@ -102,18 +103,18 @@ async def test_whoever_makes_up_keys_keeps_nobody_from_a_new_one(idp: Idp) -> No
         first = [asyncio.create_task(idp.status(idp.token(current))) for _ in range(3)]
         assert [await idp.victim(), await idp.status(idp.token(OLD if number < 2 else before))] == [200, 200]
         while not all(task.done() for task in (*first, *flood)):
-            idp.clock.advance(REFETCH_S / 4)
+            idp.clock.advance(jwks.REFETCH_S / 4)
             await asyncio.sleep(0)
         assert [task.result() for task in first] == [200] * 3
         assert {task.result() for task in flood} == {401}
     spent_s = idp.clock.monotonic() - VirtualClock().monotonic()
-    assert idp.server.asked <= 2 + spent_s / REFETCH_S, "one fetch in each second, however many ask"
-    assert spent_s < idp.source.config.refresh_s, "none was due for another reason"
+    assert idp.server.asked <= 2 + spent_s / jwks.REFETCH_S, "one fetch in each second, however many ask"
+    assert spent_s < jwks.REFRESH_S, "none was due for another reason"
 
 
 async def test_the_wait_for_a_new_key_is_bounded_by_one_fetch_after_the_next_second(idp: Idp) -> None:
     """A made-up id has just caused a fetch."""
-    assert REFETCH_S <= REFETCH_WITHIN_S, "it is waited for"
+    assert jwks.REFETCH_S <= REFETCH_WITHIN_S, "it is waited for"
     assert await idp.status(idp.token(Key("made-up", number=1))) == 401
     idp.clock.advance(0.1)
     idp.server.keys = (OLD, NEW)
@@ -242,7 +243,7 @@ async def test_places_are_shared_so_that_a_flood_leaves_some_to_those_who_were_s
         idp.server.keys = (OLD, NEW)
         idp.server.gate.set()
         while not all(task.done() for task in (first, *flood)):
-            idp.clock.advance(REFETCH_S / 4)
+            idp.clock.advance(jwks.REFETCH_S / 4)
             await asyncio.sleep(0)
         assert await first == 200
         assert Counter(await asyncio.gather(*flood)) == {401: 6, 503: 3}
@@ -299,10 +300,10 @@ async def test_fetches_end_with_the_gateway(open_house: Open, server: KeyServer)
     assert source.seek("made-up") == 0.0
     assert source.in_progress is fetch, "one at a time"
     clock.advance(0.1)
-    assert source.seek("another") == pytest.approx(REFETCH_S - 0.1)
+    assert source.seek("another") == pytest.approx(jwks.REFETCH_S - 0.1)
     looking = source._looking
     assert looking is not None
-    assert source.seek("a third one") == pytest.approx(REFETCH_S - 0.1)
+    assert source.seek("a third one") == pytest.approx(jwks.REFETCH_S - 0.1)
     assert source._looking is looking, "one for all of them"
     await until(lambda: server.asked == 1)
     await source.aclose()

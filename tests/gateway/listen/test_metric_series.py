@@ -21,6 +21,7 @@ from gateway.request.record import (
     Reporter,
 )
 from shared.process import logs
+from shared.telemetry.stages import Stages
 from shared.wire.ids import ReplicaId, RequestId, TenantId
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import unary
@@ -116,9 +117,10 @@ def test_tenants_and_replicas_have_a_bounded_number_of_names() -> None:
     tenants = [TenantId(f"tenant {number}") for number in range(TENANTS_SHOWN_MAX + 1)]
     assert [reporter._tenant_label(tenant) for tenant in tenants] == [*tenants[:-1], "other"]
     assert reporter._tenant_label(tenants[0]) == tenants[0]
-    record = ExchangeRecord(RequestId("r"), "POST", "/v1/chat/completions")
+    record = ExchangeRecord.begun(RequestId("r"), "POST", "/v1/chat/completions", Stages("gateway"))
     replica = ReplicaId("of this test")
     for _ in range(FAILURES_SHOWN_MAX + 1):
         record.attempt_failed(replica, "upstream_failed")
     UPSTREAM_ATTEMPTS.forget(replica)
-    assert len(record.failures) == FAILURES_SHOWN_MAX
+    assert record.failed_attempts is not None
+    assert len(record.failed_attempts.split(", ")) == FAILURES_SHOWN_MAX

@@ -29,8 +29,9 @@ from gateway.config.holders import CertificateConfig
 from gateway.config.quotas import QuotaLimits
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.certificates import CertificateTable
-from gateway.listen import listener, listener_tls
+from gateway.listen import listener
 from gateway.listen.listener_tls import ListenerTls
+from shared.process import renewable_tls
 from shared.process.tls import UnusableTls
 from shared.wire.errors import Unauthenticated
 from shared.wire.ids import KeyId, TenantId
@@ -103,7 +104,7 @@ def read(certificate: trustme.LeafCert) -> x509.Certificate:
 
 @pytest.fixture
 def pki(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pki:
-    monkeypatch.setattr(listener_tls, "POLL_S", 0.01)
+    monkeypatch.setattr(renewable_tls, "POLL_S", 0.01)
     return Pki(tmp_path)
 
 
@@ -430,7 +431,8 @@ async def test_no_session_is_resumed_past_a_reload(pki: Pki, log: io.StringIO) -
     client.maximum_version = ssl.TLSVersion.TLSv1_2  # whose sessions are there at once
     session = shake(client, tls.context, None).session
     assert shake(client, tls.context, session).session_reused
-    await tls._read()
+    tls.reload()
+    await tls.look()
     assert not shake(client, tls.context, session).session_reused
 
 
@@ -470,7 +472,7 @@ async def test_bad_files_change_nothing_and_every_problem_is_told(pki: Pki, log:
         """The problems that the next look at the files finds."""
         count = len(events(log, event))
         await until(lambda: clock.sleeping == 1)
-        clock.advance(listener_tls.POLL_S)
+        clock.advance(renewable_tls.POLL_S)
         await until(lambda: len(events(log, event)) > count)
         problems: list[str] = events(log, event)[-1].get("problems", [])
         return problems

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.listen import listener_tls
+from shared.process import renewable_tls
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.listen.test_public_tls import ENTRIES, Pki, events, status
 
@@ -24,7 +24,7 @@ def protocol() -> str:
 
 @pytest.fixture
 def pki(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pki:
-    monkeypatch.setattr(listener_tls, "POLL_S", 0.001)
+    monkeypatch.setattr(renewable_tls, "POLL_S", 0.001)
     return Pki(tmp_path)
 
 

@@ -43,7 +43,7 @@ async def described(world: World) -> dict[str, Any]:
 
 async def test_every_operation_is_described_without_a_key(world: World) -> None:
     document = await described(world)
-    table = world.gateways[0]._admin()._operators
+    table = world.gateways[0]._admin(None)._operators
     told = {(path, method.upper()) for path, ways in document["paths"].items() for method in ways}
     assert {(path, method) for path, methods in table.items() for method in methods} <= told
     for path, methods in table.items():  # several workers have the same

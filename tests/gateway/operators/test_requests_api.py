@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 
-from gateway.operators.operations import Merge
-from gateway.operators.requests import AT_ONCE, LIMIT_MAX, SAME_ID_MAX, RequestsApi, RequestsQuery, parse
+from gateway.operators.operations import Merge, query_of
+from gateway.operators.requests import (
+    AT_ONCE,
+    LIMIT_MAX,
+    PARAMETERS,
+    SAME_ID_MAX,
+    RequestsApi,
+    RequestsQuery,
+    parse,
+)
+from gateway.operators.together import OperatorAnswer, together
 from gateway.relay.ticks import TICK_LEN, Ticks
 from gateway.request.recorder import BYTES_MAX, SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
 from gateway.routing.sessions import session_id
-from gateway.workers.answers import together
-from gateway.workers.channel import WorkerAnswer
 from shared import cli
 from shared.telemetry.stages import Stamps
 from shared.trace.request_records import RequestSummary, Tick
@@ -125,10 +132,14 @@ def test_a_record_has_its_ticks_from_its_headers_on_and_their_bytes_count() -> N
 # -- the question ---------------------------------------------------------------------------------
 
 
+def parsed(parameters: dict[str, str]) -> RequestsQuery:
+    return parse(query_of(PARAMETERS, parameters))
+
+
 @pytest.mark.parametrize(
     ("parameters", "says"),
     [
-        ({"state": "dead"}, "state must be live or done"),
+        ({"state": "dead"}, "state must be one of live, done"),
         ({"status": "429x"}, "status must be"),
         ({"status": "6xx"}, "status must be"),
         ({"end_reason": "exploded"}, "end_reason must be one of ok,"),
@@ -140,12 +151,12 @@ def test_a_record_has_its_ticks_from_its_headers_on_and_their_bytes_count() -> N
         ({"tenant": ""}, "tenant must have"),
         ({"model": "m" * 513}, "model must have"),
         ({"session": "m" * 513}, "session must have"),
-        ({"color": "red"}, "There are the parameters tenant,"),
+        ({"color": "red"}, "There are the parameters state, tenant,"),
     ],
 )
 def test_a_wrong_question_names_its_parameter(parameters: dict[str, str], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as refused:
-        parse(parameters)
+        parsed(parameters)
     assert refused.value.param == next(iter(parameters))
 
 
@@ -174,14 +185,14 @@ def test_a_question_covers_what_it_asks_for(parameters: dict[str, str], found: s
         line("b", tenant="other", model="large", status=503, end_reason=EndReason.REFUSED, session=theirs),
         line("c", tenant="acme", model="tiny", total_ms=100.0, session=session_id("acme", "mine")),
     )
-    query = parse(parameters)
+    query = parsed(parameters)
     assert "".join(sorted(o.request_id for o in recorder.newest_first() if query.covers(o))) == found
 
 
 def test_live_and_done_are_both_asked_for_unless_one_is_named() -> None:
-    assert parse({}) == RequestsQuery()
-    assert parse({"state": "live"}) == RequestsQuery(done=False)
-    assert parse({"state": "done", "limit": "7", "before": "9"}) == RequestsQuery(
+    assert parsed({}) == RequestsQuery()
+    assert parsed({"state": "live"}) == RequestsQuery(done=False)
+    assert parsed({"state": "done", "limit": "7", "before": "9"}) == RequestsQuery(
         live=False, limit=7, before=9
     )
 
@@ -310,11 +321,11 @@ async def test_the_command_asks_a_running_gateway(
 # -- several workers ------------------------------------------------------------------------------
 
 
-JOINED = {"data": Merge.JOIN, "before": Merge.MOST}
+JOINED = {"data": Merge.PAGE, "before": Merge.MOST}
 
 
-def answer_of(status: int, body: object) -> WorkerAnswer:
-    return WorkerAnswer(status, {}, json.dumps(body).encode())
+def answer_of(status: int, body: object) -> OperatorAnswer:
+    return OperatorAnswer(status, {}, json.dumps(body).encode())
 
 
 def test_the_pages_of_several_workers_are_one_and_what_one_has_is_found() -> None:
@@ -327,6 +338,13 @@ def test_the_pages_of_several_workers_are_one_and_what_one_has_is_found() -> Non
         "data": [{"number": 9, "worker": 1}, {"number": 7, "worker": 2}, {"number": 5, "worker": 2}],
         "before": 5,
     }
+    many = {
+        worker: answer_of(200, {"data": [{"number": 2 * n + worker} for n in range(600)], "before": None})
+        for worker in range(2)
+    }
+    page = json.loads(together(many, (), JOINED).body)
+    assert [one["number"] for one in page["data"]] == list(range(1199, 199, -1))
+    assert page["before"] == 200
     one = {1: answer_of(404, {"error": {}}), 2: answer_of(200, {"data": [{"line": {}}]})}
     assert json.loads(together(one, (), JOINED).body) == {"data": [{"line": {}}]}
     none = {1: answer_of(404, {"error": {}}), 2: answer_of(404, {"error": {}})}

@@ -7,15 +7,20 @@ import csv
 import io
 import json
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 
+from gateway.admission.quota import ReservationId
+from gateway.billing.lines import BillingLine
 from gateway.operators import usage
-from gateway.operators.usage import parse
+from gateway.operators.operations import query_of
+from gateway.operators.usage import PARAMETERS, parse
 from shared import cli
 from shared.wire.errors import InvalidRequest
-from shared.wire.ids import TenantId
+from shared.wire.ids import KeyId, TenantId
 from tests.gateway.admission.test_redis_edge import in_redis
 from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, Script, chunk, refusal, stream, unary
@@ -130,6 +135,25 @@ async def test_a_tenant_that_is_gone_is_in_every_sum(
         assert [row["requests"] for row in (await report(house, by=by))["rows"]] == [2]
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_usage_in_memory_says_since_when_unless_lines_keep_it(
+    open_house: Open, tmp_path: Path, is_written: bool
+) -> None:
+    file, payer = tmp_path / "lines", (TenantId("acme"), KeyId("k1"), "tiny")
+    now = datetime.now(UTC)
+    line = BillingLine(ReservationId("r"), now, now.date(), None, *payer, 20, 0, 3, 0)
+    file.write_bytes(msgspec.json.encode(line) + b"\n")
+    told = {"accounting": {"file": str(file)}} if is_written else {}
+    house = await open_house(admin=operator_keys(), **told)
+    house.engine.script = unary()
+    async with house.chat():
+        pass
+    await house.lines(1)
+    found = await report(house, by="key")
+    assert (found["since"] is None) == is_written
+    assert [row["requests"] for row in found["rows"]] == [2 if is_written else 1]
+
+
 async def test_made_up_keys_and_models_make_no_row(open_house: Open, redis: RedisServer) -> None:
     house = await accounted(open_house, redis, "memory")
     for i in range(20):
@@ -167,7 +191,7 @@ async def test_usage_is_for_operators_alone(open_house: Open, redis: RedisServer
 )
 def test_a_query_that_cannot_be_answered_names_its_parameter(parameters: dict[str, str], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse(parameters, datetime(2026, 3, 15, tzinfo=UTC).date())
+        parse(query_of(PARAMETERS, parameters), datetime(2026, 3, 15, tzinfo=UTC).date())
     assert caught.value.param == param
 
 

@@ -205,7 +205,7 @@ async def test_a_user_who_may_not_ask_whether_a_server_evicts_is_served(
         "penstock", enabled=True, passwords=["+correct-horse"], keys=["*"], commands=commands
     )
     own.admin.config_set("maxmemory-policy", "allkeys-lru")
-    async with redis_store(own, username="penstock", password_file=str(tmp_path / "password")) as store:
+    async with redis_store(own, username="penstock", password=f"file:{tmp_path / 'password'}") as store:
         assert await admitted(store, 1, WHO)
     logs.close()
     assert "may_evict" not in log.getvalue()

@@ -293,11 +293,11 @@ async def test_a_password_that_was_renewed_is_used_for_the_next_connection(tmp_p
     path = tmp_path / "password"
     path.write_text("before\n")
     with redis_server("--requirepass", "before") as server:
-        config = RedisConfig(server.url, password_file=str(path))
+        config = RedisConfig(server.url, password=f"file:{path}")
         tiny = load({"models": [{"name": "tiny", "replicas": ["http://a"]}]}, {})
         directory = open_directory(config, AccountsReader(tiny, None), {})
         admin = redis.Redis(port=server.port, password="before")
-        async with redis_store(server, password_file=str(path)) as store:
+        async with redis_store(server, password=f"file:{path}") as store:
             assert await directory.page("keys", None, "", 1) == []
             path.unlink()
             admin.client_kill_filter(_type="normal", skipme=True)
@@ -324,8 +324,8 @@ async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
         lines = "requirepass of-the-sentinels", f"sentinel auth-pass {PRIMARY} of-the-primary"
         ports = stack.enter_context(sentinels(primary.port, *lines))
         url = "redis://" + ",".join(f"127.0.0.1:{port}" for port in ports)
-        settings: dict[str, Any] = {"url": url, "sentinel": PRIMARY, "password_file": str(of_primary)}
-        config = RedisConfig(**settings, sentinel_password_file=str(of_sentinels), connect_s=3.0)
+        settings: dict[str, Any] = {"url": url, "sentinel": PRIMARY, "password": f"file:{of_primary}"}
+        config = RedisConfig(**settings, sentinel_password=f"file:{of_sentinels}", connect_s=3.0)
         store = open_store(config, {})
         with pytest.raises(StoreUnavailable, match="No master found"):
             await store.renew([])
@@ -371,7 +371,7 @@ def certificates(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "password").write_text("of-the-gateway\n")
     (tmp_path / "another").write_text("of-an-impostor\n")
     ca, own, password = (str(tmp_path / name) for name in ("ca.pem", "own.pem", "password"))
-    return {"ca": ca, "cert": own, "key": own, "username": USER, "password_file": password}
+    return {"ca": ca, "cert": own, "key": own, "username": USER, "password": f"file:{password}"}
 
 
 def of_users(server: RedisServer) -> set[str]:
@@ -463,7 +463,7 @@ async def test_sentinels_and_a_primary_with_certificates_and_acl_users(
         }
         of_sentinels: dict[str, Any] = {
             "sentinel_username": USER,
-            "sentinel_password_file": str(tmp_path / "of-sentinels"),
+            "sentinel_password": f"file:{tmp_path / 'of-sentinels'}",
         }
         who = tenant(concurrent=2)
         async with redis_store(primary, prefix="test", **settings, **of_sentinels) as store:
@@ -489,7 +489,7 @@ def watcher_with(settings: dict[str, str], port: int) -> redis.Redis:
 async def refused(settings: dict[str, Any], **places: Any) -> None:
     """Whoever has no certificate, or another password, is no client of these servers."""
     strangers = {name: text for name, text in settings.items() if name not in ("cert", "key")}
-    impostors = {**settings, "password_file": str(Path(settings["ca"]).with_name("another"))}
+    impostors = {**settings, "password": f"file:{Path(settings['ca']).with_name('another')}"}
     for theirs in (strangers, impostors):
         store = open_store(RedisConfig(**theirs, **places, key_prefix="test"), {})
         with pytest.raises(StoreUnavailable):

@@ -96,8 +96,8 @@ def model(**fields: Any) -> ModelConfig:
     [
         (model(), True),
         (model(protocol="http1"), False),
-        (model(api_key_env="KEY"), False),
-        (model(api_key_file="key"), False),
+        (model(api_key="env:KEY"), False),
+        (model(api_key="file:key"), False),
         (model(engine="openai"), False),
     ],
 )
@@ -114,7 +114,7 @@ def test_what_an_engine_tells_of_itself_counts_over_what_it_seemed_to_be(
 
 
 def test_what_is_configured_as_ours_is_ours_from_the_beginning() -> None:
-    known = Known.at_first(model(engine="penstock", protocol="http1", api_key_env="KEY"))
+    known = Known.at_first(model(engine="penstock", protocol="http1", api_key="env:KEY"))
     assert (known.is_ours, known.is_foreign, known.counts_as_ours) == (True, False, True)
 
 

@@ -18,8 +18,11 @@ from yarl import URL
 from gateway.client.deadlines import Watch
 from gateway.endpoints.dialect import Dialect
 from gateway.endpoints.endpoint import Endpoint
-from gateway.listen.listener import RECEIVE_BUFFER_LEN
+from gateway.listen.listener import RECEIVE_BUFFER_LEN, SEND_BUFFER_LEN
 from gateway.request.exchange import Exchange
+from gateway.routing.health import Outcome, Reason
+from gateway.routing.members import DrainCause
+from shared.process.clock import SYSTEM_CLOCK
 from shared.wire.errors import ApiError
 from shared.wire.http import ClientGone
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, error_of, until
@@ -85,6 +88,28 @@ async def test_probes_are_open(house: House) -> None:
                 assert answer.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+async def test_a_load_balancer_is_told_that_no_engine_is_left_where_it_is_to_know(
+    open_house: Open, is_ready: bool
+) -> None:
+    """Drained by an operator or failed, and it is ready again when one comes back."""
+    house = await open_house(listen={"port": 0, "ready_without_engines": is_ready})
+    [replica] = house.gateway.replicas.members()
+
+    async def status() -> int:
+        async with house.get("/readyz") as answer:
+            return int(answer.status)
+
+    assert await status() == 200
+    house.gateway.replicas.drain(replica, DrainCause.OPERATOR)
+    assert await status() == (200 if is_ready else 503)
+    house.gateway.replicas.undrain(replica, DrainCause.OPERATOR)
+    await until(lambda: not house.gateway.replicas.are_all_away)
+    assert await status() == 200
+    replica.health.eject(Reason.SILENT, Outcome.LATE, int(1000 * SYSTEM_CLOCK.monotonic()))
+    assert await status() == (200 if is_ready else 503)
+
+
 async def test_metrics_are_on_the_admin_port_alone(open_house: Open) -> None:
     house = await open_house(admin={"port": 0})
     house.engine.script = unary()
@@ -145,7 +170,7 @@ async def test_what_the_kernel_holds_of_a_connection_is_bounded(house: House) ->
         [transport] = house.gateway._public._server._connections.values()
         accepted = transport.get_extra_info("socket")
         bounds = [accepted.getsockopt(socket.SOL_SOCKET, it) for it in (socket.SO_RCVBUF, socket.SO_SNDBUF)]
-    assert bounds == [2 * RECEIVE_BUFFER_LEN, 2 * house.gateway.config.limits.send_buffer_len]
+    assert bounds == [2 * RECEIVE_BUFFER_LEN, 2 * SEND_BUFFER_LEN]
 
 
 async def test_idle_connections_are_closed_to_make_room_for_new_ones(open_house: Open) -> None:

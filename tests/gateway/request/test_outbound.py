@@ -183,7 +183,7 @@ async def test_an_engine_is_shown_the_gateways_key_and_not_the_callers(
 ) -> None:
     path = tmp_path / "key"
     path.write_text(f"{SECRET}\n")
-    house = await open_house(model={"api_key_file": str(path)})
+    house = await open_house(model={"api_key": f"file:{path}"})
     house.engine.script = unary()
     async with house.chat() as answer:
         assert answer.status == 200
@@ -202,7 +202,7 @@ async def test_a_key_in_a_file_is_renewed_while_the_gateway_runs(
     monkeypatch.setattr(upstream, "POLL_S", 0.01)
     path = tmp_path / "key"
     path.write_text(SECRET)
-    house = await open_house(model={"api_key_file": str(path)})
+    house = await open_house(model={"api_key": f"file:{path}"})
     house.engine.script = unary()
 
     async def shown() -> str:
@@ -223,7 +223,7 @@ async def test_a_key_in_a_file_is_renewed_while_the_gateway_runs(
 def test_models_may_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text(SECRET)
-    both = [replace(model(api_key_file=str(path)), name=name) for name in ("a", "b")]
+    both = [replace(model(api_key=f"file:{path}"), name=name) for name in ("a", "b")]
     mine = Credentials(both, {})
     assert [mine.headers(one) for one in both] == [((b"authorization", f"Bearer {SECRET}".encode()),)] * 2
 
@@ -242,14 +242,14 @@ def model(**fields: Any) -> ModelConfig:
 
 
 def test_a_key_from_the_environment() -> None:
-    mine = Credentials([model(api_key_env="KEY")], {"KEY": SECRET})
+    mine = Credentials([model(api_key="env:KEY")], {"KEY": SECRET})
     assert mine.headers(model()) == ((b"authorization", f"Bearer {SECRET}".encode()),)
     assert SECRET not in repr(mine)
 
 
 @pytest.mark.parametrize("value", ["", " ", "two words", "new\nline", "\u00e4", "x" * 9000])
 def test_invalid_engine_keys_are_reported_together_and_not_shown(tmp_path: Path, value: str) -> None:
-    models = [model(api_key_env="KEY"), model(api_key_env="GONE"), model(api_key_file=str(tmp_path / "no"))]
+    models = [model(api_key="env:KEY"), model(api_key="env:GONE"), model(api_key=f"file:{tmp_path / 'no'}")]
     with pytest.raises(ConfigError) as caught:
         Credentials(models, {"KEY": value})
     bad, gone, file = caught.value.problems
@@ -259,6 +259,7 @@ def test_invalid_engine_keys_are_reported_together_and_not_shown(tmp_path: Path,
     assert file.endswith("cannot be read: No such file or directory")
 
 
-def test_a_key_has_one_source() -> None:
-    with pytest.raises(ConfigError, match="exclude each other"):
-        load(settings("http://a:1", model={"api_key_env": "A", "api_key_file": "b"}), {})
+def test_a_key_in_the_place_of_its_source_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="must be env:NAME, a variable, or file:PATH") as caught:
+        load(settings("http://a:1", model={"api_key": SECRET}), {})
+    assert SECRET not in str(caught.value)

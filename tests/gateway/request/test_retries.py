@@ -77,20 +77,6 @@ def test_a_tenant_that_loses_many_leaves_a_place_to_each_other(active: int) -> N
     assert budget.take("victim")
 
 
-@pytest.mark.parametrize("active", [1, 200])
-def test_hedges_leave_places_to_requests_that_failed(active: int) -> None:
-    budget = RetryBudget()
-    budget.active = active
-    hedged = [budget.take_for_hedge("a") for _ in range(active + FLOOR)].count(True)
-    repeated = [budget.take("a") for _ in range(active + FLOOR)].count(True)
-    assert hedged > 0
-    assert repeated >= max(1, budget.most // 4)
-    assert hedged + repeated == budget.most
-    budget.give_back("a")
-    assert not budget.take_for_hedge("a")
-    assert budget.take("a")
-
-
 # -- attempts that are ended from outside ---------------------------------------------------------
 
 

@@ -8,14 +8,13 @@ import msgspec
 import pytest
 
 from gateway.config.edge import HopConfig
-from gateway.config.whole import load
 from gateway.relay.foreign import FIGURE_LEN_MAX, BlankingScanner, Blanks
 from gateway.request.salts import salt_of, salts_secret
 from gateway.workers.channel import WorkerStart
 from shared.process.setting_values import ConfigError
 from shared.wire import sse
 from shared.wire.ids import IGNORED_FIELDS_HEADER, TENANT_HEADER
-from tests.gateway.conftest import OTHER_KEY, House, Open, settings, until
+from tests.gateway.conftest import OTHER_KEY, House, Open, until
 from tests.gateway.fake_engine import HEADERS, Script, chunk, unary
 
 OTHER: Final = {"authorization": f"Bearer {OTHER_KEY}"}
@@ -85,18 +84,16 @@ async def test_an_engine_of_ours_is_sent_the_callers_salt_beside_its_tenant(hous
 
 
 def test_salts_are_the_same_wherever_the_secret_is() -> None:
-    config = HopConfig(salt_env="SALT")
+    config = HopConfig(salt="env:SALT")
     secret = salts_secret(config, {"SALT": "of the fleet".replace(" ", "-")}, "own")
     assert salt_of(secret, "acme", None) == salt_of(b"of-the-fleet", "acme", None)
     assert salt_of(salts_secret(HopConfig(), {}, "own"), "acme", None) == salt_of(b"own", "acme", None)
     assert salt_of(b"own", "acme", None) != salt_of(secret, "acme", None)
 
 
-def test_a_secret_that_is_missing_or_given_twice_is_refused() -> None:
+def test_a_secret_that_is_missing_is_refused() -> None:
     with pytest.raises(ConfigError, match="hop: the environment variable SALT is not set"):
-        salts_secret(HopConfig(salt_env="SALT"), {}, "own")
-    with pytest.raises(ConfigError, match="salt_env and salt_file"):
-        load(settings("http://a:1", hop={"salt_env": "A", "salt_file": "b"}), {})
+        salts_secret(HopConfig(salt="env:SALT"), {}, "own")
 
 
 def test_a_worker_is_told_the_secret_and_does_not_show_it() -> None:

@@ -12,12 +12,18 @@ import pytest
 
 from gateway.routing.health import ROW_MAX, SAMPLES_MAX, HealthPhase
 from gateway.routing.retries import FLOOR
+from shared.http2.connection_config import PulseConfig
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, FakeEngine, Script, byte_bundle, chunk, closing, stream
 from tests.waiting import PATIENCE_S
 
-PINGS: Final = {"ping_interval_s": 0.2, "ping_timeout_s": 2.0}
+PULSE: Final = PulseConfig(interval_s=0.1, timeout_s=2.0)
 GOOD: Final = stream(chunk("a"), end=closing(10, 1))
+
+
+@pytest.fixture(autouse=True)
+def pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.relay.upstream.PULSE", PULSE)
 
 
 @pytest.fixture
@@ -105,7 +111,7 @@ async def told(tasks: list[asyncio.Task[tuple[int, bytes]]]) -> list[int]:
 async def test_what_waits_for_an_engine_that_is_gone_goes_elsewhere_and_a_victim_beside_notices_nothing(
     open_house: Open, failing: Wire, how: str
 ) -> None:
-    house: House = await open_house(failing.url, hop=PINGS)
+    house: House = await open_house(failing.url)
     go_on, count = asyncio.Event(), 8
     house.engine.script = stream(chunk("v"), go_on, chunk("w"), end=closing(10, 2))
     failing.engine.script = Script([HEADERS, asyncio.Event()])
@@ -125,7 +131,7 @@ async def test_what_waits_for_an_engine_that_is_gone_goes_elsewhere_and_a_victim
 async def test_streams_that_had_begun_end_with_an_error_when_their_engine_is_cut_off(
     open_house: Open, failing: Wire
 ) -> None:
-    house: House = await open_house(failing.url, hop=PINGS)
+    house: House = await open_house(failing.url)
     house.engine.script = GOOD
     failing.engine.script = stream(chunk("a"), asyncio.Event())
     tasks = await spread(house, failing, 8)
@@ -145,7 +151,7 @@ async def test_an_engine_that_sends_headers_and_nothing_more_is_found_and_nobody
     open_house: Open, failing: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.routing.health.LATE_MS_MIN", 400)
-    house: House = await open_house(failing.url, hop=PINGS)
+    house: House = await open_house(failing.url)
     house.engine.script = GOOD
     failing.engine.script = Script([HEADERS, asyncio.Event()])
     first_events = house.gateway.replicas.first_events("tiny")
@@ -163,7 +169,7 @@ async def test_an_engine_that_sends_headers_and_nothing_more_is_found_and_nobody
 async def test_an_engine_that_resets_its_streams_is_ejected_though_they_begin(
     open_house: Open, failing: Wire
 ) -> None:
-    house: House = await open_house(failing.url, hop=PINGS)
+    house: House = await open_house(failing.url)
     house.engine.script = GOOD
     failing.engine.script = stream(chunk("a"), CUT)
     for number in range(40):
@@ -176,7 +182,7 @@ async def test_an_engine_that_resets_its_streams_is_ejected_though_they_begin(
 
 async def test_an_engine_that_is_busy_with_its_streams_answers_pings(open_house: Open, failing: Wire) -> None:
     """Its handlers wait, all of them, and it is not taken for dead."""
-    house: House = await open_house(failing.url, hop={"ping_interval_s": 0.1, "ping_timeout_s": 2.0})
+    house: House = await open_house(failing.url)
     go_on = asyncio.Event()
     house.engine.script = failing.engine.script = stream(go_on, chunk("a"), end=closing(10, 1))
     tasks = await spread(house, failing, 16)

@@ -109,7 +109,7 @@ class World:
 
     def __init__(self, urls: list[str], interval_s: float) -> None:
         self.clock = VirtualClock()
-        model = ModelConfig(name="m", replicas=tuple(urls), protocol="http1", api_key_env="THEIR_KEY")
+        model = ModelConfig(name="m", replicas=tuple(urls), protocol="http1", api_key="env:THEIR_KEY")
         self.replicas = Replicas([model], self.clock)
         self.upstream = Upstream(HopConfig(), [model])
         self.known = SimpleNamespace(is_foreign=True)

@@ -22,9 +22,10 @@ from gateway.app import Gateway
 from gateway.config.whole import GatewayConfig, load
 from gateway.identity.keys import hash_key
 from gateway.operators.listener import listen_for_operators
+from gateway.operators.together import OperatorAnswer
 from gateway.workers import front as fronts
 from gateway.workers.accepted import Accepted
-from gateway.workers.channel import WorkerAnswer, WorkerClient, WorkerSilent, WorkerStart
+from gateway.workers.channel import WorkerClient, WorkerSilent, WorkerStart
 from gateway.workers.front import Front
 from gateway.workers.process import Worker
 from gateway.workers.supervisor import Supervisor, hold_port
@@ -47,7 +48,7 @@ class Client(WorkerClient):
     is_silent = False
     on_ask: Callable[[], None] = staticmethod(lambda: None)
 
-    async def ask(self, *asked: Any) -> WorkerAnswer:
+    async def ask(self, *asked: Any) -> OperatorAnswer:
         self.on_ask()
         if self.is_silent:
             raise WorkerSilent("it hangs")
@@ -396,11 +397,11 @@ async def test_operators_who_ask_too_much_at_once_are_refused(
     monkeypatch.setattr(fronts, "ASKING_MAX", 1)
     asked, told = asyncio.Event(), asyncio.Event()
 
-    async def slow(_: Front, *asks: object) -> WorkerAnswer:
+    async def slow(_: Front, *asks: object) -> OperatorAnswer:
         assert not asked.is_set(), "one asks already"
         asked.set()
         await told.wait()
-        return WorkerAnswer(200, {}, b"{}")
+        return OperatorAnswer(200, {}, b"{}")
 
     monkeypatch.setattr(Front, "_ask", slow)
 

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.operators.operations import Asks, Merge
+from gateway.operators.together import OperatorAnswer, together
 from gateway.workers import metrics
-from gateway.workers.answers import asks_of, operation_at, operations, together
-from gateway.workers.channel import WorkerAnswer
+from gateway.workers.answers import asks_of, operation_at, operations
 from gateway.workers.metrics import Snapshot, merged, registry_of, retired, snapshot
 from gateway.workers.restarts import (
     DEATHS_MIN,
@@ -145,11 +145,11 @@ ENDED = merges("DELETE", "/admin/v1/requests/a")
 LISTED = merges("GET", "/admin/v1/replicas")
 
 
-def answer(body: Any, status: int = 200) -> WorkerAnswer:
-    return WorkerAnswer(status, {"content-type": "application/json"}, json.dumps(body).encode())
+def answer(body: Any, status: int = 200) -> OperatorAnswer:
+    return OperatorAnswer(status, {"content-type": "application/json"}, json.dumps(body).encode())
 
 
-def told(given: WorkerAnswer) -> Any:
+def told(given: OperatorAnswer) -> Any:
     return json.loads(given.body)
 
 
@@ -191,7 +191,7 @@ def test_a_silent_worker_is_named() -> None:
 def test_an_error_of_one_is_the_answer_of_all_and_what_is_no_object_stays_as_it_is() -> None:
     refused = answer({"error": {"message": "no"}}, 401)
     assert together({0: answer({"reloaded": True}), 1: refused}, [], {}) is refused
-    text = WorkerAnswer(200, {}, b"text")
+    text = OperatorAnswer(200, {}, b"text")
     assert together({0: text, 1: text}, [2], {}) is text
     alone = answer({"data": [{"id": "a"}]})
     assert together({0: alone}, [], LISTED) is alone

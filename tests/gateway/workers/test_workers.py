@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.__main__ import main
+from shared import cli
 from shared.process.exit_codes import ExitCode
 from shared.process.lifecycle import ORPHANED
+from tests.bench.services import free_port
 from tests.gateway.conftest import CHAT, KEY
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream
 from tests.gateway.operators.test_admin import OPERATOR, operator_keys
+from tests.gateway.redis_server import redis_server
 from tests.gateway.workers.test_process import ROOT, toml
 from tests.waiting import PATIENCE_S
 
@@ -88,9 +92,9 @@ class Workers:
 
 
 @asynccontextmanager
-async def workers(directory: Path, text: str) -> AsyncIterator[Workers]:
+async def workers(directory: Path, text: str, admin_port: int = 0) -> AsyncIterator[Workers]:
     operator, file = operator_keys()["keys"][0], directory / "gateway.toml"
-    admin = f'[admin]\nport = 0\nkeys = [{{ id = "ops", hash = "{operator["hash"]}" }}]\n'
+    admin = f'[admin]\nport = {admin_port}\nkeys = [{{ id = "ops", hash = "{operator["hash"]}" }}]\n'
     file.write_text(f"{text}\n{admin}")
     argv = (sys.executable, "-m", "gateway", "--config", str(file), "--parent-pid", str(os.getpid()))
     process = await asyncio.create_subprocess_exec(*argv, "--workers", "2", cwd=ROOT, stderr=subprocess.PIPE)
@@ -124,6 +128,68 @@ async def test_workers_whose_supervisor_was_killed_drain(tmp_path: Path) -> None
             assert set(ends) == {chunk("b") + b"data: [DONE]\n\n"}
             drained = await gateway.until_logged("gateway.drained", 2)
             assert all(line["clean"] for line in drained)
+
+
+async def test_a_request_is_found_at_any_worker_of_any_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By their admin API, which the console asks, and by the command; one that was killed is named."""
+    monkeypatch.setenv("PENSTOCK_ADMIN_KEY", "the operator's")
+    async with (
+        FakeEngine(bundle=byte_bundle()) as engine,
+        AsyncExitStack() as stack,
+        asyncio.timeout(2 * PATIENCE_S),
+    ):
+        engine.script = stream(chunk("a"))
+        redis, gateways = stack.enter_context(redis_server()), list[Workers]()
+        shared = f'{toml(engine.url)}\n[redis]\nurl = "{redis.url}"\n'
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            one = await stack.enter_async_context(workers(tmp_path / name, shared, free_port()))
+            gateways.append(one)
+        answers = await asyncio.gather(*(read_whole(one) for one in gateways for _ in range(STREAMS)))
+        ids = [answer.headers["x-request-id"] for answer in answers]
+        key = "penstock:{~gateways}:gateways"
+
+        async def is_known() -> bool:
+            return redis.admin.zcard(key) == 2 and all([await found(one) == {*ids} for one in gateways])
+
+        while not await is_known():  # noqa: ASYNC110 -- other processes set no event
+            await asyncio.sleep(0.1)
+        for asked in gateways:
+            pages = [await requests_of(asked, f"?limit=7{before}") for before in ("", "&before=9")]
+            assert (len(pages[0]["data"]), len(pages[1]["data"])) == (7, 0)
+            for id_ in ids[:2] + ids[-2:]:
+                [record] = (await requests_of(asked, f"/{id_}"))["data"]
+                assert record["summary"]["request_id"] == id_
+                assert await asyncio.to_thread(cli.main, ["trace", id_, "--admin-url", asked.admin]) == 0
+        whole = await requests_of(gateways[0], "?limit=1000")
+        served = {(one.get("gateway"), one["worker"]) for one in whole["data"]}
+        assert len(served) == 4, "each worker of each gateway"
+        capsys.readouterr()
+        gateways[1].process.kill()
+        await gateways[1].end()
+        began_s = time.monotonic()
+        assert await asyncio.to_thread(cli.main, ["trace", ids[0], "--admin-url", gateways[0].admin]) == 0
+        assert "no answer from" in capsys.readouterr().err
+        assert time.monotonic() - began_s < PATIENCE_S
+
+
+async def read_whole(gateway: Workers) -> aiohttp.ClientResponse:
+    answer = await gateway.chat()
+    await answer.read()
+    return answer
+
+
+async def requests_of(gateway: Workers, asked: str) -> Any:
+    async with gateway.client.get(f"{gateway.admin}/admin/v1/requests{asked}", headers=OPERATOR) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
+
+
+async def found(gateway: Workers) -> set[str]:
+    page = await requests_of(gateway, "?state=done&limit=1000")
+    return {one["request_id"] for one in page["data"]}
 
 
 async def read_to_the_end(answer: aiohttp.ClientResponse) -> bytes | None:

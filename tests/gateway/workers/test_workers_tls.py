@@ -96,7 +96,7 @@ async def test_the_supervisors_admin_listener_takes_a_renewed_certificate_too(tm
         before = await presented(gateway.admin, client)
         pki.renew_server()
         [line] = await gateway.until_logged("tls.reloaded")
-        assert line["logger"] == "gateway.listen.listener_tls"
+        assert line["logger"] == "shared.process.renewable_tls"
         assert await presented(gateway.admin, client) != before
         gateway.process.send_signal(signal.SIGHUP)
         await gateway.until_logged("tls.reloaded", 2)

@@ -165,6 +165,15 @@ def test_the_last_turn_of_the_assistants_is_continued() -> None:
     assert (prompt.continues_final, prompt.opens_answer) == (False, True)
 
 
+@pytest.mark.parametrize("written", ["{{ message.content | upper }}", ""])
+def test_a_turn_that_cannot_be_continued_is_told_by_its_name(written: str) -> None:
+    prompt = taken(messages=[HELLO, {"role": "assistant", "content": "It is"}]).prompt_form
+    template = ChatTemplate("{% for message in messages %}" + written + "{% endfor %}", {})
+    with pytest.raises(InvalidRequest) as caught:
+        at_once(template.slices(prompt))
+    assert caught.value.param == "messages[1].content"
+
+
 # -- tools ----------------------------------------------------------------------------------------
 
 

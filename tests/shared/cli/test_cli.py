@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -8,11 +9,13 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 import trustme
 
@@ -21,11 +24,12 @@ from gateway.__main__ import _named
 from gateway.config.whole import ENV_PREFIX as GATEWAY_PREFIX
 from gateway.config.whole import GatewayConfig, ModelConfig
 from gateway.config.whole import load as load_gateway_config
+from gateway.directory import local
 from gateway.directory.development import development_config, development_key
 from gateway.identity.keys import KeyTable, key_problem
 from shared import cli
 from shared.cli import admin, running, service, up
-from shared.cli.running import Running
+from shared.cli.running import DataDir, Running
 from shared.process import probe
 from shared.process.arguments import closest
 from shared.process.environment import OTHERS, SERVICE_PREFIXES
@@ -36,6 +40,9 @@ from shared.process.settings import walk
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.delenv(running.KEY_VARIABLE, raising=False)
     return tmp_path
 
@@ -145,16 +152,16 @@ def test_a_variable_that_nothing_reads_is_named(
     monkeypatch.setenv("PENSTOCK_UP_PORT", "9000")
     monkeypatch.setenv("PENSTOCK_MY_SECRET", "x")
     monkeypatch.setenv("PENSTOCK_GATEWAY_REDIS__PASSWORD_ENV", "PENSTOCK_MY_SECRET")
-    _, _, err = exits(capsys, "up", "--log-dir", "/dev/null")
+    _, _, err = exits(capsys, "up", "--data-dir", "/dev/null")
     assert "penstock up: PENSTOCK_UP_PORT: nothing reads it" in err
     assert "PENSTOCK_MY_SECRET" not in err
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/proc/none/logs"])
 def test_a_log_directory_that_cannot_be_made_is_named(capsys: pytest.CaptureFixture[str], path: str) -> None:
-    code, _, err = exits(capsys, "up", "--port", "0", "--log-dir", path)
+    code, _, err = exits(capsys, "up", "--port", "0", "--data-dir", path)
     assert code == 1
-    assert f"penstock up: --log-dir {path}: cannot make this directory: " in err
+    assert f"penstock up: --data-dir {path}: cannot make this directory: " in err
 
 
 def test_up_knows_the_prefixes_of_both_services() -> None:
@@ -166,7 +173,8 @@ def test_what_commands_read_is_known() -> None:
 
 
 def test_the_variables_that_settings_name_are_read() -> None:
-    settings = [setting for setting in walk(GatewayConfig) if setting.name.endswith("_env")]
+    rules = [setting.kind.rule for setting in walk(GatewayConfig)]
+    settings = [rule for rule in rules if rule is not None and "env:NAME" in rule.says]
     config = GatewayConfig(models=(ModelConfig("m", ("http://a",)),))
     assert len(settings) == len(list(_named(config)))
 
@@ -275,24 +283,121 @@ def test_a_minted_key_fits_its_header() -> None:
 
 
 def test_the_running_file_is_private_and_taken_back_by_its_owner() -> None:
-    ours = Running(url="http://127.0.0.1:1/v1", key="k", model="m", pid=1)
+    ours = Running(url="http://127.0.0.1:1/v1", key="k", model="m", pid=os.getpid())
     assert running.read_running() is None
     running.write_running(ours)
     assert running.read_running() == ours
-    assert stat.S_IMODE(running.running_file().stat().st_mode) == 0o600
-    running.clear_running(2)
+    file = running.running_file(ours)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    running.clear_running(msgspec.structs.replace(ours, pid=1))
     assert running.read_running() == ours
-    running.clear_running(1)
+    running.clear_running(ours)
     assert running.read_running() is None
-    running.running_file().write_text("{")
+    file.write_text("{")
     assert running.read_running() is None
+
+
+def test_the_one_that_was_started_last_is_meant_and_each_by_its_url() -> None:
+    first, second = (
+        Running(
+            f"http://127.0.0.1:{port}/v1", "k", "m", os.getpid(), admin_url=f"http://127.0.0.1:{port + 1}"
+        )
+        for port in (18380, 18382)
+    )
+    for age, one in enumerate((second, first)):
+        running.write_running(one)
+        os.utime(running.running_file(one), (age, age))
+    assert running.read_running() == first
+    assert running.read_running("http://127.0.0.1:18382") == second
+    assert running.read_running("http://127.0.0.1:18383") == second
+    running.clear_running(first)
+    assert running.read_running() == second
+    running.write_running(msgspec.structs.replace(first, pid=2**22 + 1))  # more than there can be
+    assert running.read_running() == second
+    assert running.read_running("http://127.0.0.1:1") is None
 
 
 def plan_of(*argv: str) -> up.StartPlan:
     parser, _ = cli.build_parser("up")
     options, options_more = parser.parse_known_args(["up", *argv])
     options.more = options_more
-    return up.make_plan(options)
+    data = running.data_dir(options.data_dir, options.port)
+    plan = up.make_plan(options, data)
+    os.close(data.lock)  # as the end of its process does
+    return plan
+
+
+def port_pair() -> int:
+    """A free port, and so is the next."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as one:
+            port: int = one.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
+
+
+def test_the_next_start_has_what_the_last_one_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = str(port_pair())
+    first = plan_of("--port", port)
+    config = first.data.path / "gateway.toml"
+    assert first.data.is_kept
+    assert first.running.admin_url == f"http://127.0.0.1:{int(port) + 1}"
+    made = json.loads(local.call(config, "create", "", {"tenant": "development"}, {}, "callers"))
+    operator = json.loads(local.call(config, "create", "", {}, {}, "operators"))
+    again = plan_of("--port", port, "--alias", "other")
+    assert again.running == first.running
+    there = load_gateway_config(config, {})
+    assert {key.id for key in there.keys} == {"development", made["id"]}
+    assert {key.id for key in there.admin.keys} == {"development", operator["id"]}
+    assert KeyTable(there.keys).authenticate(f"Bearer {made['key']}", 0.0).tenant == there.tenants[0].id
+    monkeypatch.setenv("PENSTOCK_ADMIN_KEY", "mine")
+    told = plan_of("--port", port, "--api-key", made["key"])
+    assert (told.running.key, told.running.admin_key) == (made["key"], "mine")
+    assert len(load_gateway_config(config, {}).keys) == 1, "no two keys have one secret"
+    monkeypatch.delenv("PENSTOCK_ADMIN_KEY")
+    assert plan_of("--port", port).running == first.running
+
+
+def test_a_file_that_cannot_be_read_is_put_aside() -> None:
+    port = str(port_pair())
+    config = plan_of("--port", port).data.path / "gateway.toml"
+    config.write_text("[")
+    plan = plan_of("--port", port)
+    assert config.with_suffix(".old.toml").read_text() == "["
+    assert len(plan.remarks) == 1
+    assert load_gateway_config(config, {}).keys
+
+
+def test_any_free_port_is_for_one_time() -> None:
+    first, second = plan_of("--port", "0"), plan_of("--port", "0")
+    assert not first.data.is_kept
+    assert first.data.path != second.data.path
+    assert first.running.key != second.running.key
+
+
+def test_the_console_goes_elsewhere_where_its_port_is_taken() -> None:
+    port = port_pair()
+    with socket.create_server(("127.0.0.1", port + 1)):
+        plan = plan_of("--port", str(port))
+        assert plan.running.admin_url not in (None, f"http://127.0.0.1:{port + 1}")
+        assert len(plan.remarks) == 1
+        with pytest.raises(OSError, match=str(port + 1)):
+            plan_of("--port", str(port), "--admin-port", str(port + 1))
+
+
+def test_a_data_directory_is_one_ups_at_a_time(tmp_path: Path) -> None:
+    held = running.data_dir(tmp_path / "one", 0)
+    with pytest.raises(OSError, match="another penstock up uses it"):
+        running.data_dir(tmp_path / "one", 0)
+    os.close(held.lock)
+    os.close(running.data_dir(tmp_path / "one", 0).lock)
+
+
+def test_a_redis_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    port = port_pair()
+    code, _, err = exits(capsys, "up", "--port", "0", "--redis", f"redis://127.0.0.1:{port}")
+    assert code == 1
+    assert f"nothing answers at 127.0.0.1:{port}" in err
 
 
 def test_a_plan_without_options_serves_the_demo_model() -> None:
@@ -323,18 +428,18 @@ def test_a_plan_has_a_console_behind_a_key_of_its_own() -> None:
 
 
 def test_options_reach_the_service_that_they_are_for(tmp_path: Path) -> None:
-    argv = ("--port", "0", "--model", str(tmp_path), "--api-key", "k", "--log-dir", str(tmp_path / "logs"))
+    argv = ("--port", "0", "--model", str(tmp_path), "--api-key", "k", "--data-dir", str(tmp_path / "data"))
     more = ("--alias", "a", "*", "--alias", "b", "--max-model-len", "128")
     plan = plan_of(*argv, *more, "--redis", "redis://127.0.0.1:6379/1")
     engine, gateway = plan.services
-    file = tmp_path / "logs" / "gateway.toml"
+    file = tmp_path / "data" / "gateway.toml"
     url = f"{gateway.url}/v1"
     ours = plan.running
     admin = {"admin_url": ours.admin_url, "admin_key": ours.admin_key}
     assert ours == Running(url, "k", tmp_path.name, os.getpid(), config=str(file), **admin)
     assert plan.aliases == ("a", "*", "b")
     assert engine.argv[-2:] == ("--max-model-len", "128")
-    assert engine.log == tmp_path / "logs" / "engine.log"
+    assert engine.log == tmp_path / "data" / "engine.log"
     config = load_gateway_config(file, {})
     assert (config.quotas.store, config.redis.url) == ("redis", "redis://127.0.0.1:6379/1")
     assert config.directory.store == "redis"
@@ -474,7 +579,7 @@ def test_a_host_that_is_not_this_machine_is_named(capsys: pytest.CaptureFixture[
 def test_the_announcement_can_be_pasted() -> None:
     key = "it's$HOME"
     ours = Running(url="http://127.0.0.1:1/v1", key=key, model="m'水", pid=1)
-    text = up.announcement(up.StartPlan((), ours, Path(), aliases=("a", "*")), 1.25)
+    text = up.announcement(up.StartPlan((), ours, DataDir(Path(), is_kept=True), aliases=("a", "*")), 1.25)
     curl = text[text.index("curl") : text.index("With the OpenAI")].replace("curl -N", "printf '%s\\n'", 1)
     words = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, check=True).stdout.splitlines()
     assert words[0] == "http://127.0.0.1:1/v1/chat/completions"
@@ -493,7 +598,7 @@ def test_the_announcement_names_a_command_that_a_shell_finds(
     own = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{own}:/usr/bin:/bin" if is_active else "/usr/bin:/bin")
     ours = Running(url="http://127.0.0.1:1/v1", key="key", model="m", pid=1)
-    text = up.announcement(up.StartPlan((), ours, Path()), 1.25)
+    text = up.announcement(up.StartPlan((), ours, DataDir(Path(), is_kept=True)), 1.25)
     [line] = [line for line in text.splitlines() if line.startswith("In another terminal: ")]
     chat = line.removeprefix("In another terminal: ").partition(". ")[0]
     assert chat == ("penstock chat" if is_active else f"{own / 'penstock'} chat")

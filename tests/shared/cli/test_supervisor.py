@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from shared.cli import restarts, running, supervisor, up
-from shared.cli.running import Running
+from shared.cli.running import DataDir, Running
 from shared.cli.supervisor import ServiceSpec
 from tests.bench.services import free_port
 from tests.waiting import PATIENCE_S
@@ -71,7 +71,7 @@ class Stage:
             restarts = self.engines > 1 and name != "gateway"
             specs.append(ServiceSpec(name, argv, log, url, self.start_deadline_s, restarts=restarts))
         ours = Running(url=f"{specs[-1].url}/v1", key="k", model="m", pid=os.getpid())
-        self.plan = up.StartPlan(tuple(specs), ours, self.directory, self.grace_s)
+        self.plan = up.StartPlan(tuple(specs), ours, DataDir(self.directory, is_kept=True), self.grace_s)
         self.task = asyncio.create_task(up.supervise(self.plan, self.screen))
 
     @property
@@ -187,7 +187,7 @@ async def test_up_starts_in_order_and_stops_in_the_opposite(staging: Staging, nu
     assert stage.events()[2:] == ["gateway stopped", "engine stopped"]
     assert running.read_running() is None
     shown = stage.screen.getvalue()
-    assert f"Logs are in {stage.directory}" in shown
+    assert f"logs are in {stage.directory}" in shown
     assert "engine   warming up ... " in shown
     assert "Ready after " in shown
 
@@ -323,6 +323,18 @@ def test_the_tail_of_a_long_log_is_its_end(tmp_path: Path) -> None:
     lines = supervisor.log_tail(log).splitlines()
     assert len(lines) == supervisor.TAIL_LINES
     assert lines[-1] == "    line 99999"
+
+
+async def test_a_log_of_the_last_time_is_gone_on_with(tmp_path: Path, staging: Staging) -> None:
+    """Its lines are none of this start."""
+    log = tmp_path / "engine.log"
+    log.write_text('{"event":"core.progress","stage":"of the last time"}\n')
+    stage = staging()
+    await stage.shows("Ready after")
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await stage.ends() == 0
+    assert log.read_text().startswith('{"event":"core.progress","stage":"of the last time"}\n{')
+    assert "of the last time" not in stage.screen.getvalue()
 
 
 def test_a_log_that_has_grown_is_moved_aside_once(tmp_path: Path) -> None:

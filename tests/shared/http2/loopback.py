@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import httpx
 
 from engine.api.http.http2_server import Http2Server, ServerRequest, ServerResponder
-from gateway.relay.http2_client import ClientEndpoint, Http2Transport
-from shared.http2.connection_config import ConnectionConfig
+from gateway.relay.http2_client import ClientEndpoint, Http2Transport, ResponseStream, _target
+from shared.http2.connection_errors import StreamFailed
+from shared.http2.headers import HeaderList, header_list
+from tests.shared.http2.plainpath import config_of
 from tests.waiting import PATIENCE_S as PATIENCE_S
 from tests.waiting import until as until
 
 Handler = Callable[[ServerRequest, ServerResponder], Awaitable[None]]
 
+STREAM = "penstock_stream"
 EVENTS = {"content-type": "text/event-stream"}
 
 
@@ -59,7 +62,7 @@ async def serving(
     tls: ssl.SSLContext | None = None,
     streams_max: int = 1024,
 ) -> AsyncIterator[Served]:
-    server = Http2Server(handler, config=ConnectionConfig(fast=fast, streams_max=streams_max))
+    server = Http2Server(handler, config=config_of(fast=fast, streams_max=streams_max))
     async with listening(server.protocol, port=port, tls=tls) as listener:
         yield Served(server, listener, "https" if tls else "http")
         async with asyncio.timeout(PATIENCE_S):
@@ -105,5 +108,58 @@ class Silent:
             self.running -= 1
 
 
+class Read(httpx.AsyncByteStream):
+    """An answer, for httpx to read."""
+
+    def __init__(self, response: ResponseStream) -> None:
+        self.response = response
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while (data := await self.response.read()) is not None:
+            yield data
+
+    async def aclose(self) -> None:
+        await self.response.aclose()
+
+
+class OverHttp2(httpx.AsyncBaseTransport):
+    """The gateway's transport, for httpx to send by. The answer itself is the extension `STREAM`."""
+
+    def __init__(self, transport: Http2Transport) -> None:
+        self.transport = transport
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        connect_s = request.extensions.get("timeout", {}).get("connect")
+        sent, content = (request.method, str(request.url), request.headers.raw), request.stream
+        if isinstance(content, httpx.ByteStream):
+            answer = await self.transport.exchange(*sent, b"".join(content), connect_s=connect_s)
+        else:
+            assert isinstance(content, httpx.AsyncByteStream)
+            answer = await self._in_pieces(*sent, content)
+        fields: list[tuple[bytes, bytes]] = answer.head[1:]
+        extensions = {"http_version": b"HTTP/2", STREAM: answer}
+        return httpx.Response(answer.status, headers=fields, stream=Read(answer), extensions=extensions)
+
+    async def _in_pieces(
+        self, method: str, url: str, headers: HeaderList, content: httpx.AsyncByteStream
+    ) -> ResponseStream:
+        """Send a body as it comes, as the gateway never does."""
+        target = _target(method, url)
+        pool = self.transport._pools.get(target.origin) or self.transport._new_pool(target.origin)
+        stream = await pool.open(header_list(target.head, headers), end=False, within_s=PATIENCE_S)
+
+        async def send() -> None:
+            with suppress(StreamFailed):
+                async for piece in content:
+                    await stream.write(piece)
+                stream.finish()
+
+        sending = asyncio.create_task(send())
+        return ResponseStream(await stream.wait_head(), stream, sending)
+
+    async def aclose(self) -> None:
+        await self.transport.aclose()
+
+
 def client(transport: Http2Transport) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=transport, timeout=None)
+    return httpx.AsyncClient(transport=OverHttp2(transport), timeout=None)

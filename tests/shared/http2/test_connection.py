@@ -23,6 +23,7 @@ from shared.http2.headers import LiteralEncoder
 from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from tests.shared.http2.pair import REQUEST, RESPONSE, End, Pair
+from tests.shared.http2.plainpath import config_of
 
 BARE_REQUEST = b"\x82\x86\x84\x41\x06engine"  # GET http://engine/, without the compression table
 PONG = 0x1
@@ -32,7 +33,7 @@ PATHS = list(itertools.product([False, True], [False, True]))
 @pytest.fixture(params=PATHS, ids=lambda pair: "-".join("fast" if fast else "plain" for fast in pair))
 def pair(request: pytest.FixtureRequest) -> Pair:
     client, server = request.param
-    return Pair(ConnectionConfig(fast=client), ConnectionConfig(fast=server))
+    return Pair(config_of(fast=client), config_of(fast=server))
 
 
 def drain(pair: Pair, stream: Stream) -> bytes:
@@ -209,7 +210,7 @@ async def test_what_is_written_after_a_write_that_was_given_up_is_sent(pair: Pai
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_a_peer_that_exceeds_a_window_is_disconnected(fast: bool) -> None:
-    pair = Pair(ConnectionConfig(fast=fast))
+    pair = Pair(config_of(fast=fast))
     ours, _ = pair.exchange(end=True)
     chunk = frames.frame(frames.DATA, 0, ours.id, bytes(limits.FRAME_LEN_MAX))
     with pytest.raises(ProtocolViolation) as caught:
@@ -221,7 +222,7 @@ def test_a_peer_that_exceeds_a_window_is_disconnected(fast: bool) -> None:
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_an_overflowing_window_resets_the_stream_or_ends_the_connection(fast: bool) -> None:
-    pair = Pair(server=ConnectionConfig(fast=fast))
+    pair = Pair(server=config_of(fast=fast))
     _, theirs = pair.exchange(end=True)
     pair.server.connection.receive(frames.window_update(theirs.id, limits.WINDOW_LEN_MAX))
     assert isinstance(theirs.error, StreamReset)
@@ -232,7 +233,7 @@ def test_an_overflowing_window_resets_the_stream_or_ends_the_connection(fast: bo
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_padding_is_credited_and_a_content_length_is_held_to(fast: bool) -> None:
-    pair = Pair(server=ConnectionConfig(fast=fast))
+    pair = Pair(server=config_of(fast=fast))
     head = [*REQUEST, (b"content-length", b"6")]
     ours, theirs = pair.request(head=head)
     padded = frames.frame(frames.DATA, frames.PADDED, ours.id, b"\x03abc" + bytes(3))
@@ -252,7 +253,7 @@ def test_padding_is_credited_and_a_content_length_is_held_to(fast: bool) -> None
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_padding_alone_closes_no_window(fast: bool) -> None:
-    pair = Pair(server=ConnectionConfig(fast=fast))
+    pair = Pair(server=config_of(fast=fast))
     ours, theirs = pair.request()
     padded = frames.frame(frames.DATA, frames.PADDED, ours.id, bytes([255]) + bytes(255))
     for _ in range(2 * limits.STREAM_WINDOW_LEN // 256):  # nobody reads, as nothing comes
@@ -437,7 +438,7 @@ def test_bytes_in_are_bytes_out_and_no_credit_is_lost(
     connection_window: int,
 ) -> None:
     sizes = {"stream_window_len": window, "connection_window_len": connection_window}
-    pair = Pair(ConnectionConfig(fast=client, **sizes), ConnectionConfig(fast=server, **sizes))
+    pair = Pair(config_of(fast=client, **sizes), config_of(fast=server, **sizes))
     run = Run(pair)
     for step in steps:
         run.step(*step)

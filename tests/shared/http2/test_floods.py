@@ -14,6 +14,7 @@ from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ErrorCode, ProtocolViolation
 from shared.http2.phase import ConnectionPhase
 from tests.shared.http2.pair import REQUEST, RESPONSE, End
+from tests.shared.http2.plainpath import config_of
 
 GREETING = frames.PREFACE + frames.settings({})
 HEAD = b"\x82\x86\x84\x41\x06engine"
@@ -23,7 +24,7 @@ CODE = ErrorCode.CANCEL.to_bytes(4, "big")
 
 @pytest.fixture(params=[False, True], ids=["plain", "fast"])
 def server(request: pytest.FixtureRequest) -> End:
-    end = End(client=False, config=ConnectionConfig(fast=request.param))
+    end = End(client=False, config=config_of(fast=request.param))
     end.connection.receive(GREETING)
     end.connection.take_output()
     return end
@@ -216,7 +217,7 @@ junk = st.lists(
 def test_random_bytes_are_accepted_or_raise_protocol_violation(
     client: bool, fast: bool, junk: list[tuple[int, int, int, bytes]], cut: int
 ) -> None:
-    end = End(client=client, config=ConnectionConfig(fast=fast))
+    end = End(client=client, config=config_of(fast=fast))
     end.connection.receive(frames.settings({0x3: 100}) if client else GREETING)
     if client:
         for _ in range(3):

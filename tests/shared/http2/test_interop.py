@@ -20,11 +20,22 @@ import httpx
 import pytest
 
 from engine.api.http.http2_server import ServerRequest, ServerResponder
-from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
+from gateway.relay.hop_errors import NoConnection
+from gateway.relay.http2_client import Http2Transport
 from shared.http2 import limits
-from shared.http2.connection_config import ConnectionConfig
 from tests.bench.services import free_port
-from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, echo, endpoints, serving, until
+from tests.shared.http2.loopback import (
+    EVENTS,
+    PATIENCE_S,
+    STREAM,
+    OverHttp2,
+    Silent,
+    echo,
+    endpoints,
+    serving,
+    until,
+)
+from tests.shared.http2.plainpath import config_of
 
 EVENT_COUNT = 200
 GOT_BY = {
@@ -157,7 +168,7 @@ async def answering(http: httpx.AsyncClient, url: str) -> None:
         while True:
             try:
                 await http.get(url + "/echo")
-            except httpx.ConnectError:
+            except NoConnection:
                 await asyncio.sleep(0.05)
             else:
                 return
@@ -165,8 +176,8 @@ async def answering(http: httpx.AsyncClient, url: str) -> None:
 
 @pytest.mark.slow
 async def test_granian(fast: bool) -> None:
-    transport = Http2Transport(config=ConnectionConfig(fast=fast))
-    async with granian() as url, httpx.AsyncClient(transport=transport, timeout=None) as http:
+    transport = Http2Transport(config=config_of(fast=fast))
+    async with granian() as url, httpx.AsyncClient(transport=OverHttp2(transport), timeout=None) as http:
         await answering(http, url)
         body = os.urandom(3_000_000)
         assert (await http.post(url + "/echo", content=body)).content == body
@@ -179,7 +190,7 @@ async def test_granian(fast: bool) -> None:
             await http.send(http.build_request("GET", url + "/endless"), stream=True) for _ in range(40)
         ]
         async with http.stream("GET", url + "/endless") as answer:
-            stream, size = answer.extensions[STREAM_EXTENSION], 0
+            stream, size = answer.extensions[STREAM], 0
             while size < 3 * limits.STREAM_WINDOW_LEN:
                 size += len(await stream.read())
         for one in stalled:

@@ -9,24 +9,25 @@ import httpx
 import pytest
 
 from engine.api.http.http2_server import ServerRequest, ServerResponder
-from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
+from gateway.relay.http2_client import Http2Transport
 from shared.http2 import limits
 from shared.http2.connection import Connection
 from shared.http2.connection_config import ConnectionConfig
 from shared.http2.phase import ConnectionPhase
 from shared.wire.http import ClientGone
-from tests.shared.http2.loopback import EVENTS, endpoints, serving, until
+from tests.shared.http2.loopback import EVENTS, STREAM, OverHttp2, endpoints, serving, until
+from tests.shared.http2.plainpath import PlainConfig, config_of
 
 EVENT = b"data: " + b"x" * 152 + b"\n\n"
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "fast"])
 def config(request: pytest.FixtureRequest) -> ConnectionConfig:
-    return ConnectionConfig(fast=request.param)
+    return config_of(fast=request.param)
 
 
 def client(transport: Http2Transport) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=transport, timeout=None)
+    return httpx.AsyncClient(transport=OverHttp2(transport), timeout=None)
 
 
 def assert_whole(connection: Connection) -> None:
@@ -60,7 +61,7 @@ async def test_concurrent_streams_all_progress(config: ConnectionConfig, count: 
     async def read(http: httpx.AsyncClient, url: str) -> int:
         nonlocal begun
         async with http.stream("GET", url) as answer:
-            stream = answer.extensions[STREAM_EXTENSION]
+            stream = answer.extensions[STREAM]
             size = len(await stream.read())
             begun += 1
             while (data := await stream.read()) is not None:
@@ -68,7 +69,7 @@ async def test_concurrent_streams_all_progress(config: ConnectionConfig, count: 
             return size
 
     transport = Http2Transport(config=config)
-    async with serving(events, fast=config.fast) as served, client(transport) as http:
+    async with serving(events, fast=not isinstance(config, PlainConfig)) as served, client(transport) as http:
         reads = [asyncio.create_task(read(http, served.url)) for _ in range(count)]
         await until(lambda: begun == count)
         assert len(endpoints(transport)) == 1
@@ -99,14 +100,14 @@ async def test_backpressure_stalled_streams_hold_one_window_each_and_stall_no_ot
 
     async def live(http: httpx.AsyncClient, url: str) -> int:
         async with http.stream("GET", url) as answer:
-            stream = answer.extensions[STREAM_EXTENSION]
+            stream = answer.extensions[STREAM]
             size = 0
             while size < 2 * limits.STREAM_WINDOW_LEN:
                 size += len(await stream.read())
             return size
 
     transport = Http2Transport(config=config)
-    async with serving(pour, fast=config.fast) as served, client(transport) as http:
+    async with serving(pour, fast=not isinstance(config, PlainConfig)) as served, client(transport) as http:
         async with asyncio.TaskGroup() as group:
             opening = [
                 group.create_task(
@@ -155,7 +156,7 @@ async def read_some(http: httpx.AsyncClient, url: str, rng: random.Random) -> No
     path = rng.choice(["/silent", "/upload", "/endless", "/fine", "/fine"])
     content = bytes(rng.choice([0, 10, 200_000]))
     async with http.stream("POST", url + path, content=content) as answer:
-        stream = answer.extensions[STREAM_EXTENSION]
+        stream = answer.extensions[STREAM]
         for _ in range(rng.randrange(20)):
             if await stream.read() is None:
                 return
@@ -175,7 +176,7 @@ async def test_a_thousand_random_ends_of_streams_leak_nothing(config: Connection
     rng = random.Random(7)
     moody = Moody()
     transport = Http2Transport(config=config, connections_max=1)
-    async with serving(moody, fast=config.fast) as served, client(transport) as http:
+    async with serving(moody, fast=not isinstance(config, PlainConfig)) as served, client(transport) as http:
         for _ in range(10):
             await asyncio.gather(*(leave(http, served.url, rng) for _ in range(100)))
         (near,), (far,) = endpoints(transport), served.server.endpoints

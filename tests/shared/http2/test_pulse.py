@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import httpx
 import pytest
 
 from engine.api.http.http2_server import ServerRequest, ServerResponder
 from gateway.relay.http2_client import CLIENT_WATCH, PING, ClientEndpoint, Http2Transport
 from shared.http2 import frames
 from shared.http2.connection_config import PulseConfig
+from shared.http2.connection_errors import ConnectionLost
 from tests.fakes import VirtualClock
 from tests.shared.http2.loopback import EVENTS, Silent, client, endpoints, hello, listening, serving, until
 from tests.shared.http2.test_client_timeouts import Deaf
@@ -55,7 +55,7 @@ async def test_a_server_that_answers_nothing_is_dead_after_its_timeout() -> None
         assert not any(call.done() for call in calls)
         await beat(clock)
         for call in calls:
-            with pytest.raises(httpx.ReadError, match="PING"):
+            with pytest.raises(ConnectionLost, match="PING"):
                 await call
         assert deaf.heard.count(ASKED) == 1, "one question is enough"
         assert not transport.is_mute(url)

@@ -11,11 +11,11 @@ from h2.connection import H2Connection
 from engine.api.http.http2_server import ServerRequest, ServerResponder
 from gateway.relay.http2_client import Http2Transport, Origin
 from shared.http2 import frames, limits
-from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ProtocolViolation
 from shared.http2.stream import Report
 from tests.shared.http2.loopback import PATIENCE_S, Silent, hello, serving, until
 from tests.shared.http2.pair import REQUEST, Pair
+from tests.shared.http2.plainpath import config_of
 
 both_paths = pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 
@@ -25,7 +25,7 @@ async def test_a_pushed_load_reaches_the_client_with_its_origin(fast: bool) -> N
     told: list[tuple[Origin, bytes]] = []
     async with serving(hello, fast=fast) as served:
         transport = Http2Transport(
-            config=ConnectionConfig(fast=fast), on_load=lambda origin, payload: told.append((origin, payload))
+            config=config_of(fast=fast), on_load=lambda origin, payload: told.append((origin, payload))
         )
         answer = await transport.exchange("GET", served.url + "/", [], b"")
         assert await answer.read() is not None

@@ -10,12 +10,12 @@ from engine.api.http.http2_server import ServerRequest, ServerResponder
 from gateway.relay import http2_client
 from gateway.relay.http2_client import Http2Transport
 from shared.http2 import frames, limits
-from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ConnectionLost, ProtocolViolation
 from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Report
 from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, endpoints, serving, until
 from tests.shared.http2.pair import REQUEST, RESPONSE, Pair
+from tests.shared.http2.plainpath import config_of
 
 both_paths = pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 
@@ -44,7 +44,7 @@ class Counting:
 @both_paths
 async def test_the_report_of_a_stream_that_the_client_reset(fast: bool) -> None:
     async with serving(Counting(), fast=fast) as served:
-        transport = Http2Transport(config=ConnectionConfig(fast=fast))
+        transport = Http2Transport(config=config_of(fast=fast))
         report = Report()
         answer = await transport.exchange("GET", served.url + "/endless", [], b"", report=report)
         await answer.read()
@@ -61,7 +61,7 @@ async def test_the_report_of_a_call_that_was_cancelled_before_its_headers(fast: 
     handler = Counting()
     handler.silent.start = False
     async with serving(handler, fast=fast) as served:
-        transport, report = Http2Transport(config=ConnectionConfig(fast=fast)), Report()
+        transport, report = Http2Transport(config=config_of(fast=fast)), Report()
         call = asyncio.create_task(transport.exchange("GET", served.url + "/silent", [], b"", report=report))
         await until(lambda: handler.silent.running == 1)
         call.cancel()
@@ -96,7 +96,7 @@ async def test_the_report_of_a_stream_that_the_server_reset() -> None:
 
 @both_paths
 def test_a_report_crosses_the_reset_of_a_stream_that_has_just_ended(fast: bool) -> None:
-    pair = Pair(ConnectionConfig(fast=fast), ConnectionConfig(fast=fast))
+    pair = Pair(config_of(fast=fast), config_of(fast=fast))
     stream = pair.client.connection.open(REQUEST, end=True)
     stream.report = report = Report()
     pair.settle()

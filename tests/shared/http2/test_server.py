@@ -10,10 +10,11 @@ import httpx
 import pytest
 
 from engine.api.http.http2_server import Http2Server, ServerRequest, ServerResponder
-from gateway.relay.http2_client import STREAM_EXTENSION, Http2Transport
+from gateway.relay.hop_errors import NoConnection
+from gateway.relay.http2_client import Http2Transport
 from shared.http2 import frames, limits
 from shared.http2.connection_config import ConnectionConfig
-from shared.http2.connection_errors import ErrorCode
+from shared.http2.connection_errors import ConnectionLost, ErrorCode, StreamReset
 from shared.http2.phase import ConnectionPhase
 from shared.process.listening import bound_socket
 from shared.process.sockets import SEND_BUFFER_LEN, UNSENT_LEN_MAX, bound_transport
@@ -23,7 +24,9 @@ from tests.fakes import VirtualClock
 from tests.shared.http2.loopback import (
     EVENTS,
     PATIENCE_S,
+    STREAM,
     Handler,
+    OverHttp2,
     Silent,
     hello,
     serving,
@@ -33,7 +36,7 @@ from tests.shared.http2.pair import REQUEST, End
 
 
 def client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=Http2Transport(), timeout=None)
+    return httpx.AsyncClient(transport=OverHttp2(Http2Transport()), timeout=None)
 
 
 async def test_what_a_handler_sees_of_a_request() -> None:
@@ -112,7 +115,7 @@ async def test_a_handler_that_fails_resets_its_stream_alone(caplog: pytest.LogCa
     async with serving(fail) as served, client() as http:
         with caplog.at_level(logging.CRITICAL):
             for path in ("/early", "/late", "/unfinished"):
-                with pytest.raises(httpx.RemoteProtocolError, match="INTERNAL_ERROR"):
+                with pytest.raises(StreamReset, match="INTERNAL_ERROR"):
                     await http.get(served.url + path)
         assert (await http.get(served.url + "/fine")).content == b"fine"
 
@@ -132,7 +135,7 @@ async def test_backpressure_write_waits_while_the_client_does_not_read() -> None
         for _ in range(100):
             await asyncio.sleep(0)
         assert written <= limits.STREAM_WINDOW_LEN
-        stream = answer.extensions[STREAM_EXTENSION]
+        stream = answer.extensions[STREAM]
         read = 0
         while read < 10 * limits.STREAM_WINDOW_LEN:
             read += len(await stream.read())
@@ -155,7 +158,7 @@ async def test_a_disconnect_ends_a_blocked_write() -> None:
 
     async with serving(pour) as served, client() as http:
         async with http.stream("GET", served.url) as answer:
-            await answer.extensions[STREAM_EXTENSION].read()
+            await answer.extensions[STREAM].read()
         await until(lambda: ends == ["cancelled"])
 
 
@@ -194,7 +197,7 @@ async def test_drain_with_nothing_open_ends_and_a_new_connection_is_turned_away(
         assert (await http.get(served.url)).status_code == 200
         async with asyncio.timeout(PATIENCE_S):
             await served.server.drain()
-        with pytest.raises(httpx.ConnectError):
+        with pytest.raises(NoConnection):
             await http.get(served.url)
 
 
@@ -205,7 +208,7 @@ async def test_close_cancels_handlers_and_waits_for_them() -> None:
         await until(lambda: silent.running == 1)
         await served.server.close()
         assert silent.running == 0
-        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
+        with pytest.raises((ConnectionLost, StreamReset)):
             await call
 
 

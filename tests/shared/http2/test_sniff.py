@@ -15,7 +15,7 @@ from engine.api.http.sniff import SniffingProtocol
 from gateway.relay.http2_client import Http2Transport
 from shared.http2 import frames
 from tests.fakes import VirtualClock
-from tests.shared.http2.loopback import PATIENCE_S, hello, listening, until
+from tests.shared.http2.loopback import PATIENCE_S, OverHttp2, hello, listening, until
 from tests.shared.http2.test_server import raw
 
 
@@ -41,7 +41,7 @@ async def both(clock: VirtualClock | None = None) -> AsyncIterator[tuple[int, Ht
 async def test_both_protocols_on_one_port() -> None:
     async with both() as (port, _):
         url = f"http://127.0.0.1:{port}/path"
-        async with httpx.AsyncClient(transport=Http2Transport()) as http:
+        async with httpx.AsyncClient(transport=OverHttp2(Http2Transport())) as http:
             assert (await http.get(url)).content == b"hello from /path"
         async with httpx.AsyncClient() as http:
             for _ in range(2):

@@ -13,8 +13,9 @@ from aiohttp import web
 
 from engine.api.http.http2_server import Http2Server
 from engine.api.http.sniff import SniffingProtocol
+from gateway.relay.hop_errors import NoConnection
 from gateway.relay.http2_client import Http2Transport
-from tests.shared.http2.loopback import echo, hello, listening, serving
+from tests.shared.http2.loopback import OverHttp2, echo, hello, listening, serving
 from tests.shared.http2.test_interop import run
 
 
@@ -50,7 +51,7 @@ def certificates() -> Certificates:
 
 
 def client(context: ssl.SSLContext | None = None) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=Http2Transport(ssl_context=context), timeout=None)
+    return httpx.AsyncClient(transport=OverHttp2(Http2Transport(ssl_context=context)), timeout=None)
 
 
 @pytest.mark.parametrize("mutual", [False, True], ids=["tls", "mtls"])
@@ -85,7 +86,7 @@ async def test_a_tls_handshake_without_a_valid_certificate_is_a_connect_error(
 ) -> None:
     tls = certificates.serving(alpn=["h2"], mutual=True)
     async with serving(hello, tls=tls) as served, client(calling(certificates)) as http:
-        with pytest.raises(httpx.ConnectError):
+        with pytest.raises(NoConnection):
             await http.get(served.url)
 
 
@@ -99,7 +100,7 @@ async def test_a_server_without_h2_is_a_connect_error_that_says_so(
     http1 = web.Server(old)
     tls = certificates.serving(alpn=alpn)
     async with listening(http1, tls=tls) as listener, client(certificates.calling()) as http:
-        with pytest.raises(httpx.ConnectError, match="by ALPN, and not h2"):
+        with pytest.raises(NoConnection, match="by ALPN, and not h2"):
             await http.get(f"https://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
     await http1.shutdown(1.0)
 

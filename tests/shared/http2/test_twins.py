@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from shared.http2 import frames, limits
 from shared.http2.connection import Connection
-from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ErrorCode, ProtocolViolation
 from shared.http2.headers import HeaderList, LiteralEncoder
 from shared.http2.stream import Stream
 from tests.shared.http2.pair import REQUEST, RESPONSE, End
+from tests.shared.http2.plainpath import config_of
 
 Step = tuple[Any, ...]
 """What it is, and what that needs: `head`, `data` and `frame` come from the peer, a `call` is ours."""
@@ -141,7 +141,7 @@ class Twin:
     """One end, and all that can be told of it from outside."""
 
     def __init__(self, *, client: bool, fast: bool) -> None:
-        config = ConnectionConfig(
+        config = config_of(
             fast=fast, stream_window_len=WINDOW_LEN, connection_window_len=limits.INITIAL_WINDOW_LEN
         )
         self.end = End(client=client, config=config)

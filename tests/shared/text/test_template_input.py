@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
+from shared.apis.chat import ChatRequest
 from shared.apis.chat_messages import ChatMessage
+from shared.apis.generation import GenerationRequest
+from shared.apis.messages import MessagesRequest
 from shared.apis.prompt import ChatPrompt
+from shared.apis.responses.request import ResponsesRequest
+from shared.apis.validation import parse
 from shared.fairness.fair_threads import at_once
 from shared.process.clock import SYSTEM_CLOCK
 from shared.text import bounded_template
@@ -263,3 +268,46 @@ def test_no_effort_is_no_thinking_where_none_is_refused() -> None:
     assert rendered(source, chat, arguments=("reasoning_effort", "enable_thinking")).endswith("/xhigh/not")
     odd = prompt_of(USER, arguments={"reasoning_effort": "vast"})
     assert refused(source, odd, arguments=("reasoning_effort",)).param == "messages"
+
+
+HIGH = {"reasoning_effort": "high"}
+OF_CHAT = {"model": "m", "messages": [USER]}
+OF_MESSAGES = {**OF_CHAT, "max_tokens": 2048}
+HIGH_OF_MESSAGES = {**OF_MESSAGES, "output_config": {"effort": "high"}}
+
+
+@pytest.mark.parametrize(
+    ("shape", "body", "given"),
+    [
+        (MessagesRequest, HIGH_OF_MESSAGES, "xhigh"),
+        (
+            MessagesRequest,
+            {**HIGH_OF_MESSAGES, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+            "xhigh",
+        ),
+        (MessagesRequest, {**HIGH_OF_MESSAGES, "thinking": {"type": "disabled"}}, "low"),
+        (ResponsesRequest, {"model": "m", "input": "Hi", "reasoning": {"effort": "high"}}, "xhigh"),
+        (ChatRequest, {**OF_CHAT, **HIGH}, "xhigh"),
+        (ChatRequest, {**OF_CHAT, "chat_template_kwargs": HIGH}, "xhigh"),
+        (ChatRequest, {**OF_CHAT, **HIGH, "chat_template_kwargs": {"reasoning_effort": "medium"}}, "medium"),
+    ],
+)
+def test_every_api_asks_for_an_effort_that_the_template_takes(
+    shape: type[GenerationRequest], body: dict[str, Any], given: str
+) -> None:
+    request = parse(json.dumps(body).encode(), shape).request
+    assert isinstance(request.prompt_form, ChatPrompt)
+    assert rendered(PICKY, request.prompt_form, arguments=("reasoning_effort",)).endswith(f"/{given}")
+
+
+def test_what_a_chat_sets_of_the_template_goes_before_what_its_fields_wish() -> None:
+    source = PICKY + "{{ '/thinks' if enable_thinking|default(true) else '/not' }}"
+    variables = ("reasoning_effort", "enable_thinking")
+    none = prompt_of(USER, arguments={"reasoning_effort": "none", "enable_thinking": True})
+    assert rendered(source, none, arguments=variables).endswith("/xhigh/thinks")
+    wish = ChatPrompt(none.messages, wishes={**HIGH, "enable_thinking": False})
+    assert rendered(source, wish, arguments=variables).endswith("/xhigh/not")
+    stated = ChatPrompt(
+        none.messages, wishes=wish.wishes, arguments={"reasoning_effort": "low", "enable_thinking": True}
+    )
+    assert rendered(source, stated, arguments=variables).endswith("/low/thinks")

@@ -138,8 +138,8 @@ class Bench:
         table[batch] = batch * width
         tokens = torch.randint(config.vocab_size, (batch + 1, context + 1), device=CUDA).int()
         sampling = DeviceSampling.empty(batch + 1, config.vocab_size, CUDA)
-        for slot in range(batch):
-            sampling.seat(slot, SamplingParams(seed=slot, max_tokens=1), tokens[slot], tokens[slot, :0])
+        asked = [SamplingParams(seed=slot, max_tokens=1) for slot in range(batch)]
+        sampling.seat_all(range(batch), asked, [context + 1] * batch)
         scratch = SamplingScratch.empty(batch, config.vocab_size, self.decoder.dtype, CUDA)
         return DecodeStep(self.decoder, cache, attention, tokens, table, sampling, scratch)
 

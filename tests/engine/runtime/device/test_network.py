@@ -23,6 +23,7 @@ from tests.effort import IS_WHOLE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver
 from tests.engine.runtime.kernels.tables import all_by_tiles
+from tests.engine.runtime.kernels.test_sampling import seat
 
 CPU = torch.device("cpu")
 
@@ -99,7 +100,7 @@ def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(
     sampling = DeviceSampling.empty(padding + 1, vocab, CPU)
     for slot, (life, own) in enumerate(zip(lives, asked, strict=True)):
         output = torch.tensor(life.output)
-        sampling.seat(slot, own, torch.tensor(prompts[slot]), output)
+        seat(sampling, slot, own, torch.tensor(prompts[slot]), output)
         table[slot, len(life.pages)] = spare.pop()
     scratch = SamplingScratch.empty(4, vocab, model.decoder.dtype, CPU)
     if tiles:

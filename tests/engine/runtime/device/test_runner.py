@@ -105,7 +105,7 @@ def test_launching_waits_for_nothing(path: Path) -> None:
     when later plans have taken their place on the device."""
     runner = load_fake(path, max_num_seqs=len(COMPANY), kv_cache_memory=1 << 20)
     asked = company()
-    seated = [SlotAssignment(slot, ids, len(ids), params) for slot, (ids, params) in enumerate(asked)]
+    seated = [SlotAssignment.of(slot, ids, len(ids), params) for slot, (ids, params) in enumerate(asked)]
     grown = [(slot, [3 * slot, 3 * slot + 1, 3 * slot + 2]) for slot in range(len(asked))]
     slots, known = list(range(len(asked))), [len(ids) for ids, _ in asked]
     plans = [Plan(0, [], seated, grown, slots, [0] * len(slots), known, [Want.SAMPLE] * len(slots))]

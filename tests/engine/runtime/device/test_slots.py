@@ -33,7 +33,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def start(slot: int, ids: list[int], prompt_len: int, **asked: Any) -> SlotAssignment:
-    return SlotAssignment(slot, ids, prompt_len, SamplingParams(**{"seed": slot, "max_tokens": 9} | asked))
+    return SlotAssignment.of(slot, ids, prompt_len, SamplingParams(**{"seed": slot, "max_tokens": 9} | asked))
 
 
 def plan(**changes: Any) -> Plan:
@@ -63,13 +63,6 @@ def test_a_plan_of_many_is_as_few_copies_as_a_plan_of_one(uploads: list[int]) ->
     uploads.clear()
     own.apply(plan(left=[0]))
     assert not uploads
-
-
-def test_what_is_said_last_of_a_page_counts() -> None:
-    own = slots()
-    own.apply(plan(seated=[start(2, [1], 1)], grown=[(2, [3, 4])], replaced=[(2, 1, 9), (2, 0, 8)]))
-    assert own.page_table[2, :2].tolist() == [8, 9]
-    assert set(own.page_table[own.padding_slot].tolist()) == {PADDING_PAGE}
 
 
 def test_an_heir_has_nothing_of_the_one_before() -> None:

@@ -16,6 +16,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
 from engine.runtime.device.device_runner import DeviceRunner
 from tests.effort import some
+from tests.engine.core.harness import COPIES_ARE_CHEAP, knowing
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.device.card import load_fake
@@ -26,7 +27,7 @@ from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_over
 
 CONFIG = SchedulerConfig(step_tokens_max=40, queue_len_max=64)
 SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "max_step_tokens": 40, "max_model_len": 64}
-PAGES = 7
+PAGES = 5
 COMPANY = (
     {"temperature": 0.0, "logprobs": 1},
     {"temperature": 0.9, "top_p": 0.9},
@@ -42,15 +43,15 @@ def requests() -> list[AddSequence]:
     asked = [COMPANY[handle % len(COMPANY)] for handle in range(len(prompts))]
     return [
         AddSequence(
-            handle, f"req-{handle}", prompt, SamplingParams(**{"seed": handle, "max_tokens": 8} | own)
+            handle, f"req-{handle}", prompt, SamplingParams(**{"seed": handle, "max_tokens": 24} | own)
         )
         for handle, (prompt, own) in enumerate(zip(prompts, asked, strict=True))
     ]
 
 
-def seen(info: RunnerInfo) -> RunnerInfo:
-    """Fewer pages than there are."""
-    return msgspec.structs.replace(info, pages=PAGES)
+def seen(info: RunnerInfo, swaps: bool) -> RunnerInfo:
+    """Fewer pages than there are, and host pages where `swaps` says so."""
+    return msgspec.structs.replace(info, pages=PAGES, host_pages=info.host_pages if swaps else 0)
 
 
 @dataclass
@@ -72,11 +73,11 @@ class Unwaiting:
 def test_one_step_ahead_on_a_device_is_a_cpu_step_by_step(tiny_model: MakeModel, swaps: bool) -> None:
     path = tiny_model("qwen3", **SMALL)
     host = load(path, kernels="torch", **SETTINGS)
-    scheduler = Scheduler(CONFIG, seen(host.info), prefers_swap=lambda _: swaps)
+    scheduler = knowing(Scheduler(CONFIG, seen(host.info, swaps)), COPIES_ARE_CHEAP)
     tokens, logprobs = all_said(serve(scheduler, host, requests()))
 
     device = load_fake(path, kv_cache_memory=1 << 20, **SETTINGS)
-    scheduler = Scheduler(CONFIG, seen(device.info), prefers_swap=lambda _: swaps)
+    scheduler = knowing(Scheduler(CONFIG, seen(device.info, swaps)), COPIES_ARE_CHEAP)
     steps = serve_overlapped(scheduler, Unwaiting(device), requests())
     tokens_ahead, logprobs_ahead = all_said(steps)
     assert tokens_ahead == tokens

@@ -72,7 +72,7 @@ class Stage:
     def run(self) -> Tensor:
         """First the past is written by the cache's own means, then the rows attend."""
         greedy = SamplingParams(seed=0, max_tokens=1)
-        seated = [SlotAssignment(i, [0] * (s + n), s + n, greedy) for i, (s, n) in enumerate(self.rows)]
+        seated = [SlotAssignment.of(i, [0] * (s + n), s + n, greedy) for i, (s, n) in enumerate(self.rows)]
         self.slots.apply(Plan(0, [], seated, list(enumerate(self.owned)), [], [], [], []))
         for i, (k, v) in enumerate(self.past):
             if len(k):

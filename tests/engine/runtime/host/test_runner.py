@@ -139,7 +139,7 @@ def test_warm_up_leaves_nothing_behind(runner: HostRunner, twin: HostRunner) -> 
 
 
 def test_a_plan_without_rows_still_moves_people(runner: HostRunner) -> None:
-    seat = Plan(0, [], [SlotAssignment(2, [1, 2], 2, GREEDY)], [], [], [], [], [])
+    seat = Plan(0, [], [SlotAssignment.of(2, [1, 2], 2, GREEDY)], [], [], [], [], [])
     assert runner.run(seat).tokens == []
     assert runner.run(Plan(1, [2], seat.seated, [(2, [0])], [2], [0], [2], [Want.SAMPLE])).tokens[0] >= 0
 
@@ -156,7 +156,7 @@ def test_the_head_is_for_last_tokens_alone(runner: HostRunner) -> None:
             return model.logits(hidden)
 
     runner.model = Watched()
-    seated = [SlotAssignment(0, list(range(20)), 20, GREEDY), SlotAssignment(1, [1, 2, 3], 3, GREEDY)]
+    seated = [SlotAssignment.of(0, list(range(20)), 20, GREEDY), SlotAssignment.of(1, [1, 2, 3], 3, GREEDY)]
     runner.run(
         Plan(0, [], seated, [(0, [4, 5]), (1, [2])], [0, 1], [0, 0], [12, 3], [Want.NOTHING, Want.SAMPLE])
     )
@@ -168,7 +168,7 @@ def test_the_head_is_for_last_tokens_alone(runner: HostRunner) -> None:
 @pytest.mark.parametrize(
     ("plan", "law"),
     [
-        (Plan(1, [], [SlotAssignment(0, [1], 1, GREEDY)], [], [], [], [], []), "taken"),
+        (Plan(1, [], [SlotAssignment.of(0, [1], 1, GREEDY)], [], [], [], [], []), "taken"),
         (Plan(1, [1], [], [], [], [], [], []), "left twice"),
         (Plan(1, [], [], [], [1], [0], [1], [Want.SAMPLE]), "empty"),
         (Plan(1, [], [], [(1, [3])], [], [], [], []), "empty"),
@@ -180,7 +180,7 @@ def test_the_head_is_for_last_tokens_alone(runner: HostRunner) -> None:
     ],
 )
 def test_a_plan_that_does_not_follow_is_a_bug_and_says_so(runner: HostRunner, plan: Plan, law: str) -> None:
-    runner.run(Plan(0, [], [SlotAssignment(0, list(range(20)), 20, GREEDY)], [(0, [4])], [], [], [], []))
+    runner.run(Plan(0, [], [SlotAssignment.of(0, list(range(20)), 20, GREEDY)], [(0, [4])], [], [], [], []))
     with pytest.raises(AssertionError, match=law):
         runner.run(plan)
 

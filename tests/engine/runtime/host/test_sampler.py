@@ -35,7 +35,7 @@ class Seats:
 
     def add(self, sampling: SamplingParams, prompt: Sequence[int] = (1,), output: Sequence[int] = ()) -> None:
         slot = len(self.slots.tokens) - 1 - len(self.taken)  # slots are not rows
-        start = SlotAssignment(slot, [*prompt, *output], len(prompt), sampling)
+        start = SlotAssignment.of(slot, [*prompt, *output], len(prompt), sampling)
         self.slots.apply(Plan(0, [], [start], [], [], [], [], []))
         self.taken.append(slot)
 

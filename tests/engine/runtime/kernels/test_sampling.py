@@ -25,6 +25,14 @@ CPU = torch.device("cpu")
 VOCAB = 300
 
 
+def seat(columns: DeviceSampling, slot: int, params: SamplingParams, prompt: Tensor, output: Tensor) -> None:
+    """Write one slot's parameters, and count its sequence's tokens; prompt and output [n] int, on the device.
+    tests/gpu calls it too."""
+    columns.seat_all([slot], [params], [len(prompt)])
+    if params.needs_history:
+        columns.count(slot, prompt, output)
+
+
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three chunks, the last not full; candidates in blocks of which a row needs several."""
@@ -57,7 +65,7 @@ def on_cpu(
     for slot, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
         columns.seat(slot, own, logits.shape[1])
         ids = [*prompt.tolist(), *output.tolist()]
-        start = SlotAssignment(slot, ids, len(prompt), own)
+        start = SlotAssignment.of(slot, ids, len(prompt), own)
         edits = Edits.of(start, logits.shape[1], logits.shape[1])
         seats.append(Seat(own, len(prompt), len(ids), edits=edits))
     return sampler.sample(logits, list(range(len(asked))), seats, columns, masks=masks).tolist()
@@ -77,7 +85,7 @@ def on_device(
     scratch = scratch or device_sampling.SamplingScratch.empty(rows, vocab, logits.dtype, device)
     scratch.edited.fill_(torch.nan)
     for row, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
-        columns.seat(rows - 1 - row, own, prompt.to(device), output.to(device))
+        seat(columns, rows - 1 - row, own, prompt.to(device), output.to(device))
     masked = {rows - 1 - row: mask for row, mask in enumerate(masks) if mask}
     if masked:
         columns.mask(list(masked), list(masked.values()))

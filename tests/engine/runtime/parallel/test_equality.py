@@ -30,7 +30,6 @@ from engine.contract.packing import Biases
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
-from engine.core.step.swap import if_cheaper
 from engine.runtime.collective.shard import Shard
 from engine.runtime.models.decoder_config import read_model_config
 from engine.runtime.parallel.leader import LeadingRunner, lead
@@ -40,6 +39,7 @@ from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.kv_cache import KVGeometry
 from shared.process.setting_values import ConfigError
 from tests.effort import some
+from tests.engine.core.harness import COPIES_ARE_CHEAP, knowing
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
@@ -122,9 +122,8 @@ def requests(first_handle: int) -> list[AddSequence]:
 
 def said(runner: Runner) -> tuple[dict[int, list[int]], dict[int, list[float]], CoreStats]:
     """Everybody twice, plain and overlapped; then one twice alone, so that it finds its own pages."""
-    prefers_swap = (lambda preempted: True) if runner.info.host_tier else if_cheaper
     config = SchedulerConfig(step_tokens_max=24, queue_len_max=64)
-    scheduler = Scheduler(config, runner.info, prefers_swap=prefers_swap)
+    scheduler = knowing(Scheduler(config, runner.info), COPIES_ARE_CHEAP)
     steps = serve(scheduler, runner, requests(0)) + serve_overlapped(scheduler, runner, requests(100))
     for first_handle in (200, 300):
         longest = max(requests(first_handle), key=lambda request: len(request.prompt_ids))
@@ -138,7 +137,7 @@ def test_two_ranks_say_what_one_says(tiny_model: MakeModel, family: str) -> None
     path = tiny_model(family, **MODELS[family])
     tokens, logprobs, _ = said(load(path, kernels="torch", **small(path, 1)))
     has_tier = family == WITH_HOST_TIER
-    with two_ranks(path, kv_host_tier=has_tier, swap_memory=1 << 20) as runner:
+    with two_ranks(path, swap_memory=has_tier << 20) as runner:
         found_tokens, found_logprobs, stats = said(runner)
     assert found_tokens == tokens
     assert {ended[-1] for ended in tokens.values()} == {FinishReason.LENGTH, FinishReason.STOP}
@@ -152,7 +151,7 @@ def test_two_ranks_say_what_one_says(tiny_model: MakeModel, family: str) -> None
 
 
 def plan(step: int) -> Plan:
-    start = SlotAssignment(0, [5, 6, 7], 3, SamplingParams(seed=1, max_tokens=9, temperature=0.0))
+    start = SlotAssignment.of(0, [5, 6, 7], 3, SamplingParams(seed=1, max_tokens=9, temperature=0.0))
     return Plan(step, [], [start], [(0, [0])], [0], [0], [3], [Want.SAMPLE])
 
 

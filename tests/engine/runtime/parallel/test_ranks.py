@@ -207,7 +207,7 @@ def test_closing_is_no_loss(stage: Callable[..., Stage]) -> None:
 
 def test_a_plan_larger_than_any_buffer(stage: Callable[..., Stage]) -> None:
     running = stage("obey")
-    start = SlotAssignment(0, list(range(1_000_000)), 1_000_000, SamplingParams(seed=1, max_tokens=1))
+    start = SlotAssignment.of(0, list(range(1_000_000)), 1_000_000, SamplingParams(seed=1, max_tokens=1))
     running.ranks.send(Execute(msgspec.structs.replace(PLAN, seated=[start])))
     running.until_done()
     assert not running.reasons
@@ -219,7 +219,7 @@ def test_a_plan_that_a_stopped_rank_does_not_take_in(stage: Callable[..., Stage]
     running.ranks.serve()
     running.ranks.send(Execute(PLAN))
     running.clock.advance(30.1)
-    start = SlotAssignment(0, list(range(1_000_000)), 1_000_000, SamplingParams(seed=1, max_tokens=1))
+    start = SlotAssignment.of(0, list(range(1_000_000)), 1_000_000, SamplingParams(seed=1, max_tokens=1))
     with pytest.raises(RankLost, match="no answer from rank 1 for 30 s"):
         running.ranks.send(Execute(msgspec.structs.replace(PLAN, seated=[start])))
 

@@ -1,28 +1,93 @@
-"""The plain path: all frames of streams go through `h2`. The fast path is tested against it.
+"""The plain path, the oracle of the fast one: all frames of streams go through `h2`.
 
-h2 accepts a few things that RFC 9113 forbids; those are checked here too, so that the two paths agree.
+A connection takes it where its configuration is a `PlainConfig` (`conftest.py`). h2 accepts a few things that
+RFC 9113 forbids; those are checked here too, so that the two paths agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import h2.events as events
+from h2.settings import SettingCodes, Settings
 
-from shared.http2 import frames
-from shared.http2.connection_errors import ErrorCode, ProtocolViolation
-from shared.http2.headers import HeaderList, check_status
+from shared.http2 import frames, limits
+from shared.http2.connection import Connection
+from shared.http2.connection_config import ConnectionConfig
+from shared.http2.connection_errors import ErrorCode, ProtocolViolation, StreamReset
+from shared.http2.fastpath import FastPath
+from shared.http2.headers import HeaderList, LiteralEncoder, check_status
+from shared.http2.protocol_state import ProtocolState
 from shared.http2.stream import Stream
 
-if TYPE_CHECKING:
-    from shared.http2.connection import Connection
+
+@dataclass(frozen=True, slots=True)
+class PlainConfig(ConnectionConfig):
+    """The configuration of a connection whose streams go through h2."""
+
+
+def config_of(*, fast: bool, **bounds: int) -> ConnectionConfig:
+    """The configuration of a connection by either path."""
+    return ConnectionConfig(**bounds) if fast else PlainConfig(**bounds)
+
+
+def path_of(connection: Connection) -> FastPath | PlainPath:
+    """The path of a connection's streams, as its configuration says."""
+    return PlainPath(connection) if isinstance(connection.config, PlainConfig) else FastPath(connection)
+
+
+class PlainState(ProtocolState):
+    """A connection of `h2` with streams. It would end the connection of a peer that opens one stream too
+    many: its own limit is twice `streams_max`, so that the surplus can be refused stream by stream."""
+
+    def __init__(self, connection: Connection) -> None:
+        config = connection.config
+        super().__init__(
+            client=connection.client,
+            stream_window_len=config.stream_window_len,
+            connection_window_len=config.connection_window_len,
+            streams_max=config.streams_max,
+        )
+        self.config.header_encoding = None
+        self.config.validate_outbound_headers = False
+        self.config.normalize_outbound_headers = False
+        self.config.normalize_inbound_headers = False
+        self.encoder = LiteralEncoder()  # type: ignore[assignment]  # it has what h2 asks for
+        self.decoder.max_header_list_size = limits.HEADER_LIST_LEN_MAX
+        kept = {**self.local_settings, SettingCodes.MAX_CONCURRENT_STREAMS: 2 * config.streams_max}
+        self.local_settings = Settings(client=connection.client, initial_values=kept)  # type: ignore[arg-type]
+
+
+class OpenStreams(dict[int, Stream]):
+    """The streams of a connection. h2 forgets a closed one with it: frames that still come for it are judged
+    by how it was closed."""
+
+    def __init__(self, h2: PlainState) -> None:
+        self._h2 = h2
+
+    def pop(self, stream_id: int, *default: Any) -> Any:
+        if stream_id in self:
+            self._forget(stream_id)
+        return super().pop(stream_id, *default)
+
+    def __delitem__(self, stream_id: int) -> None:
+        self._forget(stream_id)
+        super().__delitem__(stream_id)
+
+    def _forget(self, stream_id: int) -> None:
+        closed = self._h2.streams.pop(stream_id, None)
+        if closed is not None:
+            assert closed.closed, stream_id
+            self._h2._closed_streams[stream_id] = closed.closed_by
 
 
 class PlainPath:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._h2 = connection.h2
+        self._h2 = connection.h2 = PlainState(connection)
+        connection.streams = OpenStreams(self._h2)
         self._credit_at = connection.config.connection_window_len // 16
         self._uncredited = 0
         self._dropped = 0
@@ -31,7 +96,7 @@ class PlainPath:
             frames.HEADERS: self._check_headers,
             frames.RST_STREAM: self._check_reset,
         }
-        self.event_handlers: Mapping[type[events.Event], Callable[[Any], None]] = {
+        handlers: Mapping[type[events.Event], Callable[[Any], None]] = {
             events.RequestReceived: self._on_request,
             events.ResponseReceived: self._on_response,
             events.DataReceived: self._on_data,
@@ -39,6 +104,7 @@ class PlainPath:
             events.StreamReset: self._on_reset,
             events.WindowUpdated: self._on_window,
         }
+        connection._event_handlers.update(handlers)
 
     @property
     def window(self) -> int:
@@ -52,9 +118,6 @@ class PlainPath:
 
     def opened(self, stream: Stream) -> None:
         """Do nothing: h2 keeps the stream's windows."""
-
-    def closed(self, stream: Stream) -> None:
-        self._h2.forget(stream.id)
 
     def settings_changed(self) -> None:
         """Do nothing: h2 has moved every window."""
@@ -124,7 +187,9 @@ class PlainPath:
         """Handle a reset, from the peer or by h2, which resets a stream when a frame breaks a rule of it."""
         stream, code = self._connection.streams.get(event.stream_id), int(event.error_code or 0)
         if not event.remote_reset:
-            self._connection.was_reset(stream, code)
+            self._connection.charge_reset()
+            if stream is not None:
+                self._connection._close_by_reset(stream, StreamReset(code, by_peer=False))
         elif stream is not None:
             self._connection.received_reset(stream, code)
 

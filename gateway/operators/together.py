@@ -1,0 +1,156 @@
+"""One answer to an operator, made of several: those of a gateway's workers, or those of all gateways.
+
+What becomes of each field stands at the operation (`gateway.operators.operations`).
+
+Rules
+
+1. An entry says which worker it is of, and which gateway unless it is the one that was asked.
+2. An answer of which a part is missing says `"partial": true`, and names those that are silent. So does the
+   answer that there is nothing: it may be theirs.
+3. What some do not find, and others do, is found. Any other error of one is the answer of all: what the
+   others did is done.
+4. A page has the newest of all pages, as many as one may have. The next begins where it ends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from gateway.operators.operations import Merge
+
+ERROR: Final = 400
+PAGE_MAX: Final = 1000
+"""Entries of a page at most."""
+
+
+class OperatorAnswer(Struct, frozen=True):
+    """An answer to an operator's request, before it is sent."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class PartOf(Enum):
+    """The kind of those whose answers are put together. The value is the field that names one."""
+
+    WORKER = "worker"
+    GATEWAY = "gateway"
+
+
+def together(
+    answers: Mapping[Any, OperatorAnswer],
+    silent: Sequence[Any],
+    merges: Mapping[str, Merge],
+    limit: int = PAGE_MAX,
+    part_of: PartOf = PartOf.WORKER,
+) -> OperatorAnswer:
+    """The answer of all, of which `silent` have none. `answers`, by worker or gateway, has one at least; None
+    stands for the gateway that was asked. A page has at most `limit` entries."""
+    found = {of: one for of, one in answers.items() if one.status != HTTPStatus.NOT_FOUND}
+    answers = found or answers
+    first = next((one for one in answers.values() if one.status >= ERROR), None)
+    if first is not None:
+        return first if found or not silent else _may_be_elsewhere(first, silent)
+    if len(answers) == 1 and not silent and (part_of is PartOf.WORKER or None in answers):
+        return next(iter(answers.values()))
+    parts = {of: _object(answer) for of, answer in answers.items()}
+    whole = next(iter(parts.values()))
+    if whole is None:
+        return next(iter(answers.values()))
+    for name in whole:
+        values = {of: part[name] for of, part in parts.items() if part and name in part}
+        whole[name] = _field(merges.get(name, Merge.FIRST), values, part_of)
+    if Merge.PAGE in merges.values():
+        _cut(whole, limit)
+    if silent:
+        whole |= {"partial": True, f"silent_{part_of.value}s": list(silent)}
+    one = next(iter(answers.values()))
+    return OperatorAnswer(one.status, one.headers, msgspec.json.encode(whole))
+
+
+def limit_of(query: Mapping[str, str]) -> int:
+    """The entries that a page may have, by what was asked for."""
+    text = query.get("limit", "")
+    return int(text) if re.fullmatch("[0-9]{1,4}", text) else PAGE_MAX
+
+
+def _may_be_elsewhere(answer: OperatorAnswer, silent: Sequence[Any]) -> OperatorAnswer:
+    """That there is nothing, with those that did not say so."""
+    told = _object(answer)
+    if told is not None and isinstance(error := told.get("error"), dict):
+        error["message"] = f"{error.get('message')} No answer came from {', '.join(map(str, silent))}."
+        answer = OperatorAnswer(answer.status, answer.headers, msgspec.json.encode(told))
+    return answer
+
+
+def _object(answer: OperatorAnswer) -> dict[str, Any] | None:
+    """The fields of an answer of JSON; None of any other."""
+    try:
+        return msgspec.json.decode(answer.body, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return None
+
+
+def _field(merge: Merge, values: Mapping[Any, Any], part_of: PartOf) -> Any:
+    match merge:
+        case Merge.FIRST:
+            return next(iter(values.values()))
+        case Merge.SUM:
+            return _sum(list(values.values()))
+        case Merge.ANY:
+            return any(values.values())
+        case Merge.MOST:
+            return max((value for value in values.values() if value is not None), default=None)
+        case Merge.JOIN | Merge.PAGE:
+            return [_named(entry, of, part_of) for of, entries in values.items() for entry in entries]
+        case Merge.ROWS:
+            return _rows([row for rows in values.values() for row in rows])
+
+
+def _named(entry: dict[str, Any], of: Any, part_of: PartOf) -> dict[str, Any]:
+    """An entry with whose it is (rule 1). One of another gateway has its worker's name already."""
+    if part_of is PartOf.WORKER:
+        return entry if "gateway" in entry else {**entry, "worker": of}
+    return entry if of is None else {**entry, "gateway": of}
+
+
+def _cut(page: dict[str, Any], limit: int) -> None:
+    """Keep the newest entries (rule 4)."""
+    entries = sorted(page["data"], key=_age)
+    page["data"], left = entries[:limit], entries[limit:]
+    if left:
+        last = page["data"][-1]
+        later = max((one.get("number", 0) for one in left), default=0)
+        page["before"] = later + 1 if last.get("is_live") else last.get("number", 0)
+
+
+def _age(entry: Mapping[str, Any]) -> tuple[bool, float]:
+    """The live ones come first, the youngest of them in front."""
+    is_live = bool(entry.get("is_live"))
+    return not is_live, entry.get("total_ms", 0.0) if is_live else -entry.get("number", 0)
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    if not isinstance(values[0], dict):
+        return sum(values)
+    names = dict.fromkeys(name for counts in values for name in counts)
+    return {name: sum(counts.get(name, 0) for counts in values) for name in names}
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of usage, those of the same tenant, key, model and day added up."""
+    sums: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
+    for row in rows:
+        of = tuple((name, value) for name, value in row.items() if isinstance(value, str))
+        before = sums.setdefault(of, {})
+        for name, value in row.items():
+            before[name] = before.get(name, 0) + value if isinstance(value, int) else value
+    return [sums[of] for of in sorted(sums)]
