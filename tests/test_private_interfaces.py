@@ -19,7 +19,7 @@ OURS = {"engine", "gateway", "shared", "__future__"}
 C10D = "torch._C._distributed_c10d"
 
 PRIVATE: Final = {
-    "engine/runtime/host/layers.py": {
+    "engine/runtime/reference/layers.py": {
         "torch.ops.mkldnn._is_mkldnn_bf16_supported",
         "torch.ops.mkldnn._linear_pointwise",
         "torch.ops.mkldnn._reorder_linear_weight",

@@ -31,6 +31,7 @@ def dense(
     context_len: int,
     windows: Sequence[int | None] = (None, None),
     norm_eps: float = 1e-5,
+    norm_kind: Any = "rms",
     norm_offset: float = 0.0,
     norms: Any = "before",
     rope: Rope | None = PLAIN_ROPE,
@@ -52,7 +53,7 @@ def dense(
         return Layer(attention, Mlp(intermediate_size, bias=mlp_bias, **of(_OF_MLP)), norms)
 
     layers = tuple(map(layer, windows, ropes or [rope] * len(windows)))
-    norm = NormSpec(norm_eps, offset=norm_offset)
+    norm = NormSpec(norm_eps, norm_kind, norm_offset)
     gate_up = Names().gate_up if pieces.get("gated", True) else ("mlp.up_proj",)
     names = Names(gate_up=gate_up, attention_post_norm="attention_post_norm", mlp_post_norm="mlp_post_norm")
     return DecoderSpec(
@@ -70,4 +71,5 @@ def like(decoder: DecoderSpec, **changes: Any) -> DecoderSpec:
     }
     flat |= {"intermediate_size": mlp.inner, "windows": decoder.windows, "norms": decoder.layers[0].norms}
     flat |= {"norm_eps": decoder.norm.eps, "norm_offset": decoder.norm.offset}
+    flat |= {"norm_kind": decoder.norm.kind}
     return dense(**{"architecture": decoder.architecture} | flat | changes)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from engine.contract.messages import SamplingParams
-from engine.runtime.host.layers import rms_norm, rotate
 from engine.runtime.kernels import fused
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.kernels.begin import begin_step
@@ -31,6 +30,7 @@ from engine.runtime.kernels.restoring import restored
 from engine.runtime.kernels.split_matmul import split_matmul, split_tiles_for
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.models.spec import Rope
+from engine.runtime.reference.layers import rms_norm, rotate
 from engine.runtime.weights.fp8 import Fp8Weight, quantise
 from tests.bench.engine.gpu.measuring import check
 from tests.engine.runtime.kernels import test_decode_attention as decode

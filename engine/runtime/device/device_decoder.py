@@ -1,4 +1,4 @@
-"""The dense decoder on a GPU: the network of `engine.runtime.host.torch_decoder`, in fewer and larger
+"""The dense decoder on a GPU: the network of `engine.runtime.reference.torch_decoder`, in fewer and larger
 kernels.
 
 Per layer, in decode: norm, QKV, norm-rotate-store, attention, output, norm, gate-up, SiLU, down. Norms and

@@ -46,11 +46,11 @@ from engine.runtime.device.precision import Precision
 from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
 from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.device.torch_on_device import TorchOnDevice
-from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.kernels import launching
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.setup.backends import Backend, BackendChoice, Chosen, Need, choose
 from engine.runtime.setup.hardware import usable_cores
 from engine.runtime.setup.model_errors import BadRunnerConfig, DoesNotFit, UnsupportedModel

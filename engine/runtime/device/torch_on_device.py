@@ -1,7 +1,7 @@
 """A model on a GPU that the Triton network lacks pieces of: torch's operations, launched one by one.
 
-It is the reference network (`engine.runtime.host.torch_decoder`) over the device's cache, slots, attention
-and sampler, so that every family works on its first day. No graph is captured of it.
+It is the reference network (`engine.runtime.reference.torch_decoder`) over the device's cache, slots,
+attention and sampler, so that every family works on its first day. No graph is captured of it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.device.device_decoder import Attend, StepTokens
 from engine.runtime.device.graphs import DecodeInputs
-from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import DecodePages
 from engine.runtime.weights.checkpoint import WeightSource

@@ -17,10 +17,10 @@ from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.host.model import PagedModel, TorchModel
 from engine.runtime.host.sampler import Draw
-from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.native.decoder import NativeDecoder, built_isas, misfit
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.setup.hardware import available_memory_bytes
 from engine.runtime.setup.model_errors import BadRunnerConfig, UnsupportedModel
 from engine.runtime.setup.runner_config import RunnerConfig

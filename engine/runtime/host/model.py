@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.runtime.host.attention import BatchAttention, DecodeBackend, PrefillBackend
-from engine.runtime.host.torch_decoder import TorchDecoder
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 

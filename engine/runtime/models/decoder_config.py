@@ -77,7 +77,8 @@ def parse_model_config(data: bytes) -> DecoderSpec:
 
 def key_meanings(family: Family) -> KeyMeanings:
     """The meaning of each key of a family's config.json."""
-    return {**COMMON_KEYS, **dict.fromkeys(family.keys.__struct_fields__, USED)}
+    keys = family.keys
+    return {**COMMON_KEYS, **dict.fromkeys(keys.__struct_fields__, USED), **keys.limits}
 
 
 def _nearest(fields: Mapping[str, Any]) -> str:

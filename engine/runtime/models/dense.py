@@ -16,7 +16,7 @@ from msgspec import UNSET
 from engine.runtime.models.quantization import Fp8Scheme, read_fp8_scheme
 from engine.runtime.models.rope import ROPE_KEYS, RopeRules, UnsupportedRope, read_rope
 from engine.runtime.models.spec import Attention, DecoderSpec, Layer, Mlp, NormSpec, Rope
-from shared.text.model_files import shown
+from shared.text.model_files import KeyMeanings, shown
 
 SIZE_MAX: Final = 2**31 - 1
 LAYERS_MAX: Final = 4096
@@ -39,7 +39,7 @@ ACTIVATIONS: Final = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2":
 """The descriptions' names of transformers' functions."""
 
 
-def positive(keys: msgspec.Struct, *names: str) -> Iterator[str]:
+def _not_positive(keys: msgspec.Struct, *names: str) -> Iterator[str]:
     """A sentence for each of the named keys that is neither null nor a positive number."""
     for name in names:
         if (value := getattr(keys, name)) is not None and not 0.0 < value < math.inf:
@@ -77,6 +77,11 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
     acts: ClassVar[tuple[str, ...]] = ("silu",)
     act_key: ClassVar[str] = "hidden_act"
     """The key that names the MLP's function."""
+    eps_key: ClassVar[str] = "rms_norm_eps"
+    limits: ClassVar[KeyMeanings] = {}
+    """Keys that are accepted with values that change nothing."""
+    positives: ClassVar[tuple[str, ...]] = ()
+    """Keys that must be positive numbers, where they are not null."""
     rope_rules: ClassVar[RopeRules] = RopeRules()
     slides: ClassVar[bool] = False
     """True if the family has layers with a window, or may have them."""
@@ -145,8 +150,9 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         plain: dict[str, Any] = {"inner": self.intermediate_size, "act": ACTIVATIONS[self.act]}
         return Mlp(**(plain | options))
 
-    def norm(self, offset: float = 0.0) -> NormSpec:
-        return NormSpec(self.rms_norm_eps, offset=offset)
+    def norm(self, **options: Any) -> NormSpec:
+        """`options`: fields of the description that differ."""
+        return NormSpec(getattr(self, self.eps_key), **options)
 
     def decoder(self, architecture: str, layers: Iterator[Layer], **options: Any) -> DecoderSpec:
         """`options`: fields of the description that differ."""
@@ -181,6 +187,9 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         # transformers computes such a model with all tokens in one pass, and without in generation
         if not self.slides and (self.sliding_window or SIZE_MAX) < self.max_position_embeddings:
             yield f"sliding_window {self.sliding_window} is not supported"
+        if wrong := [*_not_positive(self, self.eps_key, *self.positives)]:
+            yield from wrong
+            return
         misfits = [name for name in _SIZES if not 1 <= getattr(self, name) <= SIZE_MAX]
         if misfits:
             yield f"{', '.join(misfits)} must be at least 1, and no more than {SIZE_MAX}"
@@ -191,7 +200,6 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_hidden_layers > LAYERS_MAX:
             yield f"num_hidden_layers must be at most {LAYERS_MAX}"
             return
-        yield from positive(self, "rms_norm_eps")
         kv_heads, head_dim = self.kv_heads, self.width
         if kv_heads < 1 or self.num_attention_heads % kv_heads:
             yield (

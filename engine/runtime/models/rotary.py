@@ -54,8 +54,9 @@ def _inverse_frequencies(rope: Rope, dim: int, context_len: int) -> Tensor:
             return _llama3(rope.scaling, frequencies)
         case Yarn():
             return _yarn(rope.scaling, rope.theta, dim)
-        case Longrope(short, long, original_len):
-            factors = torch.tensor(long if context_len > original_len else short, dtype=torch.float32)
+        case Longrope(short, long):
+            is_long = rope.scaling.is_long(context_len)
+            factors = torch.tensor(long if is_long else short, dtype=torch.float32)
             return 1.0 / (factors * rope.theta**exponents)
     return frequencies
 

@@ -65,6 +65,10 @@ class Longrope:
     amplitude: float
     """The factor of cosines and sines."""
 
+    def is_long(self, context_len: int) -> bool:
+        """True if sequences of up to `context_len` tokens take the long divisors."""
+        return context_len > self.original_context_len
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -99,8 +103,8 @@ class Rope:
 @dataclass(frozen=True, slots=True)
 class NormSpec:
     eps: float
-    kind: Literal["rms"] = "rms"
-    """`rms`: x / sqrt(mean(x^2) + eps), times a weight."""
+    kind: Literal["rms", "layer"] = "rms"
+    """`rms`: x / sqrt(mean(x^2) + eps), times a weight; `layer`: of x without its mean."""
     offset: float = 0.0
     """What is added to the stored weight."""
 
@@ -145,8 +149,9 @@ class Mlp:
 class Layer:
     attention: Attention
     mlp: Mlp
-    norms: Literal["before", "behind", "both"] = "before"
-    """The places of norms, around attention and MLP alike: of what goes in, of what comes out, or both."""
+    norms: Literal["before", "behind", "both", "parallel"] = "before"
+    """The places of norms, around attention and MLP alike: of what goes in, of what comes out, or both.
+    `parallel`: the MLP takes what attention takes, behind one norm."""
 
 
 @dataclass(frozen=True, slots=True)

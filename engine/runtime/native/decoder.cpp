@@ -5,7 +5,7 @@
 //
 // where a model has these norms; an MLP without a gate is down(act(up)).
 //
-// It is engine/runtime/host/torch_decoder.py again, without an interpreter between two operations: a step of a small model,
+// It is engine/runtime/reference/torch_decoder.py again, without an interpreter between two operations: a step of a small model,
 // or of a large one with few rows, is some two hundred loops too short to be called one by one.
 //
 // The residual x is float32; what is multiplied is rounded to the element type just before. All loops
@@ -19,6 +19,7 @@
 #include <atomic>
 #include <cassert>
 #include <new>
+#include <utility>
 
 #include "attention.h"
 #include "int8.h"
@@ -35,7 +36,7 @@ struct PenstockShape {
   float embed_scale, residual_scale, logit_scale, logit_softcap;  // 0: no cap
   float temper_beta;  // queries grow by 1 + beta * ln(1 + floor(position / temper_len)); 0: they do not
   int64_t temper_len;
-  int32_t act, gated, qk_norm, bf16, quantised;
+  int32_t act, gated, qk_norm, centred, parallel, bf16, quantised;
 };
 
 // What a step computes. Row i is tokens [starts[i], starts[i] + lengths[i]) of a slot, packed one after
@@ -152,7 +153,7 @@ class Decoder final : public Model {
                   static_cast<const T*>(layer.values), attended_.get(), scratch_[worker]);
       });
       add_projected(layer, OUTPUT, attended_.get(), ATTENTION_POST_NORM);
-      norm(layer, MLP_NORM, normed_.get());
+      if (!shape_.parallel) norm(layer, MLP_NORM, normed_.get());
       project(layer.linear[GATE_UP], normed_.get(), tokens_, [&](int64_t token, int64_t place, const float* y) {
         activate(y, used(layer.linear[GATE_UP], place), gated_.get() + token * shape_.inner, place);
       });
@@ -332,9 +333,10 @@ class Decoder final : public Model {
     });
     each_of(tokens_, [&](int64_t token) {
       float *x = x_.get() + token * shape_.hidden, *y = added_.get() + token * shape_.hidden;
-      const float factor = inverse_rms(y, shape_.hidden) * scale;
+      const auto [mean, inverse] = moments(y, shape_.hidden);
+      const float factor = inverse * scale;
       for (int64_t i = 0; i < shape_.hidden; i += LANES)
-        store(x + i, load<vf>(x + i) + load<vf>(y + i) * factor * load<vf>(weight + i));
+        store(x + i, load<vf>(x + i) + (load<vf>(y + i) - mean) * factor * load<vf>(weight + i));
     });
   }
 
@@ -373,16 +375,23 @@ class Decoder final : public Model {
         for (int64_t i = 0; i < hidden; i += LANES) E::narrow(out + token * hidden + i, load<vf>(x + i));
         return;
       }
-      const float scale = inverse_rms(x, hidden);
+      const auto [mean, scale] = moments(x, hidden);
       for (int64_t i = 0; i < hidden; i += LANES)
-        E::narrow(out + token * hidden + i, load<vf>(x + i) * scale * load<vf>(weight + i));
+        E::narrow(out + token * hidden + i, (load<vf>(x + i) - mean) * scale * load<vf>(weight + i));
     });
   }
 
-  float inverse_rms(const float* x, int64_t n) const {
+  // What a norm takes from x, 0 unless it is centred, and what it multiplies with.
+  std::pair<float, float> moments(const float* x, int64_t n) const {
+    float mean = 0.0f;
+    if (shape_.centred) {
+      vf total{};
+      for (int64_t i = 0; i < n; i += LANES) total += load<vf>(x + i);
+      mean = sum(total) / float(n);
+    }
     vf squares{};
-    for (int64_t i = 0; i < n; i += LANES) squares += load<vf>(x + i) * load<vf>(x + i);
-    return 1.0f / std::sqrt(sum(squares) / float(n) + shape_.norm_eps);
+    for (int64_t i = 0; i < n; i += LANES) squares += (load<vf>(x + i) - mean) * (load<vf>(x + i) - mean);
+    return {mean, 1.0f / std::sqrt(sum(squares) / float(n) + shape_.norm_eps)};
   }
 
   void rotate_and_write(const Layer& layer, const Span& span) {
@@ -418,8 +427,8 @@ class Decoder final : public Model {
   }
 
   void norm_row(float* x, const float* weights, int64_t n) const {
-    const float scale = inverse_rms(x, n);
-    for (int64_t d = 0; d < n; ++d) x[d] *= scale * weights[d];
+    const auto [mean, scale] = moments(x, n);
+    for (int64_t d = 0; d < n; ++d) x[d] = (x[d] - mean) * (scale * weights[d]);
   }
 
   // One head [head_dim], turned by its position.

@@ -78,6 +78,8 @@ class Shape(ctypes.Structure):
         ("act", c_int32),
         ("gated", c_int32),
         ("qk_norm", c_int32),
+        ("centred", c_int32),
+        ("parallel", c_int32),
         ("bf16", c_int32),
         ("quantised", c_int32),
     )
@@ -188,7 +190,8 @@ _ACTS: Final = ("silu", "gelu_tanh", "relu2")
 _QK_NORMS: Final = (None, "heads", "rotated heads", "width")
 """The places of norms of queries and keys in the order of `PenstockQKNorm`."""
 IMPLEMENTED: Final = frozenset(
-    {"norm.kind rms", "layer.norms before", "layer.norms behind", "layer.norms both"}
+    {"norm.kind rms", "norm.kind layer"}
+    | {f"layer.norms {places}" for places in ("before", "behind", "both", "parallel")}
     | {f"mlp.act {name}" for name in _ACTS}
     | {f"attention.qk_norm {place}" for place in _QK_NORMS[1:]}
     | {"mlp.gated no", "mlp.bias", "attention.window", "attention.bias", "attention.out_bias"}
@@ -243,6 +246,8 @@ def _shape_of(config: DecoderSpec, page_size: int, dtype: torch.dtype, *, int8: 
         temper_len=1 if tempering is None else tempering.original_context_len,
         gated=layer.mlp.gated,
         qk_norm=_QK_NORMS.index(config.attention.qk_norm),
+        centred=config.norm.kind == "layer",
+        parallel=layer.norms == "parallel",
         bf16=dtype == torch.bfloat16,
         quantised=int8,
     )

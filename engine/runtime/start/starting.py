@@ -33,7 +33,7 @@ from engine.contract.messages import (
     Want,
 )
 from engine.runtime.models.decoder_config import read_model_config
-from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.models.spec import DecoderSpec, Longrope
 from engine.runtime.setup.hardware import available_memory_bytes, multiplies_bf16, usable_cores
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.setup.runner_config import RunnerConfig
@@ -199,6 +199,9 @@ def untimed_info(
     arithmetic: str,
 ) -> RunnerInfo:
     """A runner's sizes and type, with times and host memory left at 0."""
+    longest = [rope.scaling for rope in model.ropes if rope and isinstance(rope.scaling, Longrope)]
+    if longest:  # cached keys have its factors in them
+        arithmetic += ", long ropes" if longest[0].is_long(model.context_len) else ", short ropes"
     return RunnerInfo(
         pages=pages,
         page_size=config.page_size,

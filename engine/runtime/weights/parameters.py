@@ -193,7 +193,7 @@ def _norms(decoder: DecoderSpec, index: int, shard: Shard) -> dict[NormRole, Nor
     attention, hidden, offset = layer.attention, decoder.hidden_size, decoder.norm.offset
     found = {}
     for role, name, places in (
-        (NormRole.ATTENTION, names.attention_norm, ("before", "both")),
+        (NormRole.ATTENTION, names.attention_norm, ("before", "both", "parallel")),
         (NormRole.ATTENTION_POST, names.attention_post_norm, ("behind", "both")),
         (NormRole.MLP, names.mlp_norm, ("before", "both")),
         (NormRole.MLP_POST, names.mlp_post_norm, ("behind", "both")),

@@ -84,6 +84,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "ernie4_5": ("Ernie4_5", {"use_bias": True}),
     "glm4": ("Glm4", {"attention_bias": True}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.3, "sliding_window": 12, "sliding_window_pattern": 2}),
     "ministral3": (
         "Ministral3",
         {

@@ -282,6 +282,14 @@ OWN: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.25}},
         {"attention_bias": ABSENT},
     ),
+    "cohere2": (
+        {"logit_scale": ABSENT},
+        {"logit_scale": -1.0},
+        {"layer_norm_eps": 0.01},
+        {"layer_norm_eps": 0.0},
+        {"sliding_window_pattern": ABSENT},
+        {"head_dim": 8},
+    ),
     "ministral3": (
         {"rope_parameters": ABSENT},
         {"rope_parameters": {"rope_type": "yarn", **YARN}},

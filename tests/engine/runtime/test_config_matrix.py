@@ -33,11 +33,13 @@ from tests.engine.runtime.config_oracle import (
     our_logprobs,
     their_logprobs,
 )
+from tests.engine.runtime.conftest import load
 from tests.engine.runtime.odd_configs import (
     EVERYWHERE,
     FAMILIES,
     FULL,
     LLAMA3,
+    LONG,
     NONSENSE,
     ORIGINAL,
     OWN,
@@ -161,6 +163,15 @@ def test_families_that_transformers_names_are_as_there_or_refused(workshop: Work
     assert found[0] is Outcome.EQUAL
     outcomes = Counter(found)
     assert outcomes[Outcome.EQUAL] >= len(cases) // 3, outcomes
+
+
+def test_pages_of_long_and_of_short_ropes_are_not_taken_for_each_other(workshop: Workshop) -> None:
+    weights = Weights("phi3")
+    scaling = {"type": "longrope", **LONG}
+    text = weights.config(rope_scaling=scaling, original_max_position_embeddings=32)
+    model = workshop.model(weights, text)
+    short, edge, long = (load(model, max_model_len=n).info.arithmetic for n in (16, 32, 48))
+    assert short == edge != long
 
 
 @pytest.mark.parametrize("family", effort.some([*OWN], usual=5))

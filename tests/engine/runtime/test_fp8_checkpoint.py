@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.contract.messages import SamplingParams
-from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.models.decoder_config import parse_model_config, read_model_config
 from engine.runtime.models.quantization import Fp8Scheme, read_fp8_scheme
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.setup.model_errors import UnsupportedModel, WeightsMismatch
 from engine.runtime.weights.checkpoint import Checkpoint, Inspection, TensorPart, checkpoint_files
 from engine.runtime.weights.fp8 import quantise

@@ -16,6 +16,7 @@ APART = {
     "device": ("host",),
     "kernels": ("host", "device"),
     "models": ("host", "device"),
+    "reference": ("host", "device", "kernels", "native"),
 }
 """The packages that do not import one another."""
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.host import host_shard as loading
 from engine.runtime.host.model import PagedModel, TorchModel
-from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.load import load_runner
 from engine.runtime.models.spec import DecoderSpec, Rope, Tempering, Yarn
 from engine.runtime.native import build
 from engine.runtime.native.decoder import NativeDecoder, Shape, Step, built_isas, misfit
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.batch import assemble
@@ -81,6 +81,7 @@ SHAPES: dict[str, DecoderSpec] = {
         ropes=TWO_ROPES,
         residual_scale=0.3,
     ),
+    "side by side, centred norms": like(PLAIN, norms="parallel", norm_kind="layer", qk_norm="heads"),
     "no gate, untied, scaled logits": like(
         PLAIN,
         act="relu2",

@@ -19,8 +19,6 @@ from engine.runtime.device import device_shard as device_load
 from engine.runtime.device.device_decoder import DeviceDecoder
 from engine.runtime.device.device_shard import load_on_card
 from engine.runtime.host import host_shard as host_load
-from engine.runtime.host import torch_decoder as torch_network
-from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.load import load_runner
 from engine.runtime.models.decoder_config import parse_model_config, read_model_config
 from engine.runtime.models.families import FAMILIES
@@ -29,6 +27,8 @@ from engine.runtime.models.quantization import Fp8Scheme
 from engine.runtime.models.spec import Attention, DecoderSpec, Llama3, Rope
 from engine.runtime.native import decoder as native_network
 from engine.runtime.native.decoder import NativeDecoder, built_isas
+from engine.runtime.reference import torch_decoder as torch_network
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.setup.model_errors import BadRunnerConfig, UnsupportedModel
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.weights.checkpoint import ALL, TensorPart
@@ -85,8 +85,8 @@ def with_layer(**changes: Any) -> DecoderSpec:
 
 FOREIGN = {
     "mlp.act gelu": like(PLAIN, act="gelu"),
-    "norm.kind layer": replace(PLAIN, norm=replace(PLAIN.norm, kind="layer")),  # type: ignore[arg-type]
-    "layer.norms parallel": like(PLAIN, norms="parallel"),
+    "norm.kind group": replace(PLAIN, norm=replace(PLAIN.norm, kind="group")),  # type: ignore[arg-type]
+    "layer.norms between": like(PLAIN, norms="between"),
     "head_bias": extended(Biased, PLAIN, head_bias=True),
     "sunk.sinks": with_layer(attention=extended(Sunk, PLAIN.attention, sinks=True)),
     "rope.scaling Turning": like(PLAIN, rope=Rope(1e4, Turning(4.0))),  # type: ignore[arg-type]

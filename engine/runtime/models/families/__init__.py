@@ -8,6 +8,7 @@ from typing import Final
 
 from engine.runtime.models.families import (
     arcee,
+    cohere2,
     ernie4_5,
     gemma3,
     glm4,
@@ -49,6 +50,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         arcee,
         hunyuan,
         ernie4_5,
+        cohere2,
     )
 }
 """The families that are implemented, by `model_type`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from engine.runtime.models.dense import DEFAULT_WINDOW, DenseKeys, every, positive
+from engine.runtime.models.dense import DEFAULT_WINDOW, DenseKeys, every
 from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules, read_ropes
 from engine.runtime.models.spec import DecoderSpec, Layer, Names, Rope
+from shared.text.model_files import KeyMeanings, only
 
 NAMES = Names(
     attention_post_norm="post_attention_layernorm",
@@ -28,12 +28,17 @@ class Gemma3Keys(DenseKeys, frozen=True, kw_only=True):
     sliding_window_pattern: int = 6
     rope_local_base_freq: float = 10_000.0
     final_logit_softcapping: float | None = None
-    attn_logit_softcapping: float | None = None
-    use_bidirectional_attention: bool | None = False
 
     slides: ClassVar[bool] = True
     acts: ClassVar[tuple[str, ...]] = ("gelu_pytorch_tanh",)
+    limits: ClassVar[KeyMeanings] = {
+        "attn_logit_softcapping": only(None),
+        "use_bidirectional_attention": only(None, False),
+    }
     act_key: ClassVar[str] = "hidden_activation"
+    positives: ClassVar[tuple[str, ...]] = (
+        *("query_pre_attn_scalar", "sliding_window_pattern", "final_logit_softcapping"),
+    )
     rope_rules: ClassVar[RopeRules] = RopeRules(theta=1_000_000.0)
 
     @property
@@ -42,12 +47,6 @@ class Gemma3Keys(DenseKeys, frozen=True, kw_only=True):
 
     def rope(self, kind: str) -> Rope | None:
         return read_ropes(self.rope_fields, self.rope_rules, self.width, self.rope_local_base_freq)[kind]
-
-    def contradictions(self) -> Iterator[str]:
-        if self.attn_logit_softcapping is not None or self.use_bidirectional_attention:
-            yield "attn_logit_softcapping and use_bidirectional_attention are not supported"
-        names = "query_pre_attn_scalar", "sliding_window_pattern", "final_logit_softcapping"
-        yield from [*positive(self, *names)] or super().contradictions()
 
 
 def describe(hf: Gemma3Keys) -> DecoderSpec:

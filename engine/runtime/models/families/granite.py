@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
-from engine.runtime.models.dense import DenseKeys, positive
+from engine.runtime.models.dense import DenseKeys
 from engine.runtime.models.family import Family
 from engine.runtime.models.spec import DecoderSpec, Layer
 
@@ -18,6 +17,10 @@ class GraniteKeys(DenseKeys, frozen=True, kw_only=True):
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
 
+    positives: ClassVar[tuple[str, ...]] = (
+        *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+    )
+
     @property
     def scale(self) -> float:
         return self.attention_multiplier
@@ -29,11 +32,6 @@ class GraniteKeys(DenseKeys, frozen=True, kw_only=True):
             "residual_scale": self.residual_multiplier,
             "logit_scale": 1 / self.logits_scaling,
         }
-
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
-        yield from positive(self, *names)
 
 
 def describe(hf: GraniteKeys) -> DecoderSpec:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 from engine.runtime.models.dense import DEFAULT_WINDOW, every
-from engine.runtime.models.families import olmo2
+from engine.runtime.models.families.olmo2 import Olmo2Keys
+from engine.runtime.models.families.olmo2 import describe as describe_olmo2
 from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules, read_ropes
 from engine.runtime.models.spec import DecoderSpec, Rope
 
 
-class Olmo3Keys(olmo2.Olmo2Keys, frozen=True, kw_only=True):
+class Olmo3Keys(Olmo2Keys, frozen=True, kw_only=True):
     sliding_window: int | None = DEFAULT_WINDOW
 
     slides: ClassVar[bool] = True
@@ -26,7 +27,7 @@ class Olmo3Keys(olmo2.Olmo2Keys, frozen=True, kw_only=True):
 
 
 def describe(hf: Olmo3Keys) -> DecoderSpec:
-    return olmo2.describe(hf, "Olmo3ForCausalLM")
+    return describe_olmo2(hf, "Olmo3ForCausalLM")
 
 
 FAMILY = Family("olmo3", "Olmo3ForCausalLM", Olmo3Keys, describe)

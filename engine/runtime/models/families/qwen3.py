@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.runtime.models.families import qwen2
+from engine.runtime.models.families.qwen2 import Qwen2Keys
 from engine.runtime.models.family import Family
 from engine.runtime.models.spec import DecoderSpec, Layer
 
 
-class Qwen3Keys(qwen2.Qwen2Keys, frozen=True, kw_only=True):
+class Qwen3Keys(Qwen2Keys, frozen=True, kw_only=True):
     attention_bias: bool = False
 
     @property

@@ -21,6 +21,7 @@ class Smollm3Keys(DenseKeys, frozen=True, kw_only=True):
     no_rope_layer_interval: int = 4
 
     slides: ClassVar[bool] = True
+    positives: ClassVar[tuple[str, ...]] = ("no_rope_layer_interval",)
     rope_rules: ClassVar[RopeRules] = RopeRules(theta=2_000_000.0)
 
     @property
@@ -41,9 +42,7 @@ class Smollm3Keys(DenseKeys, frozen=True, kw_only=True):
         return [SLIDING_ATTENTION if slides and not told else FULL_ATTENTION for told in self.is_told]
 
     def contradictions(self) -> Iterator[str]:
-        if self.no_rope_layer_interval < 1:
-            yield f"no_rope_layer_interval {self.no_rope_layer_interval} must be at least 1"
-        elif len(self.is_told) != self.num_hidden_layers:
+        if len(self.is_told) != self.num_hidden_layers:
             yield f"no_rope_layers has {len(self.is_told)} entries for {self.num_hidden_layers} layers"
         else:
             yield from super().contradictions()

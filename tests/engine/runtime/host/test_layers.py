@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.runtime.host import layers
-from engine.runtime.host.layers import PackedLinear, rotate
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.models.spec import Llama3, Rope
+from engine.runtime.reference import layers
+from engine.runtime.reference.layers import PackedLinear, rotate
 
 
 @pytest.mark.parametrize("packed", [True, False])

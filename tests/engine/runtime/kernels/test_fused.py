@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from engine.runtime.host.layers import rms_norm, rotate
 from engine.runtime.kernels import fused
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.models.spec import Rope
+from engine.runtime.reference.layers import rms_norm, rotate
 
 DTYPES = (torch.float32, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}

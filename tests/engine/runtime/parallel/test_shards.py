@@ -17,9 +17,9 @@ from torch import Tensor
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.group import Group
 from engine.runtime.collective.shard import Shard
-from engine.runtime.host.torch_decoder import TorchDecoder
 from engine.runtime.models.decoder_config import parse_model_config, read_model_config
 from engine.runtime.models.spec import DecoderSpec, Names
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.setup.model_errors import BadRunnerConfig, CollectiveFailed, WeightsMismatch
 from engine.runtime.weights import checkpoint
 from engine.runtime.weights.checkpoint import Checkpoint, Inspection, TensorPart, checkpoint_files

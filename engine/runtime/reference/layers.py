@@ -81,6 +81,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def layer_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """The norm of x without its mean, over the last dimension (Ba et al. 2016), computed in float32."""
+    exact = None if weight is None else weight.float()
+    return F.layer_norm(x.float(), (x.shape[-1],), exact, None, eps).to(x.dtype)
+
+
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """x [T, heads, D], rotated by its positions' angles."""
     cos, sin = angles

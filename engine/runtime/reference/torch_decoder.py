@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.runtime.collective.collective import ALONE, Collective
-from engine.runtime.host.layers import PackedLinear, rms_norm, rotate
 from engine.runtime.models import spec
 from engine.runtime.models.pieces import lacking
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.models.spec import DecoderSpec, Rope, Tempering
+from engine.runtime.reference.layers import PackedLinear, layer_norm, rms_norm, rotate
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
     Matrix,
@@ -42,8 +42,13 @@ ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
 }
+NORMS: Final[Mapping[str, Callable[[Tensor, Tensor | None, float], Tensor]]] = {
+    "rms": rms_norm,
+    "layer": layer_norm,
+}
 IMPLEMENTED: Final = frozenset(
-    {"norm.kind rms", "layer.norms before", "layer.norms behind", "layer.norms both"}
+    {f"norm.kind {kind}" for kind in NORMS}
+    | {f"layer.norms {places}" for places in ("before", "behind", "both", "parallel")}
     | {f"mlp.act {name}" for name in ACTIVATIONS}
     | {"mlp.gated no", "mlp.bias", "attention.window", "attention.bias", "attention.out_bias"}
     | {f"attention.qk_norm {place}" for place in ("heads", "rotated heads", "width")}
@@ -84,6 +89,7 @@ class TorchDecoder:
         self._rotary = {rope: Rotary(rope, config.head_dim, config.context_len) for rope in config.ropes}
         self.embedding: Final = read_embedding(config, source)
         self._layers = [self._load(config, source, index) for index in range(len(config.layers))]
+        self._norm_of = NORMS[config.norm.kind]
         self._norm = final_norm(config).read(source)
         # Tied weights are kept twice on CPU, once to look rows up and once laid out for the multiplication.
         self._lm_head = PackedLinear(read_lm_head(config, source, ranks.shard, self.embedding))
@@ -95,22 +101,25 @@ class TorchDecoder:
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """token_ids and positions [T] -> final hidden states [T, hidden], normed."""
-        config, eps = self.config, self.config.norm.eps
+        config = self.config
         x = F.embedding(token_ids, self.embedding)
         if config.embed_scale != 1.0:
             x = x * torch.tensor(config.embed_scale, dtype=x.dtype, device=x.device)
         angles = {rope: own.angles(positions, x.dtype) for rope, own in self._rotary.items()}
         for index, layer in enumerate(self._layers):
-            q, k, v = self._qkv(layer, self._normed(layer, NormRole.ATTENTION, x), angles)
+            normed = self._normed(layer, NormRole.ATTENTION, x)
+            q, k, v = self._qkv(layer, normed, angles)
             if (tempering := layer.spec.attention.tempering) is not None:
                 q = q * _tempers(tempering, positions).to(q.dtype)
             attended = layer.matrices[Matrix.OUTPUT](attention(index, q, k, v).flatten(1))
             x = self._added(layer, x, attended, NormRole.ATTENTION_POST)
-            inner = layer.matrices[Matrix.GATE_UP](self._normed(layer, NormRole.MLP, x))
+            if layer.spec.norms != "parallel":
+                normed = self._normed(layer, NormRole.MLP, x)
+            inner = layer.matrices[Matrix.GATE_UP](normed)
             x = self._added(
                 layer, x, layer.matrices[Matrix.DOWN](_activated(layer.spec.mlp, inner)), NormRole.MLP_POST
             )
-        return rms_norm(x, self._norm, eps)
+        return self._norm_of(x, self._norm, config.norm.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab], float32."""
@@ -122,7 +131,7 @@ class TorchDecoder:
         return logits if cap is None else (logits / cap).tanh() * cap
 
     def _normed(self, layer: _Layer, role: NormRole, x: Tensor) -> Tensor:
-        return rms_norm(x, layer.norms[role], self.config.norm.eps) if role in layer.norms else x
+        return self._norm_of(x, layer.norms[role], self.config.norm.eps) if role in layer.norms else x
 
     def _added(self, layer: _Layer, x: Tensor, change: Tensor, role: NormRole) -> Tensor:
         """The residual with a block's output, which all ranks have a part of, added."""
@@ -134,7 +143,7 @@ class TorchDecoder:
         self, layer: _Layer, x: Tensor, angles: Mapping[Rope | None, Angles]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden] -> q [T, H, D], k and v [T, Hkv, D]; q and k rotated."""
-        own, eps = layer.spec.attention, self.config.norm.eps
+        own = layer.spec.attention
         by_head = layer.matrices[Matrix.QKV](x).view(len(x), -1, own.head_dim)
         qk, v = by_head.tensor_split([own.heads + own.kv_heads], dim=1)
         if own.qk_norm == "width":
@@ -142,13 +151,18 @@ class TorchDecoder:
             assert layer.qk_norm is not None
             qk = (qk * layer.qk_norm).to(x.dtype)
         elif own.qk_norm == "heads":
-            qk = _normed_heads(qk, layer.qk_norm, eps)
+            qk = self._normed_heads(qk, layer.qk_norm)
         if own.rope is not None:
             qk = rotate(qk, angles[own.rope])
         if own.qk_norm == "rotated heads":
-            qk = _normed_heads(qk, layer.qk_norm, eps)
+            qk = self._normed_heads(qk, layer.qk_norm)
         q, k = qk.tensor_split([own.heads], dim=1)
         return q, k, v
+
+    def _normed_heads(self, heads: Tensor, weight: Tensor | None) -> Tensor:
+        assert weight is not None
+        exact = heads if weight.dtype == heads.dtype else heads.float()
+        return (self._norm_of(exact, None, self.config.norm.eps) * weight).to(heads.dtype)
 
     def _normed_wide(self, heads: Tensor) -> Tensor:
         """heads [T, any, D], float32, by the mean square over those of all ranks."""
@@ -168,13 +182,6 @@ class TorchDecoder:
             qk_norm = torch.cat(heads)
         by_head = None if qk_norm is None else qk_norm.view(-1, attention.head_dim)
         return _Layer(share, matrices, norms, by_head)
-
-
-def _normed_heads(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    assert weight is not None
-    if weight.dtype != heads.dtype:
-        return (rms_norm(heads.float(), None, eps) * weight).to(heads.dtype)
-    return rms_norm(heads, None, eps) * weight
 
 
 def _activated(mlp: spec.Mlp, x: Tensor) -> Tensor:

@@ -1,0 +1,46 @@
+"""Command R7B and A (Cohere 2): attention and MLP side by side, behind one centred norm; a rope of neighbours
+in layers with a window, and none in others."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from engine.runtime.models.dense import DEFAULT_WINDOW, SLIDING_ATTENTION, DenseKeys, every
+from engine.runtime.models.family import Family
+from engine.runtime.models.rope import RopeRules
+from engine.runtime.models.spec import DecoderSpec, Layer, Rope
+
+
+class Cohere2Keys(DenseKeys, frozen=True, kw_only=True):
+    layer_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    logit_scale: float = 0.0625
+    sliding_window: int | None = DEFAULT_WINDOW
+    sliding_window_pattern: int = 4
+
+    slides: ClassVar[bool] = True
+    eps_key: ClassVar[str] = "layer_norm_eps"
+    rope_rules: ClassVar[RopeRules] = RopeRules(interleaved=True)
+    positives: ClassVar[tuple[str, ...]] = ("logit_scale", "sliding_window_pattern")
+
+    @property
+    def width(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def kinds(self) -> list[str]:
+        return self.layer_types or every(self.sliding_window_pattern, self.num_hidden_layers)
+
+    def rope(self, kind: str) -> Rope | None:
+        return super().rope(kind) if kind == SLIDING_ATTENTION else None
+
+
+def describe(hf: Cohere2Keys) -> DecoderSpec:
+    options = {"bias": hf.attention_bias, "out_bias": hf.attention_bias}
+    layers = (Layer(hf.attention(kind, **options), hf.mlp(), "parallel") for kind in hf.kinds)
+    norm = hf.norm(kind="layer")
+    return hf.decoder("Cohere2ForCausalLM", layers, norm=norm, logit_scale=hf.logit_scale)
+
+
+FAMILY = Family("cohere2", "Cohere2ForCausalLM", Cohere2Keys, describe)
