@@ -69,6 +69,7 @@ class Harness:
         timed_steps: tuple[TimedStep, ...] = (),
         session_keep_s: float = 30.0,
         fill_s: Callable[[int], float] = lambda handle: 0.0,
+        state_bytes: int = 0,
     ) -> None:
         config = SchedulerConfig(
             step_tokens_max=step_tokens_max,
@@ -83,7 +84,12 @@ class Harness:
             session_keep_s=session_keep_s,
         )
         info = runner_info(
-            pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
+            pages=pages,
+            page_size=page_size,
+            slots=slots,
+            max_model_len=max_model_len,
+            host_pages=host_pages,
+            state_bytes=state_bytes,
         )
         info = msgspec.structs.replace(info, timed_steps=timed_steps)
         self.now = 100.0
