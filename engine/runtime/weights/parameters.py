@@ -208,10 +208,8 @@ def layer_parameters(decoder: DecoderSpec, index: int, shard: Shard = WHOLE) -> 
 
     delta: dict[DeltaRole, DeltaParameters] = {}
     if isinstance(attention, DeltaNet):
-        delta, (modules, rows, spans) = (
-            _delta(attention, names, at, shard),
-            _delta_inputs(attention, names, shard),
-        )
+        delta = _delta(attention, names, at, shard)
+        modules, rows, spans = _delta_inputs(attention, names, shard)
         matrices = {
             Matrix.DELTA: stacked(modules, rows, spans, bias=False),
             Matrix.OUTPUT: back(

@@ -84,14 +84,9 @@ class Harness:
             session_keep_s=session_keep_s,
         )
         info = runner_info(
-            pages=pages,
-            page_size=page_size,
-            slots=slots,
-            max_model_len=max_model_len,
-            host_pages=host_pages,
-            state_bytes=state_bytes,
+            pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
         )
-        info = msgspec.structs.replace(info, timed_steps=timed_steps)
+        info = msgspec.structs.replace(info, timed_steps=timed_steps, state_bytes=state_bytes)
         self.now = 100.0
         grammars = self.grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)
         self.scheduler = Scheduler(config, info, discipline, grammars=grammars)

@@ -12,6 +12,7 @@ from engine.runtime.models.rope import RopeRules
 from engine.runtime.models.spec import DecoderSpec, DeltaNet, Layer, Names
 from shared.text.model_files import NO_EFFECT, KeyMeanings, only
 
+MROPE = "mrope_section", "mrope_interleaved"  # of images: for text alone it is plain
 SIZES = tuple(f"linear_{n}" for n in ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads"))
 
 
@@ -27,9 +28,7 @@ class Qwen35Keys(DenseKeys, frozen=True, kw_only=True):
     linear_num_value_heads: int = 32
 
     also_kinds: ClassVar[tuple[str, ...]] = (LINEAR_ATTENTION,)
-    rope_rules: ClassVar[RopeRules] = RopeRules(
-        part=0.25, partial=True, also=("mrope_section", "mrope_interleaved")
-    )
+    rope_rules: ClassVar[RopeRules] = RopeRules(part=0.25, partial=True, also=MROPE)
     limits: ClassVar[KeyMeanings] = {
         "attn_output_gate": only(True),
         "output_gate_type": only("swish"),
@@ -40,9 +39,8 @@ class Qwen35Keys(DenseKeys, frozen=True, kw_only=True):
 
     @property
     def kinds(self) -> list[str]:
-        full, every = FULL_ATTENTION, self.full_attention_interval
-        silent = (LINEAR_ATTENTION if i % every else full for i in range(1, self.num_hidden_layers + 1))
-        return self.layer_types or list(silent)
+        numbers, every = range(1, self.num_hidden_layers + 1), self.full_attention_interval
+        return self.layer_types or [LINEAR_ATTENTION if i % every else FULL_ATTENTION for i in numbers]
 
     def contradictions(self) -> Iterator[str]:
         if wrong := [n for n in ("full_attention_interval", *SIZES) if not 1 <= getattr(self, n) <= SIZE_MAX]:
