@@ -46,6 +46,7 @@ def runner_info(
     vocab_size: int = 50,
     host_pages: int = 0,
     page_copy_s: float = 0.0,
+    state_bytes: int = 0,
 ) -> RunnerInfo:
     return RunnerInfo(
         pages=pages,
@@ -59,6 +60,7 @@ def runner_info(
         page_bytes=8 * page_size,
         host_pages=host_pages,
         page_copy_s=page_copy_s,
+        state_bytes=state_bytes,
     )
 
 
@@ -292,6 +294,8 @@ class FakeRunner:
         self, state: SlotState, position: int, length: int, want: Want, tables: Counter[int]
     ) -> None:
         size, end = self.info.page_size, position + length
+        if self.info.state_bytes:
+            assert position == (state.computed_len or 0), "a slot's state has all tokens before its next row"
         if state.computed_len is not None:
             assert position == state.computed_len, "a row continues where its slot stands"
         elif position % size:

@@ -153,6 +153,7 @@ class _Simulation:
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
             host_pages=config.host_pages,
+            state_bytes=config.state_bytes,
             page_copy_s=config.page_copy_s,
         )
         self._now = 0.0

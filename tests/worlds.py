@@ -44,6 +44,8 @@ class SimConfig:
     host_pages: int = 0
     """Pages in host memory, which keep what the prefix cache evicts."""
     page_copy_s: float = 0.001
+    state_bytes: int = 0
+    """Of a model that keeps a state by slot."""
     disk: bool = False
     """True if what they keep is also written to a disk."""
     slots: int = 6

@@ -248,6 +248,9 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     arithmetic: str = ""
     """The kernels and all else, beside the weights and `dtype`, that decides the bits of keys and values and
     how a page is laid out. No setting that leaves these alone is in it."""
+    state_bytes: int = 0
+    """Bytes of the state that a slot keeps of its sequence beside pages; 0: the model has none. Pages are of
+    no use without it, and it is lost with the slot."""
 
 
 class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):

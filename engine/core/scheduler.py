@@ -35,6 +35,7 @@ The rules, each in full at the head of the module that keeps it:
     I  allocator   no running sequence is preempted while a step is in flight
     J  victims     tenants share the slots; a tenant that holds more yields to one that holds less
     K  allocator   what fills no page is copied from a sequence that has computed it
+    L  allocator   a sequence whose model keeps a state by slot gives up its pages with its slot
 
 Why it never stops. A sequence whose longest form would not fit into the whole pool is rejected when it is
 added. When no sequence runs, every page is available or held by stalled ones alone, no watermark applies, and
@@ -113,6 +114,7 @@ class Scheduler:
         grammars: Grammars | None = None,
     ) -> None:
         config.check_against(runner)
+        config = config.fitting(runner)
         self._config = config
         self._runner = runner
         self._sequences: dict[int, Sequence] = {}  # by handle: all that have not ended

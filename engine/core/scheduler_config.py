@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.contract.messages import RunnerInfo, ServiceClass
 
@@ -51,6 +51,11 @@ class SchedulerConfig:
         assert len(self.gap_targets_s) == len(ServiceClass)
         assert min(self.gap_targets_s) > 0.0
         assert 0.0 < self.prompt_share < 1.0
+
+    def fitting(self, runner: RunnerInfo) -> SchedulerConfig:
+        """These settings as the runner allows them: pages are of no use to others where a state that is lost
+        with the slot belongs to them."""
+        return replace(self, prefix_cache=False) if runner.state_bytes else self
 
     def check_against(self, runner: RunnerInfo) -> None:
         """Assert the relations between these limits and the runner's."""

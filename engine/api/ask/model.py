@@ -252,6 +252,8 @@ def read_generation_defaults(directory: Path, vocab_size: int) -> GenerationDefa
     """
     files = {name: _fields(directory / name) for name in (GENERATION_CONFIG, MODEL_CONFIG)}
     own, config = files.values()
+    if config is not None and isinstance(inner := config.get("text_config"), dict):
+        files[MODEL_CONFIG] = config = {**inner, **config}  # the text part of a model of more
     where, fields = (MODEL_CONFIG, config or {}) if own is None else (GENERATION_CONFIG, own)
     refused = list(refusals(fields, GENERATION_KEYS))
     if refused:

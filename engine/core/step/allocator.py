@@ -34,6 +34,11 @@ K. What a sequence lacks of its prompt's last page may be the head of a page tha
    choices of one prompt compute its last token alone for themselves, and a prompt that comes again does.
    The same plan may evict the source, as it makes its copies before it writes anything; but it is the last to
    be taken, for the choices that come after.
+L. Where the model keeps a state by slot (`RunnerInfo.state_bytes`), pages without it are of no use. So a
+   sequence that loses its slot gives up its pages at once, and all its tokens are computed again when it is
+   admitted: what stalls is preempted as if others lacked its pages, which each pause costs it once at most
+   (rule E), and what yields as if they did (rule J, which lets time pass for it). There is no prefix cache
+   (`engine.core.scheduler_config`), so the choices of one prompt compute it each for itself.
 """
 
 from __future__ import annotations
@@ -92,6 +97,7 @@ class Allocator:
         self.holdings: Final = TenantHoldings(runner.slots, runner.pages)
         self._keeps: Final = runner.host_pages > 0 and config.prefix_cache
         """True if host memory keeps what the prefix cache evicts."""
+        self._has_states: Final = runner.state_bytes > 0
         self.pages: Final = BlockManager(runner.pages, runner.page_size, tells_evicted=self._keeps)
         gap_target_s = config.gap_targets_s[ServiceClass.DEFAULT]
         self.host_tier: Final = HostTier(runner.host_pages, self.pages, gap_target_s)
@@ -382,6 +388,8 @@ class Allocator:
         self.preemptions += 1
         self.yields += 1
         self._moved.append(Moved(victim.handle, Move.PREEMPTED_SHARE))
+        if self._has_states:
+            self._give_up_pages(victim, now, Move.PREEMPTED_PAGES)
 
     def _preempt(self, victim: Sequence, builder: PlanBuilder, now: float, move: Move) -> None:
         """Take pages, and the slot if it has one, from a sequence, with all that was planned for it. The
@@ -389,8 +397,16 @@ class Allocator:
         if victim.status is Status.RUNNING:
             assert not self._in_flight, "preempted while a step is in flight: rule I is broken"
             builder.drop(self._release_slot(victim), victim)
+            self._give_up(victim, now, move)
         else:
-            self._waiting.displace(victim)
+            self._give_up_pages(victim, now, move)
+
+    def _give_up_pages(self, victim: Sequence, now: float, move: Move) -> None:
+        """Take the pages from a sequence that has lost its slot."""
+        self._waiting.displace(victim)
+        self._give_up(victim, now, move)
+
+    def _give_up(self, victim: Sequence, now: float, move: Move) -> None:
         if has_yielded := victim.status is Status.YIELDED:
             self._may_yield_from = max(now, self._may_yield_from) + self._restore_s(victim)
         if self._config.prefix_cache:
@@ -411,6 +427,8 @@ class Allocator:
             self._release_slot(sequence)
             sequence.stall(now)
             self._waiting.enter(sequence)
+            if self._has_states:
+                self._give_up_pages(sequence, now, Move.PREEMPTED_STALLED)
 
     def release(self, sequence: Sequence, now: float) -> None:
         """Take back all that a sequence holds, in any status, because it ends."""

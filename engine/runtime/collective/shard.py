@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from engine.runtime.models.spec import DecoderSpec, Layer
+from engine.runtime.models.spec import DecoderSpec, DeltaNet, Layer
 from engine.runtime.setup.model_errors import BadRunnerConfig
 
 Span = tuple[int, int]
@@ -54,10 +54,14 @@ class Shard:
         return replace(config, layers=tuple(map(self._of_layer, config.layers)))
 
     def _of_layer(self, layer: Layer) -> Layer:
-        own = layer.attention
+        own, mlp = layer.attention, replace(layer.mlp, inner=layer.mlp.inner // self.size)
+        if isinstance(own, DeltaNet):
+            key_heads, value_heads = own.key_heads // self.size, own.value_heads // self.size
+            return replace(
+                layer, attention=replace(own, key_heads=key_heads, value_heads=value_heads), mlp=mlp
+            )
         heads, kv_heads = own.heads // self.size, max(1, own.kv_heads // self.size)
-        attention = replace(own, heads=heads, kv_heads=kv_heads)
-        return replace(layer, attention=attention, mlp=replace(layer.mlp, inner=layer.mlp.inner // self.size))
+        return replace(layer, attention=replace(own, heads=heads, kv_heads=kv_heads), mlp=mlp)
 
 
 WHOLE: Final = Shard()
@@ -72,5 +76,7 @@ def _problems(config: DecoderSpec, size: int) -> Iterator[str]:
         yield f"does not divide num_attention_heads ({config.heads})"
     if config.kv_heads % size and size % config.kv_heads:
         yield f"neither divides num_key_value_heads ({config.kv_heads}) nor is a multiple of it"
+    if split := [own.key_heads for own in config.deltas if own.key_heads % size]:
+        yield f"does not divide linear_num_key_heads ({split[0]})"
     if wide := [layer.mlp.inner for layer in config.layers if layer.mlp.inner % size]:
         yield f"does not divide intermediate_size ({wide[0]})"

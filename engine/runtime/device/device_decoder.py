@@ -148,7 +148,7 @@ class DeviceDecoder:
             self._rotaries = [Rotary(rope, config.head_dim, config.context_len) for rope in ropes]
         self._frequencies = torch.stack([rotary.table for rotary in self._rotaries])
         """[ropes, 2, D/2]"""
-        self._rope_of = [ropes.index(layer.attention.rope) for layer in config.layers]
+        self._rope_of = [ropes.index(own.rope) for own in config.attentions]
         load = _Loader(config, source, device, fp8, ranks.shard)
         self._embedding = read_embedding(config, source).to(device)
         self._layers = [load.layer(layer) for layer in range(len(config.layers))]

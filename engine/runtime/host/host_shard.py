@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
 import torch
 
 from engine.contract.messages import RunnerInfo
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.host.host_runner import HostRunner
-from engine.runtime.host.model import PagedModel, TorchModel
+from engine.runtime.host.model import PagedModel, StatefulModel, TorchModel
 from engine.runtime.host.sampler import Draw
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.models.spec import DecoderSpec
@@ -38,6 +39,7 @@ from engine.runtime.start.starting import (
 from engine.runtime.step.kv_cache import HostPages, KVCache, KVGeometry, page_count
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
+from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource
 
 
@@ -64,8 +66,9 @@ class HostNetwork(Protocol):
         """The network's own way to draw tokens. None: torch draws them."""
         ...
 
-    def attach(self, cache: KVCache) -> PagedModel:
-        """The model whose keys and values go to `cache`."""
+    def attach(self, cache: KVCache, slots: int) -> PagedModel:
+        """The model whose keys and values go to `cache`. `slots`: of which it keeps the states, if it has
+        any."""
         ...
 
 
@@ -95,8 +98,11 @@ class TorchNetwork:
     def draw(self) -> None:
         return None
 
-    def attach(self, cache: KVCache) -> PagedModel:
+    def attach(self, cache: KVCache, slots: int) -> PagedModel:
         spec = AttentionSpec.of(self.config)
+        if self.config.deltas:
+            states = States(StateGeometry.of(self.config, cache.geometry.dtype), slots)
+            return StatefulModel(self.decoder, cache, spec, states)
         return TorchModel(self.decoder, cache, TorchDecode(cache, spec), TorchPrefill(cache, spec))
 
 
@@ -117,24 +123,31 @@ class HostShard:
     def geometry(self) -> KVGeometry:
         model = self.model
         return KVGeometry(
-            len(model.layers), model.kv_heads, self.config.page_size, model.head_dim, self.dtype
+            len(model.attentions), model.kv_heads, self.config.page_size, model.head_dim, self.dtype
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one sequence."""
+        return StateGeometry.of(self.model, self.dtype).slot_bytes
 
     def page_count(self) -> int:
         config, available_bytes = self.config, available_memory_bytes() // self.neighbours
-        return page_count(config, self.model, self.geometry, self.max_model_len, available_bytes)
+        states = config.max_num_seqs * self.state_bytes
+        return page_count(config, self.model, self.geometry, self.max_model_len, available_bytes, states)
 
     def info(self, pages: int) -> RunnerInfo:
         arithmetic = self.network.arithmetic
-        return untimed_info(
+        info = untimed_info(
             self.config, self.model, self.geometry, self.dtype, self.max_model_len, pages, arithmetic
         )
+        return msgspec.structs.replace(info, state_bytes=self.state_bytes)
 
     def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:
         cache = KVCache(self.geometry, info.pages)
         return HostRunner(
             info=info,
-            model=self.network.attach(cache),
+            model=self.network.attach(cache, info.slots),
             cache=cache,
             host=HostPages(cache, info.host_pages),
             slots=HostSlots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
@@ -158,7 +171,13 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
     if network.draw is not None:
         # Little is left to torch, and its threads would compete with the network's own for the cores.
         torch.set_num_threads(1)
-    return HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours)
+    loaded = HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours)
+    if size := loaded.state_bytes:
+        progress(
+            f"keeping a state of {size / 1e6:.1f} MB for each of {config.max_num_seqs} sequences; prefixes "
+            "are not cached, as pages without the state behind them are of no use"
+        )
+    return loaded
 
 
 def host_network(

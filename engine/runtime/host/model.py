@@ -8,9 +8,13 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.runtime.host.attention import BatchAttention, DecodeBackend, PrefillBackend
+from engine.runtime.host.exact_attention import ExactAttention
+from engine.runtime.reference.delta_net import StepStates
 from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
+from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.step.states import States
 
 
 class PagedModel(Protocol):
@@ -24,6 +28,25 @@ class PagedModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [S, hidden] -> logits [S, vocab] float32, valid until the next call."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulModel:
+    """The forward pass in torch's operations of a model that has states: bits depend on the sequence alone
+    (`engine.runtime.reference.exact`)."""
+
+    decoder: TorchDecoder
+    cache: KVCache
+    spec: AttentionSpec
+    states: States
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        attention = ExactAttention(self.cache, batch, self.spec)
+        states = StepStates(self.states, batch.rows, batch.decode_rows)
+        return self.decoder.forward(batch.token_ids, batch.positions, attention, states)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import msgspec
 
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.family import Family
-from engine.runtime.models.keys import COMMON_KEYS
+from engine.runtime.models.keys import COMMON_KEYS, WHOLE_KEYS
 from engine.runtime.models.rope import unread_rope_keys
 from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.model_errors import ModelUnavailable, UnsupportedModel
@@ -63,6 +63,10 @@ def parse_model_config(data: bytes) -> DecoderSpec:
     try:
         fields = parse_object(data)
         family = _family(fields)
+        around, whole = fields, family.whole
+        is_part = whole is not None and fields["model_type"] == whole.model_type
+        if is_part:
+            fields = _text_config(fields, family)
         keys = msgspec.convert(fields, family.keys)
     except BadModelFile as error:
         raise UnsupportedModel(f"config.json {error}") from error
@@ -72,7 +76,29 @@ def parse_model_config(data: bytes) -> DecoderSpec:
     if problems := [*refusals(fields, meanings), *keys.problems()]:
         raise UnsupportedModel(f"config.json of this {family.architecture}: " + "; ".join(problems))
     unread = (*unexplained(fields, meanings), *unread_rope_keys(fields, keys.rope_rules))
-    return replace(family.describe(keys), unread=unread)
+    described: DecoderSpec = replace(family.describe(keys), unread=unread)
+    if whole is None or not is_part:
+        return described
+    beside = tuple(unexplained(around, WHOLE_KEYS))
+    names = described.names.moved("model.", whole.at)
+    return replace(described, names=names, unread=(*beside, *unread))
+
+
+def _text_config(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The text part's keys in the config.json of a model of more than text. Raises UnsupportedModel."""
+    inner = fields.get("text_config")
+    if not isinstance(inner, dict) or inner.get("model_type", family.model_type) != family.model_type:
+        raise UnsupportedModel(
+            f"text_config {shown(inner)} is not supported, only one of model_type {family.model_type}"
+        )
+    tied = [own.get("tie_word_embeddings") for own in (fields, inner)]
+    if None not in tied and tied[0] != tied[1]:
+        raise UnsupportedModel(
+            "config.json contradicts itself: tie_word_embeddings in text_config, and beside it"
+        )
+    if problems := [*refusals(fields, WHOLE_KEYS)]:
+        raise UnsupportedModel(f"config.json of this {family.architecture}: " + "; ".join(problems))
+    return inner
 
 
 def key_meanings(family: Family) -> KeyMeanings:
@@ -99,15 +125,18 @@ def _family(fields: Mapping[str, Any]) -> Family:
     string."""
     named = msgspec.convert(fields, _Named)
     architectures = ", ".join(map(shown, named.architectures or ["none named"]))
-    family = FAMILIES.get(named.model_type or "")
+    of_whole = {family.whole.model_type: family for family in FAMILIES.values() if family.whole is not None}
+    family = FAMILIES.get(named.model_type or "") or of_whole.get(named.model_type or "")
     if named.model_type == "mistral" and "layer_types" in fields:  # as transformers' AutoConfig has it
         family = FAMILIES["ministral"]
     if family is None:
         raise UnsupportedModel(
             f"model_type {shown(named.model_type)} (architectures: {architectures}) is not supported; "
-            f"{_nearest(fields)}; supported are {', '.join(FAMILIES)}"
+            f"{_nearest(fields)}; supported are {', '.join([*FAMILIES, *of_whole])}"
         )
     expected = {family.architecture, *family.also_named}
+    if family.whole is not None:
+        expected.add(family.whole.architecture)
     if named.architectures and not expected.intersection(named.architectures):
         raise UnsupportedModel(
             f"config.json contradicts itself: model_type {named.model_type} is {family.architecture}, and "

@@ -27,6 +27,7 @@ DEFAULT_WINDOW: Final = 4096
 """The window, in tokens, of every family that slides, where config.json is silent."""
 FULL_ATTENTION: Final = "full_attention"
 SLIDING_ATTENTION: Final = "sliding_attention"
+LINEAR_ATTENTION: Final = "linear_attention"
 _SIZES: Final = (
     "vocab_size",
     "hidden_size",

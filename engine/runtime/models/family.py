@@ -11,6 +11,16 @@ from engine.runtime.models.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """A model of more than text whose text part is of a family, with the keys in `text_config`."""
+
+    model_type: str
+    architecture: str
+    at: str
+    """What the names of the text part's tensors begin with, instead of `model.`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     model_type: str
     architecture: str
@@ -20,3 +30,4 @@ class Family:
     """The model of keys that have no problems."""
     also_named: tuple[str, ...] = ()
     """Other names that `architectures` may have."""
+    whole: Whole | None = None

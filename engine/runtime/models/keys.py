@@ -82,3 +82,11 @@ COMMON_KEYS: Final[KeyMeanings] = {
     "text_encoder": only(None),
     "transformers_weights": only(None),  # another file instead of model.safetensors
 }
+WHOLE_KEYS: Final[KeyMeanings] = {
+    **COMMON_KEYS,
+    **dict.fromkeys(("text_config", "tie_word_embeddings"), USED),
+    **dict.fromkeys(("image_token_id", "video_token_id"), NO_EFFECT),
+    **dict.fromkeys(("vision_start_token_id", "vision_end_token_id", "language_model_only"), NO_EFFECT),
+}
+"""Of the keys beside `text_config`, for a model of more than text. `vision_config` is in no table, so the log
+says that it is not read: images are not served."""

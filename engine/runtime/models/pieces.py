@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Final
 
-from engine.runtime.models.spec import Attention, DecoderSpec, Layer, Mlp, NormSpec, Rope
+from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Layer, Mlp, NormSpec, Rope
 
-NESTED: Final = (Layer, Attention, Mlp, NormSpec, Rope)
+NESTED: Final = (Layer, Attention, DeltaNet, Mlp, NormSpec, Rope)
 """The values that are looked into."""
 NO_ARITHMETIC: Final = frozenset({"architecture", "names", "unread"})
 """Fields that change nothing that is computed."""

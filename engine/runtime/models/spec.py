@@ -8,13 +8,14 @@ Rules:
 
 1. A field without a default is a number that every network reads. A field with one is a piece: it has no
    effect at its default, and is named by `pieces` elsewhere. So is every text.
-2. All layers have the same heads, and the same scale of attention: a page of the cache spans them all.
+2. All layers that attend have the same heads, and the same scale of attention: a page of the cache spans them
+   all. At least one does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.runtime.models.quantization import Fp8Scheme
@@ -134,6 +135,38 @@ class Attention:
     """`heads`: each head of queries and keys is normed before it is rotated; `rotated heads`: behind;
     `width`: all heads of queries as one row, and all of keys, before."""
     tempering: Tempering | None = None
+    output_gate: bool = False
+    """True if each head's output is multiplied by sigmoid(gate), where the gate is as wide as the head, and
+    is computed as its query is. A checkpoint has a head's gate behind its query."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """The gated delta net (Yang et al. 2025). It keeps no keys and values, but one state for a sequence."""
+
+    key_heads: int
+    value_heads: int
+    """A multiple of the key heads: so many neighbours have one key head in common."""
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """The number of latest tokens that the convolution sees, the token itself included."""
+    gate: Literal["silu"] = "silu"
+    """The function of the gate that multiplies the normed output."""
+
+    @property
+    def keys(self) -> int:
+        """The width of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """The width of what is convolved: queries, keys, values."""
+        return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +180,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    attention: Attention
+    attention: Attention | DeltaNet
     mlp: Mlp
     norms: Literal["before", "behind", "both", "parallel"] = "before"
     """The places of norms, around attention and MLP alike: of what goes in, of what comes out, or both.
@@ -173,6 +206,25 @@ class Names:
     attention_post_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
     mlp_post_norm: str = ""
+    delta_inputs: tuple[str, str, str, str] = (
+        "linear_attn.in_proj_qkv",
+        "linear_attn.in_proj_z",
+        "linear_attn.in_proj_b",
+        "linear_attn.in_proj_a",
+    )
+    delta_output: str = "linear_attn.out_proj"
+    delta_conv: str = "linear_attn.conv1d.weight"
+    delta_rate: str = "linear_attn.A_log"
+    delta_step_bias: str = "linear_attn.dt_bias"
+    delta_norm: str = "linear_attn.norm.weight"
+    foreign: tuple[str, ...] = ()
+    """What names of tensors begin with that the text model has nothing to do with."""
+
+    def moved(self, old: str, new: str) -> Names:
+        """The names where those of the model's body begin with `new` instead of `old`; the head's does
+        not."""
+        body = {name: getattr(self, name) for name in ("embedding", "layers", "final_norm")}
+        return replace(self, **{name: new + own.removeprefix(old) for name, own in body.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +255,23 @@ class DecoderSpec:
     """Keys of config.json that are ignored, and are not known to have no effect, for the log."""
 
     def __post_init__(self) -> None:
-        shapes = {(a.heads, a.kv_heads, a.head_dim, a.scale) for a in (own.attention for own in self.layers)}
+        shapes = {(a.heads, a.kv_heads, a.head_dim, a.scale) for a in self.attentions}
         assert len(shapes) == 1, "the second rule"
 
     @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Those of the layers that have keys and values, in their order, which is that of the KV cache."""
+        return tuple(own.attention for own in self.layers if isinstance(own.attention, Attention))
+
+    @property
+    def deltas(self) -> tuple[DeltaNet, ...]:
+        """Those of the layers that have a state instead, in their order."""
+        return tuple(own.attention for own in self.layers if isinstance(own.attention, DeltaNet))
+
+    @property
     def attention(self) -> Attention:
-        """The first layer's, for what all layers have in common."""
-        return self.layers[0].attention
+        """The first one, for what all have in common."""
+        return self.attentions[0]
 
     @property
     def heads(self) -> int:
@@ -230,10 +292,10 @@ class DecoderSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's."""
-        return tuple(layer.attention.window for layer in self.layers)
+        """Those of `attentions`."""
+        return tuple(own.window for own in self.attentions)
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
         """The different ones."""
-        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers))
+        return tuple(dict.fromkeys(own.rope for own in self.attentions))

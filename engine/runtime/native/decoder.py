@@ -179,7 +179,7 @@ def library(isa: str) -> ctypes.CDLL:
 # -- the model ------------------------------------------------------------------------------------
 
 
-_LINEARS: Final = (*Matrix, None)
+_LINEARS: Final = (Matrix.QKV, Matrix.OUTPUT, Matrix.GATE_UP, Matrix.DOWN, None)
 """The roles of matrices in the order of `PenstockLinear`; None is the head."""
 _NORMS: Final = (*NormRole, None)
 """The roles of norms in the order of `PenstockNorm`; None is the last norm."""
@@ -208,7 +208,7 @@ def misfit(config: DecoderSpec, page_size: int) -> str | None:
 
 def _different_layers(config: DecoderSpec) -> str | None:
     """Layers may differ in their ropes and windows, and nothing else."""
-    alike = {replace(layer.attention, rope=None, window=None) for layer in config.layers}
+    alike = {replace(own, rope=None, window=None) for own in config.attentions}
     others = {(layer.mlp, layer.norms) for layer in config.layers}
     return "layers that differ by more than rope and window" if len(alike) * len(others) > 1 else None
 
@@ -290,9 +290,9 @@ class NativeDecoder:
         """Why this network does not compute the model, whatever its sizes; None where it does."""
         return lacking(config, IMPLEMENTED)
 
-    def attach(self, cache: KVCache) -> NativeDecoder:
-        """This decoder, with `cache` for its keys and values, which have the native order within a page
-        (attention.h)."""
+    def attach(self, cache: KVCache, slots: int = 0) -> NativeDecoder:
+        """This decoder, which keeps nothing by slot, with `cache` for its keys and values, which have the
+        native order within a page (attention.h)."""
         for layer, window in enumerate(self._config.windows):
             keys, values = cache.keys[layer], cache.values[layer]
             self._library.penstock_set_cache(
@@ -376,8 +376,8 @@ class NativeDecoder:
         shared = config.tied_embeddings and not keep_embedding
         self._library.penstock_set_embedding(self._model, None if shared else table.data_ptr())
         tables = {rope: self._angles(rope) for rope in config.ropes}
-        for layer, own in enumerate(config.layers):
-            cosines, sines = (part.data_ptr() for part in tables[own.attention.rope])
+        for layer, own in enumerate(config.attentions):
+            cosines, sines = (part.data_ptr() for part in tables[own.rope])
             self._library.penstock_set_angles(self._model, layer, cosines, sines)
         angles = [part for pair in tables.values() for part in pair]
         return tuple(angles) if shared else (*angles, table)

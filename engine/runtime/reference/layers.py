@@ -25,16 +25,20 @@ class PackedLinear:
     up to 6 times in float32, where F.linear falls off a cliff at 2 to 16 rows.
     """
 
-    __slots__ = ("_bias", "_packed", "_weight")
+    __slots__ = ("_bias", "_exact", "_packed", "_weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight [out, in], bias [out]. The caller's weight is not needed any more."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> None:
+        """weight [out, in], bias [out]. The caller's weight is not needed any more. `exact`: a row has the
+        same bits in any company (`engine.runtime.reference.exact`): one alone is computed as one of two."""
         self._bias = bias
+        self._exact = exact
         self._packed = weight.device.type == "cpu" and packs(weight.dtype)
         self._weight = _packed(weight) if self._packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
+        if self._exact and len(x) == 1:
+            return self(x.expand(2, -1).contiguous())[:1]
         if not self._packed:
             return F.linear(x, self._weight, self._bias)
         return _product(x, self._weight, self._bias)

@@ -4,8 +4,9 @@
     x += post(output(attention(rotate(norm(q)), rotate(norm(k)), v)))     q, k, v = qkv(norm(x))
     x += post(down(act(gate) * up))                                       gate, up = gate_up(norm(x))
 
-A family has some of these norms. Tokens are packed: T is the sum over all rows of the step. The attention
-knows the step: which keys a token sees, and where keys and values lie.
+A family has some of these norms, and may have delta nets instead of attention (`delta_net`). Tokens are
+packed: T is the sum over all rows of the step. The attention knows the step: which keys a token sees, and
+where keys and values lie.
 
 A tensor-parallel rank computes the same with its own heads and its part of the MLP; the results of `output`
 and `down` are added up over the ranks.
@@ -25,10 +26,14 @@ from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.models import spec
 from engine.runtime.models.pieces import lacking
 from engine.runtime.models.rotary import Rotary
-from engine.runtime.models.spec import DecoderSpec, Rope, Tempering
+from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Rope, Tempering
+from engine.runtime.reference.delta_net import StepStates, TorchDeltaNet
+from engine.runtime.reference.exact import sigmoid, silu
 from engine.runtime.reference.layers import PackedLinear, layer_norm, rms_norm, rotate
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
+    DeltaRole,
+    LayerParameters,
     Matrix,
     NormRole,
     final_norm,
@@ -52,6 +57,7 @@ IMPLEMENTED: Final = frozenset(
     | {f"mlp.act {name}" for name in ACTIVATIONS}
     | {"mlp.gated no", "mlp.bias", "attention.window", "attention.bias", "attention.out_bias"}
     | {f"attention.qk_norm {place}" for place in ("heads", "rotated heads", "width")}
+    | {"attention.output_gate", "deltanet.gate silu"}
     | {"attention.tempering Tempering", "tied_embeddings", "fp8 Fp8Scheme"}
     | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
 )
@@ -75,6 +81,9 @@ class _Layer:
     norms: Mapping[NormRole, Tensor]
     qk_norm: Tensor | None
     """[H + Hkv, D]: the query heads' weight, then the key heads', so that one multiplication does both."""
+    place: int
+    """Its number among the layers with keys and values, or among those with a state."""
+    delta: TorchDeltaNet | None
 
 
 class TorchDecoder:
@@ -86,38 +95,52 @@ class TorchDecoder:
         self.ranks: Final = ranks
         self.config: Final = ranks.shard.of(config)
         """The model as this rank computes it."""
+        self._is_exact: Final = bool(config.deltas)
+        """True if a token's result has the same bits in any company (`engine.runtime.reference.exact`)."""
         self._rotary = {rope: Rotary(rope, config.head_dim, config.context_len) for rope in config.ropes}
         self.embedding: Final = read_embedding(config, source)
         self._layers = [self._load(config, source, index) for index in range(len(config.layers))]
         self._norm_of = NORMS[config.norm.kind]
         self._norm = final_norm(config).read(source)
         # Tied weights are kept twice on CPU, once to look rows up and once laid out for the multiplication.
-        self._lm_head = PackedLinear(read_lm_head(config, source, ranks.shard, self.embedding))
+        head = read_lm_head(config, source, ranks.shard, self.embedding)
+        self._lm_head = PackedLinear(head, exact=self._is_exact)
 
     @staticmethod
     def implements(config: DecoderSpec) -> str | None:
         """Why this network does not compute the model, whatever its sizes; None where it does."""
         return lacking(config, IMPLEMENTED)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """token_ids and positions [T] -> final hidden states [T, hidden], normed."""
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        states: StepStates | None = None,
+    ) -> Tensor:
+        """token_ids and positions [T] -> final hidden states [T, hidden], normed. `states`: of a model that
+        has them."""
         config = self.config
         x = F.embedding(token_ids, self.embedding)
         if config.embed_scale != 1.0:
             x = x * torch.tensor(config.embed_scale, dtype=x.dtype, device=x.device)
         angles = {rope: own.angles(positions, x.dtype) for rope, own in self._rotary.items()}
-        for index, layer in enumerate(self._layers):
+        for layer in self._layers:
             normed = self._normed(layer, NormRole.ATTENTION, x)
-            q, k, v = self._qkv(layer, normed, angles)
-            if (tempering := layer.spec.attention.tempering) is not None:
-                q = q * _tempers(tempering, positions).to(q.dtype)
-            attended = layer.matrices[Matrix.OUTPUT](attention(index, q, k, v).flatten(1))
-            x = self._added(layer, x, attended, NormRole.ATTENTION_POST)
+            if layer.delta is not None:
+                assert states is not None
+                mixed = layer.delta(layer.matrices[Matrix.DELTA](normed), states, layer.place)
+            else:
+                mixed = self._attended(layer, normed, angles, positions, attention)
+            x = self._added(layer, x, layer.matrices[Matrix.OUTPUT](mixed), NormRole.ATTENTION_POST)
             if layer.spec.norms != "parallel":
                 normed = self._normed(layer, NormRole.MLP, x)
             inner = layer.matrices[Matrix.GATE_UP](normed)
             x = self._added(
-                layer, x, layer.matrices[Matrix.DOWN](_activated(layer.spec.mlp, inner)), NormRole.MLP_POST
+                layer,
+                x,
+                layer.matrices[Matrix.DOWN](self._activated(layer.spec.mlp, inner)),
+                NormRole.MLP_POST,
             )
         return self._norm_of(x, self._norm, config.norm.eps)
 
@@ -139,13 +162,31 @@ class TorchDecoder:
         scale = self.config.residual_scale
         return x + (change if scale == 1.0 else change * scale)
 
-    def _qkv(
-        self, layer: _Layer, x: Tensor, angles: Mapping[Rope | None, Angles]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden] -> q [T, H, D], k and v [T, Hkv, D]; q and k rotated."""
+    def _attended(
+        self,
+        layer: _Layer,
+        x: Tensor,
+        angles: Mapping[Rope | None, Angles],
+        positions: Tensor,
+        attention: StepAttention,
+    ) -> Tensor:
+        """x [T, hidden] -> [T, H * D]"""
         own = layer.spec.attention
+        assert isinstance(own, Attention)
+        q, k, v, gate = self._qkv(layer, own, x, angles)
+        if own.tempering is not None:
+            q = q * _tempers(own.tempering, positions).to(q.dtype)
+        attended = attention(layer.place, q, k, v)
+        if own.output_gate:
+            attended = attended * sigmoid(gate).to(x.dtype)
+        return attended.flatten(1)
+
+    def _qkv(
+        self, layer: _Layer, own: Attention, x: Tensor, angles: Mapping[Rope | None, Angles]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [T, hidden] -> q [T, H, D], k and v [T, Hkv, D], the gate as q, or nothing; q and k rotated."""
         by_head = layer.matrices[Matrix.QKV](x).view(len(x), -1, own.head_dim)
-        qk, v = by_head.tensor_split([own.heads + own.kv_heads], dim=1)
+        qk, v, gate = by_head.tensor_split([own.heads + own.kv_heads, own.heads + 2 * own.kv_heads], dim=1)
         if own.qk_norm == "width":
             qk = torch.cat([self._normed_wide(part) for part in qk.tensor_split([own.heads], dim=1)], dim=1)
             assert layer.qk_norm is not None
@@ -157,7 +198,7 @@ class TorchDecoder:
         if own.qk_norm == "rotated heads":
             qk = self._normed_heads(qk, layer.qk_norm)
         q, k = qk.tensor_split([own.heads], dim=1)
-        return q, k, v
+        return q, k, v, gate
 
     def _normed_heads(self, heads: Tensor, weight: Tensor | None) -> Tensor:
         assert weight is not None
@@ -173,23 +214,37 @@ class TorchDecoder:
 
     def _load(self, config: DecoderSpec, source: WeightSource, index: int) -> _Layer:
         own, share = layer_parameters(config, index, self.ranks.shard), self.config.layers[index]
-        matrices = {role: PackedLinear(*each.read(source)) for role, each in own.matrices.items()}
+        matrices = {
+            role: PackedLinear(*each.read(source), exact=self._is_exact)
+            for role, each in own.matrices.items()
+        }
         norms = {role: each.read(source) for role, each in own.norms.items()}
-        attention, qk_norm = share.attention, norms.pop(NormRole.QK, None)
+        before = [type(layer.attention) for layer in config.layers[:index]]
+        attention, place = share.attention, before.count(type(share.attention))
+        if isinstance(attention, DeltaNet):
+            delta = _delta_net(attention, own, source, config.norm.eps)
+            return _Layer(share, matrices, norms, None, place, delta)
+        qk_norm = norms.pop(NormRole.QK, None)
         if qk_norm is not None and attention.qk_norm != "width":
             of_query, of_key = qk_norm.view(2, -1)
             heads = of_query.expand(attention.heads, -1), of_key.expand(attention.kv_heads, -1)
             qk_norm = torch.cat(heads)
         by_head = None if qk_norm is None else qk_norm.view(-1, attention.head_dim)
-        return _Layer(share, matrices, norms, by_head)
+        return _Layer(share, matrices, norms, by_head, place, None)
+
+    def _activated(self, mlp: spec.Mlp, x: Tensor) -> Tensor:
+        act = silu if self._is_exact and mlp.act == "silu" else ACTIVATIONS[mlp.act]
+        if not mlp.gated:
+            return act(x)
+        gate, up = x.chunk(2, dim=-1)
+        return act(gate) * up
 
 
-def _activated(mlp: spec.Mlp, x: Tensor) -> Tensor:
-    act = ACTIVATIONS[mlp.act]
-    if not mlp.gated:
-        return act(x)
-    gate, up = x.chunk(2, dim=-1)
-    return act(gate) * up
+def _delta_net(own: DeltaNet, parameters: LayerParameters, source: WeightSource, eps: float) -> TorchDeltaNet:
+    read = {role: each.read(source) for role, each in parameters.delta.items()}
+    conv = read[DeltaRole.CONV][:, 0].T.contiguous()
+    rate, step_bias = read[DeltaRole.RATE].exp(), read[DeltaRole.STEP_BIAS]
+    return TorchDeltaNet(own, conv, rate, step_bias, read[DeltaRole.NORM], eps)
 
 
 def _tempers(tempering: Tempering, positions: Tensor) -> Tensor:

@@ -184,7 +184,10 @@ def _sized(
     return msgspec.structs.replace(
         info,
         page_bytes=info.page_bytes * config.tensor_parallel_size,
-        host_pages=host_page_count(config, shard.geometry, shard.max_model_len, host_bytes),
+        state_bytes=info.state_bytes * config.tensor_parallel_size,
+        host_pages=0
+        if info.state_bytes  # pages of ended sequences are of no use
+        else host_page_count(config, shard.geometry, shard.max_model_len, host_bytes),
         load_s=load_s,
     )
 
@@ -257,7 +260,7 @@ def checked_checkpoint(
     head, embedding = model.names.head, model.names.embedding
     has_head = model.tied_embeddings and head in files
     untied = replace(model, tied_embeddings=False) if has_head else model
-    inspection = Inspection(files, dtype, model.fp8)
+    inspection = Inspection(files, dtype, model.fp8, model.names.foreign)
     read_all(untied, inspection)
     inspection.verify()
     in_memory = Checkpoint(files, dtype, model.fp8)

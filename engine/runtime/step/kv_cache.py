@@ -223,24 +223,32 @@ def _runs(moves: Sequence[Move]) -> Iterator[tuple[int, int, int]]:
 
 
 def page_count(
-    config: RunnerConfig, model: DecoderSpec, geometry: KVGeometry, max_model_len: int, available_bytes: int
+    config: RunnerConfig,
+    model: DecoderSpec,
+    geometry: KVGeometry,
+    max_model_len: int,
+    available_bytes: int,
+    states_bytes: int = 0,
 ) -> int:
     """The number of pages to allocate. Raises DoesNotFit.
 
     `available_bytes` is the memory that is free once the weights are loaded. The memory of a step is set
-    aside first. The result is never more than the slots could own, plus a margin for the prefix cache: a tiny
-    model on a large machine takes little.
+    aside first. `states_bytes`, which all slots' states take, are part of what the KV cache gets. The result
+    is never more than the slots could own, plus a margin for the prefix cache: a tiny model on a large
+    machine takes little.
     """
     useful = useful_pages(config, max_model_len)
     if config.kv_cache_memory is not None:
         budget = config.kv_cache_memory
     else:
         budget = int(max(0, available_bytes - step_bytes(config, model)) * KV_SHARE_DEFAULT)
-    pages = min(budget // geometry.page_bytes, useful)
+    pages = min(max(0, budget - states_bytes) // geometry.page_bytes, useful)
     if pages < PAGES_MIN:
+        states = f" beside {states_bytes >> 20} MiB of states" if states_bytes else ""
+        others = ", --max-num-seqs" if states_bytes else ""
         raise DoesNotFit(
-            f"{budget >> 20} MiB hold only {pages} KV pages of {geometry.page_bytes >> 10} KiB; free memory, "
-            "raise --kv-cache-memory, or lower --max-step-tokens"
+            f"{budget >> 20} MiB hold only {pages} KV pages of {geometry.page_bytes >> 10} KiB{states}; free "
+            f"memory, raise --kv-cache-memory, or lower --max-step-tokens{others}"
         )
     return pages
 
@@ -271,6 +279,8 @@ def step_bytes(config: RunnerConfig, model: DecoderSpec) -> int:
 
     Counted rather than profiled: a full step of a large model takes seconds on a CPU.
     """
-    token = 4 * (4 * model.hidden_size + 3 * model.intermediate_size + 4 * model.heads * model.head_dim)
+    channels = max((own.channels for own in model.deltas), default=0)
+    widths = 3 * model.intermediate_size + 4 * model.heads * model.head_dim + 4 * channels
+    token = 4 * (4 * model.hidden_size + widths)
     row = 4 * 4 * model.vocab_size
     return config.max_step_tokens * token + config.max_num_seqs * row

@@ -139,7 +139,15 @@ def checkpoint_files(model_dir: Path, progress: Callable[[str], None] = lambda _
 class Inspection:
     """A WeightSource that reads headers only, hands out shapes, and collects all mismatches."""
 
-    def __init__(self, files: Mapping[str, Path], dtype: torch.dtype, fp8: Fp8Scheme | None = None) -> None:
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        dtype: torch.dtype,
+        fp8: Fp8Scheme | None = None,
+        foreign: tuple[str, ...] = (),
+    ) -> None:
+        """`foreign`: what names of tensors begin with that may be there, and are not asked for."""
+        self._foreign = foreign
         self._dtype = dtype
         self._fp8 = fp8
         self._asked: set[str] = set()
@@ -189,7 +197,8 @@ class Inspection:
         ignored: tuple[str, ...] = _IGNORED_SUFFIXES
         if self._fp8 is not None:
             ignored += _FP8_IGNORED_SUFFIXES + _KV_SCALE_NAMES["k"] + _KV_SCALE_NAMES["v"]
-        strangers = sorted(name for name in self._headers.keys() - self._asked if not name.endswith(ignored))
+        others = (name for name in self._headers.keys() - self._asked if not name.endswith(ignored))
+        strangers = sorted(name for name in others if not name.startswith(self._foreign))
         parts = [
             f"{what}: {_listed(names)}"
             for what, names in (

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.runtime.collective.shard import WHOLE, Shard, Span
-from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Names
 from engine.runtime.weights.checkpoint import Fp8Source, TensorPart, WeightSource
 from engine.runtime.weights.fp8 import Fp8Weight, quantise
 
@@ -35,6 +35,9 @@ class Matrix(Enum):
     OUTPUT = "output"
     GATE_UP = "gate_up"
     DOWN = "down"
+    DELTA = "delta"
+    """Of a delta net, all of its inputs: what is convolved, the gate, the strength and the decay of each
+    head."""
 
 
 class NormRole(Enum):
@@ -47,6 +50,15 @@ class NormRole(Enum):
     QK = "qk_norm"
 
 
+class DeltaRole(Enum):
+    """The roles of a delta net's parameters that are no matrices."""
+
+    CONV = "conv"
+    RATE = "rate"
+    STEP_BIAS = "step_bias"
+    NORM = "norm"
+
+
 @dataclass(frozen=True, slots=True)
 class HeadOrder:
     """The first `heads` of a rank's rows of heads have their elements in another order than the
@@ -54,10 +66,17 @@ class HeadOrder:
 
     heads: int
     elements: Sequence[int]
+    gates: int = 0
+    """The first so many heads of the checkpoint have a gate behind each. Here all gates are behind all
+    else."""
 
     def rows(self, count: int, device: torch.device) -> Tensor:
         """The stored row for each of `count` rows."""
         order = torch.arange(count, device=device)
+        if self.gates:
+            gated, others = order.tensor_split([2 * self.gates * len(self.elements)])
+            heads, gates = gated.view(self.gates, 2, -1).unbind(1)
+            order = torch.cat((heads.flatten(), others, gates.flatten()))
         turned = order[: self.heads * len(self.elements)].view(self.heads, -1)
         turned.copy_(turned[:, list(self.elements)].clone())
         return order
@@ -135,20 +154,36 @@ class NormParameters:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaParameters:
+    """A parameter of a delta net that is no matrix: one number, or one filter, for each of its rows."""
+
+    name: str
+    size: int
+    """The stored rows."""
+    columns: tuple[int, ...]
+    spans: tuple[Span, ...]
+    """The rank's rows."""
+
+    def read(self, source: WeightSource) -> Tensor:
+        """[rank's rows, *columns], float32"""
+        names, sizes = [self.name] * len(self.spans), [self.size] * len(self.spans)
+        return source.stack(names, sizes, *self.columns, part=TensorPart(self.spans)).float()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParameters:
     """Those that a layer has, in the order in which it uses them."""
 
     matrices: dict[Matrix, LinearParameters]
     norms: dict[NormRole, NormParameters]
+    delta: dict[DeltaRole, DeltaParameters]
 
 
 def layer_parameters(decoder: DecoderSpec, index: int, shard: Shard = WHOLE) -> LayerParameters:
     """The rank's parameters of a layer, by its number. `decoder` describes the whole model."""
     layer, names, hidden = decoder.layers[index], decoder.names, decoder.hidden_size
     attention, mlp, at = layer.attention, layer.mlp, f"{names.layers}.{index}."
-    dim, inner, is_first = attention.head_dim, mlp.inner, shard.rank == 0
-    heads = (attention.heads, attention.kv_heads, attention.kv_heads)
-    own_heads = shard.span(attention.heads, dim)
+    inner, is_first = mlp.inner, shard.rank == 0
 
     def stacked(
         modules: tuple[str, ...],
@@ -171,21 +206,63 @@ def layer_parameters(decoder: DecoderSpec, index: int, shard: Shard = WHOLE) -> 
             (at + module,), (hidden,), columns, bias and is_first, TensorPart(columns=span)
         )
 
-    qkv_spans = [shard.span(count, dim) for count in heads]
+    delta: dict[DeltaRole, DeltaParameters] = {}
+    if isinstance(attention, DeltaNet):
+        delta = _delta(attention, names, at, shard)
+        modules, rows, spans = _delta_inputs(attention, names, shard)
+        matrices = {
+            Matrix.DELTA: stacked(modules, rows, spans, bias=False),
+            Matrix.OUTPUT: back(
+                names.delta_output, attention.values, shard.span(attention.values), bias=False
+            ),
+        }
+    else:
+        dim, count = attention.head_dim, attention.heads
+        rows, spans = _qkv(attention, shard)
+        matrices = {
+            Matrix.QKV: stacked(names.qkv, rows, spans, attention.bias, _order(decoder, index, shard)),
+            Matrix.OUTPUT: back(names.output, count * dim, shard.span(count, dim), attention.out_bias),
+        }
     up = [inner] * (2 if mlp.gated else 1)
-    matrices = {
-        Matrix.QKV: stacked(
-            names.qkv,
-            [count * dim for count in heads],
-            qkv_spans,
-            attention.bias,
-            _order(decoder, index, shard),
-        ),
-        Matrix.OUTPUT: back(names.output, heads[0] * dim, own_heads, attention.out_bias),
-        Matrix.GATE_UP: stacked(names.gate_up, up, [shard.span(inner)] * len(up), mlp.bias),
-        Matrix.DOWN: back(names.down, inner, shard.span(inner), mlp.bias),
+    matrices[Matrix.GATE_UP] = stacked(names.gate_up, up, [shard.span(inner)] * len(up), mlp.bias)
+    matrices[Matrix.DOWN] = back(names.down, inner, shard.span(inner), mlp.bias)
+    return LayerParameters(matrices, _norms(decoder, index, shard), delta)
+
+
+def _qkv(attention: Attention, shard: Shard) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+    """The rows of queries, with their gates, of keys and of values, and the rank's of each."""
+    dim, kv_heads = attention.head_dim, attention.kv_heads
+    sizes = (attention.heads, dim * (2 if attention.output_gate else 1)), (kv_heads, dim), (kv_heads, dim)
+    return tuple(count * width for count, width in sizes), tuple(shard.span(*size) for size in sizes)
+
+
+def _channel_spans(delta: DeltaNet, shard: Shard) -> tuple[Span, ...]:
+    """The rank's rows of what is convolved: of queries, keys and values."""
+    first, last = shard.span(delta.key_heads, delta.key_dim)
+    values = tuple(2 * delta.keys + at for at in shard.span(delta.value_heads, delta.value_dim))
+    return (first, last), (delta.keys + first, delta.keys + last), (values[0], values[1])
+
+
+def _delta_inputs(
+    delta: DeltaNet, names: Names, shard: Shard
+) -> tuple[tuple[str, ...], tuple[int, ...], tuple[Span, ...]]:
+    """The modules of a delta net's inputs, the rows of each, and the rank's."""
+    mixed, *others = names.delta_inputs
+    heads = shard.span(delta.value_heads)
+    spans = *_channel_spans(delta, shard), shard.span(delta.value_heads, delta.value_dim), heads, heads
+    sizes = delta.channels, delta.channels, delta.channels, delta.values, delta.value_heads, delta.value_heads
+    return (mixed, mixed, mixed, *others), sizes, spans
+
+
+def _delta(delta: DeltaNet, names: Names, at: str, shard: Shard) -> dict[DeltaRole, DeltaParameters]:
+    channels, heads = _channel_spans(delta, shard), (shard.span(delta.value_heads),)
+    of_norm: tuple[Span, ...] = ((0, delta.value_dim),)
+    return {
+        DeltaRole.CONV: DeltaParameters(at + names.delta_conv, delta.channels, (1, delta.kernel), channels),
+        DeltaRole.RATE: DeltaParameters(at + names.delta_rate, delta.value_heads, (), heads),
+        DeltaRole.STEP_BIAS: DeltaParameters(at + names.delta_step_bias, delta.value_heads, (), heads),
+        DeltaRole.NORM: DeltaParameters(at + names.delta_norm, delta.value_dim, (), of_norm),
     }
-    return LayerParameters(matrices, _norms(decoder, index, shard))
 
 
 def _norms(decoder: DecoderSpec, index: int, shard: Shard) -> dict[NormRole, NormParameters]:
@@ -200,7 +277,7 @@ def _norms(decoder: DecoderSpec, index: int, shard: Shard) -> dict[NormRole, Nor
     ):
         if layer.norms in places:
             found[role] = NormParameters((f"{at}{name}.weight",), (hidden,), offset, TensorPart())
-    if attention.qk_norm is not None:
+    if isinstance(attention, Attention) and attention.qk_norm is not None:
         counts = (attention.heads, attention.kv_heads) if attention.qk_norm == "width" else (1, 1)
         dim, is_wide = attention.head_dim, attention.qk_norm == "width"
         spans = tuple(shard.span(count, dim) if is_wide else (0, dim) for count in counts)
@@ -216,12 +293,13 @@ def _norms(decoder: DecoderSpec, index: int, shard: Shard) -> dict[NormRole, Nor
 def _order(decoder: DecoderSpec, index: int, shard: Shard) -> HeadOrder | None:
     """The order of the rank's heads of queries and keys."""
     attention = decoder.layers[index].attention
+    assert isinstance(attention, Attention)
     elements = None if attention.rope is None else attention.rope.order(attention.head_dim)
-    if elements is None:
+    if elements is None and not attention.output_gate:
         return None
-    counts = (attention.heads, attention.kv_heads)
-    own = sum(last - first for first, last in (shard.span(count) for count in counts))
-    return HeadOrder(own, elements)
+    heads, kv_heads = (last - first for first, last in map(shard.span, (attention.heads, attention.kv_heads)))
+    gates = heads if attention.output_gate else 0
+    return HeadOrder(heads + kv_heads, elements or range(attention.head_dim), gates)
 
 
 def read_embedding(decoder: DecoderSpec, source: WeightSource) -> Tensor:
@@ -260,5 +338,7 @@ def read_all(decoder: DecoderSpec, source: WeightSource) -> None:
             matrix.read(source)
         for norm in own.norms.values():
             norm.read(source)
+        for other in own.delta.values():
+            other.read(source)
     final_norm(decoder).read(source)
     read_lm_head(decoder, source, WHOLE, embedding)

@@ -167,3 +167,8 @@ def test_without_the_file_config_json_is_read_as_transformers_does(tmp_path: Pat
     with pytest.raises(UnusableModel, match=r"^config\.json of .*num_beams 3"):
         read(tmp_path, None, old | {"num_beams": 3})
     assert read(tmp_path, {}, old | {"num_beams": 3}).sampling == SamplingDefaults()
+
+
+def test_a_model_of_more_than_text_has_its_keys_in_its_text_config(tmp_path: Path) -> None:
+    found = read(tmp_path, None, {"vision_config": {}, "text_config": {"eos_token_id": 7, "vocab_size": 50}})
+    assert (found.eos_ids, found.vocab_size) == (frozenset({7}), 50)

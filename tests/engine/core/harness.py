@@ -69,6 +69,7 @@ class Harness:
         timed_steps: tuple[TimedStep, ...] = (),
         session_keep_s: float = 30.0,
         fill_s: Callable[[int], float] = lambda handle: 0.0,
+        state_bytes: int = 0,
     ) -> None:
         config = SchedulerConfig(
             step_tokens_max=step_tokens_max,
@@ -85,7 +86,7 @@ class Harness:
         info = runner_info(
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
         )
-        info = msgspec.structs.replace(info, timed_steps=timed_steps)
+        info = msgspec.structs.replace(info, timed_steps=timed_steps, state_bytes=state_bytes)
         self.now = 100.0
         grammars = self.grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)
         self.scheduler = Scheduler(config, info, discipline, grammars=grammars)

@@ -87,6 +87,8 @@ WORLDS = {
     "preempted children of one prompt": SimConfig(
         prefixes=1, n_max=8, requests=25, salts=1, pages=16, host_pages=60, page_copy_s=CHEAP_S, slots=4
     ),
+    "states": SimConfig(state_bytes=64, pages=20, classes=3, tenants=3, arrival_gap_s=0.005),
+    "states of slow readers": SimConfig(state_bytes=64, pages=18, pause_share=0.8, slots=3, n_max=4),
     "one prompt, many children": SimConfig(prefixes=1, n_max=8, requests=25, salts=1),
 }
 SEEDS = drawn(1, whole=4)

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from engine.contract.messages import FinishReason
+from engine.core.sequence import Status
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.fake_runner import NUMERIC_SEEDS
 
@@ -404,3 +405,22 @@ def test_where_too_many_pause_at_once_the_ends_are_shared_by_those_that_have_mos
     h.pause(*range(1, 8))
     h.step()
     assert set(h.finished) == {1, 2, 5}, "one of the four, then one of the three of each"
+
+
+def test_a_state_is_lost_with_the_slot_and_computed_again_beside_a_victim() -> None:
+    """What stalls gives up its pages, and goes on with the same tokens; another is not disturbed."""
+    h = Harness(state_bytes=64, slots=2, pages=16)
+    h.add(1, [1, 2, 3, 4, 5], greedy(20))
+    h.add(2, [1, 2, 3, 4, 5], greedy(20), tenant="victim")
+    h.steps(4)
+    h.pause(1)
+    h.step()
+    assert held(h)[2] == 1
+    sequence = h.scheduler._sequences[1]
+    assert (sequence.slot, sequence.pages, sequence.status) == (None, [], Status.PREEMPTED)
+    h.resume(1)
+    h.run()
+    h.assert_all_as_solo()
+    assert h.scheduler.stats().prefix_hit_tokens == 0
+    assert h.scheduler._sequences == {}
+    assert h.scheduler.stats().pages_cached == 0

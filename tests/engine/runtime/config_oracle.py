@@ -38,6 +38,8 @@ PROMPT_LEN, DECODED = 46, 2
 TOKENS = PROMPT_LEN + DECODED
 """More than any window of the matrix."""
 KERNELS: tuple[Kernels, ...] = ("native", "torch")
+WITH_STATES = frozenset({"qwen3_5_text"})
+"""The families that torch's network alone computes."""
 
 
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -81,6 +83,17 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "hunyuan_v1_dense": (
         "HunYuanDenseV1",
         {"rope_scaling": {"type": "dynamic", "alpha": 100.0, "factor": 1.0}},
+    ),
+    "qwen3_5_text": (
+        "Qwen3_5",
+        {
+            "full_attention_interval": 2,
+            "partial_rotary_factor": 0.5,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+        },
     ),
     "ernie4_5": ("Ernie4_5", {"use_bias": True}),
     "glm4": ("Glm4", {"attention_bias": True}),
@@ -136,6 +149,10 @@ class Weights:
     """Of attention and MLP, where the family may have them."""
     head: str = "none"
     """`own`, `none`, or `tied`: a copy of the embedding."""
+
+    @property
+    def kernels(self) -> tuple[Kernels, ...]:
+        return ("torch",) if self.model_type in WITH_STATES else KERNELS
 
     def config(self, **fields: Any) -> dict[str, Any]:
         """A plain config.json for them."""
@@ -207,7 +224,7 @@ class Weights:
         """The tensors of these shapes, and the head."""
         if self.head == "own":
             shapes["lm_head.weight"] = self.vocab, self.hidden
-        norm = 0.0 if self.model_type.startswith("gemma") else 1.0
+        norm = 0.0 if self.model_type.startswith(("gemma", "qwen3_5")) else 1.0
         tensors = {name: _made_up(name, shape, norm) for name, shape in shapes.items()}
         if self.head == "tied":
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -234,7 +251,7 @@ class Workshop:
         model = self.model(weights, config)
         theirs, heard = _theirs(model, torch.float32), list[str]()
         try:
-            ours = {kernels: our_logprobs(model, kernels, heard) for kernels in KERNELS}
+            ours = {kernels: our_logprobs(model, kernels, heard) for kernels in weights.kernels}
         except ModelError as error:
             computed = isinstance(theirs, Tensor | Contradiction)
             return Verdict(Outcome.REFUSED if computed else Outcome.BOTH_REFUSE, str(error))
@@ -346,9 +363,9 @@ def our_logprobs(
     config, checkpoint = starting.checked_checkpoint(settings, config, dtype, heard.append)
     config = replace(config, context_len=TOKENS)
     network = host_network(settings, config, checkpoint, dtype, threads=1)
-    geometry = KVGeometry(len(config.layers), config.kv_heads, PAGE_SIZE, config.head_dim, dtype)
+    geometry = KVGeometry(len(config.attentions), config.kv_heads, PAGE_SIZE, config.head_dim, dtype)
     pages = -(-TOKENS // PAGE_SIZE)
-    model = network.attach(KVCache(geometry, pages))
+    model = network.attach(KVCache(geometry, pages), slots=1)
     slots = HostSlots(1, TOKENS, PAGE_SIZE, config.vocab_size)
     start = SlotAssignment.of(0, tokens(config.vocab_size), TOKENS, SamplingParams(seed=0, max_tokens=1))
     slots.apply(Plan(0, [], [start], [(0, list(range(pages)))], [], [], [], []))

@@ -18,6 +18,7 @@ from engine.runtime.device import device_decoder as device_network
 from engine.runtime.device import device_shard as device_load
 from engine.runtime.device.device_decoder import DeviceDecoder
 from engine.runtime.device.device_shard import load_on_card
+from engine.runtime.device.torch_on_device import TorchOnDevice
 from engine.runtime.host import host_shard as host_load
 from engine.runtime.load import load_runner
 from engine.runtime.models.decoder_config import parse_model_config, read_model_config
@@ -137,12 +138,14 @@ def test_torch_computes_every_piece_that_the_others_do() -> None:
 
 def test_the_readme_says_which_families_there_are_and_what_computes_them_on_a_gpu() -> None:
     readme = (Path(__file__).parents[3] / "engine/README.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| .* \| (Triton|torch) \|$", readme, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (Triton|torch|no) \|$", readme, re.MULTILINE)
     computes = {}
     for name in FAMILIES:
         model = parse_model_config(json.dumps(plain(Weights(name))).encode())
-        assert TorchDecoder.implements(model) is NativeDecoder.implements(model) is None
-        computes[name] = "Triton" if DeviceDecoder.implements(model) is None else "torch"
+        assert TorchDecoder.implements(model) is None
+        assert (NativeDecoder.implements(model) is None) == (not model.deltas)
+        on_device = "no" if TorchOnDevice.implements(model) is not None else "torch"
+        computes[name] = "Triton" if DeviceDecoder.implements(model) is None else on_device
     assert dict(rows) == computes
 
 

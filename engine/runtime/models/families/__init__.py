@@ -24,6 +24,7 @@ from engine.runtime.models.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     seed_oss,
     smollm3,
 )
@@ -38,6 +39,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ministral3,
         qwen2,
         qwen3,
+        qwen3_5,
         gemma3,
         phi3,
         granite,

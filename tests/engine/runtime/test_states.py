@@ -1,0 +1,212 @@
+"""Models with states: a sequence has the same bits however it is cut into chunks, and whatever is computed
+beside it, after a start from the beginning in any slot; and Qwen3.5's checkpoints load as in transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
+from engine.core.queue.newcomers import AddSequence
+from engine.core.scheduler import Scheduler
+from engine.core.scheduler_config import SchedulerConfig
+from engine.runtime.host.host_runner import HostRunner
+from engine.runtime.host.host_shard import load_on_host
+from engine.runtime.models.decoder_config import parse_model_config
+from engine.runtime.setup.model_errors import DoesNotFit, UnsupportedModel
+from engine.runtime.setup.runner_config import RunnerConfig
+from engine.runtime.step.batch import assemble
+from tests import effort
+from tests.core_laws import check
+from tests.engine.runtime.config_oracle import Weights
+
+MODEL = Weights("qwen3_5_text", layers=4, heads=4, kv_heads=2)
+PAGE, SLOTS, LEN = 16, 4, 90
+WHOLE: Mapping[str, Any] = {
+    "model_type": "qwen3_5",
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "image_token_id": 60,
+    "vision_config": {"depth": 1},
+}
+
+
+def saved(path: Path, *, whole: bool = False) -> Path:
+    """A checkpoint, of the text alone or of a whole with other tensors beside."""
+    path.mkdir()
+    config, tensors = MODEL.config(max_position_embeddings=128), MODEL.tensors()
+    if whole:
+        config = {**WHOLE, "tie_word_embeddings": config["tie_word_embeddings"], "text_config": config}
+        tensors = {name.replace("model.", "model.language_model.", 1): each for name, each in tensors.items()}
+        tensors |= {"model.visual.patch.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def loaded(path: Path, dtype: Any = "float32", **options: Any) -> HostRunner:
+    config = RunnerConfig(
+        str(path), device="cpu", dtype=dtype, page_size=PAGE, max_num_seqs=SLOTS, max_model_len=LEN, **options
+    )
+    return load_on_host(config, lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("states") / "text")
+
+
+class Rows:
+    """Sequences in a runner's slots, whose rows are computed as a test says."""
+
+    def __init__(self, runner: HostRunner) -> None:
+        self.runner, self.step = runner, 0
+
+    @torch.inference_mode()
+    def seat(self, slot: int, tokens: list[int]) -> None:
+        own = list(range(slot * 6, slot * 6 + 6))
+        start = SlotAssignment.of(slot, tokens, len(tokens), SamplingParams(seed=0, max_tokens=1))
+        self.runner.slots.apply(Plan(0, [], [start], [(slot, own)], [], [], [], []))
+
+    @torch.inference_mode()
+    def leave(self, slot: int) -> None:
+        self.runner.slots.apply(Plan(0, [slot], [], [], [], [], [], []))
+
+    @torch.inference_mode()
+    def compute(self, rows: list[tuple[int, int, int]]) -> list[Tensor]:
+        """The hidden states of rows (slot, position, length)."""
+        slots, positions, lengths = map(list, zip(*rows, strict=True))
+        plan = Plan(0, [], [], [], slots, positions, lengths, [Want.NOTHING] * len(rows))
+        hidden = self.runner.model.forward(assemble(plan, self.runner.slots))
+        logits = self.runner.model.logits(hidden)
+        return list(torch.cat((hidden.float(), logits), dim=1).split(lengths))
+
+
+def cold(rows: Rows, tokens: list[int]) -> Tensor:
+    """In one chunk, alone."""
+    rows.seat(0, tokens)
+    (found,) = rows.compute([(0, 0, len(tokens))])
+    rows.leave(0)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_chunks_any_batch_and_any_slot_have_the_same_bits(checkpoint: Path, dtype: str) -> None:
+    rows = Rows(loaded(checkpoint, dtype))
+    rng = random.Random(7)
+    for _ in range(effort.drawn(6, whole=200)):
+        prompts = [[rng.randrange(64) for _ in range(rng.randint(1, LEN))] for _ in range(SLOTS)]
+        expected = [cold(rows, prompt) for prompt in prompts]
+        order = rng.sample(range(SLOTS), SLOTS)
+        done, found = dict.fromkeys(order, 0), {slot: list[Tensor]() for slot in order}
+        for slot, prompt in zip(order, prompts, strict=True):
+            rows.seat(slot, prompt)
+        again = rng.choice(order)  # it is preempted once, somewhere
+        while left := [slot for slot, prompt in zip(order, prompts, strict=True) if done[slot] < len(prompt)]:
+            chosen = rng.sample(left, rng.randint(1, len(left)))
+            lens = [len(prompts[order.index(slot)]) - done[slot] for slot in chosen]
+            step = [
+                (slot, done[slot], min(rest, rng.choice([1, 1, 2, 3, 7, 33, LEN])))
+                for slot, rest in zip(chosen, lens, strict=True)
+            ]
+            step.sort(key=lambda row: row[2] > 1)  # decodes are before chunks
+            for (slot, _, length), hidden in zip(step, rows.compute(step), strict=True):
+                found[slot].append(hidden)
+                done[slot] += length
+            if again in chosen and rng.random() < 0.3:
+                done[again], found[again], again = 0, [], -1
+        for slot, own in zip(order, expected, strict=True):
+            assert torch.equal(torch.cat(found[slot]), own)
+            rows.leave(slot)
+
+
+def test_a_model_of_text_and_images_has_the_bits_of_its_text(tmp_path: Path, checkpoint: Path) -> None:
+    whole = saved(tmp_path / "whole", whole=True)
+    tokens = [(7 * i) % 64 for i in range(40)]
+    assert torch.equal(cold(Rows(loaded(whole)), tokens), cold(Rows(loaded(checkpoint)), tokens))
+
+
+def test_states_are_part_of_the_memory_of_the_cache(checkpoint: Path) -> None:
+    runner = loaded(checkpoint)
+    channels, heads = 2 * 2 * 8 + 4 * 16, 4 * 8 * 16
+    assert runner.info.state_bytes == 2 * 4 * (heads + 3 * channels)
+    states = SLOTS * runner.info.state_bytes
+    few = loaded(checkpoint, kv_cache_memory=states + 7 * runner.info.page_bytes)
+    assert few.info.pages == 7
+    with pytest.raises(DoesNotFit, match="states"):
+        loaded(checkpoint, kv_cache_memory=states)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"text_config": None}, "text_config"),
+        ({"text_config": {"model_type": "qwen3_5_moe_text"}}, "text_config"),
+        ({"tie_word_embeddings": not MODEL.config()["tie_word_embeddings"]}, "tie_word_embeddings"),
+        ({"is_causal": False}, "is_causal"),
+        ({"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "architectures"),
+    ],
+)
+def test_what_is_beside_the_text_is_accounted_for(changes: Mapping[str, Any], named: str) -> None:
+    plain = {**WHOLE, "text_config": MODEL.config()}
+    assert parse_model_config(json.dumps(plain).encode()).unread == ("vision_config",)
+    with pytest.raises(UnsupportedModel, match=named):
+        parse_model_config(json.dumps({**plain, **changes}).encode())
+
+
+def scheduled(runner: HostRunner, step_tokens_max: int) -> Scheduler:
+    return Scheduler(SchedulerConfig(step_tokens_max=step_tokens_max, queue_len_max=64), runner.info)
+
+
+def served(
+    scheduler: Scheduler, runner: HostRunner, added: list[AddSequence], seed: int
+) -> Mapping[int, list[Any]]:
+    """Each sequence's tokens and their log-probabilities; with a seed some pause for a while."""
+    rng, found = random.Random(seed), {message.handle: list[Any]() for message in added}
+    coming, now = list(added), scheduler._now
+    while coming or scheduler.has_work or scheduler._paused:
+        now += 1.0
+        if coming and (not scheduler.has_work or rng.random() < 0.5):
+            scheduler.add(coming.pop(0), now)
+        if seed and rng.random() < 0.2:
+            scheduler.pause([rng.choice(added).handle], now)
+        if scheduler._paused and (rng.random() < 0.4 or not scheduler.has_work):
+            scheduler.resume([*scheduler._paused], now)
+        plan = scheduler.plan(now)
+        if plan is not None:
+            scheduler.commit(plan, runner.launch(plan).collect(), now + 0.5)
+        check(scheduler)
+        report = scheduler.report()
+        for row, handle in enumerate(report.handles if report else ()):
+            assert report is not None
+            found[handle].append((report.tokens[row], report.logprobs[row]))
+    stats = scheduler.stats()
+    assert (stats.pages_owned, stats.pages_cached, stats.prefix_hit_tokens) == (0, 0, 0)
+    return found
+
+
+def test_preempted_stalled_and_batched_sequences_have_the_bits_of_those_alone(checkpoint: Path) -> None:
+    """Choices of one prompt among them, in a pool that is too small for all."""
+    rng = random.Random(3)
+    prompts = [rng.choices(range(64), k=length) for length in (5, 40, 61, 1, 40, 17)]
+    prompts += [prompts[1]] * 2
+    added = [
+        AddSequence(at, "req", prompt, SamplingParams(at, 24, temperature=at % 2 / 2, logprobs=1))
+        for at, prompt in enumerate(prompts)
+    ]
+    alone = loaded(checkpoint, max_step_tokens=64)
+    in_turn = scheduled(alone, 64)
+    expected = {message.handle: served(in_turn, alone, [message], 0)[message.handle] for message in added}
+    size = alone.info.page_bytes * 11 + SLOTS * alone.info.state_bytes
+    few = loaded(checkpoint, max_step_tokens=24, kv_cache_memory=size)
+    together = scheduled(few, 24)
+    for seed in range(1, 1 + effort.drawn(1, whole=60)):
+        assert served(together, few, added, seed) == expected
+    assert together.stats().preemptions > 1
