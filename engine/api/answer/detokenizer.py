@@ -89,7 +89,7 @@ class Detokenizer:
         """True if a stop string has completed. The text then ends at `released_len`, and further
         tokens do not count."""
         self.stopped_by = ""
-        """That stop string."""
+        """The stop string at which the text ended; empty where none has ended it."""
 
     @property
     def reasoning_tokens(self) -> int:

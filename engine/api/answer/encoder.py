@@ -55,7 +55,7 @@ encode: Final = msgspec.json.Encoder().encode
 
 
 class Repeated(Protocol):
-    """What an answer repeats of its request."""
+    """The fields of a request that its answer repeats."""
 
     @property
     def held_len(self) -> int:
@@ -114,7 +114,7 @@ class Answered:
     """How its tokens were drawn: that of the first choice."""
     service_class: ServiceClass = ServiceClass.DEFAULT
     repeated: Repeated | None = None
-    """What the answer repeats of the request. None where its API repeats nothing."""
+    """The fields of the request that the answer repeats. None where its API repeats nothing."""
     wall: Callable[[], float] = SYSTEM_CLOCK.wall
     """The clock of `Heading.created`."""
 

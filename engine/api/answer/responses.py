@@ -298,7 +298,7 @@ class ResponsesEncoder:
 
 
 def failing_of(encoder: AnswerEncoder) -> Callable[[ApiError, str], bytes]:
-    """What makes the events that end a stream which fails: of those that it had it alone knows the number."""
+    """The function that makes the last events of a failed stream: its encoder alone knows their numbers."""
     assert isinstance(encoder, ResponsesEncoder)
     return encoder.failing
 

@@ -44,13 +44,14 @@ class AnswerApi(Struct, frozen=True):
     """True if a stream begins with events that tell nothing of the answer. They are sent once the core has
     admitted the request."""
     keepalive: bytes = sse.KEEPALIVE
-    """What a stream is sent where it has nothing to say for a while, behind those events."""
+    """The bytes that a stream is sent where it has nothing to say for a while, behind those events."""
     keepalive_s: float | None = None
-    """The time after which it is, where no operator has set one, in seconds. None for never."""
+    """The time after which they are sent, in seconds, where no operator has set one. None for never."""
     repeats: Callable[[Any, Mapping[str, Raw]], Repeated] | None = None
-    """Makes what an answer repeats of its request, from that and the fields of its body. None for nothing."""
+    """The function that picks what an answer repeats, from its request and the fields of its body. None where
+    it repeats nothing."""
     failing: Callable[[AnswerEncoder], Callable[[ApiError, str], bytes]] | None = None
-    """What makes `error_event` of a stream from its encoder, where that must know the stream."""
+    """The function that makes `error_event` of a stream from its encoder, where that must know the stream."""
 
 
 ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {

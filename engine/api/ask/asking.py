@@ -166,7 +166,7 @@ class CheckedRequest:
     prompts: list[AddPrompt]
     echoes: Sequence[Echo] | None
     repeated: Repeated | None
-    """What the answer repeats of the request. None for nothing."""
+    """The fields of the request that the answer repeats. None where it repeats nothing."""
     answer_len: int
     """The most bytes that the answer holds at any time."""
 

@@ -87,9 +87,9 @@ class SchemaHold(Enum):
 
     WHOLE = "whole"
     COERCED = "coerced"
-    """Each `oneOf` as `anyOf`."""
+    """A schema in which each `oneOf` was read as `anyOf`."""
     LAX = "lax"
-    """Of functions' arguments, as any object."""
+    """A schema of a function's arguments that was read as any object."""
 
 
 def checked(
