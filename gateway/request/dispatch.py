@@ -246,6 +246,10 @@ class Dispatcher:
         self._budgets[dispatched.model.name].active -= 1
         if (closing := exchange.progress.closing) is not None and closing.load:
             self._replicas.observe(dispatched.placement.replica, closing.load)
+        if dispatched.placement.history_len:
+            exchange.record.computed_anew(
+                dispatched.placement.history_len, self._replicas.lost_home(dispatched.placement), closing
+            )
         self._replicas.release(dispatched.placement, outcome_of(error, exchange.watch))
 
     def _goes_elsewhere(

@@ -15,6 +15,7 @@ from gateway.relay.stream import Progress
 from gateway.request.key_uses import KeyUses
 from gateway.request.minutes import Minutes
 from gateway.request.recorder import Recorder
+from gateway.routing.lost_homes import LostHome
 from gateway.routing.policy import RouteReason
 from gateway.routing.replicas import Replica
 from gateway.routing.sessions import session_id
@@ -105,6 +106,13 @@ class ExchangeRecord(GatewayLine, eq=False):
                 connect_ms=None if sent_s is None or sent_s < began_s else _ms(sent_s - began_s),
             )
             self.failed_attempts = (*told, attempt)
+
+    def computed_anew(self, history_len: int, lost: LostHome | None, closing: Closing | None) -> None:
+        """Note the home that had so many tokens of the prompt, where the engine that answered had less than
+        half of them in its cache."""
+        if lost is not None and closing is not None and 2 * closing.cached_tokens < history_len:
+            self.lost_home, self.lost_reason = lost.replica, lost.reason.value
+            self.lost_tokens = history_len - closing.cached_tokens
 
     def one_of_several(self, retry: str, idempotency: str | None) -> None:
         """Note what the caller tells of its tries: of a request that is a retry, or failed, so that one may

@@ -285,6 +285,12 @@ def choose(
     return ReplicaChoice(best, RouteReason.LOAD, affinity.prompt_len - cached_len)
 
 
+def home_of(table: Table, affinity: Affinity, owners: int | None) -> int:
+    """A conversation's home, if all replicas are usable."""
+    owned = () if owners is None else tuple(islice(table.walk(affinity.prefix), owners))
+    return _home(table, affinity.session, owned, [True] * len(table.ids))
+
+
 def _home(table: Table, session: int, owned: Sequence[int], usable: Sequence[bool]) -> int:
     """The usable owner with the largest hash; where there is none, or all replicas are owners, the first
     usable one from the conversation's slot."""

@@ -35,6 +35,7 @@ from gateway.routing.health import (
     silent,
     usable,
 )
+from gateway.routing.lost_homes import REMEMBERED_MS, FormerHomes, LostHome, LostReason
 from gateway.routing.maglev import Table, key_of
 from gateway.routing.members import (
     HANDOVER_S,
@@ -50,7 +51,7 @@ from gateway.routing.members import (
     origin_of,
     phase_of,
 )
-from gateway.routing.policy import SLOW_START_MS, Affinity, RouteReason, View, choose, loads
+from gateway.routing.policy import SLOW_START_MS, Affinity, RouteReason, View, choose, home_of, loads
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.errors import ApiError
@@ -92,6 +93,10 @@ class Replica:
     """The requests that it was chosen for, by the reason."""
     refused_s: float = -math.inf
     """When operators were told last that it refuses requests, on the monotonic clock."""
+    started_s: int = 0
+    """When its process started, by its own clock, as it reports. 0 as long as it has not said."""
+    restarted_ms: int | None = None
+    """When another process was found there, whose cache was empty. None where none was."""
 
     def to(self, phase: MemberPhase) -> None:
         """Move to a phase, if it is another one."""
@@ -113,6 +118,10 @@ class Placement(Struct, eq=False):
     """When it was sent."""
     first_events: FirstEvents | None = None
     """Where the time to its first event counts. None where it is no stream, and once it has come."""
+    history_len: int = 0
+    """The prompt tokens that its conversation's home has computed before; 0 where it has no history."""
+    lost: LostHome | None = None
+    """That home, where it is another replica."""
 
 
 @dataclass(slots=True)
@@ -133,6 +142,10 @@ class _Pool:
     """The number of changes for which the table is to be built anew."""
     built: int = 0
     """The number of those for which it was."""
+    former: FormerHomes | None = None
+    """Where conversations were at home before the last change. None where none was so far."""
+    lost_until_ms: int = 0
+    """Until when conversations may miss what their homes had."""
 
     @property
     def is_stale(self) -> bool:
@@ -173,8 +186,9 @@ class Replicas:
         return self._turn
 
     def has_choice(self, model: str) -> bool:
-        """True if the model has more than one replica."""
-        return len(self._pools[model].replicas) > 1
+        """True if the model has more than one replica, or lately had another, or another process there."""
+        pool = self._pools[model]
+        return len(pool.replicas) > 1 or pool.lost_until_ms > self._now_ms()
 
     def place(self, model: str, affinity: Affinity, tried: Collection[ReplicaId] = ()) -> Placement | None:
         """Choose a replica that is ready and was not tried yet, and add the request's load to it. Where there
@@ -204,8 +218,12 @@ class Replicas:
         pool = self._pools[model]
         if len(pool.replicas) == 1:
             only = pool.replicas[0]
-            is_left = _is_ready(only) and only.id not in tried
-            return self._placed(only, RouteReason.AFFINITY, affinity, 0) if is_left else None
+            if not _is_ready(only) or only.id in tried:
+                return None
+            placed = self._placed(only, RouteReason.AFFINITY, affinity, 0)
+            if placed.history_len:
+                placed.lost = self._lost_home(pool, affinity, placed, [True])
+            return placed
         left = [_is_ready(replica) and replica.id not in tried for replica in pool.replicas]
         now_ms = self._now_ms()
         may, is_panic = usable([replica.health for replica in pool.replicas], left, now_ms)
@@ -215,7 +233,36 @@ class Replicas:
         if choice is None:
             return None
         route = RouteReason.RETRY if tried else RouteReason.PANIC if is_panic else choice.route
-        return self._placed(pool.replicas[choice.replica], route, affinity, choice.computed_len)
+        placed = self._placed(pool.replicas[choice.replica], route, affinity, choice.computed_len)
+        if placed.history_len:
+            placed.lost = self._lost_home(pool, affinity, placed, may)
+        return placed
+
+    def _lost_home(
+        self, pool: _Pool, affinity: Affinity, placed: Placement, may: Sequence[bool]
+    ) -> LostHome | None:
+        """The home that has what was computed of the conversation, where that is another replica than the one
+        that was chosen."""
+        former, own = pool.former, placed.replica.id
+        before = own if former is None or pool.lost_until_ms <= self._now_ms() else former.of(affinity)
+        if before != own and not ((there := self.find(before)) and _is_ready(there)):
+            return LostHome(before, LostReason.DRAINS)
+        if placed.route is not RouteReason.AFFINITY or not all(may):
+            home = home_of(pool.table, affinity, pool.owners)
+            if pool.replicas[home] is not placed.replica:
+                reason = LostReason.BUSY if may[home] else LostReason.FAILED
+                return LostHome(pool.replicas[home].id, reason)
+        if former is None or before == own:
+            return None
+        return LostHome(before, LostReason.MOVED, former.until_ms)
+
+    def lost_home(self, placement: Placement) -> LostHome | None:
+        """The home of a request's conversation, where it was lost: another replica, or another process."""
+        lost, restarted_ms = placement.lost, placement.replica.restarted_ms
+        if restarted_ms is None or self._now_ms() - restarted_ms > REMEMBERED_MS:
+            return lost
+        moved_later = lost is not None and (lost.reason is not LostReason.MOVED or lost.at_ms > restarted_ms)
+        return lost if moved_later else LostHome(placement.replica.id, LostReason.RESTARTED)
 
     def counted(self, placement: Placement) -> None:
         """Note that the request's prompt need not be counted here: its replica has reported it, or it is
@@ -305,7 +352,8 @@ class Replicas:
         replica.view.enter(affinity.service_class, waiting)
         replica.routes[route] += 1
         ticket = replica.health.admit(self._now_ms(), affinity.tenant)
-        return Placement(replica, route, affinity.service_class, waiting, ticket)
+        history_len = affinity.history_len if affinity.history_len > affinity.prefix_len else 0
+        return Placement(replica, route, affinity.service_class, waiting, ticket, history_len=history_len)
 
     # -- reports ----------------------------------------------------------------------------------
 
@@ -313,12 +361,22 @@ class Replicas:
         """Take over what a replica reports of its load. One that drains gets nothing new, unless none is left
         beside it: what it says may be out of date, and it refuses by itself."""
         now_ms = self._now_ms()
+        if report.started_s > replica.started_s:
+            self._started(replica, report.started_s, now_ms)
         replica.view.report(report, now_ms)
         replica.health.report(report.computed, sum(report.waiting), now_ms)
         if not report.draining:
             self.undrain(replica, DrainCause.ENGINE)
         elif DrainCause.ENGINE in replica.drained_by or self._is_spare(replica):
             self.drain(replica, DrainCause.ENGINE)
+
+    def _started(self, replica: Replica, started_s: int, now_ms: int) -> None:
+        """Note which process answers at a replica, which is another one than before where one is known."""
+        if replica.started_s:
+            replica.restarted_ms = now_ms
+            for model in replica.standings:
+                self._pools[model].lost_until_ms = now_ms + REMEMBERED_MS
+        replica.started_s = started_s
 
     def observe_origin(self, scheme: str, host: str, port: int, report: LoadReport) -> None:
         """Take over what was reported on a connection to this origin."""
@@ -459,6 +517,9 @@ class Replicas:
         before, now_ms = pool.listed, self._now_ms()
         had_some = any(map(_is_ready, pool.replicas))
         members = {url: self._entry(url, pool) for url in listed}
+        if pool.replicas:
+            pool.former = FormerHomes(pool.table, tuple(one.id for one in pool.replicas), pool.owners, now_ms)
+            pool.lost_until_ms = now_ms + REMEMBERED_MS
         pool.listed, pool.replicas, pool.table = listed, tuple(members[url] for url in ready), table
         for url, replica in members.items():
             if replica.protocol != pool.protocol:

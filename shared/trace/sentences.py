@@ -151,6 +151,7 @@ def _masks(cause: Cause) -> str:
 
 _SENTENCES: Final[Mapping[str, Callable[[Cause], str]]] = {
     CauseCode.WAITED_STEP: _queued(lambda _: "a step was being computed"),
+    CauseCode.WAITED_GRAMMAR: _queued(lambda _: "its grammar was being compiled"),
     CauseCode.WAITED_SLOTS: _queued(_slots),
     CauseCode.WAITED_PAGES: _queued(_pages),
     CauseCode.WAITED_TURN: _queued(_turn),

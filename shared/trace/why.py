@@ -31,6 +31,9 @@ from shared.wire.engine_words import MEANINGS
 
 NOTABLE_MS: Final = 50.0
 """The time from which on a stage that is short as a rule is told, in milliseconds."""
+PINGED_MS: Final = 1000.0
+"""The time between two looks at the core, in milliseconds: its silence may have begun so long before the one
+that noted it."""
 TOLD_MS: Final = 10.0
 """The time of a request from which on its largest part is told, in milliseconds."""
 BEFORE: Final = "before"
@@ -95,6 +98,7 @@ def reasons(gateway: GatewayLine | None, engines: Sequence[EngineLine] = ()) -> 
     told = [*_of_engine([one for one in causes if one is not silent], shares), *_of_stages(shares)]
     found = [*_with_silence(told, silent), *_thinking(line, shares)]
     if gateway is not None:
+        found = [_with_home(one, gateway) for one in found]
         found += [*_of_client(gateway), *_of_attempts(gateway)]
         if gateway.retry:
             tries = count(gateway.retry, "try", "tries")
@@ -177,11 +181,12 @@ def _of_engine(causes: Sequence[Cause], shares: Mapping[str, float]) -> Iterator
 
 def _with_silence(found: Sequence[Why], silent: Cause | None) -> Iterator[Why]:
     """The reasons, and the time in which the core did not answer: with the longest of which that is half or
-    more, since it came of that; alone where there is none."""
+    more, or all but the time to the first look, since it came of that; alone where there is none."""
     about = None
     if silent is not None:
         whole = [one for one in found if one.part in _CORES and silent.ms <= one.ms * 1.1]
-        about = max((one for one in whole if silent.ms >= one.ms / 2), key=lambda one: one.ms, default=None)
+        came_of_it = (one for one in whole if one.ms <= max(2 * silent.ms, silent.ms + PINGED_MS))
+        about = max(came_of_it, key=lambda one: one.ms, default=None)
         if about is None:
             yield Why(silent.ms, sentence(silent), "engine handover")
     for one in found:
@@ -190,6 +195,25 @@ def _with_silence(found: Sequence[Why], silent: Cause | None) -> Iterator[Why]:
             yield Why(one.ms, text, one.part)
         else:
             yield one
+
+
+_LOST: Final[Mapping[str, str]] = {
+    "drains": "takes no more requests",
+    "restarted": "was restarted",
+    "failed": "failed lately",
+    "busy": "had more to do than that",
+    "moved": "is its home no more",
+}
+"""The ends of a sentence about an engine that had the history of a conversation."""
+
+
+def _with_home(one: Why, line: GatewayLine) -> Why:
+    """The reason, and why a prompt was computed which another engine had computed before."""
+    if one.part != "engine prefill" or line.lost_home is None:
+        return one
+    why = _LOST.get(line.lost_reason or "", line.lost_reason)
+    text = f"{one.text}; {count(line.lost_tokens or 0, 'token')} of it were at {line.lost_home}, which {why}"
+    return Why(one.ms, text, one.part)
 
 
 def _of_stages(shares: Mapping[str, float]) -> Iterator[Why]:

@@ -31,6 +31,8 @@ class CauseCode(StrEnum):
 
     WAITED_STEP = "waited_step"
     """It came while a step was computed, and the next one took it."""
+    WAITED_GRAMMAR = "waited_grammar"
+    """Its grammar was compiled."""
     WAITED_SLOTS = "waited_slots"
     """Other sequences held all slots."""
     WAITED_PAGES = "waited_pages"

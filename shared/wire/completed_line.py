@@ -147,6 +147,14 @@ class GatewayLine(CompletedLine, kw_only=True):
     route: Literal["affinity", "load", "retry", "panic", "fallback"] | None = None
     """Why the one that answered, or the last, was chosen: the conversation's home, the lower load, because
     another had failed, from a pool whose engines all failed lately, or from another pool."""
+    lost_home: str | None = None
+    """The engine that had the history of the conversation, of which the one that answered had less than half.
+    This and the next two are None where none was lost."""
+    lost_reason: Literal["drains", "restarted", "failed", "busy", "moved"] | None = None
+    """Why it was not computed there: that engine drains or is gone, is another process now, had failed
+    lately, had too much to do, or is its home no more since others came."""
+    lost_tokens: WholeNumber | None = None
+    """The prompt tokens that were computed again for it, about."""
     prompt_exact: bool
     """True if `prompt_tokens` was counted, by the engine or with the model's tokenizer; False for an
     estimate."""

@@ -41,6 +41,9 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """True if the engine finishes what it has, and takes no more."""
     computed: Amount = 0
     """Prompt tokens that it has computed since it started: while they rise, it works on what waits."""
+    started_s: Amount = 0
+    """When it started, in seconds since 1970: another number is another process, whose cache was empty. 0
+    from one that does not say."""
     interval_ms: Interval = INTERVAL_MS
     """The longest time until the next report, by which a gateway knows how long to believe this one. Engines
     that do not say it report at intervals of `INTERVAL_MS`; gateways that do not read it take it for that."""

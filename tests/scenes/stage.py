@@ -11,7 +11,7 @@ import asyncio
 import io
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -273,14 +273,29 @@ class Stage:
         }
         return await self.send(request_id, json.dumps(body).encode(), tenant=tenant, headers=headers)
 
+    async def say(self, request_id: str, turns: Sequence[str], session: str = "s", **fields: Any) -> Client:
+        """Send a chat of these turns, the caller's and the assistant's."""
+        roles = ("user", "assistant")
+        messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(turns)]
+        body = {"model": MODEL, "messages": messages, "max_tokens": 2, "stream": True, **fields}
+        headers, path = f"x-session-id: {session}\r\n", "/v1/chat/completions"
+        return await self.send(request_id, json.dumps(body).encode(), headers=headers, path=path)
+
     async def send(
-        self, request_id: str, content: bytes, *, tenant: str = "acme", length: int = 0, headers: str = ""
+        self,
+        request_id: str,
+        content: bytes,
+        *,
+        tenant: str = "acme",
+        length: int = 0,
+        headers: str = "",
+        path: str = "/v1/completions",
     ) -> Client:
         """Send a request with this body. `headers` are further ones, each with its line end."""
         transport, caller = await self._loop.create_connection(Caller, port=self.port)
         assert isinstance(caller, Caller)
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer {tenant}\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer {tenant}\r\n"
             f"x-request-id: {request_id}\r\ncontent-type: application/json\r\n{headers}"
             f"content-length: {length or len(content)}\r\n\r\n"
         )

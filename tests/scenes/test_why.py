@@ -214,6 +214,29 @@ def test_a_replica_that_drains_and_does_not_wait(model_dir: Path) -> None:
     named(told, rf"3 s: {ENGINE} shut down, and could not wait for this answer, and another was asked")
 
 
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_home_that_drains_and_had_the_conversation(model_dir: Path, drains: bool) -> None:
+    """Where it does not, the next turn finds its prompt in the cache there."""
+
+    async def scene(stage: Stage) -> None:
+        await (await stage.say("first", ["many words " * 30])).until_over()
+        [home] = [at for at, core in enumerate(stage.cores) if core.scheduler.newest]
+        if drains:
+            await stage.engines[home].drain()
+            await stage.wait(1.0)
+        await (await stage.say("asked", ["many words " * 30, "So it is.", "Go on."])).until_over()
+
+    told = play(scene, Setting(engines=2, pages=1000), model_dir)
+    line = gateway_line(told, "asked")
+    if drains:
+        home = gateway_line(told, "first").replica
+        assert line.lost_home == home != line.replica
+        at_home = rf"\d+ tokens of it were at {home}, which takes no more requests"
+        named(told, rf"prefill of \d+ ms: \d+ prompt tokens of its own in \d steps?; {at_home}")
+    else:
+        assert (line.lost_home, line.lost_reason, line.lost_tokens) == (None, None, None)
+
+
 def test_a_replica_that_answers_nothing_while_others_do(model_dir: Path) -> None:
     async def scene(stage: Stage) -> None:
         for number in range(2 * SAMPLES_MIN):

@@ -228,7 +228,12 @@ class ChoiceOutput:
             self._marks.interrupted(one)
         timing = self.timing(now)
         spent = Spent(
-            timing.queue_s, timing.prefill_s, timing.decode_s, self.cached_len, self.completion_tokens
+            timing.queue_s,
+            timing.prefill_s,
+            timing.decode_s,
+            self.cached_len,
+            self.completion_tokens,
+            self.grammar_s,
         )
         return list(causes_of(self._marks, spent, self._steps, shared=shared))
 

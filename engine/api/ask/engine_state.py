@@ -53,6 +53,7 @@ class EngineState:
         self.core = core
         self.metrics = metrics
         self.clock = clock
+        self._started_s: Final = int(clock.wall())
         self.lifecycle = Lifecycle()
         self.health = Health(self.lifecycle, self._problems)
         self.threads = FairThreads(config.tokenizer_threads)
@@ -108,7 +109,7 @@ class EngineState:
         flex, default, priority = self.core.waiting_tokens
         is_over = self.lifecycle.phase in (Phase.DRAINING, Phase.STOPPED)
         computed = self.core.steps.sums.prompt_tokens
-        load = LoadReport((flex, default, priority), self.core.live, is_over, computed)
+        load = LoadReport((flex, default, priority), self.core.live, is_over, computed, self._started_s)
         return msgspec.structs.replace(load, interval_ms=IDLE_INTERVAL_MS) if load.is_idle else load
 
     def loaded_model(self) -> ServedModel:

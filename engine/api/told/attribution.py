@@ -5,7 +5,8 @@ its first token. What the steps between two of them did is the difference of the
 nothing, and the end of a sequence some microseconds, however long it was.
 
 The wait     lasted from the record at which it came to that at which it was admitted, and is put down to
-             what sequences lacked for the most of that time.
+             what sequences lacked for the most of that time. Where that is nothing, it was its grammar's
+             compiling, if that took half of it or more, or no step was computed; else the step under way.
 The prefill  lasted from there to its first token.
 The gaps     between its tokens are the intervals of the steps since then, since a sequence that decodes is in
              every step. Steps during which it was preempted or paused are left out: those are causes of their
@@ -90,6 +91,8 @@ class Spent(NamedTuple):
     decode_s: float
     cached_len: int
     tokens: int
+    grammar_s: float = 0.0
+    """The core's time for its grammar, beside the rest."""
 
 
 def causes_of(marks: SequenceMarks, spent: Spent, ring: StepRing, *, shared: bool = False) -> Iterator[Cause]:
@@ -97,7 +100,7 @@ def causes_of(marks: SequenceMarks, spent: Spent, ring: StepRing, *, shared: boo
     sequences."""
     admitted = marks.admitted or ring.mark()
     if spent.queue_s * 1e3 >= WAIT_MS_MIN:
-        yield wait_cause(marks, admitted, spent.queue_s, ring, shared=shared)
+        yield wait_cause(marks, admitted, spent, ring, shared=shared)
     if marks.admitted is not None and spent.prefill_s * 1e3 >= WAIT_MS_MIN:
         yield prefill_cause(marks, marks.first_token or ring.mark(), spent, ring, shared=shared)
     if marks.first_token is not None:
@@ -115,7 +118,7 @@ def causes_of(marks: SequenceMarks, spent: Spent, ring: StepRing, *, shared: boo
 
 
 def wait_cause(
-    marks: SequenceMarks, admitted: StepMark, seconds: float, ring: StepRing, *, shared: bool
+    marks: SequenceMarks, admitted: StepMark, spent: Spent, ring: StepRing, *, shared: bool
 ) -> Cause:
     """The cause of the time before the first admission."""
     before, after = marks.arrived.sums, admitted.sums
@@ -126,9 +129,11 @@ def wait_cause(
     higher = sum(taken[marks.service_class + 1 :])
     steps = ring.between(marks.arrived.number, admitted.number)
     seen = next((step for step in steps if step.lack is lack), admitted.step)
+    is_compiled = 2 * spent.grammar_s >= spent.queue_s or admitted.number == marks.arrived.number
+    waits_for_grammar = lack is Lack.NOTHING and spent.grammar_s > 0.0 and is_compiled
     return Cause(
-        code=_WAITS[lack],
-        ms=_ms(seconds),
+        code=CauseCode.WAITED_GRAMMAR if waits_for_grammar else _WAITS[lack],
+        ms=_ms(spent.queue_s),
         step=_count(admitted.number),
         steps=_count(admitted.number - marks.arrived.number),
         requests=_count(seen.holders) if lack in (Lack.SLOTS, Lack.PAGES) else 0,

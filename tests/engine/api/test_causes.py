@@ -104,6 +104,28 @@ def test_a_sequence_that_still_waits_has_the_cause_of_its_wait() -> None:
     assert (wait.code, wait.first, wait.higher_class) == (CauseCode.WAITED_PAGES, 3, 0)
 
 
+@pytest.mark.parametrize(
+    ("grammar_s", "steps_between", "lack", "code"),
+    [
+        (0.06, 1, Lack.NOTHING, CauseCode.WAITED_GRAMMAR),
+        (0.01, 0, Lack.NOTHING, CauseCode.WAITED_GRAMMAR),
+        (0.01, 1, Lack.NOTHING, CauseCode.WAITED_STEP),
+        (0.0, 0, Lack.NOTHING, CauseCode.WAITED_STEP),
+        (0.06, 1, Lack.SLOTS, CauseCode.WAITED_SLOTS),
+    ],
+)
+def test_a_wait_for_its_grammar_is_no_wait_for_a_step(
+    grammar_s: float, steps_between: int, lack: Lack, code: CauseCode
+) -> None:
+    steps = Steps()
+    arrived = steps.add()
+    for _ in range(steps_between):
+        steps.add(0.01, lack=lack)
+    marks = SequenceMarks(DEFAULT, 10, arrived, steps.ring.mark())
+    [wait] = causes_of(marks, spent(queue_s=0.1)._replace(grammar_s=grammar_s), steps.ring)
+    assert wait.code == code
+
+
 def test_a_short_wait_is_not_told() -> None:
     assert list(causes_of(SequenceMarks(DEFAULT, 10), spent(queue_s=0.0001), StepRing())) == []
 

@@ -20,6 +20,7 @@ from gateway.identity.keys import hash_key
 from gateway.request.record import UPSTREAM_ATTEMPTS, forget_replica, observe_attempt
 from gateway.routing import replicas as pools
 from gateway.routing.health import Outcome
+from gateway.routing.lost_homes import REMEMBERED_MS, LostHome, LostReason
 from gateway.routing.maglev import STEP_LEN, Table, key_of
 from gateway.routing.members import (
     HANDOVER_S,
@@ -41,6 +42,7 @@ from gateway.routing.replicas import (
     Replicas,
 )
 from shared.wire.ids import ReplicaId
+from shared.wire.load_report import LoadReport
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, KEY, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream, unary
@@ -75,6 +77,13 @@ class Fleet:
     def take(self, session: int = 1, tried: Iterable[str] = (), model: str = "m") -> Placement | None:
         ids = {ReplicaId(id_) for id_ in tried}
         return self.replicas.place(model, Affinity(0, session, 0, 0, 10), ids)
+
+    def lost(self, session: int = 1) -> LostHome | None:
+        """What the next turn of a conversation finds of its home."""
+        place = self.replicas.place("m", Affinity(0, session, 0, 50, 100))
+        assert place is not None
+        self.replicas.release(place, Outcome.NEUTRAL)
+        return self.replicas.lost_home(place)
 
     def homes(self, count: int = 400) -> list[str]:
         """The members at which conversations are at home."""
@@ -483,3 +492,69 @@ def test_requests_go_round_one_after_the_other() -> None:
     assert place is not None
     assert place.route is RouteReason.AFFINITY
     assert place.replica.routes == {RouteReason.AFFINITY: 1}
+
+
+# -- homes that are lost --------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Fleet]:
+    fleet = Fleet(A, B)
+    keeping = asyncio.create_task(fleet.replicas.keep())
+    yield fleet
+    keeping.cancel()
+
+
+def at_home(fleet: Fleet, url: str) -> int:
+    """A conversation whose home this is."""
+    for session in range(100):
+        place = fleet.take(session)
+        assert place is not None
+        fleet.replicas.release(place, Outcome.NEUTRAL)
+        if place.replica.url == url:
+            return session
+    raise AssertionError(f"nothing is at home at {url}")
+
+
+async def test_a_conversation_whose_home_drains_has_lost_it_for_a_while(pair: Fleet) -> None:
+    session = at_home(pair, A)
+    assert pair.lost(session) is None
+    pair.replicas.drain(pair.at(A), DrainCause.OPERATOR)
+    await pair.settled()
+    assert pair.replicas.has_choice("m")
+    assert pair.lost(session) == LostHome(pair.at(A).id, LostReason.DRAINS)
+    pair.clock.advance(REMEMBERED_MS / 1000)
+    assert pair.lost(session) is None
+    assert not pair.replicas.has_choice("m")
+
+
+async def test_a_conversation_whose_home_is_another_since_replicas_came(pair: Fleet) -> None:
+    session = at_home(pair, A)
+    await pair.lists(B)
+    assert pair.lost(session) == LostHome(ReplicaId("a:1"), LostReason.DRAINS)
+    await pair.lists(A, B)
+    found = pair.lost(session)
+    assert found is not None
+    assert (found.replica, found.reason) == ("b:1", LostReason.MOVED)
+
+
+async def test_a_home_that_was_restarted_has_nothing_of_it(pair: Fleet) -> None:
+    session, home = at_home(pair, A), pair.at(A)
+    pair.replicas.observe(home, LoadReport(started_s=5))
+    assert pair.lost(session) is None
+    pair.replicas.observe(home, LoadReport(started_s=9))
+    assert pair.lost(session) == LostHome(home.id, LostReason.RESTARTED)
+    pair.replicas.observe(home, LoadReport(started_s=5))  # of the old one, late
+    assert pair.lost(at_home(pair, B)) is None
+    pair.clock.advance(REMEMBERED_MS / 1000 + 1)
+    assert pair.lost(session) is None
+
+
+async def test_a_home_that_failed_lately_and_one_that_has_much_to_do(pair: Fleet) -> None:
+    session, home = at_home(pair, A), pair.at(A)
+    pair.replicas.observe(home, LoadReport((0, 1000, 0)))
+    pair.replicas.observe(pair.at(B), LoadReport())
+    assert pair.lost(session) == LostHome(home.id, LostReason.BUSY)
+    for _ in range(3):
+        pair.replicas.release(pair.replicas._placed(home, RouteReason.LOAD, nowhere(), 0), Outcome.LOST)
+    assert pair.lost(session) == LostHome(home.id, LostReason.FAILED)

@@ -35,6 +35,7 @@ from shared.wire.shapes import USED_TOKENS_MAX
             "queued 20 ms: the steps computed 1,920 prompt tokens of others",
         ),
         (Cause(code="waited_turn", ms=20.0), "queued 20 ms: the steps were full"),
+        (Cause(code="waited_grammar", ms=120.0), "queued 120 ms: its grammar was being compiled"),
         (Cause(code="waited_step", ms=3.0), "queued 3 ms: a step was being computed"),
         (
             Cause(
