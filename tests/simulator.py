@@ -154,6 +154,7 @@ class _Simulation:
             vocab_size=config.vocab_size,
             host_pages=config.host_pages,
             state_bytes=config.state_bytes,
+            state_places=config.state_places,
             page_copy_s=config.page_copy_s,
         )
         self._now = 0.0

@@ -46,6 +46,7 @@ class SimConfig:
     page_copy_s: float = 0.001
     state_bytes: int = 0
     """Of a model that keeps a state by slot."""
+    state_places: int = 0
     disk: bool = False
     """True if what they keep is also written to a disk."""
     slots: int = 6

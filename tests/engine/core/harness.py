@@ -70,6 +70,8 @@ class Harness:
         session_keep_s: float = 30.0,
         fill_s: Callable[[int], float] = lambda handle: 0.0,
         state_bytes: int = 0,
+        state_places: int = 0,
+        state_every_len: int = 512,
     ) -> None:
         config = SchedulerConfig(
             step_tokens_max=step_tokens_max,
@@ -82,11 +84,12 @@ class Harness:
             queue_tokens_max=queue_tokens_max,
             gap_targets_s=(gap_target_s,) * len(ServiceClass),
             session_keep_s=session_keep_s,
+            state_every_len=state_every_len,
         )
         info = runner_info(
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
         )
-        info = msgspec.structs.replace(info, timed_steps=timed_steps, state_bytes=state_bytes)
+        info = msgspec.structs.replace(info, timed_steps=timed_steps, state_bytes=state_bytes, state_places=state_places)
         self.now = 100.0
         grammars = self.grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)
         self.scheduler = Scheduler(config, info, discipline, grammars=grammars)
