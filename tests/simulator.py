@@ -30,6 +30,7 @@ from engine.contract.messages import (
     Plan,
     ResumeSequences,
     Started,
+    StateCounts,
     StepOutput,
     TokenLogprobs,
 )
@@ -86,6 +87,7 @@ class Report:
     disk_tokens: int
     kept_found: int
     kept_evicted: int
+    states: StateCounts
     elapsed_s: float
 
     @property
@@ -202,6 +204,7 @@ class _Simulation:
             disk_tokens=stats.prefix_disk_tokens,
             kept_found=stats.kept_found,
             kept_evicted=stats.kept_evicted,
+            states=stats.states,
             elapsed_s=self._now,
         )
 

@@ -336,6 +336,21 @@ class DiskCounts(msgspec.Struct, array_like=True, frozen=True):
     missed: int = 0
 
 
+class StateCounts(msgspec.Struct, array_like=True, frozen=True):
+    """Snapshots of states (`engine.core.step.state_tier`), and what happened to them since the start."""
+
+    free: int = 0
+    """Places that hold none."""
+    kept: int = 0
+    saved: int = 0
+    restored: int = 0
+    """Sequences that began from one."""
+    evicted: int = 0
+    """Snapshots that made room for others."""
+    stateless_tokens: int = 0
+    """Prompt tokens whose pages were found at a first admission, and no state behind them."""
+
+
 class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """A reading of the core's gauges and counters after a step."""
 
@@ -391,6 +406,7 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """Counter: pages that were found again while they were kept."""
     kept_evicted: int = 0
     """Counter: pages that were evicted while they were kept, since nothing else was left."""
+    states: StateCounts = StateCounts()
 
 
 class Move(IntEnum):

@@ -73,6 +73,7 @@ from engine.contract.messages import (
     RunResult,
     SamplingParams,
     ServiceClass,
+    StateCounts,
     StepOutput,
 )
 from engine.contract.records import Lack
@@ -98,6 +99,7 @@ FETCH_POLL_S: Final = 0.001
 NO_SEQUENCES: Final = (0,) * len(ServiceClass)
 NO_WAITS_S: Final = (0.0,) * len(ServiceClass)
 NO_DISK: Final = DiskCounts()
+NO_STATES: Final = StateCounts()
 STEPS_AHEAD_MAX: Final = 1
 """Steps that may be in flight while another is planned: one keeps a device busy, more would add late rows."""
 
@@ -493,4 +495,5 @@ class Scheduler:
             pages_kept=len(pages.cached_pages.kept),
             kept_found=pages.cached_pages.kept_found,
             kept_evicted=pages.cached_pages.kept_evicted,
+            states=NO_STATES if allocator.states is None else allocator.states.counts(),
         )

@@ -304,7 +304,8 @@ class Allocator:
     def admit(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, now: float) -> Brought:
         """Give a slot and pages to a waiting sequence that fits. Returns what comes out of host memory."""
         self._waiting.admit(sequence)
-        if sequence.status is not Status.WAITING:
+        is_new = sequence.status is Status.WAITING
+        if not is_new:
             self._moved.append(Moved(sequence.handle, Move.READMITTED, bool(prefix.kept)))
             self.copied_back += bool(prefix.kept)
         self._hold(prefix)
@@ -325,6 +326,8 @@ class Allocator:
         sequence.admit(slot, pages, prefix.computed_len, now)
         if self.states is not None:
             sequence.branch_len = prefix.branch_len
+            if is_new:
+                self.states.stateless_tokens += prefix.branch_len - prefix.computed_len
             if prefix.state is not None:
                 self.states.restore(prefix.state, slot)
             builder.copied_pages = self.states.copies

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from engine.contract.messages import StateCounts
 from engine.core.estimate.cost import StepCost
 from engine.core.pages.block_manager import BlockManager, PageIdentity
 from engine.core.pages.state_pool import StatePool
@@ -46,8 +47,10 @@ class StateTier:
         """The slot whose state is copied to each place. A place that is dropped and used again within one
         plan gets the later state alone."""
         self._restored: list[tuple[int, int]] = []
-        self.saved = 0
-        self.restored = 0
+        self._saves = 0
+        self._restores = 0
+        self.stateless_tokens = 0
+        """Prompt tokens whose pages were found at a first admission, and no state behind them."""
 
     @property
     def copies(self) -> int:
@@ -131,7 +134,7 @@ class StateTier:
         if place is None:
             return
         self._saved[place] = sequence.slot
-        self.saved += 1
+        self._saves += 1
         if flight is None:
             self.pool.keep(place, identity)
         else:
@@ -150,7 +153,7 @@ class StateTier:
     def restore(self, identity: PageIdentity, slot: int) -> None:
         """Let the plan in the making begin a slot with a kept state."""
         self._restored.append((self.pool.read(identity), slot))
-        self.restored += 1
+        self._restores += 1
 
     def restore_s(self, victim: Sequence, cost: StepCost) -> float:
         """The time to restore `victim` if it were preempted now, in seconds: what others share of it stays,
@@ -167,6 +170,12 @@ class StateTier:
         for end in {sequence.state_len // size, (sequence.prompt_len - 1) // size}:
             if 0 < end <= len(identities):
                 self.pool.keep_until(identities[end - 1], deadline_s)
+
+    def counts(self) -> StateCounts:
+        pool = self.pool
+        return StateCounts(
+            pool.free, pool.kept, self._saves, self._restores, pool.evicted, self.stateless_tokens
+        )
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """The copies of the plan that is made now: those out of slots as (slot, place), those to slots as
