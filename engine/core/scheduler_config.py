@@ -57,9 +57,9 @@ class SchedulerConfig:
         assert 0.0 < self.prompt_share < 1.0
 
     def fitting(self, runner: RunnerInfo) -> SchedulerConfig:
-        """These settings as the runner allows them. Of a model with states pages are of no use to others where
-        there is no place for states; where there is, a long prompt's states take no more memory than its
-        pages."""
+        """These settings as the runner allows them. Of a model with states, pages are of no use to others
+        where there is no place for states; where there is, a long prompt's states take no more memory than
+        its pages."""
         if not runner.state_bytes:
             return self
         worth_len = runner.page_size * -(-runner.state_bytes // max(1, runner.page_bytes))

@@ -7,9 +7,9 @@ Rules
    and so of a step in flight, too. It is kept under the identity of its last page, once the prefix cache
    finds that.
 2. It is taken where others are likely to go on: where the known tokens end, rounded down to a page and so
-   that one is left to compute; where a prefix ended whose pages were found and whose state was not, since a
-   second prompt has come there; behind every `every_len` tokens of a long prompt; and at each end of a page of
-   the answer. Of an answer's the newest alone is kept.
+   that one is left to compute; where pages were found and no state behind them, since a second prompt has
+   come there; behind every `every_len` tokens of a long prompt; and at each end of a page of the answer. Of
+   an answer's the newest alone is kept.
 3. A chunk ends there for it, where computing what the state saves takes longer than one more step would, by
    the learned cost. It also ends with a page where that makes it shorter by `SHORTER_PART` at most: a
    sequence that loses its slot at the end of a page keeps its state, if copying that out and back takes less
@@ -114,7 +114,9 @@ class StateTier:
     def save_left(self, sequence: Sequence, cost: StepCost, now: float) -> None:
         """Copy the state of a sequence that loses its slot, with nothing in flight, if that pays (rule 3)."""
         since, at = sequence.state_len, sequence.computed_len
-        if at > since and not at % self._pages.page_size and 2 * cost.page_s < cost.chunk_s(since, at - since):
+        if at <= since or at % self._pages.page_size:
+            return
+        if 2 * cost.page_s < cost.chunk_s(since, at - since):
             self._save(sequence, at, None, now)
 
     def _save(self, sequence: Sequence, at: int, flight: InFlight | None, now: float) -> None:

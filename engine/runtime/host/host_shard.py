@@ -142,9 +142,7 @@ class HostShard:
         info = untimed_info(
             self.config, self.model, self.geometry, self.dtype, self.max_model_len, pages, arithmetic
         )
-        places = state_place_count(
-            self.config, self.geometry, self.max_model_len, pages, self.state_bytes
-        )
+        places = state_place_count(self.config, self.geometry, self.max_model_len, pages, self.state_bytes)
         return msgspec.structs.replace(info, state_bytes=self.state_bytes, state_places=places)
 
     def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:

@@ -248,7 +248,9 @@ def page_count(
         budget = int(max(0, available_bytes - step_bytes(config, model)) * KV_SHARE_DEFAULT)
     states_bytes = config.max_num_seqs * state_bytes
     rest = max(0, budget - states_bytes)
-    snapshots_bytes = min(rest // 2, useful_states(config, geometry, max_model_len, state_bytes) * state_bytes)
+    snapshots_bytes = min(
+        rest // 2, useful_states(config, geometry, max_model_len, state_bytes) * state_bytes
+    )
     pages = min((rest - snapshots_bytes) // geometry.page_bytes, useful)
     if pages < PAGES_MIN:
         states = f" beside {states_bytes >> 20} MiB of states" if states_bytes else ""

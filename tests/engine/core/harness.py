@@ -89,7 +89,9 @@ class Harness:
         info = runner_info(
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
         )
-        info = msgspec.structs.replace(info, timed_steps=timed_steps, state_bytes=state_bytes, state_places=state_places)
+        info = msgspec.structs.replace(
+            info, timed_steps=timed_steps, state_bytes=state_bytes, state_places=state_places
+        )
         self.now = 100.0
         grammars = self.grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)
         self.scheduler = Scheduler(config, info, discipline, grammars=grammars)

@@ -65,7 +65,7 @@ def test_a_long_prompt_has_snapshots_at_intervals() -> None:
     h = harness(state_every_len=16, step_tokens_max=100)
     cached_len(h, 1, prompt(90))
     assert [plan.lengths for plan in h.plans if plan.lengths != [1]] == [[16]] * 5 + [[8], [2]]
-    assert cached_len(h, 2, prompt(60) + [3, 3, 3, 3, 3]) == 48
+    assert cached_len(h, 2, [*prompt(60), 3, 3, 3, 3, 3]) == 48
     h.assert_all_as_solo()
 
 
