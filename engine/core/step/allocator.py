@@ -101,17 +101,13 @@ class Allocator:
         self._keeps: Final = runner.host_pages > 0 and config.prefix_cache
         """True if host memory keeps what the prefix cache evicts."""
         self._has_states: Final = runner.state_bytes > 0
-        assert not (self._has_states and self._keeps), "no state lies behind pages in host memory"
-        keeps_states = self._has_states and config.prefix_cache
         self.pages: Final = BlockManager(
             runner.pages,
             runner.page_size,
-            tells_evicted=self._keeps or keeps_states,
+            tells_evicted=self._keeps or self._has_states,
             shares_heads=not self._has_states,
         )
-        self.states: Final = (
-            StateTier(runner.state_places, self.pages, config.state_every_len) if keeps_states else None
-        )
+        self.states: Final = StateTier.of(runner, config, self.pages)
         """The snapshots of a model that has states; None: there are none."""
         gap_target_s = config.gap_targets_s[ServiceClass.DEFAULT]
         self.host_tier: Final = HostTier(runner.host_pages, self.pages, gap_target_s)

@@ -23,10 +23,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from engine.contract.messages import StateCounts
+from engine.contract.messages import RunnerInfo, StateCounts
 from engine.core.estimate.cost import StepCost
 from engine.core.pages.block_manager import BlockManager, PageIdentity
 from engine.core.pages.state_pool import StatePool
+from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.core.step.flight import ComingState, InFlight
 
@@ -51,6 +52,14 @@ class StateTier:
         self._restores = 0
         self.stateless_tokens = 0
         """Prompt tokens whose pages were found at a first admission, and no state behind them."""
+
+    @classmethod
+    def of(cls, runner: RunnerInfo, config: SchedulerConfig, pages: BlockManager) -> StateTier | None:
+        """None for a model without states, and where prefixes are not cached."""
+        if not (runner.state_bytes and config.prefix_cache):
+            return None
+        assert not runner.host_pages, "no state lies behind pages in host memory"
+        return cls(runner.state_places, pages, config.state_every_len)
 
     @property
     def copies(self) -> int:

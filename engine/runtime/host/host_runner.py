@@ -38,10 +38,8 @@ class HostRunner:
     host: HostPages
     slots: HostSlots
     draw: Draw | None = None
-
-    @property
-    def states(self) -> States | None:
-        return self.model.states
+    states: States | None = None
+    """Those that the model keeps by slot, if it has any."""
 
     def run(self, plan: Plan) -> RunResult:
         """Launch and collect."""

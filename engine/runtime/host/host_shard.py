@@ -148,8 +148,9 @@ class HostShard:
     def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:
         cache = KVCache(self.geometry, info.pages)
         model = self.network.attach(cache, info.slots)
-        if model.states is not None:
-            model.states.reserve(info.state_places)
+        states = model.states if isinstance(model, StatefulModel | NativeDecoder) else None
+        if states is not None:
+            states.reserve(info.state_places)
             state_bytes, slots, places = self.state_bytes, info.slots, info.state_places
             progress(
                 f"keeping a state of {state_bytes / 1e6:.1f} MB for each of {slots} sequences, and "
@@ -162,6 +163,7 @@ class HostShard:
             host=HostPages(cache, info.host_pages),
             slots=HostSlots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
             draw=self.network.draw,
+            states=states,
         )
 
 

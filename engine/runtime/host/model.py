@@ -21,11 +21,6 @@ class PagedModel(Protocol):
     """The forward pass: in torch below, in C++ in `engine.runtime.native`, on a GPU in
     `engine.runtime.device`."""
 
-    @property
-    def states(self) -> States | None:
-        """What it keeps by slot beside pages; None: nothing."""
-        ...
-
     def forward(self, batch: PackedBatch) -> Tensor:
         """Store the tokens' keys and values -> final hidden states [T, hidden], normed."""
         ...
@@ -63,10 +58,6 @@ class TorchModel:
     cache: KVCache
     decode: DecodeBackend
     prefill: PrefillBackend
-
-    @property
-    def states(self) -> None:
-        return None
 
     def forward(self, batch: PackedBatch) -> Tensor:
         attention = BatchAttention(self.cache, batch, self.decode, self.prefill)

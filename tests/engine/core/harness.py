@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -48,6 +49,8 @@ def knowing(scheduler: Scheduler, cost: StepCost) -> Scheduler:
 
 
 class Harness:
+    """`settings`: further ones of the scheduler's."""
+
     def __init__(
         self,
         *,
@@ -67,11 +70,10 @@ class Harness:
         paused_max: int = 256,
         gap_target_s: float = math.inf,
         timed_steps: tuple[TimedStep, ...] = (),
-        session_keep_s: float = 30.0,
         fill_s: Callable[[int], float] = lambda handle: 0.0,
         state_bytes: int = 0,
         state_places: int = 0,
-        state_every_len: int = 512,
+        **settings: Any,
     ) -> None:
         config = SchedulerConfig(
             step_tokens_max=step_tokens_max,
@@ -83,8 +85,7 @@ class Harness:
             paused_max=paused_max,
             queue_tokens_max=queue_tokens_max,
             gap_targets_s=(gap_target_s,) * len(ServiceClass),
-            session_keep_s=session_keep_s,
-            state_every_len=state_every_len,
+            **settings,
         )
         info = runner_info(
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages

@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from engine.contract.messages import FinishReason, Plan, SamplingParams, TimedStep
+from engine.contract.messages import FinishReason, SamplingParams
+from engine.core.estimate.cost import StepCost
 from tests.effort import drawn
-from tests.engine.core.harness import STEP_S, Harness, greedy
+from tests.engine.core.harness import Harness, greedy, knowing
 from tests.fake_runner import NUMERIC_SEEDS
 from tests.overlapped import simulate_overlapped
 from tests.simulator import simulate
 from tests.worlds import random_history_of_states
 
-SLOW = (TimedStep([0], [1], STEP_S), TimedStep([0], [64], 64 * STEP_S), TimedStep([64], [1], STEP_S))
+SLOW = StepCost(token_s=1.0, fixed_s=0.1)
 """Tokens so slow that every snapshot pays."""
 
 
-class Slow(Harness):
-    """Its steps take as long as their tokens are many."""
-
-    def finish_step(self, plan: Plan) -> None:
-        self.now += STEP_S * (sum(plan.lengths) - 1)
-        super().finish_step(plan)
-
-
-def harness(**options: object) -> Harness:
-    defaults = {"state_bytes": 8, "state_places": 40, "pages": 200, "timed_steps": SLOW}
-    return Slow(**(defaults | options))  # type: ignore[arg-type]
+def harness(cost: StepCost = SLOW, **options: Any) -> Harness:
+    h = Harness(**({"state_bytes": 8, "state_places": 40, "pages": 200} | options))
+    knowing(h.scheduler, cost)
+    return h
 
 
 def prompt(length: int, first: int = 0) -> list[int]:
     return [(first + 7 * at) % 50 for at in range(length)]
 
 
-def cached_len(h: Harness, handle: int, tokens: list[int], **options: object) -> int:
+def cached_len(h: Harness, handle: int, tokens: list[int], **options: Any) -> int:
     """The tokens that a new prompt need not compute."""
-    h.add(handle, tokens, greedy(2), **options)  # type: ignore[arg-type]
+    h.add(handle, tokens, greedy(2), **options)
     h.run()
     return h.started[handle].cached_len
 
@@ -119,8 +114,7 @@ def test_a_prompt_that_loses_its_slot_keeps_the_state_that_it_has_come_to() -> N
 
 
 def test_no_chunk_ends_for_a_snapshot_that_saves_less_than_a_step_takes() -> None:
-    quick = (TimedStep([0], [1], STEP_S), TimedStep([0], [64], STEP_S), TimedStep([64], [1], STEP_S))
-    h = Harness(state_bytes=8, state_places=40, timed_steps=quick)
+    h = harness(StepCost(token_s=1.0, fixed_s=20.0))
     cached_len(h, 1, prompt(10))
     assert h.plans[0].lengths == [10]
 
