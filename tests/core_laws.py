@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from engine.core.pages.block_manager import BlockManager
 from engine.core.pages.cached_pages import CachedPages
 from engine.core.pages.host_pool import HostPool
+from engine.core.pages.state_pool import StatePool
 from engine.core.queue.tenants import TenantCounters, TenantHoldings
 from engine.core.scheduler import STEPS_AHEAD_MAX, Scheduler
 from engine.core.sequence import Status
@@ -61,6 +62,9 @@ def _check_allocator(allocator: Allocator) -> None:
     held = [table for flight in flights for table, _ in flight.tables]
     check_pages(allocator.pages, [*(sequence.pages for sequence in living if sequence.pages), *held])
     check_host(allocator.host_tier.host)
+    if allocator.states is not None:
+        coming = [state.place for flight in flights for state in flight.states]
+        check_states(allocator.states.pool, allocator.pages, coming)
     slots = [*allocator._slots_free, *(slot for flight in flights for slot in flight.slots), *running]
     assert sorted(slots) == list(range(runner.slots)), "a slot is lost, or owned twice"
     for status, queue in allocator._waiting.queues.items():
@@ -124,6 +128,19 @@ def check_host(pool: HostPool) -> None:
     lent = [page for page in pool._lent if page not in pool._identity and page not in pool._leaving]
     everything = [*pool._free, *pool._leaving, *pool._kept.values(), *lent]
     assert sorted(everything) == list(range(pool.total)), "a host page is lost, or in two places"
+
+
+def check_states(pool: StatePool, pages: BlockManager, coming: Iterable[int]) -> None:
+    """Assert that each place is in one set, and that no state is kept whose page is gone; `coming` has those
+    of steps in flight."""
+    kept = {place: identity for identity, place in pool._kept.items()}
+    assert kept == pool._identity
+    check_cached(pool._droppable)
+    assert set(pool._droppable.tenants) == kept.keys() - pool._read
+    assert all(pool._tenant[place] == tenant for place, tenant in pool._droppable.tenants.items())
+    everything = [*pool._free, *kept, *(pool._read - kept.keys()), *coming]
+    assert sorted(everything) == list(range(pool.total)), "a place is lost, or in two sets"
+    assert all(pages.find(identity) is not None for identity in kept.values()), "a state without its page"
 
 
 def check_tenants(tenants: TenantCounters, here: Iterable[str]) -> None:

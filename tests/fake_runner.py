@@ -4,7 +4,8 @@ Its KV store holds, for each position of each page, a number that depends on all
 position, as keys and values do. To compute a position it reads the one before *through the slot's
 page table*; to sample, it reads all of them. So a wrong page, a stale page, a page that another
 sequence overwrote, a skipped or repeated position: each changes the tokens from there on, and they no
-longer equal those of `solo`, which has no pages. On top of that every plan is checked against the
+longer equal those of `solo`, which has no pages. A model with states reads the number before from its slot's
+state instead, so a wrong or a stale state does so, too. On top of that every plan is checked against the
 contract in `engine.contract.messages`.
 """
 
@@ -47,6 +48,7 @@ def runner_info(
     host_pages: int = 0,
     page_copy_s: float = 0.0,
     state_bytes: int = 0,
+    state_places: int = 0,
 ) -> RunnerInfo:
     return RunnerInfo(
         pages=pages,
@@ -61,6 +63,8 @@ def runner_info(
         host_pages=host_pages,
         page_copy_s=page_copy_s,
         state_bytes=state_bytes,
+        state_places=state_places,
+        state_copy_s=page_copy_s if state_places else 0.0,
     )
 
 
@@ -182,6 +186,9 @@ class FakeRunner:
         self._forked: dict[int, int] = {}
         """The lengths of the heads that the plan copies, by page."""
         self._host_store = array("q", bytes(8 * info.host_pages * info.page_size))
+        self._states = [(-1, 0)] * info.slots
+        """Of each slot's state the number of tokens in it, and the last one's number."""
+        self._places = [(-1, 0)] * info.state_places
 
     def launch(self, plan: Plan) -> Pending:
         """Execute the plan at once."""
@@ -190,6 +197,7 @@ class FakeRunner:
     def run(self, plan: Plan) -> RunResult:
         self._change_slots(plan)
         self._swap(plan)
+        self._copy_states(plan)
         self._check(plan)
         result = RunResult([], [], [])
         wants_logprobs = False
@@ -256,6 +264,20 @@ class FakeRunner:
             self._store[page * size : (page + 1) * size] = copied
             self._part_full.pop(page, None)
 
+    def _copy_states(self, plan: Plan) -> None:
+        """Copy states out of slots, then to them; who begins without one begins anew."""
+        places = [place for _, place in plan.saved]
+        assert len(set(places)) == len(places), "two states are copied to one place"
+        for slot, place in plan.saved:
+            self._places[place] = self._states[slot]
+        for start in plan.seated:
+            self._states[start.slot] = 0, START
+        slots = [slot for _, slot in plan.restored]
+        assert set(slots) <= {start.slot for start in plan.seated}
+        assert len(set(slots)) == len(slots), "two states are copied to one slot"
+        for place, slot in plan.restored:
+            self._states[slot] = self._places[place]
+
     def _fork(self, plan: Plan) -> None:
         size, store = self.info.page_size, self._store
         assert {page for _, page, _ in plan.forked} <= {p for _, pages in plan.grown for p in pages}
@@ -284,6 +306,8 @@ class FakeRunner:
         for slot, position, length, want in zip(
             plan.slots, plan.positions, plan.lengths, plan.wants, strict=True
         ):
+            if self.info.state_bytes:
+                assert position == self._states[slot][0], "a slot's state has all tokens before its next row"
             self._check_row(self.slots[slot], position, length, want, tables)
 
     def _idle(self, plan: Plan) -> set[int]:
@@ -294,8 +318,6 @@ class FakeRunner:
         self, state: SlotState, position: int, length: int, want: Want, tables: Counter[int]
     ) -> None:
         size, end = self.info.page_size, position + length
-        if self.info.state_bytes:
-            assert position == (state.computed_len or 0), "a slot's state has all tokens before its next row"
         if state.computed_len is not None:
             assert position == state.computed_len, "a row continues where its slot stands"
         elif position % size:
@@ -316,9 +338,17 @@ class FakeRunner:
 
     def _compute(self, state: SlotState, position: int, length: int) -> None:
         for p in range(position, position + length):
-            before = self._store[self._at(state, p - 1)] if p else START
+            before = self._before(state, p)
             self._store[self._at(state, p)] = kv_of(before, state.tokens[p], p)
-        state.computed_len = position + length
+        state.computed_len = end = position + length
+        if self.info.state_bytes:
+            self._states[state.start.slot] = end, self._store[self._at(state, end - 1)]
+
+    def _before(self, state: SlotState, position: int) -> int:
+        """What the model keeps of the tokens before a position."""
+        if self.info.state_bytes and (known := self._states[state.start.slot])[0] == position:
+            return known[1]
+        return self._store[self._at(state, position - 1)] if position else START
 
     def _at(self, state: SlotState, position: int) -> int:
         page, offset = divmod(position, self.info.page_size)

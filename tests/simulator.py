@@ -30,6 +30,7 @@ from engine.contract.messages import (
     Plan,
     ResumeSequences,
     Started,
+    StateCounts,
     StepOutput,
     TokenLogprobs,
 )
@@ -86,6 +87,7 @@ class Report:
     disk_tokens: int
     kept_found: int
     kept_evicted: int
+    states: StateCounts
     elapsed_s: float
 
     @property
@@ -154,6 +156,7 @@ class _Simulation:
             vocab_size=config.vocab_size,
             host_pages=config.host_pages,
             state_bytes=config.state_bytes,
+            state_places=config.state_places,
             page_copy_s=config.page_copy_s,
         )
         self._now = 0.0
@@ -201,6 +204,7 @@ class _Simulation:
             disk_tokens=stats.prefix_disk_tokens,
             kept_found=stats.kept_found,
             kept_evicted=stats.kept_evicted,
+            states=stats.states,
             elapsed_s=self._now,
         )
 

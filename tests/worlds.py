@@ -46,6 +46,7 @@ class SimConfig:
     page_copy_s: float = 0.001
     state_bytes: int = 0
     """Of a model that keeps a state by slot."""
+    state_places: int = 0
     disk: bool = False
     """True if what they keep is also written to a disk."""
     slots: int = 6
@@ -128,6 +129,40 @@ def random_config(seed: int) -> SimConfig:
             prefix_cache=rng.random() < 0.8,
             stall_deadline_s=rng.choice([0.001, 0.1, 5.0]),
             session_keep_s=rng.choice([0.0, 0.05, 30.0]),
+        ),
+    )
+
+
+def random_history_of_states(seed: int) -> SimConfig:
+    """A small world of a model with states, whose few sequences meet at many boundaries of pages."""
+    rng = random.Random(seed)
+    page_size, max_model_len, slots = rng.choice([1, 2, 4, 8]), rng.randint(16, 64), rng.randint(1, 4)
+    return SimConfig(
+        requests=rng.randint(3, 6),
+        n_max=rng.randint(1, 3),
+        pages=rng.randint(1, 3) * max_model_len // page_size + 1,
+        page_size=page_size,
+        page_copy_s=rng.choice([CHEAP_S, 0.001]),
+        state_bytes=64,
+        state_places=rng.choice([1, 2, 5, 40]),
+        slots=slots,
+        prompt_len_max=max_model_len // 2,
+        max_tokens_max=rng.randint(1, 16),
+        max_model_len=max_model_len,
+        prefixes=rng.randint(1, 3),
+        salts=1,
+        tenants=rng.randint(1, 2),
+        classes=rng.randint(1, 2),
+        arrival_gap_s=rng.choice([0.001, 0.02, 0.1]),
+        abort_share=rng.choice([0.0, 0.2]),
+        pause_share=rng.choice([0.0, 0.3]),
+        scheduler=SchedulerConfig(
+            step_tokens_max=slots + rng.choice([1, 5, 40]),
+            queue_len_max=1_000_000,
+            stall_deadline_s=0.5,
+            preemptions_max=rng.randint(1, 3),
+            session_keep_s=rng.choice([0.0, 0.05, 30.0]),
+            state_every_len=rng.choice([1, 4, 512]),
         ),
     )
 

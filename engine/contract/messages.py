@@ -251,6 +251,10 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     state_bytes: int = 0
     """Bytes of the state that a slot keeps of its sequence beside pages; 0: the model has none. Pages are of
     no use without it, and it is lost with the slot."""
+    state_places: int = 0
+    """Places for copies of states; 0: there are none, and no prefix is cached of a model that has states."""
+    state_copy_s: float = 0.0
+    """Time to copy a state to its place or back, measured while warming up, in seconds; 0.0: not measured."""
 
 
 class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
@@ -332,6 +336,21 @@ class DiskCounts(msgspec.Struct, array_like=True, frozen=True):
     missed: int = 0
 
 
+class StateCounts(msgspec.Struct, array_like=True, frozen=True):
+    """Snapshots of states (`engine.core.step.state_tier`), and what happened to them since the start."""
+
+    free: int = 0
+    """Places that hold none."""
+    kept: int = 0
+    saved: int = 0
+    restored: int = 0
+    """Sequences that began from one."""
+    evicted: int = 0
+    """Snapshots that made room for others."""
+    stateless_tokens: int = 0
+    """Prompt tokens whose pages were found at a first admission, and no state behind them."""
+
+
 class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """A reading of the core's gauges and counters after a step."""
 
@@ -387,6 +406,7 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """Counter: pages that were found again while they were kept."""
     kept_evicted: int = 0
     """Counter: pages that were evicted while they were kept, since nothing else was left."""
+    states: StateCounts = StateCounts()
 
 
 class Move(IntEnum):
@@ -470,7 +490,7 @@ class Want(IntEnum):
 
 class Plan(msgspec.Struct, array_like=True, frozen=True):
     """The plan of one step. The runner executes it in this order: leave, seat, grow, swap out, fork,
-    swap in, compute, sample.
+    swap in, save, restore, compute, sample.
 
     Row i computes tokens `[positions[i], positions[i] + lengths[i])` of `slots[i]`, writes their
     keys and values to that slot's pages, and brings `wants[i]`. The runner
@@ -501,6 +521,11 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     masks: list[bytes] = []
     """Empty, or for each row that samples, in order, the tokens that its grammar allows, by which bit t of
     little-endian 32-bit words says whether token t is; of a token beyond its end nothing is. b"": all are."""
+    saved: list[tuple[int, int]] = []
+    """Pairs (slot, place): copy the state that the slot has before this plan to the place. The slot may have
+    been left, and seated again."""
+    restored: list[tuple[int, int]] = []
+    """Pairs (place, slot): copy the state in the place to the slot, after all copies out of slots."""
 
     @property
     def sampled(self) -> int:

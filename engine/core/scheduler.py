@@ -73,6 +73,7 @@ from engine.contract.messages import (
     RunResult,
     SamplingParams,
     ServiceClass,
+    StateCounts,
     StepOutput,
 )
 from engine.contract.records import Lack
@@ -98,6 +99,7 @@ FETCH_POLL_S: Final = 0.001
 NO_SEQUENCES: Final = (0,) * len(ServiceClass)
 NO_WAITS_S: Final = (0.0,) * len(ServiceClass)
 NO_DISK: Final = DiskCounts()
+NO_STATES: Final = StateCounts()
 STEPS_AHEAD_MAX: Final = 1
 """Steps that may be in flight while another is planned: one keeps a device busy, more would add late rows."""
 
@@ -120,7 +122,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # by handle: all that have not ended
         self._paused: dict[int, Sequence] = {}  # by handle, in any status, in the order of their pauses
         self._waiting = WaitingQueue(discipline)
-        self._learner = CostLearner(runner.page_copy_s, runner.timed_steps)
+        self._learner = CostLearner(runner.state_copy_s or runner.page_copy_s, runner.timed_steps)
         self._in_flight: dict[int, InFlight] = {}  # by step number, in order
         self._deadlines = DeadlineQueue()
         self._allocator = Allocator(config, runner, self._waiting, self._in_flight, self._learner, disk)
@@ -314,7 +316,7 @@ class Scheduler:
         if self._allocator.must_wait():
             return None
         self._allocator.lack = Lack.NOTHING
-        builder = PlanBuilder(self._config.step_tokens_max)
+        builder = PlanBuilder(self._config.step_tokens_max, states=self._allocator.states)
         self._planner.fill(builder, self._news, now)
         self._lacks_masks = False
         if builder.rows:
@@ -360,6 +362,8 @@ class Scheduler:
         self._step += 1
         tier = self._allocator.host_tier
         swapped_out, swapped_in = tier.take_copies(self._step) if tier.has_copies else ([], [])
+        states = self._allocator.states
+        saved, restored = ([], []) if states is None else states.take_copies()
         plan = Plan(
             step=self._step,
             left=self._allocator.take_left(),
@@ -373,6 +377,8 @@ class Scheduler:
             swapped_in=swapped_in,
             forked=self._allocator.take_forked(),
             masks=self.masks.of(builder.rows, builder.wants) if self.masks.sequences else [],
+            saved=saved,
+            restored=restored,
         )
         for sequence, length, want in zip(builder.rows, builder.lengths, builder.wants, strict=True):
             sequence.launch(self._step, length, want)
@@ -489,4 +495,5 @@ class Scheduler:
             pages_kept=len(pages.cached_pages.kept),
             kept_found=pages.cached_pages.kept_found,
             kept_evicted=pages.cached_pages.kept_evicted,
+            states=NO_STATES if allocator.states is None else allocator.states.counts(),
         )

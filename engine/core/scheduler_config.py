@@ -25,6 +25,9 @@ class SchedulerConfig:
     """Preemptions of one sequence. One that was preempted so often is admitted again only when no running
     sequence need be preempted after it."""
     prefix_cache: bool = True
+    state_every_len: int = 512
+    """The least distance of the snapshots of a long prompt, in tokens, of a model that has states. It is at
+    least as many as have pages of a state's size (`fitting`)."""
     session_keep_s: float = 30.0
     """The time for which the pages of a session's request are kept for its next turn, in seconds; 0.0: they
     are cached like any other."""
@@ -45,6 +48,7 @@ class SchedulerConfig:
         assert self.queue_tokens_max >= 1
         assert 0.0 <= self.watermark < 1.0
         assert self.preemptions_max >= 1
+        assert self.state_every_len >= 1
         assert 0.0 <= self.session_keep_s < math.inf
         assert self.stall_deadline_s > 0.0
         assert self.paused_max >= 1
@@ -53,9 +57,17 @@ class SchedulerConfig:
         assert 0.0 < self.prompt_share < 1.0
 
     def fitting(self, runner: RunnerInfo) -> SchedulerConfig:
-        """These settings as the runner allows them: pages are of no use to others where a state that is lost
-        with the slot belongs to them."""
-        return replace(self, prefix_cache=False) if runner.state_bytes else self
+        """These settings as the runner allows them. Of a model with states, pages are of no use to others
+        where there is no place for states; where there is, a long prompt's states take no more memory than
+        its pages."""
+        if not runner.state_bytes:
+            return self
+        worth_len = runner.page_size * -(-runner.state_bytes // max(1, runner.page_bytes))
+        return replace(
+            self,
+            prefix_cache=self.prefix_cache and runner.state_places > 0,
+            state_every_len=max(self.state_every_len, worth_len),
+        )
 
     def check_against(self, runner: RunnerInfo) -> None:
         """Assert the relations between these limits and the runner's."""

@@ -150,6 +150,11 @@ class Sequence:
     last look-up; while it computes its prompt, those pending at the last plan."""
     paused_at: float | None = None
     """The core's clock at the pause, in seconds; None when it is not paused."""
+    state_len: int = 0
+    """The tokens behind which the newest snapshot of its state was taken, or restored
+    (`engine.core.step.state_tier`)."""
+    branch_len: int = 0
+    """The tokens of its prefix whose pages were found when it was admitted, with a state or without."""
     mask: bytes | None = b""
     """The tokens that its grammar lets the next one be (`engine.contract.messages.Plan.masks`), b"" where it
     has no grammar; None until that is known, from the plan on that samples under the mask before."""
@@ -271,6 +276,7 @@ class Sequence:
         assert self.hold is None
         self._move(Status.RUNNING, now)
         self.slot, self.pages, self.computed_len = slot, pages, computed_len
+        self.state_len = computed_len
 
     def stall(self, now: float) -> None:
         """Give the slot back and keep the pages."""
@@ -337,7 +343,7 @@ class Sequence:
     def name_head(self, pages: BlockManager, end: int) -> None:
         """Let others find the head in which its first `end` tokens end, which are computed."""
         assert end <= self.computed_len
-        if end % pages.page_size:
+        if end % pages.page_size and pages.shares_heads:
             head = self.chain.identity(self.tokens, end)
             assert head is not None
             pages.register_head(self.pages[end // pages.page_size], head)
@@ -360,6 +366,7 @@ class Sequence:
 
     def _vacate(self) -> None:
         self.slot, self.pages, self.computed_len = None, [], 0
+        self.state_len = self.branch_len = 0
 
     def _move(self, status: Status, now: float) -> None:
         if status not in MOVES[self.status]:

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.api.told.vllm_metrics import VllmMetrics, VllmNames, VllmReading
-from engine.contract.messages import CoreStats, RunnerInfo, ServiceClass, StepOutput
+from engine.contract.messages import CoreStats, RunnerInfo, ServiceClass, StateCounts, StepOutput
 from shared.apis.structure import StructureKind
 from shared.process.metrics import Counter, Gauge, Histogram, registry_of_service
 from shared.telemetry.stages import Exposition, exposition
@@ -194,6 +194,7 @@ def _memory(stats: CoreStats) -> Iterator[Metric]:
     pages.add_metric(["owned"], stats.pages_owned)
     yield pages
     yield from _session_pages(stats)
+    yield from _states(stats.states)
     host = GaugeMetricFamily(f"{PREFIX}host_pages", "Pages in host memory.", labels=["state"])
     host.add_metric(["free"], stats.host_pages_free)
     host.add_metric(["used"], stats.host_pages_used)
@@ -229,6 +230,27 @@ def _memory(stats: CoreStats) -> Iterator[Metric]:
     swapped.add_metric(["out"], stats.swapped_out_bytes)
     swapped.add_metric(["in"], stats.swapped_in_bytes)
     yield swapped
+
+
+def _states(counts: StateCounts) -> Iterator[Metric]:
+    places = GaugeMetricFamily(
+        f"{PREFIX}state_places", "Places for snapshots of sequences' states.", labels=["state"]
+    )
+    places.add_metric(["free"], counts.free)
+    places.add_metric(["kept"], counts.kept)
+    yield places
+    events = CounterMetricFamily(
+        f"{PREFIX}state_events", "What happened to snapshots of states.", labels=["event"]
+    )
+    events.add_metric(["saved"], counts.saved)
+    events.add_metric(["restored"], counts.restored)
+    events.add_metric(["evicted"], counts.evicted)
+    yield events
+    yield _counter(
+        "prefix_stateless_tokens",
+        "Prompt tokens that were computed again since no state lay behind their pages.",
+        counts.stateless_tokens,
+    )
 
 
 def _session_pages(stats: CoreStats) -> Iterator[Metric]:

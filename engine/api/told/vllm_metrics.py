@@ -236,7 +236,7 @@ class _CacheConfig(Collector):
             "block_size": str(info.page_size),
             "num_gpu_blocks": str(info.pages),
             "num_cpu_blocks": str(info.host_pages),
-            "enable_prefix_caching": str(prefix_cache and not info.state_bytes),
+            "enable_prefix_caching": str(prefix_cache and (not info.state_bytes or info.state_places > 0)),
             "cache_dtype": info.dtype,
             "engine": ENGINE,
         }

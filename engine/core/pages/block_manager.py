@@ -126,12 +126,16 @@ class Evicted(NamedTuple):
 class BlockManager:
     """Hands out pages, takes them back, and finds prefixes again. Every call takes O(pages it names)."""
 
-    def __init__(self, pages: int, page_size: int, *, tells_evicted: bool = False) -> None:
-        """`tells_evicted`: keep note of what is evicted, for `take_evicted`."""
+    def __init__(
+        self, pages: int, page_size: int, *, tells_evicted: bool = False, shares_heads: bool = True
+    ) -> None:
+        """`tells_evicted`: keep note of what is evicted, for `take_evicted`. `shares_heads`: whether heads
+        are of use (rule 5)."""
         assert pages >= 1
         assert page_size >= 1
         self.total: Final = pages
         self.page_size: Final = page_size
+        self.shares_heads: Final = shares_heads
         self._free = list(reversed(range(pages)))  # a stack: the page released last is still warm
         self.cached_pages: Final = CachedPages(pages)
         self._tenant = [""] * pages  # whose sequence each page was handed to last

@@ -34,11 +34,13 @@ K. What a sequence lacks of its prompt's last page may be the head of a page tha
    choices of one prompt compute its last token alone for themselves, and a prompt that comes again does.
    The same plan may evict the source, as it makes its copies before it writes anything; but it is the last to
    be taken, for the choices that come after.
-L. Where the model keeps a state by slot (`RunnerInfo.state_bytes`), pages without it are of no use. So a
-   sequence that loses its slot gives up its pages at once, and all its tokens are computed again when it is
-   admitted: what stalls is preempted as if others lacked its pages, which each pause costs it once at most
-   (rule E), and what yields as if they did (rule J, which lets time pass for it). There is no prefix cache
-   (`engine.core.scheduler_config`), so the choices of one prompt compute it each for itself.
+L. Where the model keeps a state by slot (`RunnerInfo.state_bytes`), pages are of use up to a snapshot of the
+   state behind them (`engine.core.step.state_tier`): a prefix is found as far as it has both. So a sequence
+   that loses its slot gives its pages to the prefix cache at once, and what came behind its last snapshot is
+   computed again when it is admitted: what stalls is preempted as if others lacked its pages, which each
+   pause costs it once at most (rule E), and what yields as if they did (rule J, which lets time pass for it).
+   No head is forked, since no state belongs to one (rule K): the choices of one prompt go on from its last
+   snapshot.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ from engine.core.sequence import Sequence, Status
 from engine.core.step.flight import InFlight
 from engine.core.step.host_tier import Brought, HostTier, Prefix
 from engine.core.step.plan_builder import PlanBuilder
+from engine.core.step.state_tier import StateTier
 from engine.core.step.victims import (
     YIELDS_AHEAD_S,
     by_expendability,
@@ -98,7 +101,14 @@ class Allocator:
         self._keeps: Final = runner.host_pages > 0 and config.prefix_cache
         """True if host memory keeps what the prefix cache evicts."""
         self._has_states: Final = runner.state_bytes > 0
-        self.pages: Final = BlockManager(runner.pages, runner.page_size, tells_evicted=self._keeps)
+        self.pages: Final = BlockManager(
+            runner.pages,
+            runner.page_size,
+            tells_evicted=self._keeps or self._has_states,
+            shares_heads=not self._has_states,
+        )
+        self.states: Final = StateTier.of(runner, config, self.pages)
+        """The snapshots of a model that has states; None: there are none."""
         gap_target_s = config.gap_targets_s[ServiceClass.DEFAULT]
         self.host_tier: Final = HostTier(runner.host_pages, self.pages, gap_target_s)
         self.disk: Final = DiskLink(self.host_tier.host, disk if self._keeps else None)
@@ -150,6 +160,10 @@ class Allocator:
         size, chain, end = self._runner.page_size, sequence.chain, sequence.reusable_len
         identities = chain.extend(sequence.tokens, end // size)[: end // size]
         found, kept = self.pages.match(identities), list[PageIdentity]()
+        if self.states is not None:
+            known = self.states.pool.known_len(identities[: len(found)])
+            state = identities[known - 1] if known else None
+            return Prefix(found[:known], known * size, state=state, branch_len=len(found) * size)
         if self._keeps and self.host_tier.host.kept and len(found) < len(identities):
             behind, cost = identities[len(found) :], self._learner.cost
             kept = self.host_tier.kept(len(found), behind, cost, streams=bool(self.running))
@@ -160,6 +174,8 @@ class Allocator:
 
     def lacks_prompt(self, sequence: Sequence) -> bool:
         """True if no other could take all of this sequence's prompt now, but for its last token."""
+        if self.states is not None:
+            return self.states.lacks_prompt(sequence, self._learner.cost)
         identity = sequence.prompt_identity
         return self._config.prefix_cache and identity is not None and self.pages.find(identity) is None
 
@@ -267,6 +283,7 @@ class Allocator:
             fewer = [other for other in chosen if other is not victim]
             if self.fits(sequence, prefix, fewer):
                 chosen = fewer
+        self._hold(prefix)
         for victim in chosen:
             if yields:
                 self._step_aside(victim, builder, now)
@@ -274,12 +291,20 @@ class Allocator:
                 self._preempt(victim, builder, now, Move.PREEMPTED_CLASS)
         return True
 
+    def _hold(self, prefix: Prefix) -> None:
+        """Let no other state take the place of the one that a sequence goes on from."""
+        if prefix.state is not None:
+            assert self.states is not None
+            self.states.pool.read(prefix.state)
+
     def admit(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, now: float) -> Brought:
         """Give a slot and pages to a waiting sequence that fits. Returns what comes out of host memory."""
         self._waiting.admit(sequence)
-        if sequence.status is not Status.WAITING:
+        is_new = sequence.status is Status.WAITING
+        if not is_new:
             self._moved.append(Moved(sequence.handle, Move.READMITTED, bool(prefix.kept)))
             self.copied_back += bool(prefix.kept)
+        self._hold(prefix)
         if not sequence.pages:
             self.pages.acquire(prefix.pages)
         brought = self.host_tier.take(prefix.kept)
@@ -295,6 +320,13 @@ class Allocator:
         builder.copied_pages = self.host_tier.copied_pages
         slot = self._slots_free.pop()
         sequence.admit(slot, pages, prefix.computed_len, now)
+        if self.states is not None:
+            sequence.branch_len = prefix.branch_len
+            if is_new:
+                self.states.stateless_tokens += prefix.branch_len - prefix.computed_len
+            if prefix.state is not None:
+                self.states.restore(prefix.state, slot)
+            builder.copied_pages = self.states.copies
         self.running[slot] = sequence
         self.holdings.add(sequence.tenant, slots=1, pages=len(pages))
         return brought
@@ -303,6 +335,9 @@ class Allocator:
         """Pages for a tenant. Host memory keeps what the prefix cache evicts for them, where that is on."""
         pages = self.pages.allocate(count, tenant, now)
         if evicted := self.pages.take_evicted():
+            if self.states is not None:
+                self.states.pool.drop([page.identity for page in evicted])
+                return pages
             self.host_tier.keep(evicted, self._learner.cost, streams=bool(self.running))
         return pages
 
@@ -335,7 +370,9 @@ class Allocator:
 
     def grow(self, builder: PlanBuilder, now: float) -> None:
         """Give a page to every sequence whose next token needs one, preempting others where none is
-        available."""
+        available. First their states are saved, where snapshots are due."""
+        if self.states is not None:
+            self.states.save_due(self.running.values(), self._in_flight, now)
         for sequence in self._needing_page():
             if sequence.status is not Status.RUNNING:
                 continue  # it was preempted for one before it
@@ -348,6 +385,8 @@ class Allocator:
                 builder.grown[sequence.slot] = page
         if self.host_tier.has_copies:
             builder.copied_pages = self.host_tier.copied_pages
+        if self.states is not None:
+            builder.copied_pages = self.states.copies
 
     def _free_page_for(self, sequence: Sequence, builder: PlanBuilder, now: float) -> None:
         """Preempt others so that a page is available, or `sequence` itself when no other can help."""
@@ -366,6 +405,8 @@ class Allocator:
         return self.pages.unshared(sequence.pages)
 
     def _restore_s(self, sequence: Sequence) -> float:
+        if self.states is not None:
+            return self.states.restore_s(sequence, self._learner.cost)
         return self.host_tier.restore_s(sequence, self._learner.cost)
 
     def _reclaimable(self, victims: Iterable[Sequence] = ()) -> set[int]:
@@ -382,7 +423,7 @@ class Allocator:
     def _step_aside(self, victim: Sequence, builder: PlanBuilder, now: float) -> None:
         """Take the slot from a running sequence, and leave it its pages until others need them."""
         assert not self._in_flight, "preempted while a step is in flight: rule I is broken"
-        builder.drop(self._release_slot(victim), victim)
+        builder.drop(self._release_slot(victim, now), victim)
         victim.step_aside(now)
         self._waiting.enter(victim)
         self.preemptions += 1
@@ -396,7 +437,7 @@ class Allocator:
         prefix cache has what it has computed, as long as nobody needs the pages."""
         if victim.status is Status.RUNNING:
             assert not self._in_flight, "preempted while a step is in flight: rule I is broken"
-            builder.drop(self._release_slot(victim), victim)
+            builder.drop(self._release_slot(victim, now), victim)
             self._give_up(victim, now, move)
         else:
             self._give_up_pages(victim, now, move)
@@ -424,7 +465,7 @@ class Allocator:
         """Release the slots, and not the pages, of running sequences that are paused and have nothing in
         flight."""
         for sequence in [s for s in self.running.values() if s.is_paused and not s.in_flight_len]:
-            self._release_slot(sequence)
+            self._release_slot(sequence, now)
             sequence.stall(now)
             self._waiting.enter(sequence)
             if self._has_states:
@@ -440,15 +481,19 @@ class Allocator:
         else:  # rule H: its rows are late, and still write
             last.tables.append((sequence.pages, keep_until_s))
         if sequence.status is Status.RUNNING:
-            self._release_slot(sequence)
+            self._release_slot(sequence, now)
         else:
             self._waiting.leave(sequence)
+        if self.states is not None and keep_until_s:
+            self.states.keep_until(sequence, keep_until_s)
 
-    def _release_slot(self, sequence: Sequence) -> int:
+    def _release_slot(self, sequence: Sequence, now: float) -> int:
         """Take back the slot of a running sequence, and return it. It is free when its pages are: once no row
         in flight is its own (rule H)."""
         slot, last = sequence.slot, self._in_flight.get(sequence.last_step)
         assert slot is not None
+        if self.states is not None and last is None:
+            self.states.save_left(sequence, self._learner.cost, now)
         del self.running[slot]
         self.holdings.add(sequence.tenant, slots=-1, pages=-len(sequence.pages))
         (self._slots_free if last is None else last.slots).append(slot)
@@ -459,6 +504,8 @@ class Allocator:
         """Let no other sequence find the pages of one whose contents are not to be trusted, in any tier."""
         self.pages.forget(sequence.pages)
         self.disk.forget(sequence.chain.identities)
+        if self.states is not None:
+            self.states.pool.drop(sequence.chain.identities)
 
     def settle(self, landed: InFlight) -> None:
         """Release what a step held back, at its commit."""
@@ -468,3 +515,6 @@ class Allocator:
         for table, keep_until_s in landed.tables:
             self.pages.release(table, keep_until_s)
         self._slots_free += landed.slots
+        if landed.states:
+            assert self.states is not None
+            self.states.settle(landed.states)

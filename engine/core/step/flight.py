@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 from engine.contract.messages import Finished, Plan, Started, TokenLogprobs
 from engine.contract.records import Lack
 from engine.core.estimate.cost import Work
+from engine.core.pages.block_manager import PageIdentity
 from engine.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ComingState:
+    """A snapshot of the state that a step in flight comes to (`engine.core.step.state_tier`)."""
+
+    place: int
+    identity: PageIdentity
 
 
 @dataclass(slots=True)
@@ -37,6 +46,8 @@ class InFlight:
     (`BlockManager.release`); released at its commit."""
     slots: list[int] = field(default_factory=list)
     """Slots of sequences that left them and whose last row is in this step; free from its commit on."""
+    states: list[ComingState] = field(default_factory=list)
+    """Snapshots of states that this step comes to; kept from its commit on."""
 
 
 @dataclass(slots=True)

@@ -57,6 +57,11 @@ class Prefix:
     """The pages right behind `pages` that host memory keeps."""
     source: int | None = None
     """The page that has the head behind all these pages; its tokens are counted in `computed_len`."""
+    state: PageIdentity | None = None
+    """The snapshot of the state behind `pages`, of a model that has states."""
+    branch_len: int = 0
+    """The number of tokens in pages that the prefix cache has, `pages` and those behind them that lack a
+    state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from engine.core.estimate import pace
 from engine.core.estimate.cost import StepCost, Work
 from engine.core.estimate.pace import Credit, PrefillBudget
 from engine.core.sequence import Sequence
+from engine.core.step.state_tier import StateTier
 
 WANTED_MARGIN: Final = 1.001
 """More than a chunk of one token takes is waited for, since the cost is learned anew meanwhile."""
@@ -42,6 +43,8 @@ class PlanBuilder:
     """Time that further chunks may take together, by the estimates of `cost`; below zero when it is
     exceeded."""
     cost: StepCost = field(default_factory=StepCost)
+    states: StateTier | None = None
+    """The snapshots for which chunks end, of a model that has states."""
     seated: list[SlotAssignment] = field(default_factory=list)
     """The sequences that this plan admits, as the runner is told of them."""
     seated_len: int = 0
@@ -68,7 +71,8 @@ class PlanBuilder:
     scored_tokens: int = 0
     """Tokens of chunks whose log-probabilities are asked for."""
     copied_pages: int = 0
-    """Pages that this plan copies to host memory or back."""
+    """Pages that this plan copies to host memory or back, or states that it copies to their places or
+    back."""
     copies_charged: int = 0
     """Copied pages whose time has been taken off `time_left_s`."""
     longest_s: float = pace.STEP_S_MAX
@@ -178,6 +182,8 @@ class PlanBuilder:
         length = chunk_len(sequence.pending_len, min(self.tokens_left, within))
         self.is_cut |= length < min(sequence.pending_len, self.tokens_left)
         if length:
+            if self.states is not None:
+                length = self.states.cut(sequence, position, length, cost)
             assert sequence.slot is not None
             assert length <= self.tokens_left
             self.has_chunk = True

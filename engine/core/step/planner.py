@@ -262,11 +262,14 @@ class Planner:
         `sequence` lacks, so that it may wait for that (rule D)."""
         if sequence.pages or not self.config.prefix_cache:
             return False
-        hits_len = len(prefix.pages) + len(prefix.kept)
+        hits_len, states = len(prefix.pages) + len(prefix.kept), self.allocator.states
         if hits_len == sequence.reusable_len // self.runner.page_size:
             return False
         lacking = sequence.chain.identities[hits_len]
         others = self._prefilling(builder)
+        if states is not None:
+            cost = self.learner.cost
+            return any(states.is_coming(sequence, hits_len, other, cost) for other in others)
         return any(lacking in other.chain.identities[hits_len : hits_len + 1] for other in others)
 
     def _prefilling(self, builder: PlanBuilder) -> list[Sequence]:

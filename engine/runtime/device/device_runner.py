@@ -64,6 +64,10 @@ class DeviceRunner:
     """Runs a padded decode step, by a graph or kernel by kernel."""
     decode_rows_max: int
 
+    @property
+    def states(self) -> None:
+        return None
+
     def run(self, plan: Plan) -> RunResult:
         """Launch and collect."""
         return self.launch(plan).collect()

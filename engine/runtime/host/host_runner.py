@@ -2,6 +2,7 @@
 
     leave, seat, grow         slots.apply
     swap out, fork, swap in   host.copy
+    save, restore             states.copy
     compute                   assemble the rows, forward, logits for the tokens that sample
     sample                    sampler, log-probabilities, the new tokens into the slots
 
@@ -24,6 +25,7 @@ from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import stable_topk
 from engine.runtime.step.result_tensors import Computed, asked_logprobs, asked_prompt_logprobs
 from engine.runtime.step.seats import HostSlots
+from engine.runtime.step.states import States
 
 
 @dataclass(slots=True)
@@ -36,6 +38,8 @@ class HostRunner:
     host: HostPages
     slots: HostSlots
     draw: Draw | None = None
+    states: States | None = None
+    """Those that the model keeps by slot, if it has any."""
 
     def run(self, plan: Plan) -> RunResult:
         """Launch and collect."""
@@ -47,6 +51,9 @@ class HostRunner:
         self.slots.apply(plan)
         if plan.swapped_out or plan.swapped_in or plan.forked:
             self.host.copy(plan.swapped_out, plan.swapped_in, plan.forked)
+        if plan.saved or plan.restored:
+            assert self.states is not None
+            self.states.copy(plan.saved, plan.restored)
         if not plan.slots:
             return Computed()
         batch = assemble(plan, self.slots)

@@ -36,7 +36,7 @@ from engine.runtime.start.starting import (
     start_alone,
     untimed_info,
 )
-from engine.runtime.step.kv_cache import HostPages, KVCache, KVGeometry, page_count
+from engine.runtime.step.kv_cache import HostPages, KVCache, KVGeometry, page_count, state_place_count
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
 from engine.runtime.step.states import StateGeometry, States
@@ -133,25 +133,37 @@ class HostShard:
 
     def page_count(self) -> int:
         config, available_bytes = self.config, available_memory_bytes() // self.neighbours
-        states = config.max_num_seqs * self.state_bytes
-        return page_count(config, self.model, self.geometry, self.max_model_len, available_bytes, states)
+        return page_count(
+            config, self.model, self.geometry, self.max_model_len, available_bytes, self.state_bytes
+        )
 
     def info(self, pages: int) -> RunnerInfo:
         arithmetic = self.network.arithmetic
         info = untimed_info(
             self.config, self.model, self.geometry, self.dtype, self.max_model_len, pages, arithmetic
         )
-        return msgspec.structs.replace(info, state_bytes=self.state_bytes)
+        places = state_place_count(self.config, self.geometry, self.max_model_len, pages, self.state_bytes)
+        return msgspec.structs.replace(info, state_bytes=self.state_bytes, state_places=places)
 
     def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:
         cache = KVCache(self.geometry, info.pages)
+        model = self.network.attach(cache, info.slots)
+        states = model.states if isinstance(model, StatefulModel | NativeDecoder) else None
+        if states is not None:
+            states.reserve(info.state_places)
+            state_bytes, slots, places = self.state_bytes, info.slots, info.state_places
+            progress(
+                f"keeping a state of {state_bytes / 1e6:.1f} MB for each of {slots} sequences, and "
+                f"{places} snapshots of states ({places * state_bytes / 1e9:.2f} GB) for prefixes"
+            )
         return HostRunner(
             info=info,
-            model=self.network.attach(cache, info.slots),
+            model=model,
             cache=cache,
             host=HostPages(cache, info.host_pages),
             slots=HostSlots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
             draw=self.network.draw,
+            states=states,
         )
 
 
@@ -171,13 +183,7 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
     if network.draw is not None:
         # Little is left to torch, and its threads would compete with the network's own for the cores.
         torch.set_num_threads(1)
-    loaded = HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours)
-    if size := loaded.state_bytes:
-        progress(
-            f"keeping a state of {size / 1e6:.1f} MB for each of {config.max_num_seqs} sequences; prefixes "
-            "are not cached, as pages without the state behind them are of no use"
-        )
-    return loaded
+    return HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours)
 
 
 def host_network(

@@ -26,6 +26,7 @@ from engine.runtime.setup.hardware import PROC, processor_flags
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.seats import SamplingColumns
+from engine.runtime.step.states import States
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
     Matrix,
@@ -280,6 +281,7 @@ class NativeDecoder:
         self._model = self._library.penstock_new(byref(shape), threads)
         weakref.finalize(self, self._library.penstock_delete, self._model)
         self._pages: tuple[Tensor, ...] = ()
+        self.states: States | None = None
         self._logits = torch.empty(0, config.vocab_size)
         self._borrowed = self._set_top(source, keep_embedding=int8)
         for layer in range(len(config.layers)):

@@ -39,6 +39,7 @@ from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start.step_timing import time_steps
 from engine.runtime.step.kv_cache import HostPages, KVGeometry, host_page_count
+from engine.runtime.step.states import States
 from engine.runtime.weights.checkpoint import Checkpoint, Inspection, checkpoint_files
 from engine.runtime.weights.parameters import read_all
 
@@ -54,6 +55,9 @@ class ShardRunner(Protocol):
 
     @property
     def host(self) -> HostPages: ...
+
+    @property
+    def states(self) -> States | None: ...
 
     def run(self, plan: Plan) -> RunResult: ...
 
@@ -161,7 +165,11 @@ def start(
     timed_steps = time_steps(runner, config.max_step_tokens)
     page_copy_s, warmed_s = own.host.measure(), time.monotonic()
     runner.info = msgspec.structs.replace(
-        info, warmup_s=warmed_s - loaded_s, page_copy_s=page_copy_s, timed_steps=timed_steps
+        info,
+        warmup_s=warmed_s - loaded_s,
+        page_copy_s=page_copy_s,
+        timed_steps=timed_steps,
+        state_copy_s=0.0 if own.states is None else own.states.measure(),
     )
     return runner
 
@@ -186,7 +194,7 @@ def _sized(
         page_bytes=info.page_bytes * config.tensor_parallel_size,
         state_bytes=info.state_bytes * config.tensor_parallel_size,
         host_pages=0
-        if info.state_bytes  # pages of ended sequences are of no use
+        if info.state_bytes  # no state lies behind pages there (`engine.core.pages.state_pool`)
         else host_page_count(config, shard.geometry, shard.max_model_len, host_bytes),
         load_s=load_s,
     )

@@ -43,6 +43,9 @@ Fork = tuple[int, int, int]
 
 CACHE_MARGIN: Final = 0.25
 """Pages beyond what the slots can own, as a share of that: they keep prefixes of finished sequences."""
+STATES_PER_SLOT: Final = 2
+"""Snapshots of states for each slot, of its prompt's end and of its answer, beside those along long
+prompts."""
 PAGES_MIN: Final = 2
 SWAP_BYTES_DEFAULT: Final = 4 << 30
 KV_SHARE_DEFAULT: Final = 0.5
@@ -228,21 +231,27 @@ def page_count(
     geometry: KVGeometry,
     max_model_len: int,
     available_bytes: int,
-    states_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> int:
     """The number of pages to allocate. Raises DoesNotFit.
 
     `available_bytes` is the memory that is free once the weights are loaded. The memory of a step is set
-    aside first. `states_bytes`, which all slots' states take, are part of what the KV cache gets. The result
-    is never more than the slots could own, plus a margin for the prefix cache: a tiny model on a large
-    machine takes little.
+    aside first. The slots' states of `state_bytes` each are part of what the KV cache gets, and so are the
+    snapshots of states, which take as much as the pages at most (`state_place_count`). The result is never
+    more than the slots could own, plus a margin for the prefix cache: a tiny model on a large machine takes
+    little.
     """
     useful = useful_pages(config, max_model_len)
     if config.kv_cache_memory is not None:
         budget = config.kv_cache_memory
     else:
         budget = int(max(0, available_bytes - step_bytes(config, model)) * KV_SHARE_DEFAULT)
-    pages = min(max(0, budget - states_bytes) // geometry.page_bytes, useful)
+    states_bytes = config.max_num_seqs * state_bytes
+    rest = max(0, budget - states_bytes)
+    snapshots_bytes = min(
+        rest // 2, useful_states(config, geometry, max_model_len, state_bytes) * state_bytes
+    )
+    pages = min((rest - snapshots_bytes) // geometry.page_bytes, useful)
     if pages < PAGES_MIN:
         states = f" beside {states_bytes >> 20} MiB of states" if states_bytes else ""
         others = ", --max-num-seqs" if states_bytes else ""
@@ -267,6 +276,26 @@ def host_page_count(
 def useful_pages(config: RunnerConfig, max_model_len: int) -> int:
     """The number of pages that the slots could own, and a margin for prefixes of finished sequences."""
     return int(config.max_num_seqs * _pages_per_sequence(config, max_model_len) * (1 + CACHE_MARGIN))
+
+
+def useful_states(config: RunnerConfig, geometry: KVGeometry, max_model_len: int, state_bytes: int) -> int:
+    """The number of snapshots that the slots' sequences could have, and a margin for those that ended: along
+    a prompt of theirs they take no more memory than its pages (`engine.core.scheduler_config`)."""
+    if not state_bytes:
+        return 0
+    along = _pages_per_sequence(config, max_model_len) * geometry.page_bytes // state_bytes
+    return int(config.max_num_seqs * (STATES_PER_SLOT + along) * (1 + CACHE_MARGIN))
+
+
+def state_place_count(
+    config: RunnerConfig, geometry: KVGeometry, max_model_len: int, pages: int, state_bytes: int
+) -> int:
+    """The number of places for snapshots beside so many pages: as many as are useful, and no more memory than
+    the pages take."""
+    if not state_bytes:
+        return 0
+    useful = useful_states(config, geometry, max_model_len, state_bytes)
+    return min(useful, pages * geometry.page_bytes // state_bytes)
 
 
 def _pages_per_sequence(config: RunnerConfig, max_model_len: int) -> int:

@@ -5,25 +5,29 @@ value head, in float32, and the last inputs of the convolution.
 
 Rules:
 
-1. A state belongs to the tokens that were computed in its slot, without a gap, from position 0 on. The row
-that
-   begins at 0 finds zeros, whoever had the slot before.
-2. So it is gone with the slot: a sequence that gets another computes all of its tokens again, since keys and
-   values without the state are of no use (`engine.core.step.allocator`, rule L).
+1. A state belongs to the tokens that were computed in its slot, without a gap, from position 0 on or from the
+   tokens of a state that was copied there. The row that begins at 0 finds zeros, whoever had the slot before.
+2. So it is gone with the slot. What a plan saves of it before it computes anything lies in a *place*, from
+   where another slot may begin (`engine.core.pages.state_pool` says which is where). A copy has every bit.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from engine.runtime.models.spec import DecoderSpec, DeltaNet
 from engine.runtime.step.batch import Row
 
 FLOAT_BYTES: Final = torch.float32.itemsize
+MEASURED_ROUNDS: Final = 3
+Move = tuple[int, int]
+"""A copy of a state: from a slot to a place, or from a place to a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,39 @@ class States:
         own, dtype = geometry.layers, geometry.dtype
         self.heads: Final = [torch.zeros(slots, net.value_heads, net.key_dim, net.value_dim) for net in own]
         self.inputs: Final = [torch.zeros(slots, net.kernel - 1, net.channels, dtype=dtype) for net in own]
+        self._kept: list[Tensor] = []
+
+    @property
+    def _own(self) -> list[Tensor]:
+        return [*self.heads, *self.inputs]
+
+    def reserve(self, places: int) -> None:
+        """Set memory aside for copies of so many states. Uninitialised: the system hands it out as places are
+        first written."""
+        self._kept = [torch.empty(places, *own.shape[1:], dtype=own.dtype) for own in self._own]
+
+    def copy(self, saved: Sequence[Move], restored: Sequence[Move]) -> None:
+        """Copy states from slots to places, then from places to slots."""
+        for own, kept in zip(self._own, self._kept, strict=True):
+            for slot, place in saved:
+                kept[place].copy_(own[slot])
+            for place, slot in restored:
+                own[slot].copy_(kept[place])
+
+    def measure(self) -> float:
+        """Seconds to copy one state to its place or back, the least of a few rounds; 0 without places.
+        Overwrites slot 0 and place 0."""
+        if not self._kept or not len(self._kept[0]):
+            return 0.0
+        rounds = []
+        for _ in range(MEASURED_ROUNDS):
+            started_s = time.perf_counter()
+            self.copy([(0, 0)], [(0, 0)])
+            rounds.append(time.perf_counter() - started_s)
+        return min(rounds) / 2
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Clear the states of those rows that begin at position 0 (first rule)."""
         if begun := [row.slot for row in rows if not row.start]:
-            for state in (*self.heads, *self.inputs):
+            for state in self._own:
                 state[begun] = 0

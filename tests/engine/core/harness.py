@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -48,6 +49,8 @@ def knowing(scheduler: Scheduler, cost: StepCost) -> Scheduler:
 
 
 class Harness:
+    """`settings`: further ones of the scheduler's."""
+
     def __init__(
         self,
         *,
@@ -60,16 +63,14 @@ class Harness:
         watermark: float = 0.0,
         preemptions_max: int = 3,
         prefix_cache: bool = True,
-        stall_deadline_s: float = 60.0,
         discipline: Discipline = RESPONSE_RATIO,
-        queue_tokens_max: int = 1 << 30,
         host_pages: int = 0,
-        paused_max: int = 256,
         gap_target_s: float = math.inf,
         timed_steps: tuple[TimedStep, ...] = (),
-        session_keep_s: float = 30.0,
         fill_s: Callable[[int], float] = lambda handle: 0.0,
         state_bytes: int = 0,
+        state_places: int = 0,
+        **settings: Any,
     ) -> None:
         config = SchedulerConfig(
             step_tokens_max=step_tokens_max,
@@ -77,16 +78,15 @@ class Harness:
             watermark=watermark,
             preemptions_max=preemptions_max,
             prefix_cache=prefix_cache,
-            stall_deadline_s=stall_deadline_s,
-            paused_max=paused_max,
-            queue_tokens_max=queue_tokens_max,
             gap_targets_s=(gap_target_s,) * len(ServiceClass),
-            session_keep_s=session_keep_s,
+            **settings,
         )
         info = runner_info(
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
         )
-        info = msgspec.structs.replace(info, timed_steps=timed_steps, state_bytes=state_bytes)
+        info = msgspec.structs.replace(
+            info, timed_steps=timed_steps, state_bytes=state_bytes, state_places=state_places
+        )
         self.now = 100.0
         grammars = self.grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)
         self.scheduler = Scheduler(config, info, discipline, grammars=grammars)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from tests.core_laws import check
 from tests.engine.runtime.config_oracle import Weights
 
 MODEL = Weights("qwen3_5_text", layers=4, heads=4, kv_heads=2)
-PAGE, SLOTS, LEN = 16, 4, 90
+PAGE, SLOTS, LEN, LEN_PAGES = 16, 4, 90, 6
 WHOLE: Mapping[str, Any] = {
     "model_type": "qwen3_5",
     "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -138,8 +140,12 @@ def test_states_are_part_of_the_memory_of_the_cache(checkpoint: Path) -> None:
     channels, heads = 2 * 2 * 8 + 4 * 16, 4 * 8 * 16
     assert runner.info.state_bytes == 2 * 4 * (heads + 3 * channels)
     states = SLOTS * runner.info.state_bytes
-    few = loaded(checkpoint, kv_cache_memory=states + 7 * runner.info.page_bytes)
-    assert few.info.pages == 7
+    page_bytes, state_bytes = runner.info.page_bytes, runner.info.state_bytes
+    few = loaded(checkpoint, kv_cache_memory=states + 7 * page_bytes)
+    assert few.info.pages == 3
+    assert few.info.state_places == 3 * page_bytes // state_bytes >= 1
+    pages, along = runner.info.pages, LEN_PAGES * page_bytes // state_bytes
+    assert runner.info.state_places == pages * page_bytes // state_bytes < SLOTS * (2 + along) * 5 // 4
     with pytest.raises(DoesNotFit, match="states"):
         loaded(checkpoint, kv_cache_memory=states)
 
@@ -161,23 +167,30 @@ def test_what_is_beside_the_text_is_accounted_for(changes: Mapping[str, Any], na
         parse_model_config(json.dumps({**plain, **changes}).encode())
 
 
-def scheduled(runner: HostRunner, step_tokens_max: int) -> Scheduler:
-    return Scheduler(SchedulerConfig(step_tokens_max=step_tokens_max, queue_len_max=64), runner.info)
+def scheduled(runner: HostRunner, rng: random.Random | None = None) -> Scheduler:
+    """A scheduler with a prefix cache, as a seed says, or without one. The runner's slots are empty."""
+    runner.slots._seats = [None] * SLOTS
+    config = SchedulerConfig(step_tokens_max=64, queue_len_max=64, prefix_cache=False)
+    if rng is not None:
+        every, budget = rng.choice([1, 32, 512]), rng.choice([SLOTS, 9, 24, 64])
+        config = replace(config, step_tokens_max=budget, prefix_cache=True, state_every_len=every)
+    return Scheduler(config, runner.info)
 
 
 def served(
-    scheduler: Scheduler, runner: HostRunner, added: list[AddSequence], seed: int
+    scheduler: Scheduler, runner: HostRunner, added: list[AddSequence], rng: random.Random | None = None
 ) -> Mapping[int, list[Any]]:
-    """Each sequence's tokens and their log-probabilities; with a seed some pause for a while."""
-    rng, found = random.Random(seed), {message.handle: list[Any]() for message in added}
+    """Each sequence's tokens and their log-probabilities; in a history some come later, and pause for a
+    while."""
+    found = {message.handle: list[Any]() for message in added}
     coming, now = list(added), scheduler._now
     while coming or scheduler.has_work or scheduler._paused:
         now += 1.0
-        if coming and (not scheduler.has_work or rng.random() < 0.5):
+        if coming and (not scheduler.has_work or rng is None or rng.random() < 0.6):
             scheduler.add(coming.pop(0), now)
-        if seed and rng.random() < 0.2:
-            scheduler.pause([rng.choice(added).handle], now)
-        if scheduler._paused and (rng.random() < 0.4 or not scheduler.has_work):
+        if rng is not None and scheduler._sequences and rng.random() < 0.2:
+            scheduler.pause([rng.choice([*scheduler._sequences])], now)
+        if scheduler._paused and (rng is None or rng.random() < 0.4 or not scheduler.has_work):
             scheduler.resume([*scheduler._paused], now)
         plan = scheduler.plan(now)
         if plan is not None:
@@ -187,26 +200,48 @@ def served(
         for row, handle in enumerate(report.handles if report else ()):
             assert report is not None
             found[handle].append((report.tokens[row], report.logprobs[row]))
-    stats = scheduler.stats()
-    assert (stats.pages_owned, stats.pages_cached, stats.prefix_hit_tokens) == (0, 0, 0)
+    assert scheduler.stats().pages_owned == 0
     return found
 
 
-def test_preempted_stalled_and_batched_sequences_have_the_bits_of_those_alone(checkpoint: Path) -> None:
-    """Choices of one prompt among them, in a pool that is too small for all."""
-    rng = random.Random(3)
-    prompts = [rng.choices(range(64), k=length) for length in (5, 40, 61, 1, 40, 17)]
-    prompts += [prompts[1]] * 2
-    added = [
-        AddSequence(at, "req", prompt, SamplingParams(at, 24, temperature=at % 2 / 2, logprobs=1))
-        for at, prompt in enumerate(prompts)
+def conversations(
+    rng: random.Random, runner: HostRunner
+) -> tuple[list[AddSequence], Mapping[int, list[Any]]]:
+    """Sequences of a few prefixes, choices and next turns among them, and what each brings alone, without a
+    cache."""
+    alone, prefixes = scheduled(runner), [rng.choices(range(64), k=rng.randint(16, 40)) for _ in range(2)]
+    added, expected = list[AddSequence](), dict[int, list[Any]]()
+    while len(added) < 7:
+        prompt = rng.choice(prefixes) + rng.choices(range(64), k=rng.randint(1, 8))
+        for _ in range(rng.randint(1, 3)):  # turns
+            if len(prompt) > 70:
+                break
+            for choice in range(rng.choice([1, 1, 2])):
+                handle, max_tokens = len(added), rng.randint(1, 16)
+                sampling = SamplingParams(choice, max_tokens, temperature=choice / 2, logprobs=1)
+                added.append(AddSequence(handle, "req", prompt, sampling, tenant=f"t{choice}"))
+                expected[handle] = served(alone, runner, added[-1:])[handle]
+            answer = [token for token, _ in expected[handle]]
+            prompt = prompt + answer + rng.choices(range(64), k=rng.randint(1, 6))
+    return added, expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_history_has_the_bits_of_sequences_alone(checkpoint: Path, dtype: str) -> None:
+    """With prefixes that are found, preempted and stalled sequences, in pools that are too small for all."""
+    rng, seen = random.Random(3), Counter[str]()
+    cold = loaded(checkpoint, dtype)
+    page_bytes, state_bytes = cold.info.page_bytes, cold.info.state_bytes
+    runners = [
+        loaded(checkpoint, dtype, kv_cache_memory=pages * page_bytes + (SLOTS + states) * state_bytes)
+        for pages, states in ((10, 8), (40, 20))
     ]
-    alone = loaded(checkpoint, max_step_tokens=64)
-    in_turn = scheduled(alone, 64)
-    expected = {message.handle: served(in_turn, alone, [message], 0)[message.handle] for message in added}
-    size = alone.info.page_bytes * 11 + SLOTS * alone.info.state_bytes
-    few = loaded(checkpoint, max_step_tokens=24, kv_cache_memory=size)
-    together = scheduled(few, 24)
-    for seed in range(1, 1 + effort.drawn(1, whole=60)):
-        assert served(together, few, added, seed) == expected
-    assert together.stats().preemptions > 1
+    for _ in range(effort.drawn(2, whole=100)):
+        added, expected = conversations(rng, cold)
+        runner = rng.choice(runners)
+        scheduler = scheduled(runner, rng)
+        assert served(scheduler, runner, added, rng) == expected
+        stats = scheduler.stats()
+        seen += Counter(hits=stats.prefix_hit_tokens, preemptions=stats.preemptions)
+        seen += Counter(saved=stats.states.saved, restored=stats.states.restored)
+    assert min(seen["hits"], seen["preemptions"], seen["saved"], seen["restored"]) > 2, seen
