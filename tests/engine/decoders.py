@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from engine.runtime.models.spec import Attention, DecoderSpec, Layer, Mlp, Names, NormSpec, Rope
+from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Layer, Mlp, Names, NormSpec, Rope
 
 PLAIN_ROPE = Rope(10_000.0)
-_OF_ATTENTION = ("bias", "out_bias", "qk_norm", "tempering")
+_OF_ATTENTION = ("bias", "out_bias", "qk_norm", "tempering", "output_gate")
 _OF_MLP = ("act", "gated")
 _OF_DECODER = (
     "tied_embeddings",
@@ -73,3 +74,10 @@ def like(decoder: DecoderSpec, **changes: Any) -> DecoderSpec:
     flat |= {"norm_eps": decoder.norm.eps, "norm_offset": decoder.norm.offset}
     flat |= {"norm_kind": decoder.norm.kind}
     return dense(**{"architecture": decoder.architecture} | flat | changes)
+
+
+def with_deltas(decoder: DecoderSpec, own: DeltaNet) -> DecoderSpec:
+    """The same with two layers more, of such delta nets: the first, and the last but one."""
+    first, *others = decoder.layers
+    delta = replace(first, attention=own)
+    return replace(decoder, layers=(delta, first, *others[:-1], delta, *others[-1:]))

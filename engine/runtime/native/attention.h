@@ -35,6 +35,7 @@ struct Span {
   const int32_t* table;  // the row's pages
   int64_t position, token, count;
   int64_t earlier, later;  // tokens of the row that this step has before and after these
+  int64_t slot;
 };
 
 template <class E>
@@ -109,10 +110,11 @@ inline void prefetch(const void* from, int64_t bytes) {
 
 // q, out [T][heads * head_dim]; keys, values: one layer's pages [page][kv_head][tile].
 // `window`: how many of the latest tokens a token sees, itself included; 0 for all.
+// gates: null, or [T][gates_stride], whose sigmoids the results are multiplied by, as wide as these.
 template <class E>
 void attend(const AttentionShape& s, const Span& span, int64_t kv_head, int64_t window,
-            const typename E::T* q, const typename E::T* keys, const typename E::T* values, typename E::T* out,
-            AttentionScratch<E>& own) {
+            const typename E::T* q, const typename E::T* keys, const typename E::T* values, const float* gates,
+            int64_t gates_stride, typename E::T* out, AttentionScratch<E>& own) {
   using T = typename E::T;
   constexpr int per_word = E::PER_WORD;
   const int64_t dim = s.head_dim, size = s.page_size, group = s.group(), rows = span.count * group;
@@ -150,9 +152,14 @@ void attend(const AttentionShape& s, const Span& span, int64_t kv_head, int64_t 
     gemm<E>(words(own.weights.get()), size / per_word, rows, words(values + at), dim, dim,
             (seen + per_word - 1) / per_word, own.sums.get(), dim, true, unit);
   }
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t d = 0; d < dim; d += LANES)
-      E::narrow(out + place(row) + d, load<vf>(own.sums.get() + row * dim + d) / own.total.get()[row]);
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* sums = own.sums.get() + row * dim;
+    const float* gate = gates + (span.token + row / group) * gates_stride + (kv_head * group + row % group) * dim;
+    for (int64_t d = 0; d < dim; d += LANES) {
+      const vf attended = load<vf>(sums + d) / own.total.get()[row];
+      E::narrow(out + place(row) + d, gates ? attended * sigmoid(load<vf>(gate + d)) : attended);
+    }
+  }
 }
 
 }  // namespace penstock

@@ -3,13 +3,19 @@
 //     x += post(output(attention(rotate(norm(q)), rotate(norm(k)), v)))     q, k, v = qkv(norm(x))
 //     x += post(down(act(gate) * up))                                       gate, up = gate_up(norm(x))
 //
-// where a model has these norms; an MLP without a gate is down(act(up)).
+// where a model has these norms; an MLP without a gate is down(act(up)). In some models what is attended is multiplied
+// by sigmoid(gate), and some layers have a delta net instead (delta_net.h).
 //
 // It is engine/runtime/reference/torch_decoder.py again, without an interpreter between two operations: a step of a small model,
 // or of a large one with few rows, is some two hundred loops too short to be called one by one.
 //
 // The residual x is float32; what is multiplied is rounded to the element type just before. All loops
 // share their items among the pool's threads; no item reads what another of the same loop writes.
+//
+// The bits of a token depend on its sequence alone: not on the rest of the step, on how a prompt is cut into chunks,
+// on pages, slots or threads. Products (gemm.h, int8.h, tiles.h), attention (attention.h) and states (delta_net.h) each
+// have one order of summation, whatever the number of rows, and all else is computed token by token. What a state sums
+// up over a sequence relies on it.
 //
 // The interface is C, with plain pointers. The caller has checked all shapes. No exception crosses it: where memory
 // or a thread is not to be had, a function returns NO_MEMORY, or no model. Every call on one model comes from one
@@ -22,6 +28,7 @@
 #include <utility>
 
 #include "attention.h"
+#include "delta_net.h"
 #include "int8.h"
 #include "pool.h"
 #include "sampling.h"
@@ -36,7 +43,8 @@ struct PenstockShape {
   float embed_scale, residual_scale, logit_scale, logit_softcap;  // 0: no cap
   float temper_beta;  // queries grow by 1 + beta * ln(1 + floor(position / temper_len)); 0: they do not
   int64_t temper_len;
-  int32_t act, gated, qk_norm, centred, parallel, bf16, quantised;
+  int64_t key_heads, value_heads, key_dim, value_dim, kernel;  // of delta nets
+  int32_t act, gated, qk_norm, output_gate, centred, parallel, bf16, quantised;
 };
 
 // What a step computes. Row i is tokens [starts[i], starts[i] + lengths[i]) of a slot, packed one after
@@ -62,8 +70,11 @@ struct PenstockDraw {
   int64_t mask_len;
 };
 
-enum PenstockLinear : int32_t { QKV, OUTPUT, GATE_UP, DOWN, LM_HEAD, LINEARS };
-enum PenstockNorm : int32_t { ATTENTION_NORM, ATTENTION_POST_NORM, MLP_NORM, MLP_POST_NORM, QK_NORM, FINAL_NORM, NORMS };
+enum PenstockLinear : int32_t { QKV, OUTPUT, GATE_UP, DOWN, DELTA, LM_HEAD };
+enum PenstockVector : int32_t {
+  ATTENTION_NORM, ATTENTION_POST_NORM, MLP_NORM, MLP_POST_NORM, QK_NORM, DELTA_CONV, DELTA_RATE, DELTA_STEP_BIAS,
+  DELTA_NORM, FINAL_NORM, VECTORS
+};
 enum PenstockAct : int32_t { SILU, GELU_TANH, RELU2 };
 // Where queries and keys are normed: each head before it is rotated, or behind; all heads as one row, before.
 enum PenstockQKNorm : int32_t { NOWHERE, HEADS, ROTATED_HEADS, WIDTH };
@@ -71,17 +82,20 @@ enum PenstockQKNorm : int32_t { NOWHERE, HEADS, ROTATED_HEADS, WIDTH };
 
 struct Model {
   virtual ~Model() = default;
-  virtual void set_linear(int64_t layer, int32_t which, const void* weight, const float* bias) = 0;
+  virtual void set_linear(int64_t layer, int32_t which, const void* weight, int64_t outputs, int64_t inputs,
+                          const float* bias) = 0;
   virtual void forward(const PenstockStep& step, void* hidden) = 0;
   virtual void logits(const void* hidden, int64_t rows, float* out) = 0;
   virtual void draw(const PenstockDraw& draw, int64_t* out) = 0;
 
   struct Layer {
     Linear linear[LM_HEAD];
-    Buffer<float> norm[NORMS];
+    Buffer<float> vector[VECTORS];
     int64_t window = 0;
     const float *cosines = nullptr, *sines = nullptr;  // [positions][head_dim / 2]
     void *keys = nullptr, *values = nullptr;
+    float* states = nullptr;  // of a delta net: [slots][value_heads][key_dim][value_dim]
+    void* past = nullptr;     // and its convolution's: [slots][kernel - 1][channels]
   };
   std::vector<Layer> layers;
   Layer top;  // of which the final norm is used
@@ -100,30 +114,28 @@ class Decoder final : public Model {
   Decoder(const PenstockShape& shape, int threads)
       : shape_(shape),
         heads_{shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, shape.scale},
+        delta_{shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.kernel},
         pool_(threads),
         likeliest_(threads) {
     layers = std::vector<Layer>(shape.layers);
-    const int64_t longest = std::max({shape.hidden, shape.inner, shape.heads * shape.head_dim});
+    const int64_t longest = std::max({shape.hidden, shape.inner, mixed_width()});
     for (int i = 0; i < threads; ++i) {
       scratch_.emplace_back(heads_);
-      products_.emplace_back(ROWS_MAX * PANEL);
+      products_.emplace_back(std::max(ROWS_MAX, shape.key_dim) * PANEL);
       panels_.emplace_back(shape.quantised && BY_TILES<E> ? longest / per_word * PANEL : 0);
     }
   }
 
-  void set_linear(int64_t layer, int32_t which, const void* weight, const float* bias) override {
-    const auto& s = shape_;
-    const int64_t attended = s.heads * s.head_dim, qkv = attended + 2 * s.kv_heads * s.head_dim;
-    const int64_t outputs[] = {qkv, s.hidden, (s.gated ? 2 : 1) * s.inner, s.hidden, s.vocab};
-    const int64_t inputs[] = {s.hidden, attended, s.hidden, s.inner, s.hidden};
+  void set_linear(int64_t layer, int32_t which, const void* weight, int64_t outputs, int64_t inputs,
+                  const float* bias) override {
     Linear& linear = which == LM_HEAD ? lm_head_ : layers[layer].linear[which];
-    linear.outputs = outputs[which];
-    linear.words = inputs[which] / per_word;
+    linear.outputs = outputs;
+    linear.words = inputs / per_word;
     linear.panels = (linear.outputs + PANEL - 1) / PANEL;
     const size_t padded = linear.panels * PANEL;
-    const bool paired = which == GATE_UP && s.gated;
-    if (s.quantised) {
-      linear.quantised.reserve(padded * inputs[which]);
+    const bool paired = which == GATE_UP && shape_.gated;
+    if (shape_.quantised) {
+      linear.quantised.reserve(padded * inputs);
       linear.scale.reserve(padded);
     } else {
       linear.weights.reserve(padded * linear.words);
@@ -144,14 +156,10 @@ class Decoder final : public Model {
     embed();
     for (auto& layer : layers) {
       norm(layer, ATTENTION_NORM, normed_.get());
-      project(layer.linear[QKV], normed_.get(), tokens_, [&](int64_t token, int64_t place, const float* y) {
-        std::memcpy(qkv_.get() + token * qkv_width() + place, y, used(layer.linear[QKV], place) * sizeof(float));
-      });
-      each_span(written_, 1, [&](int, const Span& span, int64_t) { rotate_and_write(layer, span); });
-      each_span(attended_spans_, shape_.kv_heads, [&](int worker, const Span& span, int64_t kv_head) {
-        attend<E>(heads_, span, kv_head, layer.window, q_.get(), static_cast<const T*>(layer.keys),
-                  static_cast<const T*>(layer.values), attended_.get(), scratch_[worker]);
-      });
+      if (layer.states)
+        recall(layer);
+      else
+        look_back(layer);
       add_projected(layer, OUTPUT, attended_.get(), ATTENTION_POST_NORM);
       if (!shape_.parallel) norm(layer, MLP_NORM, normed_.get());
       project(layer.linear[GATE_UP], normed_.get(), tokens_, [&](int64_t token, int64_t place, const float* y) {
@@ -208,21 +216,135 @@ class Decoder final : public Model {
                  : likeliest_[worker].draw(logits, temperature, top_k, top_p, min_p, u);
   }
 
-  bool has_post_norms() const { return layers[0].norm[ATTENTION_POST_NORM].get(); }
-  int64_t qkv_width() const { return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim; }
+  bool has_post_norms() const { return layers[0].vector[ATTENTION_POST_NORM].get(); }
+  int64_t qkv_width() const {
+    return (shape_.heads * (shape_.output_gate ? 2 : 1) + 2 * shape_.kv_heads) * shape_.head_dim;
+  }
+  int64_t mixed_width() const { return std::max(shape_.heads * shape_.head_dim, delta_.values()); }
   static int used(const Linear& w, int64_t place) { return int(std::min<int64_t>(PANEL, w.outputs - place)); }
+
+  // normed_ -> attended_, over the keys and values of the tokens before, which these join.
+  void look_back(const Layer& layer) {
+    project(layer.linear[QKV], normed_.get(), tokens_, [&](int64_t token, int64_t place, const float* y) {
+      std::memcpy(qkv_.get() + token * qkv_width() + place, y, used(layer.linear[QKV], place) * sizeof(float));
+    });
+    each_span(written_, 1, [&](int, const Span& span, int64_t) { rotate_and_write(layer, span); });
+    const int64_t gates = (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim;
+    each_span(attended_spans_, shape_.kv_heads, [&](int worker, const Span& span, int64_t kv_head) {
+      attend<E>(heads_, span, kv_head, layer.window, q_.get(), static_cast<const T*>(layer.keys),
+                static_cast<const T*>(layer.values), shape_.output_gate ? qkv_.get() + gates : nullptr, qkv_width(),
+                attended_.get(), scratch_[worker]);
+    });
+  }
+
+  // normed_ -> attended_, by a delta net, whose states go on to the rows' last tokens.
+  //
+  // The convolution's inputs are rounded, as a later chunk finds them so. The others go to gates_: z, b, a.
+  void recall(const Layer& layer) {
+    const Linear& linear = layer.linear[DELTA];
+    const int64_t channels = delta_.channels();
+    project(linear, normed_.get(), tokens_, [&](int64_t token, int64_t place, const float* y) {
+      for (int n = 0; n < used(linear, place); n += LANES) {
+        const int64_t at = place + n;
+        if (at < channels)
+          E::narrow(inputs_.get() + token * channels + at, load<vf>(y + n));
+        else
+          store(gates_.get() + token * gates_width() + at - channels, load<vf>(y + n));
+      }
+    });
+    each_span(written_, delta_.key_heads, [&](int, const Span& span, int64_t head) { convolve(layer, span, head); });
+    const int64_t parts = (delta_.value_dim + COLUMNS - 1) / COLUMNS;
+    each_span(rows_, delta_.value_heads * parts, [&](int worker, const Span& row, int64_t item) {
+      if (item == 0) keep_past(layer, row);
+      recur(layer, row, item / parts, item % parts * COLUMNS, products_[worker].get());
+    });
+    each_of(tokens_, [&](int64_t token) { gate(layer, token); });
+  }
+
+  // The queries and keys of a key head and the values that have it in common; b and a become strength and kept.
+  void convolve(const Layer& layer, const Span& span, int64_t head) {
+    const DeltaShape& s = delta_;
+    const int64_t keys = s.key_dim, values = s.group() * s.value_dim;
+    for (int64_t i = 0; i < span.count; ++i) {
+      const int64_t token = span.token + i;
+      const T* taps[TAPS_MAX];
+      for (int64_t tap = 0; tap < s.kernel; ++tap) {
+        const int64_t back = s.kernel - 1 - tap;
+        taps[tap] = back <= span.earlier + i ? inputs_.get() + (token - back) * s.channels()
+                                             : past_of(layer, span) + (tap + span.earlier + i) * s.channels();
+      }
+      float* out = convolved_.get() + token * s.channels();
+      const float* weights = layer.vector[DELTA_CONV].get();
+      penstock::convolve<E>(s, taps, weights, head * keys, keys, out);
+      penstock::convolve<E>(s, taps, weights, s.keys() + head * keys, keys, out);
+      penstock::convolve<E>(s, taps, weights, 2 * s.keys() + head * values, values, out);
+      of_length_one(out + head * keys, keys, 1.0f / std::sqrt(float(keys)));
+      of_length_one(out + s.keys() + head * keys, keys, 1.0f);
+      float* strength = gates_.get() + token * gates_width() + s.values();
+      float* kept = strength + s.value_heads;
+      for (int64_t own = head * s.group(); own < (head + 1) * s.group(); ++own) {
+        strength[own] = sigmoid(strength[own]);
+        const float step = softplus(kept[own] + layer.vector[DELTA_STEP_BIAS].get()[own]);
+        kept[own] = std::exp(-layer.vector[DELTA_RATE].get()[own] * step);
+      }
+    }
+  }
+
+  // The inputs of the row's last tokens, for its next ones.
+  void keep_past(const Layer& layer, const Span& row) {
+    const int64_t kept = delta_.kernel - 1, size = delta_.channels();
+    T* past = past_of(layer, row);
+    for (int64_t i = 0; i < kept; ++i) {
+      const int64_t from = row.count - kept + i;
+      std::memcpy(past + i * size, from < 0 ? past + (kept + from) * size : inputs_.get() + (row.token + from) * size,
+                  size * sizeof(T));
+    }
+  }
+
+  T* past_of(const Layer& layer, const Span& row) const { return static_cast<T*>(layer.past) + row.slot * delta_.past(); }
+
+  void recur(const Layer& layer, const Span& row, int64_t head, int64_t column, float* block) {
+    const DeltaShape& s = delta_;
+    const float* convolved = convolved_.get() + row.token * s.channels();
+    const float* strength = gates_.get() + row.token * gates_width() + s.values() + head;
+    const int64_t key = head / s.group() * s.key_dim, value = head * s.value_dim + column;
+    const DeltaTokens tokens{row.count, s.channels(), gates_width(), s.values(),
+                             std::min(COLUMNS, s.value_dim - column), convolved + key, convolved + s.keys() + key,
+                             convolved + 2 * s.keys() + value, strength + s.value_heads, strength,
+                             recalled_.get() + row.token * s.values() + value};
+    float* state = layer.states + (row.slot * s.value_heads + head) * s.state() + column;
+    penstock::recur(s, state, block, tokens);
+  }
+
+  // norm(recalled) * silu(z), each head by itself.
+  void gate(const Layer& layer, int64_t token) {
+    const float *recalled = recalled_.get() + token * delta_.values(), *z = gates_.get() + token * gates_width();
+    const float* weight = layer.vector[DELTA_NORM].get();
+    const int64_t dim = delta_.value_dim;
+    for (int64_t at = 0; at < delta_.values(); at += dim) {
+      const float scale = moments(recalled + at, dim).second;
+      for (int64_t d = 0; d < dim; d += LANES) {
+        const vf normed = load<vf>(recalled + at + d) * scale * load<vf>(weight + d);
+        E::narrow(attended_.get() + token * delta_.values() + at + d, normed * silu(load<vf>(z + at + d)));
+      }
+    }
+  }
+
+  int64_t gates_width() const { return (delta_.outputs() + PANEL - 1) / PANEL * PANEL - delta_.channels(); }
 
   // Room for the step's tokens, and its rows cut into spans: short ones to write, blocks of queries to attend.
   void prepare(const PenstockStep& step) {
     written_.clear();
     attended_spans_.clear();
+    rows_.clear();
     token_ids_.clear();
     tokens_ = 0;
     for (int64_t row = 0; row < step.rows; tokens_ += step.lengths[row++]) {
       const int64_t slot = step.slots[row], start = step.starts[row], length = step.lengths[row];
       const int32_t* first = step.tokens + slot * step.tokens_stride + start;
       token_ids_.insert(token_ids_.end(), first, first + length);
-      const Span whole{step.tables + slot * step.tables_stride, start, tokens_, length, 0, 0};
+      const Span whole{step.tables + slot * step.tables_stride, start, tokens_, length, 0, 0, slot};
+      rows_.push_back(whole);
       cut(whole, WRITTEN_TOKENS, written_);
       cut(whole, heads_.block_tokens(), attended_spans_);
     }
@@ -231,14 +353,20 @@ class Decoder final : public Model {
     qkv_.reserve(tokens_ * qkv_width());
     if (has_post_norms()) added_.reserve(tokens_ * shape_.hidden);
     q_.reserve(tokens_ * shape_.heads * shape_.head_dim);
-    attended_.reserve(tokens_ * shape_.heads * shape_.head_dim);
+    attended_.reserve(tokens_ * mixed_width());
+    if (delta_.value_heads) {
+      inputs_.reserve(tokens_ * delta_.channels());
+      gates_.reserve(tokens_ * gates_width());
+      convolved_.reserve(tokens_ * delta_.channels() + COLUMNS);
+      recalled_.reserve(tokens_ * delta_.values());
+    }
     gated_.reserve(tokens_ * shape_.inner);
   }
 
   static void cut(const Span& whole, int64_t size, std::vector<Span>& spans) {
     for (int64_t i = 0; i < whole.count; i += size) {
       const int64_t count = std::min(size, whole.count - i);
-      spans.push_back({whole.table, whole.position + i, whole.token + i, count, i, whole.count - i - count});
+      spans.push_back({whole.table, whole.position + i, whole.token + i, count, i, whole.count - i - count, whole.slot});
     }
   }
 
@@ -317,9 +445,9 @@ class Decoder final : public Model {
     return shape_.act == SILU ? silu(x) : shape_.act == GELU_TANH ? gelu_tanh(x) : relu2(x);
   }
 
-  void add_projected(const Layer& layer, PenstockLinear which, const T* from, PenstockNorm post) {
+  void add_projected(const Layer& layer, PenstockLinear which, const T* from, PenstockVector post) {
     const Linear& w = layer.linear[which];
-    const float* weight = layer.norm[post].get();
+    const float* weight = layer.vector[post].get();
     const float scale = shape_.residual_scale;
     if (!weight) {
       project(w, from, tokens_, [&](int64_t token, int64_t place, const float* y) {
@@ -366,9 +494,9 @@ class Decoder final : public Model {
   }
 
   // Rounded, and normed where there is such a norm.
-  void norm(const Layer& layer, PenstockNorm which, T* out) {
+  void norm(const Layer& layer, PenstockVector which, T* out) {
     const int64_t hidden = shape_.hidden;
-    const float* weight = layer.norm[which].get();
+    const float* weight = layer.vector[which].get();
     each_of(tokens_, [&](int64_t token) {
       const float* x = x_.get() + token * hidden;
       if (!weight) {
@@ -399,7 +527,7 @@ class Decoder final : public Model {
     for (int64_t i = 0; i < span.count; ++i) {
       const int64_t token = span.token + i, position = span.position + i, offset = position % size;
       float* q = qkv_.get() + token * qkv_width();
-      const float* weights = layer.norm[QK_NORM].get();
+      const float* weights = layer.vector[QK_NORM].get();
       if (shape_.qk_norm == WIDTH) {
         norm_row(q, weights, heads * dim);
         norm_row(q + heads * dim, weights + heads * dim, kv_heads * dim);
@@ -444,14 +572,17 @@ class Decoder final : public Model {
 
   const PenstockShape shape_;
   const AttentionShape heads_;
+  const DeltaShape delta_;
   Pool pool_;
   std::vector<Likeliest> likeliest_;  // one for each thread
   Linear lm_head_;
   int64_t tokens_ = 0;
   std::vector<int32_t> token_ids_;
-  std::vector<Span> written_, attended_spans_;
+  std::vector<Span> rows_, written_, attended_spans_;
   Buffer<float> x_, qkv_, added_;
   Buffer<T> normed_, q_, attended_, gated_;
+  Buffer<T> inputs_;  // of delta nets, as the three below: what is convolved
+  Buffer<float> gates_, convolved_, recalled_;
   Quants quants_;  // what is multiplied with int8
   std::vector<AttentionScratch<E>> scratch_;  // by worker, as the two below
   std::vector<Buffer<float>> products_;
@@ -490,16 +621,17 @@ Model* penstock_new(const PenstockShape* shape, int32_t threads) {
 void penstock_delete(Model* model) { delete model; }
 
 // weight [outputs][inputs] of the element type, copied; bias float32 or null, copied.
-int32_t penstock_set_linear(Model* model, int64_t layer, int32_t which, const void* weight, const float* bias) {
-  return guarded([&] { model->set_linear(layer, which, weight, bias); });
+int32_t penstock_set_linear(Model* model, int64_t layer, int32_t which, const void* weight, int64_t outputs,
+                            int64_t inputs, const float* bias) {
+  return guarded([&] { model->set_linear(layer, which, weight, outputs, inputs, bias); });
 }
 
-// float32, copied. QK_NORM: [2][head_dim], the queries' and the keys'.
-int32_t penstock_set_norm(Model* model, int64_t layer, int32_t which, const float* weight, int64_t count) {
+// float32, copied. QK_NORM: [2][head_dim], the queries' and the keys'. DELTA_CONV: [kernel][channels].
+int32_t penstock_set_vector(Model* model, int64_t layer, int32_t which, const float* values, int64_t count) {
   return guarded([&] {
-    Buffer<float>& norm = (which == FINAL_NORM ? model->top : model->layers[layer]).norm[which];
-    norm.reserve(count);
-    std::copy(weight, weight + count, norm.get());
+    Buffer<float>& own = (which == FINAL_NORM ? model->top : model->layers[layer]).vector[which];
+    own.reserve(count);
+    std::copy(values, values + count, own.get());
   });
 }
 
@@ -508,6 +640,13 @@ void penstock_set_cache(Model* model, int64_t layer, void* keys, void* values, i
   model->layers[layer].keys = keys;
   model->layers[layer].values = values;
   model->layers[layer].window = window;
+}
+
+// What a delta net's layer keeps of each slot: states [slots][value_heads][key_dim][value_dim], and of the element type
+// past [slots][kernel - 1][channels]. Borrowed.
+void penstock_set_states(Model* model, int64_t layer, float* states, void* past) {
+  model->layers[layer].states = states;
+  model->layers[layer].past = past;
 }
 
 // Borrowed. `embedding` may be null, and is then read from lm_head, which must not be quantised.

@@ -20,15 +20,16 @@ from torch import Tensor
 from engine.runtime.collective.shard import WHOLE
 from engine.runtime.models.pieces import lacking
 from engine.runtime.models.rotary import Rotary
-from engine.runtime.models.spec import DecoderSpec, Rope
+from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Rope
 from engine.runtime.native.build import ISAS, library_path
 from engine.runtime.setup.hardware import PROC, processor_flags
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.seats import SamplingColumns
-from engine.runtime.step.states import States
+from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
+    DeltaRole,
     Matrix,
     NormRole,
     final_norm,
@@ -76,9 +77,15 @@ class Shape(ctypes.Structure):
         ("logit_softcap", c_float),
         ("temper_beta", c_float),
         ("temper_len", c_int64),
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("kernel", c_int64),
         ("act", c_int32),
         ("gated", c_int32),
         ("qk_norm", c_int32),
+        ("output_gate", c_int32),
         ("centred", c_int32),
         ("parallel", c_int32),
         ("bf16", c_int32),
@@ -126,9 +133,10 @@ _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     "penstock_isa": (c_char_p, ()),
     "penstock_new": (c_void_p, (POINTER(Shape), c_int32)),
     "penstock_delete": (None, (c_void_p,)),
-    "penstock_set_linear": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, c_void_p)),
-    "penstock_set_norm": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, c_int64)),
+    "penstock_set_linear": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, c_int64, c_int64, c_void_p)),
+    "penstock_set_vector": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, c_int64)),
     "penstock_set_cache": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
+    "penstock_set_states": (None, (c_void_p, c_int64, c_void_p, c_void_p)),
     "penstock_set_embedding": (None, (c_void_p, c_void_p)),
     "penstock_set_angles": (None, (c_void_p, c_int64, c_void_p, c_void_p)),
     "penstock_forward": (c_int32, (c_void_p, POINTER(Step), c_void_p)),
@@ -180,12 +188,14 @@ def library(isa: str) -> ctypes.CDLL:
 # -- the model ------------------------------------------------------------------------------------
 
 
-_LINEARS: Final = (Matrix.QKV, Matrix.OUTPUT, Matrix.GATE_UP, Matrix.DOWN, None)
+_LINEARS: Final = (Matrix.QKV, Matrix.OUTPUT, Matrix.GATE_UP, Matrix.DOWN, Matrix.DELTA, None)
 """The roles of matrices in the order of `PenstockLinear`; None is the head."""
-_NORMS: Final = (*NormRole, None)
-"""The roles of norms in the order of `PenstockNorm`; None is the last norm."""
+_VECTORS: Final = (*NormRole, *DeltaRole, None)
+"""The roles of what is no matrix in the order of `PenstockVector`; None is the last norm."""
 LANES_MAX: Final = 16
 """The most lanes of a vector: sizes that are cut into vectors must be multiples of it."""
+TAPS_MAX: Final = 16
+"""The most tokens that the convolution of a delta net sees (delta_net.h)."""
 _ACTS: Final = ("silu", "gelu_tanh", "relu2")
 """Functions of an MLP in the order of `PenstockAct`."""
 _QK_NORMS: Final = (None, "heads", "rotated heads", "width")
@@ -196,6 +206,7 @@ IMPLEMENTED: Final = frozenset(
     | {f"mlp.act {name}" for name in _ACTS}
     | {f"attention.qk_norm {place}" for place in _QK_NORMS[1:]}
     | {"mlp.gated no", "mlp.bias", "attention.window", "attention.bias", "attention.out_bias"}
+    | {"attention.output_gate", "deltanet.gate silu"}
     | {"attention.tempering Tempering", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
     | {"tied_embeddings", "fp8 Fp8Scheme"}
 )
@@ -208,10 +219,11 @@ def misfit(config: DecoderSpec, page_size: int) -> str | None:
 
 
 def _different_layers(config: DecoderSpec) -> str | None:
-    """Layers may differ in their ropes and windows, and nothing else."""
-    alike = {replace(own, rope=None, window=None) for own in config.attentions}
+    """Layers that attend may differ in their ropes and windows, delta nets in nothing."""
+    attentions = {replace(own, rope=None, window=None) for own in config.attentions}
     others = {(layer.mlp, layer.norms) for layer in config.layers}
-    return "layers that differ by more than rope and window" if len(alike) * len(others) > 1 else None
+    alike = len(attentions) == len(others) == 1 and len({*config.deltas}) <= 1
+    return None if alike else "layers that differ by more than rope and window"
 
 
 def _odd_sizes(config: DecoderSpec, page_size: int) -> str | None:
@@ -221,12 +233,17 @@ def _odd_sizes(config: DecoderSpec, page_size: int) -> str | None:
         "head_dim": config.head_dim,
         "page_size": page_size,
     }
+    for own in config.deltas:
+        if own.kernel > TAPS_MAX:
+            return f"linear_conv_kernel_dim {own.kernel} is more than {TAPS_MAX}"
+        sizes |= {"linear_key_head_dim": own.key_dim, "linear_value_head_dim": own.value_dim}
     odd = [f"{name} {size}" for name, size in sizes.items() if size % LANES_MAX]
     return f"{', '.join(odd)} cannot be divided by {LANES_MAX}" if odd else None
 
 
 def _shape_of(config: DecoderSpec, page_size: int, dtype: torch.dtype, *, int8: bool) -> Shape:
     layer, tempering = config.layers[0], config.attention.tempering
+    delta = config.deltas[0] if config.deltas else DeltaNet(0, 0, 0, 0, 0)
     return Shape(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
@@ -245,8 +262,14 @@ def _shape_of(config: DecoderSpec, page_size: int, dtype: torch.dtype, *, int8: 
         act=_ACTS.index(layer.mlp.act),
         temper_beta=0.0 if tempering is None else tempering.beta,
         temper_len=1 if tempering is None else tempering.original_context_len,
+        key_heads=delta.key_heads,
+        value_heads=delta.value_heads,
+        key_dim=delta.key_dim,
+        value_dim=delta.value_dim,
+        kernel=delta.kernel,
         gated=layer.mlp.gated,
         qk_norm=_QK_NORMS.index(config.attention.qk_norm),
+        output_gate=config.attention.output_gate,
         centred=config.norm.kind == "layer",
         parallel=layer.norms == "parallel",
         bf16=dtype == torch.bfloat16,
@@ -276,6 +299,10 @@ class NativeDecoder:
         self.arithmetic: Final = f"native kernels ({kernels})"
         self._library = library(isa)
         self._config = config
+        self._attending: Final = [
+            at for at, layer in enumerate(config.layers) if isinstance(layer.attention, Attention)
+        ]
+        """The numbers of layers that have keys and values."""
         self._dtype = dtype
         shape = _shape_of(config, page_size, dtype, int8=int8)
         self._model = self._library.penstock_new(byref(shape), threads)
@@ -293,19 +320,27 @@ class NativeDecoder:
         return lacking(config, IMPLEMENTED)
 
     def attach(self, cache: KVCache, slots: int = 0) -> NativeDecoder:
-        """This decoder, which keeps nothing by slot, with `cache` for its keys and values, which have the
-        native order within a page (attention.h)."""
-        for layer, window in enumerate(self._config.windows):
-            keys, values = cache.keys[layer], cache.values[layer]
+        """This decoder, with `cache` for its keys and values, which have the native order within a page
+        (attention.h), and with states of so many slots, if it has any."""
+        for layer, window, keys, values in zip(
+            self._attending, self._config.windows, cache.keys, cache.values, strict=True
+        ):
             self._library.penstock_set_cache(
                 self._model, layer, keys.data_ptr(), values.data_ptr(), window or 0
             )
         self._pages = (*cache.keys, *cache.values)
+        if self._config.deltas:
+            self.states = States(StateGeometry.of(self._config, self._dtype), slots)
+            others = (layer for layer in range(len(self._config.layers)) if layer not in self._attending)
+            for layer, heads, inputs in zip(others, self.states.heads, self.states.inputs, strict=True):
+                self._library.penstock_set_states(self._model, layer, heads.data_ptr(), inputs.data_ptr())
         return self
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Store the tokens' keys and values -> final hidden states [T, hidden], normed."""
         plan, slots = batch.plan, batch.slots
+        if self.states is not None:
+            self.states.begin(batch.rows)
         column = c_int64 * len(plan.slots)
         step = Step(
             rows=len(plan.slots),
@@ -374,11 +409,11 @@ class NativeDecoder:
         config = self._config
         table = read_embedding(config, source)
         self._set_linear(0, None, read_lm_head(config, source, WHOLE, table), None)
-        self._set_norm(0, None, final_norm(config).read(source))
+        self._set_vector(0, None, final_norm(config).read(source))
         shared = config.tied_embeddings and not keep_embedding
         self._library.penstock_set_embedding(self._model, None if shared else table.data_ptr())
         tables = {rope: self._angles(rope) for rope in config.ropes}
-        for layer, own in enumerate(config.attentions):
+        for layer, own in zip(self._attending, config.attentions, strict=True):
             cosines, sines = (part.data_ptr() for part in tables[own.rope])
             self._library.penstock_set_angles(self._model, layer, cosines, sines)
         angles = [part for pair in tables.values() for part in pair]
@@ -396,19 +431,27 @@ class NativeDecoder:
         for role, matrix in own.matrices.items():
             self._set_linear(layer, role, *matrix.read(source))
         for place, norm in own.norms.items():
-            self._set_norm(layer, place, norm.read(source))
+            self._set_vector(layer, place, norm.read(source))
+        if own.delta:
+            read = {role: each.read(source) for role, each in own.delta.items()}
+            read[DeltaRole.CONV] = read[DeltaRole.CONV][:, 0].T
+            read[DeltaRole.RATE] = read[DeltaRole.RATE].exp()
+            for part, values in read.items():
+                self._set_vector(layer, part, values)
 
     def _set_linear(self, layer: int, role: Matrix | None, weight: Tensor, bias: Tensor | None) -> None:
         assert weight.dtype == self._dtype
+        assert weight.is_contiguous()
         exact = None if bias is None else bias.float().contiguous()
         self._library.penstock_set_linear(
             self._model,
             layer,
             _LINEARS.index(role),
-            weight.contiguous().data_ptr(),
+            weight.data_ptr(),
+            *weight.shape,
             None if exact is None else exact.data_ptr(),
         )
 
-    def _set_norm(self, layer: int, role: NormRole | None, weight: Tensor) -> None:
-        exact, which = weight.float().contiguous(), _NORMS.index(role)
-        self._library.penstock_set_norm(self._model, layer, which, exact.data_ptr(), exact.numel())
+    def _set_vector(self, layer: int, role: NormRole | DeltaRole | None, values: Tensor) -> None:
+        exact, which = values.float().contiguous(), _VECTORS.index(role)
+        self._library.penstock_set_vector(self._model, layer, which, exact.data_ptr(), exact.numel())

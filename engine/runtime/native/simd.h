@@ -97,6 +97,7 @@ inline vf exponential(vf x) {
 }
 
 inline vf silu(vf x) { return x / (1.0f + exponential(-x)); }
+inline vf sigmoid(vf x) { return 1.0f / (1.0f + exponential(-x)); }
 
 // x / 2 * (1 + tanh(u)) with u = sqrt(2 / pi) * (x + 0.044715 x^3) is x / (1 + exp(-2u)).
 inline vf gelu_tanh(vf x) {

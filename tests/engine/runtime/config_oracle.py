@@ -38,9 +38,6 @@ PROMPT_LEN, DECODED = 46, 2
 TOKENS = PROMPT_LEN + DECODED
 """More than any window of the matrix."""
 KERNELS: tuple[Kernels, ...] = ("native", "torch")
-WITH_STATES = frozenset({"qwen3_5_text"})
-"""The families that torch's network alone computes."""
-
 
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
@@ -91,7 +88,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "partial_rotary_factor": 0.5,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
+            "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
         },
     ),
@@ -149,10 +146,8 @@ class Weights:
     """Of attention and MLP, where the family may have them."""
     head: str = "none"
     """`own`, `none`, or `tied`: a copy of the embedding."""
-
-    @property
-    def kernels(self) -> tuple[Kernels, ...]:
-        return ("torch",) if self.model_type in WITH_STATES else KERNELS
+    sizes: tuple[tuple[str, int], ...] = ()
+    """The family's own keys of config.json that say how large tensors are, where they differ."""
 
     def config(self, **fields: Any) -> dict[str, Any]:
         """A plain config.json for them."""
@@ -177,7 +172,7 @@ class Weights:
         if self.model_type in FAMILIES:
             prefix, own = FAMILIES[self.model_type]
             plain |= {"architectures": [f"{prefix}ForCausalLM"], "pad_token_id": None, **own}
-        return plain | fields
+        return plain | dict(self.sizes) | fields
 
     def tensors(self) -> dict[str, Tensor]:
         if self.model_type in FAMILIES:
@@ -251,7 +246,7 @@ class Workshop:
         model = self.model(weights, config)
         theirs, heard = _theirs(model, torch.float32), list[str]()
         try:
-            ours = {kernels: our_logprobs(model, kernels, heard) for kernels in weights.kernels}
+            ours = {kernels: our_logprobs(model, kernels, heard) for kernels in KERNELS}
         except ModelError as error:
             computed = isinstance(theirs, Tensor | Contradiction)
             return Verdict(Outcome.REFUSED if computed else Outcome.BOTH_REFUSE, str(error))

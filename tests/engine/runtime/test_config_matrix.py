@@ -25,6 +25,7 @@ from engine.runtime.models.decoder_config import key_meanings
 from engine.runtime.models.families import FAMILIES as SERVED
 from tests import effort
 from tests.engine.runtime.config_oracle import (
+    KERNELS,
     Outcome,
     Verdict,
     Weights,
@@ -164,6 +165,25 @@ def test_families_that_transformers_names_are_as_there_or_refused(workshop: Work
     assert outcomes[Outcome.EQUAL] >= len(cases) // 3, outcomes
 
 
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"),
+    [(1, 1, 32, 64, 4), (1, 3, 16, 48, 3), (2, 6, 128, 32, 2), (3, 3, 64, 128, 1)],
+)
+def test_delta_nets_of_odd_sizes_are_as_in_transformers(
+    workshop: Workshop, key_heads: int, value_heads: int, key_dim: int, value_dim: int, kernel: int
+) -> None:
+    sizes = {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+        "linear_conv_kernel_dim": kernel,
+    }
+    weights = Weights("qwen3_5_text", layers=3, heads=4, kv_heads=2, sizes=tuple(sizes.items()))
+    verdict = workshop.verdict(weights, weights.config())
+    assert verdict.outcome is Outcome.EQUAL, verdict.said
+
+
 def test_pages_of_long_and_of_short_ropes_are_not_taken_for_each_other(workshop: Workshop) -> None:
     weights = Weights("phi3")
     scaling = {"type": "longrope", **LONG}
@@ -181,11 +201,9 @@ def test_families_in_bfloat16_are_as_close_as_transformers_and_in_int8_close(
     model = workshop.model(weights, weights.config())
     exact = their_logprobs(model, torch.float32)
     theirs = their_logprobs(model, torch.bfloat16)
-    for kernels in weights.kernels:
+    for kernels in KERNELS:
         ours = our_logprobs(model, kernels, [], torch.bfloat16)
         assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm(), kernels
-    if "native" not in weights.kernels:
-        return
     rounded = our_logprobs(model, "native", [], weights="int8")
     assert (rounded - exact).norm() < 0.1 * exact.norm()
 

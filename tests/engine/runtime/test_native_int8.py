@@ -20,7 +20,7 @@ from engine.runtime.native import build
 from engine.runtime.native.decoder import library
 from engine.runtime.weights.checkpoint import ALL, TensorPart
 from tests.engine.decoders import like
-from tests.engine.runtime.test_native import ISAS, PLAIN, RAGGED, Stage, Weights, company
+from tests.engine.runtime.test_native import ISAS, PLAIN, RAGGED, SHAPES, Stage, Weights, company
 
 GROUP: Final = 128
 """As in int8.h."""
@@ -146,6 +146,7 @@ def test_tiny_and_huge_numbers(isa: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_company_changes_nothing(isa: str, dtype: torch.dtype) -> None:
     company(like(PLAIN, hidden_size=HIDDEN, windows=(None, 24), qk_norm="heads"), dtype, isa, int8=True)
+    company(SHAPES["delta nets, odd heads"], dtype, isa, int8=True)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -143,7 +143,7 @@ def test_the_readme_says_which_families_there_are_and_what_computes_them_on_a_gp
     for name in FAMILIES:
         model = parse_model_config(json.dumps(plain(Weights(name))).encode())
         assert TorchDecoder.implements(model) is None
-        assert (NativeDecoder.implements(model) is None) == (not model.deltas)
+        assert NativeDecoder.implements(model) is None
         on_device = "no" if TorchOnDevice.implements(model) is not None else "torch"
         computes[name] = "Triton" if DeviceDecoder.implements(model) is None else on_device
     assert dict(rows) == computes

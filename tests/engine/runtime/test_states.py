@@ -24,7 +24,7 @@ from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.host.host_shard import load_on_host
 from engine.runtime.models.decoder_config import parse_model_config
 from engine.runtime.setup.model_errors import DoesNotFit, UnsupportedModel
-from engine.runtime.setup.runner_config import RunnerConfig
+from engine.runtime.setup.runner_config import Kernels, RunnerConfig
 from engine.runtime.step.batch import assemble
 from tests import effort
 from tests.core_laws import check
@@ -53,7 +53,8 @@ def saved(path: Path, *, whole: bool = False) -> Path:
     return path
 
 
-def loaded(path: Path, dtype: Any = "float32", **options: Any) -> HostRunner:
+def loaded(path: Path, dtype: Any = "float32", kernels: Kernels = "native", **options: Any) -> HostRunner:
+    options["kernels"] = kernels
     config = RunnerConfig(
         str(path), device="cpu", dtype=dtype, page_size=PAGE, max_num_seqs=SLOTS, max_model_len=LEN, **options
     )
@@ -99,9 +100,12 @@ def cold(rows: Rows, tokens: list[int]) -> Tensor:
     return found
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_any_chunks_any_batch_and_any_slot_have_the_same_bits(checkpoint: Path, dtype: str) -> None:
-    rows = Rows(loaded(checkpoint, dtype))
+def test_any_chunks_any_batch_and_any_slot_have_the_same_bits(
+    checkpoint: Path, dtype: str, kernels: Kernels
+) -> None:
+    rows = Rows(loaded(checkpoint, dtype, kernels))
     rng = random.Random(7)
     for _ in range(effort.drawn(6, whole=200)):
         prompts = [[rng.randrange(64) for _ in range(rng.randint(1, LEN))] for _ in range(SLOTS)]
@@ -137,7 +141,7 @@ def test_a_model_of_text_and_images_has_the_bits_of_its_text(tmp_path: Path, che
 
 def test_states_are_part_of_the_memory_of_the_cache(checkpoint: Path) -> None:
     runner = loaded(checkpoint)
-    channels, heads = 2 * 2 * 8 + 4 * 16, 4 * 8 * 16
+    channels, heads = 2 * 2 * 16 + 4 * 16, 4 * 16 * 16
     assert runner.info.state_bytes == 2 * 4 * (heads + 3 * channels)
     states = SLOTS * runner.info.state_bytes
     page_bytes, state_bytes = runner.info.page_bytes, runner.info.state_bytes
