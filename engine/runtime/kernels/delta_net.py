@@ -1,31 +1,32 @@
-"""The gated delta net (Yang et al. 2025) over states by slot: one kernel for a row of one token, six for rows of
-many.
+"""The gated delta net (Yang et al. 2025) over states by slot: one kernel for rows of one token, five for rows
+of many.
 
     S = e^g S + k d^T,   d = beta (v - e^g S^T k),   output = norm(S^T q) * silu(z)
 
 `engine.runtime.reference.delta_net` has the whole of it. S [Dk, Dv] is a value head's state, in float32.
 
-**A step** is one kernel. A program has a key head of a row, so all that is convolved for it is its own: it reads
-the latest inputs and moves them on in their place, while no other program needs them. Its value heads follow one
-another, each with its state in registers between one read and one write.
+**A step** is one kernel. A program has a key head of a row, so that all that is convolved for it is its own:
+it reads the latest inputs and moves them on in their place, and no other program needs them. Its value heads
+follow one another, each with its state in registers between one read and one write.
 
-**A prompt** is computed in chunks of 64 tokens (the WY form of Yang et al. 2024). Within a chunk the changes d
-depend on each other and on the state before, linearly; with G the sums of g from the chunk's begin,
+**A prompt** is computed in chunks of 64 tokens (the WY form of Yang et al. 2024). Within a chunk the changes
+d depend on each other and on the state before, linearly; with G the sums of g from the chunk's begin,
 
     (1 + A) D = beta (V - e^G K S),   A_ij = beta_i e^(G_i - G_j) k_i k_j   for j < i
 
-so with T = (1 + A)^-1, U = T beta V and W = T beta e^G K, which need no state, the chunks follow one another by
+so with T = (1 + A)^-1, U = T beta V and W = T beta e^G K, which need no state, chunks follow one another by
 
     D = U - W S,   outputs = e^G Q S + P D,   S = e^G_last S + (e^(G_last - G) K)^T D
 
-where P_ij = e^(G_i - G_j) q_i k_j for j <= i. Convolutions, U, W and P are computed for all chunks at once, and
-what is left in turn for each block of a head's value dims: four products, whose operands are fetched ahead.
+where P_ij = e^(G_i - G_j) q_i k_j for j <= i. Convolutions, U, W and P are computed for all chunks at once,
+and what is left in turn, for each block of a head's value dims: four products, whose operands are fetched
+ahead.
 
-**Chunks begin at fixed positions**, the multiples of 64, wherever a step begins and ends. So a prompt that is cut
-at such positions, or goes on from a state that was kept at one, has the same bits as in one piece.
+**Chunks begin at fixed positions**, the multiples of 64, wherever a step begins and ends. So a prompt that is
+cut at such positions, or goes on from a state that was kept at one, has the same bits as in one piece.
 
-**T** is made from the inside out. Blocks of 16 on the diagonal are inverted row by row, as the powers of A, which
-a closed form would add up, grow beyond what float32 tells apart where keys are alike; with N what these blocks
+**T** is made from the inside out. Blocks of 16 on the diagonal are inverted row by row: powers of A, which a
+closed form would add up, grow beyond what float32 tells apart where keys are alike. With N what these blocks
 leave, whose fourth power is zero, the rest is (1 - N)(1 + N^2).
 
 Products have operands in the activations' type and sums in float32; T is made in TF32, of float32 in float32.
@@ -137,40 +138,40 @@ def delta_chunks(
 ) -> None:
     """The rows of many tokens, in x and out as `delta_step` has them, at their places among the packed
     tokens. `size`: tokens of a chunk, as `rows` has them."""
-    own, weights, tokens = layer.spec, layer.weights, len(x)
     assert all(t.is_contiguous() for t in (x, inputs, heads, out))
-    sizes = _sizes(own) | {"C": size}
-    sub, taps = min(SUB, size), sizes.pop("TAPS")
-    count, options = len(rows.chunks), {"num_warps": CHUNK_WARPS}
-    mixed = x.new_empty(tokens, own.channels)
-    grid = (count, 2 * own.key_heads + own.value_heads)
-    tables, taken = (rows.rows, rows.chunks), (rows.rows, x, inputs)
-    launch(convolve_kernel, grid, *tables, x, inputs, weights.conv, mixed, TAPS=taps, **sizes, **options)
-    grid = (len(rows.rows), triton.cdiv(own.channels, KEEP_BLOCK))
-    keep = {"CHANNELS": own.channels, "WIDTH": sizes["WIDTH"], "BLOCK": KEEP_BLOCK}
-    launch(keep_inputs_kernel, grid, *taken, TAPS=taps, **keep, **options)
-    u, w = (x.new_empty(tokens, own.value_heads, dim) for dim in (own.value_dim, own.key_dim))
-    sums = x.new_empty(tokens, own.value_heads, dtype=torch.float32)
-    within = x.new_empty(count, own.value_heads, size, size)
-    wide = "ieee" if x.dtype == torch.float32 else "tf32"
-    parts = (mixed, u, w, sums, within)
+    own, weights, count = layer.spec, layer.weights, len(rows.chunks)
+    sizes, options = _sizes(own) | {"C": size}, {"num_warps": CHUNK_WARPS}
+    taps, width = {"TAPS": sizes.pop("TAPS")}, {"WIDTH": sizes.pop("WIDTH")}
+    tables, by_head = (rows.rows, rows.chunks), (count, own.value_heads)
+    mixed = x.new_empty(len(x), own.channels)
+    grid: tuple[int, ...] = (count, 2 * own.key_heads + own.value_heads)
     launch(
-        prepare_kernel,
-        (count, own.value_heads),
-        *(*tables, x, weights.rate, weights.step_bias, *parts),
-        **sizes,
-        SUB=sub,
-        WIDE=wide,
+        convolve_kernel, grid, *tables, x, inputs, weights.conv, mixed, **sizes, **taps, **width, **options
+    )
+    grid, channels = (len(rows.rows), triton.cdiv(own.channels, KEEP_BLOCK)), {"CHANNELS": own.channels}
+    launch(
+        keep_inputs_kernel,
+        grid,
+        rows.rows,
+        x,
+        inputs,
+        **channels,
+        **taps,
+        **width,
+        BLOCK=KEEP_BLOCK,
         **options,
     )
+    u, w = (x.new_empty(len(x), own.value_heads, dim) for dim in (own.value_dim, own.key_dim))
+    sums = x.new_empty(len(x), own.value_heads, dtype=torch.float32)
+    parts = mixed, u, w, sums, x.new_empty(*by_head, size, size)
+    biased, wide = (x, weights.rate, weights.step_bias), "ieee" if x.dtype == torch.float32 else "tf32"
+    inverse = {"SUB": min(SUB, size), "WIDE": wide}
+    launch(prepare_kernel, by_head, *tables, *biased, *parts, **sizes, **width, **inverse, **options)
     block = min(CARRY_VALUES, own.value_dim)
-    grid3 = (len(rows.rows), own.value_heads, own.value_dim // block)
-    launch(
-        carry_kernel, grid3, rows.rows, *parts, heads, out, **sizes, BLOCK=block, num_stages=CARRY_STAGES, **options
-    )
-    launch(
-        gate_kernel, (count, own.value_heads), *tables, x, weights.norm, out, layer.eps, **sizes, **options
-    )
+    grid, ahead = (len(rows.rows), own.value_heads, own.value_dim // block), {"num_stages": CARRY_STAGES}
+    launch(carry_kernel, grid, rows.rows, *parts, heads, out, **sizes, BLOCK=block, **ahead, **options)
+    normed = x, weights.norm, out, layer.eps
+    launch(gate_kernel, by_head, *tables, *normed, **sizes, **width, **options)
 
 
 def _sizes(own: DeltaNet) -> dict[str, Any]:
@@ -309,11 +310,11 @@ def convolve_kernel(
     packed = tl.load(row + 3).to(tl.int64) + first
     total = tl.zeros([C, BLOCK], tl.float32)
     for tap in tl.static_range(TAPS):
-        back: tl.constexpr = TAPS - 1 - tap
-        in_row = first + token - back
+        in_row = first + token + tap - (TAPS - 1)
         new = inside & (token < count) & (in_row >= 0)
-        seen = tl.load(x + (packed + token - back) * WIDTH + at, mask=new, other=0.0).to(tl.float32)
-        if back > 0:
+        seen_at = x + (packed - first + in_row) * WIDTH + at
+        seen = tl.load(seen_at, mask=new, other=0.0).to(tl.float32)
+        if tap < TAPS - 1:
             old = inside & (token < count) & (in_row < 0) & (start > 0)
             place = (slot * (TAPS - 1) + TAPS - 1 + in_row) * CHANNELS + at
             seen += tl.load(inputs + place, mask=old, other=0.0).to(tl.float32)
@@ -447,7 +448,6 @@ def carry_kernel(
     SHARED: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    WIDTH: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

@@ -1,4 +1,5 @@
-"""Delta nets that kernels are checked with, on whatever device they run: rows over states, and torch's answer."""
+"""Delta nets that kernels are checked with, on whatever device they run: rows over states, and torch's
+answer."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def delta_case(
     alike: float = 0.0,
     seed: int = 0,
 ) -> DeltaCase:
-    """`rows`: first position and tokens of each. `alike`: the share of all tokens' inputs that is the same."""
+    """`rows`: first position and tokens of each. `alike`: the share of every token's inputs that is the
+    same."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
