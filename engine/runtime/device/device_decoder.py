@@ -2,8 +2,9 @@
 kernels.
 
 Per layer, in decode: norm, QKV, norm-rotate-store, attention, output, norm, gate-up, SiLU, down. Norms and
-SiLU may be parts of the products beside them (`kernels/autotune.py`): six kernels are left of the nine. All
-matrix multiplications go through a `MatmulTable`; weights may be fp8, but for the embedding and the head.
+SiLU may be parts of the products beside them (`kernels/autotune.py`): six kernels are left of the nine. A
+delta net is one in the place of norm-rotate-store and attention (`kernels/delta_net.py`). All matrix
+multiplications go through a `MatmulTable`; weights may be fp8, but for the embedding and the head.
 
 `DecodeStep` is the whole of a decode step as a function of tensors on the device: gather the tokens, run the
 network, sample, put the tokens where the next step finds them. It is what `engine.runtime.device.graphs`
@@ -27,17 +28,29 @@ from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratc
 from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.kernels.begin import StepRows, begin_step
+from engine.runtime.kernels.delta_net import DeltaLayer, DeltaRows, delta_chunks, delta_step
+from engine.runtime.kernels.delta_net import implements as takes_delta
 from engine.runtime.kernels.dependent_launch import dependent_launches
-from engine.runtime.kernels.fused import Norm, QKNorm, ResidualStream, norm_rotate_store, norm_stream
+from engine.runtime.kernels.fused import (
+    Norm,
+    QKNorm,
+    ResidualStream,
+    norm_rotate_store,
+    norm_stream,
+    sigmoid_mul,
+)
 from engine.runtime.kernels.matmul import Weight
 from engine.runtime.models.pieces import lacking
 from engine.runtime.models.rotary import Rotary
-from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet
+from engine.runtime.reference.delta_net import StepStates
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import DecodePages, PrefillPages
+from engine.runtime.step.protocols import DecodePages, PrefillPages, to_device
+from engine.runtime.step.states import States
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
+    DeltaWeights,
     LinearParameters,
     Matrix,
     NormRole,
@@ -50,6 +63,7 @@ from engine.runtime.weights.parameters import (
 IMPLEMENTED: Final = frozenset(
     {"norm.kind rms", "layer.norms before", "mlp.act silu", "mlp.bias", "attention.window", "attention.bias"}
     | {"attention.out_bias", "attention.qk_norm heads", "tied_embeddings", "fp8 Fp8Scheme"}
+    | {"attention.output_gate", "deltanet.gate silu"}
 )
 """The pieces of models (`engine.runtime.models.pieces`) that the kernels implement, called as below."""
 
@@ -70,16 +84,28 @@ class StepTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    qkv: DeviceLinear
+class _Attention:
+    rope: int
+    """The number of its rope among the model's."""
     qk_norm: QKNorm | None
+    gated: bool
+    """True if what a head has found is multiplied by sigmoid of its gate."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    inputs: DeviceLinear
+    """Of attention queries, keys, values and gates; of a delta net all that it takes."""
+    attention: _Attention | DeltaLayer
+    place: int
+    """Its number among the layers with keys and values, or among those with a state."""
     output: DeviceLinear
     gate_up: DeviceLinear
     down: DeviceLinear
 
     @property
     def linears(self) -> tuple[DeviceLinear, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
+        return self.inputs, self.output, self.gate_up, self.down
 
 
 class DeviceNetwork(Protocol):
@@ -102,8 +128,11 @@ class DeviceNetwork(Protocol):
         """The products whose kernels are measured."""
         ...
 
-    def hidden(self, step: StepTokens, cache: KVCache, attend: Attend) -> Tensor:
-        """Store keys and values -> the final hidden states [T, hidden], normed."""
+    def hidden(
+        self, step: StepTokens, cache: KVCache, attend: Attend, states: StepStates | None = None
+    ) -> Tensor:
+        """Store keys and values, move states on -> the final hidden states [T, hidden], normed. `states`: of
+        a model that has them."""
         ...
 
     def decode(
@@ -113,6 +142,7 @@ class DeviceNetwork(Protocol):
         page_table: Tensor,
         cache: KVCache,
         attention: DecodePages,
+        states: States | None = None,
     ) -> Tensor | ResidualStream:
         """A token for each of some slots, from the device's tables by slot -> what `logits` takes."""
         ...
@@ -148,8 +178,7 @@ class DeviceDecoder:
             self._rotaries = [Rotary(rope, config.head_dim, config.context_len) for rope in ropes]
         self._frequencies = torch.stack([rotary.table for rotary in self._rotaries])
         """[ropes, 2, D/2]"""
-        self._rope_of = [ropes.index(own.rope) for own in config.attentions]
-        load = _Loader(config, source, device, fp8, ranks.shard)
+        load = _Loader(config, source, device, fp8, ranks.shard, self.config)
         self._embedding = read_embedding(config, source).to(device)
         self._layers = [load.layer(layer) for layer in range(len(config.layers))]
         norm = load.norm(final_norm(config).read(source))
@@ -161,6 +190,8 @@ class DeviceDecoder:
         """Why this network does not compute the model; None where it does."""
         if config.head_dim & (config.head_dim - 1):
             return f"head_dim {config.head_dim} is not a power of two"
+        if odd := [own for own in config.deltas if not takes_delta(own)]:
+            return f"delta nets with keys of {odd[0].key_dim} and values of {odd[0].value_dim}"
         return lacking(config, IMPLEMENTED)
 
     @property
@@ -190,8 +221,10 @@ class DeviceDecoder:
             inputs.slots, inputs.lengths, tokens, page_table, self._embedding, self._frequencies, page_size
         )
 
-    def hidden(self, step: StepTokens, cache: KVCache, attend: Attend) -> Tensor:
-        return self.normed(self.forward(self.rows(step), cache, attend))
+    def hidden(
+        self, step: StepTokens, cache: KVCache, attend: Attend, states: StepStates | None = None
+    ) -> Tensor:
+        return self.normed(self.forward(self.rows(step), cache, attend, states))
 
     def decode(
         self,
@@ -200,32 +233,48 @@ class DeviceDecoder:
         page_table: Tensor,
         cache: KVCache,
         attention: DecodePages,
+        states: States | None = None,
     ) -> ResidualStream:
         step, tables = self.begin(inputs, tokens, page_table, cache.geometry.page_size)
-        return self.forward(step, cache, attention.on_device(tables, inputs.lengths))
+        attend = attention.on_device(tables, inputs.lengths)
+        return self.forward(step, cache, attend, inputs.bound(states))
 
-    def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> ResidualStream:
-        """Store keys and values -> the stream behind the last layer, [T, hidden]."""
+    def forward(
+        self, step: StepRows, cache: KVCache, attend: Attend, states: StepStates | None = None
+    ) -> ResidualStream:
+        """Store keys and values, move states on -> the stream behind the last layer, [T, hidden]."""
         stream = ResidualStream(step.residual)
-        for index, layer in enumerate(self._layers):
-            qkv, stream = self.table.of_stream(stream, layer.qkv)
-            keys, values = cache.keys[index], cache.values[index]
-            q = norm_rotate_store(
-                qkv,
-                step.angles[self._rope_of[index]],
-                layer.qk_norm,
-                keys,
-                values,
-                step.pages,
-                step.offsets,
-                kv_scales=cache.scales[index],
-                clear_tails=cache.clear_tails,
-            )
-            attended = attend(index, q).flatten(1)
-            stream = self._added(stream, attended, layer.output)
+        recur = None if states is None else _Recurrence.of(states, self.device)
+        for layer in self._layers:
+            x, stream = self.table.of_stream(stream, layer.inputs)
+            if isinstance(layer.attention, _Attention):
+                mixed = self._attended(x, layer.attention, layer.place, step, cache, attend)
+            else:
+                assert recur is not None
+                mixed = recur(x, layer.attention, layer.place)
+            stream = self._added(stream, mixed, layer.output)
             inner, stream = self.table.of_stream(stream, layer.gate_up)
             stream = self._added(stream, inner, layer.down)
         return stream
+
+    def _attended(
+        self, qkv: Tensor, own: _Attention, place: int, step: StepRows, cache: KVCache, attend: Attend
+    ) -> Tensor:
+        """[T, H * D]"""
+        q = norm_rotate_store(
+            qkv,
+            step.angles[own.rope],
+            own.qk_norm,
+            cache.keys[place],
+            cache.values[place],
+            step.pages,
+            step.offsets,
+            kv_scales=cache.scales[place],
+            clear_tails=cache.clear_tails,
+            gated=own.gated,
+        )
+        attended = attend(place, q).flatten(1)
+        return sigmoid_mul(attended, qkv) if own.gated else attended
 
     def _added(self, stream: ResidualStream, x: Tensor, linear: DeviceLinear) -> ResidualStream:
         """The stream with a product added."""
@@ -253,27 +302,67 @@ class DeviceDecoder:
 
 
 @dataclass(frozen=True, slots=True)
+class _Recurrence:
+    """The delta nets' states, bound to a step's rows."""
+
+    states: StepStates
+    chunks: DeltaRows | None
+    """The rows of many tokens; None where there are none."""
+
+    @staticmethod
+    def of(states: StepStates, device: torch.device) -> _Recurrence:
+        return _Recurrence(states, DeltaRows.of(states.chunks, device) if states.chunks else None)
+
+    def __call__(self, x: Tensor, layer: DeltaLayer, place: int) -> Tensor:
+        """A delta net's inputs [T, any] -> [T, Hv * Dv]."""
+        step, out = self.states, x.new_empty(len(x), layer.spec.values)
+        kept = step.states.inputs[place], step.states.heads[place]
+        if step.decode_rows:
+            assert step.slots is not None
+            assert step.lengths is not None
+            delta_step(x, step.slots, step.lengths, layer, *kept, out)
+        if self.chunks is not None:
+            delta_chunks(x, self.chunks, layer, *kept, out)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
 class _Loader:
     config: DecoderSpec
     source: WeightSource
     device: torch.device
     fp8: bool
     shard: Shard
+    share: DecoderSpec
+    """The model as this rank computes it."""
 
     def layer(self, layer: int) -> _Layer:
         own = layer_parameters(self.config, layer, self.shard)
         norms = {role: each.read(self.source) for role, each in own.norms.items()}
-        qk_norm = None
-        if NormRole.QK in norms:
-            q_weight, k_weight = norms[NormRole.QK].to(self.device).view(2, -1)
-            qk_norm = QKNorm(q_weight, k_weight, self.config.norm.eps)
+        attention = self.share.layers[layer].attention
+        before = [type(each.attention) for each in self.config.layers[:layer]]
+        mixing: _Attention | DeltaLayer
+        if isinstance(attention, DeltaNet):
+            inputs, eps = own.matrices[Matrix.DELTA], self.config.norm.eps
+            weights = DeltaWeights.read(own.delta, self.source).to(self.device)
+            mixing = DeltaLayer(attention, weights, eps)
+        else:
+            inputs, mixing = own.matrices[Matrix.QKV], self._attention(attention, norms.get(NormRole.QK))
         return _Layer(
-            qkv=self._linear(own.matrices[Matrix.QKV], norms[NormRole.ATTENTION]),
-            qk_norm=qk_norm,
+            inputs=self._linear(inputs, norms[NormRole.ATTENTION]),
+            attention=mixing,
+            place=before.count(type(attention)),
             output=self._linear(own.matrices[Matrix.OUTPUT]),
             gate_up=self._linear(own.matrices[Matrix.GATE_UP], norms[NormRole.MLP], gated=True),
             down=self._linear(own.matrices[Matrix.DOWN]),
         )
+
+    def _attention(self, own: Attention, norm: Tensor | None) -> _Attention:
+        qk_norm = None
+        if norm is not None:
+            q_weight, k_weight = norm.to(self.device).view(2, -1)
+            qk_norm = QKNorm(q_weight, k_weight, self.config.norm.eps)
+        return _Attention(self.config.ropes.index(own.rope), qk_norm, own.output_gate)
 
     def norm(self, weight: Tensor) -> Norm:
         return Norm(weight.to(self.device).float(), self.config.norm.eps)
@@ -304,6 +393,8 @@ class DeviceModel:
     cache: KVCache
     decode: DecodePages
     prefill: PrefillPages
+    states: States | None = None
+    """Of a model that has them, by slot."""
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """The final hidden states [T, hidden], on the device. Host tensors of the batch are copied without
@@ -328,7 +419,16 @@ class DeviceModel:
         step = StepTokens(
             moved(batch.token_ids), moved(batch.positions), moved(places.pages), moved(places.offsets)
         )
-        return self.decoder.hidden(step, self.cache, attend)
+        return self.decoder.hidden(step, self.cache, attend, self._bound(batch))
+
+    def _bound(self, batch: PackedBatch) -> StepStates | None:
+        if self.states is None:
+            return None
+        count, device = batch.decode_rows, self.decoder.device
+        rows = batch.rows[:count]
+        slots = to_device([row.slot for row in rows], device)
+        lengths = to_device([row.end for row in rows], device)
+        return StepStates(self.states, batch.rows, count, slots, lengths)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden).float()
@@ -369,6 +469,8 @@ class DecodeStep:
     scratch: SamplingScratch
     launches_dependently: bool = False
     """True if each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
+    states: States | None = None
+    """Of a model that has them, by slot."""
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
@@ -376,6 +478,7 @@ class DecodeStep:
             return self._run(inputs)
 
     def _run(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        stream = self.decoder.decode(inputs, self.tokens, self.page_table, self.cache, self.attention)
+        tables = self.tokens, self.page_table, self.cache
+        stream = self.decoder.decode(inputs, *tables, self.attention, self.states)
         sampler = DeviceSampler(self.decoder, self.tokens, self.sampling, self.scratch)
         return sampler(stream, inputs.slots, inputs.lengths)

@@ -73,6 +73,7 @@ from engine.runtime.step.kv_cache import (
     useful_pages,
 )
 from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource
 
 GRAPH_ROWS_MAX: Final = 512
@@ -171,6 +172,10 @@ class DeviceShard:
             len(model.attentions), model.kv_heads, page_size, model.head_dim, self.design.precision.kv_dtype
         )
 
+    @property
+    def states(self) -> StateGeometry:
+        return StateGeometry.of(self.model, self.decoder.dtype)
+
     def info(self, pages: int) -> RunnerInfo:
         """The runner's sizes and type, with times and host memory left at 0."""
         design, major, minor = self.design, *self.card.capability
@@ -182,13 +187,14 @@ class DeviceShard:
         arithmetic = f"{kernels}, {design.attention.arithmetic}, {design.precision}, {shards} shards"
         sizes = self.geometry, self.decoder.dtype, self.max_model_len, pages
         info = untimed_info(design.config, self.model, *sizes, arithmetic)
-        return msgspec.structs.replace(info, is_async=True)
+        return msgspec.structs.replace(info, is_async=True, state_bytes=self.states.slot_bytes)
 
     def page_count(self) -> int:
         """The number of pages that fit beside the largest step. Raises DoesNotFit."""
         config, geometry = self.design.config, self.geometry
         if config.kv_cache_memory is not None:
-            return page_count(config, self.model, geometry, self.max_model_len, available_bytes=0)
+            sizes = self.max_model_len, 0, config.max_num_seqs * self.states.slot_bytes
+            return page_count(config, self.model, geometry, *sizes)
         useful = useful_pages(config, self.max_model_len)
         return kv_page_count(self._profile(), config.gpu_memory_utilization, geometry.page_bytes, useful)
 
@@ -237,9 +243,11 @@ class DeviceShard:
         bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
         tables = slots.tokens, slots.page_table, slots.sampling
-        step = DecodeStep(decoder, cache, decode, *tables, scratch)
+        # one more than there are sequences, for padding rows
+        states = States(self.states, info.slots + 1, device) if info.state_bytes else None
+        step = DecodeStep(decoder, cache, decode, *tables, scratch, states=states)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
-        whole = DeviceModel(decoder, cache, decode, prefill)
+        whole = DeviceModel(decoder, cache, decode, prefill, states)
         runner = DeviceRunner(
             info=info,
             model=whole,

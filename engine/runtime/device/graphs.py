@@ -39,6 +39,8 @@ from torch import Tensor
 
 from engine.runtime.device.memory import out_of_memory
 from engine.runtime.kernels.autotune import Timer
+from engine.runtime.reference.delta_net import StepStates
+from engine.runtime.step.states import States
 
 SMALL_BUCKETS: Final = (1, 2, 4)
 """Buckets of few rows, where a padding row is a large share of the step."""
@@ -85,6 +87,12 @@ class DecodeInputs:
         """The inputs of a batch size within `memory`, [at least input_len(rows)] int32 on the device or the
         host."""
         return DecodeInputs(memory[:rows], memory[_aligned(rows) :][:rows])
+
+    def bound(self, states: States | None) -> StepStates | None:
+        """A model's states, bound to these rows; None where it has none."""
+        if states is None:
+            return None
+        return StepStates(states, (), len(self.slots), self.slots, self.lengths)
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> DecodeInputs:

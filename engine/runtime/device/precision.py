@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.models.spec import Attention, DecoderSpec
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.weights.checkpoint import Fp8Source, WeightSource
@@ -40,10 +40,12 @@ class Precision:
         return Precision(weights_fp8, torch.float8_e4m3fn if kv_fp8 else dtype)
 
     def kv_scales(self, model: DecoderSpec, source: WeightSource) -> list[tuple[float, float]] | None:
-        """The scales of stored keys and values per layer; None where they are 1. Raises WeightsMismatch."""
+        """The scales of stored keys and values per layer that attends; None where they are 1. Raises
+        WeightsMismatch."""
         if self.kv_dtype != torch.float8_e4m3fn or not isinstance(source, Fp8Source):
             return None
-        return source.kv_scales(len(model.layers))
+        attends = [at for at, own in enumerate(model.layers) if isinstance(own.attention, Attention)]
+        return source.kv_scales(attends)
 
     def describe(self, model: DecoderSpec, scales: Sequence[tuple[float, float]] | None) -> str:
         """The use of fp8, for the log; empty where nothing is in fp8."""

@@ -133,7 +133,7 @@ class Shapes:
         scales = torch.empty((-(-width // group), height) if group else height, device=META)
         return Fp8Weight(torch.empty(height, width, dtype=torch.float8_e4m3fn, device=META), scales, group)
 
-    def kv_scales(self, layers: int) -> None:
+    def kv_scales(self, layers: Sequence[int]) -> None:
         return None
 
 

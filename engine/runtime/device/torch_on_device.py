@@ -18,9 +18,11 @@ from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.models.pieces import lacking
 from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.reference.delta_net import StepStates
 from engine.runtime.reference.torch_decoder import IMPLEMENTED, TorchDecoder
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import DecodePages
+from engine.runtime.step.states import States
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.fp8 import FP8_MAX
 
@@ -40,8 +42,8 @@ class TorchOnDevice:
 
     @staticmethod
     def implements(config: DecoderSpec) -> str | None:
-        """Why this network does not compute the model; None where it does. It has no memory for states."""
-        return lacking(config, IMPLEMENTED - {"deltanet.gate silu"})
+        """Why this network does not compute the model; None where it does."""
+        return lacking(config, IMPLEMENTED)
 
     @property
     def linears(self) -> list[DeviceLinear]:
@@ -52,8 +54,13 @@ class TorchOnDevice:
     def dtype(self) -> torch.dtype:
         return self._decoder.embedding.dtype
 
-    def hidden(self, step: StepTokens, cache: KVCache, attend: Attend) -> Tensor:
-        return self._decoder.forward(step.token_ids, step.positions, Storing(cache, step, attend))
+    def hidden(
+        self, step: StepTokens, cache: KVCache, attend: Attend, states: StepStates | None = None
+    ) -> Tensor:
+        if states is not None:
+            states.states.begin(states.chunks)
+        attention = Storing(cache, step, attend)
+        return self._decoder.forward(step.token_ids, step.positions, attention, states)
 
     def decode(
         self,
@@ -62,12 +69,14 @@ class TorchOnDevice:
         page_table: Tensor,
         cache: KVCache,
         attention: DecodePages,
+        states: States | None = None,
     ) -> Tensor:
         slots, positions = inputs.slots.long(), inputs.lengths.long() - 1
         tables, page_size = page_table[slots], cache.geometry.page_size
         pages = tables.gather(1, (positions // page_size)[:, None])[:, 0].long()
         step = StepTokens(tokens[slots, positions].long(), positions, pages, positions % page_size)
-        return self.hidden(step, cache, attention.on_device(tables, inputs.lengths))
+        attend = attention.on_device(tables, inputs.lengths)
+        return self.hidden(step, cache, attend, inputs.bound(states))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         logits = self._decoder.logits(hidden)

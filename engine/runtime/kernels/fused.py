@@ -8,7 +8,9 @@ both:
     norm_rotate_store    queries and keys normed (where the model does) and rotated; keys and values stored
     silu_mul             silu(gate) * up
 
-With few rows the first and the last are not kernels of their own, but a product's head and tail
+    sigmoid_mul          x * sigmoid(gate), where attention has an output gate
+
+With few rows the first and the third are not kernels of their own, but a product's head and tail
 (`matmul.py`).
 
 Everything is computed in float32 and rounded once, when it is stored; the sum with the residual is rounded
@@ -112,8 +114,10 @@ def norm_rotate_store(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     clear_tails: bool = False,
+    gated: bool = False,
 ) -> Tensor:
-    """qkv [T, (H + 2 Hkv) D] -> queries [T, H, D]; keys and values go to (page, offset) [T] of the cache.
+    """qkv [T, (H + 2 Hkv) D], and with `gated` H D more behind, which are left alone -> queries [T, H, D];
+    keys and values go to (page, offset) [T] of the cache.
 
     angles: cos and sin, [T, D/2] each. keys, values [pages, Hkv, page_size, D]. They are divided by
     `kv_scales` before they are stored and, in fp8, clamped to the type's range. With `clear_tails` the rest
@@ -121,31 +125,26 @@ def norm_rotate_store(
     """
     tokens = len(qkv)
     _, kv_heads, page_size, head_dim = keys.shape
-    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    columns = qkv.shape[1]
+    heads = (columns // head_dim - 2 * kv_heads) // (2 if gated else 1)
     assert all(t.is_contiguous() for t in (qkv, *angles, keys, values))
     assert angles[0].numel() == tokens * head_dim // 2
     q = qkv.new_empty(tokens, heads, head_dim)
-    q_blocks = triton.cdiv(heads, HEADS_BLOCK)
-    grid = (tokens, q_blocks + triton.cdiv(kv_heads, HEADS_BLOCK))
+    q_blocks, kv_blocks = (triton.cdiv(count, HEADS_BLOCK) for count in (heads, kv_heads))
     weights = (None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)
     constants = {"HEADS": heads, "KV_HEADS": kv_heads, "Q_BLOCKS": q_blocks, "HEADS_BLOCK": HEADS_BLOCK}
     launch(
         norm_rotate_store_kernel,
-        grid,
-        qkv,
-        q,
-        *angles,
-        *weights,
-        keys,
-        values,
-        pages,
-        offsets,
+        (tokens, q_blocks + kv_blocks),
+        *(qkv, q, *angles, *weights),
+        *(keys, values, pages, offsets),
         *(1.0 / scale for scale in kv_scales),
         NORM=norm is not None,
         HALF=head_dim // 2,
         PAGE=page_size,
         LIMIT=FP8_MAX if keys.dtype == torch.float8_e4m3fn else 0.0,
         CLEAR=clear_tails,
+        COLUMNS=columns,
         **constants,
         num_warps=4,
         **dependent(),
@@ -161,6 +160,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     grid = (rows, triton.cdiv(inner, SILU_BLOCK))
     launch(silu_mul_kernel, grid, gate_up, out, inner, BLOCK=SILU_BLOCK, num_warps=4, **dependent())
     return out
+
+
+def sigmoid_mul(x: Tensor, gates: Tensor) -> Tensor:
+    """x [T, N] times sigmoid of the last N columns of gates [T, any], in place."""
+    rows, columns = x.shape
+    assert all((x.is_contiguous(), gates.is_contiguous()))
+    grid, width = (rows, triton.cdiv(columns, SILU_BLOCK)), gates.shape[1]
+    launch(sigmoid_mul_kernel, grid, x, gates, columns, width, BLOCK=SILU_BLOCK, num_warps=4, **dependent())
+    return x
 
 
 @triton.jit
@@ -203,6 +211,7 @@ def norm_rotate_store_kernel(
     PAGE: tl.constexpr,
     LIMIT: tl.constexpr,
     CLEAR: tl.constexpr,
+    COLUMNS: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -212,7 +221,7 @@ def norm_rotate_store_kernel(
     dim = tl.arange(0, HALF)
     cosine = tl.load(cos + token * HALF + dim).to(tl.float32)[None, :]
     sine = tl.load(sin + token * HALF + dim).to(tl.float32)[None, :]
-    source = qkv + token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+    source = qkv + token * COLUMNS
     if block < Q_BLOCKS:
         head = block * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
         at = head * (2 * HALF) + dim[None, :]
@@ -283,3 +292,15 @@ def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr, PDL: tl.constexpr)
     up = tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
     result = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * inner + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sigmoid_mul_kernel(x, gates, columns, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_earlier(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    at = x + row * columns + column
+    gate = tl.load(gates + row * width + width - columns + column, mask=inside, other=0.0).to(tl.float32)
+    result = tl.load(at, mask=inside, other=0.0).to(tl.float32) / (1.0 + tl.exp(-gate))
+    tl.store(at, result.to(x.dtype.element_ty), mask=inside)

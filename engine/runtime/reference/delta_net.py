@@ -37,9 +37,34 @@ class StepStates:
     rows: Sequence[Row]
     decode_rows: int
     """The rows at the start that have one token each, and are computed together."""
+    slots: Tensor | None = None
+    """Of those rows, [decode_rows] int32, on a device, which alone may know them: then `rows` may lack them,
+    and no state is cleared here. None: as `rows` has them."""
+    lengths: Tensor | None = None
+    """The tokens of those rows, the new one included, [decode_rows] int32, beside `slots`."""
 
     def __post_init__(self) -> None:
-        self.states.begin(self.rows)
+        if self.slots is None:
+            self.states.begin(self.rows)
+
+    @property
+    def chunks(self) -> Sequence[Row]:
+        """The rows behind those of one token."""
+        return self.rows[self.decode_rows :]
+
+    @property
+    def places(self) -> Tensor | list[int]:
+        """The slots of the rows of one token, as an index."""
+        if self.slots is not None:
+            return self.slots.long()
+        return [row.slot for row in self.rows[: self.decode_rows]]
+
+    def before(self, kept: Tensor) -> Tensor:
+        """What the rows of one token find: a copy."""
+        found = kept[self.places]
+        if self.lengths is None:
+            return found
+        return torch.where(self.lengths.view(-1, *[1] * (found.ndim - 1)) > 1, found, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,28 +123,35 @@ class TorchDeltaNet:
 
     def _convolved(self, mixed: Tensor, step: StepStates, inputs: Tensor) -> Tensor:
         """mixed [T, channels] -> the same shape, float32. `inputs` goes on to the rows' last tokens."""
-        out = torch.empty(mixed.shape)
-        for row in step.rows:
+        out = torch.empty(mixed.shape, device=mixed.device)
+        if count := step.decode_rows:
+            known = torch.cat((step.before(inputs), mixed[:count, None]), 1)
+            inputs[step.places] = known[:, 1:]
+            out[:count] = self._summed(known.transpose(0, 1), 1)[0]
+        for row in step.chunks:
             own = slice(row.offset, row.offset + row.length)
             known = torch.cat((inputs[row.slot], mixed[own]))
             inputs[row.slot] = known[row.length :]
-            taps = (known[at : at + row.length].float() * self.conv[at] for at in range(self.spec.kernel))
-            total = next(taps)
-            for tap in taps:
-                total = total + tap
-            out[own] = total
+            out[own] = self._summed(known, row.length)
         return out
+
+    def _summed(self, known: Tensor, count: int) -> Tensor:
+        """The convolution of the last `count` of known inputs, [tokens, ..., channels]."""
+        taps = (known[at : at + count].float() * self.conv[at] for at in range(self.spec.kernel))
+        total = next(taps)
+        for tap in taps:
+            total = total + tap
+        return total
 
 
 def _recurred(tokens: _Tokens, step: StepStates, heads: Tensor) -> Tensor:
     """[T, Hv, Dv]. The states of the rows' slots go on to their last tokens."""
     out = torch.empty_like(tokens.v)
     if count := step.decode_rows:
-        slots = [row.slot for row in step.rows[:count]]
-        state = heads[slots]
+        state = step.before(heads)
         out[:count] = tokens.step(state, slice(count))
-        heads[slots] = state
-    for row in step.rows[count:]:
+        heads[step.places] = state
+    for row in step.chunks:
         state = heads[row.slot : row.slot + 1]
         for at in range(row.offset, row.offset + row.length):
             out[at] = tokens.step(state, slice(at, at + 1))[0]

@@ -32,7 +32,7 @@ from engine.runtime.reference.exact import sigmoid, silu
 from engine.runtime.reference.layers import PackedLinear, layer_norm, rms_norm, rotate
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
-    DeltaRole,
+    DeltaWeights,
     LayerParameters,
     Matrix,
     NormRole,
@@ -241,10 +241,8 @@ class TorchDecoder:
 
 
 def _delta_net(own: DeltaNet, parameters: LayerParameters, source: WeightSource, eps: float) -> TorchDeltaNet:
-    read = {role: each.read(source) for role, each in parameters.delta.items()}
-    conv = read[DeltaRole.CONV][:, 0].T.contiguous()
-    rate, step_bias = read[DeltaRole.RATE].exp(), read[DeltaRole.STEP_BIAS]
-    return TorchDeltaNet(own, conv, rate, step_bias, read[DeltaRole.NORM], eps)
+    read = DeltaWeights.read(parameters.delta, source)
+    return TorchDeltaNet(own, read.conv, read.rate, read.step_bias, read.norm, eps)
 
 
 def _tempers(tempering: Tempering, positions: Tensor) -> Tensor:

@@ -57,10 +57,15 @@ class States:
     """`heads[layer]` is [slots, Hv, Dk, Dv] float32, `inputs[layer]` [slots, kernel - 1, channels]: layers
     are counted among those that have a state."""
 
-    def __init__(self, geometry: StateGeometry, slots: int) -> None:
+    def __init__(self, geometry: StateGeometry, slots: int, device: torch.device | None = None) -> None:
+        """`device`: that of the states; None is torch's default."""
         own, dtype = geometry.layers, geometry.dtype
-        self.heads: Final = [torch.zeros(slots, net.value_heads, net.key_dim, net.value_dim) for net in own]
-        self.inputs: Final = [torch.zeros(slots, net.kernel - 1, net.channels, dtype=dtype) for net in own]
+        self.heads: Final = [
+            torch.zeros(slots, net.value_heads, net.key_dim, net.value_dim, device=device) for net in own
+        ]
+        self.inputs: Final = [
+            torch.zeros(slots, net.kernel - 1, net.channels, dtype=dtype, device=device) for net in own
+        ]
         self._kept: list[Tensor] = []
 
     @property
@@ -94,6 +99,6 @@ class States:
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Clear the states of those rows that begin at position 0 (first rule)."""
-        if begun := [row.slot for row in rows if not row.start]:
+        for slot in (row.slot for row in rows if not row.start):
             for state in self._own:
-                state[begun] = 0
+                state[slot].zero_()

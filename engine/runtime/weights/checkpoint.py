@@ -97,9 +97,9 @@ class Fp8Source(Protocol):
         """
         ...
 
-    def kv_scales(self, layers: int) -> list[tuple[float, float]] | None:
-        """The factors of keys and of values in fp8, per layer; None where the checkpoint has none. Raises
-        WeightsMismatch where it has them for some layers only."""
+    def kv_scales(self, layers: Sequence[int]) -> list[tuple[float, float]] | None:
+        """The factors of keys and of values in fp8, for each of these layers; None where the checkpoint has
+        none. Raises WeightsMismatch where it has them for some of these only."""
         ...
 
 
@@ -277,9 +277,9 @@ class Checkpoint:
             return quantise(values.float() * scale)
         return Fp8Weight(values, scale[:, ::group].T.contiguous(), group)
 
-    def kv_scales(self, layers: int) -> list[tuple[float, float]] | None:
+    def kv_scales(self, layers: Sequence[int]) -> list[tuple[float, float]] | None:
         found = []
-        for layer in range(layers):
+        for layer in layers:
             at = f"model.layers.{layer}."
             names = [
                 next((at + n for n in _KV_SCALE_NAMES[of] if at + n in self._files), None) for of in "kv"
@@ -287,7 +287,7 @@ class Checkpoint:
             found.append([float(self._read(name, None).max()) for name in names if name is not None])
         if not any(found):
             return None
-        incomplete = [str(layer) for layer, scales in enumerate(found) if len(scales) < 2]
+        incomplete = [str(layer) for layer, own in zip(layers, found, strict=True) if len(own) < 2]
         if incomplete:
             raise WeightsMismatch(f"k_scale or v_scale is missing in layers {', '.join(incomplete)}")
         return [(k, v) for k, v in found]

@@ -14,8 +14,8 @@ elements (`Rope.order`), what is added to a norm's weight, and matrices that a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 
 import torch
@@ -177,6 +177,29 @@ class LayerParameters:
     matrices: dict[Matrix, LinearParameters]
     norms: dict[NormRole, NormParameters]
     delta: dict[DeltaRole, DeltaParameters]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """A delta net's parameters that are no matrices, as networks hold them: float32, a rank's part."""
+
+    conv: Tensor
+    """[kernel, channels]"""
+    rate: Tensor
+    """[Hv]"""
+    step_bias: Tensor
+    """[Hv]"""
+    norm: Tensor
+    """[Dv]"""
+
+    @staticmethod
+    def read(parameters: Mapping[DeltaRole, DeltaParameters], source: WeightSource) -> DeltaWeights:
+        read = {role: each.read(source) for role, each in parameters.items()}
+        conv, rate = read[DeltaRole.CONV][:, 0].T.contiguous(), read[DeltaRole.RATE].exp()
+        return DeltaWeights(conv, rate, read[DeltaRole.STEP_BIAS], read[DeltaRole.NORM])
+
+    def to(self, device: torch.device) -> DeltaWeights:
+        return DeltaWeights(*(getattr(self, own.name).to(device) for own in fields(self)))
 
 
 def layer_parameters(decoder: DecoderSpec, index: int, shard: Shard = WHOLE) -> LayerParameters:

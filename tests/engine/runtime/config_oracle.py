@@ -174,6 +174,12 @@ class Weights:
             plain |= {"architectures": [f"{prefix}ForCausalLM"], "pad_token_id": None, **own}
         return plain | dict(self.sizes) | fields
 
+    def saved(self, path: Path, **fields: Any) -> Path:
+        """A model directory, with these keys in its config.json, of one of `FAMILIES`."""
+        (path / "config.json").write_text(json.dumps(self.config(**fields)))
+        save_file(self._as_in_transformers(**fields), path / "model.safetensors", {"format": "pt"})
+        return path
+
     def tensors(self) -> dict[str, Tensor]:
         if self.model_type in FAMILIES:
             return self._as_in_transformers()
@@ -205,10 +211,10 @@ class Weights:
                     shapes[f"{at}.self_attn.{norm}.weight"] = (self.head_dim,)
         return self._made(shapes)
 
-    def _as_in_transformers(self) -> dict[str, Tensor]:
+    def _as_in_transformers(self, **fields: Any) -> dict[str, Tensor]:
         import transformers
 
-        config: Any = transformers.AutoConfig.for_model(**self.config())
+        config: Any = transformers.AutoConfig.for_model(**self.config(**fields))
         with torch.device("meta"):
             model: Any = transformers.AutoModelForCausalLM.from_config(config)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -222,12 +222,12 @@ def test_scales_of_the_cache(tiny_model: MakeModel, tmp_path: Path) -> None:
     TorchDecoder(config, inspection)
     inspection.verify()
     source = Checkpoint(checkpoint_files(stored), torch.float32, config.fp8)
-    assert source.kv_scales(2) == [(0.5, 2.0), (0.25, 3.0)]
-    assert Checkpoint(checkpoint_files(meant), torch.float32).kv_scales(2) is None
+    assert source.kv_scales(range(2)) == [(0.5, 2.0), (0.25, 3.0)]
+    assert Checkpoint(checkpoint_files(meant), torch.float32).kv_scales(range(2)) is None
     del scales["model.layers.1.self_attn.v_proj.v_scale"]
     stored, _ = make_fp8(tiny_model("llama"), tmp_path / "some", "autofp8", **scales)
     with pytest.raises(WeightsMismatch, match="missing in layers 1"):
-        Checkpoint(checkpoint_files(stored), torch.float32, config.fp8).kv_scales(2)
+        Checkpoint(checkpoint_files(stored), torch.float32, config.fp8).kv_scales(range(2))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -20,9 +21,10 @@ from engine.runtime.device.rehearsal import Unjoined, Workers, rehearsed
 from engine.runtime.kernels.launching import compiling
 from engine.runtime.setup.model_errors import WeightsMismatch
 from engine.runtime.start.starting import warm_up
+from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, Specialized, fake_config, load_fake, specialized
-from tests.engine.runtime.device.test_runner import COMPANY, SMALL, lead
+from tests.engine.runtime.device.test_runner import COMPANY, HYBRID, SMALL, lead, lead_few
 
 # the interpreter computes bfloat16 wrongly: which products overflow depends on the tiles that were drawn
 pytestmark = pytest.mark.filterwarnings(
@@ -114,6 +116,15 @@ def test_nor_does_a_rank(tiny_model: MakeModel) -> None:
         shard = load_shard(config, card, stages.append, Unjoined(Shard(1, 2)))
         warm_up(shard.build(shard.info(shard.page_count()), stages.append))
     assert "in 2 shards" in stages[0]
+    card.assert_compiled_before()
+
+
+def test_nor_does_a_model_with_states(tmp_path: Path) -> None:
+    path = Weights("qwen3_5_text").saved(tmp_path, **HYBRID)
+    card = Seen()
+    with card.watched():
+        lead_few(load_fake(path, card, timed=True, max_num_seqs=3, dtype="bfloat16"), 3)
+    assert {"delta_step_kernel", "carry_kernel"} <= {name for name, _ in card.launched}
     card.assert_compiled_before()
 
 

@@ -17,6 +17,7 @@ from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.host.host_runner import HostRunner
 from tests.effort import some
 from tests.engine.models import VOCAB_SIZE, reference_greedy
+from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.device.card import FakeCard, load_fake
 from tests.engine.runtime.device.waits import no_waits
@@ -200,3 +201,63 @@ def test_more_rows_than_graphs_are_for_go_kernel_by_kernel(
     driver.finish([0], 4)
     assert card.captured.replays == replays + 1
     assert [life.output[:3] for life in lives] == reference_greedy(path, [[2, 5], [3, 5]], 3)
+
+
+HYBRID: dict[str, Any] = {
+    "max_position_embeddings": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+"""A delta net, then attention with an output gate and a rope for half of each head."""
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Weights("qwen3_5_text").saved(tmp_path_factory.mktemp("hybrid"), **HYBRID)
+
+
+def lead_few(runner: HostRunner | DeviceRunner, outputs: int) -> list[Life]:
+    """Prompts in chunks beside decodes; a slot that is taken by another sequence, which finds no state."""
+    rng, driver = random.Random(5), Driver(runner)
+    lives = []
+    for lengths in ((21, 40, 1), (3,)):
+        for slot, length in enumerate(lengths):
+            asked = SamplingParams(seed=slot, max_tokens=9, temperature=slot % 2 / 2, logprobs=1)
+            lives.append(driver.seat(slot, rng.choices(range(64), k=length), asked))
+        driver.finish(range(len(lengths)), outputs, chunk=24)
+        driver.leave(0)
+    return lives
+
+
+@pytest.mark.parametrize("way", ["graphs", "eager", "torch"])
+def test_a_model_with_states_says_on_a_device_what_it_says_on_a_cpu(
+    hybrid: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernels, and by torch's operations where they lack a piece; nothing waits."""
+    expected = lead_few(load(hybrid, max_num_seqs=3, max_model_len=128, kernels="torch"), 4)
+    if way == "torch":
+        lacking = device_decoder.IMPLEMENTED - {"deltanet.gate silu"}
+        monkeypatch.setattr(device_decoder, "IMPLEMENTED", lacking)
+    card = FakeCard()
+    settings = {"max_num_seqs": 3, "kv_cache_memory": 1 << 20, "enforce_eager": way == "eager"}
+    runner = load_fake(hybrid, card, **settings)
+    assert runner.info.state_bytes == 4 * (2 * 16 * 16 + 3 * 4 * 16)
+    assert bool(card.captured.outputs) == (way == "graphs")
+    assert_same(lead_few(runner, 4), expected)
+
+
+@pytest.mark.parametrize("way", ["kernels", "torch"])
+def test_no_launch_with_states_waits(hybrid: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "torch":
+        lacking = device_decoder.IMPLEMENTED - {"deltanet.gate silu"}
+        monkeypatch.setattr(device_decoder, "IMPLEMENTED", lacking)
+    runner = load_fake(hybrid, max_num_seqs=2, kv_cache_memory=1 << 20)
+    seated = [SlotAssignment.of(slot, [slot, 5, 6], 3, GREEDY) for slot in range(2)]
+    slots, grown, wants = [0, 1], [(0, [0]), (1, [1])], [Want.SAMPLE] * 2
+    plans = [Plan(0, [], seated, grown, slots, [0, 0], [3, 3], wants)]
+    plans.append(Plan(1, [], [], [], slots, [3, 3], [1, 1], wants))
+    with no_waits():
+        flights = [runner.launch(plan) for plan in plans]
+    assert all(len(flight.collect().tokens) == 2 for flight in flights)

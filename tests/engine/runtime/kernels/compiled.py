@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -31,6 +31,7 @@ from engine.runtime.device.device_sampling import DeviceSampling
 from engine.runtime.kernels import (
     begin,
     decode_attention,
+    delta_net,
     fused,
     matmul,
     prefill_attention,
@@ -38,7 +39,9 @@ from engine.runtime.kernels import (
     split_matmul,
 )
 from engine.runtime.kernels.dependent_launch import dependent_launches
+from engine.runtime.models.spec import DeltaNet
 from engine.runtime.weights.fp8 import Fp8Weight
+from engine.runtime.weights.parameters import DeltaWeights
 from tests.effort import some
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -215,6 +218,7 @@ def report_dependent() -> None:
     report("dependent list_work", decode_attention, "list_work_kernel", list_launch, **on)
     report("dependent decode", decode_attention, "decode_kernel", decode_launch(32, 8, 128), **on)
     report("dependent store", fused, "norm_rotate_store_kernel", store_launch, **on)
+    report("dependent delta step", delta_net, "delta_step_kernel", delta_step_launch, **on)
     row = meta(32, 4096)
     norm_of = partial(fused.rms_norm, row, meta(4096), 1e-6, row)
     report("dependent norm", fused, "rms_norm_kernel", norm_of, **on)
@@ -358,6 +362,48 @@ def begin_launch() -> object:
     return begin.begin_step(row, row, known, table, meta(151_936, 4096), frequencies, 64)
 
 
+QWEN3_5 = DeltaNet(16, 16, 128, 128, 4)
+"""Of 0.8B and 2B."""
+
+
+def delta_layer(net: DeltaNet) -> tuple[delta_net.DeltaLayer, Tensor, Tensor]:
+    """One, and the states of 64 slots."""
+    conv, norm = meta(net.kernel, net.channels, dtype=torch.float32), meta(net.value_dim, dtype=torch.float32)
+    of_heads = meta(net.value_heads, dtype=torch.float32)
+    weights = DeltaWeights(conv, of_heads, of_heads, norm)
+    states = meta(64, net.value_heads, net.key_dim, net.value_dim, dtype=torch.float32)
+    return delta_net.DeltaLayer(net, weights, 1e-6), meta(64, net.kernel - 1, net.channels), states
+
+
+def delta_step_launch(net: DeltaNet = QWEN3_5) -> None:
+    """A batch of 32."""
+    layer, inputs, heads = delta_layer(net)
+    x, row = meta(32, net.channels + net.values + 2 * net.value_heads), meta(32, dtype=torch.int32)
+    delta_net.delta_step(x, row, row, layer, inputs, heads, meta(32, net.values))
+
+
+def delta_chunks_launch(net: DeltaNet = QWEN3_5) -> None:
+    """A prompt of 2k tokens."""
+    layer, inputs, heads = delta_layer(net)
+    tables = meta(1, 5, dtype=torch.int32), meta(32, 2, dtype=torch.int32)
+    x, out = meta(2048, net.channels + net.values + 2 * net.value_heads), meta(2048, net.values)
+    with ExitStack() as stack:
+        for kernel in DELTA_CHUNKS:
+            stack.enter_context(recorded(delta_net, kernel))
+        delta_net.delta_chunks(x, delta_net.DeltaRows(*tables), layer, inputs, heads, out)
+
+
+DELTA_CHUNKS = (*("convolve_kernel", "keep_inputs_kernel", "prepare_kernel", "carry_kernel", "gate_kernel"),)
+
+
+def report_delta() -> None:
+    report("delta step", delta_net, "delta_step_kernel", delta_step_launch)
+    shared = partial(delta_step_launch, DeltaNet(16, 48, 128, 128, 4))
+    report("delta step of shared keys", delta_net, "delta_step_kernel", shared)
+    for kernel in DELTA_CHUNKS:
+        report(f"delta {kernel.removesuffix('_kernel')}", delta_net, kernel, delta_chunks_launch)
+
+
 def report_sampling() -> None:
     for kernel in ("measure_kernel", "weigh_kernel", "choose_kernel"):
         report(kernel.removesuffix("_kernel"), device_sampling, kernel, sample_launch)
@@ -438,6 +484,7 @@ if __name__ == "__main__":
     report_fused()
     report_decode()
     report_prefill()
+    report_delta()
     report_largest_pages()
     report_sampling()
     report_matmul()

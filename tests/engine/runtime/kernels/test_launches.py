@@ -20,18 +20,21 @@ from engine.runtime.device import device_sampling as device_sampling
 from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch
 from engine.runtime.device.graphs import DecodeInputs
-from engine.runtime.kernels import begin, decode_attention, fused, matmul, split_matmul
+from engine.runtime.kernels import begin, decode_attention, delta_net, fused, matmul, split_matmul
 from engine.runtime.kernels.autotune import MatmulTable
-from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.step.states import StateGeometry, States
 from tests.bench.engine.gpu.shapes import QWEN3_06B, RandomWeights
 from tests.engine.decoders import like
 from tests.engine.runtime.kernels.tables import all_by_tiles
 
 CPU = torch.device("cpu")
 SLOTS, PAGE = 20, 16
-MODULES: Sequence[ModuleType] = (begin, decode_attention, fused, matmul, split_matmul, device_sampling)
+MODULES: Sequence[ModuleType] = (
+    *(begin, decode_attention, delta_net, fused, matmul, split_matmul, device_sampling),
+)
 
 
 class Unrun:
@@ -78,7 +81,9 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def step_of(config: DecoderSpec) -> DecodeStep:
-    cache = KVCache(KVGeometry(len(config.layers), config.kv_heads, PAGE, config.head_dim, torch.float32), 8)
+    cache = KVCache(
+        KVGeometry(len(config.attentions), config.kv_heads, PAGE, config.head_dim, torch.float32), 8
+    )
     spec = AttentionSpec.of(config)
     decoder = DeviceDecoder(config, RandomWeights(CPU, torch.float32), CPU)
     attention = TritonDecode(cache, spec, rows_max=SLOTS, multiprocessors=1)
@@ -86,7 +91,8 @@ def step_of(config: DecoderSpec) -> DecodeStep:
     table = torch.zeros(SLOTS, 4, dtype=torch.int32)
     sampling = DeviceSampling.empty(SLOTS, config.vocab_size, CPU)
     scratch = SamplingScratch.empty(SLOTS, config.vocab_size, torch.float32, CPU)
-    return DecodeStep(decoder, cache, attention, tokens, table, sampling, scratch)
+    states = States(StateGeometry.of(config, torch.float32), SLOTS)
+    return DecodeStep(decoder, cache, attention, tokens, table, sampling, scratch, states=states)
 
 
 Table = Callable[[DeviceDecoder], MatmulTable]
@@ -102,7 +108,12 @@ def by_tiles(decoder: DeviceDecoder) -> MatmulTable:
 
 def launches(layers: int, table: Table, rows: int = 2, *, dependently: bool = False) -> Counter[str]:
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1}
-    step = step_of(like(QWEN3_06B, head_dim=16, windows=(None,) * layers, **small))
+    model = like(QWEN3_06B, head_dim=16, windows=(None,) * layers, **small)
+    return launched(model, table, rows, dependently=dependently)
+
+
+def launched(model: DecoderSpec, table: Table, rows: int, *, dependently: bool = False) -> Counter[str]:
+    step = step_of(model)
     assert isinstance(step.decoder, DeviceDecoder)
     step.decoder.table = table(step.decoder)
     inputs = DecodeInputs.empty(rows, CPU)
@@ -124,6 +135,25 @@ def test_a_single_row_is_six_kernels_per_layer_and_seven_besides() -> None:
     assert layer == {"skinny_kernel": 4, "norm_rotate_store_kernel": 1, "decode_kernel": 1}
     ours = ("begin_step", "list_work", "skinny", "measure", "weigh", "order", "choose")
     assert ends == {f"{name}_kernel": 1 for name in ours}
+
+
+def test_a_delta_net_is_a_kernel_between_two_products_and_an_output_gate_one_more() -> None:
+    qwen3_5 = _with_states(2)
+    layer = launched(_with_states(3), by_tiles, 1) - launched(qwen3_5, by_tiles, 1)
+    assert layer == {"skinny_kernel": 4, "delta_step_kernel": 1}
+    first = Counter({"skinny_kernel": 8, "delta_step_kernel": 1, "norm_rotate_store_kernel": 1})
+    first += Counter({"decode_kernel": 1, "sigmoid_mul_kernel": 1})
+    assert launched(qwen3_5, by_tiles, 1) - first == counts(by_tiles, 1)[1]
+
+
+def _with_states(layers: int) -> DecoderSpec:
+    """As Qwen3.5: delta nets, and attention with an output gate in the last layer."""
+    plain = like(QWEN3_06B, head_dim=16, vocab_size=300, hidden_size=32, intermediate_size=48, heads=2)
+    own = plain.layers[0]
+    assert isinstance(own.attention, Attention)
+    gated = replace(own, attention=replace(own.attention, kv_heads=1, output_gate=True))
+    delta = replace(own, attention=DeltaNet(1, 2, 16, 16, 4))
+    return replace(plain, layers=(delta,) * (layers - 1) + (gated,))
 
 
 def test_by_the_library_they_are_nine_and_eight() -> None:

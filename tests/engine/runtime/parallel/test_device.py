@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.parallel import leader, loading
 from engine.runtime.parallel import ranks as parallel_ranks
 from engine.runtime.setup.runner_config import RunnerConfig
+from tests.engine.models import VOCAB_SIZE
+from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel, load
-from tests.engine.runtime.device.test_runner import SMALL
+from tests.engine.runtime.device.test_runner import HYBRID, SMALL
 from tests.engine.runtime.device.test_with_scheduler import requests
 from tests.engine.runtime.parallel import device_rank
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
@@ -37,9 +40,14 @@ def scheduler_of(runner: Runner) -> Scheduler:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
-def test_two_ranks_with_graphs(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_states", [False, True])
+def test_two_ranks_with_graphs(
+    tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_states: bool
+) -> None:
     """One key-value head, so both have it. Room for pages is measured by a step that both run."""
-    path: Path = tiny_model("qwen3", **SMALL)
+    hybrid = HYBRID | {"linear_num_key_heads": 2}
+    saved = partial(Weights("qwen3_5_text", vocab=VOCAB_SIZE).saved, tmp_path)
+    path: Path = saved(**hybrid) if has_states else tiny_model("qwen3", **SMALL)
     monkeypatch.setattr(parallel_ranks, "MODULE", device_rank.__name__)
     monkeypatch.setattr(loading, "load_shard", device_rank.load_shard)
     alone = load(path, kernels="torch", **SETTINGS)
