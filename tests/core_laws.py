@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from engine.contract.messages import Want
 from engine.core.pages.block_manager import BlockManager
 from engine.core.pages.cached_pages import CachedPages
 from engine.core.pages.host_pool import HostPool
@@ -46,7 +47,8 @@ def _check_flights(scheduler: Scheduler) -> None:
             if sequence.status is Status.FINISHED:
                 continue
             before = flying.get(sequence.handle, (0, 0, 0))
-            flying[sequence.handle] = (before[0] + length, before[1] + want, step)
+            coming = length if want is Want.VERIFY else want
+            flying[sequence.handle] = (before[0] + length, before[1] + coming, step)
     for handle, sequence in scheduler._sequences.items():
         length, coming, step = flying.pop(handle, (0, 0, 0))
         assert (sequence.in_flight_len, sequence.coming) == (length, coming)

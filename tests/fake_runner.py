@@ -14,7 +14,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.contract.messages import (
@@ -28,6 +28,7 @@ from engine.contract.messages import (
     SlotAssignment,
     TokenLogprobs,
     Want,
+    agreed,
 )
 from engine.core.grammars.masks import MatcherStanding, is_allowed
 from tests.fake_grammars import FakeMatcher
@@ -49,6 +50,7 @@ def runner_info(
     page_copy_s: float = 0.0,
     state_bytes: int = 0,
     state_places: int = 0,
+    drafts_max: int = 0,
 ) -> RunnerInfo:
     return RunnerInfo(
         pages=pages,
@@ -65,6 +67,7 @@ def runner_info(
         state_bytes=state_bytes,
         state_places=state_places,
         state_copy_s=page_copy_s if state_places else 0.0,
+        drafts_max=drafts_max,
     )
 
 
@@ -203,11 +206,15 @@ class FakeRunner:
         wants_logprobs = False
         assert len(plan.masks) in (0, plan.sampled)
         masks = iter(plan.masks or [b""] * plan.sampled)
+        drafts = iter(plan.drafts)
         for slot, position, length, want in zip(
             plan.slots, plan.positions, plan.lengths, plan.wants, strict=True
         ):
             state = self.slots[slot]
             sampling = state.start.sampling
+            if want is Want.VERIFY:
+                wants_logprobs |= self._verify(state, position, next(drafts), masks, result)
+                continue
             self._compute(state, position, length)
             if sampling.prompt_logprobs is not None:
                 entries = self._prompt_logprobs(state, position, length)
@@ -219,6 +226,24 @@ class FakeRunner:
                 result.tokens.append(token)
                 result.logprobs.append(logprobs)
         return result if wants_logprobs else RunResult(result.tokens, [], result.prompt_logprobs)
+
+    def _verify(
+        self, state: SlotState, position: int, drafts: list[int], masks: Iterator[bytes], result: RunResult
+    ) -> bool:
+        """Compute a row that verifies. Returns whether it wants log-probabilities."""
+        known = len(state.tokens)
+        state.tokens += drafts
+        sampled: list[int] = []
+        for at in range(len(drafts) + 1):
+            self._compute(state, position + at, 1)
+            token, logprobs = self._sampled(state, known + at, next(masks))
+            sampled.append(token)
+            result.tokens.append(token)
+            result.logprobs.append(logprobs)
+        right = agreed(drafts, sampled)
+        state.tokens[known:] = [max(token, 0) for token in sampled[: right + 1]]
+        state.computed_len = known + right
+        return state.start.sampling.logprobs is not None
 
     def _change_slots(self, plan: Plan) -> None:
         self._steps += 1
@@ -303,19 +328,29 @@ class FakeRunner:
         decodes -= self._idle(plan)
         assert decodes == set(plan.slots[: len(decodes)]), "every decode runs in every step, and first"
         tables = Counter(page for state in self.slots.values() for page in state.table)
+        drafts = iter(plan.drafts)
         for slot, position, length, want in zip(
             plan.slots, plan.positions, plan.lengths, plan.wants, strict=True
         ):
             if self.info.state_bytes:
                 assert position == self._states[slot][0], "a slot's state has all tokens before its next row"
-            self._check_row(self.slots[slot], position, length, want, tables)
+            own = next(drafts) if want is Want.VERIFY else []
+            assert 0 <= len(own) <= self.info.drafts_max
+            self._check_row(self.slots[slot], position, length, want, tables, own)
+        assert not list(drafts)
 
     def _idle(self, plan: Plan) -> set[int]:
         """Slots that could decode, and need not be in this plan."""
         return set(self._held()) - set(plan.slots)
 
     def _check_row(
-        self, state: SlotState, position: int, length: int, want: Want, tables: Counter[int]
+        self,
+        state: SlotState,
+        position: int,
+        length: int,
+        want: Want,
+        tables: Counter[int],
+        drafts: list[int],
     ) -> None:
         size, end = self.info.page_size, position + length
         if state.computed_len is not None:
@@ -327,9 +362,13 @@ class FakeRunner:
                 "a prefix hit is whole pages; else it was forked or stalled"
             )
         assert length >= 1
-        assert end <= len(state.tokens), "only known tokens can be computed"
-        samples = end == len(state.tokens) and bool(state.start.sampling.max_tokens)
-        assert want is (Want.SAMPLE if samples else Want.NOTHING)
+        assert end <= len(state.tokens) + len(drafts), "only known tokens and drafts can be computed"
+        samples = end == len(state.tokens) + len(drafts) and bool(state.start.sampling.max_tokens)
+        assert want is ((Want.VERIFY if drafts else Want.SAMPLE) if samples else Want.NOTHING)
+        assert length == len(drafts) + 1 or not drafts, "a row verifies behind its newest token"
+        output_max = state.start.prompt_len + state.start.sampling.max_tokens
+        assert end < output_max or not samples, "a row beyond the last token"
+        assert not set(drafts) & set(state.start.sampling.stop_token_ids), "a draft behind an end"
         assert len(state.tokens) <= self.info.max_model_len
         assert len(set(state.table)) == len(state.table)
         assert end <= len(state.table) * size, "a row needs pages for all it computes"
@@ -362,10 +401,15 @@ class FakeRunner:
         return kv[: state.computed_len]
 
     def _sample(self, state: SlotState, mask: bytes) -> tuple[int, TokenLogprobs | None]:
-        sampling, logits = state.start.sampling, logits_of(self._read(state))
-        output_len = len(state.tokens) - state.start.prompt_len
-        token = sample(sampling, logits, output_len, self.info.vocab_size, mask)
+        token, logprobs = self._sampled(state, len(state.tokens), mask)
         state.tokens.append(max(token, 0))  # a sequence that failed has one more row when steps overlap
+        return token, logprobs
+
+    def _sampled(self, state: SlotState, at: int, mask: bytes) -> tuple[int, TokenLogprobs | None]:
+        """The token at a position, behind those that are computed."""
+        sampling, logits = state.start.sampling, logits_of(self._read(state))
+        output_len = at - state.start.prompt_len
+        token = sample(sampling, logits, output_len, self.info.vocab_size, mask)
         return token, None if sampling.logprobs is None else logprobs_of(logits, token, sampling.logprobs)
 
     def _prompt_logprobs(self, state: SlotState, position: int, length: int) -> list[TokenLogprobs]:

@@ -38,10 +38,11 @@ from engine.core.queue.newcomers import AddSequence
 from engine.core.queue.policy import age
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Hold, Sequence
-from tests.bench.engine.core_window import in_slot
+from tests.bench.engine.core_window import draft_by, in_slot
 from tests.bench.engine.virtual import TurnWatch
 from tests.core_laws import check
 from tests.fake_disk import FakeDisk
+from tests.fake_drafts import FakeDrafts
 from tests.fake_grammars import FakeGrammars, random_delays
 from tests.fake_runner import FakeRunner, runner_info, solo
 from tests.worlds import Message, SimConfig, draw_messages
@@ -107,7 +108,8 @@ class Report:
         """The tokens that are computed and named as charged to nobody."""
         late = sum(end.late_tokens for end in self.ends if not end.reason.is_callers)
         again = sum(end.again_tokens for end in self.ends)
-        return late + again + sum(sum(lacks) - max(lacks) for lacks in self._lacked.values())
+        wrong = sum(end.drafted - end.accepted for end in self.ends)
+        return late + again + wrong + sum(sum(lacks) - max(lacks) for lacks in self._lacked.values())
 
     @property
     def ends(self) -> list[Finished]:
@@ -135,6 +137,14 @@ class Report:
         return max(life.finished.preemptions for life in self.lives if life.finished)
 
     @property
+    def drafted(self) -> int:
+        return sum(end.drafted for end in self.ends)
+
+    @property
+    def accepted(self) -> int:
+        return sum(end.accepted for end in self.ends)
+
+    @property
     def reasons(self) -> Counter[FinishReason]:
         return Counter(life.finished.reason for life in self.lives if life.finished)
 
@@ -158,6 +168,7 @@ class _Simulation:
             state_bytes=config.state_bytes,
             state_places=config.state_places,
             page_copy_s=config.page_copy_s,
+            drafts_max=config.drafts_max,
         )
         self._now = 0.0
         self._held = set[int]()
@@ -168,6 +179,8 @@ class _Simulation:
             lambda: self._now, config.vocab_size, random_delays(random.Random(config.requests))
         )
         self._scheduler = Scheduler(config.scheduler, info, disk=disk, grammars=self._grammars)
+        if config.drafts_max:
+            draft_by(self._scheduler, self._drafter_of)
         self.disk = disk
         self._watch = TurnWatch(self._scheduler)
         self._moments_per_check = 1 + config.pages // PAGES_CHECKED_ALWAYS
@@ -211,6 +224,17 @@ class _Simulation:
     def _next_at(self) -> float:
         """The time until which nothing happens without a message."""
         return min(self._now + self._scheduler.idle_s(self._now), self._grammars.next_at)
+
+    def _drafter_of(self, sequence: Sequence) -> FakeDrafts:
+        message, config = self._lives[sequence.handle].message, self._config
+        alone = solo(message.prompt_ids, message.sampling, config.vocab_size, message.grammar)
+        return FakeDrafts(
+            [*message.prompt_ids, *alone.tokens],
+            message.sampling.stop_token_ids,
+            config.vocab_size,
+            config.right_share,
+            random.Random(sequence.handle),
+        )
 
     def _held_slots(self) -> set[int]:
         return self._held
@@ -275,7 +299,7 @@ class _Simulation:
 
     def _plan(self) -> Plan | None:
         plan = self._scheduler.plan(self._now)
-        held = (Hold.PAUSED, Hold.MASK)
+        held = (Hold.PAUSED, Hold.MASK, Hold.DRAFTS)
         self._held = {s.slot for s in self._running() if s.hold in held and s.slot is not None}
         self._check_laws()
         if self._scheduler.has_ends:  # as the loop does: they end now, and not with the step
@@ -347,7 +371,8 @@ class _Simulation:
             self._resume([*some(0), *paused[:: rng.randint(1, 3)]])
 
     def _record(self, output: StepOutput) -> None:
-        assert len(output.handles) == len(output.tokens) == len(set(output.handles))
+        assert len(output.handles) == len(output.tokens)
+        assert self._config.drafts_max or len(output.handles) == len(set(output.handles))
         assert len(output.logprobs) in (0, len(output.tokens))
         for started in output.started:
             life = self._open(started.handle)
@@ -360,7 +385,8 @@ class _Simulation:
             life = self._open(handle)
             assert life.started is not None
             assert life.paused_at is None or life.in_flight, "a token for a paused sequence"
-            life.in_flight -= life.paused_at is not None  # this was one of these tokens
+            if row + 1 == len(output.handles) or output.handles[row + 1] != handle:
+                life.in_flight -= life.paused_at is not None  # this was one of these tokens
             life.tokens.append(token)
             if output.logprobs and (logprobs := output.logprobs[row]) is not None:
                 life.logprobs.append(logprobs)

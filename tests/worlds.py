@@ -76,6 +76,10 @@ class SimConfig:
     """The share of requests whose answers follow a grammar."""
     session_share: float = 0.3
     """The share of requests whose pages are kept for a next turn."""
+    drafts_max: int = 0
+    """The most drafts that a row verifies; 0: none."""
+    right_share: float = 0.7
+    """The share of drafted tokens that are right."""
     fails: bool = True
     """True if the model fails numerically for some sequences."""
     prompt_logprobs_share: float = 0.15
@@ -121,6 +125,8 @@ def random_config(seed: int) -> SimConfig:
         lost_share=rng.random() * rng.choice([0.0, 0.2, 1.0]),
         prompt_logprobs_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
         grammar_share=(0.0, 0.0, 0.3, 1.0)[seed // 2 % 4],
+        drafts_max=(0, 0, 3, 15)[seed // 8 % 4],
+        right_share=(0.0, 0.5, 0.9, 1.0)[seed // 32 % 4],
         scheduler=SchedulerConfig(
             step_tokens_max=slots + rng.choice([0, 1, 5, 40]),
             queue_len_max=rng.choice([3, *[1_000_000] * 3]),

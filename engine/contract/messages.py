@@ -255,6 +255,8 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     """Places for copies of states; 0: there are none, and no prefix is cached of a model that has states."""
     state_copy_s: float = 0.0
     """Time to copy a state to its place or back, measured while warming up, in seconds; 0.0: not measured."""
+    drafts_max: int = 0
+    """The most drafts that a row can verify, with the same tokens as without, to the bit; 0: none."""
 
 
 class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
@@ -323,6 +325,10 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     grammar_s: float = 0.0
     """Time that compiling its grammar took, as far as it was not compiled yet, and filling its masks, on
     threads beside the steps: no part of its life's five times."""
+    drafted: int = 0
+    """Drafts of its tokens that steps verified, or were verifying at its end."""
+    accepted: int = 0
+    """The part of them that were right."""
 
 
 class DiskCounts(msgspec.Struct, array_like=True, frozen=True):
@@ -486,6 +492,8 @@ class Want(IntEnum):
     NOTHING = 0
     SAMPLE = 1
     """The token behind its last one."""
+    VERIFY = 2
+    """The tokens behind its newest known one and behind each of its drafts."""
 
 
 class Plan(msgspec.Struct, array_like=True, frozen=True):
@@ -495,7 +503,11 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     Row i computes tokens `[positions[i], positions[i] + lengths[i])` of `slots[i]`, writes their
     keys and values to that slot's pages, and brings `wants[i]`. The runner
     appends a sampled token to its own copy of the slot's tokens, so that the next plan need not
-    carry it. Decode rows (one token, sampled) come before prefill chunks.
+    carry it. Decode rows (one token, sampled) come before rows that verify, and these before prefill chunks.
+
+    A row that verifies computes its sequence's newest token and the drafts behind it, and samples a token
+    behind each of these as if all drafts before it were known. Of these tokens count the first, and each
+    whose predecessor is the draft in its place (`agreed`): the runner appends these, and forgets the others.
     """
 
     step: int
@@ -520,7 +532,10 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     after all copies out. The source may be the page itself."""
     masks: list[bytes] = []
     """Empty, or for each row that samples, in order, the tokens that its grammar allows, by which bit t of
-    little-endian 32-bit words says whether token t is; of a token beyond its end nothing is. b"": all are."""
+    little-endian 32-bit words says whether token t is; of a token beyond its end nothing is. b"": all are. A
+    row that verifies has a mask for each of its tokens."""
+    drafts: list[list[int]] = []
+    """For each row that verifies, in order, the tokens that are likely to follow, at least one."""
     saved: list[tuple[int, int]] = []
     """Pairs (slot, place): copy the state that the slot has before this plan to the place. The slot may have
     been left, and seated again."""
@@ -529,17 +544,18 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def sampled(self) -> int:
-        """The number of rows that sample."""
-        return self.wants.count(Want.SAMPLE)
+        """The number of tokens that are sampled."""
+        return len(self.wants) - self.wants.count(Want.NOTHING) + sum(map(len, self.drafts))
 
 
 class RunResult(msgspec.Struct, array_like=True, frozen=True):
     """The results of a plan, in the order of its rows."""
 
     tokens: list[int]
-    """One token for each row that sampled; `NUMERIC_FAILURE` where the logits were not finite."""
+    """One token for each row that sampled, and one more for each of its drafts; `NUMERIC_FAILURE` where the
+    logits were not finite."""
     logprobs: list[TokenLogprobs | None]
-    """One entry for each row that sampled, or empty when no sequence asked for them."""
+    """One entry for each of these tokens, or empty when no sequence asked for them."""
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
     """For each slot that asked: the slot, and for each prompt position computed in this step the
     log-probabilities of the prompt token that follows it. The prompt's last position has no follower."""
@@ -547,6 +563,12 @@ class RunResult(msgspec.Struct, array_like=True, frozen=True):
 
 NUMERIC_FAILURE = -1
 """The token of a row whose logits were not finite."""
+
+
+def agreed(drafts: Sequence[int], sampled: Sequence[int]) -> int:
+    """The number of drafts of a row that are right: those before the first that differs from the token that
+    was sampled in its place."""
+    return next((at for at, draft in enumerate(drafts) if draft != sampled[at]), len(drafts))
 
 
 class Pending(Protocol):

@@ -89,6 +89,7 @@ from engine.core.queue.waiting import WaitingQueue
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Hold, Sequence, Status
 from engine.core.step.allocator import Allocator
+from engine.core.step.drafting import Drafting
 from engine.core.step.flight import InFlight, News
 from engine.core.step.plan_builder import PlanBuilder
 from engine.core.step.planner import Planner
@@ -137,6 +138,11 @@ class Scheduler:
         self._planner = Planner(
             config, runner, self._allocator, self._waiting, self._tenants, self._learner, self._in_flight
         )
+        drafts_max = min(config.drafts_max, runner.drafts_max)
+        self._drafting = (
+            Drafting(config, runner, self._allocator, self._learner, drafts_max) if drafts_max else None
+        )
+        self._planner.drafting = self._drafting
         self._results = Results(config, self._allocator.pages, self._tenants, self._allocator.forget)
         self._news = News()
         self.newest = 0
@@ -190,6 +196,8 @@ class Scheduler:
             has_next_turn=message.has_next_turn,
             first_token_by=now + message.first_token_s,
         )
+        if self._drafting is not None and not message.grammar:
+            sequence.drafts_from = sequence.prompt_len
         sequence.expected_len -= self._allocator.find_prefix(sequence).computed_len
         coming_len, compute_s = self._allocator.fetch(sequence)
         sequence.expected_len -= coming_len
@@ -376,7 +384,8 @@ class Scheduler:
             swapped_out=swapped_out,
             swapped_in=swapped_in,
             forked=self._allocator.take_forked(),
-            masks=self.masks.of(builder.rows, builder.wants) if self.masks.sequences else [],
+            masks=self.masks.of(builder.rows, builder.wants, builder.lengths) if self.masks.sequences else [],
+            drafts=builder.drafts,
             saved=saved,
             restored=restored,
         )
@@ -421,6 +430,8 @@ class Scheduler:
         self._fetching.pop(sequence.handle, None)
         if sequence.handle in self.masks.sequences:
             self.masks.close(sequence.handle)
+        if self._drafting is not None:
+            self._drafting.leave(sequence)
         sequence.finish(now)
         self._news.finished.append(sequence.finished(reason))
 

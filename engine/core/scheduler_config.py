@@ -42,6 +42,10 @@ class SchedulerConfig:
     prompt_share: float = 0.5
     """The least share of the time that prompts have beside decodes when no gap target can be kept."""
 
+    drafts_max: int = 15
+    """The most drafts that a row verifies, where the runner can; 0: none. How many pay,
+    `engine.core.drafts.price` says."""
+
     def __post_init__(self) -> None:
         assert self.step_tokens_max >= 1
         assert self.queue_len_max >= 1
@@ -55,6 +59,7 @@ class SchedulerConfig:
         assert len(self.gap_targets_s) == len(ServiceClass)
         assert min(self.gap_targets_s) > 0.0
         assert 0.0 < self.prompt_share < 1.0
+        assert self.drafts_max >= 0
 
     def fitting(self, runner: RunnerInfo) -> SchedulerConfig:
         """These settings as the runner allows them. Of a model with states, pages are of no use to others

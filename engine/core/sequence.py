@@ -51,6 +51,7 @@ from enum import Enum
 from typing import Final
 
 from engine.contract.messages import Finished, FinishReason, SamplingParams, ServiceClass, Want
+from engine.core.drafts.drafter import Drafts
 from engine.core.pages.block_manager import BlockManager, PageChain, PageIdentity
 
 
@@ -97,6 +98,9 @@ class Hold(Enum):
     """Pages of its prefix are being read from disk. Ends when they are, or when computing them is faster."""
     LAST_COMING = "last coming"
     """A step in flight samples its last token. Ends with that step's commit."""
+    DRAFTS = "drafts"
+    """A step in flight verifies drafts of its tokens, so that it is not known how many come. Ends with that
+    step's commit."""
     MASK = "mask"
     """Its grammar is not compiled, its next mask is not filled, or the token that the mask follows from is
     still coming. Ends when a thread is done, or with a step's commit."""
@@ -111,6 +115,9 @@ class LifePhase(Enum):
     DECODE = "decode"
     PREEMPTED = "preempted"
     STALLED = "stalled"
+
+
+NEVER: Final = 1 << 62
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +144,16 @@ class Sequence:
     computed_len: int = 0
     in_flight_len: int = 0
     coming: int = 0
+    verifying: int = 0
+    """Drafts that a step in flight verifies. They are counted as in flight, and the tokens behind them as
+    coming, as if all were right."""
+    drafter: Drafts | None = None
+    """Finds its drafts; None before it is first looked at, and where it drafts nothing."""
+    drafts_from: int = NEVER
+    """The computed tokens from which on it is to be looked at for drafts."""
+    drafted: int = 0
+    """Drafts that steps verified, or verify."""
+    accepted: int = 0
     last_step: int = 0
     """The number of the newest step that computes for it, in flight or committed; 0: none."""
     given_up_len: int = 0
@@ -206,6 +223,8 @@ class Sequence:
             return Hold.MASK
         if not self.in_flight_len:
             return None  # one of which all is computed has ended
+        if self.verifying:
+            return Hold.DRAFTS
         return Hold.LAST_COMING if self.planned_len >= self.kv_len_max else None
 
     @property
@@ -319,9 +338,13 @@ class Sequence:
         if self.given_up_len:
             self.again_tokens += max(0, min(self.given_up_len - self.planned_len, length))
         self.in_flight_len += length
-        if want is Want.SAMPLE:
+        if want:
             self.coming += 1
             self.mask = None if self.mask else self.mask
+        if want is Want.VERIFY:
+            self.verifying = length - 1
+            self.coming += length - 1
+            self.drafted += length - 1
 
     def land(self, length: int, want: Want) -> None:
         """Count the row of its oldest step in flight as computed. A sampled token is given to `append`
@@ -330,6 +353,17 @@ class Sequence:
         self.computed_len += length
         self.in_flight_len -= length
         self.coming -= want is Want.SAMPLE
+
+    def land_drafts(self, accepted: int) -> None:
+        """Count the drafts of its row in flight as `accepted` right ones and none else, so that what is left
+        is to be landed as so many decodes and one more."""
+        wrong = self.verifying - accepted
+        if self.drafter is not None:
+            self.drafter.learn(self.verifying, accepted)
+        self.in_flight_len -= wrong
+        self.coming -= wrong
+        self.accepted += accepted
+        self.verifying = 0
 
     def append(self, token: int, now: float) -> None:
         """Append a sampled token to the known ones."""
@@ -359,9 +393,11 @@ class Sequence:
             preempted_s=self.spent_s[LifePhase.PREEMPTED],
             preemptions=self.preemptions,
             stalled_s=self.spent_s[LifePhase.STALLED],
-            late_tokens=self.coming + (reason is FinishReason.NUMERIC),
+            late_tokens=self.coming - self.verifying + (reason is FinishReason.NUMERIC),
             again_tokens=self.again_tokens,
             grammar_s=self.grammar_s,
+            drafted=self.drafted,
+            accepted=self.accepted,
         )
 
     def _vacate(self) -> None:

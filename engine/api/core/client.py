@@ -442,8 +442,8 @@ class CoreClient:
         behind: list[int] = []
         late_tokens = again_tokens = 0
         for handle, token, logprobs in zip(step.handles, step.tokens, step.logprobs or repeat(None)):  # noqa: B905
-            if (output := live.get(handle)) is None:
-                late_tokens += 1
+            if (output := live.get(handle)) is None or (stopped and handle in stopped):
+                late_tokens += 1  # a step that verified drafts brings several tokens of one sequence
                 continue
             if self._deliver(output, token, logprobs, now):
                 stopped.append(handle)

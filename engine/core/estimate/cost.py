@@ -10,8 +10,9 @@ matrix products and `row` for each sequence that decodes. The host pays `seat` f
 admits: its prefix is looked up, its pages are taken, its tokens and page table are handed over. Attention
 costs twice: every row, whether a decode or a chunk, reads the keys and values of its `context` once, and a
 chunk multiplies each of its tokens with all before it, a `pair` each. (A decode has one pair for each token
-that it reads: its `context` stands for both.) Far into a long prompt a short chunk spends most of its time on
-this reading; without a coefficient of its own, the time would be ascribed to the decodes beside it. The
+that it reads: its `context` stands for both. A draft that it verifies takes what another row does, but for
+reading the context: a `row`, and a `pair` each.) Far into a long prompt a short chunk spends most of its time
+on this reading; without a coefficient of its own, the time would be ascribed to the decodes beside it. The
 scheduler asks the model three things: how long a prompt would take alone (its *service*, which ranks the
 queue), how long a chunk may be so that a step keeps to its target, and whether to copy a sequence's pages or
 to compute them again.
@@ -159,6 +160,8 @@ class Work:
     list of the likeliest beside it."""
     seats: int = 0
     """Sequences that were admitted."""
+    drafts: int = 0
+    """Tokens that decode rows verify beside their own. Their pairs are among `pairs`."""
 
     @classmethod
     def of(
@@ -180,6 +183,17 @@ class Work:
             copied_pages=copied_pages,
             scored_tokens=scored_tokens,
             seats=seats,
+        )
+
+    def verifying(self, positions: Sequence[int], drafts: Sequence[Sequence[int]]) -> Work:
+        """The work with a decode row from each of these positions that verifies drafts."""
+        lengths = [*map(len, drafts)]
+        return replace(
+            self,
+            decode_rows=self.decode_rows + len(lengths),
+            pairs=self.pairs + sum(map(mul, positions, lengths)),
+            context_tokens=self.context_tokens + sum(positions) + sum(lengths) + len(lengths),
+            drafts=self.drafts + sum(lengths),
         )
 
 
@@ -207,7 +221,7 @@ class StepCost:
         return replace(self, token_s=self.token_s + (self.score_s or self.row_s))
 
     def seconds(self, work: Work) -> float:
-        rows_s = self.token_s * work.prompt_tokens + self.row_s * work.decode_rows
+        rows_s = self.token_s * work.prompt_tokens + self.row_s * (work.decode_rows + work.drafts)
         attention_s = self.pair_s * work.pairs + self.context_s * work.context_tokens
         extra_s = self.page_s * work.copied_pages + self.score_s * work.scored_tokens
         return self.fixed_s + rows_s + attention_s + extra_s + self.seat_s * work.seats
@@ -223,6 +237,10 @@ class StepCost:
             return self.row_s + self.context_s * (position + 1)
         attention_s = self.pair_s * _pairs(position, length) + self.context_s * (position + length)
         return self.token_s * length + attention_s
+
+    def draft_s(self, position: int) -> float:
+        """The time that a draft adds to the row from `position` on that verifies it, in seconds."""
+        return self.row_s + self.pair_s * position + self.context_s
 
     def tokens_within(self, budget_s: float, position: int) -> int:
         """The length of the longest chunk from `position` on that adds at most `budget_s` to a step."""
@@ -252,7 +270,7 @@ def _none() -> Equations:
 def _add(equations: Equations, work: Work, seconds: float, weight: float, share: float = 1.0) -> None:
     """Add a step to the equations, `share` of whose time is what is learned. Most steps have few of the
     features, and touch no row of another."""
-    rows = work.prompt_tokens, work.decode_rows
+    rows = work.prompt_tokens, work.decode_rows + work.drafts
     features = (*rows, work.pairs, work.context_tokens, 1, work.scored_tokens, work.seats)
     sides = [weight * feature / seconds for feature in features]
     sides.append(weight * share)
@@ -296,6 +314,11 @@ class CostLearner:
         """The learned cost. It is solved for when it is asked for, which steps of decodes alone do not."""
         if self._unsolved:
             self._solve(self._slowdown)
+        return self._cost
+
+    @property
+    def known(self) -> StepCost:
+        """The cost that was solved for last, which steps of decodes may ask for."""
         return self._cost
 
     @property

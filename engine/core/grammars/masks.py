@@ -155,9 +155,15 @@ class Masks:
         lacking = (s.first_token_by for s in self.sequences.values() if s.mask is None and not s.output_len)
         return min(lacking, default=math.inf)
 
-    def of(self, rows: Sequence[Sequence_], wants: Sequence[Want]) -> list[bytes]:
-        """The masks of those of a plan's rows that sample; empty where all of them are free."""
-        masks = [row.mask for row, want in zip(rows, wants, strict=True) if want]
+    def of(self, rows: Sequence[Sequence_], wants: Sequence[Want], lengths: Sequence[int]) -> list[bytes]:
+        """The masks of the tokens that a plan's rows sample; empty where all of them are free."""
+        masks: list[bytes | None] = []
+        for row, want, length in zip(rows, wants, lengths, strict=True):
+            if want is Want.SAMPLE:
+                masks.append(row.mask)
+            elif want is Want.VERIFY:
+                assert row.mask == b"", "a draft without its mask"
+                masks += [b""] * length
         assert None not in masks, "a row without its mask"
         return masks if any(masks) else []  # type: ignore[return-value]
 

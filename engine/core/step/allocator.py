@@ -388,6 +388,29 @@ class Allocator:
         if self.states is not None:
             builder.copied_pages = self.states.copies
 
+    def grow_for_drafts(self, sequence: Sequence, drafts: int, builder: PlanBuilder, now: float) -> int:
+        """Give a sequence that decodes pages for drafts, as far as others do not lack them. Returns the
+        number of drafts for which it has pages."""
+        size, slot = self._runner.page_size, sequence.slot
+        assert slot is not None
+        lacking = pages_for(sequence.planned_len + 1 + drafts, size) - len(sequence.pages)
+        spare = self.pages.available - self._watermark_pages - len(self.running)
+        if (given := min(lacking, spare)) > 0:
+            pages = self._allocate(given, sequence.tenant, now)
+            sequence.pages += pages
+            self.holdings.add(sequence.tenant, slots=0, pages=given)
+            builder.grown[slot] = builder.grown.get(slot, []) + pages
+            if self.host_tier.has_copies:
+                builder.copied_pages = self.host_tier.copied_pages
+        return min(drafts, len(sequence.pages) * size - sequence.planned_len - 1)
+
+    def _trim(self, sequence: Sequence) -> None:
+        """Release the pages that drafts alone needed."""
+        needed = pages_for(len(sequence.tokens), self._runner.page_size)
+        if surplus := sequence.pages[needed:]:
+            self.pages.release(surplus)
+            del sequence.pages[needed:]
+
     def _free_page_for(self, sequence: Sequence, builder: PlanBuilder, now: float) -> None:
         """Preempt others so that a page is available, or `sequence` itself when no other can help."""
         if self._reclaimable():
@@ -424,6 +447,7 @@ class Allocator:
         """Take the slot from a running sequence, and leave it its pages until others need them."""
         assert not self._in_flight, "preempted while a step is in flight: rule I is broken"
         builder.drop(self._release_slot(victim, now), victim)
+        self._trim(victim)
         victim.step_aside(now)
         self._waiting.enter(victim)
         self.preemptions += 1
@@ -466,6 +490,7 @@ class Allocator:
         flight."""
         for sequence in [s for s in self.running.values() if s.is_paused and not s.in_flight_len]:
             self._release_slot(sequence, now)
+            self._trim(sequence)
             sequence.stall(now)
             self._waiting.enter(sequence)
             if self._has_states:

@@ -68,6 +68,10 @@ class PlanBuilder:
     positions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     wants: list[Want] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+    """The drafts of rows that verify, which are behind the decodes."""
+    decodes: int = 0
+    """The decodes before them."""
     scored_tokens: int = 0
     """Tokens of chunks whose log-probabilities are asked for."""
     copied_pages: int = 0
@@ -98,7 +102,13 @@ class PlanBuilder:
 
     @property
     def work(self) -> Work:
-        return Work.of(self.positions, self.lengths, self.copied_pages, self.scored_tokens, len(self.seated))
+        own = self.copied_pages, self.scored_tokens, len(self.seated)
+        if not self.drafts:
+            return Work.of(self.positions, self.lengths, *own)
+        first, behind = self.decodes, self.decodes + len(self.drafts)
+        positions = self.positions[:first] + self.positions[behind:]
+        others = Work.of(positions, self.lengths[:first] + self.lengths[behind:], *own)
+        return others.verifying(self.positions[first:behind], self.drafts)
 
     @property
     def credit(self) -> Credit:
@@ -119,6 +129,19 @@ class PlanBuilder:
         self.positions += [sequence.planned_len for sequence in sequences.values()]
         self.lengths += [1] * rows
         self.wants += [Want.SAMPLE] * rows
+
+    def add_verifying(self, sequences: Mapping[int, Sequence], drafts: list[list[int]]) -> None:
+        """Add a row for each of these sequences, by slot, which verifies the drafts in its place. The decodes
+        are added before."""
+        self.decodes, self.drafts = len(self.rows), drafts
+        lengths = [1 + len(own) for own in drafts]
+        self.tokens_left -= sum(lengths)
+        assert self.tokens_left >= 0
+        self.rows += sequences.values()
+        self.slots += sequences
+        self.positions += [sequence.planned_len for sequence in sequences.values()]
+        self.lengths += lengths
+        self.wants += [Want.VERIFY] * len(lengths)
 
     @property
     def unplanned_prefills(self) -> list[Sequence]:
@@ -271,5 +294,8 @@ class PlanBuilder:
         self.time_left_s += chunk_s
         self.taken_s = max(0.0, self.taken_s - chunk_s)
         self.scored_tokens -= _scored(sequence, self.lengths[row])
+        if self.wants[row] is Want.VERIFY:
+            del self.drafts[row - self.decodes]
+        self.decodes -= row < self.decodes
         for column in (self.rows, self.slots, self.positions, self.lengths, self.wants):
             del column[row]

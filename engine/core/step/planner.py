@@ -37,6 +37,7 @@ from engine.core.queue.waiting import Candidate, WaitingQueue
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import LifePhase, Sequence, Status
 from engine.core.step.allocator import Allocator
+from engine.core.step.drafting import Drafting
 from engine.core.step.flight import InFlight, News
 from engine.core.step.host_tier import Prefix
 from engine.core.step.plan_builder import PlanBuilder
@@ -109,6 +110,8 @@ class Planner:
     learner: CostLearner
     in_flight: Mapping[int, InFlight]
     """The steps in flight, by step number."""
+    drafting: Drafting | None = None
+    """None where no row verifies drafts."""
     credit: Credit = field(default_factory=Credit)
     """The time that the last step left to prompts."""
     hurries: HurryCredits = field(default_factory=HurryCredits)
@@ -126,21 +129,27 @@ class Planner:
     def fill(self, builder: PlanBuilder, news: News, now: float) -> None:
         """Let decodes grow, and spend the whole budget as far as there is work for it."""
         self.allocator.grow(builder, now)
-        self._plan_decodes(builder)
+        self._plan_decodes(builder, now)
         self._plan_prompts(builder, news, now)
 
-    def _plan_decodes(self, builder: PlanBuilder) -> None:
+    def _plan_decodes(self, builder: PlanBuilder, now: float) -> None:
         decodes: dict[int, Sequence] = {}
+        due: list[Sequence] = []
         for slot, sequence in self.allocator.running.items():
             if sequence.hold is not None:
                 continue
             pending_len = sequence.pending_len
             if pending_len == 1 and not sequence.is_only_read:
                 decodes[slot] = sequence
+                if sequence.drafts_from <= sequence.computed_len:
+                    due.append(sequence)
             else:
                 sequence.expected_len = pending_len
                 builder.prefills.append(sequence)
-        builder.add_decodes(decodes)
+        if due and self.drafting is not None:
+            self.drafting.add(builder, decodes, due, now)
+        else:
+            builder.add_decodes(decodes)
 
     def _plan_prompts(self, builder: PlanBuilder, news: News, now: float) -> None:
         """Spend what the decodes left, by rank: on admissions and on chunks of running sequences."""

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from engine.contract.messages import (
@@ -24,6 +25,7 @@ from engine.contract.messages import (
     ServiceClass,
     TokenLogprobs,
     Want,
+    agreed,
 )
 from engine.contract.records import Lack, StepRecord
 from engine.core.pages.block_manager import BlockManager
@@ -59,12 +61,20 @@ class Results:
         """
         plan = flight.plan
         unsound = self._take_prompt_logprobs(flight, result.prompt_logprobs, news)
-        assert len(result.tokens) == plan.wants.count(Want.SAMPLE)
+        assert len(result.tokens) == plan.sampled
         logprobs = result.logprobs or [None] * len(result.tokens)
         sampled = zip(result.tokens, logprobs, strict=True)
         served: Counter[str] = Counter()
+        drafts = iter(plan.drafts)
         for sequence, length, want in zip(flight.rows, plan.lengths, plan.wants, strict=True):
             brought = next(sampled) if want else None
+            if want is Want.VERIFY:
+                assert brought is not None
+                row = [brought, *islice(sampled, length - 1)]
+                reason = self._take_verified(sequence, next(drafts), row, served, news, now)
+                if reason is not None:
+                    yield sequence, reason
+                continue
             if sequence.status is Status.FINISHED:
                 continue
             self._advance(sequence, length, want)
@@ -80,6 +90,30 @@ class Results:
                 yield sequence, reason
         for tenant, tokens in served.items():
             self.tenants.charge(tenant, tokens)
+
+    def _take_verified(
+        self,
+        sequence: Sequence,
+        drafts: list[int],
+        sampled: list[tuple[int, TokenLogprobs | None]],
+        served: Counter[str],
+        news: News,
+        now: float,
+    ) -> FinishReason | None:
+        """Take in a row that verified drafts: as a decode for each right one, and another. Wrong ones took
+        time from other tenants, so they count as served, and are charged to nobody."""
+        if sequence.status is Status.FINISHED:
+            return None
+        right = agreed(drafts, [token for token, _ in sampled])
+        sequence.land_drafts(right)
+        served[sequence.tenant] += len(drafts) - right
+        reason = None
+        for token, logprobs in sampled[: right + 1]:
+            assert reason is None, "a draft behind an end"
+            self._advance(sequence, 1, Want.SAMPLE)
+            served[sequence.tenant] += token != NUMERIC_FAILURE
+            reason = self._take_token(sequence, token, logprobs, news, now)
+        return reason
 
     def _advance(self, sequence: Sequence, length: int, want: Want) -> None:
         """Count the row's tokens as computed, and give the pages that they fill to the prefix cache, and the
@@ -191,9 +225,11 @@ class StepBook:
         """Count the classes of the rows that decode. A slot has the same sequence until it is left and seated
         again, so steps with the same slots have the same counts."""
         plan = flight.plan
-        rows = zip(flight.rows, plan.positions, plan.lengths, strict=True)
+        rows = zip(flight.rows, plan.positions, plan.lengths, plan.wants, strict=True)
         classes = [
-            row.service_class for row, position, length in rows if length == 1 and position >= row.prompt_len
+            row.service_class
+            for row, position, length, want in rows
+            if (length == 1 or want is Want.VERIFY) and position >= row.prompt_len
         ]
         flex, default, priority = [classes.count(each) for each in CLASSES]
         self._decodes = (flex, default, priority)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.contract.messages import Plan, RunnerInfo, RunResult
+from engine.contract.messages import Plan, RunnerInfo, RunResult, agreed
 from engine.runtime.host.model import PagedModel
-from engine.runtime.host.sampler import Draw, sample
+from engine.runtime.host.sampler import Draw, sample, sample_ahead
 from engine.runtime.step.batch import PackedBatch, assemble
 from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import stable_topk
@@ -57,12 +57,18 @@ class HostRunner:
         if not plan.slots:
             return Computed()
         batch = assemble(plan, self.slots)
+        if plan.drafts:
+            for row, drafts in zip(batch.verifying, plan.drafts, strict=True):
+                self.slots.propose(row.slot, drafts)
         hidden = self.model.forward(batch)
         prompt_logprobs = asked_prompt_logprobs(self.model.logits, batch, hidden)
         if not batch.sampled:
             return Computed(prompt_logprobs=prompt_logprobs)
-        tops = [self.slots.seat(row.slot).sampling.logprobs for row in batch.sampled]
-        tokens, logits = self._sample(batch, hidden)
+        if plan.drafts:
+            tops, tokens, logits = self._sample_ahead(batch, hidden)
+        else:
+            tops = [self.slots.seat(row.slot).sampling.logprobs for row in batch.sampled]
+            tokens, logits = self._sample(batch, hidden)
         return Computed(tokens, tops, asked_logprobs(logits, tokens, tops, stable_topk), prompt_logprobs)
 
     def _sample(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,3 +80,22 @@ class HostRunner:
         tokens = sample(logits, slots, seats, self.slots.columns, self.draw, batch.plan.masks)
         self.slots.append(slots, tokens)
         return tokens, logits
+
+    def _sample_ahead(self, batch: PackedBatch, hidden: Tensor) -> tuple[list[int | None], Tensor, Tensor]:
+        """hidden [T, hidden] of a step in which rows verify -> for each token that is sampled, what its
+        request asks for of log-probabilities; the tokens, [S], and their logits, [S, vocab]."""
+        verifying = dict(zip((row.slot for row in batch.verifying), batch.plan.drafts, strict=True))
+        slots = [row.slot for row in batch.sampled]
+        seats, drafts = [self.slots.seat(slot) for slot in slots], [verifying.get(slot, []) for slot in slots]
+        tops = [
+            seat.sampling.logprobs
+            for seat, own in zip(seats, drafts, strict=True)
+            for _ in range(len(own) + 1)
+        ]
+        logits = self.model.logits(hidden[batch.sampled_at])
+        tokens = sample_ahead(logits, slots, seats, drafts, self.slots.columns, self.draw, batch.plan.masks)
+        sampled = iter(tokens.tolist())
+        for slot, own in zip(slots, drafts, strict=True):
+            brought = [next(sampled) for _ in range(len(own) + 1)]
+            self.slots.extend(slot, brought[: agreed(own, brought) + 1])
+        return tops, tokens, logits

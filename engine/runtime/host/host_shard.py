@@ -66,6 +66,11 @@ class HostNetwork(Protocol):
         """The network's own way to draw tokens. None: torch draws them."""
         ...
 
+    @property
+    def drafts_max(self) -> int:
+        """The most drafts of a row that it verifies with the bits of decodes; 0: none."""
+        ...
+
     def attach(self, cache: KVCache, slots: int) -> PagedModel:
         """The model whose keys and values go to `cache`. `slots`: of which it keeps the states, if it has
         any."""
@@ -97,6 +102,11 @@ class TorchNetwork:
     @property
     def draw(self) -> None:
         return None
+
+    @property
+    def drafts_max(self) -> int:
+        """None: a product of several rows has other last bits here than one of a single row."""
+        return 0
 
     def attach(self, cache: KVCache, slots: int) -> PagedModel:
         spec = AttentionSpec.of(self.config)
@@ -143,7 +153,12 @@ class HostShard:
             self.config, self.model, self.geometry, self.dtype, self.max_model_len, pages, arithmetic
         )
         places = state_place_count(self.config, self.geometry, self.max_model_len, pages, self.state_bytes)
-        return msgspec.structs.replace(info, state_bytes=self.state_bytes, state_places=places)
+        return msgspec.structs.replace(
+            info,
+            state_bytes=self.state_bytes,
+            state_places=places,
+            drafts_max=0 if self.state_bytes else self.network.drafts_max,
+        )
 
     def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:
         cache = KVCache(self.geometry, info.pages)

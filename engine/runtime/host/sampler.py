@@ -95,6 +95,40 @@ def sample(
     return tokens
 
 
+def sample_ahead(
+    logits: Tensor,
+    slots: Sequence[int],
+    seats: Sequence[Seat],
+    drafts: Sequence[Sequence[int]],
+    columns: SamplingColumns,
+    draw: Draw | None = None,
+    masks: Sequence[bytes] = (),
+) -> Tensor:
+    """The tokens behind each slot's known ones and behind each of its drafts, as if all drafts before were
+    known: logits [S, vocab] float32, for each slot those behind the known tokens and then those behind each
+    draft -> tokens [S] int64. Each is what `sample` gives once the drafts before it are known, to the bit."""
+    draw = draw or draw_by_torch
+    lengths = [len(own) + 1 for own in drafts]
+    own_slots = [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
+    positions = [
+        seat.known_len + at for seat, length in zip(seats, lengths, strict=True) for at in range(length)
+    ]
+    if not any(seat.edits.each for seat in seats):
+        return draw(logits, range(len(logits)), own_slots, positions, columns, masks)
+    edited, sound = logits.clone(), _are_sound(logits)
+    row = 0
+    for seat, own in zip(seats, drafts, strict=True):
+        with seat.edits.ahead() as note:
+            for at in range(len(own) + 1):
+                if at and seat.edits.each:
+                    note(own[at - 1])
+                if seat.edits.each and seat.edits.are_due(seat.output_len + at):
+                    seat.edits.edit(edited[row], seat.output_len + at)
+                row += 1
+    tokens = draw(edited, range(len(logits)), own_slots, positions, columns, masks)
+    return tokens.where(sound, NUMERIC_FAILURE)
+
+
 def draw_by_torch(
     logits: Tensor,
     rows: Sequence[int],

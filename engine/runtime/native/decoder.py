@@ -196,6 +196,8 @@ LANES_MAX: Final = 16
 """The most lanes of a vector: sizes that are cut into vectors must be multiples of it."""
 TAPS_MAX: Final = 16
 """The most tokens that the convolution of a delta net sees (delta_net.h)."""
+DRAFTS_MAX: Final = 15
+"""The most drafts of a row: with them it has the tokens of one of a prompt that is worth its own loop."""
 _ACTS: Final = ("silu", "gelu_tanh", "relu2")
 """Functions of an MLP in the order of `PenstockAct`."""
 _QK_NORMS: Final = (None, "heads", "rotated heads", "width")
@@ -278,7 +280,12 @@ def _shape_of(config: DecoderSpec, page_size: int, dtype: torch.dtype, *, int8: 
 
 
 class NativeDecoder:
-    """The weights in the kernels' order, and the forward pass. `attach` a cache before the first step."""
+    """The weights in the kernels' order, and the forward pass. `attach` a cache before the first step.
+
+    A token's bits are the same in a row of one token and of several, alone and in a batch (gemm.h,
+    attention.h): so a row that verifies drafts samples what so many decodes would."""
+
+    drafts_max: Final = DRAFTS_MAX
 
     def __init__(
         self,

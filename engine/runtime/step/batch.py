@@ -56,6 +56,11 @@ class PackedBatch:
         return sum(1 for _ in takewhile(lambda length: length == 1, self.plan.lengths))
 
     @cached_property
+    def verifying(self) -> list[Row]:
+        """The rows that verify drafts."""
+        return [row for row, want in zip(self.rows, self.plan.wants, strict=True) if want is Want.VERIFY]
+
+    @cached_property
     def token_ids(self) -> Tensor:
         """[T] int64"""
         return self.slots.tokens[self._token_slots, self.positions].long()
@@ -83,7 +88,11 @@ class PackedBatch:
 
     @cached_property
     def sampled_at(self) -> Tensor:
-        """[S] int64: the last token of each row that samples."""
+        """[S] int64: the last token of each row that samples, and all of one that verifies."""
+        if self.plan.drafts:
+            rows = zip(self.rows, self.plan.wants, strict=True)
+            firsts = [(row, row.length - 1 if want is Want.SAMPLE else 0) for row, want in rows if want]
+            return torch.tensor([at + row.offset for row, first in firsts for at in range(first, row.length)])
         return torch.tensor([row.offset + row.length - 1 for row in self.sampled], dtype=torch.int64)
 
     @cached_property
@@ -123,6 +132,7 @@ def rows_of(plan: Plan, seats: Seats) -> tuple[tuple[Row, ...], tuple[Row, ...]]
 
 def _check(row: Row, want: Want, seats: Seats) -> None:
     seat, end = seats.seat(row.slot), row.end
-    assert 0 <= row.start < end <= seat.known_len, f"slot {row.slot} knows {seat.known_len} tokens: {row}"
+    known_len = seat.known_len + (row.length - 1 if want is Want.VERIFY else 0)
+    assert 0 <= row.start < end <= known_len, f"slot {row.slot} knows {known_len} tokens: {row}"
     assert end <= seat.pages * seats.page_size, f"slot {row.slot} has {seat.pages} pages: {row}"
-    assert want is Want.NOTHING or end == seat.known_len, f"slot {row.slot} samples before its end: {row}"
+    assert want is Want.NOTHING or end == known_len, f"slot {row.slot} samples before its end: {row}"

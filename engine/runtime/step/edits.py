@@ -31,7 +31,8 @@ would take longer than a small model's whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -70,6 +71,17 @@ class History:
             self._ids[self._len] = token
             self._len += 1
         self._counts[token] += 1
+
+    def __len__(self) -> int:
+        """The number of tokens that are present."""
+        return self._len
+
+    def take_back(self, tokens: Sequence[int], length: int) -> None:
+        """Undo `append` of these tokens, before which `length` tokens were present."""
+        for token in tokens:
+            self._counts[token] -= 1
+        self._counts[self._ids[length : self._len]] = _ABSENT
+        self._len = length
 
     @property
     def present(self) -> tuple[Tensor, Tensor]:
@@ -238,6 +250,20 @@ class Edits:
         """Note one more token of the output."""
         for edit in self.each:
             edit.append(token)
+
+    @contextmanager
+    def ahead(self) -> Iterator[Callable[[int], None]]:
+        """What to note drafts by, one more token of the output each, which are forgotten in the end."""
+        histories = [(edit.history, len(edit.history)) for edit in self.each if isinstance(edit, Penalties)]
+        drafts: list[int] = []
+
+        def note(token: int) -> None:
+            drafts.append(token)
+            self.append(token)
+
+        yield note
+        for history, length in histories:
+            history.take_back(drafts, length)
 
 
 NO_EDITS: Final = Edits()

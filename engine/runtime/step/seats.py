@@ -167,6 +167,21 @@ class HostSlots(Seats):
             if seat.edits.each:
                 seat.edits.append(int(kept[row]))
 
+    def propose(self, slot: int, drafts: Sequence[int]) -> None:
+        """Store drafts behind a slot's known tokens, for the step that verifies them."""
+        known_len = self.seat(slot).known_len
+        self.tokens.numpy()[slot, known_len : known_len + len(drafts)] = drafts
+
+    def extend(self, slot: int, tokens: Sequence[int]) -> None:
+        """Store the tokens that count of a row that verified."""
+        seat = self.seat(slot)
+        kept = [max(token, 0) for token in tokens]
+        self.tokens.numpy()[slot, seat.known_len : seat.known_len + len(kept)] = kept
+        seat.known_len += len(kept)
+        if seat.edits.each:
+            for token in kept:
+                seat.edits.append(token)
+
     def _take(self, start: SlotAssignment, seat: Seat) -> None:
         self.tokens.numpy()[start.slot, : seat.known_len] = np.frombuffer(start.ids, np.int32)
         self.columns.seat(start.slot, start.sampling, self.vocab_size)

@@ -3,8 +3,11 @@ sequence."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.contract.messages import AddPrompt, AddRequest
 from engine.contract.packing import packed
+from engine.core.drafts.drafter import Drafts
 from engine.core.queue.newcomers import AddSequence
 from engine.core.queue.tenants import TenantHoldings
 from engine.core.scheduler import Scheduler
@@ -47,3 +50,9 @@ def in_slot(scheduler: Scheduler, slot: int) -> Sequence:
 def holdings(scheduler: Scheduler) -> TenantHoldings:
     """The slots and pages that the running sequences of each tenant hold."""
     return scheduler._allocator.holdings
+
+
+def draft_by(scheduler: Scheduler, drafter_of: Callable[[Sequence], Drafts]) -> None:
+    """Let sequences have these drafters."""
+    assert scheduler._drafting is not None
+    scheduler._drafting.drafter_of = drafter_of

@@ -41,7 +41,7 @@ class PrefillFirst(Planner):
                 builder.prefills.append(sequence)
         self._plan_prompts(builder, news, now)
         if not builder.rows:
-            self._plan_decodes(builder)
+            self._plan_decodes(builder, now)
 
 
 def served_by(name: str, engine: Engine) -> Engine:

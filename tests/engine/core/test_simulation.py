@@ -89,6 +89,13 @@ WORLDS = {
     ),
     "states": SimConfig(state_bytes=64, pages=20, classes=3, tenants=3, arrival_gap_s=0.005),
     "states of slow readers": SimConfig(state_bytes=64, pages=18, pause_share=0.8, slots=3, n_max=4),
+    "drafts": SimConfig(drafts_max=7, classes=2, tenants=2),
+    "drafts, all wrong, in a tight pool": SimConfig(
+        drafts_max=3, right_share=0.0, pages=16, arrival_gap_s=0.005, host_pages=40, page_copy_s=CHEAP_S
+    ),
+    "drafts, all right": SimConfig(
+        drafts_max=15, right_share=1.0, pause_share=0.6, page_size=2, pages=80, abort_share=0.4
+    ),
     "one prompt, many children": SimConfig(prefixes=1, n_max=8, requests=25, salts=1),
 }
 SEEDS = drawn(1, whole=4)
@@ -170,6 +177,8 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
     "a host tier with little room": lambda reports: sum(report.host_tokens for report in reports) > 20,
     "a host tier if cheaper": lambda reports: sum(report.host_tokens for report in reports) > 60,
     "a disk behind a small host tier": lambda reports: sum(report.disk_tokens for report in reports) > 20,
+    "drafts": lambda reports: all(0 < r.accepted < r.drafted for r in reports),
+    "drafts, all right": lambda reports: all(r.steps < 0.8 * r.output_tokens for r in reports),
     "short queue": lambda reports: all(r.reasons[FinishReason.REJECTED] > 10 for r in reports),
 }
 """Checks that what a world is named for has happened in it; otherwise it would prove nothing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,13 +23,17 @@ from engine.contract.messages import (
     TokenLogprobs,
 )
 from engine.contract.packing import Biases
+from engine.core.drafts.drafter import Drafts
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
+from engine.core.sequence import Sequence
+from tests.bench.engine.core_window import draft_by
 from tests.core_laws import check
 from tests.engine.models import FAMILIES, VOCAB_SIZE, reference_logprobs, reference_model
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_oracle import TOLERANCE, distance
+from tests.fake_drafts import FakeDrafts
 
 OUTPUTS = 64
 PAGES = 32
@@ -191,3 +196,62 @@ def collect(steps: list[StepOutput]) -> tuple[dict[int, list[int]], dict[int, li
             logprobs.setdefault(handle, []).append(entry)
         assert all(finished.reason is FinishReason.LENGTH for finished in step.finished)
     return tokens, logprobs
+
+
+FEATURES: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20, "min_p": 0.01},
+    {"temperature": 1.0, "frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "logit_bias": Biases.of([(3, 4.0), (5, -50.0)])},
+    {"temperature": 1.5, "stop_token_ids": (1, 2, 3, 4, 5, 6, 7, 8), "min_tokens": 9},
+)
+
+
+@pytest.mark.parametrize("right_share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "bfloat16"), ("mistral", "bfloat16"), ("qwen3", "float32")]
+)
+def test_drafts_change_no_bit(tiny_model: MakeModel, family: str, dtype: str, right_share: float) -> None:
+    """Whatever share of them is right: tokens, log-probabilities and reasons of ends are the same, of all
+    that a request may ask for, in a pool in which sequences are preempted."""
+    path = tiny_model(family)
+    page_bytes = load(path, dtype=dtype).cache.geometry.page_bytes
+    rng = random.Random(f"{family} {right_share}")
+    added = []
+    for handle, fields in enumerate(FEATURES * 2):
+        prompt = rng.choices(range(VOCAB_SIZE), k=rng.choice((1, 5, 15, 16, 17, 60)))
+        sampling = SamplingParams(
+            **{"seed": handle, "max_tokens": 40, "logprobs": handle % 3, "prompt_logprobs": 1} | fields
+        )
+        added.append(AddSequence(handle, f"req-{handle}", prompt, sampling))
+
+    def served(drafter_of: Callable[[Sequence], Drafts] | None) -> tuple[list[StepOutput], Scheduler]:
+        runner = load(path, dtype=dtype, max_num_seqs=6, max_step_tokens=64, kv_cache_memory=28 * page_bytes)
+        config = SchedulerConfig(step_tokens_max=64, queue_len_max=64, drafts_max=15 if drafter_of else 0)
+        scheduler = Scheduler(config, runner.info)
+        if drafter_of is not None:
+            draft_by(scheduler, drafter_of)
+        return serve(scheduler, runner, added), scheduler
+
+    plain, _ = served(None)
+    tokens, logprobs = all_said(plain)
+    answers = {handle: own[:-1] for handle, own in tokens.items()}
+    drafters: list[FakeDrafts] = []
+
+    def drafter_of(sequence: Sequence) -> FakeDrafts:
+        own = [*added[sequence.handle].prompt_ids, *answers[sequence.handle]]
+        drafters.append(
+            FakeDrafts(
+                own, sequence.sampling.stop_token_ids, VOCAB_SIZE, right_share, random.Random(sequence.handle)
+            )
+        )
+        return drafters[-1]
+
+    drafted, _ = served(drafter_of)
+    assert all_said(drafted) == (tokens, logprobs)
+    verified, right = sum(each.verified for each in drafters), sum(each.right for each in drafters)
+    assert verified > 100
+    assert (len(drafted) < 0.6 * len(plain)) or right_share < 1.0
+    assert right == verified or right_share < 1.0
+    assert right_share == 0.0 or right > 0.3 * right_share * verified

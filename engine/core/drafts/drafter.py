@@ -1,0 +1,103 @@
+"""One sequence's drafts: what it could verify next, and what came of it."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Final, NamedTuple, Protocol
+
+from engine.core.drafts.ngrams import NGrams
+from engine.core.drafts.price import Acceptance
+
+PAUSE_MAX: Final = 8
+"""The most tokens that pass from one look that finds nothing to the next."""
+
+
+class Draft(NamedTuple):
+    """Tokens that are likely to follow, and the chance that each is right if those before it are."""
+
+    tokens: list[int]
+    chance: float
+    kind: int
+
+
+class Drafts(Protocol):
+    """Finds the drafts of one sequence."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds."""
+        ...
+
+    @property
+    def pause(self) -> int:
+        """The tokens that pass until the next look, behind one that found nothing."""
+        ...
+
+    def read(self, tokens: array[int], most: int) -> int:
+        """Read what is new of the sequence, `most` tokens at most. Returns how many that were."""
+        ...
+
+    def look(self, tokens: array[int], most: int) -> Draft | None:
+        """What may follow, `most` tokens at most, and none that ends the sequence."""
+        ...
+
+    def take(self, draft: Draft) -> None:
+        """Note that some tokens of it are verified."""
+        ...
+
+    def pass_over(self, draft: Draft) -> None:
+        """Note that it is not worth its time."""
+        ...
+
+    def learn(self, drafts: int, right: int) -> None:
+        """Learn how many of the drafts that were verified were right."""
+        ...
+
+
+class NGramDrafts:
+    """Implements `Drafts` by what followed the newest tokens before."""
+
+    __slots__ = ("_acceptance", "_misses", "_ngrams", "_stops", "_verified")
+
+    def __init__(self, len_max: int, stops: tuple[int, ...]) -> None:
+        """`len_max`: the most tokens that the sequence may come to. `stops`: the tokens that end it."""
+        self._ngrams: Final = NGrams(len_max)
+        self._acceptance: Final = Acceptance()
+        self._stops: Final = stops
+        self._misses = 0
+        self._verified = 0
+        """The kind of the drafts that are being verified."""
+
+    @property
+    def size(self) -> int:
+        return self._ngrams.size
+
+    @property
+    def pause(self) -> int:
+        return min(1 << self._misses, PAUSE_MAX)
+
+    def read(self, tokens: array[int], most: int) -> int:
+        return self._ngrams.extend(tokens, most)
+
+    def look(self, tokens: array[int], most: int) -> Draft | None:
+        found = self._ngrams.find(tokens, most)
+        drafts = [] if found is None else found.tokens
+        for at, token in enumerate(drafts):
+            if token in self._stops:
+                del drafts[at:]
+                break
+        if found is None or not drafts:
+            self._misses += 1
+            return None
+        self._misses = 0
+        kind = Acceptance.kind(found.matched)
+        return Draft(drafts, self._acceptance.chance(kind), kind)
+
+    def take(self, draft: Draft) -> None:
+        self._verified = draft.kind
+
+    def pass_over(self, draft: Draft) -> None:
+        self._acceptance.passed_over(draft.kind)
+
+    def learn(self, drafts: int, right: int) -> None:
+        self._acceptance.learn(self._verified, right, all_right=right == drafts)

@@ -1,0 +1,87 @@
+"""Finds what followed the last time that a sequence's newest tokens stood in it, prompt or answer.
+
+Where each n-gram ended last is kept in a table by its hash. Of two that share a place the later one stays:
+what is found is compared, so a collision loses a draft and makes no wrong one. The lengths of `LEVELS` are
+tried in turn, the longest first.
+
+Rules:
+
+1. A table has a place for each token that the sequence may come to, 4 bytes for each level, and at most
+   `PLACES_MAX`: of a longer sequence, what came later takes the places.
+2. A token is put in once, when it is known which one follows: 0.3 us of the core's thread for both levels.
+   What is not in yet, a prompt at first, is put in by parts (`extend`), and nothing is found before that is
+   done. To find takes no longer in a longer sequence.
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import islice
+from typing import Final, NamedTuple
+
+LEVELS: Final = (4, 2)
+PLACES_MAX: Final = 1 << 17
+PLACE_LEN: Final = 4
+"""Bytes of a place."""
+MATCHED_MAX: Final = 16
+"""The most tokens before the found place that are compared with the newest ones."""
+
+
+class Found(NamedTuple):
+    """Tokens that are likely to follow."""
+
+    tokens: list[int]
+    matched: int
+    """The number of newest tokens that stand before them, `MATCHED_MAX` at most."""
+
+
+class NGrams:
+    """The n-grams of one sequence's tokens, which only grow."""
+
+    __slots__ = ("_mask", "_tables", "known_len")
+
+    def __init__(self, len_max: int) -> None:
+        """`len_max`: the most tokens that the sequence may come to."""
+        places = min(1 << max(6, (len_max - 1).bit_length()), PLACES_MAX)
+        self._mask: Final = places - 1
+        self._tables: Final = [array("I", bytes(PLACE_LEN * places)) for _ in LEVELS]
+        self.known_len = 0
+        """The leading tokens whose n-grams are known, as far as it is known what follows them."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tables."""
+        return len(LEVELS) * PLACE_LEN * (self._mask + 1)
+
+    def extend(self, tokens: array[int], most: int) -> int:
+        """Put in what is new of the tokens, `most` of them at most. Returns how many that were."""
+        start = max(1, self.known_len)
+        end = min(len(tokens), start + most)
+        mask = self._mask
+        for n, table in zip(LEVELS, self._tables, strict=True):
+            first = max(start, n)
+            if first < end:
+                own = tokens[first - n : end - 1]
+                for at, key in enumerate(map(hash, zip(*(islice(own, i, None) for i in range(n)))), first):  # noqa: B905
+                    table[key & mask] = at
+        self.known_len = end
+        return end - start
+
+    def find(self, tokens: array[int], most: int) -> Found | None:
+        """What followed the newest tokens last time, `most` tokens of it at most, and again from its
+        beginning where it reaches the end. None where they are new, or not all tokens are known."""
+        length = len(tokens)
+        if self.known_len < length:
+            return None
+        for n, table in zip(LEVELS, self._tables, strict=True):
+            newest = tokens[-n:]
+            at = table[hash(tuple(newest)) & self._mask]
+            if at and len(newest) == n and tokens[at - n : at] == newest:
+                matched = n
+                while matched < min(at, MATCHED_MAX) and tokens[at - matched - 1] == tokens[-matched - 1]:
+                    matched += 1
+                drafts = tokens[at : at + most].tolist()
+                while len(drafts) < most:
+                    drafts += drafts[: most - len(drafts)]
+                return Found(drafts, matched)
+        return None

@@ -1,0 +1,104 @@
+"""How many drafts each row verifies: as many as pay, by the learned cost of a step.
+
+A step of N rows takes T seconds, and brings N tokens: so a token costs T / N today. A draft more makes the
+step longer by what a row takes (`StepCost.draft_s`), and brings a token more if it is right and all drafts
+before it are: with p for the chance that one is right, the j-th of a row brings p^j tokens. Hence
+
+    the j-th draft of a row pays while   p^j * T / N  >  what it takes,
+
+T and N having grown by the drafts that were taken before it. The drafts of all rows are taken in the order of
+what they bring: as each row's bring less and less, the result has the most tokens per second of all choices.
+It is never less than without drafts, as far as p and the cost are right: a large batch, in which a row costs
+about what it brings, has few drafts, or none.
+
+The chance is estimated from what came of a sequence's drafts before (`Acceptance`), apart for matches of
+different lengths, since what follows a long one is right more often. An estimate begins as `PRIORS` say, with
+the weight of `PRIOR_DRAFTS`, and forgets: the last dozen of drafts decide. An estimate so low that none is
+taken would never be told better. So it returns towards its prior with each look that takes none (`RETURN`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from typing import Final, NamedTuple
+
+MATCHED: Final = (2, 4, 8)
+"""The least lengths of matches that are told apart."""
+PRIORS: Final = (0.35, 0.6, 0.85)
+PRIOR_DRAFTS: Final = 2.0
+FORGETTING: Final = 0.85
+"""The weight of a step's drafts beside that of the next one's."""
+RETURN: Final = 0.98
+CHANCE_MAX: Final = 0.98
+
+
+class Acceptance:
+    """What came of one sequence's drafts."""
+
+    __slots__ = ("_right", "_wrong")
+
+    def __init__(self) -> None:
+        self._right = [chance * PRIOR_DRAFTS for chance in PRIORS]
+        self._wrong = [(1.0 - chance) * PRIOR_DRAFTS for chance in PRIORS]
+
+    @staticmethod
+    def kind(matched: int) -> int:
+        """The kind of a draft whose match has so many tokens."""
+        return sum(matched >= least for least in MATCHED[1:])
+
+    def chance(self, kind: int) -> float:
+        """The chance that a draft of this kind is right if those before it are."""
+        right, wrong = self._right[kind], self._wrong[kind]
+        return min(right / (right + wrong), CHANCE_MAX)
+
+    def learn(self, kind: int, right: int, *, all_right: bool) -> None:
+        """Learn from drafts of which the first `right` ones were right. What comes behind a wrong one says
+        nothing."""
+        self._blend(kind, FORGETTING, FORGETTING)
+        self._right[kind] += right
+        self._wrong[kind] += not all_right
+
+    def passed_over(self, kind: int) -> None:
+        """Note that drafts of this kind were found, and none taken."""
+        self._blend(kind, RETURN, 1.0)
+        weight = (1.0 - RETURN) * PRIOR_DRAFTS
+        self._right[kind] += weight * PRIORS[kind]
+        self._wrong[kind] = RETURN * self._wrong[kind] + weight * (1.0 - PRIORS[kind])
+
+    def _blend(self, kind: int, right: float, wrong: float) -> None:
+        self._right[kind] *= right
+        self._wrong[kind] *= wrong
+
+
+class Offer(NamedTuple):
+    """The drafts that a row could verify."""
+
+    chance: float
+    most: int
+    """Their number."""
+    draft_s: float
+    """The time that each of them adds to the step."""
+
+
+def lengths_that_pay(
+    offers: Sequence[Offer], rows: int, step_s: float, spare_s: float, spare: int
+) -> list[int]:
+    """The number of drafts that each row verifies, in a step of `rows` tokens and `step_s` seconds without
+    them, which may become longer by `spare_s` and by `spare` tokens."""
+    taken = [0] * len(offers)
+    tokens, until_s = float(rows), step_s + spare_s
+    # The next draft of each row: what it brings, the largest first; its chance to the power of its place.
+    heap = [(-each.chance / each.draft_s, at, each.chance) for at, each in enumerate(offers) if each.most > 0]
+    heapify(heap)
+    while heap and spare:
+        _, at, brings = heap[0]
+        offer = offers[at]
+        if brings * step_s <= offer.draft_s * tokens or step_s + offer.draft_s > until_s:
+            break
+        taken[at] += 1
+        spare -= 1
+        tokens, step_s = tokens + brings, step_s + offer.draft_s
+        brings *= offer.chance if taken[at] < offer.most else 0.0
+        heapreplace(heap, (-brings / offer.draft_s, at, brings))
+    return taken

@@ -1,0 +1,162 @@
+"""Which of a step's decodes verify drafts, and how many.
+
+A sequence that decodes is looked at when `drafts_from` says so. What is found is offered to
+`engine.core.drafts.price`, which takes what pays by the cost of a step as it was learned last.
+
+Rules
+
+1. What drafts add to a step keeps to the gap target of the classes that stream in it, or, where that cannot
+   be kept without drafts either, to the share `LATE_SHARE` of the step: streams that draft nothing see that
+   gap, too. They take `TOKENS_SHARE` of the tokens that decodes leave at most: the others are for prompts.
+2. No sequence is preempted for drafts, and no page is taken that a running one may lack next.
+3. A sequence drafts what stands behind its newest token. So it does where nothing of it is in flight, and
+   sits out the plans that are made while its drafts are verified (`Hold.DRAFTS`): it is not known where they
+   end. Where steps overlap, a stream's newest token is always in flight, and so none drafts but those that
+   sit out every second step anyway, as those do that follow a grammar: to let a stream wait for its token
+   would cost a step, and more than two tokens would have to be gained by each row to win it back. Where a
+   runner computes while it is launched, as on a CPU, steps do not overlap, and each row may draft in each
+   step.
+4. A look costs some 3 us of the core's thread, and indexing a token 0.3 us, of which `READ_MAX` are indexed
+   in a
+   plan at most. Where drafts would not pay even if all were right, none is looked for. Those whose looks find
+   nothing are looked at more rarely (`Drafts.pause`).
+5. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from engine.contract.messages import RunnerInfo
+from engine.core.drafts.drafter import Draft, Drafts, NGramDrafts
+from engine.core.drafts.price import Offer, lengths_that_pay
+from engine.core.estimate.cost import CostLearner, StepCost, Work
+from engine.core.scheduler_config import SchedulerConfig
+from engine.core.sequence import Sequence
+from engine.core.step.allocator import Allocator
+from engine.core.step.plan_builder import PlanBuilder
+
+LATE_SHARE: Final = 0.25
+TOKENS_SHARE: Final = 0.5
+LEAST_SHARE: Final = 1 / 256
+"""The least share of a step that a draft is taken to cost, whatever was learned."""
+READ_MAX: Final = 4096
+ROOM: Final = 64 << 20
+LOOK_AGAIN: Final = 8
+"""The tokens that pass until the next look where drafts do not pay."""
+
+
+def ngram_drafter(sequence: Sequence) -> Drafts:
+    params = sequence.sampling
+    return NGramDrafts(sequence.prompt_len + params.max_tokens, params.stop_token_ids)
+
+
+@dataclass(slots=True)
+class Drafting:
+    """Chooses the drafts of a step."""
+
+    config: SchedulerConfig
+    runner: RunnerInfo
+    allocator: Allocator
+    learner: CostLearner
+    drafts_max: int
+    """Drafts of a row at most."""
+    room: int = ROOM
+    """Bytes that further indexes may take."""
+    drafter_of: Callable[[Sequence], Drafts] = ngram_drafter
+
+    def add(
+        self, builder: PlanBuilder, decodes: dict[int, Sequence], due: list[Sequence], now: float
+    ) -> None:
+        """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts."""
+        cost = self.learner.known
+        work = Work.of([each.planned_len for each in decodes.values()], [1] * len(decodes))
+        step_s = cost.seconds(work)
+        spare = int(TOKENS_SHARE * (builder.tokens_left - len(decodes)))
+        looks = self._looked_at(due, cost, step_s / len(decodes), spare)
+        drafts: dict[int, list[int]] = {}
+        if looks:
+            offers = [
+                Offer(
+                    draft.chance,
+                    len(draft.tokens),
+                    max(cost.draft_s(sequence.planned_len), LEAST_SHARE * step_s),
+                )
+                for sequence, draft in looks
+            ]
+            spare_s = self._spare_s(decodes, step_s)
+            lengths = lengths_that_pay(offers, len(decodes), step_s, spare_s, spare)
+            for (sequence, draft), length in zip(looks, lengths, strict=True):
+                self._choose(sequence, draft, length, drafts, builder, now)
+        if not drafts:
+            builder.add_decodes(decodes)
+            return
+        verifying = {slot: decodes[slot] for slot in drafts}
+        builder.add_decodes({slot: each for slot, each in decodes.items() if slot not in drafts})
+        builder.add_verifying(verifying, [*drafts.values()])
+
+    def leave(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
+        if sequence.drafter is not None:
+            self.room += sequence.drafter.size
+            sequence.drafter = None
+
+    def _looked_at(
+        self, due: list[Sequence], cost: StepCost, token_s: float, spare: int
+    ) -> list[tuple[Sequence, Draft]]:
+        """The sequences for which drafts were found."""
+        found: list[tuple[Sequence, Draft]] = []
+        to_read = READ_MAX
+        for sequence in due:
+            most = min(self.drafts_max, spare, sequence.kv_len_max - sequence.planned_len - 1)
+            if sequence.in_flight_len or most < 1 or cost.draft_s(sequence.planned_len) >= token_s:
+                sequence.drafts_from = sequence.computed_len + LOOK_AGAIN
+                continue
+            drafter = sequence.drafter or self._begin(sequence)
+            if drafter is None:
+                continue
+            to_read -= drafter.read(sequence.tokens, to_read)
+            draft = drafter.look(sequence.tokens, most)
+            if draft is not None:
+                found.append((sequence, draft))
+            elif to_read:
+                sequence.drafts_from = sequence.computed_len + drafter.pause
+        return found
+
+    def _begin(self, sequence: Sequence) -> Drafts | None:
+        """The drafter of a sequence that has none; None where there is no room for it."""
+        drafter = self.drafter_of(sequence)
+        if drafter.size > self.room:
+            sequence.drafts_from = sequence.kv_len_max
+            return None
+        self.room -= drafter.size
+        sequence.drafter = drafter
+        return drafter
+
+    def _choose(
+        self,
+        sequence: Sequence,
+        draft: Draft,
+        length: int,
+        drafts: dict[int, list[int]],
+        builder: PlanBuilder,
+        now: float,
+    ) -> None:
+        """Let a sequence verify so many tokens of its draft, as far as there are pages."""
+        drafter, slot = sequence.drafter, sequence.slot
+        assert drafter is not None
+        assert slot is not None
+        if not length:
+            drafter.pass_over(draft)
+        elif own := draft.tokens[: self.allocator.grow_for_drafts(sequence, length, builder, now)]:
+            drafter.take(draft)
+            drafts[slot] = own
+
+    def _spare_s(self, decodes: Mapping[int, Sequence], step_s: float) -> float:
+        """The time by which drafts may make a step longer (rule 1)."""
+        targets = self.config.gap_targets_s
+        target_s = min(targets[sequence.service_class] for sequence in decodes.values())
+        spare_s = target_s / (1.0 + self.learner.error) - step_s
+        return spare_s if spare_s > 0.0 else LATE_SHARE * step_s

@@ -1,0 +1,50 @@
+"""Drafts by whoever knows the answer: a stated share of them is right."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from engine.core.drafts.drafter import Draft
+
+
+@dataclass(slots=True)
+class FakeDrafts:
+    """Implements `engine.core.drafts.drafter.Drafts`."""
+
+    answer: Sequence[int]
+    """All tokens of the sequence, prompt and output."""
+    stops: Collection[int]
+    vocab_size: int
+    right_share: float
+    rng: random.Random
+    size: int = 1
+    pause: int = 1
+    verified: int = 0
+    right: int = 0
+
+    def read(self, tokens: array[int], most: int) -> int:
+        return 0
+
+    def look(self, tokens: array[int], most: int) -> Draft | None:
+        assert self.answer[: len(tokens)] == tokens.tolist()
+        drafts: list[int] = []
+        for at in range(len(tokens), len(tokens) + self.rng.randint(0, most)):
+            is_right = at < len(self.answer) and self.rng.random() < self.right_share
+            token = self.answer[at] if is_right else self.rng.randrange(self.vocab_size)
+            if token in self.stops:
+                break
+            drafts.append(token)
+        return Draft(drafts, 0.98, 0) if drafts else None
+
+    def take(self, draft: Draft) -> None:
+        """Nothing: it knows what is right."""
+
+    def pass_over(self, draft: Draft) -> None:
+        """Nothing: they are offered again."""
+
+    def learn(self, drafts: int, right: int) -> None:
+        self.verified += drafts
+        self.right += right
