@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from gateway.client.connection import BoundedConnection
 from gateway.client.deadlines import Watch
 from gateway.request import edge
 from shared.wire.errors import ApiError, FirstTokenTimeout, InterTokenTimeout, RequestAborted, TotalTimeout
@@ -333,8 +334,8 @@ async def test_an_answer_that_aiohttp_writes_holds_a_connection_that_is_not_read
     writer.write(f"GET /livez HTTP/1.1\r\nhost: here\r\n{closes}\r\n".encode())
     await reader.readexactly(1)
     assert house.gateway._public is not None
-    connections = house.gateway._public._server._connections
-    await until(lambda: not connections)
+    server = house.gateway._public._server
+    await until(lambda: not server.connections)
     writer.transport.abort()
 
 
@@ -344,12 +345,13 @@ async def test_a_closed_connection_of_which_only_a_part_is_read_still_ends(open_
     writer.write(b"GET /livez HTTP/1.1\r\nhost: here\r\n\r\n")
     await reader.readexactly(1)
     assert house.gateway._public is not None
-    connections = house.gateway._public._server._connections
-    [(connection, transport)] = connections.items()
-    transport.write(b"x" * 16_000_000)
+    server = house.gateway._public._server
+    [connection] = server.connections
+    assert connection.transport is not None
+    connection.transport.write(b"x" * 16_000_000)
     connection.force_close()
     connection.resume_writing()  # as when a part of it was read
-    await until(lambda: not connections)
+    await until(lambda: not server.connections)
     writer.transport.abort()
 
 
@@ -360,7 +362,11 @@ async def test_a_request_that_is_answered_has_its_own_time_to_be_read(open_house
     async with house.chat(stream=True) as answer:
         assert await answer.content.readuntil(b"\n\n") == chunk("a")
         assert house.gateway._public is not None
-        [(connection, transport)] = house.gateway._public._server._connections.items()
-        connection._cut_off(transport)  # as if nothing had been read for the time that the listener gives
+        [connection] = house.gateway._public._server.connections
+        assert isinstance(connection, BoundedConnection)
+        assert connection.transport is not None
+        connection._cut_off(
+            connection.transport
+        )  # as if nothing had been read for the time that the listener gives
         go_on.set()
         assert (await answer.read()).startswith(chunk("b"))
