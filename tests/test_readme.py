@@ -358,7 +358,7 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
             [],
         ],
         "relay": [
-            [stream.HEAD_LEN_MAX, http2_limits.STREAM_WINDOW_LEN, limits.write_buffer_len],
+            [stream.HEAD_LEN_MAX, http2_limits.STREAM_WINDOW_LEN, connection.WRITE_BUFFER_LEN],
             [],
             [],
             [],
@@ -388,7 +388,7 @@ def test_what_a_live_request_has_in_buffers_is_within_its_part_of_the_formula() 
     buffers = (
         stream.HEAD_LEN_MAX,
         http2_limits.STREAM_WINDOW_LEN,
-        LimitsConfig().write_buffer_len,
+        connection.WRITE_BUFFER_LEN,
         2 * connection.BUFFER_LEN,
     )
     assert sum(buffers) <= memory.LIVE_REQUEST

@@ -40,6 +40,9 @@ from shared.wire.errors import forget_frames
 
 BUFFER_LEN: Final = 32 * 1024
 """Half of the bytes beyond which what was received of a body pauses its connection."""
+WRITE_BUFFER_LEN: Final = 16 * 1024
+"""The gateway's own buffer of a connection: with more bytes than this unsent, the relay stops reading from
+the engine."""
 LARGE_LEN: Final = 16 * 1024
 """Bytes received at once, above which a connection's TLS has large buffers. One record has as many."""
 CHUNK_LEN_MIN: Final = 8
@@ -242,7 +245,6 @@ class BoundedConnection(EndsUnread):
         "_large_len",
         "_received",
         "_refuse",
-        "_write_buffer_len",
     )
 
     def __init__(
@@ -250,14 +252,12 @@ class BoundedConnection(EndsUnread):
         server: web.Server,
         connections: Connections,
         refuse: Refuse,
-        write_buffer_len: int,
         head_s: float,
         **options: Any,
     ) -> None:
         super().__init__(server, connections.turns, **options)
         self._connections = connections
         self._refuse = refuse
-        self._write_buffer_len = write_buffer_len
         self._head_s = head_s
         self._head_timer: asyncio.TimerHandle | None = None
         """Closes the connection. None while no head is incomplete: most come whole, and need none. Nor while
@@ -413,7 +413,7 @@ class BoundedConnection(EndsUnread):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self.transport is not None  # uvloop's transport is no subclass of asyncio's
-        bound_transport(self.transport, self._write_buffer_len)
+        bound_transport(self.transport, WRITE_BUFFER_LEN)
         tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object")
         if tls is not None:
             self._large_len = LARGE_LEN

@@ -31,6 +31,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Final, cast
 
 from aiohttp import web
@@ -139,7 +140,8 @@ class BoundedServer(web.Server):
         it left. `ends_left` is true if requests end with that. `times_readers` is true if `handle` limits the
         time in which the client of a request that it answers may read nothing. `is_for_operators` is true if
         the descriptors that are reserved are for its connections."""
-        super().__init__(handle, handler_cancellation=ends_left)
+        request = partial(web.BaseRequest, loop=asyncio.get_running_loop())
+        super().__init__(handle, request_factory=request, handler_cancellation=ends_left)
         self._refuse = refuse
         self._is_for_operators = is_for_operators
         self._known = known
@@ -149,7 +151,6 @@ class BoundedServer(web.Server):
         self._large: dict[BoundedConnection, None] = {}
         """The connections with large buffers of TLS, in the order in which they got them."""
         self._large_max = limits.live_max
-        self._write_buffer_len = limits.write_buffer_len
         self._connections_max = limits.connections_max
         self._warnings = Warnings(log)
         self._head_s = timeouts.head_s
@@ -261,9 +262,8 @@ class BoundedServer(web.Server):
         self._warnings.warn(event, **bound)
 
     def __call__(self) -> RequestHandler:
-        bounds = self._write_buffer_len, self._head_s
         loop = asyncio.get_running_loop()
-        return BoundedConnection(self, self, self._refuse, *bounds, loop=loop, **self._options)
+        return BoundedConnection(self, self, self._refuse, self._head_s, loop=loop, **self._options)
 
 
 def _is_unknown(one: BoundedConnection) -> bool:

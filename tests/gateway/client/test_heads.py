@@ -63,7 +63,7 @@ def connection() -> BoundedConnection:
     loop = asyncio.get_running_loop()
     options: dict[str, Any] = {"unread_s": 60.0, "are_handlers_timed": True, **http1_options(60)}
     return BoundedConnection(
-        cast(web.Server, server), cast(Connections, server), nobody, 1024, 60.0, loop=loop, **options
+        cast(web.Server, server), cast(Connections, server), nobody, 60.0, loop=loop, **options
     )
 
 
