@@ -194,9 +194,9 @@ class Gateway:
     def _helpers(self) -> dict[str, Work]:
         """Those that it can do without: without a tokenizer, prompts are estimated; what was not settled may
         have its billing line later."""
-        models, every_s = self.config.models, self.config.hop.metrics_interval_s
+        models = self.config.models
         known = self.engines, self.replicas, self._upstream, self._credentials
-        loads = ForeignLoads(models, every_s, *known, self._clock)
+        loads = ForeignLoads(models, *known, self._clock)
         works = {**self.engines.works(), "engines' metrics": loads.watch}
         if self._minutes is not None:
             works["engines' figures"] = self._overview.watch

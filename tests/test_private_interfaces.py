@@ -12,6 +12,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Final
 
+import aiohttp
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +37,10 @@ REACHED: Final = {
     "torch._C._distributed_c10d.ProcessGroupGloo.create_device",
     "torch._C._distributed_c10d.AllgatherOptions.asyncOp",
     "torch._C._distributed_c10d.AllreduceOptions.asyncOp",
+    *(
+        f"aiohttp.web_protocol.RequestHandler.{name}"
+        for name in ("_current_request", "_loop", "_messages", "_reading_paused", "_waiter")
+    ),
     # public names that no documentation promises
     "aiohttp.http_writer.StreamWriter.drain",
     "aiohttp.http_writer.StreamWriter.output_size",
@@ -123,3 +128,32 @@ def test_no_private_name_is_used_elsewhere() -> None:
             if names := set(private_names(ast.parse(text))) - {"torch._C"}:
                 used[str(path.relative_to(ROOT))] = names
     assert used == PRIVATE
+
+
+AIOHTTPS: Final = ROOT / "gateway/client/connection.py"
+"""The one file that rests on private names of aiohttp's server."""
+
+
+def attributes(tree: ast.Module, *, of_self: bool) -> set[str]:
+    """The private names that a module reads and writes; or those that it gives its own objects."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if not of_self
+        or (isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self")
+    }
+
+
+def test_aiohttps_private_names_are_in_one_file() -> None:
+    theirs = set[str]()
+    for name in ("base_protocol", "web_protocol", "web_request", "web_runner", "web_server"):
+        source = Path(aiohttp.__file__).with_name(f"{name}.py").read_text()
+        theirs |= attributes(ast.parse(source), of_self=True)
+    assert attributes(ast.parse(AIOHTTPS.read_text()), of_self=False) & theirs
+    for path in (ROOT / "gateway").rglob("*.py"):
+        text = path.read_text()
+        if path != AIOHTTPS and "aiohttp" in text:
+            tree = ast.parse(text)
+            used = attributes(tree, of_self=False) - attributes(tree, of_self=True)
+            assert not used & theirs, f"{path.name} uses names of aiohttp: {used & theirs}"

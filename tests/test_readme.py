@@ -27,7 +27,7 @@ from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
 from gateway.admission import tokens
-from gateway.client import connection, heads
+from gateway.client import connection
 from gateway.config import whole as config
 from gateway.config.edge import LimitsConfig
 from gateway.config.timeouts import TimeoutsConfig
@@ -257,7 +257,7 @@ BOUNDS_OF_A_REQUEST: Final[dict[str, list[float]]] = {
         listening.LINE_LEN_MAX,
         listening.HEADER_LEN_MAX,
         listening.HEADERS_MAX,
-        heads.HEAD_LEN_MAX,
+        connection.HEAD_LEN_MAX,
     ],
     "messages; items of a response's input; prompts; `n`; choices in all": [
         shapes.MESSAGES_MAX,
@@ -324,7 +324,7 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
     text, limits = GATEWAY.read_text(), LimitsConfig()
     costs = rows(text, STAGES[1])
     assert {cells[0]: [numbers(cell) for cell in cells[1:]] for cells in costs} == {
-        "auth": [[heads.HEAD_LEN_MAX], [jwt.TOKEN_LEN_MAX], [], [], []],
+        "auth": [[connection.HEAD_LEN_MAX], [jwt.TOKEN_LEN_MAX], [], [], []],
         "seat": [[], [fair_turns.BEGIN_MAX], [], [], []],
         "body": [[limits.body_len_max, 2 * connection.BUFFER_LEN], [fair_turns.BEGIN_MAX], [], [], []],
         "validate": [
@@ -358,7 +358,7 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
             [],
         ],
         "relay": [
-            [stream.HEAD_LEN_MAX, http2_limits.STREAM_WINDOW_LEN, limits.write_buffer_len],
+            [stream.HEAD_LEN_MAX, http2_limits.STREAM_WINDOW_LEN, connection.WRITE_BUFFER_LEN],
             [],
             [],
             [],
@@ -388,7 +388,7 @@ def test_what_a_live_request_has_in_buffers_is_within_its_part_of_the_formula() 
     buffers = (
         stream.HEAD_LEN_MAX,
         http2_limits.STREAM_WINDOW_LEN,
-        LimitsConfig().write_buffer_len,
+        connection.WRITE_BUFFER_LEN,
         2 * connection.BUFFER_LEN,
     )
     assert sum(buffers) <= memory.LIVE_REQUEST
@@ -412,7 +412,7 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     most, with_tls = (memory.gateway_memory_max(*named, has_tls=has_tls) for has_tls in (False, True))
     sums = f"With the defaults that is {most / 1024**3:.1f} GiB, and {with_tls / 1024**3:.1f} GiB with TLS."
     assert sums in GATEWAY.read_text()
-    assert f"large ones, above {listener.LARGE_LEN // 1024} KiB," in " ".join(GATEWAY.read_text().split())
+    assert f"large ones, above {connection.LARGE_LEN // 1024} KiB," in " ".join(GATEWAY.read_text().split())
     sockets = 2 * listener.RECEIVE_BUFFER_LEN + 2 * listener.SEND_BUFFER_LEN
     assert sockets == memory.SOCKET
     text = " ".join(GATEWAY.read_text().split())

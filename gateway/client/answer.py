@@ -49,7 +49,11 @@ class Begun(web.StreamResponse):
 
     def __init__(self, status: int, *, keep_alive: bool) -> None:
         super().__init__(status=status)
-        self._keep_alive = keep_alive
+        self._is_kept = keep_alive
+
+    @property
+    def keep_alive(self) -> bool:
+        return self._is_kept
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         return None

@@ -39,7 +39,6 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 HostName = Annotated[str, Meta(pattern=r"^(\*|[a-z0-9]([a-z0-9._-]{0,251}[a-z0-9])?)$")]
 """The name of a host, in small letters; `*` is any."""
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
-MetricsSeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
 Algorithm = Literal[
     "HS256", "HS384", "HS512", "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384",
     "ES512", "EdDSA",
@@ -85,9 +84,6 @@ class HopConfig:
     salt: SecretSource | None = None
     """Where the secret is, env:NAME or file:PATH, that tenants' cached prefixes are kept apart by at engines
     of another make. Gateways before the same engines need the same. Unset: a random one at each start."""
-    metrics_interval_s: MetricsSeconds = 1.0
-    """Time between two looks at the metrics of an engine of another make (vLLM, SGLang, llama.cpp): its queue
-    counts as load. 0 asks for none."""
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
@@ -129,9 +125,6 @@ class LimitsConfig:
     connections_max: Annotated[int, Meta(ge=1, le=1_000_000), Unit("connections")] = 16_384
     """Client connections, idle ones too, or as many as the process may open files for; beyond it the oldest
     that has sent nothing is closed, else the oldest idle one, else the newest."""
-    write_buffer_len: Annotated[Bytes, Meta(ge=KIB, le=16 * MIB)] = 16 * KIB
-    """The gateway's own buffer of a client connection: with more than this unsent, the relay stops reading
-    from the engine."""
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
     """Threads that tokenize long texts and parse large bodies."""
 

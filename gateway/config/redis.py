@@ -47,8 +47,6 @@ class RedisConfig:
     timeout_s: Annotated[float, Meta(gt=0.0, le=5.0)] = 0.05
     """How long a call may take that a request waits for. The first one that takes longer is the last one that
     is waited for, until a probe succeeds."""
-    connect_s: Annotated[float, Meta(gt=0.0, le=3.0)] = 1.0
-    """Connecting, as the probes do that are made every half second while Redis is down."""
     key_prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}$")] = "penstock"
     """The beginning of all keys in Redis."""
 

@@ -44,7 +44,7 @@ General = TypeVar("General", TimeoutsConfig, "TimeoutOverrides")
 
 @dataclass(frozen=True, slots=True)
 class TimeoutOverrides:
-    """The time limits of one model, one service tier or one tenant. None leaves the more general setting as
+    """The time limits of one model or one tenant. None leaves the more general setting as
     it is."""
 
     connect_s: Seconds | None = None

@@ -3,11 +3,11 @@
 Each field below declares a setting (`shared.process.settings`): `live_max` in `[limits]` is also the variable
 `PENSTOCK_GATEWAY_LIMITS__LIVE_MAX`. `penstock settings gateway` prints them all, and an example of the file.
 
-Of the settings that bound a request in time, the most specific one wins, each by itself: the tenant's, its
-service tier's, the model's, the one in `[timeouts]`.
+Of the settings that bound a request in time, the most specific one wins, each by itself: the tenant's, the
+model's, the one in `[timeouts]`.
 
-Keys, tenants, tiers, issuers, grants, certificates and the replicas of models are read again when the file
-changes; everything else takes a restart.
+Keys, tenants, issuers, grants, certificates and the replicas of models are read again when the file changes;
+everything else takes a restart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -75,11 +75,22 @@ _SECRETS: Final = (
     *("models[].api_key", "redis.password", "redis.sentinel_password"),
     *("accounting.webhook_secret", "hop.salt"),
 )
+_OF_TIERS: Final = [
+    f"tiers.{tier}.{name}"
+    for tier in get_args(Tier)
+    for name in (
+        *("hedge", "queue_timeout_s", "request_timeout_s"),
+        *(f"timeouts.{one.name}" for one in fields(TimeoutOverrides)),
+    )
+]
 GONE: Final = {
     **{f"{path}_env": f'{path.rpartition(".")[2]} = "env:NAME" now' for path in _SECRETS},
     **{f"{path}_file": f'{path.rpartition(".")[2]} = "file:PATH" now' for path in _SECRETS},
-    **{f"tiers.{tier}.hedge": "gone: streams are not hedged any more" for tier in get_args(Tier)},
+    **dict.fromkeys(("tiers", *_OF_TIERS), "gone: time limits are a model's or a tenant's"),
     "limits.send_buffer_len": "gone: it is 64KiB",
+    "limits.write_buffer_len": "gone: it is 16KiB",
+    "hop.metrics_interval_s": "gone: it is 1 second",
+    "redis.connect_s": "gone: it is 1 second",
     "hop.ping_interval_s": "gone: it is 1 second",
     "hop.ping_timeout_s": "gone: it is 3 seconds",
     "issuers[].skew_s": "gone: it is 30 seconds",
@@ -179,45 +190,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TierConfig:
-    """The common settings of the tenants of one service tier, whatever tier a single request of theirs asks
-    for."""
-
-    timeouts: TimeoutOverrides | None = None
-    """Time limits of their requests, each of which wins over the model's and the one in [timeouts]."""
-    queue_timeout_s: Seconds | None = None
-    """Wins over the model's queue_timeout_s."""
-    request_timeout_s: Seconds | None = None
-    """Wins over the model's request_timeout_s."""
-
-
-PLAIN: Final = TierConfig()
-"""A service tier whose tenants have nothing in common."""
-
-
-@dataclass(frozen=True, slots=True)
-class TiersConfig:
-    """The settings of each `Tier`."""
-
-    flex: TierConfig = TierConfig()
-    """Tenants whose service_tier is flex."""
-    default: TierConfig = TierConfig()
-    """Tenants whose service_tier is default."""
-    priority: TierConfig = TierConfig()
-    """Tenants whose service_tier is priority."""
-
-    def of(self, tier: Tier) -> TierConfig:
-        """The settings of one tier."""
-        match tier:
-            case "flex":
-                return self.flex
-            case "default":
-                return self.default
-            case "priority":
-                return self.priority
-
-
-@dataclass(frozen=True, slots=True)
 class TenantConfig:
     """A tenant: what it may use, and how much."""
 
@@ -235,27 +207,14 @@ class TenantConfig:
     """The highest tier that its requests may have. Who has priority goes before all others, and takes their
     slots."""
     timeouts: TimeoutOverrides | None = None
-    """Time limits of its requests, each of which wins over its tier's, the model's and the one in
-    [timeouts]."""
+    """Time limits of its requests, each of which wins over the model's and the one in [timeouts]."""
     queue_timeout_s: Seconds | None = None
-    """Wins over its tier's and the model's queue_timeout_s."""
+    """Wins over the model's queue_timeout_s."""
     request_timeout_s: Seconds | None = None
-    """Wins over its tier's and the model's request_timeout_s."""
+    """Wins over the model's request_timeout_s."""
     on_revoke: Literal["finish", "end"] = "finish"
     """The end of a key's requests in progress when the key is revoked. finish: they run on. end: they
     end with the error key_revoked."""
-
-    def as_one_of(self, tier: TierConfig) -> TenantConfig:
-        """The tenant's settings, with unset ones taken from its tier."""
-        if tier == PLAIN:
-            return self
-        own, common = self.timeouts, tier.timeouts
-        return replace(
-            self,
-            timeouts=common if own is None else own if common is None else own.over(common),
-            queue_timeout_s=self.queue_timeout_s or tier.queue_timeout_s,
-            request_timeout_s=self.request_timeout_s or tier.request_timeout_s,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,8 +290,6 @@ class GatewayConfig:
     """Sizes and counts."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Time limits of every request."""
-    tiers: TiersConfig = TiersConfig()
-    """Common settings of the tenants of a service tier."""
     redis: RedisConfig = field(default_factory=RedisConfig)
     """The Redis of quotas and of the directory, and how it is reached."""
     quotas: QuotasConfig = field(default_factory=QuotasConfig)
@@ -371,7 +328,7 @@ def timeouts_of(
     config: TimeoutsConfig, model: ModelConfig, tenant: TenantConfig | None = None
 ) -> TimeoutsConfig:
     """The most specific setting wins, each by itself, as a route's over its cluster's in Envoy: only so
-    can a tenant's be longer than everybody's, too. `tenant` has its tier's settings (`as_one_of`)."""
+    can a tenant's be longer than everybody's, too."""
     overrides = (model.timeouts, tenant.timeouts if tenant else None)
     return config if overrides == (None, None) else _overridden(config, *overrides)
 

@@ -49,7 +49,7 @@ AT_ONCE: Final = 1000
 """The number of keys that are replaced before other tasks have their turn."""
 TERMS_MAX: Final = 16 * 1024
 """The number of callers and models whose terms are kept; the oldest make room."""
-RELOADED: Final = ("keys", "tenants", "tiers", "issuers", "grants", "certificates")
+RELOADED: Final = ("keys", "tenants", "issuers", "grants", "certificates")
 """The parts of the configuration that are read again, besides the replicas of models."""
 LEFT_SHOWN_MAX: Final = 20
 """The number of settings that the log line about a restart names, and of keys that the one about secrets
@@ -356,7 +356,7 @@ class AccountsReader:
     def _accounts_of(self, config: GatewayConfig) -> Accounts:
         own = _ids_of(config)["tenants"]
         kept = [tenant for tenant in self._kept.values() if tenant.id not in own]
-        tenants = TenantPolicy(config.models, [*config.tenants, *kept], config.tiers)
+        tenants = TenantPolicy(config.models, [*config.tenants, *kept])
         if literal := [entry.id for entry in config.certificates if "*" in (entry.dns or "")]:
             log.warning("certificates.star_is_literal", ids=literal)  # a certificate may have that very name
         return Accounts.of(config, tenants, self._identity_of(config, self.keys, tenants.ids))

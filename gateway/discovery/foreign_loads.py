@@ -29,6 +29,9 @@ RETRY_S: Final = 60.0
 AT_ONCE_MAX: Final = 32
 """The engines that are asked at one time."""
 
+INTERVAL_S: Final = 1.0
+"""The time between two reports of an engine, in seconds."""
+
 log = logs.get(__name__)
 
 
@@ -38,17 +41,14 @@ class ForeignLoads:
     def __init__(
         self,
         models: tuple[ModelConfig, ...],
-        interval_s: float,
         engines: Engines,
         replicas: Replicas,
         upstream: Upstream,
         credentials: Credentials,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`interval_s` is the time between two reports of an engine; 0.0 asks none. `credentials` are shown
-        for them as well: llama.cpp's server has a key for its metrics, too."""
+        """`credentials` are shown for the metrics as well: llama.cpp's server has a key for them, too."""
         self._models: Final = models
-        self._interval_s: Final = interval_s
         self._engines: Final = engines
         self._replicas: Final = replicas
         self._upstream: Final = upstream
@@ -59,8 +59,8 @@ class ForeignLoads:
 
     async def watch(self) -> None:
         """Ask all of them at every interval, until cancelled."""
-        while self._interval_s > 0:
-            await self._clock.sleep(self._interval_s)
+        while True:
+            await self._clock.sleep(INTERVAL_S)
             await self.ask()
 
     async def ask(self) -> None:
@@ -80,19 +80,19 @@ class ForeignLoads:
         async with limit:
             report = None
             try:
-                async with asyncio.timeout(self._interval_s):
+                async with asyncio.timeout(INTERVAL_S):
                     report = await self._fetched(replica, model)
             except (ApiError, TimeoutError) as error:
                 log.debug("engine.metrics_failed", replica=replica.id, error=type(error).__name__)
         if report is None:
             self._mute_until_s[replica.url] = self._clock.monotonic() + RETRY_S
         else:
-            interval_ms = int(1000 * self._interval_s)
+            interval_ms = int(1000 * INTERVAL_S)
             self._replicas.observe(replica, msgspec.structs.replace(report, interval_ms=interval_ms))
 
     async def _fetched(self, replica: Replica, model: ModelConfig) -> LoadReport | None:
         request = Outbound("GET", METRICS_PATH, self._credentials.headers(model))
-        answer = await self._upstream.send(replica.protocol, replica.url, request, self._interval_s)
+        answer = await self._upstream.send(replica.protocol, replica.url, request, INTERVAL_S)
         try:
             if answer.status != HTTPStatus.OK:
                 return None

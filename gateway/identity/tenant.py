@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final, get_args
 
 from gateway.config.quotas import NO_LIMITS
-from gateway.config.whole import ANY, ModelConfig, TenantConfig, Tier, TiersConfig
+from gateway.config.whole import ANY, ModelConfig, TenantConfig, Tier
 from gateway.endpoints.routes import SCOPES
 from gateway.identity.caller import Principal
 from shared.wire.errors import InvalidRequest, ModelNotFound, PermissionDenied
@@ -29,34 +29,22 @@ Rights = tuple[tuple[str, ...], tuple[str, ...]]
 class TenantPolicy:
     """Models and tenants at one moment. Immutable: a reload builds another."""
 
-    __slots__ = ("_fallback", "_names", "_tenants", "_tiers", "models")
+    __slots__ = ("_fallback", "_names", "_tenants", "models")
 
-    def __init__(
-        self, models: Iterable[ModelConfig], tenants: Iterable[TenantConfig], tiers: TiersConfig
-    ) -> None:
+    def __init__(self, models: Iterable[ModelConfig], tenants: Iterable[TenantConfig]) -> None:
         self.models: Final = tuple(models)
         self._names: Final = {name: model for model in self.models for name in model.names}
         self._fallback: Final = self._names.pop(ANY, None)
-        self._tiers: Final = tiers
-        self._tenants: Final[dict[TenantId, TenantConfig]] = {}
-        self._add(tenants)
-
-    def _add(self, tenants: Iterable[TenantConfig]) -> None:
-        for tenant in tenants:
-            self._tenants[TenantId(tenant.id)] = tenant.as_one_of(self._tiers.of(tenant.service_tier))
+        self._tenants: Final = {TenantId(tenant.id): tenant for tenant in tenants}
 
     def changed(self, put: Iterable[TenantConfig], removed: Iterable[TenantId]) -> TenantPolicy:
         """Another policy, with some tenants added or replaced and some removed."""
-        other = TenantPolicy(self.models, (), self._tiers)
-        other._tenants.update(self._tenants)
-        other._add(put)
-        for tenant in removed:
-            other._tenants.pop(tenant, None)
-        return other
+        gone = set(removed)
+        kept = (tenant for id_, tenant in self._tenants.items() if id_ not in gone)
+        return TenantPolicy(self.models, (*kept, *put))
 
     def tenant(self, principal: Principal) -> TenantConfig:
-        """The tenant's settings, with unset ones taken from its service tier, and with the caller's own tier
-        where that is lower."""
+        """The tenant's settings, with the caller's own tier where that is lower."""
         tenant = self._tenants[principal.tenant]
         own = principal.service_tier
         if own is None or TIERS.index(own) >= TIERS.index(tenant.service_tier):

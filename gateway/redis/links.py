@@ -30,6 +30,8 @@ from shared.process.tls import UnusableTls, client_context
 from shared.wire.ids import TenantId
 
 CLIENT_NAME: Final = "penstock-gateway"
+CONNECT_S: Final = 1.0
+"""The time to connect, in seconds, as the probes do that are made every half second while Redis is down."""
 NODES_MAX: Final = 1000
 """The most nodes that are connected to because another one named them: what Redis recommends at most."""
 TENANTS_KNOWN_MAX: Final = 16 * 1024
@@ -241,14 +243,14 @@ class _Servers:
         self.config: Final = config
         self.options: Final[dict[str, Any]] = {
             "timeout_s": config.timeout_s,
-            "connect_s": config.connect_s,
+            "connect_s": CONNECT_S,
             "tls": tls,
         }
         self._password: Final = password
         self._hosts: Final = tuple(Address(*host) for host in redis_hosts(config.url))
         self._asking: Final[dict[str, Any]] = {
-            "socket_timeout": config.connect_s,
-            "socket_connect_timeout": config.connect_s,
+            "socket_timeout": CONNECT_S,
+            "socket_connect_timeout": CONNECT_S,
             "retry": Retry(NoBackoff(), 0),
             **({} if tls is None else _tls_options(config)),
         }
@@ -285,7 +287,7 @@ class _Servers:
             client = Redis(host=host, port=port, **own, **self._asking)
             client.set_response_callback("CLUSTER SLOTS", _as_it_came)
             try:
-                async with asyncio.timeout(self.config.connect_s):
+                async with asyncio.timeout(CONNECT_S):
                     told = await client.cluster("SLOTS")
                 if told:
                     return [(first, last, _address(owner, host)) for first, last, owner, *_ in told]

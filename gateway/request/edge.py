@@ -24,7 +24,7 @@ from aiohttp import web
 
 from gateway.admission.quota import QuotaStore, ReservationId
 from gateway.client.answer import Client
-from gateway.client.connection import ReadsInTurn
+from gateway.client.connection import ReadsInTurn, close_after
 from gateway.client.deadlines import Watch
 from gateway.client.heads import check, path_of
 from gateway.client.interface import Body, ClientConnection, Sink
@@ -153,7 +153,7 @@ class Edge:
         """Answer a request of the public listener."""
         path = path_of(request)
         if self._health.lifecycle.phase is Phase.DRAINING:  # its connection is closed after the answer
-            request._message = request._message._replace(should_close=True)
+            close_after(request)
         if path in PROBES:
             return self._probe(request)
         timeouts, connection = self._config.timeouts, request.protocol

@@ -47,11 +47,11 @@
 {{/* gateway.toml: what takes a restart ("penstock.gatewayRestart"), and what is read again by itself. */}}
 {{- define "penstock.gatewayToml" -}}
 {{ include "penstock.gatewayRestart" . }}
-{{ include "penstock.tomlLines" (pick .Values.gateway.settings "keys" "tenants" "tiers" "issuers" "grants" "certificates") }}
+{{ include "penstock.tomlLines" (pick .Values.gateway.settings "keys" "tenants" "issuers" "grants" "certificates") }}
 {{- end -}}
 
 {{- define "penstock.gatewayRestart" -}}
-{{- $own := omit .Values.gateway.settings "keys" "tenants" "tiers" "issuers" "grants" "certificates" -}}
+{{- $own := omit .Values.gateway.settings "keys" "tenants" "issuers" "grants" "certificates" -}}
 {{- $models := list -}}
 {{- range (include "penstock.engines" . | fromJson).engines -}}
   {{- $it := dict "root" $ "engine" . -}}

@@ -157,12 +157,11 @@ annotations:
 {{- end -}}
 {{- end -}}
 
-{{/* Seconds of the longest answer: what is set for all, or the longest that a model, tier or tenant may have. */}}
+{{/* Seconds of the longest answer: what is set for all, or the longest that a model or tenant may have. */}}
 {{- define "penstock.longestStreamS" -}}
 {{- $settings := .Values.gateway.settings -}}
 {{- $longest := .Values.drain.longestStreamS -}}
 {{- $holders := list $settings -}}
-{{- range (values (default (dict) $settings.tiers)) }}{{ $holders = append $holders . }}{{ end -}}
 {{- range (default (list) $settings.tenants) }}{{ $holders = append $holders . }}{{ end -}}
 {{- range .Values.models }}{{ $holders = append $holders (default (dict) .gateway) }}{{ end -}}
 {{- range $holders -}}

@@ -149,7 +149,6 @@ class Setting:
             "tenants": tenants,
             "keys": [{"id": name, "hash": hash_key(name), "tenant": name} for name in TENANTS],
             "timeouts": self.timeouts,
-            "limits": {"write_buffer_len": 1024},
             "admission": {"completion_estimate": self.completion_estimate},
         }
 

@@ -24,6 +24,7 @@ import engine.api.http.generate
 import engine.api.http.http2_server
 import engine.api.http.server
 import gateway.client.answer
+import gateway.client.connection
 import gateway.client.deadlines
 import gateway.listen.listener
 import gateway.relay.engines
@@ -185,6 +186,7 @@ def _in_virtual_time(loop: VirtualLoop) -> Iterator[None]:
             (shared.fairness.fair_threads, "ThreadPoolExecutor", LoopPool),
             (aiohappyeyeballs, "start_connection", start_connection),
             (gateway.listen.listener, "FairAccepting", accepting),
+            (gateway.client.connection, "WRITE_BUFFER_LEN", 1024),
             (engine.api.http.app, "Accepting", accepting),
             (engine.api.http.server, "_in_daemon_thread", inline),
             (engine.api.http.server, "load_model", lru_cache(load_model)),

@@ -144,7 +144,6 @@ class Setting:
     engines: int = 1
     tenant: dict[str, Any] = field(default_factory=dict)
     """Settings of the tenant `acme`."""
-    tiers: dict[str, Any] = field(default_factory=dict)
     timeouts: dict[str, float] = field(default_factory=dict)
     """Settings of `timeouts` that differ from the stage's."""
     pool: type[LoopPool] = LoopPool
@@ -159,8 +158,6 @@ class Setting:
             "tenants": tenants,
             "keys": [{"id": t["id"], "hash": hash_key(t["id"]), "tenant": t["id"]} for t in tenants],
             "timeouts": {"total_s": 200.0, "first_token_s": 100.0, "slow_client_s": 100.0, **self.timeouts},
-            "tiers": self.tiers,
-            "limits": {"write_buffer_len": 1024},
         }
 
     def replaced(self) -> dict[str, Any]:

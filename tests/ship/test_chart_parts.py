@@ -173,8 +173,14 @@ def test_every_kind_of_value_reaches_the_file() -> None:
         "log_level": "debug",
         "timeouts": {"connect_s": 0.25},
         "admission": {"completion_estimate": 16_000_000},
-        "tenants": [{"id": "a", "models": ["de\"mo'"], "limits": {"token_budget": 900_000_000_000_000}}],
-        "tiers": {"flex": {"timeouts": {"total_s": 7200.5}}},
+        "tenants": [
+            {
+                "id": "a",
+                "models": ["de\"mo'"],
+                "limits": {"token_budget": 900_000_000_000_000},
+                "timeouts": {"total_s": 7200.5},
+            }
+        ],
         "keys": [
             {
                 "id": "k",
@@ -202,7 +208,7 @@ def test_every_kind_of_value_reaches_the_file() -> None:
     assert loaded.tenants[0].limits.token_budget == 900_000_000_000_000
     assert loaded.keys[0].labels == ("übung <&>", "line\\n")
     assert loaded.keys[0].expires is not None
-    assert loaded.timeouts.drain_s == 7201, "the longest stream of any tier counts"
+    assert loaded.timeouts.drain_s == 7201, "the longest stream of any tenant counts"
 
 
 def stamp(found: tuple[Manifest, ...], name: str) -> dict[str, Any]:

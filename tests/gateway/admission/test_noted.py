@@ -210,7 +210,7 @@ async def test_a_redis_that_does_not_answer_costs_no_request_anything(
     own: RedisServer, clock: VirtualClock
 ) -> None:
     """Neither before it is known to be down, nor afterwards; and each is counted when it is back."""
-    async with redis_store(own, clock=clock, timeout_s=0.2, connect_s=0.2) as store:
+    async with redis_store(own, clock=clock, timeout_s=0.2) as store:
         house = Noting(store, clock)
         own.stop_still()
         for name in range(50):

@@ -393,7 +393,7 @@ class Outage:
 
 @contextlib.asynccontextmanager
 async def outage(server: RedisServer) -> AsyncIterator[Outage]:
-    async with redis_store(server, timeout_s=0.4, connect_s=0.4) as store:
+    async with redis_store(server, timeout_s=0.4) as store:
         yield Outage(server, store)
 
 

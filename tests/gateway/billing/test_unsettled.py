@@ -243,7 +243,7 @@ async def test_in_a_cluster_a_node_that_is_down_keeps_its_own_alone(
     async with formed_cluster() as cluster:
         names = [TenantId(name) for name in cluster.tenants]
         at = cluster.nodes[0]
-        async with redis_store(at, clock=clock, url=cluster.url, cluster=True, connect_s=0.5) as store:
+        async with redis_store(at, clock=clock, url=cluster.url, cluster=True) as store:
             for name in names:
                 await abandon(store, clock, f"of {name}".replace(" ", "-"), tenant=name)
             cluster.nodes[0].kill()

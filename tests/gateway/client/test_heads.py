@@ -8,12 +8,18 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.client.heads import HEAD_LEN_MAX, is_one_request
+from gateway.client.connection import (
+    HEAD_LEN_MAX,
+    HEAD_PARSED_MAX,
+    BoundedConnection,
+    Connections,
+    is_one_request,
+)
 from gateway.listen import listener
-from gateway.listen.listener import BoundedServer, _Protocol
 from shared.fairness.fair_turns import FairTurns
 from shared.process.listening import http1_options
 from tests.gateway.client.test_hygiene import HALF, answered
@@ -44,7 +50,7 @@ requests = st.one_of(
 beginnings = st.integers(0, len(HALF)).map(lambda n: HALF[:n])
 
 
-def connection() -> _Protocol:
+def connection() -> BoundedConnection:
     """A connection whose requests nobody answers."""
     nobody: Any = None
     server = SimpleNamespace(
@@ -56,7 +62,9 @@ def connection() -> _Protocol:
     )
     loop = asyncio.get_running_loop()
     options: dict[str, Any] = {"unread_s": 60.0, "are_handlers_timed": True, **http1_options(60)}
-    return _Protocol(cast(BoundedServer, server), nobody, 1024, 60.0, loop=loop, **options)
+    return BoundedConnection(
+        cast(web.Server, server), cast(Connections, server), nobody, 60.0, loop=loop, **options
+    )
 
 
 @settings(max_examples=500)
@@ -149,7 +157,7 @@ async def test_heads_that_stop_are_bounded_in_number(
 @pytest.mark.parametrize("before", [b"", WHOLE], ids=["at first", "behind one"])
 async def test_a_head_that_is_too_long_is_refused_though_it_has_no_end(house: House, before: bytes) -> None:
     lines = b"".join(b"x-%d: %b\r\n" % (i, b"y" * 8000) for i in range(6))
-    assert HEAD_LEN_MAX < len(lines) < listener.HEAD_PARSED_MAX
+    assert HEAD_LEN_MAX < len(lines) < HEAD_PARSED_MAX
     reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
     async with asyncio.timeout(PATIENCE_S):
         writer.write(before + HALF + b"\r\n" + lines)
@@ -180,13 +188,13 @@ async def test_a_stream_outlives_half_a_head_behind_it(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house = await open_house(timeouts={"head_s": SOON_S, "idle_s": 600})
-    late, is_late = [], _Protocol._head_is_late
+    late, is_late = [], BoundedConnection._head_is_late
 
-    def count(protocol: _Protocol) -> None:
+    def count(protocol: BoundedConnection) -> None:
         late.append(protocol)
         is_late(protocol)
 
-    monkeypatch.setattr(_Protocol, "_head_is_late", count)
+    monkeypatch.setattr(BoundedConnection, "_head_is_late", count)
     ends = asyncio.Event()
     house.engine.script = lambda _: stream(chunk("a"), ends, chunk("b"))
     client = await RawClient.of(house)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp.web_protocol import RequestHandler
 
-from gateway.client import heads
+from gateway.client import connection
 from gateway.listen import listener
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import unary
@@ -19,10 +19,10 @@ BODY = msgspec.json.encode(CHAT)
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
 HOST = b"host: here\r\n"
 REST = b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (KEY.encode(), len(BODY))
-LONG_BODY = BODY + b" " * (heads.HEAD_LEN_MAX + 1)
+LONG_BODY = BODY + b" " * (connection.HEAD_LEN_MAX + 1)
 LONG_REST = REST.replace(b"%d" % len(BODY), b"%d" % len(LONG_BODY))
 WIDE = b"".join(b"x-%d: %b\r\n" % (i, b"y" * 8000) for i in range(5))
-assert len(WIDE) > heads.HEAD_LEN_MAX
+assert len(WIDE) > connection.HEAD_LEN_MAX
 ANOTHER_HOST: Final = "The request's target names another host than the header host."
 NO_PATHS: Final = (b"/v1%2Fmodels", b"/v1/m%6Fdels", b"/v1/models#x", b"//v1/models", b"/v1/../v1/models")
 """What another server may take for /v1/models."""
@@ -148,7 +148,7 @@ async def test_a_head_that_is_far_too_long_is_refused_before_it_is_parsed(
     monkeypatch.setattr(RequestHandler, "data_received", record)
     status, _ = await answered(house, LINE + HOST + 6 * WIDE)
     assert status == 400
-    assert sum(parsed) <= listener.HEAD_PARSED_MAX
+    assert sum(parsed) <= connection.HEAD_PARSED_MAX
 
 
 async def test_a_transfer_encoding_other_than_chunked_is_refused_by_name(house: House) -> None:
@@ -244,7 +244,7 @@ async def test_requests_before_garbage_in_one_packet_are_answered_and_the_connec
 
 
 async def test_much_garbage_in_one_packet_is_refused_once(house: House) -> None:
-    assert await answers(house, (heads.AHEAD_MAX + 1) * b"\0garbage\r\n\r\n") == [400]
+    assert await answers(house, (connection.AHEAD_MAX + 1) * b"\0garbage\r\n\r\n") == [400]
 
 
 async def test_a_chunk_that_is_broken_in_the_packet_of_its_head_is_the_requests_one_answer(
@@ -325,7 +325,7 @@ async def test_requests_that_are_sent_ahead_are_bounded(house: House, count: int
             await reader.readuntil(b"}")
             writer.write(request * count)
             if is_closed:
-                assert (await reader.read()).count(b"HTTP/1.1 200") <= heads.AHEAD_MAX
+                assert (await reader.read()).count(b"HTTP/1.1 200") <= connection.AHEAD_MAX
             else:
                 for _ in range(count):
                     await reader.readuntil(b"}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,13 @@ from gateway.config.edge import (
     LABELS_MAX,
 )
 from gateway.config.quotas import BUDGET_MAX, MODEL_LIMITS_MAX, QUOTA_MAX
-from gateway.config.timeouts import TimeoutOverrides, TimeoutsConfig
+from gateway.config.timeouts import TimeoutsConfig
 from gateway.config.whole import (
+    ENV_PREFIX,
     FALLBACKS_MAX,
+    GONE,
     PASSED_MAX,
     WORKERS_MAX,
-    GatewayConfig,
-    TenantConfig,
-    Tier,
     load,
     timeouts_of,
 )
@@ -35,7 +35,7 @@ from gateway.identity.caller import Principal
 from gateway.identity.keys import KeyTable, hash_key
 from shared.process import logs
 from shared.process.setting_values import ConfigError
-from shared.process.settings import NAME_LEN_MAX
+from shared.process.settings import NAME_LEN_MAX, variable_of
 from shared.wire.errors import Unauthenticated
 from shared.wire.shapes import BODY_LEN_MAX
 from tests.fakes import VirtualClock
@@ -56,13 +56,6 @@ aliases = ["small", "*"]
 replicas = ["http://engine-0:8001", "http://engine-1:8001/base"]
 upstream_model = "demo"
 timeouts = {{ first_token_s = 300, total_s = 3600 }}
-
-[tiers.flex]
-timeouts = {{ total_s = 7200, first_token_s = 600 }}
-queue_timeout_s = 3600
-
-[tiers.default.timeouts]
-connect_s = 1
 
 [[tenants]]
 id = "acme"
@@ -102,41 +95,6 @@ def test_timeouts_of_tenant_and_model_win_over_everybodys(tmp_path: Path) -> Non
     assert timeouts_of(config.timeouts, model, tenant) == theirs
 
 
-def tenant_of(config: GatewayConfig, tier: Tier, **own: Any) -> TenantConfig:
-    return TenantConfig(id="t", service_tier=tier, **own).as_one_of(config.tiers.of(tier))
-
-
-def test_those_of_a_class_win_over_the_models_and_give_way_to_the_tenants(tmp_path: Path) -> None:
-    config = load(write(tmp_path / "gateway.toml", FULL), {})
-    [model] = config.models
-
-    def timeouts(tier: Tier, **own: float) -> TimeoutsConfig:
-        tenant = tenant_of(config, tier, timeouts=TimeoutOverrides(**own) if own else None)
-        return timeouts_of(config.timeouts, model, tenant)
-
-    assert timeouts("priority") == TimeoutsConfig(first_token_s=300, total_s=3600)
-    assert timeouts("default") == TimeoutsConfig(connect_s=1, first_token_s=300, total_s=3600)
-    assert timeouts("flex") == TimeoutsConfig(first_token_s=600, total_s=7200)
-    assert timeouts("flex", total_s=60) == TimeoutsConfig(first_token_s=600, total_s=60)
-    assert timeouts("priority", total_s=60) == TimeoutsConfig(first_token_s=300, total_s=60)
-
-
-def test_so_do_the_deadlines_that_the_engine_keeps(tmp_path: Path) -> None:
-    config = load(write(tmp_path / "gateway.toml", FULL), {})
-    cases: list[tuple[Tier, float | None, float | None]]
-    cases = [("flex", None, 3600), ("flex", 5, 5), ("priority", None, None)]
-    for tier, own, queue_s in cases:
-        tenant = tenant_of(config, tier, queue_timeout_s=own, request_timeout_s=9)
-        assert (tenant.queue_timeout_s, tenant.request_timeout_s) == (queue_s, 9)
-
-
-def test_a_class_can_be_set_by_the_environment(tmp_path: Path) -> None:
-    env = {"PENSTOCK_GATEWAY_TIERS__PRIORITY__TIMEOUTS__TOTAL_S": "7"}
-    config = load(write(tmp_path / "gateway.toml", FULL), env)
-    assert config.tiers.priority.timeouts == TimeoutOverrides(total_s=7)
-    assert config.tiers.flex.queue_timeout_s == 3600
-
-
 def test_everything_that_is_wrong_is_told_at_once() -> None:
     bad = settings(
         "http://a:1",
@@ -146,7 +104,6 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
         admission={"unknown_fields": "perhaps"},
         model={"timeouts": {"connect_s": -1}},
         tenant={"timeouts": {"first_token_s": "soon", "drain_s": 5}},
-        tiers={"gold": {}, "flex": {"timeouts": {"total_s": "long", "idle_s": 5}, "queue_timeout_s": 0}},
     )
     with pytest.raises(ConfigError) as caught:
         load(bad, {})
@@ -157,10 +114,20 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
     assert "models[0].timeouts.connect_s" in told
     assert "tenants[0].timeouts.first_token_s" in told
     assert "tenants[0].timeouts.drain_s: there is no such setting" in told, "it is no request's"
-    assert "tiers.gold: there is no such setting" in told
-    assert "tiers.flex.timeouts.total_s" in told
-    assert "tiers.flex.timeouts.idle_s: there is no such setting" in told
-    assert "tiers.flex.queue_timeout_s" in told
+
+
+@pytest.mark.parametrize("path", sorted(GONE))
+def test_a_setting_that_is_gone_says_what_became_of_it(path: str) -> None:
+    document: Any = 1
+    for name in reversed(path.split(".")):
+        document = {name.removesuffix("[]"): [document] if name.endswith("[]") else document}
+    sections = settings("http://a:1")
+    with pytest.raises(ConfigError) as caught:
+        load({**sections, **document}, {})
+    assert [one for one in caught.value.problems if one.endswith(f": this setting is {GONE[path]}")]
+    if "[]" not in path:
+        with pytest.raises(ConfigError, match=re.escape(GONE[path])):
+            load(sections, {variable_of(path, ENV_PREFIX): "1"})
 
 
 @pytest.mark.parametrize("name", ["two\nlines", "a\rb", "tab\t", " ", "\x7f"])
@@ -294,15 +261,14 @@ async def test_a_file_that_is_wrong_changes_nothing(tmp_path: Path, text: str | 
     assert reader.now is before
 
 
-async def test_keys_tenants_and_their_classes_alone_are_read_again(tmp_path: Path, log: io.StringIO) -> None:
+async def test_keys_and_tenants_alone_are_read_again(tmp_path: Path, log: io.StringIO) -> None:
     path = write(tmp_path / "gateway.toml", FULL)
     reader = AccountsReader(load(path, {}), path, VirtualClock())
-    tiers = FULL.replace("[tiers.flex]", "[tiers.priority]").replace("connect_s = 1", "connect_s = 2")
-    write(path, tiers.replace('id = "acme"', 'id = "acme"\nservice_tier = "priority"', 1))
+    higher = 'id = "acme"\nservice_tier = "priority"\nqueue_timeout_s = 3600'
+    write(path, FULL.replace('id = "acme"', higher, 1))
     await reader.reload()
     tenant = reader.now.tenants.tenant(named(reader, "Bearer x", 0))
-    assert tenant.timeouts == TimeoutOverrides(first_token_s=600, total_s=60, slow_client_s=5)
-    assert tenant.queue_timeout_s == 3600
+    assert (tenant.service_tier, tenant.queue_timeout_s) == ("priority", 3600)
     extra = f'[[keys]]\nid = "k2"\nhash = "{hash_key("y")}"\ntenant = "acme"\n'
     write(path, FULL.replace('name = "tiny"', 'name = "tiny"\n') + extra)
     await reader.reload()

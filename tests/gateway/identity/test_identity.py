@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from gateway.admission.quota import Scope
 from gateway.config.quotas import QuotaLimits
 from gateway.config.timeouts import TimeoutsConfig
-from gateway.config.whole import KeyConfig, ModelConfig, TenantConfig, TiersConfig
+from gateway.config.whole import KeyConfig, ModelConfig, TenantConfig
 from gateway.directory.accounts import Accounts
 from gateway.identity import keys
 from gateway.identity.caller import Principal
@@ -125,9 +125,7 @@ def principal(tenant: str, *models: str) -> Principal:
 
 @pytest.fixture
 def policy() -> TenantPolicy:
-    return TenantPolicy(
-        MODELS, [TenantConfig(id="all"), TenantConfig(id="one", models=("big",))], TiersConfig()
-    )
+    return TenantPolicy(MODELS, [TenantConfig(id="all"), TenantConfig(id="one", models=("big",))])
 
 
 def test_names_aliases_and_the_star(policy: TenantPolicy) -> None:
@@ -154,7 +152,7 @@ def test_a_key_narrows_its_tenant_and_never_widens_it(policy: TenantPolicy) -> N
 def test_without_a_name_the_only_model_is_meant(policy: TenantPolicy) -> None:
     with pytest.raises(InvalidRequest):
         policy.resolve(principal("all"), None)
-    single = TenantPolicy(MODELS[:1], [TenantConfig(id="all")], TiersConfig())
+    single = TenantPolicy(MODELS[:1], [TenantConfig(id="all")])
     assert single.resolve(principal("all"), None).name == "big"
 
 
@@ -165,7 +163,6 @@ def accounts() -> Accounts:
             TenantConfig(id="all", limits=QuotaLimits(tokens_per_min=60)),
             TenantConfig(id="one", models=("big",)),
         ],
-        TiersConfig(),
     )
     return Accounts(KeyTable([]), KeyTable([]), tenants, TimeoutsConfig(total_s=9))
 

@@ -19,7 +19,7 @@ from gateway.config.edge import HMAC_PREFIX, Algorithm, IssuerConfig
 from gateway.config.holders import GrantConfig
 from gateway.config.quotas import QuotaLimits
 from gateway.config.timeouts import TimeoutsConfig
-from gateway.config.whole import ModelConfig, TenantConfig, TiersConfig, load
+from gateway.config.whole import ModelConfig, TenantConfig, load
 from gateway.directory.accounts import TERMS_MAX, Accounts
 from gateway.identity import jwt
 from gateway.identity.caller import Principal
@@ -397,7 +397,7 @@ def test_thousands_of_subjects_are_forgotten_in_turn(tmp_path: Path, monkeypatch
 
 
 def test_terms_of_thousands_of_subjects_make_room_for_others() -> None:
-    policy = TenantPolicy([ModelConfig("tiny", ("http://a",))], [TenantConfig("acme")], TiersConfig())
+    policy = TenantPolicy([ModelConfig("tiny", ("http://a",))], [TenantConfig("acme")])
     here = Accounts(KeyTable([]), KeyTable([]), policy, TimeoutsConfig())
     limits = QuotaLimits(requests_per_min=1)
 
@@ -465,7 +465,7 @@ def test_the_first_grant_that_fits_the_claims_is_the_callers(
 
 def test_a_grants_limits_and_tier_are_in_the_callers_terms(tmp_path: Path) -> None:
     config = load(settings("http://a", tenant={"limits": {"requests_per_min": 9}}), {})
-    policy = TenantPolicy(config.models, config.tenants, config.tiers)
+    policy = TenantPolicy(config.models, config.tenants)
     tokens = table(issuer(tmp_path / "k", EC), grants=GRANTS)
     here = Accounts(KeyTable([]), KeyTable([]), policy, TimeoutsConfig())
     terms = here.terms(identify(tokens, EC.token(scope="infer")), "tiny")
@@ -475,6 +475,6 @@ def test_a_grants_limits_and_tier_are_in_the_callers_terms(tmp_path: Path) -> No
         (Scope.TENANT, 9),
     ]
     higher = replace(config.tenants[0], service_tier="flex")
-    policy = TenantPolicy(config.models, [higher], config.tiers)
+    policy = TenantPolicy(config.models, [higher])
     above = structs.replace(identify(tokens, EC.token(scope="infer")), service_tier="priority")
     assert policy.tenant(above).service_tier == "flex", "a grant never widens its tenant"

@@ -24,6 +24,7 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import ConnectionTerminated
 
+from gateway.client import connection
 from gateway.config.edge import TlsConfig
 from gateway.config.holders import CertificateConfig
 from gateway.config.quotas import QuotaLimits
@@ -180,7 +181,7 @@ async def test_whoever_speaks_http_1_1_gets_it(
 async def test_a_client_that_speaks_http_2_alone_is_told_that_http_1_1_is_required(
     open_house: Open, pki: Pki, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "LINGER_S", 0.2)
+    monkeypatch.setattr(connection, "LINGER_S", 0.2)
     house = await open_house(listen=pki.settings())
     context = pki.client()
     context.set_alpn_protocols(["h2"])

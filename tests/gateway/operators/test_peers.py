@@ -222,9 +222,7 @@ async def test_a_gateway_that_stops_is_not_missed(open_house: Open, redis: Redis
 
 
 async def test_without_redis_each_goes_on_by_itself(open_house: Open) -> None:
-    house = await open_house(
-        admin=operator_keys(), redis={"url": "redis://127.0.0.1:1", "connect_s": 0.1, "timeout_s": 0.1}
-    )
+    house = await open_house(admin=operator_keys(), redis={"url": "redis://127.0.0.1:1", "timeout_s": 0.1})
     house.engine.script = unary()
     await served(house, "req")
     assert (await ask(house, "/requests/req"))[0] == 200

@@ -76,7 +76,7 @@ async def test_usage_on_every_node_is_found(cluster: Cluster) -> None:
 
 
 async def test_a_node_that_dies_is_down_for_its_own_tenants_alone(cluster: Cluster) -> None:
-    async with redis_store(cluster.nodes[0], url=cluster.url, cluster=True, connect_s=0.5) as store:
+    async with redis_store(cluster.nodes[0], url=cluster.url, cluster=True) as store:
         cluster.nodes[0].kill()
         dead, *living = cluster.tenants
         with pytest.raises(StoreUnavailable):
@@ -90,7 +90,7 @@ async def test_usage_that_a_dead_node_is_owed_waits_by_itself(cluster: Cluster) 
     """The tenants have no limits, so their requests are counted in the gateway and posted."""
     dead, served, _ = map(TenantId, cluster.tenants)
     clock = VirtualClock()
-    settings: dict[str, Any] = {"url": cluster.url, "cluster": True, "connect_s": 0.5, "prefix": "test"}
+    settings: dict[str, Any] = {"url": cluster.url, "cluster": True, "prefix": "test"}
     async with redis_store(cluster.nodes[0], clock=clock, **settings) as store:
         guarded = GuardedStore(store, clock=clock)
         node = cluster.nodes[0]
@@ -262,7 +262,7 @@ async def test_the_primary_that_sentinels_choose_is_used_after_a_failover() -> N
         await eventually(lambda: all(_knows_all(watcher) for watcher in watchers))
         url = "redis://" + ",".join(f"127.0.0.1:{port}" for port in ports)
         who = tenant(concurrent=2)
-        async with redis_store(primary, url=url, sentinel=PRIMARY, connect_s=1.0) as store:
+        async with redis_store(primary, url=url, sentinel=PRIMARY) as store:
             assert await admitted(store, 1, who)
             await eventually(lambda: bool(replica.admin.keys("*:reservations")))
             primary.kill()
@@ -325,7 +325,7 @@ async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
         ports = stack.enter_context(sentinels(primary.port, *lines))
         url = "redis://" + ",".join(f"127.0.0.1:{port}" for port in ports)
         settings: dict[str, Any] = {"url": url, "sentinel": PRIMARY, "password": f"file:{of_primary}"}
-        config = RedisConfig(**settings, sentinel_password=f"file:{of_sentinels}", connect_s=3.0)
+        config = RedisConfig(**settings, sentinel_password=f"file:{of_sentinels}")
         store = open_store(config, {})
         with pytest.raises(StoreUnavailable, match="No master found"):
             await store.renew([])

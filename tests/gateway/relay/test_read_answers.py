@@ -15,6 +15,7 @@ import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
+from unittest import mock
 
 import aiohttp
 import msgspec
@@ -23,6 +24,7 @@ from msgspec import Struct
 
 from gateway.app import Gateway
 from gateway.config.whole import load
+from gateway.discovery import foreign_loads
 from gateway.relay import http1
 from gateway.relay.foreign import NAME_LEN_MAX, USAGE_LEN_MAX, UsageFinder
 from gateway.relay.stream import HEAD_LEN_MAX
@@ -203,9 +205,10 @@ def stand_in() -> StandIn:
 @asynccontextmanager
 async def gateway_before(urls: Sequence[str], protocol: str, log: io.StringIO) -> AsyncIterator[Front]:
     model = {"name": MODEL, "replicas": urls, "protocol": protocol, "engine": "openai"}
-    config = load(settings(models=[model], hop={"metrics_interval_s": 0}), {})
-    async with Gateway(config) as gateway, aiohttp.ClientSession() as client:
-        yield Front(gateway, client, log)
+    config = load(settings(models=[model]), {})
+    with mock.patch.object(foreign_loads, "INTERVAL_S", 3600.0):
+        async with Gateway(config) as gateway, aiohttp.ClientSession() as client:
+            yield Front(gateway, client, log)
 
 
 @pytest.fixture

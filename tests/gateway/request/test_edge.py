@@ -167,8 +167,9 @@ async def test_what_the_kernel_holds_of_a_connection_is_bounded(house: House) ->
     async with house.get("/v1/models") as answer:
         assert answer.status == 200
         assert house.gateway._public is not None
-        [transport] = house.gateway._public._server._connections.values()
-        accepted = transport.get_extra_info("socket")
+        [connection] = house.gateway._public._server.connections
+        assert connection.transport is not None
+        accepted = connection.transport.get_extra_info("socket")
         bounds = [accepted.getsockopt(socket.SOL_SOCKET, it) for it in (socket.SO_RCVBUF, socket.SO_SNDBUF)]
     assert bounds == [2 * RECEIVE_BUFFER_LEN, 2 * SEND_BUFFER_LEN]
 

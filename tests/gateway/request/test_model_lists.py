@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.config.whole import ModelConfig, TenantConfig, TiersConfig
+from gateway.config.whole import ModelConfig, TenantConfig
 from gateway.identity.tenant import TenantPolicy
 from gateway.relay.checked_bundles import CheckedBundle
 from gateway.relay.engines import EngineProfile, Engines
@@ -51,7 +51,7 @@ class World:
     def __init__(self, kept_len_max: int = 10_000) -> None:
         self.engines = Engines(MODELS, Nobody(), VirtualClock())
         self.lists = ModelLists(self.engines, 7, kept_len_max)
-        self.policy = TenantPolicy(MODELS, TENANTS, TiersConfig())
+        self.policy = TenantPolicy(MODELS, TENANTS)
 
     async def tell(self, created: int, room: Room | None = None) -> None:
         """Let the engine of one model tell this."""
@@ -87,7 +87,7 @@ async def test_a_list_is_worked_out_again_when_an_engine_or_the_configuration_sa
     assert world.of("one") is before, "it is the same"
     world.policy = world.policy.changed([TenantConfig(id="one", models=("big",))], [])
     assert ids(world.of("one")) == ["big"]
-    world.policy = TenantPolicy(MODELS[1:], TENANTS, TiersConfig())
+    world.policy = TenantPolicy(MODELS[1:], TENANTS)
     assert ids(world.of("all")) == ["small"]
 
 

@@ -77,11 +77,10 @@ async def told(house: House, **headers: str) -> tuple[str | None, str | None]:
     return seen.get(QUEUE_TIMEOUT_HEADER), seen.get(REQUEST_TIMEOUT_HEADER)
 
 
-async def test_deadlines_of_the_model_the_class_and_the_tenant(open_house: Open) -> None:
+async def test_deadlines_of_the_model_and_the_tenant(open_house: Open) -> None:
     house = await open_house(
         model={"queue_timeout_s": 20, "request_timeout_s": 200},
-        tiers={"default": {"queue_timeout_s": 10, "request_timeout_s": 300}},
-        tenant={"service_tier": "default", "queue_timeout_s": 5},
+        tenant={"queue_timeout_s": 5, "request_timeout_s": 300},
     )
     assert await told(house) == ("5", "300")
     longer = {QUEUE_TIMEOUT_HEADER: "6", REQUEST_TIMEOUT_HEADER: "600"}

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from gateway.client import connection as connections
+from gateway.client.connection import BoundedConnection
 from gateway.client.deadlines import Watch
 from gateway.request import edge
 from shared.wire.errors import ApiError, FirstTokenTimeout, InterTokenTimeout, RequestAborted, TotalTimeout
@@ -27,7 +29,6 @@ Set = Callable[..., dict[str, Any]]
 LEVELS: dict[str, Set] = {
     "everybody's": lambda **s: {"timeouts": s},
     "the model's": lambda **s: {"model": {"timeouts": s}},
-    "the class's": lambda **s: {"tiers": {"flex": {"timeouts": s}}, "tenant": {"service_tier": "flex"}},
     "the tenant's": lambda **s: {"tenant": {"timeouts": s}},
 }
 
@@ -194,11 +195,7 @@ async def test_the_most_specific_timeout_wins_longer_or_shorter(open_house: Open
     house = await open_house(
         timeouts={"total_s": SOON_S, "inter_token_s": SOON_S},
         model={"timeouts": {"total_s": SOON_S, "first_token_s": 30, "inter_token_s": 60}},
-        tiers={
-            "flex": {"timeouts": {"total_s": 60, "inter_token_s": 60}},
-            "priority": {"timeouts": {"total_s": SOON_S, "first_token_s": SOON_S}},
-        },
-        tenant={"service_tier": "flex", "timeouts": {"inter_token_s": 2 * SOON_S}},
+        tenant={"timeouts": {"total_s": 60, "inter_token_s": 2 * SOON_S}},
     )
     house.engine.script = stream(chunk("a"), asyncio.Event())
     async with house.chat(stream=True) as answer:
@@ -325,31 +322,39 @@ async def test_an_answer_that_aiohttp_writes_holds_a_connection_that_is_not_read
     """Also behind the end of the connection, where its buffers hold what nobody reads."""
     unread = web.Response(body=b"x" * 4_000_000)
     monkeypatch.setattr(edge, "probe_response", lambda *_: unread)
-    idle_s, buffer = SOON_S if how == "closed as idle" else 60, "1KiB" if how == "read no more" else "16MiB"
+    idle_s, buffer = (
+        SOON_S if how == "closed as idle" else 60,
+        1024 if how == "read no more" else 16 * 1024**2,
+    )
     times = {"slow_client_s": 2 * SOON_S, "idle_s": idle_s}
-    house = await open_house(timeouts=times, limits={"write_buffer_len": buffer})
+    monkeypatch.setattr(connections, "WRITE_BUFFER_LEN", buffer)
+    house = await open_house(timeouts=times)
     closes = "connection: close\r\n" if how == "closed with it" else ""
     reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port, limit=1)
     writer.write(f"GET /livez HTTP/1.1\r\nhost: here\r\n{closes}\r\n".encode())
     await reader.readexactly(1)
     assert house.gateway._public is not None
-    connections = house.gateway._public._server._connections
-    await until(lambda: not connections)
+    server = house.gateway._public._server
+    await until(lambda: not server.connections)
     writer.transport.abort()
 
 
-async def test_a_closed_connection_of_which_only_a_part_is_read_still_ends(open_house: Open) -> None:
-    house = await open_house(timeouts={"slow_client_s": 2 * SOON_S}, limits={"write_buffer_len": "1KiB"})
+async def test_a_closed_connection_of_which_only_a_part_is_read_still_ends(
+    open_house: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "WRITE_BUFFER_LEN", 1024)
+    house = await open_house(timeouts={"slow_client_s": 2 * SOON_S})
     reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port, limit=1)
     writer.write(b"GET /livez HTTP/1.1\r\nhost: here\r\n\r\n")
     await reader.readexactly(1)
     assert house.gateway._public is not None
-    connections = house.gateway._public._server._connections
-    [(connection, transport)] = connections.items()
-    transport.write(b"x" * 16_000_000)
+    server = house.gateway._public._server
+    [connection] = server.connections
+    assert connection.transport is not None
+    connection.transport.write(b"x" * 16_000_000)
     connection.force_close()
     connection.resume_writing()  # as when a part of it was read
-    await until(lambda: not connections)
+    await until(lambda: not server.connections)
     writer.transport.abort()
 
 
@@ -360,7 +365,11 @@ async def test_a_request_that_is_answered_has_its_own_time_to_be_read(open_house
     async with house.chat(stream=True) as answer:
         assert await answer.content.readuntil(b"\n\n") == chunk("a")
         assert house.gateway._public is not None
-        [(connection, transport)] = house.gateway._public._server._connections.items()
-        connection._cut_off(transport)  # as if nothing had been read for the time that the listener gives
+        [connection] = house.gateway._public._server.connections
+        assert isinstance(connection, BoundedConnection)
+        assert connection.transport is not None
+        connection._cut_off(
+            connection.transport
+        )  # as if nothing had been read for the time that the listener gives
         go_on.set()
         assert (await answer.read()).startswith(chunk("b"))
