@@ -1,8 +1,9 @@
 """The requests of OpenAI's responses: `/v1/responses`, and `/v1/responses/input_tokens`, which counts.
 
-Nothing is stored here, so whatever refers to something stored, or asks for it, is refused by name, whoever is
-to serve the request: the responses of an engine of another make are nobody's that the gateway knows. OpenAI
-stores where `store` is absent; here that asks for nothing, and the answer says so.
+An engine stores nothing, so it refuses by name what asks for that, or refers to something stored
+(`check_unstored`). A gateway that keeps responses (`gateway.stored`) sends it neither: it takes both out of a
+request, and puts what the caller refers to in its place. OpenAI stores where `store` is absent; where nothing
+is kept that asks for nothing, and the answer says so.
 
 Two fields change nothing, though they may seem to. `truncation: auto` asks for what never happens here:
 nothing is dropped, and an input that is too long is refused in either case. `max_tool_calls` is about tools
@@ -37,7 +38,7 @@ from shared.apis.responses.tools import (
 from shared.apis.structure import Structure, TextFormat, check_text_format
 from shared.apis.tools import Tool, ToolChoice
 from shared.apis.validation import surplus_fields
-from shared.wire.errors import InvalidRequest, NotFound
+from shared.wire.errors import InvalidRequest, NotFound, UnsupportedParameter
 from shared.wire.shapes import ITEMS_MAX, LOGPROBS_MAX, TOKENS_MAX, TOOLS_MAX, Unshown
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -51,6 +52,7 @@ _OF_OTHERS: Final = frozenset(
 )
 """What can be included of items that no answer here has."""
 _INCLUDED_MAX: Final = 16
+ID_LEN_MAX: Final = 256
 _NULL: Final = Raw(b"null")
 Summary = Literal["auto", "concise", "detailed"]
 Input = str | Annotated[list[InputItem], Meta(min_length=1, max_length=ITEMS_MAX)]
@@ -121,9 +123,15 @@ def _prompt(asked: _Fields) -> ChatPrompt:
     )
 
 
-def _check_stateless(asked: _Fields) -> None:
+def check_unstored(asked: ResponsesRequest | InputTokensRequest) -> None:
+    """Refuse what needs responses that are kept. Raises UnsupportedParameter."""
     if asked.previous_response_id is not None:
         raise unsupported("previous_response_id", "input, with the items of the turns before")
+    if isinstance(asked, ResponsesRequest) and asked.store:
+        raise UnsupportedParameter("store: responses are not kept here.", param="store")
+
+
+def _check_conversation(asked: _Fields) -> None:
     if asked.conversation != _NULL:
         raise unsupported("conversation", "input, with the items of the turns before")
 
@@ -225,10 +233,13 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
     """The urgency: `priority` before `default` before `flex`. `auto` and `scale` are `default`."""
     stream_options: ResponsesStreamOptions | None = None
 
-    # of what is stored: only values that ask for nothing
     store: bool | None = None
+    """Whether the response is kept, for those that a gateway keeps. True where it is not said."""
+    previous_response_id: Annotated[str, Meta(min_length=1, max_length=ID_LEN_MAX)] | None = None
+    """A response that is kept, whose conversation this one goes on with."""
+
+    # only values that ask for nothing
     background: bool | None = None
-    previous_response_id: str | None = None
     conversation: Raw = _NULL
     prompt: Raw = _NULL
 
@@ -260,10 +271,9 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
         return _prompt(self)
 
     def check(self, fields: Mapping[str, Raw]) -> None:
-        _check_stateless(self)
-        for name, value in (("store", self.store), ("background", self.background)):
-            if value:
-                raise unsupported(name)
+        _check_conversation(self)
+        if self.background:
+            raise unsupported("background", "stream")
         if self.prompt != _NULL:
             raise unsupported("prompt", "instructions and input")
         if self.stream_options is not None and not self.stream:
@@ -271,6 +281,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
         _ = self.prompt_form  # made here, where work is shared out, and refused by its places
 
     def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
+        check_unstored(self)
         _check_prompt_fields(self)
         for at, name in enumerate(self.include or ()):
             if name not in (LOGPROBS, ENCRYPTED) and name not in _OF_OTHERS:
@@ -348,7 +359,7 @@ class InputTokensRequest(Request, kw_only=True, dict=True):
     """The tools that the model may call."""
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Annotated[str, Meta(min_length=1, max_length=ID_LEN_MAX)] | None = None
     conversation: Raw = _NULL
 
     # without effect on the prompt
@@ -369,10 +380,11 @@ class InputTokensRequest(Request, kw_only=True, dict=True):
         return _prompt(self)
 
     def check(self, fields: Mapping[str, Raw]) -> None:
-        _check_stateless(self)
+        _check_conversation(self)
         _ = self.prompt_form
 
     def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
+        check_unstored(self)
         _check_prompt_fields(self)
 
     def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
