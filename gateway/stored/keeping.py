@@ -30,9 +30,22 @@ from msgspec import Raw
 from gateway.client.deadlines import Watch
 from gateway.client.interface import Outlet
 from gateway.config.responses import ResponsesConfig
-from gateway.stored.responses import LINKS_MAX, PAGE_LEN, KeptResponse, NoRoom, ResponseStore, TurnsPage
+from gateway.stored.responses import (
+    LINKS_MAX,
+    OVERHEAD_LEN,
+    PAGE_LEN,
+    KeptResponse,
+    NoRoom,
+    ResponseStore,
+    TurnsPage,
+)
 from shared.apis.holding import Holding, weigh, weigh_long
-from shared.apis.responses.request import InputTokensRequest, ResponsesRequest, check_unstored
+from shared.apis.responses.request import (
+    InputTokensRequest,
+    ResponsesRequest,
+    check_unstored,
+    put_behind,
+)
 from shared.apis.responses.stored import conversation_of, kept_items
 from shared.apis.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices, with_fields
 from shared.fairness.fair_share import FairShare
@@ -159,6 +172,7 @@ class Kept:
         parts = await self._conversation()
         body = with_fields(fields, input=conversation_of(parts, given))
         ignored, shape = parsed.ignored, type(request)
+        own_items = 1 if isinstance(request.input, str) else len(request.input)
         del parsed, request, given, fields, parts
         self._holding.hold(len(self._items))
         if len(body) > self._all.body_len_max:
@@ -168,6 +182,7 @@ class Kept:
         else:
             await weigh_long(body, holding, self._all.threads, self._tenant)
             read = await self._all.threads.run(self._tenant, parse_slices(body, shape), holds=True)
+        put_behind(read.request, len(read.request.input) - own_items)
         return msgspec.structs.replace(read, ignored=ignored)
 
     def _keep_items(self, given: Any, length: int) -> None:
@@ -260,7 +275,7 @@ class Kept:
         return msgspec.json.encode({**event, "response": told}) if is_event else bytes(told)
 
     async def _put(self, kept: KeptResponse) -> None:
-        if kept.size > self._all.config.response_len_max + ENDING_LEN:
+        if kept.size - OVERHEAD_LEN > self._all.config.response_len_max:
             self._give_up("too_long")
             return
         began_s = self._all.clock.monotonic()

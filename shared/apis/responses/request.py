@@ -12,6 +12,7 @@ that a server calls itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
@@ -54,6 +55,8 @@ _OF_OTHERS: Final = frozenset(
 _INCLUDED_MAX: Final = 16
 ID_LEN_MAX: Final = 256
 _NULL: Final = Raw(b"null")
+_COUNT_BEFORE: Final = "count_before"
+_PLACE: Final = re.compile(r"input\[(\d+)\]")
 Summary = Literal["auto", "concise", "detailed"]
 Input = str | Annotated[list[InputItem], Meta(min_length=1, max_length=ITEMS_MAX)]
 OfferedList = Annotated[list[ResponsesTool], Meta(max_length=TOOLS_MAX)]
@@ -131,6 +134,24 @@ def check_unstored(asked: ResponsesRequest | InputTokensRequest) -> None:
         raise UnsupportedParameter("store: responses are not kept here.", param="store")
 
 
+def put_behind(asked: ResponsesRequest | InputTokensRequest, count: int) -> None:
+    """Note that the first `count` items of a request's input are those of the conversation that it goes on
+    with. What is wrong with the others is told by their places in what the caller sent."""
+    said = asked.said
+    image = None if said.image is None else _own_place(said.image, count)
+    places = tuple([_own_place(place, count) for place in said.places])
+    own = vars(asked)
+    own |= {"said": InputMessages(said.messages, places, image), _COUNT_BEFORE: count}
+    own.pop("prompt_form", None)
+
+
+def _own_place(place: str, count: int) -> str:
+    if (found := _PLACE.match(place)) is None:
+        return place
+    index = int(found[1]) - count
+    return f"input[{index}]{place[found.end() :]}" if index >= 0 else "previous_response_id"
+
+
 def _check_conversation(asked: _Fields) -> None:
     if asked.conversation != _NULL:
         raise unsupported("conversation", "input, with the items of the turns before")
@@ -140,7 +161,7 @@ def _check_prompt_fields(asked: _Fields) -> None:
     """Check what our engines take of the fields that make the prompt."""
     if asked.said.image is not None:
         raise unsupported(asked.said.image)
-    _check_arguments(asked.input)
+    _check_arguments(asked.input, vars(asked).get(_COUNT_BEFORE, 0))
     if asked.tools:
         check_offered(asked.tools)
     reasoning, text = asked.reasoning, asked.text
@@ -157,14 +178,14 @@ def _check_prompt_fields(asked: _Fields) -> None:
 _decode_object: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-def _check_arguments(given: Input) -> None:
+def _check_arguments(given: Input, before: int) -> None:
     """Raises InvalidRequest for a call whose arguments are no object: a template is given them as one."""
     for index, item in enumerate(() if isinstance(given, str) else given):
         if item.arguments and item.kind == "function_call":
             try:
                 _decode_object(item.arguments)
             except (msgspec.MsgspecError, UnicodeError):
-                where = f"input[{index}].arguments"
+                where = _own_place(f"input[{index}].arguments", before)
                 raise InvalidRequest(f"{where} must be a JSON object, as text.", param=where) from None
 
 

@@ -117,13 +117,11 @@ _LOGPROBS: Final = b'"logprobs":[{'
 
 def conversation_of(parts: Sequence[bytes], given: Raw) -> Raw:
     """An input, as it was sent, behind the items of a conversation, in lists."""
-    own = b"[%b]" % _as_item(given) if given[:1] == b'"' else bytes(given)
+    own = bytes(given)
+    if own.startswith(b'"'):
+        own = b'[{"role":"user","content":%b}]' % own
     inner = [_without_logprobs(part).strip()[1:-1] for part in (*parts, own)]
     return Raw(b"[%b]" % b",".join([one for one in inner if one.strip()]))
-
-
-def _as_item(text: bytes | Raw) -> bytes:
-    return b'{"role":"user","content":%b}' % bytes(text)
 
 
 def _without_logprobs(part: bytes) -> bytes:

@@ -46,7 +46,6 @@ class Kept:
         return [one for one in ids if await self.store.get(tenant, one) is not None]
 
 
-
 def in_redis(server: RedisServer, **bounds: Any) -> RedisResponses:
     settings = {"url": server.url, "key_prefix": f"test-{uuid.uuid4().hex}"}
     return open_responses(ResponsesConfig("redis", **{**BOUNDS, **bounds}), RedisConfig(**settings), {})
