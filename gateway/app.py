@@ -64,7 +64,11 @@ from gateway.request.pipeline import Pipeline
 from gateway.request.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, MEMBERS, forget_replica
 from gateway.request.recorder import Recorder
 from gateway.request.salts import new_secret, salts_secret
+from gateway.request.stored_responses import StoredResponses
 from gateway.routing.replicas import Replicas
+from gateway.stored.keeping import KeptResponses
+from gateway.stored.memory import MemoryResponses
+from gateway.stored.responses import ResponseStore
 from gateway.workers.channel import Answer, Door, WorkerStart, listen_on
 from gateway.workers.siblings import Siblings
 from shared.fairness.fair_share import FairShare
@@ -146,11 +150,15 @@ class Gateway:
         self._known, self._turns = KnownCallers(), FairTurns()
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
         salts = salts_secret(config.hop, env, worker.salts if worker is not None else new_secret())
-        pipeline = Pipeline(config, *parts, self.billing, self._known, self._turns, salts)
+        self._stored = _response_store(config, env, clock)
+        bounds = clock, config.limits.body_len_max
+        kept_responses = KeptResponses(config.responses, self._stored, memory, self._threads, *bounds)
+        pipeline = Pipeline(config, *parts, self.billing, self._known, self._turns, salts, kept_responses)
         self._health = health = Health(self.lifecycle, self._problems)
         self._tracing = tracing_of(config.tracing, "penstock-gateway", env)
         kept = self._recorder, self._minutes, self._key_uses = _kept(config, worker)
-        known = self.accounts, pipeline, self.live, self.engines, store, health
+        told = StoredResponses(kept_responses)
+        known = self.accounts, pipeline, self.live, self.engines, store, health, told
         self._edge = Edge(config, *known, clock, self._tracing, *kept)
         self._clock, self._worker, self._chats = clock, worker, Chats(clock)
         if worker is not None:
@@ -198,6 +206,8 @@ class Gateway:
         known = self.engines, self.replicas, self._upstream, self._credentials
         loads = ForeignLoads(models, *known, self._clock)
         works = {**self.engines.works(), "engines' metrics": loads.watch}
+        if self._stored is not None:
+            works["stored responses"] = self._stored.watch
         if self._minutes is not None:
             works["engines' figures"] = self._overview.watch
         if self._guarded is not None and self.billing.spool is not None:
@@ -219,6 +229,9 @@ class Gateway:
                 stack.push_async_callback(self._redis.aclose)
             if self._guarded is not None:
                 await self._guarded.renew([])  # the first probe; until one succeeds, the store is down
+            if self._stored is not None:
+                stack.push_async_callback(self._stored.aclose)
+                await self._stored.begin()
             if self._follower is not None:
                 stack.push_async_callback(self._follower.directory.aclose)
             if self._worker is not None:
@@ -480,6 +493,19 @@ def _redis_store(config: GatewayConfig, env: Mapping[str, str]) -> RedisStore | 
     from gateway.admission.redis_store import open_store
 
     return open_store(config.redis, env, one_node=config.quotas.one_node, days_kept=config.accounting.days)
+
+
+def _response_store(config: GatewayConfig, env: Mapping[str, str], clock: Clock) -> ResponseStore | None:
+    """The responses that are kept, in Redis not yet connected; None where none are. Raises ConfigError."""
+    match config.responses.store:
+        case "off":
+            return None
+        case "memory":
+            return MemoryResponses(config.responses, clock)
+        case "redis":
+            from gateway.stored.redis import open_responses  # only here, as the store of quotas
+
+            return open_responses(config.responses, config.redis, env, clock)
 
 
 def _revoked_key() -> KeyRevoked:

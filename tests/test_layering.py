@@ -165,6 +165,7 @@ GATEWAY_LEVELS = (
             "config.quotas",
             "config.directory",
             "config.redis",
+            "config.responses",
             "endpoints",
         ),
         "config.certificate_names",
@@ -180,6 +181,7 @@ GATEWAY_LEVELS = (
         "request.key_uses",
     },
     {"redis"},
+    {"stored"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {
         *("directory.accounts", "directory.development", "operators.operations", "billing", "openapi.public"),
@@ -205,6 +207,7 @@ GATEWAY_LEVELS = (
     },
     {
         *("request.outbound", "request.dispatch", "operators.requests", "operators.tenant_limits"),
+        "request.stored_responses",
         *("operators.gate", "operators.chats", "operators.engines", "operators.peers"),
     },
     {"operators.overview"},

@@ -42,27 +42,12 @@ class Body(Protocol):
         ...
 
 
-class Sink(Protocol):
-    """The way back of a request's answer. What raises ClientGone does so once nobody is left to read it."""
+class Outlet(Protocol):
+    """The way back of an answer that begins, comes in pieces and is whole in the end. What raises ClientGone
+    does so once nobody is left to read it."""
 
-    status: int | None
-    """The status of an answer that has begun, which can no longer be changed. None until then."""
-    finished: bool
     is_chunked: bool
     """True if each piece of the answer is a chunk of HTTP/1.1."""
-    slow_client_s: float
-    """The time within which what is written must be read, in seconds."""
-    blocked_s: float
-    """The time that was waited for room so far, in seconds."""
-
-    @property
-    def is_gone(self) -> bool:
-        """True if nobody is left to read the answer."""
-        ...
-
-    async def go_on(self) -> None:
-        """Tell a client that waits for it to send the body."""
-        ...
 
     async def begin(self, status: int, headers: Mapping[str, str], body: bytes, *, whole: bool) -> None:
         """Write the head and the first bytes of the body, or all of the body when `whole`. `headers` have the
@@ -88,6 +73,27 @@ class Sink(Protocol):
 
     async def finish(self) -> None:
         """End a whole answer. Raises ClientGone."""
+        ...
+
+
+class Sink(Outlet, Protocol):
+    """The way back of a request's answer, whatever its end."""
+
+    status: int | None
+    """The status of an answer that has begun, which can no longer be changed. None until then."""
+    finished: bool
+    slow_client_s: float
+    """The time within which what is written must be read, in seconds."""
+    blocked_s: float
+    """The time that was waited for room so far, in seconds."""
+
+    @property
+    def is_gone(self) -> bool:
+        """True if nobody is left to read the answer."""
+        ...
+
+    async def go_on(self) -> None:
+        """Tell a client that waits for it to send the body."""
         ...
 
     async def fail(self, error: ApiError, event: bytes | None) -> None:

@@ -56,6 +56,7 @@ from gateway.config.quotas import (
     model_limit_problems,
 )
 from gateway.config.redis import RedisConfig
+from gateway.config.responses import ResponsesConfig
 from gateway.config.secret import SecretSource
 from gateway.config.timeouts import TimeoutOverrides, TimeoutsConfig
 from gateway.endpoints.routes import SCOPES
@@ -296,6 +297,8 @@ class GatewayConfig:
     """Where the usage of quotas is counted."""
     directory: DirectoryConfig = DirectoryConfig()
     """Where tenants and keys are kept that operators change while gateways run."""
+    responses: ResponsesConfig = field(default_factory=ResponsesConfig)
+    """Responses that are kept for callers to refer to: text of prompts and answers."""
     accounting: AccountingConfig = field(default_factory=AccountingConfig)
     """Callers' usage: how long it is kept, and to whom it is told."""
     admission: AdmissionConfig = AdmissionConfig()
@@ -374,12 +377,18 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     yield from _unknown_names(config, model_names, tenant_ids)
     if config.workers > 1 and config.quotas.store == "memory":
         yield from _counted_apart(config)
+    if config.workers > 1 and config.responses.store == "memory":
+        yield f'responses: {config.workers} workers keep nothing together in memory: set store = "redis"'
     yield from _redis_problems(config)
 
 
 def _redis_problems(config: GatewayConfig) -> Iterator[str]:
     """The uses of Redis that [redis] does not allow."""
-    stores = {"quotas": config.quotas.store, "directory": config.directory.store}
+    stores = {
+        "quotas": config.quotas.store,
+        "directory": config.directory.store,
+        "responses": config.responses.store,
+    }
     for section, store in stores.items():
         if store == "redis" and config.redis.url is None:
             yield f'{section}: store = "redis" needs url in [redis]'

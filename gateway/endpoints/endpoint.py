@@ -28,6 +28,8 @@ class Endpoint(Struct, frozen=True):
     """True if engines of other makes may lack it, so that it says nothing of one that does."""
     generates: bool = True
     """True if its requests generate tokens, which are counted and reserved: they are GenerationRequests."""
+    refers: bool = False
+    """True if its requests may refer to responses that are kept (`gateway.stored`)."""
     dialect: Dialect = CHUNKS
     maxima: tuple[str, ...] = MAXIMA
     """The fields that state how much may be generated. One of them is sent, with what was reserved."""

@@ -141,6 +141,7 @@ RESPONSES: Final = _Responses(
     is_optional=True,
     passes=(OPENAI_RESPONSES - WITHHELD) | EXTENSIONS | (OPENAI & {"presence_penalty", "frequency_penalty"}),
     maxima=("max_output_tokens",),
+    refers=True,
     sent={"store": False},
     nested=(*_NESTED, ("stream_options", stream_options), ("chat_template_kwargs", template_arguments)),
     dialect=EVENTS,
@@ -152,6 +153,7 @@ INPUT_TOKENS: Final = Endpoint(
     passes=_PROMPT,
     is_optional=True,
     generates=False,
+    refers=True,
     maxima=(),
     nested=_NESTED,
 )

@@ -26,8 +26,16 @@ from gateway.endpoints.messages import MESSAGE_EVENTS
 from gateway.endpoints.table import ENDPOINTS
 from shared.apis.models import Model, ModelList
 from shared.apis.requests import AbortResponse
-from shared.apis.responses.request import nothing_stored
-from shared.wire.errors import ApiError, ModelNotFound, RouteNotFound
+from shared.apis.responses.answer import ResponseObject
+from shared.apis.responses.stored import DeletedResponse, InputItemList, ItemsQuery, RetrieveQuery
+from shared.wire.errors import (
+    ApiError,
+    ModelNotFound,
+    NotFound,
+    RateLimited,
+    ResponsesUnavailable,
+    RouteNotFound,
+)
 from shared.wire.paths import no_such_path
 
 _ID: Final = "{id}"
@@ -45,6 +53,8 @@ class Route(Struct, frozen=True, eq=False, kw_only=True):
     """The shape of its answers. None for a document."""
     of_id: str = ""
     """What the id is, for the API's description. Empty where there is none."""
+    query: type[Struct] | None = None
+    """The shape of its query. None without one."""
     errors: tuple[type[ApiError], ...] = ()
     """Errors that not every route has."""
     is_open: bool = False
@@ -117,7 +127,46 @@ END_REQUESTS: Final = Route(
 DESCRIBE: Final = Route(
     method="GET", path="/openapi.json", summary="Describe the API.", answer=None, is_open=True
 )
-ROUTES: Final = (*map(proxied, ENDPOINTS.values()), LIST_MODELS, SHOW_MODEL, END_REQUESTS, DESCRIBE)
+_OF_RESPONSE: Final = "The id of a response that is kept."
+CANCEL_RESPONSE: Final = Route(
+    method="POST",
+    path="/v1/responses/{id}/cancel",
+    of_id="The id of a response that is to be kept.",
+    summary="End a response that is still streamed.",
+    answer=ResponseObject,
+    errors=(NotFound, ResponsesUnavailable, RateLimited),
+)
+LIST_INPUT_ITEMS: Final = Route(
+    method="GET",
+    path="/v1/responses/{id}/input_items",
+    of_id=_OF_RESPONSE,
+    summary="List the items of a response's input, and of the conversation before it.",
+    answer=InputItemList,
+    query=ItemsQuery,
+    errors=(NotFound, ResponsesUnavailable, RateLimited),
+)
+SHOW_RESPONSE: Final = Route(
+    method="GET",
+    path="/v1/responses/{id}",
+    of_id=_OF_RESPONSE,
+    summary="Tell a response that is kept.",
+    answer=ResponseObject,
+    query=RetrieveQuery,
+    errors=(NotFound, ResponsesUnavailable, RateLimited),
+)
+DELETE_RESPONSE: Final = Route(
+    method="DELETE",
+    path="/v1/responses/{id}",
+    of_id=_OF_RESPONSE,
+    summary="Delete a response that is kept.",
+    answer=DeletedResponse,
+    errors=(NotFound, ResponsesUnavailable, RateLimited),
+)
+ROUTES: Final = (
+    *map(proxied, ENDPOINTS.values()),
+    *(LIST_MODELS, SHOW_MODEL, END_REQUESTS, DESCRIBE),
+    *(CANCEL_RESPONSE, LIST_INPUT_ITEMS, SHOW_RESPONSE, DELETE_RESPONSE),
+)
 """The table."""
 SCOPES: Final = tuple(dict.fromkeys(route.scope for route in ROUTES if not route.is_open))
 """The endpoints to which a key can be restricted."""
@@ -141,6 +190,9 @@ def _resource(path: str, routes: Mapping[str, Route]) -> Resource:
     endpoints = [route.endpoint for route in routes.values() if route.endpoint is not None]
     if endpoints:
         return Resource(path, routes, pattern, endpoints[0], dialect=endpoints[0].dialect)
+    above = ENDPOINTS.get(path.partition(f"/{_ID}")[0])
+    if above is not None:
+        return Resource(path, routes, pattern, dialect=above.dialect)
     return _of_no_api(Resource(path, routes, pattern, is_open=any(one.is_open for one in routes.values())))
 
 
@@ -167,7 +219,7 @@ _BELOW: Final = tuple(
 
 def missing(path: str) -> ApiError:
     """The error of a path at which nothing is served."""
-    return nothing_stored(path) or RouteNotFound(no_such_path(path, lambda other: bool(find(other).routes)))
+    return RouteNotFound(no_such_path(path, lambda other: bool(find(other).routes)))
 
 
 def find(path: str) -> Resource:

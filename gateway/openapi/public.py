@@ -10,6 +10,7 @@ is refused from clients. A field that is refused unless it asks for nothing has 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from types import UnionType
 from typing import Any, Final, get_args
@@ -181,8 +182,20 @@ def _answered(route: Route) -> Json:
         "content": {JSON: {"schema": schema}},
         "headers": headers_of(*headers),
     }
-    operation = {"summary": route.summary, "responses": {"200": whole} | errors_of(errors)}
+    operation: Json = {"summary": route.summary, "responses": {"200": whole} | errors_of(errors)}
+    if route.query is not None:
+        operation["parameters"] = [*_query(route.query)]
     return operation | ({"security": []} if route.is_open else {})
+
+
+def _query(shape: type[Struct]) -> Iterator[Json]:
+    """The parameters of a query, with descriptions from its shape's docstrings."""
+    _, components = msgspec.json.schema_components([shape], ref_template=REF)
+    [schema] = components.values()
+    describe(schema, shape)
+    for name, told in schema["properties"].items():
+        told.pop("default", None)
+        yield {"name": name, "in": "query", "description": told.pop("description"), "schema": told}
 
 
 # -- headers --------------------------------------------------------------------------------------

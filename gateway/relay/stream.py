@@ -27,7 +27,7 @@ from typing import Final
 from msgspec import Struct
 
 from gateway.client.deadlines import Watch
-from gateway.client.interface import Sink
+from gateway.client.interface import Outlet
 from gateway.config.timeouts import TimeoutsConfig
 from gateway.endpoints.dialect import Dialect
 from gateway.relay.engine_errors import event_is_error, read_back
@@ -265,7 +265,7 @@ async def _read_to_end(answer: Answer, progress: Progress) -> None:
 class Relay(Struct, frozen=True, eq=False):
     """The relay of one answer, to its end."""
 
-    client: Sink
+    client: Outlet
     watch: Watch
     timeouts: TimeoutsConfig
     progress: Progress

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Final
 from urllib.parse import unquote
@@ -32,10 +33,14 @@ from gateway.client.responses import JSON, error_response, probe_response
 from gateway.config.whole import GatewayConfig
 from gateway.directory.accounts import AccountsReader
 from gateway.endpoints.routes import (
+    CANCEL_RESPONSE,
+    DELETE_RESPONSE,
     DESCRIBE,
     END_REQUESTS,
+    LIST_INPUT_ITEMS,
     LIST_MODELS,
     SHOW_MODEL,
+    SHOW_RESPONSE,
     Route,
     find,
     missing,
@@ -52,7 +57,9 @@ from gateway.request.pace import Pace
 from gateway.request.pipeline import Pipeline
 from gateway.request.record import ExchangeRecord, Reporter
 from gateway.request.recorder import Recorder
+from gateway.request.stored_responses import StoredResponses, Tells, Told
 from gateway.request.told_windows import ToldWindows
+from shared.apis.holding import Holding
 from shared.apis.models import VERSION_HEADER, ModelInfo
 from shared.apis.requests import AbortResponse
 from shared.process import logs
@@ -112,6 +119,7 @@ class Edge:
         engines: Engines,
         quotas: QuotaStore,
         health: Health,
+        stored: StoredResponses,
         clock: Clock = SYSTEM_CLOCK,
         tracing: Tracing = NO_TRACING,
         recorder: Recorder | None = None,
@@ -126,6 +134,7 @@ class Edge:
         self._windows = ToldWindows(quotas, clock)
         self._ends = Pace(ENDS_PER_S, ENDS_AT_ONCE)
         self._health = health
+        self._stored = stored
         self._clock = clock
         timeouts = config.timeouts
         self._soonest_s = min(
@@ -146,6 +155,10 @@ class Edge:
             SHOW_MODEL: self._show_model,
             END_REQUESTS: self._end_requests,
             DESCRIBE: self._describe,
+            SHOW_RESPONSE: partial(self._tell, stored.show),
+            LIST_INPUT_ITEMS: partial(self._tell, stored.list_items),
+            DELETE_RESPONSE: partial(self._tell, stored.delete),
+            CANCEL_RESPONSE: partial(self._tell, self._cancel),
         }
         """The handlers of the routes that need no engine."""
 
@@ -214,6 +227,8 @@ class Edge:
             check(request)
         route = exchange.resource.routes.get(exchange.method)
         if route is None or route.endpoint is None:
+            if request is not None:
+                exchange.query = request.rel_url.raw_query_string
             return self._answer_here(exchange, route)
         return self._pipeline.run(exchange, route.endpoint)
 
@@ -247,13 +262,29 @@ class Edge:
         await self._send(exchange, msgspec.json.encode(told))
 
     async def _end_requests(self, exchange: Exchange, id_: str) -> None:
+        ended = await self._end(exchange, id_)
+        await self._send(exchange, msgspec.json.encode(AbortResponse(id_, ended)))
+
+    async def _end(self, exchange: Exchange, id_: str) -> int:
+        """End the caller's requests of an id, also those that other workers have. Returns how many."""
         tenant, request_id = _principal_of(exchange).tenant, RequestId(id_)
         if (wait_s := self._ends.wait_s(tenant, self._clock.monotonic())) > 0:
             raise RateLimited("Too many requests are ended one by one.", retry_after_s=wait_s)
         ended = self._live.end(tenant, request_id, aborted, exchange)
         if is_id(request_id):  # no request has another, and the other workers are asked in few words
             ended += await self.end_elsewhere(tenant, request_id)
-        await self._send(exchange, msgspec.json.encode(AbortResponse(request_id, ended)))
+        return ended
+
+    async def _tell(self, tells: Tells, exchange: Exchange, id_: str) -> None:
+        """Answer what is asked of a response that is kept."""
+        self._live.claim(exchange, _principal_of(exchange).tenant)
+        with self._stored.holding(exchange) as holding:
+            told = await tells(exchange, id_, holding)
+            await self._look_up_windows(exchange)
+            await self._write(exchange, told.body, {"content-type": told.content_type})
+
+    async def _cancel(self, exchange: Exchange, id_: str, holding: Holding) -> Told:
+        return await self._stored.cancelled(exchange, id_, holding, await self._end(exchange, id_))
 
     async def _describe(self, exchange: Exchange, _: str) -> None:
         """Send the API's description. It is for everybody, so those who read it slowly are bounded."""
@@ -291,6 +322,8 @@ class Edge:
         if begun is not None:
             event = dialect.failing(error, exchange.request_id, exchange.progress.events)
             at_boundary = exchange.progress.scanner.at_boundary
+            if exchange.kept is not None and exchange.kept.is_within_event:
+                at_boundary = False
             await client.fail(error, event if at_boundary else None)
             return
         await self._look_up_windows(exchange)

@@ -21,6 +21,7 @@ from gateway.endpoints.routes import Resource
 from gateway.identity.caller import Principal
 from gateway.relay.stream import Progress
 from gateway.request.record import ExchangeRecord
+from gateway.stored.keeping import Kept
 from shared.apis.validation import named
 from shared.fairness.fair_share import FairShare
 from shared.process.clock import Clock
@@ -91,6 +92,10 @@ class Exchange(Struct, eq=False):
     """False if the request has fields of which the engine may ignore a part (`Parsed.is_plain`)."""
     fallback: str = ""
     """The model that is asked in place of the requested one. Empty while that is asked itself."""
+    kept: Kept | None = None
+    """Its part in responses that are kept. None where it has none, and until its body has been parsed."""
+    query: str = ""
+    """The query of a request that is answered here."""
     engine_timing: str = ""
     """The engine's `server-timing`, with its names marked as the engine's. Empty without one."""
 
@@ -173,6 +178,10 @@ def _add_window(
     headers[reset] = duration(window.reset_ms, clock)
 
 
+def _is_response(exchange: Exchange, id_: str) -> bool:
+    return exchange.kept is not None and exchange.kept.response_id == id_
+
+
 class LiveRequests:
     """The requests in progress.
 
@@ -226,12 +235,12 @@ class LiveRequests:
         asking: Exchange | None = None,
     ) -> int:
         """End the requests of exactly this id that are a tenant's, with None any tenant's. Several may carry
-        it: the caller chose it. The one that asks for this may carry it, too, and goes on. Returns how
-        many."""
+        it: the caller chose it. The one that asks for this may carry it, too, and goes on. Of a response that
+        is to be kept, its own id is meant, too. Returns how many."""
         found = [
             exchange
             for exchange in self._exchanges
-            if exchange.request_id == request_id
+            if (exchange.request_id == request_id or _is_response(exchange, request_id))
             and exchange is not asking
             and exchange.principal is not None
             and tenant in (None, exchange.principal.tenant)

@@ -64,6 +64,7 @@ from gateway.routing.affinity import TIER_NAMES, affinity_of, class_of
 from gateway.routing.policy import Affinity, nowhere
 from gateway.routing.replicas import Replicas
 from gateway.routing.sessions import session_of
+from gateway.stored.keeping import KeptResponses
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import Holding, weigh, weigh_long
 from shared.apis.validation import INLINE_LEN_MAX
@@ -120,10 +121,13 @@ class Pipeline:
         known: KnownCallers,
         turns: FairTurns,
         salts: bytes,
+        kept: KeptResponses,
     ) -> None:
         """`memory` is the share of bytes that requests hold until they are answered. `known` learns who was
-        let in. `turns` are those in which requests begin. `salts` is the secret of cached prefixes' salts."""
+        let in. `turns` are those in which requests begin. `salts` is the secret of cached prefixes' salts.
+        `kept` are the responses that are kept."""
         self._salts = salts
+        self._kept = kept
         self._known = known
         self._billing = billing
         self._live = live
@@ -150,6 +154,8 @@ class Pipeline:
                 self._dispatcher.end(exchange, dispatched, sys.exception())
                 await dispatched.opened.answer.aclose()  # tells the engine to stop, if there is more
         finally:
+            if exchange.kept is not None:
+                exchange.record.keeps(exchange.kept)
             await self._settle(exchange)
 
     async def _dispatch(self, exchange: Exchange, principal: Principal, endpoint: Endpoint) -> Dispatched:
@@ -316,6 +322,9 @@ class Pipeline:
             parsed = await self._threads.run(principal.tenant, work, holds=True)
         if parsed.ignored:
             exchange.ignored_fields = parsed.ignored_header
+        if endpoint.refers and (kept := self._kept.asked(parsed.request, principal.tenant)) is not None:
+            exchange.kept = kept
+            parsed = await kept.read(parsed, holding)
         exchange.is_plain = parsed.is_plain
         generation = parsed.request if isinstance(parsed.request, GenerationRequest) else None
         if generation is not None:
@@ -455,8 +464,9 @@ class Pipeline:
         if not exchange.is_plain and engine.is_ours:
             exchange.add_ignored(answer.headers.get(IGNORED_FIELDS_HEADER, ""))
         exchange.set_engine_timing(answer.headers.get("server-timing", ""))
+        kept, client = exchange.kept, exchange.client
         relay = Relay(
-            exchange.client,
+            client if kept is None else kept.outlet(client, exchange.watch),
             exchange.watch,
             exchange.timeouts,
             exchange.progress,

@@ -19,6 +19,7 @@ from gateway.routing.lost_homes import LostHome
 from gateway.routing.policy import RouteReason
 from gateway.routing.replicas import Replica
 from gateway.routing.sessions import session_id
+from gateway.stored.keeping import Kept
 from shared.process import logs
 from shared.process.metrics import Counter, Gauge, GaugeFamily, Histogram, Series
 from shared.telemetry.stages import Stages
@@ -131,6 +132,12 @@ class ExchangeRecord(GatewayLine, eq=False):
     def client_left(self) -> None:
         self.status = STATUS_CLIENT_GONE
         self.end_reason = EndReason.CLIENT_CANCEL
+
+    def keeps(self, kept: Kept) -> None:
+        """Note the end of a request's part in responses that are kept."""
+        self.stored = kept.outcome
+        self.store_ms = round(kept.took_s * 1e3, 3) or None
+        kept.close()
 
     def settlement(self, settlement: Settlement | None) -> None:
         if settlement is not None:

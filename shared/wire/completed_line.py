@@ -38,6 +38,10 @@ DETAIL_LEN_MAX: Final = 120
 WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 
+Keeping = Literal["kept", "too_long", "no_room", "unavailable", "unreadable"]
+"""What became of a response that was to be kept: that, or why it is not. `too_long` and `no_room` are by the
+bounds of `[responses]`, `unavailable` by the store, `unreadable` by an engine of another make."""
+
 
 class CompletedLine(Struct, omit_defaults=True):
     """The fields that both services' lines have. It is made of what every line has, and then filled in."""
@@ -171,6 +175,12 @@ class GatewayLine(CompletedLine, kw_only=True):
     blocked_ms: Milliseconds | None = None
     """The part of `relay_ms` in which nothing could be written, since the client did not read. No stage. None
     where all could be written at once."""
+    stored: Keeping | None = None
+    """What became of the response that was to be kept. None where none was, and for an answer that has not
+    come to its end."""
+    store_ms: Milliseconds | None = None
+    """Time that the store of responses took: of `validate_ms` to read the conversation that the request goes
+    on with, and of `relay_ms` to keep the answer. No stage. None where it was not asked."""
     quota_meter: str | None = None
     """The quota that refused the request: `requests`, `tokens`, `concurrency`, `budget`, `day_budget`,
     `month_budget`. None where none did."""

@@ -132,6 +132,12 @@ class NeverFits(InvalidRequest):
     code = "kv_capacity_exceeded"
 
 
+class PreviousResponseNotFound(InvalidRequest):
+    """The response that a request goes on with, or one before it, is not kept, or not any more."""
+
+    code = "previous_response_not_found"
+
+
 class Unauthenticated(ApiError):
     status = HTTPStatus.UNAUTHORIZED
     type = "invalid_request_error"
@@ -311,6 +317,12 @@ class IdentityUnavailable(NotReady):
     """The identity provider did not answer in time, so the caller cannot be identified."""
 
     code = "identity_unavailable"
+
+
+class ResponsesUnavailable(NotReady):
+    """The store of responses does not answer, so none that is kept can be told or referred to."""
+
+    code = "responses_unavailable"
 
 
 class DirectoryUnavailable(NotReady):

@@ -130,7 +130,7 @@ class ResponseObject(Unshown, kw_only=True):
     object: Literal["response"] = "response"
     created_at: int = 0
     completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
     error: ResponseFailure | None = None
     incomplete_details: IncompleteDetails | None = None
     model: str = ""
@@ -138,9 +138,10 @@ class ResponseObject(Unshown, kw_only=True):
     output: list[OutputItem] = []  # noqa: RUF012  it stands before all that is the caller's own JSON
     service_tier: str = "default"
     """The urgency that the request had."""
-    store: Literal[False] = False
+    store: bool = False
+    """True if it is kept, where a gateway keeps responses."""
     background: Literal[False] = False
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     conversation: None = None
     prompt: None = None
     truncation: Literal["disabled"] = "disabled"

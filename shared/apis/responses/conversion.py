@@ -43,7 +43,7 @@ _TEXTS: Final = frozenset({"input_text", "output_text", "text"})
 """The types of parts whose `text` is what is said."""
 _THOUGHTS: Final = frozenset({"reasoning_text", "summary_text", "text"})
 _NOT_TAKEN: Final = {
-    "item_reference": "nothing is stored here; send the item itself",
+    "item_reference": "no item is kept by its id; send the item itself",
     "input_file": "files are not read; send their text",
 }
 """What is said of types that callers may expect, beside their name."""

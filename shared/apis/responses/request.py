@@ -1,8 +1,9 @@
 """The requests of OpenAI's responses: `/v1/responses`, and `/v1/responses/input_tokens`, which counts.
 
-Nothing is stored here, so whatever refers to something stored, or asks for it, is refused by name, whoever is
-to serve the request: the responses of an engine of another make are nobody's that the gateway knows. OpenAI
-stores where `store` is absent; here that asks for nothing, and the answer says so.
+An engine stores nothing, so it refuses by name what asks for that, or refers to something stored
+(`check_unstored`). A gateway that keeps responses (`gateway.stored`) sends it neither: it takes both out of a
+request, and puts what the caller refers to in its place. OpenAI stores where `store` is absent; where nothing
+is kept that asks for nothing, and the answer says so.
 
 Two fields change nothing, though they may seem to. `truncation: auto` asks for what never happens here:
 nothing is dropped, and an input that is too long is refused in either case. `max_tool_calls` is about tools
@@ -11,6 +12,7 @@ that a server calls itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
@@ -37,7 +39,7 @@ from shared.apis.responses.tools import (
 from shared.apis.structure import Structure, TextFormat, check_text_format
 from shared.apis.tools import Tool, ToolChoice
 from shared.apis.validation import surplus_fields
-from shared.wire.errors import InvalidRequest, NotFound
+from shared.wire.errors import InvalidRequest, NotFound, UnsupportedParameter
 from shared.wire.shapes import ITEMS_MAX, LOGPROBS_MAX, TOKENS_MAX, TOOLS_MAX, Unshown
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -51,7 +53,10 @@ _OF_OTHERS: Final = frozenset(
 )
 """What can be included of items that no answer here has."""
 _INCLUDED_MAX: Final = 16
+ID_LEN_MAX: Final = 256
 _NULL: Final = Raw(b"null")
+_COUNT_BEFORE: Final = "count_before"
+_PLACE: Final = re.compile(r"input\[(\d+)\]")
 Summary = Literal["auto", "concise", "detailed"]
 Input = str | Annotated[list[InputItem], Meta(min_length=1, max_length=ITEMS_MAX)]
 OfferedList = Annotated[list[ResponsesTool], Meta(max_length=TOOLS_MAX)]
@@ -121,9 +126,33 @@ def _prompt(asked: _Fields) -> ChatPrompt:
     )
 
 
-def _check_stateless(asked: _Fields) -> None:
+def check_unstored(asked: ResponsesRequest | InputTokensRequest) -> None:
+    """Refuse what needs responses that are kept. Raises UnsupportedParameter."""
     if asked.previous_response_id is not None:
         raise unsupported("previous_response_id", "input, with the items of the turns before")
+    if isinstance(asked, ResponsesRequest) and asked.store:
+        raise UnsupportedParameter("store: responses are not kept here.", param="store")
+
+
+def put_behind(asked: ResponsesRequest | InputTokensRequest, count: int) -> None:
+    """Note that the first `count` items of a request's input are those of the conversation that it goes on
+    with. What is wrong with the others is told by their places in what the caller sent."""
+    said = asked.said
+    image = None if said.image is None else _own_place(said.image, count)
+    places = tuple([_own_place(place, count) for place in said.places])
+    own = vars(asked)
+    own |= {"said": InputMessages(said.messages, places, image), _COUNT_BEFORE: count}
+    own.pop("prompt_form", None)
+
+
+def _own_place(place: str, count: int) -> str:
+    if (found := _PLACE.match(place)) is None:
+        return place
+    index = int(found[1]) - count
+    return f"input[{index}]{place[found.end() :]}" if index >= 0 else "previous_response_id"
+
+
+def _check_conversation(asked: _Fields) -> None:
     if asked.conversation != _NULL:
         raise unsupported("conversation", "input, with the items of the turns before")
 
@@ -132,7 +161,7 @@ def _check_prompt_fields(asked: _Fields) -> None:
     """Check what our engines take of the fields that make the prompt."""
     if asked.said.image is not None:
         raise unsupported(asked.said.image)
-    _check_arguments(asked.input)
+    _check_arguments(asked.input, vars(asked).get(_COUNT_BEFORE, 0))
     if asked.tools:
         check_offered(asked.tools)
     reasoning, text = asked.reasoning, asked.text
@@ -149,14 +178,14 @@ def _check_prompt_fields(asked: _Fields) -> None:
 _decode_object: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-def _check_arguments(given: Input) -> None:
+def _check_arguments(given: Input, before: int) -> None:
     """Raises InvalidRequest for a call whose arguments are no object: a template is given them as one."""
     for index, item in enumerate(() if isinstance(given, str) else given):
         if item.arguments and item.kind == "function_call":
             try:
                 _decode_object(item.arguments)
             except (msgspec.MsgspecError, UnicodeError):
-                where = f"input[{index}].arguments"
+                where = _own_place(f"input[{index}].arguments", before)
                 raise InvalidRequest(f"{where} must be a JSON object, as text.", param=where) from None
 
 
@@ -225,10 +254,13 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
     """The urgency: `priority` before `default` before `flex`. `auto` and `scale` are `default`."""
     stream_options: ResponsesStreamOptions | None = None
 
-    # of what is stored: only values that ask for nothing
     store: bool | None = None
+    """Whether the response is kept, for those that a gateway keeps. True where it is not said."""
+    previous_response_id: Annotated[str, Meta(min_length=1, max_length=ID_LEN_MAX)] | None = None
+    """A response that is kept, whose conversation this one goes on with."""
+
+    # only values that ask for nothing
     background: bool | None = None
-    previous_response_id: str | None = None
     conversation: Raw = _NULL
     prompt: Raw = _NULL
 
@@ -260,10 +292,9 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
         return _prompt(self)
 
     def check(self, fields: Mapping[str, Raw]) -> None:
-        _check_stateless(self)
-        for name, value in (("store", self.store), ("background", self.background)):
-            if value:
-                raise unsupported(name)
+        _check_conversation(self)
+        if self.background:
+            raise unsupported("background", "stream")
         if self.prompt != _NULL:
             raise unsupported("prompt", "instructions and input")
         if self.stream_options is not None and not self.stream:
@@ -271,6 +302,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
         _ = self.prompt_form  # made here, where work is shared out, and refused by its places
 
     def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
+        check_unstored(self)
         _check_prompt_fields(self)
         for at, name in enumerate(self.include or ()):
             if name not in (LOGPROBS, ENCRYPTED) and name not in _OF_OTHERS:
@@ -348,7 +380,7 @@ class InputTokensRequest(Request, kw_only=True, dict=True):
     """The tools that the model may call."""
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Annotated[str, Meta(min_length=1, max_length=ID_LEN_MAX)] | None = None
     conversation: Raw = _NULL
 
     # without effect on the prompt
@@ -369,10 +401,11 @@ class InputTokensRequest(Request, kw_only=True, dict=True):
         return _prompt(self)
 
     def check(self, fields: Mapping[str, Raw]) -> None:
-        _check_stateless(self)
+        _check_conversation(self)
         _ = self.prompt_form
 
     def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
+        check_unstored(self)
         _check_prompt_fields(self)
 
     def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:

@@ -31,9 +31,9 @@ def response(*texts: str, status: Any = "completed") -> ResponseObject:
     )
 
 
-def told(*texts: str) -> list[bytes]:
-    """The events of a whole stream."""
-    return [_event(number, one) for number, one in enumerate(_events(texts))]
+def told(*texts: str, whole: ResponseObject | None = None) -> list[bytes]:
+    """The events of a whole stream. `whole`: the response that the last one has, if that is another."""
+    return [_event(number, one) for number, one in enumerate(_events(texts, whole or response(*texts)))]
 
 
 def opening() -> list[bytes]:
@@ -41,18 +41,17 @@ def opening() -> list[bytes]:
     return told()[:2]
 
 
-def _events(texts: Sequence[str]) -> Iterator[events.StreamEvent]:
-    at: Any = {"item_id": "msg_1", "output_index": 0}
-    begun = response(status="in_progress")
+def _events(texts: Sequence[str], whole: ResponseObject) -> Iterator[events.StreamEvent]:
+    done = whole.output[-1] if whole.output else OutputMessage(id="msg_1", status="completed", content=[])
+    at: Any = {"item_id": done.id, "output_index": 0}
+    begun = msgspec.structs.replace(whole, status="in_progress", output=[], usage=None)
     yield events.ResponseCreated(response=begun)
     yield events.ResponseInProgress(response=begun)
-    message = OutputMessage(id="msg_1", status="in_progress", content=[])
+    message = OutputMessage(id=done.id, status="in_progress", content=[])
     yield events.ItemAdded(output_index=0, item=message)
     yield events.PartAdded(part=OutputText(""), **at)
     for text in texts:
         yield events.OutputTextDelta(delta=text, **at)
-    whole = response(*texts)
-    [done] = whole.output or [message]
     yield events.OutputTextDone(text="".join(texts), **at)
     yield events.PartDone(part=OutputText("".join(texts)), **at)
     yield events.ItemDone(output_index=0, item=done)

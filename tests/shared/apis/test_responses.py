@@ -390,4 +390,4 @@ def test_what_is_counted_is_what_a_response_would_be_asked() -> None:
     counted.require_supported()
     assert counted.request.prompt_form == read(given, **fields).request.prompt_form
     with pytest.raises(UnsupportedParameter, match="previous_response_id"):
-        parse(b'{"input": "q", "previous_response_id": "resp_1"}', InputTokensRequest)
+        parse(b'{"input": "q", "previous_response_id": "resp_1"}', InputTokensRequest).require_supported()
