@@ -440,9 +440,14 @@ REACHED_BY_NAME = {
     "tests/bench/services.py": {"'engine.demo'": "the demo model's directory"},
     "shared/cli/__init__.py": {"f'shared.cli.{name}'": "a command is imported when it is asked for"},
     "tests/bench/__main__.py": {"BENCHES[name][0]": "a bench is its service's own"},
-    "shared/cli/keys.py": {
+    "shared/cli/init.py": {
+        "'gateway.__main__'": "the gateway checks what was written for it",
+        "'gateway.identity.keys'": "the gateway says what a new key is",
+    },
+    "shared/cli/keeper.py": {
         "'gateway.directory.local'": "the gateway changes its file, or what its Redis holds",
-        "'gateway.config.edge'": "the gateway says which addresses are of this machine alone",
+    },
+    "shared/cli/keys.py": {
         "'gateway.identity.keys'": "the gateway says what a new key is",
     },
     "shared/cli/service.py": {

@@ -1,5 +1,5 @@
-"""The operations on keys for a command on the gateway's machine, which has the gateway's file: on the file
-itself, or on the Redis that it names. Operators' keys are in the file alone."""
+"""The operations on tenants and keys for a command on the gateway's machine, which has the gateway's file: on
+the file itself, or on the Redis that it names. Operators' keys are in the file alone."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from shared.process import logs
 from shared.process.setting_values import ConfigError
 from shared.wire.errors import ApiError
 
-Operation = Literal["create", "list", "rotate", "patch", "delete"]
-Whose = Literal["callers", "operators"]
+Operation = Literal["create", "list", "get", "put", "rotate", "patch", "delete"]
+Whose = Literal["callers", "operators", "tenants"]
+Called = tuple[bytes, str | None]
+"""An answer in JSON, and the etag of the tenant that it shows."""
 
 
 class LocalFailed(Exception):
@@ -38,15 +40,17 @@ def call(
     fields: Mapping[str, Any],
     env: Mapping[str, str],
     whose: Whose = "callers",
-) -> bytes:
-    """Do one operation on keys of callers or of operators. Returns its answer in JSON, as the admin listener
-    would give it. A change leaves its audit line on standard error. Raises LocalFailed.
+    if_match: str | None = None,
+) -> Called:
+    """Do one operation on keys of callers or of operators, or on tenants. Returns its answer in JSON, as the
+    admin listener would give it. A change leaves its audit line on standard error. Raises LocalFailed.
 
-    `id_` is the key's; of a list, the place behind which it begins.
+    `id_` is the entry's; of a list, the place behind which it begins. `if_match` names the tenant that a
+    `put` replaces.
     """
     logs.configure("keys", level="warning", stream=sys.stderr)
     try:
-        return asyncio.run(_call(file, operation, id_, fields, env, whose))
+        return asyncio.run(_call(file, operation, id_, fields, env, whose, if_match))
     except ConfigError as error:
         raise LocalFailed("\n".join(error.problems)) from None
     except ApiError as error:
@@ -62,20 +66,37 @@ async def _call(
     fields: Mapping[str, Any],
     env: Mapping[str, str],
     whose: Whose,
-) -> bytes:
+    if_match: str | None,
+) -> Called:
     config = load(file, env)
     accounts = AccountsReader(config, file, env=env)
     if config.directory.store == "file" or whose == "operators":
         registry = Registry(FileDirectory(file, accounts, env), accounts)
-        ask = _ask if whose == "callers" else _ask_of_operators
-        return await ask(registry, operation, id_, fields)
+        return await _asked(registry, operation, id_, fields, whose, if_match)
     from gateway.directory.redis_directory import open_directory  # a file needs no client of Redis
 
     directory = open_directory(config.redis, accounts, env)
     try:
-        return await _ask(Registry(directory, accounts), operation, id_, fields)
+        return await _asked(Registry(directory, accounts), operation, id_, fields, whose, if_match)
     finally:
         await directory.aclose()
+
+
+async def _asked(
+    registry: Registry,
+    operation: Operation,
+    id_: str,
+    fields: Mapping[str, Any],
+    whose: Whose,
+    if_match: str | None,
+) -> Called:
+    match whose:
+        case "callers":
+            return await _ask(registry, operation, id_, fields), None
+        case "operators":
+            return await _ask_of_operators(registry, operation, id_, fields), None
+        case "tenants":
+            return await _ask_of_tenants(registry, operation, id_, fields, if_match)
 
 
 async def _ask(registry: Registry, operation: Operation, id_: str, fields: Mapping[str, Any]) -> bytes:
@@ -89,7 +110,8 @@ async def _ask(registry: Registry, operation: Operation, id_: str, fields: Mappi
             return msgspec.json.encode(await registry.rotate_key(id_, fields, by, None))
         case "patch":
             shown = await registry.patch_key(id_, fields, by, None)
-        case "delete":
+        case _:
+            assert operation == "delete"
             shown = await registry.delete_key(id_, by, None)
     return msgspec.json.encode(shown.view)
 
@@ -107,9 +129,26 @@ async def _ask_of_operators(
             return msgspec.json.encode(await registry.rotate_operator_key(id_, fields, by))
         case "patch":
             shown = await registry.revoke_operator_key(id_, by)
-        case "delete":
+        case _:
+            assert operation == "delete"
             shown = await registry.delete_key(id_, by, None, OperatorKeyConfig)
     return msgspec.json.encode(shown.view)
+
+
+async def _ask_of_tenants(
+    registry: Registry, operation: Operation, id_: str, fields: Mapping[str, Any], if_match: str | None
+) -> Called:
+    match operation:
+        case "list":
+            return msgspec.json.encode(await registry.page("tenants", None, id_, PAGE_MAX)), None
+        case "get":
+            shown = await registry.get("tenants", id_)
+        case "put":
+            shown = await registry.put_tenant(id_, fields, _user(), if_match)
+        case _:
+            assert operation == "delete"
+            shown = await registry.delete_tenant(id_, _user(), None)
+    return msgspec.json.encode(shown.view), shown.etag
 
 
 def _user() -> str:

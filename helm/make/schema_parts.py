@@ -72,7 +72,8 @@ def image(says: str) -> Schema:
     """A container's image."""
     return table(
         says,
-        repository=text("Registry and repository.", minLength=1),
+        registry=text("In place of global.imageRegistry."),
+        repository=text("Repository within the registry.", minLength=1),
         tag=text("Empty: the chart's appVersion."),
         digest=text("Wins over the tag.", pattern="^(sha256:[0-9a-f]{64})?$"),
         pullPolicy=PULL,
@@ -123,7 +124,9 @@ def placement() -> dict[str, Schema]:
         "tolerations": list_of(TOLERATION, "Tolerations."),
         "affinity": table("Affinity.", nodeAffinity=OPEN, podAffinity=OPEN, podAntiAffinity=OPEN),
         "priorityClassName": text("Priority class."),
-        "topologySpread": truth("Spread over zones and nodes where that is possible."),
+        "topologySpreadConstraints": list_of(
+            OPEN, "How they are spread; without labelSelector, among themselves."
+        ),
         "podLabels": LABELS | {"description": "Further labels of its pods."},
         "podAnnotations": map_of(text(), "Further annotations of its pods."),
         "extraEnv": list_of(ENV, "Further variables."),

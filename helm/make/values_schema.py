@@ -46,6 +46,8 @@ ROOT: Final = Path(__file__).parents[2]
 CHART: Final = ROOT / "helm"
 SCHEMA: Final = CHART / "values.schema.json"
 README: Final = CHART / "README.md"
+FORMER: Final = CHART / "former.json"
+"""The names of values by those that they had before."""
 BEGIN, END = "<!-- values -->\n", "<!-- /values -->\n"
 DIALECT: Final = "http://json-schema.org/draft-07/schema#"
 
@@ -150,8 +152,11 @@ def ingress() -> Schema:
         enabled=truth("Have one."),
         className=text("Its class."),
         annotations=map_of(text(), "Its annotations, such as those that turn buffering off."),
-        host=text("Host name. Empty: any."),
-        tlsSecret=text("Existing Secret with its certificate."),
+        hosts=list_of(text(minLength=1), "Host names. Empty: any."),
+        tls=list_of(
+            table("", ("secretName",), secretName=text(), hosts=list_of(text(), "")),
+            "Existing Secrets with certificates, and the host names that they are for.",
+        ),
     )
 
 
@@ -198,15 +203,13 @@ def gateway() -> Schema:
             text(), "Names by which that port may be called, beside addresses and its Service's up to .svc."
         ),
         settings=gateway_settings(),
-        keysSecret=secret("Existing Secret with `keys` as TOML."),
-        operatorKeysSecret=secret("Existing Secret with `keys` of [admin] as TOML."),
         **exposure(),
         autoscaling=table(
             "Autoscaling by CPU.",
             enabled=truth("Have it."),
-            min=whole(1, "Fewest gateways."),
-            max=whole(1, "Most gateways."),
-            cpuPercent=whole(1, "Use of the requested CPU that is aimed at.", 100),
+            minReplicas=whole(1, "Fewest gateways."),
+            maxReplicas=whole(1, "Most gateways."),
+            targetCPUUtilizationPercentage=whole(1, "Use of the requested CPU that is aimed at.", 100),
         ),
         pdb=pdb(),
         resources=RESOURCES,
@@ -236,14 +239,20 @@ def source() -> Schema:
     cache = table(
         "Where it is kept.",
         claim=text("Existing claim, which all replicas share.", minLength=1),
-        size=text("Size of a volume of each pod's own, filled anew at each start.", minLength=1),
+        create=truth("Make a claim of `size`, which all replicas share and which outlives the release."),
+        size=text(
+            "Size of the claim; without `create`, of a volume of each pod's own that each start fills.",
+            minLength=1,
+        ),
+        storageClass=text("Storage class of the claim. Empty: the cluster's default."),
+        accessMode=choice("Unset: ReadWriteMany for several replicas.", "ReadWriteOnce", "ReadWriteMany"),
     )
     hub = table(
         "Downloaded before the engine starts, which itself reaches no network.",
         ("repo", "revision", "cache"),
         repo=text("Such as Qwen/Qwen3-8B.", pattern=r"^[\w-][\w.-]*/[\w.-]+$"),
         revision=text("Commit, which pins what is downloaded.", pattern="^[0-9a-f]{40}$"),
-        cache=cache | {"minProperties": 1, "maxProperties": 1},
+        cache=cache | {"oneOf": [{"required": ["claim"], "maxProperties": 1}, {"required": ["size"]}]},
         endpoint=text("A mirror of the hub."),
         tokenSecret=secret("Existing Secret with a token of the hub."),
     )
@@ -288,6 +297,12 @@ def engine_properties() -> dict[str, Schema]:
         "rendezvousPort": whole(1024, "Port at which a group's ranks meet.", PORT_MAX),
         "settings": engine_settings(),
         "source": source(),
+        "download": table(
+            "The download of source.hub.",
+            proxy=text("URL of a proxy.", pattern="^(https?://.+)?$"),
+            caSecret=secret("Existing Secret with the authorities that are trusted, PEM."),
+            resources=RESOURCES,
+        ),
         "sharedMemory": text("Size of /dev/shm where a pod has several GPUs."),
         "kvDisk": kv_disk(),
         "autoscaling": autoscaling(),
@@ -329,8 +344,8 @@ def autoscaling() -> Schema:
     return table(
         "Autoscaling by the depth of the queue.",
         mode=choice("Who scales. hpa needs an adapter for metrics of pods.", "none", "keda", "hpa"),
-        min=whole(0, "Fewest replicas."),
-        max=whole(1, "Most replicas."),
+        minReplicas=whole(0, "Fewest replicas."),
+        maxReplicas=whole(1, "Most replicas."),
         queueDepth=whole(1, "Sequences that wait, per replica, that are aimed at."),
         stabilizationS=whole(0, "Time for which fewer were enough before one is taken away.", 3600),
         prometheus=text("URL of Prometheus, for keda."),
@@ -374,7 +389,8 @@ def redis() -> Schema:
             "redis://host:6379 or rediss://host:6379. Empty: each gateway counts for itself.",
             pattern="^(rediss?://.+)?$",
         ),
-        passwordSecret=secret("Existing Secret with its password."),
+        existingSecret=text("Existing Secret with its password."),
+        existingSecretPasswordKey=text("The key within it."),
         dev=table("One without persistence.", enabled=truth("Have it."), image=text("Its image.")),
     )
 
@@ -396,11 +412,41 @@ def monitoring() -> Schema:
     """Monitoring."""
     return table(
         "Monitoring.",
-        mode=choice("auto: where the cluster has the Prometheus operator.", "auto", "always", "never"),
-        labels=LABELS | {"description": "Labels of monitors and rules."},
-        interval=text("Time between two scrapes."),
-        dashboards=truth("Dashboards, as ConfigMaps."),
-        dashboardLabels=LABELS | {"description": "Labels by which Grafana finds them."},
+        serviceMonitor=table(
+            "What Prometheus scrapes.",
+            enabled=wanted(),
+            labels=LABELS | {"description": "Their labels."},
+            interval=text("Time between two scrapes."),
+        ),
+        prometheusRule=table(
+            "Alerts, of this release alone.",
+            enabled=wanted(),
+            labels=LABELS | {"description": "Its labels."},
+            disabled=list_of(text(), "Names of alerts to leave out."),
+        ),
+        dashboards=table(
+            "Dashboards, as ConfigMaps.",
+            enabled=truth("Have them."),
+            labels=LABELS | {"description": "Labels by which Grafana finds them."},
+        ),
+    )
+
+
+def wanted() -> Schema:
+    """Whether objects of the Prometheus operator are made."""
+    return choice("auto: where the cluster has the Prometheus operator.", "auto", "always", "never")
+
+
+def auth() -> Schema:
+    """Who may call."""
+    return table(
+        "Who may call.",
+        create=truth("Make a key and an operator's key, where nothing else says who may call."),
+        tenant=text("Whose the made key is.", minLength=1),
+        existingSecret=text("Existing Secret with `keys` as TOML."),
+        existingSecretKey=text("The key within it."),
+        existingOperatorSecret=text("Existing Secret with `keys` of [admin] as TOML."),
+        existingOperatorSecretKey=text("The key within it."),
     )
 
 
@@ -420,6 +466,7 @@ def values() -> Schema:
             endpointDelayS=whole(1, "Time in which all others learn that a pod is going.", 600),
             marginS=whole(1, "Between the end of the drain and the kill.", 600),
         ),
+        auth=auth(),
         gateway=gateway(),
         engine=table("What all engines have in common.", **engine_properties()),
         models=list_of(
@@ -429,12 +476,9 @@ def values() -> Schema:
         redis=redis(),
         networkPolicy=network_policy(),
         monitoring=monitoring(),
-        serviceAccounts=table("Service accounts.", annotations=map_of(text(), "Their annotations.")),
-        podSecurity=table(
-            "User of all containers.",
-            user=whole(1, "Its number."),
-            group=whole(1, "The group's."),
-        ),
+        serviceAccount=table("Service accounts.", annotations=map_of(text(), "Their annotations.")),
+        podSecurityContext=OPEN | {"description": "Of all pods."},
+        containerSecurityContext=OPEN | {"description": "Of all containers."},
         helmTest=table(
             "`helm test`.",
             keySecret=secret("Existing Secret with an API key."),
@@ -448,8 +492,24 @@ def values() -> Schema:
 def schema_text() -> str:
     """The contents of values.schema.json."""
     schema = {"$schema": DIALECT, **values(), "required": ["models"]}
-    schema["properties"] |= {"global": {"type": "object", "description": "helm's own."}}
+    schema["properties"]["global"] = {
+        "type": "object",
+        "description": "Also for charts beside it.",
+        "properties": {"imageRegistry": text("Before the repository of every image.")},
+    }
+    for old in json.loads(FORMER.read_text()):
+        _allow(schema, old.split("."))
     return json.dumps(schema, indent=1) + "\n"
+
+
+def _allow(schema: Schema, names: list[str]) -> None:
+    """Let a name pass that a value had before: a template refuses it, and says the new one."""
+    *outer, last = names
+    for holder in (schema, *([schema["properties"]["models"]["items"]] if outer[:1] == ["engine"] else [])):
+        inside = holder
+        for name in outer if holder is schema else outer[1:]:
+            inside = inside["properties"][name]
+        inside["properties"][last] = {}
 
 
 # -- the table of README ---------------------------------------------------------------------------
@@ -463,7 +523,13 @@ def rows(schema: Schema, defaults: object, path: str = "") -> Iterator[tuple[str
         says = inner.get("description", "")
         if "enum" in inner:
             says += " One of " + ", ".join(f"`{one}`" for one in inner["enum"]) + "."
-        if "properties" in inner and name not in ("settings", "resources", "affinity", "source"):
+        if "properties" in inner and name not in (
+            "settings",
+            "resources",
+            "affinity",
+            "source",
+            "podSecurityContext",
+        ):
             yield from rows(inner, default, here)
         elif name != "global":
             yield here, json.dumps(default) if default not in (None, "", [], {}) else "", says

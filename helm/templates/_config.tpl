@@ -5,7 +5,7 @@
 
 {{/* The number of replicas that there may be. */}}
 {{- define "penstock.replicasMax" -}}
-{{- if eq .engine.autoscaling.mode "none" }}{{ int .engine.replicas }}{{ else }}{{ int .engine.autoscaling.max }}{{ end -}}
+{{- if eq .engine.autoscaling.mode "none" }}{{ int .engine.replicas }}{{ else }}{{ int .engine.autoscaling.maxReplicas }}{{ end -}}
 {{- end -}}
 
 {{/* The base URLs of a model's replicas. Their names stay when pods are replaced, so the places of prefixes do. */}}
@@ -47,7 +47,9 @@
 {{/* gateway.toml: what takes a restart ("penstock.gatewayRestart"), and what is read again by itself. */}}
 {{- define "penstock.gatewayToml" -}}
 {{ include "penstock.gatewayRestart" . }}
-{{ include "penstock.tomlLines" (pick .Values.gateway.settings "keys" "tenants" "issuers" "grants" "certificates") }}
+{{- $read := pick .Values.gateway.settings "keys" "tenants" "issuers" "grants" "certificates" -}}
+{{- with (include "penstock.tenants" . | fromJson).tenants }}{{ $_ := set $read "tenants" . }}{{ end }}
+{{ include "penstock.tomlLines" $read }}
 {{- end -}}
 
 {{- define "penstock.gatewayRestart" -}}
@@ -94,7 +96,7 @@
 {{- $url := include "penstock.redisUrl" . -}}
 {{- if $url -}}
   {{- $redis := dict "url" $url -}}
-  {{- if .Values.redis.passwordSecret.name }}{{ $_ := set $redis "password" "file:/etc/penstock-redis/password" }}{{ end -}}
+  {{- if .Values.redis.existingSecret }}{{ $_ := set $redis "password" "file:/etc/penstock-redis/password" }}{{ end -}}
   {{- $_ := set $own "redis" (mergeOverwrite $redis (default (dict) $own.redis)) -}}
   {{- $quotas := dict "store" "redis" "gateways" (include "penstock.gatewaysMax" . | int) -}}
   {{- $_ := set $own "quotas" (mergeOverwrite $quotas (default (dict) $own.quotas)) -}}
@@ -103,7 +105,7 @@
 {{- end -}}
 
 {{- define "penstock.gatewaysMax" -}}
-{{- if .Values.gateway.autoscaling.enabled }}{{ .Values.gateway.autoscaling.max }}{{ else }}{{ .Values.gateway.replicas }}{{ end -}}
+{{- if .Values.gateway.autoscaling.enabled }}{{ .Values.gateway.autoscaling.maxReplicas }}{{ else }}{{ .Values.gateway.replicas }}{{ end -}}
 {{- end -}}
 
 {{/* The directory, or the name, of an engine's model. */}}

@@ -60,12 +60,21 @@ spec:
           valueFrom:
             secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
         {{- end }}
+        {{- with $engine.download.proxy }}
+        - name: HTTPS_PROXY
+          value: {{ . | quote }}
+        {{- end }}
+        {{- if $engine.download.caSecret.name }}
+        - name: SSL_CERT_FILE
+          value: /etc/penstock-ca/ca.crt
+        - name: REQUESTS_CA_BUNDLE
+          value: /etc/penstock-ca/ca.crt
+        {{- end }}
+        {{- with $engine.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       resources:
-        requests:
-          cpu: 500m
-          memory: 1Gi
-        limits:
-          memory: 4Gi
+        {{- toYaml $engine.download.resources | nindent 8 }}
       securityContext:
         {{- include "penstock.containerSecurity" $root | nindent 8 }}
       volumeMounts:
@@ -73,6 +82,14 @@ spec:
           mountPath: /models
         - name: tmp
           mountPath: /tmp
+        {{- if $engine.download.caSecret.name }}
+        - name: ca
+          mountPath: /etc/penstock-ca
+          readOnly: true
+        {{- end }}
+        {{- with $engine.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
   {{- end }}
   containers:
     - name: engine
@@ -202,15 +219,22 @@ spec:
         pullPolicy: {{ default "IfNotPresent" .pullPolicy }}
     {{- end }}
     {{- with $source.hub }}
-    {{- if .cache.claim }}
+    {{- if or .cache.claim .cache.create }}
     - name: models
       persistentVolumeClaim:
-        claimName: {{ .cache.claim }}
+        claimName: {{ default (print $name "-models") .cache.claim }}
     {{- else if .cache.size }}
     - name: models
       emptyDir:
         sizeLimit: {{ .cache.size }}
     {{- end }}
+    {{- end }}
+    {{- if and $source.hub $engine.download.caSecret.name }}
+    - name: ca
+      secret:
+        secretName: {{ $engine.download.caSecret.name }}
+        items:
+          - {key: {{ $engine.download.caSecret.key }}, path: ca.crt}
     {{- end }}
     {{- if eq $engine.kvDisk.volume "emptyDir" }}
     - name: kv

@@ -70,6 +70,8 @@ annotations:
 
 {{/* A reference to an image: (dict "root" $ "image" $image). */}}
 {{- define "penstock.image" -}}
+{{- $registry := default .root.Values.global.imageRegistry .image.registry -}}
+{{- if $registry }}{{ trimSuffix "/" $registry }}/{{ end -}}
 {{- if .image.digest -}}
 {{ .image.repository }}@{{ .image.digest }}
 {{- else -}}
@@ -119,8 +121,8 @@ annotations:
 {{- end -}}
 {{- include "penstock.checkKvDisk" . -}}
 {{- $auto := $engine.autoscaling -}}
-{{- if and (ne $auto.mode "none") (gt (int $auto.min) (int $auto.max)) -}}
-  {{- fail (printf "%s: autoscaling.min is above autoscaling.max" $name) -}}
+{{- if and (ne $auto.mode "none") (gt (int $auto.minReplicas) (int $auto.maxReplicas)) -}}
+  {{- fail (printf "%s: autoscaling.minReplicas is above autoscaling.maxReplicas" $name) -}}
 {{- end -}}
 {{- if and (eq $engine.discovery "watch") (ne .root.Values.hop.mode "plain") -}}
   {{- fail (printf "%s: discovery: watch finds addresses, for which the hop's certificates are not: use dns or names" $name) -}}
@@ -151,8 +153,9 @@ annotations:
   {{- if $engine.isGroup -}}
     {{- fail (printf "%s.volume: claim needs workload: StatefulSet, whose pods keep their names" $name) -}}
   {{- end -}}
-  {{- if dig "hub" "cache" "size" "" $engine.source -}}
-    {{- fail (printf "%s.volume: claim needs source.hub.cache.claim: weights that are downloaded again count as others" $name) -}}
+  {{- $cache := dig "hub" "cache" (dict) $engine.source -}}
+  {{- if and $cache (not (or $cache.claim $cache.create)) -}}
+    {{- fail (printf "%s.volume: claim needs source.hub.cache.claim or create: weights that are downloaded again count as others" $name) -}}
   {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -201,23 +204,11 @@ preStop:
 {{- end -}}
 
 {{- define "penstock.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: {{ .Values.podSecurity.user }}
-runAsGroup: {{ .Values.podSecurity.group }}
-fsGroup: {{ .Values.podSecurity.group }}
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{ toYaml .Values.podSecurityContext }}
 {{- end -}}
 
 {{- define "penstock.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-runAsNonRoot: true
-capabilities:
-  drop: ["ALL"]
-seccompProfile:
-  type: RuntimeDefault
+{{ toYaml .Values.containerSecurityContext }}
 {{- end -}}
 
 {{/* Probes of a port by the name `probes`: (dict "of" $component.probes "isHttps" false). */}}
@@ -271,15 +262,11 @@ affinity:
 {{- with .of.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- if .of.topologySpread }}
+{{- with .of.topologySpreadConstraints }}
 topologySpreadConstraints:
-  {{- range $key := list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
-  - maxSkew: 1
-    topologyKey: {{ $key }}
-    whenUnsatisfiable: ScheduleAnyway
-    labelSelector:
-      matchLabels:
-        {{- $.selector | nindent 8 }}
+  {{- range . }}
+  {{- $own := dict "labelSelector" (dict "matchLabels" ($.selector | fromYaml)) }}
+  - {{ toYaml (merge (deepCopy .) $own) | indent 4 | trim }}
   {{- end }}
 {{- end }}
 {{- with .root.Values.imagePullSecrets }}
@@ -384,4 +371,57 @@ redis://{{ include "penstock.fullname" . }}-redis:6379
 {{/* Truth ("true" or nothing) of a three-valued mode: (dict "root" $ "mode" "auto" "api" "..."). */}}
 {{- define "penstock.wanted" -}}
 {{- if or (eq .mode "always") (and (eq .mode "auto") (.root.Capabilities.APIVersions.Has .api)) }}true{{ end -}}
+{{- end -}}
+
+{{/* Truth ("true" or nothing): the chart makes the keys, since nothing else says who may call. */}}
+{{- define "penstock.makesKeys" -}}
+{{- $settings := .Values.gateway.settings -}}
+{{- $isTold := or .Values.auth.existingSecret $settings.keys $settings.issuers $settings.certificates -}}
+{{- if and .Values.auth.create (not $isTold) (ne (dig "directory" "store" "file" $settings) "redis") }}true{{ end -}}
+{{- end -}}
+
+{{- define "penstock.keysSecret" -}}
+{{ include "penstock.fullname" . }}-keys
+{{- end -}}
+
+{{/* The tenants of gateway.toml as {"tenants": [...]} in JSON: that of the key that the chart makes, too. */}}
+{{- define "penstock.tenants" -}}
+{{- $tenants := default (list) .Values.gateway.settings.tenants -}}
+{{- if include "penstock.makesKeys" . -}}
+  {{- $isThere := false -}}
+  {{- range $tenants }}{{ if eq .id $.Values.auth.tenant }}{{ $isThere = true }}{{ end }}{{ end -}}
+  {{- if not $isThere }}{{ $tenants = append $tenants (dict "id" .Values.auth.tenant) }}{{ end -}}
+{{- end -}}
+{{- toJson (dict "tenants" $tenants) -}}
+{{- end -}}
+
+{{/* Fails where several gateways without Redis would each allow all of a limit. */}}
+{{- define "penstock.checkLimits" -}}
+{{- if and (gt (include "penstock.gatewaysMax" . | int) 1) (not (include "penstock.redisUrl" .)) -}}
+  {{- $says := "%s: several gateways would each allow all of it: give redis.url, or have one gateway" -}}
+  {{- range .Values.models }}{{ if dig "limits" "" (default (dict) .gateway) }}{{ fail (printf $says (printf "models[%s].gateway.limits" .name)) }}{{ end }}{{ end -}}
+  {{- range $kind := list "tenants" "keys" "certificates" "grants" -}}
+    {{- range $at, $holder := (default (list) (get $.Values.gateway.settings $kind)) -}}
+      {{- range $name := list "limits" "model_limits" -}}
+        {{- if get $holder $name }}{{ fail (printf $says (printf "gateway.settings.%s[%d].%s" $kind $at $name)) }}{{ end -}}
+      {{- end -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Fails where a value has the name that it had before (former.json), and says the new one. */}}
+{{- define "penstock.checkFormer" -}}
+{{- range $old, $new := .Files.Get "former.json" | fromJson -}}
+  {{- $names := splitList "." $old -}}
+  {{- $holders := list (list $old $.Values) -}}
+  {{- if eq (first $names) "engine" -}}
+    {{- range $.Values.models }}{{ $holders = append $holders (list (printf "models[%s].%s" .name (rest $names | join ".")) (dict "engine" .)) }}{{ end -}}
+  {{- end -}}
+  {{- range $holder := $holders -}}
+    {{- $inside := last $holder -}}
+    {{- range $name := initial $names }}{{ $inside = default (dict) (get $inside $name) }}{{ end -}}
+    {{- if hasKey $inside (last $names) }}{{ fail (printf "%s is %s now" (first $holder) $new) }}{{ end -}}
+  {{- end -}}
+{{- end -}}
 {{- end -}}

@@ -22,7 +22,9 @@ from shared.process.interrupts import INTERRUPTED
 
 COMMANDS: Final = {
     "up": "start an engine and a gateway, ready to be used",
+    "init": "write a gateway's configuration that starts",
     "keys": "create, list, rotate and revoke API keys",
+    "tenants": "list, create, limit and delete tenants",
     "chat": "talk to a model in the terminal",
     "settings": "print what a service can be told",
     "trace": "show what became of a request, from both services' logs",

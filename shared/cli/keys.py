@@ -7,38 +7,42 @@ through its admin listener.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-import httpx
 import msgspec
 from msgspec import Struct
 
-from shared.cli import terminal
-from shared.cli.admin import KEY_VARIABLE
+from shared.cli import admin, terminal
+from shared.cli.keeper import (
+    Keeper,
+    KeeperFailed,
+    ModelLimitsShown,
+    decoded,
+    id_problem,
+    keeper_of,
+    limit_of,
+    limits_of,
+    limits_shown,
+    listed,
+    model_limit_of,
+    show,
+    target,
+)
 from shared.cli.running import read_running
 from shared.cli.service import missing_extra, reach
 from shared.process.arguments import Parser, checked
-from shared.wire.ids import is_id
-from shared.wire.undecodable import UNDECODABLE
 
-ANSWER_S: Final = 30.0
-PAGE: Final = "200"
 ENV_HELP: Final = "the part of the key before its id (default: live)"
-COLUMNS: Final = ("id", "tenant", "state", "expires", "models", "endpoints", "labels")
-OPERATORS_COLUMNS: Final = ("id", "state", "expires", "labels")
+COLUMNS: Final = (
+    *("id", "tenant", "state", "created", "used", "expires", "limits", "models", "endpoints", "labels"),
+)
+OPERATORS_COLUMNS: Final = ("id", "state", "created", "expires", "labels")
 OF_CALLERS: Final = ("models", "endpoints", "limits", "model_limits", "env")
 """The options of `create` that operators' keys do not have."""
-
-
-class KeysFailed(Exception):
-    """The operation was not done; the message is for the user."""
 
 
 class Key(Struct, frozen=True):
@@ -47,21 +51,17 @@ class Key(Struct, frozen=True):
     id: str
     labels: list[str]
     tenant: str = ""
-    """Empty for an operator's key, as the next two."""
+    """Empty for an operator's key, as the next four."""
     models: list[str] = []
     endpoints: list[str] = []
+    limits: dict[str, int | None] = {}
+    model_limits: list[ModelLimitsShown] = []
+    created: datetime | None = None
     expires: datetime | None = None
     disabled: bool = False
     previous_expires: datetime | None = None
     key: str | None = None
     """The whole key, with its secret. None but in the answer to what made it."""
-
-
-class KeyPage(Struct, frozen=True):
-    """A part of the list of keys."""
-
-    data: list[msgspec.Raw]
-    next: str | None = None
 
 
 class Operators(Struct, frozen=True):
@@ -70,13 +70,11 @@ class Operators(Struct, frozen=True):
     data: list[msgspec.Raw]
 
 
-class KeyKeeper(Protocol):
-    """The keeper that is asked: a gateway, or its file."""
+class UsesShown(Struct, frozen=True):
+    """When keys were used last."""
 
-    def ask(self, operation: str, id_: str, fields: Mapping[str, Any]) -> bytes:
-        """The answer in JSON. `id_` is the key's; of a list, the place behind which it begins. Raises
-        KeysFailed."""
-        ...
+    since: datetime
+    data: dict[str, datetime]
 
 
 # -- the command line -----------------------------------------------------------------------------
@@ -90,18 +88,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Create, list, rotate and revoke a gateway's API keys.",
         epilog="Without --config and --admin-url they are those of the `penstock up` that runs here.",
     )
-    where = Parser(add_help=False)
-    target = where.add_mutually_exclusive_group()
-    target.add_argument(
-        "--config", type=Path, metavar="FILE.toml", help="the gateway's file: its keys, or those in its Redis"
-    )
-    target.add_argument(
-        "--admin-url",
-        metavar="URL",
-        type=checked(_url_problem),
-        help=f"a running gateway's admin listener; the operator's key is in ${KEY_VARIABLE}",
-    )
-    where.add_argument("--json", action="store_true", help="answer in JSON, one key per line")
+    where = target()
     where.add_argument(
         "--operator",
         action="store_true",
@@ -112,7 +99,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     listing = actions.add_parser("list", parents=[where], help="list keys, without their secrets")
     listing.add_argument("--tenant", metavar="ID", help="only this tenant's")
     rotate = actions.add_parser("rotate", parents=[where], help="replace a key's secret")
-    rotate.add_argument("id", metavar="ID", type=checked(_id_problem))
+    rotate.add_argument("id", metavar="ID", type=checked(id_problem))
     rotate.add_argument(
         "--overlap-s",
         type=float,
@@ -120,7 +107,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="how long the secret that is replaced still works; 0 ends it at once (default: 86400)",
     )
     revoke = actions.add_parser("revoke", parents=[where], help="revoke a key")
-    revoke.add_argument("id", metavar="ID", type=checked(_id_problem))
+    revoke.add_argument("id", metavar="ID", type=checked(id_problem))
     revoke.add_argument("--delete", action="store_true", help="also remove it from the list")
     mint = actions.add_parser(
         "mint",
@@ -153,7 +140,7 @@ def _add_create(parser: Parser) -> None:
         metavar="NAME=NUMBER",
         action="append",
         dest="limits",
-        type=_limit,
+        type=limit_of,
         help="a quota of this key alone, such as requests_per_min=60",
     )
     parser.add_argument(
@@ -161,7 +148,7 @@ def _add_create(parser: Parser) -> None:
         metavar="MODEL:NAME=NUMBER",
         action="append",
         dest="model_limits",
-        type=_model_limit,
+        type=model_limit_of,
         help="a quota of this key alone for one model, such as qwen3-8b:requests_per_min=60",
     )
     parser.add_argument(
@@ -171,39 +158,8 @@ def _add_create(parser: Parser) -> None:
     parser.add_argument("--env", metavar="NAME", type=checked(_env_problem), help=ENV_HELP)
 
 
-def _url_problem(url: str) -> str | None:
-    try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, ValueError):
-        return "must be a URL like http://127.0.0.1:9090"
-    return (
-        None
-        if parsed.scheme in ("http", "https") and parsed.host
-        else "must be a URL like http://127.0.0.1:9090"
-    )
-
-
 def _env_problem(text: str) -> str | None:
     return None if re.fullmatch("[a-z0-9]{1,16}", text) else "must be 1 to 16 of a-z 0-9"
-
-
-def _id_problem(text: str) -> str | None:
-    return None if is_id(text) else "must be 1 to 64 of A-Z a-z 0-9 . _ -"
-
-
-def _limit(text: str) -> tuple[str, int]:
-    name, _, number = text.partition("=")
-    if not name or not number.isascii() or not number.isdigit():
-        raise argparse.ArgumentTypeError(f"must be like requests_per_min=60, got {text!r}")
-    return name, int(number)
-
-
-def _model_limit(text: str) -> tuple[str, str, int]:
-    """The last colon ends the model's name, which may have others."""
-    model, _, limit = text.rpartition(":")
-    if not model:
-        raise argparse.ArgumentTypeError(f"must be like qwen3-8b:requests_per_min=60, got {text!r}")
-    return model, *_limit(limit)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -215,20 +171,20 @@ def run(options: argparse.Namespace) -> int:
         if options.action == "mint":
             _mint(options)
             return 0
-        gateway = _gateway(options)
+        gateway = _keeper(options)
         match options.action:
             case "create":
-                _show_made(gateway.ask("create", "", _fields(options)), options)
+                _show_made(gateway.ask("create", "", _fields(options)).content, options)
             case "list":
-                _show_list(_listed(gateway, options), options)
+                _show_list(_listed(gateway, options), options, _uses(options))
             case "rotate":
                 overlap = {} if options.overlap_s is None else {"overlap_s": options.overlap_s}
-                _show_made(gateway.ask("rotate", options.id, overlap), options)
+                _show_made(gateway.ask("rotate", options.id, overlap).content, options)
             case _:
                 operation = "delete" if options.delete else "patch"
                 fields = {} if options.delete else {"disabled": True}
-                _show_list([gateway.ask(operation, options.id, fields)], options)
-    except KeysFailed as error:
+                _show_list([gateway.ask(operation, options.id, fields).content], options, None)
+    except KeeperFailed as error:
         sys.stderr.write(f"penstock keys: {terminal.harmless(str(error))}\n")
         return 1
     return 0
@@ -246,145 +202,53 @@ def _check_create(options: argparse.Namespace) -> None:
         options.parser.error(f"argument --operator: not allowed with argument --{named}")
 
 
-def _require_once(option: str, names: Iterable[str]) -> None:
-    """Raises KeysFailed where a limit is given twice."""
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise KeysFailed(f"{option} {name} is given {count} times")
-
-
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
     names = ("tenant", "models", "endpoints", "labels", "expires", "env")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if options.limits:
-        _require_once("--limit", (name for name, _ in options.limits))
-        given["limits"] = dict(options.limits)
-    if options.model_limits:
-        _require_once("--model-limit", (f"{model}:{name}" for model, name, _ in options.model_limits))
-        by_model: dict[str, dict[str, int]] = {}
-        for model, name, number in options.model_limits:
-            by_model.setdefault(model, {})[name] = number
-        given["model_limits"] = [{"model": model, "limits": limits} for model, limits in by_model.items()]
-    return given
+    return {**given, **limits_of(options)}
 
 
 # -- what is asked --------------------------------------------------------------------------------
 
 
-def _gateway(options: argparse.Namespace) -> KeyKeeper:
-    """Raises KeysFailed when it is not clear which gateway is meant."""
-    if options.admin_url is not None:
-        if options.operator and options.action != "list":
-            raise KeysFailed(
-                "operators' keys are changed in the gateway's file alone, so that a stolen one makes no "
-                "other: name the file by --config"
-            )
-        return _Remote(options.admin_url, os.environ.get(KEY_VARIABLE) or None, options.operator)
-    running = read_running()
-    if options.config is None and (running is None or running.config is None):
-        raise KeysFailed("no `penstock up` runs here: name the gateway by --config or --admin-url")
-    if problem := missing_extra("gateway"):
-        raise KeysFailed(problem)
-    file = options.config or Path(running.config if running and running.config else "")
-    return _Local(file, "operators" if options.operator else "callers")
+def _keeper(options: argparse.Namespace) -> Keeper:
+    """Raises KeeperFailed when it is not clear which gateway is meant."""
+    if options.operator and options.admin_url is not None and options.action != "list":
+        raise KeeperFailed(
+            "operators' keys are changed in the gateway's file alone, so that a stolen one makes no "
+            "other: name the file by --config"
+        )
+    return keeper_of(options, "operators" if options.operator else "callers")
 
 
-class _Local:
-    """The gateway's file, or the Redis that it names."""
-
-    def __init__(self, file: Path, whose: str) -> None:
-        self._file: Final = file
-        self._whose: Final = whose
-
-    def ask(self, operation: str, id_: str, fields: Mapping[str, Any]) -> bytes:
-        local = reach("gateway.directory.local")
-        try:
-            answer: bytes = local.call(self._file, operation, id_, fields, os.environ, self._whose)
-        except local.LocalFailed as error:
-            raise KeysFailed(str(error)) from None
-        return answer
-
-
-class _Remote:
-    """A running gateway's admin listener."""
-
-    def __init__(self, url: str, key: str | None, is_operators: bool) -> None:
-        if key is None:
-            raise KeysFailed(f"${KEY_VARIABLE} must hold an operator's key")
-        self._is_operators: Final = is_operators
-        self._url: Final = f"{url.rstrip('/')}/admin/v1/{'operators' if is_operators else 'keys'}"
-        self._headers: Final = {"authorization": f"Bearer {key}"}
-
-    def ask(self, operation: str, id_: str, fields: Mapping[str, Any]) -> bytes:
-        method, url, query, body = "GET", f"{self._url}/{id_}", None, dict(fields)
-        match operation:
-            case "list" if self._is_operators:
-                url, body = self._url, {}
-            case "list":
-                url, query, body = self._url, {**fields, "after": id_, "limit": PAGE}, {}
-            case "create":
-                method, url = "POST", self._url
-            case "rotate":
-                method, url = "POST", f"{url}/rotate"
-            case "patch" | "delete":
-                method = operation.upper()
-        content = msgspec.json.encode(body) if body else None
-        try:
-            with httpx.Client(timeout=ANSWER_S, headers=self._headers) as client:
-                answer = client.request(method, url, params=query, content=content)
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            raise KeysFailed(f"{self._url} cannot be asked: {str(error) or type(error).__name__}") from None
-        if answer.status_code != httpx.codes.OK:
-            raise KeysFailed(_told(answer))
-        return answer.content
-
-
-class _Error(Struct):
-    message: str
-
-
-class _Refused(Struct):
-    error: _Error
-
-
-def _told(answer: httpx.Response) -> str:
-    try:
-        return msgspec.json.decode(answer.content, type=_Refused).error.message
-    except UNDECODABLE:
-        return f"{answer.url} answered {answer.status_code}: is it a gateway's admin listener?"
-
-
-def _listed(gateway: KeyKeeper, options: argparse.Namespace) -> Iterator[bytes]:
-    """The keys that are asked for. Raises KeysFailed."""
+def _listed(gateway: Keeper, options: argparse.Namespace) -> Iterator[bytes]:
+    """The keys that are asked for. Raises KeeperFailed."""
     if not options.operator:
-        yield from _all(gateway, options.tenant)
+        yield from listed(gateway, {} if options.tenant is None else {"tenant": options.tenant})
     elif options.tenant is not None:
-        raise KeysFailed("operators' keys belong to no tenant: leave --tenant out")
+        raise KeeperFailed("operators' keys belong to no tenant: leave --tenant out")
     else:
-        yield from map(bytes, _decoded(gateway.ask("list", "", {}), Operators).data)
+        yield from map(bytes, decoded(gateway.ask("list", "", {}).content, Operators).data)
 
 
-def _all(gateway: KeyKeeper, tenant: str | None) -> Iterator[bytes]:
-    """Every key, page by page."""
-    after: str | None = ""
-    while after is not None:
-        fields = {} if tenant is None else {"tenant": tenant}
-        page = _decoded(gateway.ask("list", after, fields), KeyPage)
-        yield from map(bytes, page.data)
-        after = page.next
-
-
-def _decoded(raw: bytes, type_: Any) -> Any:
+def _uses(options: argparse.Namespace) -> UsesShown | None:
+    """When keys were used last, as running gateways remember it. None where a file is asked that is not the
+    `penstock up`'s that runs here, or none of them answers."""
+    ours = read_running()
+    is_ours = options.config is None or (ours is not None and ours.config == str(options.config))
+    if options.operator or not (options.admin_url or (ours is not None and is_ours)):
+        return None
+    asked = {} if options.tenant is None else {"tenant": options.tenant}
     try:
-        return msgspec.json.decode(raw, type=type_)
-    except UNDECODABLE:
-        raise KeysFailed("the answer is none of a gateway of this version") from None
+        return admin.ask(options.admin_url, "/key_uses", UsesShown, asked)
+    except admin.AdminFailed:
+        return None  # a gateway of an older version, or one that is just stopped
 
 
 def _mint(options: argparse.Namespace) -> None:
-    """Show a new key. Raises KeysFailed where the gateway is not installed."""
+    """Show a new key. Raises KeeperFailed where the gateway is not installed."""
     if problem := missing_extra("gateway"):
-        raise KeysFailed(problem)
+        raise KeeperFailed(problem)
     minted = reach("gateway.identity.keys").mint_key(options.env)
     if options.json:
         print(msgspec.json.encode({"id": minted.id, "hash": minted.hash, "key": minted.text}).decode())
@@ -397,7 +261,7 @@ def _mint(options: argparse.Namespace) -> None:
 
 
 def _show_made(answer: bytes, options: argparse.Namespace) -> None:
-    made = _decoded(answer, Key)
+    made = decoded(answer, Key)
     if options.json:
         print(answer.decode())
         return
@@ -409,16 +273,20 @@ def _show_made(answer: bytes, options: argparse.Namespace) -> None:
     sys.stderr.write(f"{terminal.harmless(note)}\n")
 
 
-def _show_list(answers: Iterator[bytes] | Sequence[bytes], options: argparse.Namespace) -> None:
+def _show_list(answers: Iterable[bytes], options: argparse.Namespace, uses: UsesShown | None) -> None:
     if options.json:
         for answer in answers:
-            print(answer.decode())
+            print((answer if uses is None else _with_use(answer, uses)).decode())
         return
     columns = OPERATORS_COLUMNS if options.operator else COLUMNS
-    rows = [columns, *(_row(_decoded(answer, Key), columns) for answer in answers)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(columns))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    show([columns, *(_row(decoded(answer, Key), columns, uses) for answer in answers)])
+
+
+def _with_use(answer: bytes, uses: UsesShown) -> bytes:
+    """A key's JSON with when it was used last, and since when that is known."""
+    fields: dict[str, Any] = decoded(answer, dict[str, Any])
+    at = uses.data.get(str(fields.get("id")))
+    return msgspec.json.encode({**fields, "last_used": at, "last_used_known_since": uses.since})
 
 
 def _moment(moment: datetime) -> str:
@@ -429,15 +297,20 @@ def _moment(moment: datetime) -> str:
         return f"{moment:%Y-%m-%d %H:%M %z}"
 
 
-def _row(key: Key, columns: Sequence[str]) -> tuple[str, ...]:
+def _row(key: Key, columns: Sequence[str], uses: UsesShown | None) -> tuple[str, ...]:
     is_over = key.expires is not None and key.expires <= datetime.now(UTC)
+    used = None if uses is None else uses.data.get(key.id)
+    unused = "" if uses is None else f"not since {_moment(uses.since)}"
     cells = {
         "id": key.id,
         "tenant": key.tenant,
         "state": "revoked" if key.disabled else "expired" if is_over else "active",
+        "created": "" if key.created is None else _moment(key.created),
+        "used": unused if used is None else _moment(used),
         "expires": "never" if key.expires is None else _moment(key.expires),
+        "limits": limits_shown(key.limits, key.model_limits),
         "models": ", ".join(key.models),
         "endpoints": ", ".join(key.endpoints),
         "labels": ", ".join(key.labels),
     }
-    return tuple(terminal.harmless(cells[column]) for column in columns)
+    return tuple(cells[column] for column in columns)

@@ -6,11 +6,13 @@ itself. Every bad value is reported at once, by the name under which it was give
 exist is a mistake like any other, in the file and in the environment (`shared.process.environment` says which
 variables are meant).
 
-What no single value shows, a dataclass checks in its `__post_init__`, which raises ConfigError.
+What no single value shows, a dataclass checks in its `__post_init__`, which raises ConfigError. Where single
+values are wrong, the whole is checked without them, and what it then misses of their names is not told.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import tomllib
@@ -29,6 +31,8 @@ T = TypeVar("T")
 
 NO_FORMER: Final[Mapping[str, str]] = {}
 _INDEX: Final = re.compile(r"\[\d+\]")
+_WORD: Final = re.compile(r"(?<![\w/:])\w+")
+"""A word that is no part of a URL."""
 FILE_LEN_MAX: Final = 16 * 1024 * 1024
 SHOWN_LEN_MAX: Final = 64
 """Characters of a wrong value that a message repeats."""
@@ -67,7 +71,12 @@ def load(
     document = _read(source) if isinstance(source, Path) else source
     value = builder.section(type_, document, "")
     if problems := builder.problems + problems:
-        raise ConfigError(problems)
+        rest = _Builder(texts, former, has_options=options is not None, leaves_out=True)
+        rest.section(type_, document, "")
+        known = set(problems)
+        raise ConfigError(
+            problems + [told for told in rest.problems if told not in known and not rest.misses(told)]
+        )
     return typing.cast(T, value)
 
 
@@ -121,8 +130,19 @@ class _Builder:
     """Walks declarations and values side by side. A value that cannot be built is None, and adds to
     `problems`."""
 
-    def __init__(self, texts: Mapping[str, _Text], former: Mapping[str, str], *, has_options: bool) -> None:
+    def __init__(
+        self,
+        texts: Mapping[str, _Text],
+        former: Mapping[str, str],
+        *,
+        has_options: bool,
+        leaves_out: bool = False,
+    ) -> None:
+        """`leaves_out`: build what can be built without bad values."""
         self.problems: list[str] = []
+        self._leaves_out = leaves_out
+        self._left_out: set[str] = set()
+        """The names of settings that the whole is built without."""
         self._texts = texts
         """The options and variables that are given, by the settings' paths."""
         self._former = former
@@ -139,6 +159,7 @@ class _Builder:
                 given = f"{path}.{name}".lstrip(".")
                 told = self._former.get(_INDEX.sub("[]", given))
                 self.problems.append(no_such_setting(given, paths, told))
+                self._left_out.update(difflib.get_close_matches(name, names))
         for setting in settings:
             here, text = setting.path, self._texts.get(setting.path)
             if text is not None:
@@ -151,12 +172,21 @@ class _Builder:
                 is_option = self._has_options and setting.is_option
                 self.problems.append(f"{option_of(here) if is_option else here}: is required")
         if len(self.problems) > known:
-            return None
+            bad = {one.name for one in settings if one.name not in built or built[one.name] is None}
+            bad -= {one.name for one in settings if not one.is_required and one.name not in built}
+            self._left_out |= bad
+            if not self._leaves_out or any(one.is_required and one.name in bad for one in settings):
+                return None
+            built = {name: inside for name, inside in built.items() if name not in bad}
         try:
             return type_(**built)
         except ConfigError as error:
             self.problems += [f"{path}: {problem}" if path else problem for problem in error.problems]
             return None
+
+    def misses(self, problem: str) -> bool:
+        """True if a problem names a setting that was left out: it may be that which is missing."""
+        return not self._left_out.isdisjoint(_WORD.findall(problem))
 
     def _value(self, kind: Kind, value: Any, path: str, text: _Text | None = None) -> Any:
         name = path if text is None else text.name
@@ -167,7 +197,7 @@ class _Builder:
             least, most = kind.meta.min_length or 0, kind.meta.max_length
             if len(items) < least or (most is not None and len(items) > most):
                 self.problems.append(f"{name}: must {kind.requirement}")
-            return tuple(items)
+            return tuple(item for item in items if item is not None) if self._leaves_out else tuple(items)
         try:
             return kind.convert(value)
         except ValueError as error:

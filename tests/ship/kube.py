@@ -152,7 +152,8 @@ def _of_1_20(preset: str) -> list[str]:
     """What to set so that a preset has only kinds that 1.20 knows. It must not be given others' definitions
     either: its Go reads them with a library that crashes."""
     off = [
-        "monitoring.mode=never",
+        "monitoring.serviceMonitor.enabled=never",
+        "monitoring.prometheusRule.enabled=never",
         "hop.mode=plain",
         "gateway.tls.mode=inFront",
         "gateway.httpRoute.enabled=false",

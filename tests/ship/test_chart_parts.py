@@ -244,7 +244,9 @@ def test_a_change_of_one_model_replaces_its_engines_alone() -> None:
 def test_what_is_referred_to_exists(preset: str) -> None:
     found = render(preset)
     names = {(m["kind"], m["metadata"]["name"]) for m in found}
-    made = {m["spec"]["secretName"] for m in of_kind(found, "Certificate")}
+    secrets = EXISTING | {m["spec"]["secretName"] for m in of_kind(found, "Certificate")}
+    secrets |= {m["metadata"]["name"] for m in of_kind(found, "Secret")}
+    claims = CLAIMS | {m["metadata"]["name"] for m in of_kind(found, "PersistentVolumeClaim")}
     for where, pod in pod_templates(found):
         spec = pod["spec"]
         assert (
@@ -258,12 +260,12 @@ def test_what_is_referred_to_exists(preset: str) -> None:
             if "configMap" in volume:
                 assert ("ConfigMap", volume["configMap"]["name"]) in names, where
             if "secret" in volume:
-                assert volume["secret"]["secretName"] in made | EXISTING, where
+                assert volume["secret"]["secretName"] in secrets, where
             if "persistentVolumeClaim" in volume:
-                assert volume["persistentVolumeClaim"]["claimName"] in CLAIMS
+                assert volume["persistentVolumeClaim"]["claimName"] in claims
         for variable in (variable for c in containers(pod) for variable in c.get("env", [])):
             reference = variable.get("valueFrom", {}).get("secretKeyRef", {"name": "penstock-keys"})
-            assert reference["name"] in EXISTING
+            assert reference["name"] in secrets
 
 
 @pytest.mark.parametrize("preset", ALL)

@@ -25,6 +25,7 @@ from engine.runtime.models.family import Family
 from engine.runtime.models.keys import COMMON_KEYS, WHOLE_KEYS
 from engine.runtime.models.rope import unread_rope_keys
 from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.setup.model_directory import OTHER_SERVER
 from engine.runtime.setup.model_errors import ModelUnavailable, UnsupportedModel
 from shared.process.files import read_bytes
 from shared.text.model_files import (
@@ -132,7 +133,8 @@ def _family(fields: Mapping[str, Any]) -> Family:
     if family is None:
         raise UnsupportedModel(
             f"model_type {shown(named.model_type)} (architectures: {architectures}) is not supported; "
-            f"{_nearest(fields)}; supported are {', '.join([*FAMILIES, *of_whole])}"
+            f"{_nearest(fields)}; supported are {', '.join([*FAMILIES, *of_whole])}; what knows it may run "
+            f"as {OTHER_SERVER}"
         )
     expected = {family.architecture, *family.also_named}
     if family.whole is not None:

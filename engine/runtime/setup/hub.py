@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Final
 
+from engine.runtime.setup.model_directory import check_model_directory, check_model_file
 from engine.runtime.setup.model_errors import ModelUnavailable
 
 FILES_WANTED: Final = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja")
@@ -23,13 +24,18 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     downloaded on first use. Raises ModelUnavailable."""
     path = Path(os.path.expanduser(model))
     if model and path.is_dir():
+        check_model_directory(path)
         return path
+    if path.is_file():
+        check_model_file(path)
     if not _HUB_ID.fullmatch(model):
         raise ModelUnavailable(f"{model!r} is neither a directory nor a hub id like 'Qwen/Qwen3-0.6B'")
     try:
-        return download(model, revision)
+        snapshot = download(model, revision)
     except ModelUnavailable as error:  # what looks like a hub id may be a path with one slash
         raise ModelUnavailable(f"there is no directory {model!r}, and as a hub id: {error}") from error
+    check_model_directory(snapshot)
+    return snapshot
 
 
 def download(hub_id: str, revision: str | None = None, cache: Path | None = None) -> Path:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from engine.runtime.collective.shard import Span
 from engine.runtime.models.quantization import Fp8Scheme
+from engine.runtime.setup.model_directory import unreadable_weights
 from engine.runtime.setup.model_errors import ModelUnavailable, WeightsMismatch
 from engine.runtime.weights.fp8 import Fp8Weight, quantise
 from shared.process.files import open_regular
@@ -355,7 +356,7 @@ def _headers(files: Mapping[str, Path]) -> dict[str, _Header]:
                     view = handle.get_slice(name)
                     found[name] = _Header(path, view.get_dtype(), tuple(view.get_shape()))
         except (OSError, SafetensorError) as error:
-            raise WeightsMismatch(f"{path.name} is not readable as safetensors: {error}") from error
+            raise WeightsMismatch(unreadable_weights(path, error)) from error
     return found
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from helm.make.boards.scope import by_place
+
 GATEWAY: Final = "penstock_gateway_"
 ENGINE: Final = "penstock_engine_"
 MINUTES: Final = 40
@@ -324,7 +326,7 @@ def rules() -> dict[str, Any]:
 def _rule(alert: Alert) -> dict[str, Any]:
     return {
         "alert": alert.name,
-        "expr": alert.expr,
+        "expr": by_place(alert.expr),
         "for": alert.for_,
         "labels": {"severity": alert.severity},
         "annotations": {"summary": alert.summary, "runbook": f"RUNBOOK.md#{alert.name.lower()}"},

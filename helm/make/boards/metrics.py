@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Final
 
-ADDED: Final = frozenset({"instance"})
+from helm.make.boards.scope import PLACE
+
+ADDED: Final = frozenset({"instance", *PLACE})
 """Labels that Prometheus adds when it scrapes."""
 _SELECTOR: Final = re.compile(r"\b((?:penstock|process|python)_\w+)(?:\{([^{}]*)\})?")
 _MATCHER: Final = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")

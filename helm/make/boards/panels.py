@@ -6,10 +6,16 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
+from helm.make.boards.scope import PLACE, matched
+
 SCHEMA_VERSION: Final = 39
 COLUMNS: Final = 24
 PER_ROW: Final = 3
 HEIGHT: Final = 8
+PLACES: Final = dict(zip(PLACE, ("cluster", "namespace", "release"), strict=True))
+"""The names of the choices of a place, by their labels."""
+OF_PLACE: Final = ", ".join(f'{label}=~"${name}"' for label, name in PLACES.items())
+BUILD: Final = "penstock_build_info"
 DATASOURCE: Final = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
 
 
@@ -98,7 +104,7 @@ def grafana(dashboard: Dashboard) -> str:
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "utc",
         "annotations": {"list": []},
-        "templating": {"list": [_datasource(), *map(_variable, dashboard.variables)]},
+        "templating": {"list": [_datasource(), *_variables(dashboard)]},
         "panels": panels,
     }
     return json.dumps(document, indent=1) + "\n"
@@ -108,10 +114,22 @@ def _datasource() -> dict[str, Any]:
     return {"name": "DS_PROMETHEUS", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
 
 
-def _variable(variable: Variable) -> dict[str, Any]:
-    query = f"label_values({variable.series}, {variable.name})"
+def _variables(dashboard: Dashboard) -> list[dict[str, Any]]:
+    """The place first; of each choice what there is within those before it."""
+    series = dashboard.variables[0].series if dashboard.variables else BUILD
+    found, matchers = [], ""
+    for label, name in PLACES.items():
+        found.append(_variable(name, f"{series}{{{matchers}}}", label))
+        matchers = ", ".join(filter(None, (matchers, f'{label}=~"${name}"')))
+    return found + [
+        _variable(one.name, f"{one.series}{{{matchers}}}", one.name) for one in dashboard.variables
+    ]
+
+
+def _variable(name: str, series: str, label: str) -> dict[str, Any]:
+    query = f"label_values({series.removesuffix('{}')}, {label})"
     return {
-        "name": variable.name,
+        "name": name,
         "type": "query",
         "datasource": DATASOURCE,
         "query": {"query": query, "refId": "A"},
@@ -140,7 +158,7 @@ def _panel(one: Panel, left: int, top: int) -> dict[str, Any]:
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": [
-            {"refId": chr(ord("A") + number), "datasource": DATASOURCE, "expr": query.expr,
+            {"refId": chr(ord("A") + number), "datasource": DATASOURCE, "expr": matched(query.expr, OF_PLACE),
              "legendFormat": query.legend}
             for number, query in enumerate(one.queries)
         ],

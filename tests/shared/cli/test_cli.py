@@ -343,8 +343,8 @@ def test_the_next_start_has_what_the_last_one_had(monkeypatch: pytest.MonkeyPatc
     config = first.data.path / "gateway.toml"
     assert first.data.is_kept
     assert first.running.admin_url == f"http://127.0.0.1:{int(port) + 1}"
-    made = json.loads(local.call(config, "create", "", {"tenant": "development"}, {}, "callers"))
-    operator = json.loads(local.call(config, "create", "", {}, {}, "operators"))
+    made = json.loads(local.call(config, "create", "", {"tenant": "development"}, {}, "callers")[0])
+    operator = json.loads(local.call(config, "create", "", {}, {}, "operators")[0])
     again = plan_of("--port", port, "--alias", "other")
     assert again.running == first.running
     there = load_gateway_config(config, {})

@@ -93,7 +93,9 @@ async def test_a_key_is_created_listed_rotated_and_revoked(
     assert await house.status(text) == 200
     assert await keys("list", *where, "--tenant", "acme") == 0
     listed = capsys.readouterr().out
-    assert re.search(rf"^{id_} +acme +active +never +tiny +\* +of a test$", listed, re.MULTILINE)
+    assert re.search(
+        rf"^{id_} +acme +active .*never +requests_per_min=60, .*tiny +\* +of a test$", listed, re.MULTILINE
+    )
     assert text not in listed
     assert await keys("list", *where, "--json") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -150,7 +152,7 @@ async def test_an_expiry_that_utc_cannot_say_is_listed(tmp_path: Path, log: io.S
         key = {"id": "k1", "hash": hash_key(KEY), "tenant": "acme", "expires": "9999-12-31T23:59:59-01:00"}
         house.write(keys=[key])
         assert await keys("list", "--config", str(house.path)) == 0
-    assert "k1  acme    active  9999-12-31 23:59 -0100" in capsys.readouterr().out
+    assert "9999-12-31 23:59 -0100" in capsys.readouterr().out
 
 
 async def test_a_change_of_the_file_leaves_an_audit_line_with_the_users_name(
@@ -198,7 +200,7 @@ async def test_an_operators_key_is_made_listed_rotated_and_revoked_in_the_file_a
     assert await statuses(text, OPERATOR) == [200, 200]
     assert await keys("list", "--operator", *where) == 0
     listed = capsys.readouterr().out
-    assert re.search(rf"^{id_} +active +never +of a test$", listed, re.MULTILINE)
+    assert re.search(rf"^{id_} +active .*never +of a test$", listed, re.MULTILINE)
     assert re.search(r"^ops +active +never$", listed, re.MULTILINE)
     assert text not in listed
     assert await keys("rotate", *file, id_, "--overlap-s", "60", "--json") == 0

@@ -172,3 +172,48 @@ def test_an_empty_variable_counts_as_unset() -> None:
 def test_kubernetes_service_links_set_nothing() -> None:
     links = {"APP_SERVICE_HOST": "10.0.0.1", "APP_PORT": "tcp://10.0.0.1:80", "APP_PORT_80_TCP_PORT": "80"}
     assert read({"models": MODELS}, **links) == read({"models": MODELS})
+
+
+# -- what the whole says beside what its parts say ------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    listen: Listen = Listen()
+    names: tuple[str, ...] = ()
+    default: str | None = None
+    ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        found = []
+        if self.default is not None and self.default not in self.names:
+            found.append(f"default: {self.default!r} is none of names")
+        if self.listen.tls is None and self.ratio > 1:
+            found.append("ratio: above 1 needs tls")
+        if found:
+            raise ConfigError(found)
+
+
+def checked_problems(document: Mapping[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(Checked, document, {}, "APP_")
+    return [problem.partition(":")[0] for problem in caught.value.problems]
+
+
+def test_what_parts_contradict_is_told_beside_what_is_wrong_within_them() -> None:
+    document = {"listen": {"port": 0}, "names": ["a"], "default": "b", "ratio": 2}
+    assert checked_problems(document) == ["listen.port", "default", "ratio"]
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        ({"names": "a", "default": "b"}, ["names"]),
+        ({"nmes": ["b"], "default": "b"}, ["nmes"]),
+        ({"listen": {"tls": {}}, "ratio": 2}, ["listen.tls.cert"]),
+    ],
+)
+def test_what_is_only_missing_since_it_is_wrong_is_not_told(
+    document: dict[str, Any], told: list[str]
+) -> None:
+    assert checked_problems(document) == told
