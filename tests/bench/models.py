@@ -1,6 +1,6 @@
-"""Random models of Qwen3's shape to measure engines with.
+"""Random models of Qwen3's shape to measure engines with, and of Qwen3.5's.
 
-    python -m tests.bench.models DIR [0.9M] [29M] [474M]
+    python -m tests.bench.models DIR [0.9M] [29M] [474M] [qwen3.5-0.8B] [qwen3.5-2B]
 
 Speed depends on a model's shape, not on what it says: `0.9M` shows what an engine itself costs, `29M` is
 a small model that fits a cache, `474M` is bound by the memory's bandwidth. Weights are bfloat16 and the
@@ -18,6 +18,7 @@ import itertools
 import json
 import string
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,6 +27,10 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+
+from engine.runtime.models.decoder_config import parse_model_config
+from engine.runtime.weights.checkpoint import ALL, TensorPart
+from engine.runtime.weights.parameters import read_all
 
 CONTEXT_LEN: Final = 8192
 EOS: Final = "<|end|>"
@@ -40,12 +45,27 @@ class Shape:
     kv_heads: int
     head_dim: int
     intermediate: int
+    is_hybrid: bool = False
+    """True if it has Qwen3.5's layers: three of four are delta nets, of 16 heads of 128."""
 
 
 SHAPES: Final = {
     "0.9M": Shape(2048, 128, 3, 4, 2, 32, 384),
     "29M": Shape(8192, 512, 8, 8, 4, 64, 1536),
     "474M": Shape(32768, 1024, 28, 16, 8, 128, 3072),
+    "qwen3.5-0.8B": Shape(248320, 1024, 24, 8, 2, 256, 3584, is_hybrid=True),
+    "qwen3.5-2B": Shape(248320, 2048, 24, 8, 2, 256, 6144, is_hybrid=True),
+}
+HYBRID: Final = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
 }
 
 
@@ -55,8 +75,10 @@ def make_model(directory: Path, shape: Shape, context_len: int = CONTEXT_LEN) ->
     if not done.exists():
         directory.mkdir(parents=True, exist_ok=True)
         eos_id = _write_tokenizer(directory, shape.vocab)
-        save_file(_weights(shape), directory / "model.safetensors", metadata={"format": "pt"})
-        done.write_text(json.dumps(_config(shape, eos_id, context_len), indent=1))
+        config = json.dumps(_config(shape, eos_id, context_len), indent=1)
+        weights = _hybrid_weights(config) if shape.is_hybrid else _weights(shape)
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        done.write_text(config)
     return directory
 
 
@@ -80,7 +102,7 @@ def _config(shape: Shape, eos_id: int, context_len: int) -> dict[str, object]:
         "tie_word_embeddings": True,
         "bos_token_id": eos_id,
         "eos_token_id": eos_id,
-    }
+    } | (HYBRID if shape.is_hybrid else {})
 
 
 def _weights(shape: Shape) -> dict[str, Tensor]:
@@ -116,6 +138,39 @@ def _weights(shape: Shape) -> dict[str, Tensor]:
     return weights
 
 
+class _Hybrid:
+    """Asked for each parameter of a model, it makes the tensors up: normal, by fan-in; norms, which have an
+    offset, and the decay of states are nought."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._generator = torch.Generator().manual_seed(0)
+
+    def stack(
+        self, names: Sequence[str], rows: Sequence[int], *columns: int, part: TensorPart = ALL
+    ) -> Tensor:
+        for name, count in zip(names, rows, strict=True):
+            if name not in self.tensors:
+                self.tensors[name] = self._made(name, count, *columns)
+        return torch.zeros(part.shape(rows, columns))
+
+    def _made(self, name: str, *shape: int) -> Tensor:
+        if len(shape) == 1:
+            own = torch.ones if name.endswith("linear_attn.norm.weight") else torch.zeros
+            return own(shape, dtype=torch.bfloat16)
+        scale: float = shape[-1] ** -0.5
+        return (torch.randn(shape, generator=self._generator) * scale).bfloat16()
+
+
+def _hybrid_weights(config: str) -> dict[str, Tensor]:
+    source, model = _Hybrid(), parse_model_config(config.encode())
+    read_all(model, source)
+    source.tensors[model.names.embedding][: len(_byte_tokens()) + 1] = (
+        0.0  # a logit of nought is never the largest
+    )
+    return source.tensors
+
+
 def _write_tokenizer(directory: Path, vocab_len: int) -> int:
     """The end, the bytes, then syllables of two, three and four letters. Returns the end's id."""
     merges = list(itertools.islice(_merges(), vocab_len - 1 - len(_byte_tokens())))
@@ -149,7 +204,7 @@ def _merges() -> itertools.chain[tuple[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make random models to measure engines with.")
     parser.add_argument("directory", type=Path)
-    parser.add_argument("names", nargs="*", default=list(SHAPES), metavar="NAME", help=", ".join(SHAPES))
+    parser.add_argument("names", nargs="*", default=list(SHAPES)[:3], metavar="NAME", help=", ".join(SHAPES))
     options = parser.parse_args()
     for name in options.names:
         sys.stdout.write(f"{make_model(options.directory / name, SHAPES[name])}\n")

@@ -104,10 +104,6 @@ void softmax_page(const AttentionShape& s, float* scores, typename E::T* weights
   total += sum(added);
 }
 
-inline void prefetch(const void* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
-}
-
 // q, out [T][heads * head_dim]; keys, values: one layer's pages [page][kv_head][tile].
 // `window`: how many of the latest tokens a token sees, itself included; 0 for all.
 // gates: null, or [T][gates_stride], whose sigmoids the results are multiplied by, as wide as these.

@@ -252,19 +252,21 @@ class Decoder final : public Model {
           store(gates_.get() + token * gates_width() + at - channels, load<vf>(y + n));
       }
     });
-    each_span(written_, delta_.key_heads, [&](int, const Span& span, int64_t head) { convolve(layer, span, head); });
-    const int64_t parts = (delta_.value_dim + COLUMNS - 1) / COLUMNS;
-    each_span(rows_, delta_.value_heads * parts, [&](int worker, const Span& row, int64_t item) {
-      if (item == 0) keep_past(layer, row);
-      recur(layer, row, item / parts, item % parts * COLUMNS, products_[worker].get());
+    each_span(written_, 3, [&](int, const Span& span, int64_t part) { convolve(layer, span, part); });
+    // A decode's time is that of reading states and writing them, so a head's is asked for as a whole.
+    each_span(rows_, delta_.value_heads, [&](int worker, const Span& row, int64_t head) {
+      if (head == 0) keep_past(layer, row);
+      prefetch(state_of(layer, row, head), delta_.state() * sizeof(float));
+      for (int64_t column = 0; column < delta_.value_dim; column += COLUMNS)
+        recur(layer, row, head, column, products_[worker].get());
     });
     each_of(tokens_, [&](int64_t token) { gate(layer, token); });
   }
 
-  // The queries and keys of a key head and the values that have it in common; b and a become strength and kept.
-  void convolve(const Layer& layer, const Span& span, int64_t head) {
+  // A part of the channels: queries, keys, or values, with which b and a become strength and kept.
+  void convolve(const Layer& layer, const Span& span, int64_t part) {
     const DeltaShape& s = delta_;
-    const int64_t keys = s.key_dim, values = s.group() * s.value_dim;
+    const int64_t first = part * s.keys(), count = part == 2 ? s.values() : s.keys();
     for (int64_t i = 0; i < span.count; ++i) {
       const int64_t token = span.token + i;
       const T* taps[TAPS_MAX];
@@ -274,19 +276,24 @@ class Decoder final : public Model {
                                              : past_of(layer, span) + (tap + span.earlier + i) * s.channels();
       }
       float* out = convolved_.get() + token * s.channels();
-      const float* weights = layer.vector[DELTA_CONV].get();
-      penstock::convolve<E>(s, taps, weights, head * keys, keys, out);
-      penstock::convolve<E>(s, taps, weights, s.keys() + head * keys, keys, out);
-      penstock::convolve<E>(s, taps, weights, 2 * s.keys() + head * values, values, out);
-      of_length_one(out + head * keys, keys, 1.0f / std::sqrt(float(keys)));
-      of_length_one(out + s.keys() + head * keys, keys, 1.0f);
-      float* strength = gates_.get() + token * gates_width() + s.values();
-      float* kept = strength + s.value_heads;
-      for (int64_t own = head * s.group(); own < (head + 1) * s.group(); ++own) {
-        strength[own] = sigmoid(strength[own]);
-        const float step = softplus(kept[own] + layer.vector[DELTA_STEP_BIAS].get()[own]);
-        kept[own] = std::exp(-layer.vector[DELTA_RATE].get()[own] * step);
+      penstock::convolve<E>(s, taps, layer.vector[DELTA_CONV].get(), first, count, out);
+      if (part == 2) {
+        weigh(layer, gates_.get() + token * gates_width() + s.values());
+        continue;
       }
+      const float scale = part == 0 ? 1.0f / std::sqrt(float(s.key_dim)) : 1.0f;
+      for (int64_t d = 0; d < count; d += s.key_dim) of_length_one(out + first + d, s.key_dim, scale);
+    }
+  }
+
+  // b and a of a token become strength and kept.
+  void weigh(const Layer& layer, float* strength) {
+    const int64_t heads = delta_.value_heads;
+    const float *rate = layer.vector[DELTA_RATE].get(), *bias = layer.vector[DELTA_STEP_BIAS].get();
+    for (int64_t head = 0; head < heads; ++head) {
+      float& kept = strength[heads + head];
+      strength[head] = sigmoid(strength[head]);
+      kept = std::exp(-rate[head] * softplus(kept + bias[head]));
     }
   }
 
@@ -303,6 +310,10 @@ class Decoder final : public Model {
 
   T* past_of(const Layer& layer, const Span& row) const { return static_cast<T*>(layer.past) + row.slot * delta_.past(); }
 
+  float* state_of(const Layer& layer, const Span& row, int64_t head) const {
+    return layer.states + (row.slot * delta_.value_heads + head) * delta_.state();
+  }
+
   void recur(const Layer& layer, const Span& row, int64_t head, int64_t column, float* block) {
     const DeltaShape& s = delta_;
     const float* convolved = convolved_.get() + row.token * s.channels();
@@ -312,17 +323,18 @@ class Decoder final : public Model {
                              std::min(COLUMNS, s.value_dim - column), convolved + key, convolved + s.keys() + key,
                              convolved + 2 * s.keys() + value, strength + s.value_heads, strength,
                              recalled_.get() + row.token * s.values() + value};
-    float* state = layer.states + (row.slot * s.value_heads + head) * s.state() + column;
-    penstock::recur(s, state, block, tokens);
+    penstock::recur(s, state_of(layer, row, head) + column, block, tokens);
   }
 
-  // norm(recalled) * silu(z), each head by itself.
+  // norm(recalled) * silu(z), each head by itself; this norm is never centred.
   void gate(const Layer& layer, int64_t token) {
     const float *recalled = recalled_.get() + token * delta_.values(), *z = gates_.get() + token * gates_width();
     const float* weight = layer.vector[DELTA_NORM].get();
     const int64_t dim = delta_.value_dim;
     for (int64_t at = 0; at < delta_.values(); at += dim) {
-      const float scale = moments(recalled + at, dim).second;
+      vf squares{};
+      for (int64_t d = at; d < at + dim; d += LANES) squares += load<vf>(recalled + d) * load<vf>(recalled + d);
+      const float scale = 1.0f / std::sqrt(sum(squares) / float(dim) + shape_.norm_eps);
       for (int64_t d = 0; d < dim; d += LANES) {
         const vf normed = load<vf>(recalled + at + d) * scale * load<vf>(weight + d);
         E::narrow(attended_.get() + token * delta_.values() + at + d, normed * silu(load<vf>(z + at + d)));

@@ -79,6 +79,9 @@ struct DeltaTokens {
     const float* k = tokens.k + t * tokens.stride;
     const float* q = tokens.q + t * tokens.stride;
     const float* next = t + 1 < tokens.count ? k + tokens.stride : k;
+    prefetch(k + 2 * tokens.stride, dim * sizeof(float));  // tokens lie too far apart for the processor to see it
+    prefetch(q + tokens.stride, dim * sizeof(float));
+    prefetch(tokens.v + (t + 1) * tokens.stride, COLUMNS * sizeof(float));
     const float kept = tokens.kept[t * tokens.heads], strength = tokens.strength[t * tokens.heads];
     vf change[WIDE], seen[WIDE] = {}, ahead[WIDE] = {};
     for (int n = 0; n < WIDE; ++n)

@@ -56,6 +56,10 @@ inline void store(void* to, V v) {
   std::memcpy(to, &v, sizeof v);
 }
 
+inline void prefetch(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
 inline vf splat(float x) { return vf{} + x; }
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 
