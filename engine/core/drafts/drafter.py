@@ -33,12 +33,12 @@ class Drafts(Protocol):
         """The tokens that pass until the next look, behind one that found nothing."""
         ...
 
-    def read(self, tokens: array[int], most: int) -> int:
-        """Read what is new of the sequence, `most` tokens at most. Returns how many that were."""
-        ...
+    read_len: int
+    """The tokens that it has read."""
 
-    def look(self, tokens: array[int], most: int) -> Draft | None:
-        """What may follow, `most` tokens at most, and none that ends the sequence."""
+    def look(self, tokens: array[int], most: int, read_max: int) -> Draft | None:
+        """What may follow, `most` tokens at most, and none that ends the sequence. Reads what is new of the
+        tokens, `read_max` at most."""
         ...
 
     def take(self, draft: Draft) -> None:
@@ -57,7 +57,7 @@ class Drafts(Protocol):
 class NGramDrafts:
     """Implements `Drafts` by what followed the newest tokens before."""
 
-    __slots__ = ("_acceptance", "_misses", "_ngrams", "_stops", "_verified")
+    __slots__ = ("_acceptance", "_misses", "_ngrams", "_stops", "_verified", "read_len")
 
     def __init__(self, len_max: int, stops: tuple[int, ...]) -> None:
         """`len_max`: the most tokens that the sequence may come to. `stops`: the tokens that end it."""
@@ -65,6 +65,7 @@ class NGramDrafts:
         self._acceptance: Final = Acceptance()
         self._stops: Final = stops
         self._misses = 0
+        self.read_len = 0
         self._verified = 0
         """The kind of the drafts that are being verified."""
 
@@ -76,10 +77,10 @@ class NGramDrafts:
     def pause(self) -> int:
         return min(1 << self._misses, PAUSE_MAX)
 
-    def read(self, tokens: array[int], most: int) -> int:
-        return self._ngrams.extend(tokens, most)
-
-    def look(self, tokens: array[int], most: int) -> Draft | None:
+    def look(self, tokens: array[int], most: int, read_max: int) -> Draft | None:
+        self.read_len = self._ngrams.extend(tokens, read_max)
+        if self.read_len < len(tokens):
+            return None
         found = self._ngrams.find(tokens, most)
         drafts = [] if found is None else found.tokens
         for at, token in enumerate(drafts):
