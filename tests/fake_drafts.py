@@ -41,7 +41,7 @@ class FakeDrafts:
     def take(self, draft: Draft) -> None:
         """Nothing: it knows what is right."""
 
-    def pass_over(self, draft: Draft) -> None:
+    def pass_over(self) -> None:
         """Nothing: they are offered again."""
 
     def learn(self, drafts: int, right: int) -> None:

@@ -18,6 +18,8 @@ class Draft(NamedTuple):
     tokens: list[int]
     chance: float
     kind: int
+    is_probe: bool = False
+    """True if one of them is to be tried, whatever the chance."""
 
 
 class Drafts(Protocol):
@@ -45,8 +47,8 @@ class Drafts(Protocol):
         """Note that some tokens of it are verified."""
         ...
 
-    def pass_over(self, draft: Draft) -> None:
-        """Note that it is not worth its time."""
+    def pass_over(self) -> None:
+        """Note that what was found is not worth its time."""
         ...
 
     def learn(self, drafts: int, right: int) -> None:
@@ -92,13 +94,13 @@ class NGramDrafts:
             return None
         self._misses = 0
         kind = Acceptance.kind(found.matched)
-        return Draft(drafts, self._acceptance.chance(kind), kind)
+        return Draft(drafts, self._acceptance.chance(kind), kind, self._acceptance.is_probing)
 
     def take(self, draft: Draft) -> None:
         self._verified = draft.kind
 
-    def pass_over(self, draft: Draft) -> None:
-        self._acceptance.passed_over(draft.kind)
+    def pass_over(self) -> None:
+        self._acceptance.pass_over()
 
     def learn(self, drafts: int, right: int) -> None:
         self._acceptance.learn(self._verified, right, all_right=right == drafts)

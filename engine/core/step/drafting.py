@@ -128,7 +128,12 @@ class Drafting:
         step_s = cost.seconds(Work.of([each.planned_len for each in decodes.values()], [1] * rows))
         least_s = LEAST_SHARE * step_s
         offers = [
-            Offer(draft.chance, len(draft.tokens), max(cost.draft_s(sequence.planned_len), least_s))
+            Offer(
+                draft.chance,
+                len(draft.tokens),
+                max(cost.draft_s(sequence.planned_len), least_s),
+                draft.is_probe,
+            )
             for sequence, draft in looks
         ]
         spare = int(TOKENS_SHARE * (builder.tokens_left - rows))
@@ -139,7 +144,7 @@ class Drafting:
             assert drafter is not None
             assert slot is not None
             if not length:
-                drafter.pass_over(draft)
+                drafter.pass_over()
                 if offer.draft_s * rows >= step_s:  # not even right ones would pay
                     sequence.drafts_from = sequence.computed_len + LOOK_AGAIN
             elif (fit := self.allocator.grow_for_drafts(sequence, length, builder, now)) > 0:
