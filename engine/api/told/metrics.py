@@ -118,8 +118,8 @@ class EngineMetrics:
 
     def count_uncharged(self, **tokens: int) -> None:
         """Count tokens that were computed and are charged to nobody, by reason: `late` were sampled after
-        their sequence's end, `preempted` were computed again after a preemption, `choice` are those of a prompt
-        that a further choice did not find in the prefix cache, and `draft` were guessed and wrong."""
+        their sequence's end, `preempted` were computed again after a preemption, `choice` are those of a
+        prompt that a further choice did not find in the prefix cache, and `draft` were guessed and wrong."""
         for reason, number in tokens.items():
             if number:
                 self.uncharged_tokens.inc(reason, by=number)

@@ -32,7 +32,7 @@ class Drafts(Protocol):
 
     @property
     def pause(self) -> int:
-        """The tokens that pass until the next look, behind one that found nothing."""
+        """The tokens that pass until the next look, behind one that found nothing, or nothing that pays."""
         ...
 
     read_len: int
@@ -77,7 +77,7 @@ class NGramDrafts:
 
     @property
     def pause(self) -> int:
-        return min(1 << self._misses, PAUSE_MAX)
+        return min(1 << min(self._misses, PAUSE_MAX), PAUSE_MAX)
 
     def look(self, tokens: array[int], most: int, read_max: int) -> Draft | None:
         self.read_len = self._ngrams.extend(tokens, read_max)
@@ -92,14 +92,14 @@ class NGramDrafts:
         if found is None or not drafts:
             self._misses += 1
             return None
-        self._misses = 0
         kind = Acceptance.kind(found.matched)
         return Draft(drafts, self._acceptance.chance(kind), kind, self._acceptance.is_probing)
 
     def take(self, draft: Draft) -> None:
-        self._verified = draft.kind
+        self._verified, self._misses = draft.kind, 0
 
     def pass_over(self) -> None:
+        self._misses += 1
         self._acceptance.pass_over()
 
     def learn(self, drafts: int, right: int) -> None:

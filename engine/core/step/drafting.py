@@ -125,13 +125,14 @@ class Drafting:
     ) -> dict[int, list[int]]:
         """The drafts that pay of those that were found, by slot, as far as there are pages for them."""
         cost, rows = self.learner.known, len(decodes)
-        step_s = cost.seconds(Work.of([each.planned_len for each in decodes.values()], [1] * rows))
+        work = Work.of([each.planned_len for each in decodes.values()], [1] * rows)
+        step_s = cost.seconds(work)
         least_s = LEAST_SHARE * step_s
         offers = [
             Offer(
                 draft.chance,
                 len(draft.tokens),
-                max(cost.draft_s(sequence.planned_len), least_s),
+                max(self.learner.draft_s(sequence.planned_len, work, step_s), least_s),
                 draft.is_probe,
             )
             for sequence, draft in looks
@@ -145,8 +146,9 @@ class Drafting:
             assert slot is not None
             if not length:
                 drafter.pass_over()
-                if offer.draft_s * rows >= step_s:  # not even right ones would pay
-                    sequence.drafts_from = sequence.computed_len + LOOK_AGAIN
+                # more rarely, too, where not even right ones would pay
+                pause = LOOK_AGAIN if offer.draft_s * rows >= step_s else drafter.pause
+                sequence.drafts_from = sequence.computed_len + pause
             elif (fit := self.allocator.grow_for_drafts(sequence, length, builder, now)) > 0:
                 drafter.take(draft)
                 drafts[slot] = draft.tokens[:fit]
