@@ -235,6 +235,7 @@ def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
             config.gap_target_priority_ms / 1e3,
         ),
         prompt_share=config.prompt_share,
+        drafts_max=config.max_drafts,
     )
 
 

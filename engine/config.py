@@ -113,6 +113,10 @@ class EngineConfig(RunnerConfig):
     discipline: Literal["response-ratio", "fifo"] = "response-ratio"
     """Which of those that wait goes first: by class, tenant, length and waiting, or first come first
     served."""
+    max_drafts: Annotated[int, Meta(ge=0, le=15), Unit("tokens")] = 15
+    """The most tokens that are guessed for a stream from what its prompt and answer hold already, and
+    verified in one step with its next one. The tokens are the same; a step guesses as many as pay by its
+    learned cost. On a GPU and by torch's kernels none is. 0: none."""
     prefix_cache: bool = True
     """Keep the KV cache of ended sequences, so that a prompt is not computed again where it begins as another
     did. On unless --no-prefix-cache is given."""

@@ -22,13 +22,12 @@ class FakeDrafts:
     rng: random.Random
     size: int = 1
     pause: int = 1
+    read_len: int = 0
     verified: int = 0
     right: int = 0
 
-    def read(self, tokens: array[int], most: int) -> int:
-        return 0
-
-    def look(self, tokens: array[int], most: int) -> Draft | None:
+    def look(self, tokens: array[int], most: int, read_max: int) -> Draft | None:
+        self.read_len = len(tokens)
         assert self.answer[: len(tokens)] == tokens.tolist()
         drafts: list[int] = []
         for at in range(len(tokens), len(tokens) + self.rng.randint(0, most)):
@@ -42,7 +41,7 @@ class FakeDrafts:
     def take(self, draft: Draft) -> None:
         """Nothing: it knows what is right."""
 
-    def pass_over(self, draft: Draft) -> None:
+    def pass_over(self) -> None:
         """Nothing: they are offered again."""
 
     def learn(self, drafts: int, right: int) -> None:

@@ -241,6 +241,10 @@ class EngineLine(CompletedLine, kw_only=True):
     """How often a sequence gave its pages back."""
     swaps: WholeNumber | None = None
     """How often its pages were kept in host memory then. None as `preemptions`."""
+    drafted_tokens: WholeNumber | None = None
+    """Tokens that were guessed and verified beside others. None where none was."""
+    accepted_tokens: WholeNumber | None = None
+    """The part of `drafted_tokens` that was right: so many steps of its sequences were saved."""
     queue_ms: Milliseconds | None = None
     """Stage: waiting for the first admission."""
     prefill_ms: Milliseconds | None = None

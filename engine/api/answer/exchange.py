@@ -75,6 +75,8 @@ class Tally:
     reasoning_tokens: int = 0
     """The part of `completion_tokens` that is reasoning."""
     calls: int = 0
+    drafted: int = 0
+    accepted: int = 0
     masks_s: float | None = None
     """The time that the core took for the grammars of all sequences. None where they have none."""
     timing: Timing = field(default_factory=Timing)
@@ -375,6 +377,8 @@ class EngineExchange:
                 "disk_tokens": tally.disk_tokens,
                 "reasoning_tokens": tally.reasoning_tokens,
                 "calls": tally.calls,
+                "drafted_tokens": tally.drafted or None,
+                "accepted_tokens": tally.accepted if tally.drafted else None,
                 "masks_ms": None if tally.masks_s is None else _ms(tally.masks_s),
                 "preemptions": tally.timing.preemptions,
                 "swaps": tally.timing.swaps,

@@ -115,6 +115,9 @@ class ChoiceOutput:
     """True once the core was told to end it: what comes then is counted, and not sent."""
     grammar_s = 0.0
     """The time that compiling its grammar and filling its masks took the core, in seconds."""
+    drafted = accepted = 0
+    """The drafts of its tokens that steps verified, and those of them that were right: so many steps were
+    saved."""
     finish_reason: FinishReasonName | None = None
     first_token_at: float | None = None
     stopped_by: str | int | None = None
@@ -306,6 +309,7 @@ class ChoiceOutput:
             self._halts.swaps,
         )
         self.grammar_s = finished.grammar_s
+        self.drafted, self.accepted = finished.drafted, finished.accepted
         if finished.reason.is_callers:
             self.completion_tokens += finished.late_tokens
         if self.is_ending:

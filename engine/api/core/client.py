@@ -440,7 +440,7 @@ class CoreClient:
         self._take_news(step, now)
         stopped: list[int] = []
         behind: list[int] = []
-        late_tokens = again_tokens = 0
+        late_tokens = again_tokens = drafted = accepted = 0
         for handle, token, logprobs in zip(step.handles, step.tokens, step.logprobs or repeat(None)):  # noqa: B905
             if (output := live.get(handle)) is None or (stopped and handle in stopped):
                 late_tokens += 1  # a step that verified drafts brings several tokens of one sequence
@@ -457,12 +457,15 @@ class CoreClient:
             if output is None or not finished.reason.is_callers:
                 late_tokens += finished.late_tokens
             again_tokens += finished.again_tokens
+            drafted, accepted = drafted + finished.drafted, accepted + finished.accepted
             self._forget(finished.handle)
         self.release([handle for handle in stopped if handle not in ended])
         if behind and (behind := [handle for handle in behind if handle in live]):
             self._pause(behind, now)
         self._metrics.on_step(step)
         self._metrics.count_uncharged(late=late_tokens, preempted=again_tokens)
+        if drafted:
+            self._metrics.count_drafts(drafted, accepted)
 
     def _take_news(self, step: StepOutput, now: float) -> None:
         """Deliver what happens a few times in a sequence's life."""

@@ -417,6 +417,8 @@ class Generation:
             disk_tokens=sum(output.disk_len for output in self._outputs[:: self._n]),
             reasoning_tokens=sum(output.reasoning_tokens for output in self._outputs) if self._reads else 0,
             calls=sum(output.calls for output in self._outputs) if self._reads else 0,
+            drafted=sum(output.drafted for output in self._outputs),
+            accepted=sum(output.accepted for output in self._outputs),
             masks_s=sum(output.grammar_s for output in self._outputs) if self._grammar_kind else None,
             timing=replace(
                 last,

@@ -55,8 +55,15 @@ class EngineMetrics:
         self.uncharged_tokens = self._counter(
             "uncharged_tokens", "Tokens that were computed and are charged to nobody.", "reason"
         )
-        for reason in ("late", "preempted", "choice"):  # a rate needs a series from the start
+        for reason in ("late", "preempted", "choice", "draft"):  # a rate needs a series from the start
             self.uncharged_tokens.inc(reason, by=0)
+        self.drafts = self._counter(
+            "drafts",
+            "Tokens that were guessed and verified. Each right one saved its sequence a step.",
+            "outcome",
+        )
+        for outcome in ("right", "wrong"):
+            self.drafts.inc(outcome, by=0)
         self.reasoning_tokens = self._counter("reasoning_tokens", "Sampled tokens that are reasoning.")
         self.calls = self._counter("calls", "Calls of functions in answers.")
         self.grammar_requests = self._counter(
@@ -111,11 +118,17 @@ class EngineMetrics:
 
     def count_uncharged(self, **tokens: int) -> None:
         """Count tokens that were computed and are charged to nobody, by reason: `late` were sampled after
-        their sequence's end, `preempted` were computed again after a preemption, and `choice` are those of a
-        prompt that a further choice did not find in the prefix cache."""
+        their sequence's end, `preempted` were computed again after a preemption, `choice` are those of a
+        prompt that a further choice did not find in the prefix cache, and `draft` were guessed and wrong."""
         for reason, number in tokens.items():
             if number:
                 self.uncharged_tokens.inc(reason, by=number)
+
+    def count_drafts(self, verified: int, right: int) -> None:
+        """Count the drafts of sequences that ended."""
+        self.drafts.inc("right", by=right)
+        self.drafts.inc("wrong", by=verified - right)
+        self.count_uncharged(draft=verified - right)
 
     def core_ready(self, info: RunnerInfo) -> None:
         """Take note of what the core has. Its sizes are in vLLM's metrics."""

@@ -18,6 +18,8 @@ class Draft(NamedTuple):
     tokens: list[int]
     chance: float
     kind: int
+    is_probe: bool = False
+    """True if one of them is to be tried, whatever the chance."""
 
 
 class Drafts(Protocol):
@@ -30,23 +32,23 @@ class Drafts(Protocol):
 
     @property
     def pause(self) -> int:
-        """The tokens that pass until the next look, behind one that found nothing."""
+        """The tokens that pass until the next look, behind one that found nothing, or nothing that pays."""
         ...
 
-    def read(self, tokens: array[int], most: int) -> int:
-        """Read what is new of the sequence, `most` tokens at most. Returns how many that were."""
-        ...
+    read_len: int
+    """The tokens that it has read."""
 
-    def look(self, tokens: array[int], most: int) -> Draft | None:
-        """What may follow, `most` tokens at most, and none that ends the sequence."""
+    def look(self, tokens: array[int], most: int, read_max: int) -> Draft | None:
+        """What may follow, `most` tokens at most, and none that ends the sequence. Reads what is new of the
+        tokens, `read_max` at most."""
         ...
 
     def take(self, draft: Draft) -> None:
         """Note that some tokens of it are verified."""
         ...
 
-    def pass_over(self, draft: Draft) -> None:
-        """Note that it is not worth its time."""
+    def pass_over(self) -> None:
+        """Note that what was found is not worth its time."""
         ...
 
     def learn(self, drafts: int, right: int) -> None:
@@ -57,7 +59,7 @@ class Drafts(Protocol):
 class NGramDrafts:
     """Implements `Drafts` by what followed the newest tokens before."""
 
-    __slots__ = ("_acceptance", "_misses", "_ngrams", "_stops", "_verified")
+    __slots__ = ("_acceptance", "_misses", "_ngrams", "_stops", "_verified", "read_len")
 
     def __init__(self, len_max: int, stops: tuple[int, ...]) -> None:
         """`len_max`: the most tokens that the sequence may come to. `stops`: the tokens that end it."""
@@ -65,6 +67,7 @@ class NGramDrafts:
         self._acceptance: Final = Acceptance()
         self._stops: Final = stops
         self._misses = 0
+        self.read_len = 0
         self._verified = 0
         """The kind of the drafts that are being verified."""
 
@@ -74,12 +77,12 @@ class NGramDrafts:
 
     @property
     def pause(self) -> int:
-        return min(1 << self._misses, PAUSE_MAX)
+        return min(1 << min(self._misses, PAUSE_MAX), PAUSE_MAX)
 
-    def read(self, tokens: array[int], most: int) -> int:
-        return self._ngrams.extend(tokens, most)
-
-    def look(self, tokens: array[int], most: int) -> Draft | None:
+    def look(self, tokens: array[int], most: int, read_max: int) -> Draft | None:
+        self.read_len = self._ngrams.extend(tokens, read_max)
+        if self.read_len < len(tokens):
+            return None
         found = self._ngrams.find(tokens, most)
         drafts = [] if found is None else found.tokens
         for at, token in enumerate(drafts):
@@ -89,15 +92,15 @@ class NGramDrafts:
         if found is None or not drafts:
             self._misses += 1
             return None
-        self._misses = 0
         kind = Acceptance.kind(found.matched)
-        return Draft(drafts, self._acceptance.chance(kind), kind)
+        return Draft(drafts, self._acceptance.chance(kind), kind, self._acceptance.is_probing)
 
     def take(self, draft: Draft) -> None:
-        self._verified = draft.kind
+        self._verified, self._misses = draft.kind, 0
 
-    def pass_over(self, draft: Draft) -> None:
-        self._acceptance.passed_over(draft.kind)
+    def pass_over(self) -> None:
+        self._misses += 1
+        self._acceptance.pass_over()
 
     def learn(self, drafts: int, right: int) -> None:
         self._acceptance.learn(self._verified, right, all_right=right == drafts)

@@ -6,7 +6,7 @@ tried in turn, the longest first.
 
 Rules:
 
-1. A table has a place for each token that the sequence may come to, 4 bytes for each level, and at most
+1. A table has two places or more for each token that the sequence may come to, 4 bytes each, and at most
    `PLACES_MAX`: of a longer sequence, what came later takes the places.
 2. A token is put in once, when it is known which one follows: 0.3 us of the core's thread for both levels.
    What is not in yet, a prompt at first, is put in by parts (`extend`), and nothing is found before that is
@@ -20,11 +20,11 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 LEVELS: Final = (4, 2)
-PLACES_MAX: Final = 1 << 17
+PLACES_MAX: Final = 1 << 18
 PLACE_LEN: Final = 4
 """Bytes of a place."""
-MATCHED_MAX: Final = 16
-"""The most tokens before the found place that are compared with the newest ones."""
+LONG: Final = 8
+"""Tokens before the found place that are the newest ones in a long match."""
 
 
 class Found(NamedTuple):
@@ -32,7 +32,8 @@ class Found(NamedTuple):
 
     tokens: list[int]
     matched: int
-    """The number of newest tokens that stand before them, `MATCHED_MAX` at most."""
+    """The number of newest tokens that stand before them, as far as it was looked at: one of `LEVELS`, or
+    `LONG`."""
 
 
 class NGrams:
@@ -42,7 +43,7 @@ class NGrams:
 
     def __init__(self, len_max: int) -> None:
         """`len_max`: the most tokens that the sequence may come to."""
-        places = min(1 << max(6, (len_max - 1).bit_length()), PLACES_MAX)
+        places = min(2 << max(5, (len_max - 1).bit_length()), PLACES_MAX)
         self._mask: Final = places - 1
         self._tables: Final = [array("I", bytes(PLACE_LEN * places)) for _ in LEVELS]
         self.known_len = 0
@@ -54,7 +55,7 @@ class NGrams:
         return len(LEVELS) * PLACE_LEN * (self._mask + 1)
 
     def extend(self, tokens: array[int], most: int) -> int:
-        """Put in what is new of the tokens, `most` of them at most. Returns how many that were."""
+        """Put in what is new of the tokens, `most` of them at most. Returns how many are known now."""
         start = max(1, self.known_len)
         end = min(len(tokens), start + most)
         mask = self._mask
@@ -65,23 +66,19 @@ class NGrams:
                 for at, key in enumerate(map(hash, zip(*(islice(own, i, None) for i in range(n)))), first):  # noqa: B905
                     table[key & mask] = at
         self.known_len = end
-        return end - start
+        return end
 
     def find(self, tokens: array[int], most: int) -> Found | None:
         """What followed the newest tokens last time, `most` tokens of it at most, and again from its
-        beginning where it reaches the end. None where they are new, or not all tokens are known."""
-        length = len(tokens)
-        if self.known_len < length:
-            return None
+        beginning where it reaches the end. None where they are new. All tokens must be known."""
+        assert self.known_len == len(tokens)
         for n, table in zip(LEVELS, self._tables, strict=True):
             newest = tokens[-n:]
             at = table[hash(tuple(newest)) & self._mask]
             if at and len(newest) == n and tokens[at - n : at] == newest:
-                matched = n
-                while matched < min(at, MATCHED_MAX) and tokens[at - matched - 1] == tokens[-matched - 1]:
-                    matched += 1
+                is_long = at >= LONG and tokens[at - LONG : at] == tokens[-LONG:]
                 drafts = tokens[at : at + most].tolist()
                 while len(drafts) < most:
                     drafts += drafts[: most - len(drafts)]
-                return Found(drafts, matched)
+                return Found(drafts, LONG if is_long else n)
         return None

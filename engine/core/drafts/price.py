@@ -13,9 +13,9 @@ about what it brings, has few drafts, or none.
 
 The chance is estimated from what came of a sequence's drafts before (`Acceptance`), apart for matches of
 different lengths, since what follows a long one is right more often. An estimate begins as `PRIORS` say, with
-the weight of `PRIOR_DRAFTS`, and forgets: the last dozen of drafts decide. An estimate so low that none is
-taken would never be told better. So it returns towards its prior with each look that takes none (`RETURN`).
-"""
+the weight of `PRIOR_DRAFTS`, and forgets: the last fifty steps with drafts decide. One so low that no draft
+pays would never be told better. So after `PROBE_AFTER` offers of which none was taken a single draft is
+tried, whatever it costs, and if that is wrong the next one after `PROBE_MORE` times as many."""
 
 from __future__ import annotations
 
@@ -27,25 +27,34 @@ MATCHED: Final = (2, 4, 8)
 """The least lengths of matches that are told apart."""
 PRIORS: Final = (0.35, 0.6, 0.85)
 PRIOR_DRAFTS: Final = 2.0
-FORGETTING: Final = 0.85
+FORGETTING: Final = 0.98
 """The weight of a step's drafts beside that of the next one's."""
-RETURN: Final = 0.98
+PROBE_AFTER: Final = 4
+PROBE_MORE: Final = 8
 CHANCE_MAX: Final = 0.98
 
 
 class Acceptance:
     """What came of one sequence's drafts."""
 
-    __slots__ = ("_right", "_wrong")
+    __slots__ = ("_passed", "_patience", "_right", "_wrong")
 
     def __init__(self) -> None:
         self._right = [chance * PRIOR_DRAFTS for chance in PRIORS]
         self._wrong = [(1.0 - chance) * PRIOR_DRAFTS for chance in PRIORS]
+        self._passed = 0
+        """Offers since the last one that was taken."""
+        self._patience = PROBE_AFTER
 
     @staticmethod
     def kind(matched: int) -> int:
         """The kind of a draft whose match has so many tokens."""
         return sum(matched >= least for least in MATCHED[1:])
+
+    @property
+    def is_probing(self) -> bool:
+        """True if a single draft is to be tried, whatever its chance."""
+        return self._passed >= self._patience
 
     def chance(self, kind: int) -> float:
         """The chance that a draft of this kind is right if those before it are."""
@@ -55,20 +64,17 @@ class Acceptance:
     def learn(self, kind: int, right: int, *, all_right: bool) -> None:
         """Learn from drafts of which the first `right` ones were right. What comes behind a wrong one says
         nothing."""
-        self._blend(kind, FORGETTING, FORGETTING)
-        self._right[kind] += right
-        self._wrong[kind] += not all_right
+        self._right[kind] = FORGETTING * self._right[kind] + right
+        self._wrong[kind] = FORGETTING * self._wrong[kind] + (not all_right)
+        if right:
+            self._patience = PROBE_AFTER
+        elif self.is_probing:
+            self._patience *= PROBE_MORE
+        self._passed = 0
 
-    def passed_over(self, kind: int) -> None:
-        """Note that drafts of this kind were found, and none taken."""
-        self._blend(kind, RETURN, 1.0)
-        weight = (1.0 - RETURN) * PRIOR_DRAFTS
-        self._right[kind] += weight * PRIORS[kind]
-        self._wrong[kind] = RETURN * self._wrong[kind] + weight * (1.0 - PRIORS[kind])
-
-    def _blend(self, kind: int, right: float, wrong: float) -> None:
-        self._right[kind] *= right
-        self._wrong[kind] *= wrong
+    def pass_over(self) -> None:
+        """Note that drafts were offered, and none taken."""
+        self._passed += 1
 
 
 class Offer(NamedTuple):
@@ -79,6 +85,8 @@ class Offer(NamedTuple):
     """Their number."""
     draft_s: float
     """The time that each of them adds to the step."""
+    is_probe: bool = False
+    """True if the first is to be taken whatever it costs."""
 
 
 def lengths_that_pay(
@@ -88,7 +96,7 @@ def lengths_that_pay(
     them, which may become longer by `spare_s` and by `spare` tokens."""
     taken = [0] * len(offers)
     tokens, until_s = float(rows), step_s + spare_s
-    # The next draft of each row: what it brings, the largest first; its chance to the power of its place.
+    # The next draft of each row, by what it brings for its time, and its chance to the power of its place.
     heap = [(-each.chance / each.draft_s, at, each.chance) for at, each in enumerate(offers) if each.most > 0]
     heapify(heap)
     while heap and spare:
@@ -101,4 +109,7 @@ def lengths_that_pay(
         tokens, step_s = tokens + brings, step_s + offer.draft_s
         brings *= offer.chance if taken[at] < offer.most else 0.0
         heapreplace(heap, (-brings / offer.draft_s, at, brings))
+    for at, offer in enumerate(offers):
+        if offer.is_probe and not taken[at] and spare and step_s + offer.draft_s <= until_s:
+            taken[at], spare, step_s = 1, spare - 1, step_s + offer.draft_s
     return taken

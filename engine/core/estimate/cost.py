@@ -316,6 +316,14 @@ class CostLearner:
             self._solve(self._slowdown)
         return self._cost
 
+    def draft_s(self, position: int, work: Work, step_s: float) -> float:
+        """The time that a draft adds to the row from `position` on, in a step of this work and time: no less
+        than the part of a step that it took while warming up. A busy machine's steps do not tell."""
+        own_s = self._cost.draft_s(position)
+        if self._warmup is None:
+            return own_s
+        return max(own_s, step_s * self._measured.draft_s(position) / self._measured.seconds(work))
+
     @property
     def known(self) -> StepCost:
         """The cost that was solved for last, which steps of decodes may ask for."""

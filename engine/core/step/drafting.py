@@ -16,10 +16,9 @@ Rules
    would cost a step, and more than two tokens would have to be gained by each row to win it back. Where a
    runner computes while it is launched, as on a CPU, steps do not overlap, and each row may draft in each
    step.
-4. A look costs some 3 us of the core's thread, and indexing a token 0.3 us, of which `READ_MAX` are indexed
-   in a
-   plan at most. Where drafts would not pay even if all were right, none is looked for. Those whose looks find
-   nothing are looked at more rarely (`Drafts.pause`).
+4. A look costs some 5 us of the core's thread, and to read a token 0.4 us, of which `READ_MAX` are read in a
+   plan at most. Those whose looks find nothing are looked at more rarely (`Drafts.pause`), and so are those
+   for which not even right drafts would pay.
 5. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
 """
 
@@ -32,7 +31,7 @@ from typing import Final
 from engine.contract.messages import RunnerInfo
 from engine.core.drafts.drafter import Draft, Drafts, NGramDrafts
 from engine.core.drafts.price import Offer, lengths_that_pay
-from engine.core.estimate.cost import CostLearner, StepCost, Work
+from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.core.step.allocator import Allocator
@@ -71,31 +70,13 @@ class Drafting:
         self, builder: PlanBuilder, decodes: dict[int, Sequence], due: list[Sequence], now: float
     ) -> None:
         """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts."""
-        cost = self.learner.known
-        work = Work.of([each.planned_len for each in decodes.values()], [1] * len(decodes))
-        step_s = cost.seconds(work)
-        spare = int(TOKENS_SHARE * (builder.tokens_left - len(decodes)))
-        looks = self._looked_at(due, cost, step_s / len(decodes), spare)
-        drafts: dict[int, list[int]] = {}
-        if looks:
-            offers = [
-                Offer(
-                    draft.chance,
-                    len(draft.tokens),
-                    max(cost.draft_s(sequence.planned_len), LEAST_SHARE * step_s),
-                )
-                for sequence, draft in looks
-            ]
-            spare_s = self._spare_s(decodes, step_s)
-            lengths = lengths_that_pay(offers, len(decodes), step_s, spare_s, spare)
-            for (sequence, draft), length in zip(looks, lengths, strict=True):
-                self._choose(sequence, draft, length, drafts, builder, now)
+        looks = self._looked_at(due, int(TOKENS_SHARE * (builder.tokens_left - len(decodes))))
+        drafts = self._chosen(looks, builder, decodes, now) if looks else {}
         if not drafts:
             builder.add_decodes(decodes)
             return
-        verifying = {slot: decodes[slot] for slot in drafts}
         builder.add_decodes({slot: each for slot, each in decodes.items() if slot not in drafts})
-        builder.add_verifying(verifying, [*drafts.values()])
+        builder.add_verifying({slot: decodes[slot] for slot in drafts}, [*drafts.values()])
 
     def leave(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended."""
@@ -103,26 +84,26 @@ class Drafting:
             self.room += sequence.drafter.size
             sequence.drafter = None
 
-    def _looked_at(
-        self, due: list[Sequence], cost: StepCost, token_s: float, spare: int
-    ) -> list[tuple[Sequence, Draft]]:
+    def _looked_at(self, due: list[Sequence], spare: int) -> list[tuple[Sequence, Draft]]:
         """The sequences for which drafts were found."""
         found: list[tuple[Sequence, Draft]] = []
         to_read = READ_MAX
         for sequence in due:
-            most = min(self.drafts_max, spare, sequence.kv_len_max - sequence.planned_len - 1)
-            if sequence.in_flight_len or most < 1 or cost.draft_s(sequence.planned_len) >= token_s:
-                sequence.drafts_from = sequence.computed_len + LOOK_AGAIN
+            computed_len = sequence.computed_len
+            most = min(self.drafts_max, spare, sequence.kv_len_max - computed_len - 1)
+            if sequence.in_flight_len or most < 1:
+                sequence.drafts_from = computed_len + LOOK_AGAIN
                 continue
             drafter = sequence.drafter or self._begin(sequence)
             if drafter is None:
                 continue
-            to_read -= drafter.read(sequence.tokens, to_read)
-            draft = drafter.look(sequence.tokens, most)
+            read_len = drafter.read_len
+            draft = drafter.look(sequence.tokens, most, to_read)
+            to_read -= drafter.read_len - read_len
             if draft is not None:
                 found.append((sequence, draft))
-            elif to_read:
-                sequence.drafts_from = sequence.computed_len + drafter.pause
+            elif drafter.read_len == len(sequence.tokens):
+                sequence.drafts_from = computed_len + drafter.pause
         return found
 
     def _begin(self, sequence: Sequence) -> Drafts | None:
@@ -135,24 +116,43 @@ class Drafting:
         sequence.drafter = drafter
         return drafter
 
-    def _choose(
+    def _chosen(
         self,
-        sequence: Sequence,
-        draft: Draft,
-        length: int,
-        drafts: dict[int, list[int]],
+        looks: list[tuple[Sequence, Draft]],
         builder: PlanBuilder,
+        decodes: Mapping[int, Sequence],
         now: float,
-    ) -> None:
-        """Let a sequence verify so many tokens of its draft, as far as there are pages."""
-        drafter, slot = sequence.drafter, sequence.slot
-        assert drafter is not None
-        assert slot is not None
-        if not length:
-            drafter.pass_over(draft)
-        elif own := draft.tokens[: self.allocator.grow_for_drafts(sequence, length, builder, now)]:
-            drafter.take(draft)
-            drafts[slot] = own
+    ) -> dict[int, list[int]]:
+        """The drafts that pay of those that were found, by slot, as far as there are pages for them."""
+        cost, rows = self.learner.known, len(decodes)
+        work = Work.of([each.planned_len for each in decodes.values()], [1] * rows)
+        step_s = cost.seconds(work)
+        least_s = LEAST_SHARE * step_s
+        offers = [
+            Offer(
+                draft.chance,
+                len(draft.tokens),
+                max(self.learner.draft_s(sequence.planned_len, work, step_s), least_s),
+                draft.is_probe,
+            )
+            for sequence, draft in looks
+        ]
+        spare = int(TOKENS_SHARE * (builder.tokens_left - rows))
+        lengths = lengths_that_pay(offers, rows, step_s, self._spare_s(decodes, step_s), spare)
+        drafts: dict[int, list[int]] = {}
+        for (sequence, draft), offer, length in zip(looks, offers, lengths, strict=True):
+            drafter, slot = sequence.drafter, sequence.slot
+            assert drafter is not None
+            assert slot is not None
+            if not length:
+                drafter.pass_over()
+                # more rarely, too, where not even right ones would pay
+                pause = LOOK_AGAIN if offer.draft_s * rows >= step_s else drafter.pause
+                sequence.drafts_from = sequence.computed_len + pause
+            elif (fit := self.allocator.grow_for_drafts(sequence, length, builder, now)) > 0:
+                drafter.take(draft)
+                drafts[slot] = draft.tokens[:fit]
+        return drafts
 
     def _spare_s(self, decodes: Mapping[int, Sequence], step_s: float) -> float:
         """The time by which drafts may make a step longer (rule 1)."""

@@ -61,17 +61,18 @@ class Results:
         """
         plan = flight.plan
         unsound = self._take_prompt_logprobs(flight, result.prompt_logprobs, news)
-        assert len(result.tokens) == plan.sampled
+        assert len(result.tokens) == (plan.sampled if plan.drafts else plan.wants.count(Want.SAMPLE))
         logprobs = result.logprobs or [None] * len(result.tokens)
         sampled = zip(result.tokens, logprobs, strict=True)
         served: Counter[str] = Counter()
-        drafts = iter(plan.drafts)
+        verified = 0
         for sequence, length, want in zip(flight.rows, plan.lengths, plan.wants, strict=True):
             brought = next(sampled) if want else None
             if want is Want.VERIFY:
                 assert brought is not None
                 row = [brought, *islice(sampled, length - 1)]
-                reason = self._take_verified(sequence, next(drafts), row, served, news, now)
+                reason = self._take_verified(sequence, plan.drafts[verified], row, served, news, now)
+                verified += 1
                 if reason is not None:
                     yield sequence, reason
                 continue

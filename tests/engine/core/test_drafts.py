@@ -1,0 +1,139 @@
+"""What is drafted, and how much of it: `engine.core.drafts`. That it changes no token is held by the
+simulated worlds (`test_simulation.py`), and to the bit in `tests/engine/runtime/test_with_scheduler.py`."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+
+import pytest
+
+from engine.core.drafts.drafter import NGramDrafts
+from engine.core.drafts.ngrams import LEVELS, NGrams
+from engine.core.drafts.price import Acceptance, Offer, lengths_that_pay
+
+TOKENS = "I"
+LONGEST, SHORTEST = max(LEVELS), min(LEVELS)
+
+
+def known(tokens: list[int]) -> tuple[NGrams, array[int]]:
+    ngrams, own = NGrams(len(tokens)), array(TOKENS, tokens)
+    assert ngrams.extend(own, len(own)) == len(own)
+    return ngrams, own
+
+
+# -- n-grams --------------------------------------------------------------------------------------
+
+
+def test_what_followed_last_time_is_found() -> None:
+    ngrams, own = known([1, 2, 3, 4, 50, 51, 9, 1, 2, 3, 4, 60, 61, 62, 8, 1, 2, 3, 4])
+    found = ngrams.find(own, 3)
+    assert found is not None
+    assert (found.tokens, found.matched) == ([60, 61, 62], LONGEST)
+
+
+def test_a_longer_match_goes_before_a_later_one() -> None:
+    ngrams, own = known([1, 2, 3, 4, 50, 9, 3, 4, 60, 7, 1, 2, 3, 4])
+    found = ngrams.find(own, 1)
+    assert found is not None
+    assert found.tokens == [50]
+    ngrams, own = known([1, 2, 3, 4, 50, 9, 3, 4, 60, 7, 8, 3, 4])
+    found = ngrams.find(own, 1)
+    assert found is not None
+    assert (found.tokens, found.matched) == ([60], SHORTEST)
+
+
+def test_a_repetition_goes_on() -> None:
+    ngrams, own = known([5, 6, 7] * 4)
+    found = ngrams.find(own, 8)
+    assert found is not None
+    assert found.tokens == [5, 6, 7, 5, 6, 7, 5, 6]
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4, 5, 6], [0, 0], [0]])
+def test_new_tokens_find_nothing(tokens: list[int]) -> None:
+    ngrams, own = known(tokens)
+    assert ngrams.find(own, 4) is None
+
+
+def test_an_index_that_is_read_by_parts_is_the_same() -> None:
+    rng = random.Random(3)
+    tokens = array(TOKENS, [rng.randrange(9) for _ in range(500)])
+    whole, parts = NGrams(500), NGrams(500)
+    whole.extend(tokens, 500)
+    while parts.known_len < len(tokens):
+        assert parts.extend(tokens, rng.randint(1, 7)) <= len(tokens)
+    assert parts.find(tokens, 12) == whole.find(tokens, 12)
+
+
+def test_nothing_is_drafted_from_an_end_on() -> None:
+    drafts = NGramDrafts(64, stops=(3,))
+    draft = drafts.look(array(TOKENS, [1, 2, 9, 3, 4, 1, 2]), 4, 64)
+    assert draft is not None
+    assert draft.tokens == [9]
+    assert NGramDrafts(64, stops=(9,)).look(array(TOKENS, [1, 2, 9, 3, 4, 1, 2]), 4, 64) is None
+
+
+# -- the price ------------------------------------------------------------------------------------
+
+FIXED_S, ROW_S = 10.3e-3, 72.7e-6
+"""The step that is behind the tokens per second of an MI355X with 4 to 256 streams:
+vllm-project/vllm#47808."""
+STREAMS = (1, 4, 32, 64, 256)
+FIXED = (0, 1, 2, 3, 5, 7, 11, 15)
+MIXES = {
+    "edits": (0.95, 0.9),
+    "half": (0.83,),
+    "mixed": (0.97, 0.8, 0.5, 0.1),
+    "prose": (0.25, 0.1),
+    "wrong": (0.0,),
+}
+KIND = 1
+STEPS = 200
+
+
+def found(chances: list[float]) -> float:
+    """The tokens per second of rows whose drafts are right by these chances, over usual answers."""
+    rng, tokens, seconds = random.Random(1), 0.0, 0.0
+    for _ in range(max(1, 32 // len(chances))):
+        acceptances = [Acceptance() for _ in chances]
+        for _ in range(STEPS):
+            step_s = FIXED_S + ROW_S * len(chances)
+            offers = [Offer(own.chance(KIND), 15, ROW_S, own.is_probing) for own in acceptances]
+            lengths = lengths_that_pay(offers, len(offers), step_s, math.inf, 1 << 20)
+            for chance, own, length in zip(chances, acceptances, lengths, strict=True):
+                right = next((at for at in range(length) if rng.random() >= chance), length)
+                tokens += 1 + right
+                if length:
+                    own.learn(KIND, right, all_right=right == length)
+                else:
+                    own.pass_over()
+            seconds += step_s + ROW_S * sum(lengths)
+    return tokens / seconds
+
+
+def fixed(chances: list[float], length: int) -> float:
+    tokens = sum(sum(chance**at for at in range(length + 1)) for chance in chances)
+    return tokens / (FIXED_S + ROW_S * len(chances) * (length + 1))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("streams", STREAMS)
+def test_the_price_is_as_good_as_the_best_fixed_length(mix: str, streams: int) -> None:
+    """And as good as none, however large the batch is."""
+    chances = [MIXES[mix][at % len(MIXES[mix])] for at in range(streams)]
+    assert found(chances) >= 0.97 * max(fixed(chances, length) for length in FIXED)
+    assert found(chances) >= 0.99 * fixed(chances, 0)
+
+
+def test_nothing_is_drafted_where_a_row_costs_what_it_brings() -> None:
+    offers = [Offer(0.9, 15, 1e-3)] * 100
+    assert lengths_that_pay(offers, 100, 0.1, 1.0, 1000) == [0] * 100
+
+
+def test_drafts_keep_to_what_is_spare() -> None:
+    offers = [Offer(0.9, 15, 1e-4), Offer(0.8, 3, 1e-4)]
+    assert sum(lengths_that_pay(offers, 2, 0.1, 1.0, 7)) == 7
+    assert sum(lengths_that_pay(offers, 2, 0.1, 4.5e-4, 100)) == 4
+    assert lengths_that_pay(offers, 2, 0.1, 1.0, 100)[1] == 3
