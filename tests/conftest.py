@@ -70,7 +70,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
-SLOW_FOLDERS = ("tests/neighbours", "tests/engine/runtime/device")
+SLOW_FOLDERS = ("tests/neighbours/", "tests/engine/runtime/device/")
 """Their tests need services, or kernels in Triton's interpreter, which take seconds to be there."""
 FIRST = ("test_style.py", "test_compiled.py")
 """Files with one test that takes half a minute: at the end of a run the other cores would wait for it."""
@@ -80,7 +80,7 @@ FIRST = ("test_style.py", "test_compiled.py")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to `.ci/nightly` what is marked so, and begin with what takes longest."""
     for item in items:
-        if any(item.path.is_relative_to(ROOT / folder) for folder in SLOW_FOLDERS):
+        if item.nodeid.startswith(SLOW_FOLDERS):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name not in FIRST)
     if not effort.IS_WHOLE:

@@ -105,14 +105,16 @@ class MemoryStore:
         self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool
     ) -> Done[Decision]:
         now_ms = self._now_ms()
-        self._expire(now_ms)
         if reservation in self._reservations:
             return _SEATED
         holdings = self._holdings(subjects, now_ms)
         refusal = quota.decide(holdings, seated=0, tokens=1 if needs_tokens else 0)
         if refusal is None:
             self._charge(holdings, seated=0, tokens=0)
-            self._reservations[reservation] = self._reservation(subjects, now_ms)
+            reserved_ms = now_ms + self._ahead_ms
+            self._reservations[reservation] = _Reservation(
+                tuple(subjects), now_ms + LEASE_TTL_MS, reserved_ms
+            )
             return _SEATED
         return Done(Decision(refusal, quota.windows_of(holdings)))
 
@@ -128,7 +130,6 @@ class MemoryStore:
     ) -> Done[Decision]:
         assert 0 <= least <= most
         now_ms = self._now_ms()
-        self._expire(now_ms)
         holdings = self._holdings(subjects, now_ms)
         entry = self._reservations.get(reservation)
         if entry is not None and entry.tokens:
@@ -141,7 +142,7 @@ class MemoryStore:
         holdings = self._charge(holdings, seated=seated, tokens=tokens)
         if entry is None:
             self._lapsed.pop(reservation, None)
-            entry = self._reservations[reservation] = self._reservation((), now_ms)
+            entry = self._reservations[reservation] = _Reservation((), now_ms + LEASE_TTL_MS, now_ms)
         entry.subjects, entry.tokens = tuple(subjects), tokens
         entry.reserved_ms, entry.payer = now_ms + self._ahead_ms, payer
         self.ledger.reserved += tokens
@@ -150,7 +151,6 @@ class MemoryStore:
 
     def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
         now_ms = self._now_ms()
-        self._expire(now_ms)
         entry, leases = self._reservations.pop(reservation, None), 1
         if entry is None:
             entry, leases = self._recalled(reservation), 0
@@ -171,9 +171,8 @@ class MemoryStore:
             self._book(entry, Settlement(entry.tokens, 0), NOTHING)
 
     def renew(self, reservations: Sequence[ReservationId]) -> Done[None]:
-        now_ms = self._now_ms()
         self._ahead_ms = max(self._ahead_ms, self._difference_ms())
-        self._expire(now_ms)
+        now_ms = self._now_ms()
         for reservation in reservations:
             if (entry := self._reservations.pop(reservation, None)) is not None:
                 entry.expires_ms = now_ms + LEASE_TTL_MS
@@ -219,9 +218,6 @@ class MemoryStore:
             charged.append((subject, account))
         return charged
 
-    def _reservation(self, subjects: Sequence[Subject], now_ms: int) -> _Reservation:
-        return _Reservation(tuple(subjects), now_ms + LEASE_TTL_MS, now_ms + self._ahead_ms)
-
     def _forget_idle(self, now_ms: int) -> None:
         """Look at a few accounts, and forget those that are idle."""
         if len(self._accounts) < ACCOUNTS_MIN:
@@ -234,8 +230,6 @@ class MemoryStore:
 
     def _expire(self, now_ms: int) -> None:
         """Settle the reservations whose leases have run out as if all their tokens had been used."""
-        if now_ms < self._none_expires_before_ms:
-            return
         self._none_expires_before_ms = now_ms + LEASE_TTL_MS
         while self._reservations:
             reservation, entry = next(iter(self._reservations.items()))
@@ -268,14 +262,17 @@ class MemoryStore:
         ledger = self.ledger
         ledger.outstanding -= settlement.reserved
         ledger.settled += settlement.settled
-        if settlement.settled <= settlement.reserved:
-            ledger.released += settlement.released
+        if (more := settlement.settled - settlement.reserved) > 0:
+            ledger.overdrawn += more
         else:
-            ledger.overdrawn += settlement.overdrawn
-        assert ledger.balanced, ledger
+            ledger.released -= more
 
     def _now_ms(self) -> int:
-        return int(self._monotonic() * 1000 + 0.5)
+        """The time, at which those that have run out by now are settled."""
+        now_ms = int(self._monotonic() * 1000 + 0.5)
+        if now_ms >= self._none_expires_before_ms:
+            self._expire(now_ms)
+        return now_ms
 
     def _difference_ms(self) -> int:
         return int((self._wall() - self._monotonic()) * 1000 + 0.5)

@@ -235,18 +235,11 @@ class Decision(Struct, frozen=True, gc=False):
 
 
 class Settlement(Struct, frozen=True, gc=False):
-    """The result of settling a reservation: `reserved + overdrawn == settled + released`."""
+    """The result of settling a reservation: what was reserved and not settled is released, and what was
+    settled beyond it overdrawn."""
 
     reserved: int
     settled: int
-
-    @property
-    def released(self) -> int:
-        return self.reserved - self.settled if self.reserved > self.settled else 0
-
-    @property
-    def overdrawn(self) -> int:
-        return self.settled - self.reserved if self.settled > self.reserved else 0
 
 
 SubjectAccount = tuple[Subject, Account]

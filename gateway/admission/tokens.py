@@ -144,7 +144,7 @@ def check_fits(request: GenerationRequest, count: TokenCount, room: Room | None)
     """Raises ContextLengthExceeded or NeverFits, when the count is exact and the room is known."""
     stated = request.stated_tokens_max
     tokens = count.longest + max(1, stated or 0)
-    if room is None or not count.is_exact or tokens <= room.most:
+    if room is None or count.extension is None or tokens <= room.most:
         return
     error, holds = room.refused(tokens)
     message = f"{holds}, and the prompt has {count.longest}"

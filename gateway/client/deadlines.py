@@ -33,13 +33,13 @@ class Watch:
         "_error",
         "_first_look_at_s",
         "_loop",
-        "_reason",
         "_started_s",
         "_task",
         "_timer",
         "_total_at_s",
         "_total_error",
         "_within_s",
+        "reason",
     )
 
     def __init__(self, total_s: float, soonest_s: float | None = None) -> None:
@@ -52,7 +52,8 @@ class Watch:
         self._first_look_at_s = self._started_s + min(total_s, soonest_s or total_s)
         self._error: tuple[type[ApiError], str] = self._total_error
         self._within_s = total_s
-        self._reason: ApiError | None = None
+        self.reason: ApiError | None = None
+        """The error that ended the request. None while nothing has, and when its client left."""
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -69,19 +70,14 @@ class Watch:
         assert task is not None
         if self._timer is not None:
             self._timer.cancel()
-        if self._reason is not None and task.uncancel() == 0 and kind is asyncio.CancelledError:
-            raise self._reason from None
-
-    @property
-    def reason(self) -> ApiError | None:
-        """The error that ended the request. None while nothing has, and when its client left."""
-        return self._reason
+        if self.reason is not None and task.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise self.reason from None
 
     def bound(self, total_s: float) -> None:
         """Replace the total by another, counted from the same start. Only the total counts now."""
         self._total_error = _total_error(total_s)
         self._total_at_s = self._started_s + total_s
-        self.relax()
+        self._move(self._total_at_s)
 
     def expect(self, within_s: float, error: type[ApiError], message: str) -> None:
         """Expect the next thing within `within_s` seconds, or within the total, whichever is
@@ -100,13 +96,13 @@ class Watch:
 
     def relax(self) -> None:
         """Expect nothing but the end within the total."""
-        self._move(self._total_at_s)
+        self._deadline_s, self._error = self._total_at_s, self._total_error
 
     def end(self, reason: ApiError) -> None:
         """End the request now. Later calls, and calls after its end, change nothing."""
-        if self._task is None or self._reason is not None:
+        if self._task is None or self.reason is not None:
             return
-        self._reason = reason
+        self.reason = reason
         self._task.cancel()
 
     def _move(self, deadline_s: float) -> None:

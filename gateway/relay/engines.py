@@ -114,6 +114,11 @@ class Known:
     seems_foreign: bool = False
     """True if the engine is taken for one of another make as long as it has told nothing of itself."""
     profile: EngineProfile | None = None
+    """What it told last; `learn` sets it. None as long as it has told nothing."""
+    room: Room | None = None
+    """The tokens that a prompt and its answer may have together. None while they are unknown."""
+    is_ours: bool = False
+    """True if the engine is known to be one of ours."""
     tokenizer: Tokenizer | None = None
     """The tokenizer that prompts are counted with. None while there is none."""
     useless: str | None = None
@@ -129,12 +134,13 @@ class Known:
         """The knowledge of an engine that a configuration gives. Ours speak HTTP/2, and ask for no key."""
         has_key = model.api_key is not None
         seems_foreign = model.protocol == "http1" or has_key
-        return cls(model.engine, seems_foreign=seems_foreign, salted=model.cache_salt)
+        is_ours = model.engine == "penstock"
+        return cls(model.engine, seems_foreign=seems_foreign, is_ours=is_ours, salted=model.cache_salt)
 
-    @property
-    def room(self) -> Room | None:
-        """The tokens that a prompt and its answer may have together. None while they are unknown."""
-        return None if self.profile is None else self.profile.room
+    def learn(self, profile: EngineProfile) -> None:
+        """Take over what the engine tells of itself."""
+        self.profile, self.room = profile, profile.room
+        self.is_ours = profile.tokenizer is not None or self.make == "penstock"
 
     @property
     def takes_salt(self) -> bool:
@@ -143,13 +149,6 @@ class Known:
         if self.salted == "auto":
             return self.profile is not None and self.profile.owned_by in SALTED
         return self.salted == "send"
-
-    @property
-    def is_ours(self) -> bool:
-        """True if the engine is known to be one of ours."""
-        if self.profile is not None and self.profile.tokenizer is not None:
-            return True
-        return self.make == "penstock"
 
     @property
     def is_foreign(self) -> bool:
@@ -229,7 +228,8 @@ class Engines:
         elif known.lacks(profile.tokenizer) and self._clock.monotonic() >= (known.fetch_due_s or 0.0):
             async with self._fetches:
                 await self._load(name, known, urls, profile.tokenizer)
-        before, known.profile = known.profile, profile
+        before = known.profile
+        known.learn(profile)
         if known.is_foreign and not known.takes_salt:
             told = "tenants share cached prefixes at this engine, which shows in its times"
             log.warning("prefixes.shared", model=name, owned_by=profile.owned_by, consequence=told)

@@ -321,20 +321,13 @@ class ClientEndpoint(ConnectionEndpoint):
 class ResponseStream:
     """A response whose body is still to be read, and the upload of its request while that runs."""
 
-    __slots__ = ("_stream", "_upload", "head")
+    __slots__ = ("_stream", "_upload", "headers", "status")
 
     def __init__(self, head: HeaderList, stream: Stream, upload: asyncio.Task[None] | None) -> None:
-        self.head = head
+        self.status: Final = int(head[0][1])
+        self.headers: Final = Headers(head)
         self._stream = stream
         self._upload = upload
-
-    @property
-    def status(self) -> int:
-        return int(self.head[0][1])
-
-    @property
-    def headers(self) -> Headers:
-        return Headers(self.head)
 
     def read(self) -> Awaitable[bytes | None]:
         """All bytes that are queued, at least one. None at the end. Raises StreamFailed."""

@@ -118,6 +118,8 @@ HeaderPairs = tuple[tuple[bytes, bytes], ...]
 
 _NO_CODING: Final = (b"accept-encoding", b"identity")
 """Without it a server may choose any coding (RFC 9110, 12.5.3)."""
+_OK: Final = int(HTTPStatus.OK)
+"""Looking it up in its enum costs a call."""
 _JSON_TYPES: Final = ("application/json", "")
 _STREAM_TYPES: Final = ("text/event-stream", "")
 """The types of answers. Where a server names none, the body tells."""
@@ -190,13 +192,23 @@ class Transport(typing.Protocol):
 class Answer:
     """A replica's answer, its body unread. Its holder must close it."""
 
-    __slots__ = ("_stream", "content_type", "finished", "headers", "media_type", "status", "tokenizer")
+    __slots__ = (
+        "_stream",
+        "content_type",
+        "finished",
+        "headers",
+        "is_coded",
+        "media_type",
+        "status",
+        "tokenizer",
+    )
 
     def __init__(self, response: Response) -> None:
         self.status: Final = response.status
         self.headers: Final = response.headers
         self.content_type: Final[str] = self.headers.get("content-type", "")
         self.media_type: Final = _media_type(self.content_type)
+        self.is_coded: Final = self.headers.get("content-encoding", "").lower() not in ("", "identity")
         self.tokenizer: Final = self.headers.get(TOKENIZER_HEADER)
         """The hash of the engine's tokenizer. An engine of ours always sends it; None of another make."""
         self.finished = False
@@ -212,14 +224,10 @@ class Answer:
     def is_what_was_asked_for(self, *, streams: bool) -> bool:
         """True if this is an answer by its head: a 200 of the type that was asked for, in no coding."""
         return (
-            self.status == HTTPStatus.OK
+            self.status == _OK
             and self.media_type in (_STREAM_TYPES if streams else _JSON_TYPES)
-            and not self._is_coded
+            and not self.is_coded
         )
-
-    @property
-    def _is_coded(self) -> bool:
-        return self.headers.get("content-encoding", "").lower() not in ("", "identity")
 
     async def read(self) -> bytes:
         """The bytes that have come, at least one; empty at the end. Raises UpstreamFailed when cut off."""
@@ -267,11 +275,11 @@ class Answer:
         headers = self.headers
         is_error = self.status >= HTTPStatus.BAD_REQUEST
         if is_error or (self.status == HTTPStatus.OK and self.media_type in _JSON_TYPES):
-            body = b"" if self._is_coded else await self._body_of_error()
+            body = b"" if self.is_coded else await self._body_of_error()
             if is_error or says_error(body):
                 after = headers.get("retry-after")
                 return read_back(self.status, body, self.media_type, after, headers.get("date"))
-        coding = f" in {headers.get('content-encoding')!r}" if self._is_coded else ""
+        coding = f" in {headers.get('content-encoding')!r}" if self.is_coded else ""
         detail = f"engine answered {self.status} with {self.media_type!r}{coding}"
         return UpstreamFailed("The engine sent what is no answer.", detail=detail)
 

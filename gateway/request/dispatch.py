@@ -192,7 +192,7 @@ class Dispatcher:
     async def send(self, exchange: Exchange, prepared: Prepared) -> Dispatched:
         """Dispatch the request to a replica, and to another where the rules allow it. `end` must follow, and
         the caller closes the answer. Raises ApiError."""
-        exchange.stages.enter("route")
+        exchange.mark(("route", exchange.clock.monotonic()))
         budget = self._budgets[prepared.model.name]
         budget.active += 1
         sending = Sending(budget, exchange.record.tenant or "")
@@ -264,7 +264,7 @@ class Dispatcher:
             return False
         is_lost = progress.dispatched and not progress.refused
         exchange.progress = progress.anew(prepared.dialect, lost=is_lost)
-        exchange.stages.enter("route")
+        exchange.mark(("route", exchange.clock.monotonic()))
         exchange.watch.relax()
         return True
 
@@ -272,7 +272,7 @@ class Dispatcher:
         self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending
     ) -> Awaitable[Dispatched]:
         """Send the request to one replica, and wait for the beginning of its answer."""
-        exchange.stages.enter("connect")
+        exchange.mark(("connect", exchange.clock.monotonic()))
         exchange.record.replica = place.replica.id
         if not exchange.streams:
             return self._begin(exchange, prepared, place, sending)
@@ -304,7 +304,7 @@ class Dispatcher:
 
         def connected() -> None:
             progress.dispatched = True
-            exchange.stages.enter("wait")
+            exchange.mark(("wait", exchange.clock.monotonic()))
             if on_late is not None:
                 self._replicas.awaits(place, prepared.model.name, on_late)
 

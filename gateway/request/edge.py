@@ -103,6 +103,9 @@ of its requests."""
 ENDS_AT_ONCE: Final = 1024
 """Those that it may ask for at once, as a client that gives up all that it asked."""
 
+_BAD_REQUEST: Final = int(HTTPStatus.BAD_REQUEST)
+"""The first status of an error. Looking it up in its enum costs a call."""
+
 log = logs.get(__name__)
 
 Handler = Callable[[Exchange, str], Awaitable[None]]
@@ -238,7 +241,7 @@ class Edge:
         resource, path = exchange.resource, exchange.path
         if not resource.is_open:
             await self._pipeline.begin(exchange)
-            exchange.stages.enter("answer")
+            exchange.mark(("answer", exchange.clock.monotonic()))
         if not resource.routes:
             raise missing(path)
         if route is None:
@@ -292,7 +295,7 @@ class Edge:
             raise Overloaded("Too many callers read this at the moment.", retry_after_s=1.0)
         self._describing += 1
         try:
-            exchange.stages.enter("answer")
+            exchange.mark(("answer", exchange.clock.monotonic()))
             await self._write(exchange, document(), {"cache-control": "public, max-age=3600"})
         finally:
             self._describing -= 1
@@ -371,6 +374,7 @@ class Edge:
             request_id=request_id,
             record=ExchangeRecord.begun(request_id, method[:16], resource.path, stages),
             stages=stages,
+            mark=stages.mark,
             watch=watch,
             client=client,
             accounts=self._accounts.now,
@@ -387,7 +391,7 @@ class Edge:
         record.stream, record.session = exchange.streams, exchange.session
         record.reserved_tokens += exchange.reserved
         retry = exchange.headers.get(RETRY_HEADER)
-        if (retry is not None and retry != "0") or record.status >= HTTPStatus.BAD_REQUEST:
+        if (retry is not None and retry != "0") or record.status >= _BAD_REQUEST:
             record.one_of_several(retry or "", exchange.headers.get(IDEMPOTENCY_HEADER))
         if blocked_s := exchange.client.blocked_s:
             record.blocked_ms = round(blocked_s * 1e3, 3)

@@ -58,6 +58,8 @@ class Exchange(Struct, eq=False):
     record: ExchangeRecord
     """The completed line, filled in as the request passes its stages."""
     stages: Stages
+    mark: Callable[[tuple[str, float]], None]
+    """`mark((stage, clock.monotonic()))` begins a stage (`Stages.mark`)."""
     watch: Watch
     client: Sink
     accounts: Accounts

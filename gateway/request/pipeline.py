@@ -249,7 +249,7 @@ class Pipeline:
         self._note_line(exchange, used)
         exchange.begin_fallback(terms.model.name, ReservationId(f"{before}-f"), used.tokens)
         await shielded(self._quotas.settle(before, used), exchange.record.settlement)
-        exchange.stages.enter("quota")
+        exchange.mark(("quota", exchange.clock.monotonic()))
         subjects = exchange.accounts.subjects(principal)
         generates = endpoint.generates
         decision = await self._quotas.enter(exchange.reservation, subjects, needs_tokens=generates)
@@ -265,7 +265,7 @@ class Pipeline:
     async def authenticate(self, exchange: Exchange) -> Principal:
         """The caller. Raises Unauthenticated, IdentityUnavailable, and PermissionDenied where it may not use
         what it asks for."""
-        exchange.stages.enter("auth")
+        exchange.mark(("auth", exchange.clock.monotonic()))
         headers, connection = exchange.headers, exchange.connection
         shown = headers.get("authorization") or authorization_of(headers)
         caller = Caller(shown, connection.transport, connection.tenant)
@@ -297,7 +297,7 @@ class Pipeline:
         return principal
 
     async def _take_seat(self, exchange: Exchange, principal: Principal, endpoint: Endpoint) -> None:
-        exchange.stages.enter("seat")
+        exchange.mark(("seat", exchange.clock.monotonic()))
         self._live.claim(exchange, principal.tenant)
         exchange.is_seated = True
         subjects = exchange.accounts.subjects(principal)
@@ -308,11 +308,11 @@ class Pipeline:
     async def _read(
         self, exchange: Exchange, principal: Principal, endpoint: Endpoint, holding: Holding
     ) -> Asked:
-        exchange.stages.enter("body")
+        exchange.mark(("body", exchange.clock.monotonic()))
         limits, timeouts = self._config.limits, self._config.timeouts
         sent = exchange.headers, exchange.body, exchange.client
         body = await read_body(*sent, exchange.watch, holding, limits.body_len_max, timeouts.body_s)
-        exchange.stages.enter("validate")
+        exchange.mark(("validate", exchange.clock.monotonic()))
         refuses_unknown = self._config.admission.unknown_fields
         if len(body) <= INLINE_LEN_MAX:
             parsed = validate(body, endpoint.shape, refuses_unknown, weigh(body, holding))
@@ -336,7 +336,7 @@ class Pipeline:
         self, exchange: Exchange, principal: Principal, asked: Asked, name: str | None
     ) -> tuple[Terms, Known]:
         """The terms on which the model is used, and what is known of its engines."""
-        exchange.stages.enter("tenant")
+        exchange.mark(("tenant", exchange.clock.monotonic()))
         terms = exchange.accounts.terms(principal, name)
         exchange.record.model = terms.model.name
         exchange.bound_by(terms.timeouts)
@@ -349,7 +349,7 @@ class Pipeline:
         self, exchange: Exchange, terms: Terms, engine: Known, asked: Asked
     ) -> tuple[Draft, TokenCount]:
         """Choose what goes out, and count its tokens."""
-        exchange.stages.enter("tokenize")
+        exchange.mark(("tokenize", exchange.clock.monotonic()))
         request, tenant = asked.generation, terms.tenant.id
         if engine.tokenizer is not None and request is not None:
             chosen = draft(asked, terms.model, engine)
@@ -376,7 +376,7 @@ class Pipeline:
     ) -> int | None:
         """Reserve the request's tokens. Returns the most that each choice may have; None where the request
         states it and there is room for it, or nothing limits it."""
-        exchange.stages.enter("quota")
+        exchange.mark(("quota", exchange.clock.monotonic()))
         if request is None:
             decision = await self._quotas.reserve(exchange.reservation, terms.subjects, 0, 0, terms.payer)
             self._apply_decision(exchange, decision, 0)
@@ -384,10 +384,11 @@ class Pipeline:
             return None
         room, guess = engine.room, self._config.admission.completion_estimate
         asked = span(request, count, room, guess, terms.tokens_max, is_budgeted=terms.is_budgeted)
+        least = asked.least
         decision = await self._quotas.reserve(
-            exchange.reservation, terms.subjects, asked.least, asked.most, terms.payer, wanted=asked.wanted
+            exchange.reservation, terms.subjects, least, asked.most, terms.payer, wanted=asked.wanted
         )
-        self._apply_decision(exchange, decision, asked.least)
+        self._apply_decision(exchange, decision, least)
         exchange.admit(terms.payer, decision.granted, asked.estimated(decision.granted))
         return asked.maximum_each(decision.granted) if asked.is_open or asked.is_cut else None
 
@@ -402,7 +403,7 @@ class Pipeline:
     async def _settle(self, exchange: Exchange) -> None:
         """Settle the reservation, also one whose grant the request did not live to see."""
         exchange.record.stage = exchange.stages.now
-        exchange.stages.enter("settle")
+        exchange.mark(("settle", exchange.clock.monotonic()))
         progress = exchange.progress
         try:
             if exchange.reserved and progress.awaits_report:  # no report comes on what computes no token

@@ -141,10 +141,13 @@ class ExchangeRecord(GatewayLine, eq=False):
 
     def settlement(self, settlement: Settlement | None) -> None:
         if settlement is not None:
-            self.settled_tokens += settlement.settled
-            _SETTLED.value += settlement.settled
-            _RELEASED.value += settlement.released
-            _OVERDRAWN.value += settlement.overdrawn
+            settled, more = settlement.settled, settlement.settled - settlement.reserved
+            self.settled_tokens += settled
+            _SETTLED.value += settled
+            if more > 0:
+                _OVERDRAWN.value += more
+            else:
+                _RELEASED.value -= more
 
     def ended(self, progress: Progress, refusal: Refusal | None, stages: Stages, seconds: float) -> None:
         """Take over how far the answer came, the quota that refused the request, and the times."""

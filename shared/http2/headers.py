@@ -20,12 +20,12 @@ and every one that is not well-formed, is left to the `hpack` package, which kee
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from io import BytesIO
 from itertools import chain, permutations
 from operator import itemgetter
-from typing import Any, Final
+from typing import Final
 
 from hpack import Decoder
 from hpack.exceptions import HPACKError, OversizedHeaderListError
@@ -210,11 +210,11 @@ def content_length(head: HeaderList) -> int | None:
     return None if declared is None else int(declared)
 
 
-class Headers(Mapping[str, str]):
-    """A received header list without pseudo-headers, by name without regard to case. Repeated fields are
-    joined (RFC 9110, 5.3)."""
+class Headers(dict[str, str]):
+    """A received header list without pseudo-headers, by names in small letters. Repeated fields are joined
+    (RFC 9110, 5.3)."""
 
-    __slots__ = ("_values",)
+    __slots__ = ()
 
     def __init__(self, head: HeaderList) -> None:
         values = dict(head)
@@ -226,23 +226,9 @@ class Headers(Mapping[str, str]):
             if not name.startswith(b":"):  # pseudo-headers come first
                 break
             del values[name]
-        self._values = values  # decoded when looked up, as few of them are
-
-    def __getitem__(self, name: str) -> str:
-        return self._values[name.lower().encode()].decode("latin-1")
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self._values.get(name.lower().encode())
-        return default if value is None else value.decode("latin-1")
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.lower().encode() in self._values
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.decode("latin-1") for name in self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        # no name or value holds a NUL, so all are decoded at once
+        texts = iter(b"\0".join(chain.from_iterable(values.items())).decode("latin-1").split("\0"))
+        super().__init__(zip(texts, texts))  # noqa: B905 - an empty list is one empty text
 
 
 def _joined(head: HeaderList) -> dict[bytes, bytes]:

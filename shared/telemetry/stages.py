@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from operator import itemgetter, sub
 from types import TracebackType
 from typing import Final
@@ -191,8 +191,8 @@ class Stages:
     """
 
     __slots__ = (
-        *("_began_s", "_carved", "_ended_s", "_final", "_measured_s", "_entered", "_monotonic", "_service"),
-        *("clock", "parent_span_id", "state", "trace"),
+        *("_carved", "_ended_s", "_final", "_marks", "_measured_s", "_monotonic", "_service"),
+        *("clock", "mark", "parent_span_id", "state", "trace"),
     )
 
     def __init__(
@@ -208,10 +208,12 @@ class Stages:
         self._service = service
         self.clock = clock
         self._monotonic = clock.monotonic
-        self._entered: list[str] = []
-        """The visits to stages that `enter` began, in order. All but the last are over."""
-        self._began_s: list[float] = []
-        """The start of each of them, in seconds on the clock."""
+        self._marks: list[tuple[str, float]] = []
+        """The visits to stages, in order, with the start of each in seconds on the clock. All but the last
+        are over."""
+        self.mark: Final = self._marks.append
+        """`mark((stage, now_s))` ends the stage that runs, and begins this one: for a request that is in one
+        stage at every moment, so that the stages' times add up to its own."""
         self._measured_s: dict[str, float] = {}
         """The times of stages that were measured elsewhere, in seconds."""
         self._ended_s: dict[str, float] = {}
@@ -237,32 +239,25 @@ class Stages:
         return _Stage(self, stage)
 
     def enter(self, stage: str) -> float:
-        """End the stage that runs, and begin this one. Returns the time on the clock, in seconds.
-
-        For a request that is in one stage at every moment, so that the stages' times add up to its own.
-        """
+        """Begin this stage now, as `mark` does. Returns the time on the clock, in seconds."""
         monotonic = self._monotonic  # what a slot holds is slow to call as a method
         now_s = monotonic()
-        self._entered.append(stage)
-        self._began_s.append(now_s)
+        self._marks.append((stage, now_s))
         return now_s
 
     @property
     def now(self) -> str:
-        """The stage that `enter` began last; empty before that."""
-        return self._entered[-1] if self._entered else ""
+        """The stage that began last; empty before the first."""
+        return self._marks[-1][0] if self._marks else ""
 
     def last(self, stage: str) -> float | None:
         """When this stage was entered last, in seconds on the clock. None where it never was."""
-        for name, at_s in zip(reversed(self._entered), reversed(self._began_s), strict=True):
-            if name == stage:
-                return at_s
-        return None
+        return next((at_s for name, at_s in reversed(self._marks) if name == stage), None)
 
     @property
     def began_s(self) -> float:
         """When the first stage was entered, in seconds on the clock; now, before that."""
-        return self._began_s[0] if self._began_s else self._monotonic()
+        return self._marks[0][1] if self._marks else self._monotonic()
 
     def record(self, stage: str, seconds: float) -> None:
         """Add a duration that was measured elsewhere."""
@@ -285,8 +280,7 @@ class Stages:
         """The visits to stages up to `end_s`, the request's end: name, begin and duration, in seconds on the
         clock. Of the parts of a stage the time is known and not the place: they follow each other in it, as
         in `order`."""
-        began_s = self._began_s
-        for name, begin_s, next_s in zip(self._entered, began_s, began_s[1:], strict=False):
+        for (name, begin_s), (_, next_s) in pairwise(self._marks):
             at_s = begin_s
             carved = self._carved.get(name, {})
             for part in sorted(carved, key=order.index if order else None):
@@ -300,7 +294,7 @@ class Stages:
                 yield name, self._ended_s.get(name, end_s) - took_s, took_s
 
     def entered(self, *, is_over: bool = True) -> list[tuple[str, float, float]]:
-        """The visits that `enter` began: the stage, and milliseconds since the first began and taken. Unless
+        """The visits that were marked: the stage, and milliseconds since the first began and taken. Unless
         the request `is_over`, the stage that runs is the last of them, until now."""
         stamps = self.stamps()
         if not is_over:
@@ -309,14 +303,14 @@ class Stages:
 
     def stamps(self) -> Stamps:
         """The visits that are over, as they were noted."""
-        return Stamps(tuple(self._entered[:-1]), tuple(self._began_s))
+        return Stamps(tuple(name for name, _ in self._marks[:-1]), tuple(at_s for _, at_s in self._marks))
 
     def _taken(self) -> tuple[_Layout, list[float]]:
         """The stages that are over, and the seconds that each took."""
         if self._final is not None:
             return self._final
-        visits, began_s = tuple(self._entered[:-1]), self._began_s
-        seconds = list(map(sub, began_s[1:], began_s))
+        names, began_s = zip(*self._marks, strict=True) if self._marks else ((), ())
+        visits, seconds = names[:-1], list(map(sub, began_s[1:], began_s))
         if self._measured_s:
             visits, seconds = (*visits, *self._measured_s), [*seconds, *self._measured_s.values()]
         layout = _layout(visits)
@@ -330,7 +324,7 @@ class Stages:
     def server_timing(self) -> str:
         """The `Server-Timing` header, in milliseconds, in the order of entry."""
         layout, seconds = self._taken()
-        return layout.timing % tuple([s * 1e3 for s in seconds])
+        return layout.timing % tuple(map((1e3).__mul__, seconds))
 
     def log_fields(self) -> dict[str, float]:
         """The times for the completed line, such as `{"quota_ms": 0.031}`."""

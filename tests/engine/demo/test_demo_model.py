@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, LlamaForCausalLM
 
 from engine.demo import MODEL_DIR
 from engine.demo.train import corpus, evaluate, facts, polish
@@ -144,6 +143,8 @@ def test_any_text_comes_back_from_its_tokens(tokenizer: Tokenizer, text: str) ->
 def test_the_chat_template_renders_what_training_rendered() -> None:
     messages = corpus.conversation(3).messages()
     as_dicts = [{"role": role, "content": content} for role, content in messages]
+    from transformers import AutoTokenizer  # its import takes seconds, in each process that collects
+
     template = AutoTokenizer.from_pretrained(MODEL_DIR)
     assert template.apply_chat_template(as_dicts, tokenize=False) == render(messages)
     asked = template.apply_chat_template(as_dicts[:-1], tokenize=False, add_generation_prompt=True)
@@ -167,6 +168,8 @@ def test_only_the_assistant_is_learned(tokenizer: Tokenizer) -> None:
 
 
 def test_transformers_computes_the_same(model: DemoModel, tokenizer: Tokenizer) -> None:
+    from transformers import LlamaForCausalLM  # its import takes seconds, in each process that collects
+
     reference = LlamaForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
     ids = torch.tensor([tokenizer.encode(render(corpus.conversation(1).messages())).ids])
     with torch.inference_mode():

@@ -8,7 +8,6 @@ from random import Random
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import LlamaForCausalLM
 
 from engine.demo.train import corpus
 from engine.demo.train.__main__ import (
@@ -97,6 +96,8 @@ def test_the_learning_rate_rises_stays_and_falls_to_nothing() -> None:
 def test_written_weights_are_the_rounded_ones(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = fresh_model()
     write(model, tokenizer, tmp_path)
+    from transformers import LlamaForCausalLM  # its import takes seconds, in each process that collects
+
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.tensor([[3, 4, 5, 6]])
     ours = rounded(model)

@@ -70,7 +70,7 @@ async def reserved(store: RedisStore, name: str, who: tuple[Subject, ...]) -> bo
 async def test_nodes_that_count_for_nobody_may_die(cluster: Cluster) -> None:
     """Where one node counts for all, the others are none of the quotas' business; that one is everybody's."""
     counts = cluster.node_of(ALL_SLOT)
-    async with one_node(cluster, connect_s=0.5) as store:
+    async with one_node(cluster) as store:
         for node in cluster.nodes:
             if node is not counts:
                 node.kill()

@@ -108,7 +108,7 @@ def test_what_an_engine_tells_of_itself_counts_over_what_it_seemed_to_be(
     assert known.counts_as_ours == at_first
     assert (known.is_ours, known.is_foreign) == (False, config.engine == "openai")
     for profile in (OURS, THEIRS):
-        known.profile = profile
+        known.learn(profile)
         is_ours = profile is OURS
         assert (known.is_ours, known.is_foreign, known.counts_as_ours) == (is_ours, not is_ours, is_ours)
 

@@ -98,7 +98,7 @@ async def test_a_connection_is_reused_and_the_caller_is_told(
     told: list[int] = []
     for _ in range(3):
         response = await get(transport, server[1], lambda: told.append(1))
-        assert (response.status, response.headers["Content-Length"]) == (200, "2")
+        assert (response.status, response.headers["content-length"]) == (200, "2")
         assert await response.read() == b"ok"
         assert await response.read() is None
         await response.aclose()

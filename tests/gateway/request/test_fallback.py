@@ -333,9 +333,7 @@ async def test_a_foreign_engine_may_be_the_fallback(open_pair: Opener) -> None:
 async def test_a_prompt_that_does_not_fit_the_fallback_is_not_sent_there(open_pair: Opener) -> None:
     async with open_pair() as pair:
         spare = pair.house.gateway.config.models[1]
-        known = pair.house.gateway.engines.of(spare)
-        assert known.profile is not None
-        object.__setattr__(known.profile, "room", Room(5))
+        pair.house.gateway.engines.of(spare).room = Room(5)
         pair.tiny.script = refusal(503, "not_ready")
         async with pair.house.chat() as answer:
             assert answer.status == 503

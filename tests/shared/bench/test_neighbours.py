@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import tomllib
 
-import pytest
-
 from gateway.config.whole import load
 from shared.process.memory import core_memory_max, engine_memory_max, gateway_memory_max
 from shared.process.setting_values import to_toml
 from tests.bench.client import TimedRequest
-from tests.bench.gateway.attack import Attack, Law
+from tests.bench.gateway.attack import Law
 from tests.bench.gateway.attackers import named
 from tests.bench.gateway.attacks import ATTACKS, against
 from tests.bench.gateway.neighbourhood import LIVE_MAX, REQUEST_MEMORY, gateway_config
@@ -27,9 +25,8 @@ def test_every_attack_has_a_name_of_its_own_and_every_law_has_attacks() -> None:
     assert named(ATTACKS[-1].name) is ATTACKS[-1]
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_every_attack_is_bounded_by_count(attack: Attack) -> None:
-    assert 1 <= attack.at_once <= attack.count <= 1000
+def test_every_attack_is_bounded_by_count() -> None:
+    assert [one.name for one in ATTACKS if not 1 <= one.at_once <= one.count <= 1000] == []
 
 
 def test_attacks_are_chosen_by_words_in_their_names_or_laws() -> None:

@@ -136,7 +136,7 @@ class OverHttp2(httpx.AsyncBaseTransport):
         else:
             assert isinstance(content, httpx.AsyncByteStream)
             answer = await self._in_pieces(*sent, content)
-        fields: list[tuple[bytes, bytes]] = answer.head[1:]
+        fields = list(answer.headers.items())
         extensions = {"http_version": b"HTTP/2", STREAM: answer}
         return httpx.Response(answer.status, headers=fields, stream=Read(answer), extensions=extensions)
 

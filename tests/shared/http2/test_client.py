@@ -54,7 +54,7 @@ async def test_a_request_of_the_gateways_own(fast: bool) -> None:
             headers = [(b"X-Name", b" v "), (b"connection", b"close"), (b"Host", b"engine")]
             answer = await transport.exchange("POST", url, headers, b"question")
             assert answer.status == 200
-            assert answer.headers["Content-Length"] == "8"
+            assert answer.headers["content-length"] == "8"
             assert [await answer.read(), await answer.read()] == [b"question", None]
             await answer.aclose()
             with pytest.raises(Unsendable):
