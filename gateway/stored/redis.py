@@ -30,9 +30,9 @@ from gateway.stored.responses import (
     FORGOTTEN_AT_ONCE,
     LINKS_MAX,
     PAGE_LEN,
-    Bounds,
+    KeepingBounds,
     KeptResponse,
-    Turn,
+    KeptTurn,
     TurnsPage,
     unavailable,
 )
@@ -55,13 +55,13 @@ def open_responses(
 ) -> RedisResponses:
     """The responses on the server of `[redis]`, not yet connected. Raises ConfigError."""
     links = links_of(replace(redis, timeout_s=TIMEOUT_S), env)
-    return RedisResponses(Bounds.of(config), links, redis.key_prefix, clock)
+    return RedisResponses(KeepingBounds.of(config), links, redis.key_prefix, clock)
 
 
 class RedisResponses:
     """A `ResponseStore`."""
 
-    def __init__(self, bounds: Bounds, links: Links, prefix: str, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, bounds: KeepingBounds, links: Links, prefix: str, clock: Clock = SYSTEM_CLOCK) -> None:
         """`prefix` begins every key in Redis."""
         self._bounds: Final = bounds
         self._links: Final = links
@@ -87,7 +87,7 @@ class RedisResponses:
     async def turns(self, tenant: TenantId, id_: str) -> TurnsPage:
         [_, before, is_lost, *words] = await self._ask(tenant, "turns", PAGE_LEN, id_)
         told = zip(words[::3], words[1::3], words[2::3], strict=True)
-        found = [Turn(one.decode(), items, output) for one, items, output in told]
+        found = [KeptTurn(one.decode(), items, output) for one, items, output in told]
         following = before.decode()
         return TurnsPage(found, "" if is_lost else following, following if is_lost else "")
 
