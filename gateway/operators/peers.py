@@ -118,8 +118,8 @@ class Peers:
         return json_response(whole.status, whole.body, etag_of_all([whole.headers]))
 
     async def end(self, tenant: TenantId, request_id: RequestId) -> int:
-        """End a tenant's requests of this id at the other gateways. Returns how many that were, as far as they
-        say so."""
+        """End a tenant's requests of this id at the other gateways. Returns how many that were, as far as
+        they say so."""
         others, operator = self.members.others, self._keys().any_working(self._clock.wall())
         if not others or operator is None:
             return 0

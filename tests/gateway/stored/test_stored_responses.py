@@ -28,6 +28,7 @@ from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, error_of, until
 from tests.gateway.endpoints import responses_scripts as scripts
 from tests.gateway.endpoints.responses_scripts import THEIR_USAGE, theirs
 from tests.gateway.fake_engine import CUT, HEADERS, Script, Seen, Step, closing
+from tests.gateway.operators.test_admin import OPERATOR, operator_keys
 from tests.gateway.redis_server import RedisServer
 
 ACME = TenantId("acme")
@@ -725,3 +726,30 @@ async def test_an_answer_that_cannot_be_told_again_is_not_kept(
     assert answered.get("store") is not True
     assert (await house.line())["stored"] == "unreadable"
     await house.at_rest()
+
+
+# -- operators ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", ["off", "memory", "redis"])
+async def test_an_operator_deletes_all_of_a_tenants(open_house: Open, redis: RedisServer, store: str) -> None:
+    house = await kept_house(open_house, redis, store=store, admin=operator_keys())
+    ids = [(await ask(house))["id"] for _ in range(3)]
+    theirs_ = (await ask(house, OTHER_KEY))["id"]
+    url = f"http://127.0.0.1:{house.gateway.admin_port}/admin/v1/tenants/acme/responses"
+    for headers, status in ((house.headers, 403), ({}, 401)):
+        async with house.client.delete(url, headers=headers) as answer:
+            assert answer.status == status
+    async with house.client.delete(url, headers=OPERATOR) as answer:
+        deleted = await answer.json()
+        assert answer.status == (404 if store == "off" else 200)
+    if store == "off":
+        return
+    assert deleted == {"tenant": "acme", "deleted": 3}
+    assert [await is_kept(house, id_) for id_ in ids] == [False] * 3
+    async with call(house, theirs_, key=OTHER_KEY) as answer:
+        assert answer.status == 200
+    await until(lambda: "admin.change" in house.log.getvalue())
+    lines = map(json.loads, house.log.getvalue().splitlines())
+    [line] = [one for one in lines if one["event"] == "admin.change"]
+    assert (line["event"], line["operator"], line["tenant"]) == ("admin.change", "ops", "acme")
