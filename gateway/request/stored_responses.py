@@ -14,6 +14,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -34,6 +35,8 @@ from shared.apis.responses.stored import (
     query_of,
     replay,
 )
+from shared.apis.validation import INLINE_LEN_MAX
+from shared.fairness.fair_threads import in_one_slice
 from shared.wire import sse
 from shared.wire.errors import InvalidRequest, RateLimited
 from shared.wire.ids import RequestId, TenantId, is_id
@@ -83,7 +86,8 @@ class StoredResponses:
         kept = await self._get(exchange, id_, holding)
         if not query.stream:
             return StoredAnswer(kept.response)
-        return StoredAnswer(replay(kept.response, kept.last_number, query.starting_after), sse.CONTENT_TYPE)
+        again = partial(replay, kept.response, kept.last_number, query.starting_after)
+        return StoredAnswer(await self._made(exchange, kept.size, again), sse.CONTENT_TYPE)
 
     async def list_items(self, exchange: Exchange, id_: str, holding: Holding) -> StoredAnswer:
         query = query_of(exchange.query, ItemsQuery)
@@ -96,8 +100,8 @@ class StoredResponses:
                 parts += turn.output, turn.items
                 length += len(turn.output) + len(turn.items)
             at = page.before
-        found = page_of(parts[::-1], query.limit, query.after, is_newest_first=query.order == "desc")
-        return StoredAnswer(msgspec.json.encode(found))
+        asked = query.limit, query.after, query.order == "desc"
+        return StoredAnswer(await self._made(exchange, length, partial(page_of, parts[::-1], *asked)))
 
     async def delete(self, exchange: Exchange, id_: str, holding: Holding) -> StoredAnswer:
         if not await self._store(id_).delete(_tenant_of(exchange), id_):
@@ -118,6 +122,12 @@ class StoredResponses:
                 raise not_kept(id_)
         response = msgspec.structs.replace(outline(), id=id_, status="cancelled")
         return StoredAnswer(msgspec.json.encode(response))
+
+    async def _made(self, exchange: Exchange, length: int, make: Callable[[], bytes]) -> bytes:
+        """What is made of so many bytes: of many, on a thread, in its tenant's turn."""
+        if length <= INLINE_LEN_MAX:
+            return make()
+        return await self._kept.threads.run(_tenant_of(exchange), in_one_slice(make), holds=True)
 
     async def _get(self, exchange: Exchange, id_: str, holding: Holding) -> KeptResponse:
         """Raises NotFound, and ResponsesUnavailable."""

@@ -13,7 +13,6 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -104,26 +103,24 @@ class RedisResponses:
                 return gone
 
     async def begin(self) -> None:
-        with contextlib.suppress(RedisUnavailable):
-            await self._look()
+        try:
+            if not self._knows_servers:
+                await self._links.refresh()
+                self._knows_servers = True
+        except RedisUnavailable:
+            return
+        down = [link for link in self._links.all() if not link.is_up]
+        probes = (link.probe(*self._probe(self._links.tag_of(link))) for link in down)
+        for problem in await asyncio.gather(*probes, return_exceptions=True):
+            if isinstance(problem, RedisUnavailable):
+                self._knows_servers = False  # it may have moved
+            elif problem is not None:
+                raise problem
 
     async def watch(self) -> None:
         while True:
             await self._clock.sleep(PROBE_S)
             await self.begin()
-
-    async def _look(self) -> None:
-        """Bring up what is down. Raises RedisUnavailable."""
-        if not self._knows_servers:
-            await self._links.refresh()
-            self._knows_servers = True
-        for link in self._links.all():
-            if not link.is_up:
-                try:
-                    await link.probe(*self._probe(self._links.tag_of(link)))
-                except RedisUnavailable:
-                    self._knows_servers = False  # it may have moved
-                    raise
 
     async def aclose(self) -> None:
         await self._links.aclose()
