@@ -27,7 +27,7 @@ from shared.wire.ids import TenantId
 
 OVERHEAD_LEN: Final = 1024
 """Bytes that a response takes beside its text, at most."""
-LINKS_MAX: Final = 1024
+LINKS_MAX: Final = 512
 """Responses that one may go on with, one behind the other."""
 PAGE_LEN: Final = 1024 * 1024
 """Bytes of a page of a conversation: as many, and the rest of the response in which they are reached."""

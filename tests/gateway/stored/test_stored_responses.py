@@ -18,7 +18,7 @@ from gateway.identity.keys import hash_key
 from gateway.request import stored_responses
 from gateway.stored.memory import MemoryResponses
 from gateway.stored.redis import RedisResponses
-from gateway.stored.responses import NoRoom
+from gateway.stored.responses import KeptResponse, NoRoom
 from shared.apis.responses.answer import OutputMessage, OutputReasoning, OutputText, ReasoningText
 from shared.apis.responses.stored import replay
 from shared.wire import sse
@@ -481,6 +481,29 @@ async def test_calls_about_them_have_a_pace(
             assert answer.status == status
     async with call(quick, UNKNOWN, key=OTHER_KEY) as answer:
         assert answer.status == 404
+
+
+async def test_a_conversation_has_so_many_turns_at_most(quick: House) -> None:
+    store, previous = quick.gateway._responses.store, ""
+    assert store is not None
+    for number in range(600):
+        items = b'[{"role":"user","content":"hi"}]'
+        await store.put(ACME, KeptResponse(f"r{number}", previous, b"{}", b"[]", items))
+        previous = f"r{number}"
+    for last, status in (("r500", 200), ("r599", 400)):
+        body = {"model": "tiny", "input": "more", "previous_response_id": last}
+        async with quick.client.post(f"{quick.url}/v1/responses", json=body, headers=quick.headers) as answer:
+            assert answer.status == status, await answer.text()
+
+
+async def test_ids_and_queries_are_bounded(quick: House) -> None:
+    body = {"model": "tiny", "input": "more", "previous_response_id": "r" * 300}
+    async with quick.client.post(f"{quick.url}/v1/responses", json=body, headers=quick.headers) as answer:
+        error = await error_of(answer)
+    assert (error["code"], error["param"]) == ("invalid_value", "previous_response_id")
+    id_ = (await ask(quick))["id"]
+    async with call(quick, f"{id_}?{'&'.join(f'a{at}=b' for at in range(40))}") as answer:
+        assert (answer.status, (await error_of(answer))["code"]) == (400, "invalid_value")
 
 
 # -- failures -------------------------------------------------------------------------------------
