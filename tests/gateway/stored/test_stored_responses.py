@@ -483,7 +483,8 @@ async def test_calls_about_them_have_a_pace(
         assert answer.status == 404
 
 
-async def test_a_conversation_has_so_many_turns_at_most(quick: House) -> None:
+async def test_a_conversation_has_so_many_turns_at_most(open_house: Open, redis: RedisServer) -> None:
+    quick = await kept_house(open_house, redis, max_model_len=10**6)
     store, previous = quick.gateway._responses.store, ""
     assert store is not None
     for number in range(600):
