@@ -50,6 +50,7 @@ from gateway.operators.peers import Peers
 from gateway.operators.replicas import ReplicaRoutes
 from gateway.operators.requests import RequestsApi
 from gateway.operators.server import Admin
+from gateway.operators.stored import StoredApi
 from gateway.operators.tenant_limits import LimitsApi
 from gateway.operators.usage import UsageReports
 from gateway.relay import checked_bundles
@@ -64,7 +65,6 @@ from gateway.request.pipeline import Pipeline
 from gateway.request.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, MEMBERS, forget_replica
 from gateway.request.recorder import Recorder
 from gateway.request.salts import new_secret, salts_secret
-from gateway.request.stored_responses import StoredResponses
 from gateway.routing.replicas import Replicas
 from gateway.stored.keeping import KeptResponses
 from gateway.stored.memory import MemoryResponses
@@ -150,15 +150,12 @@ class Gateway:
         self._known, self._turns = KnownCallers(), FairTurns()
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
         salts = salts_secret(config.hop, env, worker.salts if worker is not None else new_secret())
-        self._stored = _response_store(config, env, clock)
-        bounds = clock, config.limits.body_len_max
-        kept_responses = KeptResponses(config.responses, self._stored, memory, self._threads, *bounds)
-        pipeline = Pipeline(config, *parts, self.billing, self._known, self._turns, salts, kept_responses)
+        self._responses = responses = _responses(config, memory, self._threads, env, clock)
+        pipeline = Pipeline(config, *parts, self.billing, self._known, self._turns, salts, responses)
         self._health = health = Health(self.lifecycle, self._problems)
         self._tracing = tracing_of(config.tracing, "penstock-gateway", env)
         kept = self._recorder, self._minutes, self._key_uses = _kept(config, worker)
-        told = StoredResponses(kept_responses)
-        known = self.accounts, pipeline, self.live, self.engines, store, health, told
+        known = self.accounts, pipeline, self.live, self.engines, store, health, responses
         self._edge = Edge(config, *known, clock, self._tracing, *kept)
         self._clock, self._worker, self._chats = clock, worker, Chats(clock)
         if worker is not None:
@@ -206,8 +203,8 @@ class Gateway:
         known = self.engines, self.replicas, self._upstream, self._credentials
         loads = ForeignLoads(models, *known, self._clock)
         works = {**self.engines.works(), "engines' metrics": loads.watch}
-        if self._stored is not None:
-            works["stored responses"] = self._stored.watch
+        if self._responses.store is not None:
+            works["stored responses"] = self._responses.store.watch
         if self._minutes is not None:
             works["engines' figures"] = self._overview.watch
         if self._guarded is not None and self.billing.spool is not None:
@@ -229,9 +226,9 @@ class Gateway:
                 stack.push_async_callback(self._redis.aclose)
             if self._guarded is not None:
                 await self._guarded.renew([])  # the first probe; until one succeeds, the store is down
-            if self._stored is not None:
-                stack.push_async_callback(self._stored.aclose)
-                await self._stored.begin()
+            if (responses := self._responses.store) is not None:
+                stack.push_async_callback(responses.aclose)
+                await responses.begin()
             if self._follower is not None:
                 stack.push_async_callback(self._follower.directory.aclose)
             if self._worker is not None:
@@ -262,6 +259,7 @@ class Gateway:
         port = self.config.admin.port
         if peers is not None:
             stack.push_async_callback(peers.aclose)
+            self._edge.end_at_others = peers.end
             await stack.enter_async_context(Background({"gateways": peers.members.keep}, self._clock))
         admin = self._admin(peers).handle
         if self._worker is not None:
@@ -304,6 +302,7 @@ class Gateway:
             self._overview.table,
             KeyUsesApi(self._key_uses or KeyUses(), clock).table,
             self._chats.table,
+            StoredApi(self._responses.store).table,
         )
         known, names = (self._health, self.accounts, self.reload, self.live), self.config.admin.called
         is_worker, is_shared = self._worker is not None, self._guarded is not None
@@ -495,17 +494,18 @@ def _redis_store(config: GatewayConfig, env: Mapping[str, str]) -> RedisStore | 
     return open_store(config.redis, env, one_node=config.quotas.one_node, days_kept=config.accounting.days)
 
 
-def _response_store(config: GatewayConfig, env: Mapping[str, str], clock: Clock) -> ResponseStore | None:
-    """The responses that are kept, in Redis not yet connected; None where none are. Raises ConfigError."""
-    match config.responses.store:
-        case "off":
-            return None
-        case "memory":
-            return MemoryResponses(config.responses, clock)
-        case "redis":
-            from gateway.stored.redis import open_responses  # only here, as the store of quotas
+def _responses(
+    config: GatewayConfig, memory: FairShare, threads: FairThreads, env: Mapping[str, str], clock: Clock
+) -> KeptResponses:
+    """The responses that are kept, in Redis not yet connected. Raises ConfigError."""
+    store: ResponseStore | None = None
+    if config.responses.store == "memory":
+        store = MemoryResponses(config.responses, clock)
+    elif config.responses.store == "redis":
+        from gateway.stored.redis import open_responses  # only here, as the store of quotas
 
-            return open_responses(config.responses, config.redis, env, clock)
+        store = open_responses(config.responses, config.redis, env, clock)
+    return KeptResponses(config.responses, store, memory, threads, clock, config.limits.body_len_max)
 
 
 def _revoked_key() -> KeyRevoked:

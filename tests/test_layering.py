@@ -200,6 +200,7 @@ GATEWAY_LEVELS = (
             "operators.keys",
             "operators.inward",
             "operators.around",
+            "operators.stored",
             "operators.chat_reading",
             "operators.figures",
         ),

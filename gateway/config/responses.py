@@ -26,7 +26,7 @@ class ResponsesConfig:
     forgets. redis: they are on the server of [redis], for all gateways together."""
     ttl_s: Annotated[float, Meta(ge=1.0, le=31_536_000.0)] = 86_400.0
     """How long a response is kept, since it was answered, or another one was that goes on with it."""
-    response_len_max: Annotated[Bytes, Meta(ge=KIB, le=16 * MIB)] = MIB
+    response_len_max: Annotated[Bytes, Meta(ge=KIB, le=4 * MIB)] = MIB
     """Length of a response with its own input; a longer one is answered, and not kept."""
     tenant_len_max: Annotated[Bytes, Meta(ge=64 * KIB, le=1024 * 1024 * MIB)] = 64 * MIB
     """Bytes of all that is kept for a tenant; beyond it the oldest go."""

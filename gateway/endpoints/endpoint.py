@@ -27,12 +27,13 @@ class Endpoint(Struct, frozen=True):
     is_optional: bool = False
     """True if engines of other makes may lack it, so that it says nothing of one that does."""
     generates: bool = True
-    """True if its requests generate tokens, which are counted and reserved: they are GenerationRequests."""
+    """True if its requests cost tokens, which are counted and reserved: they are GenerationRequests."""
     refers: bool = False
     """True if its requests may refer to responses that are kept (`gateway.stored`)."""
     dialect: Dialect = CHUNKS
     maxima: tuple[str, ...] = MAXIMA
-    """The fields that state how much may be generated. One of them is sent, with what was reserved."""
+    """The fields that state how much may be generated. One of them is sent, with what was reserved. Empty
+    where nothing is generated."""
     sent: Mapping[str, object] = {}
     """The fields that an engine of another make is sent with values of ours."""
     nested: Nested = NESTED

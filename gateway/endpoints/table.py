@@ -9,6 +9,7 @@ from typing import Final
 
 from gateway.endpoints.chat import CHAT
 from gateway.endpoints.completions import COMPLETIONS
+from gateway.endpoints.embeddings import EMBEDDINGS
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.messages import COUNT_TOKENS, MESSAGES
 from gateway.endpoints.responses import INPUT_TOKENS, RESPONSES
@@ -21,7 +22,7 @@ ENDPOINTS: Final[Mapping[str, Endpoint]] = {
     endpoint.path: endpoint
     for endpoint in (
         *(CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS),
-        *(TOKENIZE, DETOKENIZE),
+        *(EMBEDDINGS, TOKENIZE, DETOKENIZE),
     )
 }
 

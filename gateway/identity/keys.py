@@ -26,6 +26,7 @@ import re
 import secrets
 import string
 from collections.abc import Iterable, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Self
 
@@ -247,6 +248,13 @@ class KeyTable:
         here."""
         record = self._by_id.get(key)
         return () if record is None else _digests(record)
+
+    def any_working(self, now_s: float) -> KeyId | None:
+        """A key that works. None where none does."""
+        for key in self._by_id:
+            with suppress(Unauthenticated):
+                return self.of_id(key, now_s).key
+        return None
 
     def of_id(self, key: KeyId, now_s: float) -> Principal:
         """The caller of the key with this id, whose holder has been recognised in another way. Raises

@@ -10,6 +10,7 @@ Rules
    proof elsewhere.
 3. With a proof one may only ask what is asked of all gateways: requests, their records, usage, and to end a
    request. What changes keys needs a key. Who was asked with a proof asks nobody else.
+4. A tenant that cancels a response has it ended by any operator's proof, among its own requests alone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import asyncio
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
@@ -32,10 +36,11 @@ from gateway.identity.keys import KeyTable
 from gateway.operators.operations import Operation
 from gateway.operators.together import OperatorAnswer, PartOf, is_same, limit_of, to_ask_again, together
 from gateway.operators.versions import ETAG, KNOWN, etag_of_all, unchanged, version_of
+from shared.apis.requests import AbortResponse
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.errors import NotFound, Unauthenticated
-from shared.wire.ids import REQUEST_ID_HEADER, KeyId
+from shared.wire.ids import REQUEST_ID_HEADER, KeyId, RequestId, TenantId
 
 if TYPE_CHECKING:  # a gateway without Redis has no use for its client
     from gateway.redis.members import GatewayList, GatewayMember
@@ -112,6 +117,17 @@ class Peers:
             return unchanged({ETAG: request.headers[KNOWN]})
         return json_response(whole.status, whole.body, etag_of_all([whole.headers]))
 
+    async def end(self, tenant: TenantId, request_id: RequestId) -> int:
+        """End a tenant's requests of this id at the other gateways. Returns how many that were, as far as
+        they say so."""
+        others, operator = self.members.others, self._keys().any_working(self._clock.wall())
+        if not others or operator is None:
+            return 0
+        target = f"/admin/v1/requests/{request_id}?tenant={quote(tenant, safe='')}"
+        asked = (self._ask(one, "DELETE", target, {}, operator, len(others)) for one in others)
+        told = [answer for answer in await asyncio.gather(*asked) if answer is not None]
+        return sum(_aborted(answer) for answer in told)
+
     async def _round(
         self,
         asked: Mapping[str | None, GatewayMember | None],
@@ -127,22 +143,29 @@ class Peers:
             except NotFound as error:
                 answers[None] = _answer(error_response(error, {}))
         others = [member for member in asked.values() if member is not None]
-        told = await asyncio.gather(*(self._ask(one, request, operator, len(others)) for one in others))
+        method, target = "GET" if request.method == "HEAD" else request.method, request.raw_path
+        passed = {name: request.headers[name] for name in _PASSED if name in request.headers}
+        asking = (self._ask(one, method, target, passed, operator, len(others)) for one in others)
+        told = await asyncio.gather(*asking)
         for member, answer in zip(others, told, strict=True):
             if answer is not None:
                 answers[member.name] = answer
         return answers
 
     async def _ask(
-        self, member: GatewayMember, request: web.BaseRequest, operator: KeyId, count: int
+        self,
+        member: GatewayMember,
+        method: str,
+        target: str,
+        passed: Mapping[str, str],
+        operator: KeyId,
+        count: int,
     ) -> OperatorAnswer | None:
         """A gateway's answer; None where it has none, or refuses."""
-        method = "GET" if request.method == "HEAD" else request.method
-        target, at_s = request.raw_path, int(self._clock.wall())
+        at_s = int(self._clock.wall())
         [digest, *_] = self._keys().digests(operator)
         proof = proof_of(digest, member.url, method, target, at_s)
-        headers = {PROOF_HEADER: f"{operator} {at_s} {proof}"}
-        headers |= {name: request.headers[name] for name in _PASSED if name in request.headers}
+        headers = {PROOF_HEADER: f"{operator} {at_s} {proof}", **passed}
         try:
             async with asyncio.timeout(ANSWER_S):
                 answer = await self._read(member, method, target, headers, ANSWERS_LEN_MAX // count)
@@ -170,6 +193,12 @@ class Peers:
                 if len(read) > len_max:
                     raise ValueError(f"its answer has more than {len_max} bytes")
             return OperatorAnswer(answer.status, version_of(answer.headers), bytes(read))
+
+
+def _aborted(answer: OperatorAnswer) -> int:
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(answer.body, type=AbortResponse).aborted
+    return 0
 
 
 def _answer(response: web.Response) -> OperatorAnswer:

@@ -43,6 +43,7 @@ from gateway.operators.operations import (
     Merge,
     Operation,
     OperatorRequest,
+    Parameter,
     Table,
     does,
     operation_of,
@@ -282,21 +283,28 @@ class Admin:
         Operation(
             "End the requests of this id, whoever sent them.",
             AbortResponse,
+            (Parameter("tenant", "Only this tenant's."),),
             is_of_all=True,
             asks=Asks.EVERY,
             merges={"aborted": Merge.SUM},
         )
     )
     async def _abort(self, asked: OperatorRequest) -> web.Response:
-        request_id = RequestId(asked.id)
-        ended = self._live.end(None, request_id, _aborted)
-        _audit(asked, {"action": "abort", "aborted": request_id, "ended": ended})
+        request_id, tenant = RequestId(asked.id), asked.query.get("tenant")
+        by_its_own = tenant is not None and PROOF_HEADER in asked.request.headers
+        ended = self._live.end(tenant, request_id, _cancelled if by_its_own else _aborted)
+        if not by_its_own:  # who cancels its own is no operator
+            _audit(asked, {"action": "abort", "aborted": request_id, "ended": ended})
         return json_response(HTTPStatus.OK, msgspec.json.encode(AbortResponse(request_id, ended)), {})
 
 
 def _audit(asked: OperatorRequest, fields: Mapping[str, object]) -> None:
     """Write the audit line of a change (rule 2)."""
     logs.audit("admin.change", {"logger": __name__, "operator": asked.operator.key, **fields})
+
+
+def _cancelled() -> ApiError:
+    return RequestAborted("It was cancelled.")
 
 
 def _aborted() -> ApiError:

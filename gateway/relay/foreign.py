@@ -48,7 +48,7 @@ _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\]')
 _NAME: Final = b'"usage"'
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 """No text in a string matches: the quotes in it are escaped."""
-_ANSWERS: Final = re.compile(rb'"(?:choices|tokens|prompt|content|output|input_tokens)"\s*:')
+_ANSWERS: Final = re.compile(rb'"(?:choices|tokens|prompt|content|output|input_tokens|data)"\s*:')
 """The fields of which an answer of an endpoint's has one."""
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _FIGURES: Final = b'"prompt_'
@@ -94,11 +94,12 @@ class _Body(msgspec.Struct):
     content: msgspec.Raw = _NO_FIELD
     output: msgspec.Raw = _NO_FIELD
     input_tokens: msgspec.Raw = _NO_FIELD
+    data: msgspec.Raw = _NO_FIELD
 
     @property
     def answers(self) -> bool:
         """True if it has one of the fields of which an endpoint's answer has one."""
-        others = self.tokens, self.prompt, self.content, self.output, self.input_tokens
+        others = self.tokens, self.prompt, self.content, self.output, self.input_tokens, self.data
         return self.choices != _NO_FIELD or any(one != _NO_FIELD for one in others)
 
 

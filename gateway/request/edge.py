@@ -57,8 +57,9 @@ from gateway.request.pace import Pace
 from gateway.request.pipeline import Pipeline
 from gateway.request.record import ExchangeRecord, Reporter
 from gateway.request.recorder import Recorder
-from gateway.request.stored_responses import StoredResponses, Tells, Told
+from gateway.request.stored_responses import EndsElsewhere, StoredAnswer, StoredResponses, Tells
 from gateway.request.told_windows import ToldWindows
+from gateway.stored.keeping import KeptResponses
 from shared.apis.holding import Holding
 from shared.apis.models import VERSION_HEADER, ModelInfo
 from shared.apis.requests import AbortResponse
@@ -122,7 +123,7 @@ class Edge:
         engines: Engines,
         quotas: QuotaStore,
         health: Health,
-        stored: StoredResponses,
+        kept: KeptResponses,
         clock: Clock = SYSTEM_CLOCK,
         tracing: Tracing = NO_TRACING,
         recorder: Recorder | None = None,
@@ -137,7 +138,7 @@ class Edge:
         self._windows = ToldWindows(quotas, clock)
         self._ends = Pace(ENDS_PER_S, ENDS_AT_ONCE)
         self._health = health
-        self._stored = stored
+        self._stored = stored = StoredResponses(kept)
         self._clock = clock
         timeouts = config.timeouts
         self._soonest_s = min(
@@ -149,8 +150,10 @@ class Edge:
         """A name of this process in the ids of its reservations, which makes them differ from other
         gateways'."""
         self._count = itertools.count()
-        self.end_elsewhere: Callable[[TenantId, RequestId], Awaitable[int]] = _nowhere
+        self.end_elsewhere: EndsElsewhere = _nowhere
         """Ends a tenant's requests of an id that other workers have, and returns how many."""
+        self.end_at_others: EndsElsewhere = _nowhere
+        """Ends those that other gateways have."""
         self._describing = 0
         """The number of callers that are being sent the API's description."""
         self._handlers: Final[Mapping[Route, Handler]] = {
@@ -286,8 +289,9 @@ class Edge:
             await self._look_up_windows(exchange)
             await self._write(exchange, told.body, {"content-type": told.content_type})
 
-    async def _cancel(self, exchange: Exchange, id_: str, holding: Holding) -> Told:
-        return await self._stored.cancelled(exchange, id_, holding, await self._end(exchange, id_))
+    async def _cancel(self, exchange: Exchange, id_: str, holding: Holding) -> StoredAnswer:
+        ended = await self._end(exchange, id_)
+        return await self._stored.cancelled(exchange, id_, holding, ended, self.end_at_others)
 
     async def _describe(self, exchange: Exchange, _: str) -> None:
         """Send the API's description. It is for everybody, so those who read it slowly are bounded."""

@@ -305,6 +305,6 @@ def _instead(
     if "service_tier" in fields and tier is not None and _RANKS[tier] > _RANKS[tier_max]:
         instead["service_tier"] = tier_max
     most = request.output_tokens_max if maximum is None else maximum
-    if most is not None:  # also what a completion has by default
+    if most is not None and endpoint.maxima:  # also what a completion has by default
         instead[endpoint.maximum_param(request, terms.model.maximum_field)] = most
     return instead | endpoint.usage_asked(request, fields)

@@ -14,6 +14,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -34,9 +35,11 @@ from shared.apis.responses.stored import (
     query_of,
     replay,
 )
+from shared.apis.validation import INLINE_LEN_MAX
+from shared.fairness.fair_threads import in_one_slice
 from shared.wire import sse
 from shared.wire.errors import InvalidRequest, RateLimited
-from shared.wire.ids import TenantId
+from shared.wire.ids import RequestId, TenantId, is_id
 
 PER_S: Final = 64.0
 """Calls about responses that are kept, of a tenant at one process, for each second."""
@@ -45,7 +48,7 @@ AT_ONCE: Final = 1024
 JSON: Final = "application/json"
 
 
-class Told(Struct, frozen=True):
+class StoredAnswer(Struct, frozen=True):
     """An answer."""
 
     body: bytes
@@ -56,8 +59,12 @@ class Told(Struct, frozen=True):
         return f"<{type(self).__name__}>"
 
 
-Tells = Callable[[Exchange, str, Holding], Awaitable[Told]]
+Tells = Callable[[Exchange, str, Holding], Awaitable[StoredAnswer]]
 """Answers what is asked of the response of an id. What it tells is held."""
+
+
+EndsElsewhere = Callable[[TenantId, RequestId], Awaitable[int]]
+"""Ends a tenant's requests of an id at other processes, and returns how many."""
 
 
 class StoredResponses:
@@ -74,14 +81,15 @@ class StoredResponses:
             raise RateLimited("Too many calls about stored responses.", retry_after_s=wait_s)
         return Holding(self._kept.memory, tenant)
 
-    async def show(self, exchange: Exchange, id_: str, holding: Holding) -> Told:
+    async def show(self, exchange: Exchange, id_: str, holding: Holding) -> StoredAnswer:
         query = query_of(exchange.query, RetrieveQuery)
         kept = await self._get(exchange, id_, holding)
         if not query.stream:
-            return Told(kept.response)
-        return Told(replay(kept.response, kept.last_number, query.starting_after), sse.CONTENT_TYPE)
+            return StoredAnswer(kept.response)
+        again = partial(replay, kept.response, kept.last_number, query.starting_after)
+        return StoredAnswer(await self._made(exchange, kept.size, again), sse.CONTENT_TYPE)
 
-    async def list_items(self, exchange: Exchange, id_: str, holding: Holding) -> Told:
+    async def list_items(self, exchange: Exchange, id_: str, holding: Holding) -> StoredAnswer:
         query = query_of(exchange.query, ItemsQuery)
         kept = await self._get(exchange, id_, holding)
         parts, at, length = [kept.items], kept.previous, kept.size
@@ -92,21 +100,34 @@ class StoredResponses:
                 parts += turn.output, turn.items
                 length += len(turn.output) + len(turn.items)
             at = page.before
-        found = page_of(parts[::-1], query.limit, query.after, is_newest_first=query.order == "desc")
-        return Told(msgspec.json.encode(found))
+        asked = query.limit, query.after, query.order == "desc"
+        return StoredAnswer(await self._made(exchange, length, partial(page_of, parts[::-1], *asked)))
 
-    async def delete(self, exchange: Exchange, id_: str, holding: Holding) -> Told:
+    async def delete(self, exchange: Exchange, id_: str, holding: Holding) -> StoredAnswer:
         if not await self._store(id_).delete(_tenant_of(exchange), id_):
             raise not_kept(id_)
-        return Told(msgspec.json.encode(DeletedResponse(id_)))
+        return StoredAnswer(msgspec.json.encode(DeletedResponse(id_)))
 
-    async def cancelled(self, exchange: Exchange, id_: str, holding: Holding, ended: int) -> Told:
-        """The answer to a cancellation by which so many requests were ended."""
+    async def cancelled(
+        self, exchange: Exchange, id_: str, holding: Holding, ended: int, elsewhere: EndsElsewhere
+    ) -> StoredAnswer:
+        """The answer to a cancellation by which so many requests were ended here. Where none was, and it is
+        not complete, it is ended `elsewhere`."""
         if not ended:
-            await self._get(exchange, id_, holding)
-            raise InvalidRequest("Cannot cancel a response that is complete.", param="id")
+            tenant = _tenant_of(exchange)
+            holding.hold(self._kept.config.response_len_max)
+            if await self._store(id_).get(tenant, id_) is not None:
+                raise InvalidRequest("Cannot cancel a response that is complete.", param="id")
+            if not (is_id(id_) and await elsewhere(tenant, RequestId(id_))):
+                raise not_kept(id_)
         response = msgspec.structs.replace(outline(), id=id_, status="cancelled")
-        return Told(msgspec.json.encode(response))
+        return StoredAnswer(msgspec.json.encode(response))
+
+    async def _made(self, exchange: Exchange, length: int, make: Callable[[], bytes]) -> bytes:
+        """What is made of so many bytes: of many, on a thread, in its tenant's turn."""
+        if length <= INLINE_LEN_MAX:
+            return make()
+        return await self._kept.threads.run(_tenant_of(exchange), in_one_slice(make), holds=True)
 
     async def _get(self, exchange: Exchange, id_: str, holding: Holding) -> KeptResponse:
         """Raises NotFound, and ResponsesUnavailable."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -49,7 +50,7 @@ from shared.apis.responses.request import (
 from shared.apis.responses.stored import conversation_of, kept_items
 from shared.apis.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices, with_fields
 from shared.fairness.fair_share import FairShare
-from shared.fairness.fair_threads import FairThreads
+from shared.fairness.fair_threads import FairThreads, in_one_slice
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.metrics import Counter
 from shared.wire.completed_line import Keeping
@@ -165,7 +166,7 @@ class Kept:
         request, given = parsed.request, parsed.fields["input"]
         fields = {name: value for name, value in parsed.fields.items() if name not in _OWN}
         if self.stores:
-            self._keep_items(request.input, len(given))
+            await self._keep_items(request.input, len(given))
         if not self._previous:
             request.store = None
             return msgspec.structs.replace(parsed, fields=fields)
@@ -185,14 +186,19 @@ class Kept:
         put_behind(read.request, len(read.request.input) - own_items)
         return msgspec.structs.replace(read, ignored=ignored)
 
-    def _keep_items(self, given: Any, length: int) -> None:
+    async def _keep_items(self, given: Any, length: int) -> None:
         """Hold the request's own input until its answer is there."""
         if length > self._all.config.response_len_max:
             self._give_up("too_long")
             return
         try:
             self._holding.hold(2 * length)
-            self._items = kept_items(given, secrets.token_hex(12))
+            keep = partial(kept_items, given, secrets.token_hex(12))
+            if length <= INLINE_LEN_MAX:
+                self._items = keep()
+            else:
+                work = in_one_slice(keep)
+                self._items = await self._all.threads.run(self._tenant, work, holds=True)
             self._holding.hold(len(self._items))
         except ApiError:
             self._give_up("no_room")

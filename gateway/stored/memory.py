@@ -14,10 +14,10 @@ from gateway.stored.responses import (
     EVICTED,
     LINKS_MAX,
     PAGE_LEN,
-    Bounds,
+    KeepingBounds,
     KeptResponse,
+    KeptTurn,
     NoRoom,
-    Turn,
     TurnsPage,
 )
 from shared.fairness.fair_share import FairShare
@@ -44,7 +44,7 @@ class MemoryResponses:
     """A `ResponseStore`."""
 
     def __init__(self, config: ResponsesConfig, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._bounds: Final = Bounds.of(config)
+        self._bounds: Final = KeepingBounds.of(config)
         self._clock: Final = clock
         self._share: Final = FairShare(config.memory)
         self._tenants: Final[dict[TenantId, OrderedDict[str, _Entry]]] = {}
@@ -71,9 +71,9 @@ class MemoryResponses:
         return None if entry is None else entry.kept
 
     async def turns(self, tenant: TenantId, id_: str) -> TurnsPage:
-        entries, found, length = self._of(tenant), list[Turn](), 0
+        entries, found, length = self._of(tenant), list[KeptTurn](), 0
         for kept in self._line(entries, id_):
-            found.append(Turn(kept.id, kept.items, kept.output))
+            found.append(KeptTurn(kept.id, kept.items, kept.output))
             length += len(kept.items) + len(kept.output)
             id_ = kept.previous
             if length >= PAGE_LEN:

@@ -13,7 +13,6 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,9 +29,9 @@ from gateway.stored.responses import (
     FORGOTTEN_AT_ONCE,
     LINKS_MAX,
     PAGE_LEN,
-    Bounds,
+    KeepingBounds,
     KeptResponse,
-    Turn,
+    KeptTurn,
     TurnsPage,
     unavailable,
 )
@@ -55,13 +54,13 @@ def open_responses(
 ) -> RedisResponses:
     """The responses on the server of `[redis]`, not yet connected. Raises ConfigError."""
     links = links_of(replace(redis, timeout_s=TIMEOUT_S), env)
-    return RedisResponses(Bounds.of(config), links, redis.key_prefix, clock)
+    return RedisResponses(KeepingBounds.of(config), links, redis.key_prefix, clock)
 
 
 class RedisResponses:
     """A `ResponseStore`."""
 
-    def __init__(self, bounds: Bounds, links: Links, prefix: str, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, bounds: KeepingBounds, links: Links, prefix: str, clock: Clock = SYSTEM_CLOCK) -> None:
         """`prefix` begins every key in Redis."""
         self._bounds: Final = bounds
         self._links: Final = links
@@ -87,7 +86,7 @@ class RedisResponses:
     async def turns(self, tenant: TenantId, id_: str) -> TurnsPage:
         [_, before, is_lost, *words] = await self._ask(tenant, "turns", PAGE_LEN, id_)
         told = zip(words[::3], words[1::3], words[2::3], strict=True)
-        found = [Turn(one.decode(), items, output) for one, items, output in told]
+        found = [KeptTurn(one.decode(), items, output) for one, items, output in told]
         following = before.decode()
         return TurnsPage(found, "" if is_lost else following, following if is_lost else "")
 
@@ -104,26 +103,24 @@ class RedisResponses:
                 return gone
 
     async def begin(self) -> None:
-        with contextlib.suppress(RedisUnavailable):
-            await self._look()
+        try:
+            if not self._knows_servers:
+                await self._links.refresh()
+                self._knows_servers = True
+        except RedisUnavailable:
+            return
+        down = [link for link in self._links.all() if not link.is_up]
+        probes = (link.probe(*self._probe(self._links.tag_of(link))) for link in down)
+        for problem in await asyncio.gather(*probes, return_exceptions=True):
+            if isinstance(problem, RedisUnavailable):
+                self._knows_servers = False  # it may have moved
+            elif problem is not None:
+                raise problem
 
     async def watch(self) -> None:
         while True:
             await self._clock.sleep(PROBE_S)
             await self.begin()
-
-    async def _look(self) -> None:
-        """Bring up what is down. Raises RedisUnavailable."""
-        if not self._knows_servers:
-            await self._links.refresh()
-            self._knows_servers = True
-        for link in self._links.all():
-            if not link.is_up:
-                try:
-                    await link.probe(*self._probe(self._links.tag_of(link)))
-                except RedisUnavailable:
-                    self._knows_servers = False  # it may have moved
-                    raise
 
     async def aclose(self) -> None:
         await self._links.aclose()

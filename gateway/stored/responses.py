@@ -27,7 +27,7 @@ from shared.wire.ids import TenantId
 
 OVERHEAD_LEN: Final = 1024
 """Bytes that a response takes beside its text, at most."""
-LINKS_MAX: Final = 1024
+LINKS_MAX: Final = 512
 """Responses that one may go on with, one behind the other."""
 PAGE_LEN: Final = 1024 * 1024
 """Bytes of a page of a conversation: as many, and the rest of the response in which they are reached."""
@@ -73,7 +73,7 @@ class KeptResponse(_Unshown, frozen=True):
         return b'%b,"output":%b}' % (self.head[:-1], self.output)
 
 
-class Turn(_Unshown, frozen=True):
+class KeptTurn(_Unshown, frozen=True):
     """A response's part of a conversation: items as JSON."""
 
     id: str
@@ -84,7 +84,7 @@ class Turn(_Unshown, frozen=True):
 class TurnsPage(_Unshown, frozen=True):
     """A part of a conversation, its latest turn first."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[KeptTurn]
     before: str = ""
     """The response where it goes on. Empty where it began, or where the next is not kept any more."""
     lost: str = ""
@@ -132,14 +132,14 @@ def unavailable(detail: str) -> ResponsesUnavailable:
     return ResponsesUnavailable(message, detail=detail, retry_after_s=1.0)
 
 
-class Bounds(Struct, frozen=True):
+class KeepingBounds(Struct, frozen=True):
     """How much is kept, and for how long."""
 
     ttl_ms: int
     tenant_len_max: int
 
     @classmethod
-    def of(cls, config: ResponsesConfig) -> Bounds:
+    def of(cls, config: ResponsesConfig) -> KeepingBounds:
         # a response of the greatest length is kept with what it takes beside its text
         room = max(config.tenant_len_max, config.response_len_max + OVERHEAD_LEN)
         return cls(round(config.ttl_s * 1000), room)

@@ -19,12 +19,13 @@ from gateway.operators.overview import OverviewApi
 from gateway.operators.replicas import ReplicaRoutes
 from gateway.operators.requests import RequestsApi
 from gateway.operators.server import Admin
+from gateway.operators.stored import StoredApi
 from gateway.operators.tenant_limits import LimitsApi
 from gateway.operators.usage import UsageReports
 
 HANDLERS: Final = (
     Admin, DirectoryRoutes, UsageReports, LimitsApi, ReplicaRoutes, RequestsApi, EnginesApi, Chats,
-    OverviewApi, KeyUsesApi,
+    OverviewApi, KeyUsesApi, StoredApi,
 )  # fmt: skip
 """Those whose tables a worker has."""
 

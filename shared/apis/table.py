@@ -7,6 +7,7 @@ from typing import Final
 
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
+from shared.apis.embeddings import EmbeddingsRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.messages import MessagesRequest
 from shared.apis.responses.request import ResponsesRequest
@@ -18,5 +19,7 @@ GENERATING: Final[tuple[type[GenerationRequest], ...]] = (
     MessagesRequest,
 )
 """Those whose requests generate tokens."""
-OPERATIONS: Final[Mapping[str, str]] = {kind.path: kind.operation for kind in GENERATING}
-"""The operation of each path that generates, as spans name it."""
+OPERATIONS: Final[Mapping[str, str]] = {
+    kind.path: kind.operation for kind in (*GENERATING, EmbeddingsRequest)
+}
+"""The operation of each path that costs tokens, as spans name it."""

@@ -95,7 +95,7 @@ class FairThreads:
 
     async def call(self, tenant: str, work: Callable[[], T]) -> T:
         """Do `work` in one slice. Raises Overloaded, and what `work` raises."""
-        return await self.run(tenant, _one_slice(work))
+        return await self.run(tenant, in_one_slice(work))
 
     async def run(self, tenant: str, slices: Slices[T], *, holds: bool = False) -> T:
         """Run a job to its end. `holds` is true if its slices hold the interpreter. Raises Overloaded when
@@ -206,6 +206,7 @@ def _advance(slices: Slices[T]) -> tuple[T | None, BaseException | None, bool]:
     return None, None, False
 
 
-def _one_slice(work: Callable[[], T]) -> Slices[T]:
+def in_one_slice(work: Callable[[], T]) -> Slices[T]:
+    """A job that does `work` at once."""
     return work()
     yield  # makes this function a generator

@@ -1,10 +1,11 @@
 """The tests of OpenAI's own SDK for Python, of chat, completions, responses and models, on `penstock up`.
 
-All tests that create, count, list or retrieve are run, none left out but those of what a server stores: some
-send every parameter there is, with values that the specification gives as examples and the API itself refuses
-(`max_tokens: 0`, or `suffix` beside `echo`). The same requests are sent again without what was refused, until
-there is an answer, and every parameter that was refused is told. Tests of responses name no model, which a
-mock alone answers: `scripts/seeded.py` gives them one.
+All tests that create, count, list or retrieve are run, and those that delete or cancel responses, which the
+gateway keeps; none left out but those of stored completions. Some send every parameter there is, with values
+that the specification gives as examples and the API itself refuses (`max_tokens: 0`, or `suffix` beside
+`echo`). The same requests are sent again without what was refused, until there is an answer, and every
+parameter that was refused is told. Tests of responses name no model, which a mock alone answers, and ask for
+responses that nobody has made: `scripts/seeded.py` gives them a model, and makes a response for each.
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ PATHS: Final = {
     "test_responses.py": "/responses",
     "responses/test_input_tokens.py": "/responses/input_tokens",
 }
-SELECTED: Final = "create or count or (Models and not delete)"
-"""Stored completions and responses, compacting one, and deleting a model are other parts of the API."""
+OTHERS: Final = ("test_models.py", "responses/test_input_items.py")
+SELECTED: Final = (
+    "create or count or (Models and not delete) or (InputItems and list)"
+    " or (Responses and (retrieve or delete or cancel))"
+)
+"""Stored completions, compacting a response, and deleting a model are other parts of the API."""
+KEEPS: Final = {"PENSTOCK_GATEWAY_RESPONSES__STORE": "memory"}
 
 
 def run(cache: Path) -> list[Figure]:
     sources, python = sdist(cache, *OPENAI), environment(cache, "openai", *PACKAGES)
-    files = [f"{FOLDER}/{name}" for name in (*PATHS, "test_models.py")]
-    with up() as served:
+    files = [f"{FOLDER}/{name}" for name in (*PATHS, *OTHERS)]
+    with up(**KEEPS) as served:
         outcomes = pytest_outcomes(
             python,
             ["--override-ini=addopts=", "-p", "seeded", "-k", SELECTED, *files],

@@ -43,13 +43,13 @@ class Served:
 
 
 @contextmanager
-def up(key: str = KEY) -> Iterator[Served]:
-    """Served under its own name and under any other. Raises SuiteFailed."""
+def up(key: str = KEY, **environment: str) -> Iterator[Served]:
+    """Served under its own name and under any other, with these variables. Raises SuiteFailed."""
     with tempfile.TemporaryDirectory() as logs:
         argv = [sys.executable, "-m", "shared.cli", "up", "--port", "0", "--api-key", key, "--alias", "*"]
         process = subprocess.Popen(
             [*argv, "--data-dir", logs],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

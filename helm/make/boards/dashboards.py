@@ -232,6 +232,21 @@ GATEWAYS: Final = Dashboard(
                     (f"sum ({GATEWAY}billing_queued_lines{{{INSTANCE}}})", "lines that wait"),
                     (f"sum ({GATEWAY}billing_waiting_bytes{{{INSTANCE}}})", "bytes that wait"),
                 ),
+                panel(
+                    "Stored responses",
+                    "reqps",
+                    "Responses that were to be kept, by what became of that, and those that went before "
+                    "their time. unavailable: Redis did not answer.",
+                    (rate(f"{GATEWAY}responses_kept_total", INSTANCE, "outcome"), "{{outcome}}"),
+                    (rate(f"{GATEWAY}responses_evicted_total", INSTANCE), "evicted"),
+                ),
+                panel(
+                    "Bytes of stored responses",
+                    "bytes",
+                    "Bytes per second that were kept, and those that gateways hold in memory.",
+                    (rate(f"{GATEWAY}responses_kept_bytes_total", INSTANCE), "kept per second"),
+                    (f"sum ({GATEWAY}responses_held_bytes{{{INSTANCE}}})", "held"),
+                ),
             ),
         ),
         (

@@ -142,8 +142,9 @@ class _Named(Struct):
 _named: Final = msgspec.json.Decoder(_Named).decode
 
 
-def page_of(parts: Sequence[bytes], limit: int, after: str | None, *, is_newest_first: bool) -> InputItemList:
-    """A page of the items of a conversation: those behind the one with the id `after`, or the first."""
+def page_of(parts: Sequence[bytes], limit: int, after: str | None, is_newest_first: bool) -> bytes:
+    """A page of the items of a conversation, as JSON: those behind the one with the id `after`, or the
+    first."""
     items = [item for part in parts for item in _items(part)]
     if is_newest_first:
         items.reverse()
@@ -153,7 +154,7 @@ def page_of(parts: Sequence[bytes], limit: int, after: str | None, *, is_newest_
     data = items[begin : begin + limit]
     ids = [_named(item).id for item in (data[:1] + data[-1:])]
     first, last = (ids[0], ids[-1]) if ids else (None, None)
-    return InputItemList(data, first, last, has_more=begin + limit < len(items))
+    return msgspec.json.encode(InputItemList(data, first, last, has_more=begin + limit < len(items)))
 
 
 # -- events ---------------------------------------------------------------------------------------

@@ -179,6 +179,15 @@ def _more_bytes() -> list[Attack]:
             statuses=refused,
         ),
         Attack(
+            "600 responses of 16 KiB that are kept",
+            law,
+            response(metadata={f"k{at}": "x" * 1024 for at in range(16)}, max_output_tokens=1),
+            path=RESPONSES,
+            count=600,
+            at_once=32,
+            statuses=frozenset({200, 503}),
+        ),
+        Attack(
             "answers of 4 MB that nobody reads",
             law,
             completion(n=16, max_tokens=120, logprobs=20),

@@ -9,6 +9,7 @@ from typing import Final
 
 from gateway.config.edge import AdminConfig, LimitsConfig, ListenConfig
 from gateway.config.quotas import QuotaLimits
+from gateway.config.responses import ResponsesConfig
 from gateway.config.timeouts import TimeoutOverrides
 from gateway.config.whole import (
     GatewayConfig,
@@ -49,7 +50,13 @@ ENGINE_OPTIONS: Final = (
     *("--gap-target-ms", str(GAP_TARGET_MS)),
     *("--tokenizer-threads", str(TOKENIZER_THREADS)),
 )
-GATEWAY_MEMORY_MAX: Final = gateway_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS, CONNECTIONS_MAX)
+KEPT: Final = ResponsesConfig(
+    "memory", response_len_max=MIB // 4, tenant_len_max=2 * MIB, memory=8 * MIB, ttl_s=3600.0
+)
+"""Responses that are kept, if one process serves all."""
+GATEWAY_MEMORY_MAX: Final = KEPT.memory + gateway_memory_max(
+    REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS, CONNECTIONS_MAX
+)
 ENGINE_MEMORY_MAX: Final = engine_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS)
 CORE_MEMORY_MAX: Final = core_memory_max(
     KV_CACHE, 0, SEQUENCES, QUEUE_TOKENS, running_max=0, vocab_size=0
@@ -86,6 +93,7 @@ def gateway_config(
             connections_max=CONNECTIONS_MAX,
             tokenizer_threads=TOKENIZER_THREADS,
         ),
+        responses=KEPT if workers == 1 else ResponsesConfig(),
         models=(ModelConfig(MODEL, tuple(engine_urls)), *rogues),
         tenants=tuple(map(_tenant, tenants)),
         keys=tuple(KeyConfig(who, hash_key(who), who) for who in tenants),

@@ -20,7 +20,8 @@ from gateway.operators.peers import PROOF_HEADER, PROOF_S, proof_of
 from gateway.redis import members
 from shared import cli
 from shared.wire.ids import REQUEST_ID_HEADER
-from tests.gateway.conftest import House, Open, until
+from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, until
+from tests.gateway.endpoints import responses_scripts as scripts
 from tests.gateway.fake_engine import chunk, stream, unary
 from tests.gateway.operators.test_admin import OPERATOR, operator_keys
 from tests.gateway.redis_server import PATIENT_S, RedisServer, redis_server
@@ -75,6 +76,33 @@ async def pair(open_house: Open, sections: dict[str, Any], **more: Any) -> tuple
 async def served(house: House, request_id: str) -> None:
     async with house.chat(max_tokens=5, headers={REQUEST_ID_HEADER: request_id}) as answer:
         assert answer.status == 200
+
+
+# -- what a tenant cancels -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tenant", ["acme", "other"])
+async def test_a_response_is_cancelled_at_any_gateway(
+    open_house: Open, redis: RedisServer, tenant: str
+) -> None:
+    """By its own tenant alone. No operator has done it, so none is in the audit."""
+    first, second = await pair(open_house, sharing(redis), responses={"store": "redis"})
+    first.engine.script = scripts.streamed("a", before=[asyncio.Event()])
+    body = {"model": "tiny", "input": "hi", "stream": True}
+    async with first.client.post(f"{first.url}/v1/responses", json=body, headers=first.headers) as answer:
+        await answer.content.readany()
+        url = f"{second.url}/v1/responses/{scripts.ID}/cancel"
+        key = KEY if tenant == "acme" else OTHER_KEY
+        async with second.client.post(url, headers={"authorization": f"Bearer {key}"}) as cancelled:
+            told = await cancelled.json()
+        if tenant == "other":
+            assert cancelled.status == 404
+            answer.close()
+        else:
+            assert (cancelled.status, told["status"], told["id"]) == (200, "cancelled", scripts.ID)
+            assert b"request_aborted" in await answer.read()
+    await until(lambda: not len(first.gateway.live))
+    assert "admin.change" not in first.log.getvalue()
 
 
 # -- one answer -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Quotas in a Cluster of three nodes, and in a group whose primary Sentinels replace."""
+"""Quotas and stored responses in a Cluster of three nodes, and in a group whose primary Sentinels replace."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_store import open_store
 from gateway.admission.usage import Payer, Totals, Used
 from gateway.config.redis import RedisConfig
+from gateway.config.responses import ResponsesConfig
 from gateway.config.whole import TenantConfig, load
 from gateway.directory.accounts import AccountsReader
 from gateway.directory.redis_directory import TAG, open_directory
 from gateway.redis.link import Address
 from gateway.redis.links import CLIENT_NAME, ClusterLinks, links_of, tag_of
-from shared.wire.errors import DirectoryUnavailable
+from gateway.stored.redis import open_responses
+from shared.wire.errors import DirectoryUnavailable, ResponsesUnavailable
 from shared.wire.ids import KeyId, TenantId
 from tests.bench.services import free_port
 from tests.fakes import VirtualClock
@@ -41,6 +43,7 @@ from tests.gateway.redis_server import (
     tls_options,
     until_well,
 )
+from tests.gateway.stored.test_stores import kept
 from tests.waiting import PATIENCE_S
 
 SLOTS: Final = 16_384
@@ -73,6 +76,26 @@ async def test_usage_on_every_node_is_found(cluster: Cluster) -> None:
         for number, name in enumerate(names, 1):
             await store.post("gateway", number, name, 30_000, {(KeyId("k"), "m"): Totals(1)})
         assert await store.payers(30_000, 30_000) == set(names)
+
+
+async def test_stored_responses_are_on_their_tenants_nodes(cluster: Cluster) -> None:
+    settings = RedisConfig(url=cluster.url, cluster=True, connect_s=0.5, key_prefix="test")
+    store = open_responses(ResponsesConfig("redis"), settings, {})
+    await store.begin()
+    tenants = [TenantId(name) for name in cluster.tenants]
+    for node, tenant_id in zip(cluster.nodes, tenants, strict=True):
+        await store.put(tenant_id, kept("resp_1"))
+        assert f"test:{{{tenant_id}}}:responses:resp_1" in node.admin.keys("*")
+    slot = key_slot(tenants[0].encode())
+    cluster.nodes[0].admin.flushall()
+    cluster.assign(slot, cluster.nodes[1])
+    await store.put(tenants[0], kept("resp_2"))
+    assert f"test:{{{tenants[0]}}}:responses:resp_2" in cluster.nodes[1].admin.keys("*")
+    cluster.nodes[2].kill()
+    with pytest.raises(ResponsesUnavailable):
+        await store.get(tenants[2], "resp_1")
+    assert await store.get(tenants[1], "resp_1") == kept("resp_1")
+    await store.aclose()
 
 
 async def test_a_node_that_dies_is_down_for_its_own_tenants_alone(cluster: Cluster) -> None:

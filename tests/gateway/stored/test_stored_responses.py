@@ -18,7 +18,7 @@ from gateway.identity.keys import hash_key
 from gateway.request import stored_responses
 from gateway.stored.memory import MemoryResponses
 from gateway.stored.redis import RedisResponses
-from gateway.stored.responses import NoRoom
+from gateway.stored.responses import KeptResponse, NoRoom
 from shared.apis.responses.answer import OutputMessage, OutputReasoning, OutputText, ReasoningText
 from shared.apis.responses.stored import replay
 from shared.wire import sse
@@ -28,6 +28,7 @@ from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, error_of, until
 from tests.gateway.endpoints import responses_scripts as scripts
 from tests.gateway.endpoints.responses_scripts import THEIR_USAGE, theirs
 from tests.gateway.fake_engine import CUT, HEADERS, Script, Seen, Step, closing
+from tests.gateway.operators.test_admin import OPERATOR, operator_keys
 from tests.gateway.redis_server import RedisServer
 
 ACME = TenantId("acme")
@@ -97,6 +98,11 @@ async def sdk(house: House) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
+def script_of(house: House) -> Engine:
+    assert isinstance(house.engine.script, Engine)
+    return house.engine.script
+
+
 async def ask(house: House, key: str = KEY, **fields: Any) -> dict[str, Any]:
     body = {"model": "tiny", "input": "hi", **fields}
     async with house.client.post(
@@ -164,7 +170,7 @@ IDS = _ids()
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("store", [None, True])
 async def test_what_was_answered_is_kept(house: House, stream: bool, store: bool | None) -> None:
-    answered = await ask(house, stream=stream, **({} if store is None else {"store": store}))
+    answered = await ask(house, stream=stream, store=store)
     assert answered["store"] is True
     assert await told(house, answered["id"]) == answered
     assert "store" not in sent(house), "engines keep nothing"
@@ -196,7 +202,8 @@ async def test_a_caller_that_has_its_answer_can_refer_to_it(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last event is sent when the response is kept, and not before."""
-    go, store = asyncio.Event(), house.gateway._stored
+    go, store = asyncio.Event(), house.gateway._responses.store
+    assert store is not None
     put = store.put
 
     async def late(*args: Any) -> None:
@@ -301,10 +308,10 @@ async def test_reasoning_and_calls_come_back_as_they_were(open_house: Open, redi
     called = msgspec.json.decode(
         b'{"type":"function_call","id":"fc_1","status":"completed","call_id":"c","name":"f","arguments":"{}"}'
     )
-    quick.engine.script.output = [thought, called]
+    script_of(quick).output = [thought, called]
     first = await ask(quick, input=[{"role": "user", "content": "hi"}])
     brought = [{"type": "function_call_output", "call_id": "c", "output": "o"}]
-    quick.engine.script.output = None
+    script_of(quick).output = None
     second = await ask(quick, input=brought, previous_response_id=first["id"])
     kinds = [item.get("type", "message") for item in sent(quick)["input"]]
     assert kinds == ["message", "reasoning", "function_call", "function_call_output"]
@@ -315,11 +322,11 @@ async def test_reasoning_and_calls_come_back_as_they_were(open_house: Open, redi
 
 async def test_log_probabilities_do_not_come_back(quick: House) -> None:
     entry = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
-    text = OutputText("said", logprobs=[msgspec.Raw(msgspec.json.encode(entry))])
-    quick.engine.script.output = [OutputMessage(id="msg_1", status="completed", content=[text])]
+    text = {"type": "output_text", "text": "said", "annotations": [], "logprobs": [entry]}
+    script_of(quick).output = [{"type": "message", "id": "msg_1", "role": "assistant", "content": [text]}]
     first = await ask(quick, top_logprobs=0, include=["message.output_text.logprobs"])
     assert (await told(quick, first["id"]))["output"][0]["content"][0]["logprobs"] == [entry]
-    quick.engine.script.output = None
+    script_of(quick).output = None
     await ask(quick, previous_response_id=first["id"])
     assert b"logprob" not in msgspec.json.encode(sent(quick)["input"])
 
@@ -391,7 +398,7 @@ async def test_long_answers_and_long_requests_are_kept(
 ) -> None:
     """The events that repeat the request, and the one that has the answer, come in several pieces."""
     house = await kept_house(open_house, redis, store="redis", max_model_len=10**6)
-    house.engine.script.text = "x" * length
+    script_of(house).text = "x" * length
     answered = await ask(house, stream=stream, instructions="y" * length, input="z" * length)
     assert await told(house, answered["id"]) == answered
     await ask(house, previous_response_id=answered["id"], stream=stream)
@@ -406,10 +413,10 @@ async def test_what_is_too_long_is_answered_and_not_kept(
 ) -> None:
     bounds = {"response_len_max": 8 * 1024}
     house = await kept_house(open_house, redis, responses=bounds, max_model_len=10**6)
-    house.engine.script.text = "x" * length if of == "answer" else "a"
+    script_of(house).text = "x" * length if of == "answer" else "a"
     answered = await ask(house, stream=stream, input="y" * length if of == "input" else "b")
     assert answered["store"] is False
-    assert answered["output"][0]["content"][0]["text"] == house.engine.script.text
+    assert answered["output"][0]["content"][0]["text"] == script_of(house).text
     assert not await is_kept(house, answered["id"])
     assert (await house.lines(2))[0]["stored"] == "too_long"
     await house.at_rest()
@@ -419,7 +426,7 @@ async def test_what_is_too_long_is_answered_and_not_kept(
 
 def held(house: House) -> int:
     """Bytes that requests hold."""
-    found: int = house.gateway._edge._stored._kept.memory.held
+    found: int = house.gateway._responses.memory.held
     return found
 
 
@@ -444,18 +451,18 @@ async def test_no_room_is_no_error(quick: House, monkeypatch: pytest.MonkeyPatch
     async def full(*_: object) -> None:
         raise NoRoom
 
-    monkeypatch.setattr(quick.gateway._stored, "put", full)
+    monkeypatch.setattr(quick.gateway._responses.store, "put", full)
     assert (await ask(quick, stream=True))["store"] is False
     assert (await quick.line())["stored"] == "no_room"
 
 
 async def test_what_answers_hold_is_a_part_of_the_tenants_memory(quick: House) -> None:
-    share = quick.gateway._edge._stored._kept.memory
+    share = quick.gateway._responses.memory
     share.acquire(ACME, share.most - 200_000)
-    quick.engine.script.text = "x" * 80_000
+    script_of(quick).text = "x" * 80_000
     assert (await ask(quick, stream=True))["store"] is False
     assert (await quick.line())["stored"] == "no_room"
-    quick.engine.script.text = ""
+    script_of(quick).text = ""
     assert (await ask(quick, stream=True))["store"] is True
     async with call(quick, UNKNOWN) as answer:
         assert (answer.status, (await error_of(answer))["code"]) == (503, "queue_full")
@@ -474,6 +481,30 @@ async def test_calls_about_them_have_a_pace(
             assert answer.status == status
     async with call(quick, UNKNOWN, key=OTHER_KEY) as answer:
         assert answer.status == 404
+
+
+async def test_a_conversation_has_so_many_turns_at_most(open_house: Open, redis: RedisServer) -> None:
+    quick = await kept_house(open_house, redis, max_model_len=10**6)
+    store, previous = quick.gateway._responses.store, ""
+    assert store is not None
+    for number in range(600):
+        items = b'[{"role":"user","content":"hi"}]'
+        await store.put(ACME, KeptResponse(f"r{number}", previous, b"{}", b"[]", items))
+        previous = f"r{number}"
+    for last, status in (("r500", 200), ("r599", 400)):
+        body = {"model": "tiny", "input": "more", "previous_response_id": last}
+        async with quick.client.post(f"{quick.url}/v1/responses", json=body, headers=quick.headers) as answer:
+            assert answer.status == status, await answer.text()
+
+
+async def test_ids_and_queries_are_bounded(quick: House) -> None:
+    body = {"model": "tiny", "input": "more", "previous_response_id": "r" * 300}
+    async with quick.client.post(f"{quick.url}/v1/responses", json=body, headers=quick.headers) as answer:
+        error = await error_of(answer)
+    assert (error["code"], error["param"]) == ("invalid_value", "previous_response_id")
+    id_ = (await ask(quick))["id"]
+    async with call(quick, f"{id_}?{'&'.join(f'a{at}=b' for at in range(40))}") as answer:
+        assert (answer.status, (await error_of(answer))["code"]) == (400, "invalid_value")
 
 
 # -- failures -------------------------------------------------------------------------------------
@@ -500,7 +531,7 @@ async def test_a_redis_that_is_lost_costs_no_answer(open_house: Open, own: Redis
             assert (answer.status, (await error_of(answer))["code"]) == (503, "responses_unavailable")
     assert [line.get("stored") for line in await house.lines(6)][:2] == ["kept", "unavailable"]
     own.start()
-    store = house.gateway._stored
+    store = house.gateway._responses.store
     assert isinstance(store, RedisResponses)
     await until(lambda: store._links.of(ACME).is_up)
     third = await ask(house, stream=stream)
@@ -508,27 +539,27 @@ async def test_a_redis_that_is_lost_costs_no_answer(open_house: Open, own: Redis
 
 
 async def test_a_stream_that_breaks_is_not_kept(quick: House) -> None:
-    quick.engine.script.after = (CUT,)
+    script_of(quick).after = (CUT,)
     body = {"model": "tiny", "input": "hi", "stream": True}
     async with quick.client.post(f"{quick.url}/v1/responses", json=body, headers=quick.headers) as answer:
         data = await answer.read()
     assert b"response.completed" not in data
     assert b"response.failed" in data
-    store = quick.gateway._stored
+    store = quick.gateway._responses.store
     assert isinstance(store, MemoryResponses)
     assert not store._tenants
     assert not held(quick)
 
 
 async def test_a_caller_that_leaves_holds_nothing(quick: House) -> None:
-    quick.engine.script.before = (asyncio.Event(),)
+    script_of(quick).before = (asyncio.Event(),)
     body = {"model": "tiny", "input": "hi", "stream": True}
     async with quick.client.post(f"{quick.url}/v1/responses", json=body, headers=quick.headers) as answer:
         await answer.content.readany()
         answer.close()
     await quick.at_rest()
     assert not held(quick)
-    store = quick.gateway._stored
+    store = quick.gateway._responses.store
     assert isinstance(store, MemoryResponses)
     assert not store._tenants
 
@@ -546,7 +577,7 @@ async def test_an_engines_error_is_told_as_ever(quick: House) -> None:
 
 
 async def test_a_response_that_is_streamed_is_cancelled(quick: House) -> None:
-    quick.engine.script.before = (asyncio.Event(),)
+    script_of(quick).before = (asyncio.Event(),)
     body = {"model": "tiny", "input": "hi", "stream": True}
     async with quick.client.post(f"{quick.url}/v1/responses", json=body, headers=quick.headers) as answer:
         id_ = events_of(await answer.content.readany())[0]["response"]["id"]
@@ -719,3 +750,30 @@ async def test_an_answer_that_cannot_be_told_again_is_not_kept(
     assert answered.get("store") is not True
     assert (await house.line())["stored"] == "unreadable"
     await house.at_rest()
+
+
+# -- operators ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", ["off", "memory", "redis"])
+async def test_an_operator_deletes_all_of_a_tenants(open_house: Open, redis: RedisServer, store: str) -> None:
+    house = await kept_house(open_house, redis, store=store, admin=operator_keys())
+    ids = [(await ask(house))["id"] for _ in range(3)]
+    theirs_ = (await ask(house, OTHER_KEY))["id"]
+    url = f"http://127.0.0.1:{house.gateway.admin_port}/admin/v1/tenants/acme/responses"
+    for headers, status in ((house.headers, 403), ({}, 401)):
+        async with house.client.delete(url, headers=headers) as answer:
+            assert answer.status == status
+    async with house.client.delete(url, headers=OPERATOR) as answer:
+        deleted = await answer.json()
+        assert answer.status == (404 if store == "off" else 200)
+    if store == "off":
+        return
+    assert deleted == {"tenant": "acme", "deleted": 3}
+    assert [await is_kept(house, id_) for id_ in ids] == [False] * 3
+    async with call(house, theirs_, key=OTHER_KEY) as answer:
+        assert answer.status == 200
+    await until(lambda: "admin.change" in house.log.getvalue())
+    lines = map(json.loads, house.log.getvalue().splitlines())
+    [line] = [one for one in lines if one["event"] == "admin.change"]
+    assert (line["event"], line["operator"], line["tenant"]) == ("admin.change", "ops", "acme")

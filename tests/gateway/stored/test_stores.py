@@ -47,7 +47,7 @@ class Kept:
 
 
 def in_redis(server: RedisServer, **bounds: Any) -> RedisResponses:
-    settings = {"url": server.url, "key_prefix": f"test-{uuid.uuid4().hex}"}
+    settings: dict[str, Any] = {"url": server.url, "key_prefix": f"test-{uuid.uuid4().hex}"}
     return open_responses(ResponsesConfig("redis", **{**BOUNDS, **bounds}), RedisConfig(**settings), {})
 
 

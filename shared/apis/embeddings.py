@@ -1,0 +1,80 @@
+"""OpenAI's embeddings: `/v1/embeddings`. Nothing is generated: a request costs the tokens of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Final, Literal
+
+from msgspec import Meta, Raw, Struct
+
+from shared.apis.generation import GenerationRequest
+from shared.apis.nothing import LOOKED_INTO, Nothing
+from shared.apis.prompt import Prompt, TextPrompt
+from shared.wire.errors import InvalidRequest, PathNotServed
+from shared.wire.shapes import TOKENS_MAX, Unshown
+
+INPUTS_MAX: Final = 2048
+"""The most inputs of a request, as OpenAI has it."""
+DIMENSIONS_MAX: Final = 65_536
+
+
+class EmbeddingsRequest(GenerationRequest, kw_only=True):
+    path: ClassVar[str] = "/v1/embeddings"
+    operation: ClassVar[str] = "embeddings"
+    prompt_param: ClassVar[str] = "input"
+    nothing: ClassVar[Mapping[str, Nothing]] = {"input": LOOKED_INTO}
+
+    input: Prompt
+    """A text, several of them, the token ids of one, or those of several: 2,048 at most."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """`float`, the default, or `base64`: the same numbers as little-endian float32."""
+    dimensions: Annotated[int, Meta(ge=1, le=DIMENSIONS_MAX)] | None = None
+    """The length of each vector, of models that can be cut."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=TOKENS_MAX)] | None = None
+    """vLLM's extension: an input that is longer is cut, with -1 to what the model takes. Without it, it is an
+    error."""
+    user: str | None = None
+
+    @property
+    def prompt_form(self) -> TextPrompt:
+        return TextPrompt(self.input, "input")
+
+    def check(self, fields: Mapping[str, Raw]) -> None:
+        if self.stream:
+            raise InvalidRequest("Embeddings are not streamed.", param="stream")
+        if self.prompt_form.count() > INPUTS_MAX:
+            raise InvalidRequest(f"input must have at most {INPUTS_MAX} items.", param="input")
+        items = [self.input] if isinstance(self.input, str) or isinstance(self.input[0], int) else self.input
+        if not all(items):
+            raise InvalidRequest("input must have no item that is empty.", param="input")
+
+    def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
+        """Raises PathNotServed: no engine of ours embeds."""
+        raise PathNotServed("The engine of this model computes no embeddings.")
+
+    @property
+    def output_tokens_max(self) -> int:
+        return 0
+
+    @property
+    def stated_tokens_max(self) -> None:
+        return None
+
+
+class Embedding(Unshown):
+    index: int
+    embedding: list[float] | str
+    """Its numbers, or these in base64."""
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingsUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Unshown):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
+    object: Literal["list"] = "list"
