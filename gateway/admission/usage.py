@@ -140,6 +140,10 @@ class UsageRows:
         """Add one request to its row."""
         self._row(payer, day).count(used)
 
+    def add(self, row: UsageRow) -> None:
+        """Add a row's sums to those of the same key, model and day."""
+        self._row(Payer(row.tenant, row.key, row.model), row.day).add(row.totals)
+
     def uncount_estimate(self, payer: Payer, day: int, tokens: int) -> None:
         """Take away one that was counted as an estimate of so many tokens."""
         self._row(payer, day).uncount_estimate(tokens)

@@ -11,7 +11,8 @@ Rules:
 2. Nothing here grows without a bound: the queue has `QUEUE_MAX` lines, the file of a webhook `spool_max`
    bytes. What does not fit is dropped and counted.
 3. Where usage is counted in memory, a gateway that starts counts the lines in its file again, the last
-   `RECOUNTED_LEN_MAX` bytes of them: a restart forgets none of it, unless a webhook has emptied the file.
+   `RECOUNTED_LEN_MAX` bytes of them, or where `file_max` bounds it all of them and those that were rotated
+   away (`gateway.billing.sums`): a restart forgets none of it, unless a webhook has emptied the file.
 4. The id of a line is its request's reservation, which no other request of any gateway has: lines may come
    twice (`gateway.billing.spool`), and the id tells.
 """
@@ -30,6 +31,7 @@ from msgspec import Struct
 from gateway.admission.quota import ReservationId
 from gateway.admission.usage import Payer, UsageRows, Used
 from gateway.billing.spool import Spool
+from gateway.billing.sums import Sums
 from gateway.config.accounting import AccountingConfig
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
@@ -75,16 +77,29 @@ class BillingLine(Struct, frozen=True):
     """Tokens that are charged without an engine's report."""
 
 
+def _count(rows: UsageRows, data: bytes) -> None:
+    """Count what a line says."""
+    try:
+        line = msgspec.json.decode(data, type=BillingLine)
+    except UNDECODABLE:  # somebody else's
+        return
+    used = Used(line.prompt_tokens, line.cached_tokens, line.completion_tokens, line.estimated_tokens)
+    rows.count(Payer(line.tenant, line.key_id, line.model), (line.day - _EPOCH).days, used)
+
+
 class Billing:
     """The lines of this process: `note` for each settled request, `write` as a background task."""
 
     def __init__(self, config: AccountingConfig, clock: Clock = SYSTEM_CLOCK) -> None:
         """Raises ConfigError when the file cannot be written."""
-        self.spool: Final = (
-            None
-            if config.file is None
-            else Spool(Path(config.file), None if config.webhook is None else config.spool_max)
-        )
+        self._sums: Sums | None = None
+        self.spool: Spool | None = None
+        if config.file is not None:
+            path = Path(config.file)
+            if config.file_max is not None:
+                self._sums = Sums(path, config.days, _count)
+            len_max = None if config.webhook is None else config.spool_max
+            self.spool = Spool(path, len_max, file_max=config.file_max, sums=self._sums)
         self._is_emptied: Final = config.webhook is not None
         self.is_recounted = False
         """True if the file has all that is counted in memory, for the next start."""
@@ -104,13 +119,17 @@ class Billing:
         if self.spool is None or self._is_emptied:
             return
         self.is_recounted = True
-        for data in self.spool.last_lines(RECOUNTED_LEN_MAX):
+        if self._sums is None:
+            lines = self.spool.last_lines(RECOUNTED_LEN_MAX)
+        else:
+            lines = self.spool.all_lines()
             try:
-                line = msgspec.json.decode(data, type=BillingLine)
-            except UNDECODABLE:  # somebody else's
-                continue
-            used = Used(line.prompt_tokens, line.cached_tokens, line.completion_tokens, line.estimated_tokens)
-            rows.count(Payer(line.tenant, line.key_id, line.model), (line.day - _EPOCH).days, used)
+                self._sums.count_into(rows)
+            except OSError as error:
+                self.is_recounted = False
+                log.error("billing.not_recounted", problem=str(error))
+        for data in lines:
+            _count(rows, data)
 
     async def written(self) -> None:
         """Wait until the lines that are queued now are in the file, or dropped."""

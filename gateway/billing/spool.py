@@ -10,7 +10,10 @@ Rules:
 3. With a webhook, `FILE.sent` says how many bytes were taken: the file's inode and the number. It is replaced
    by renaming, after the webhook has answered. So what was taken may be sent twice after a crash, and is
    never passed over. While the disk takes no note, as a full one, the process itself knows what was taken.
-4. What was taken is cut off once that is `COMPACT_LEN` bytes, or half of what the file may hold where that
+4. With `file_max` a file that would become longer is moved aside and a new one is begun, when what was aside
+   before is in the sums (`gateway.billing.sums`). Where that fails it grows on, and the next write tries it
+   again.
+5. What was taken is cut off once that is `COMPACT_LEN` bytes, or half of what the file may hold where that
    is less, and at least half of the file: a copy of the rest takes the file's place. A copy that is not
    whole, as on a full disk, is thrown away, and made again until it is whole. So a file that is full has room
    again once what it holds was taken, also where the process was ended in between.
@@ -29,6 +32,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from gateway.billing.sums import Sums
+from shared.process import logs
 from shared.process.files import write_all
 from shared.process.setting_values import ConfigError
 
@@ -38,6 +43,8 @@ COMPACT_LEN: Final = 1024 * 1024
 LINE_LEN_MAX: Final = 16 * 1024
 """Bytes; the names in a line are bounded by the configuration, and take a few hundred."""
 assert LINE_LEN_MAX < BATCH_LEN, "a batch has a whole line"
+
+log = logs.get(__name__)
 
 
 class Batch(Struct, frozen=True):
@@ -55,15 +62,24 @@ class Batch(Struct, frozen=True):
 class Spool:
     """The file. Its calls may come from several threads."""
 
-    def __init__(self, path: Path, len_max: int | None = None) -> None:
-        """`len_max` bounds a file that is emptied by sending it. None: it is neither bounded nor emptied
-        here.
+    def __init__(
+        self,
+        path: Path,
+        len_max: int | None = None,
+        *,
+        file_max: int | None = None,
+        sums: Sums | None = None,
+    ) -> None:
+        """`len_max` bounds a file that is emptied by sending it, and `file_max` one that is moved aside, of
+        which there are `sums`. None: it is neither bounded nor emptied here.
 
         Raises ConfigError when it cannot be written, or another process writes it.
         """
         self._path: Final = path
         self._sent_path: Final = path.with_name(f"{path.name}.sent")
         self._len_max: Final = len_max
+        self._file_max: Final = file_max
+        self._sums: Final = sums
         self._lock: Final = threading.Lock()
         try:
             self._fd = self._open()
@@ -91,6 +107,7 @@ class Spool:
                 ends = accumulate(map(len, lines), initial=self._size)
                 count = sum(end <= self._len_max for end in islice(ends, 1, None))
             data = b"".join(lines[:count])
+            self._make_room(len(data))
             try:
                 write_all(self._fd, data)
             except OSError:
@@ -98,6 +115,24 @@ class Spool:
                 raise
             self._size += len(data)
             return count
+
+    def _make_room(self, length: int) -> None:
+        """Move the file aside where it would become too long (rule 4)."""
+        if self._sums is None or self._file_max is None or self._size + length <= self._file_max:
+            return
+        if not self._size:
+            return
+        try:
+            self._sums.take_old()
+            os.rename(self._path, self._sums.old)
+            self._follow()
+        except OSError as error:
+            log.error("billing.not_rotated", problem=str(error))
+
+    def all_lines(self) -> Iterator[bytes]:
+        """All whole lines. Raises OSError."""
+        with self._path.open("rb") as file:
+            yield from file
 
     def last_lines(self, len_max: int) -> Iterator[bytes]:
         """The last whole lines of so many bytes, in their order. Raises OSError."""

@@ -26,6 +26,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 
+from gateway.client.blocked import Blocked, note_blocked
 from gateway.client.deadlines import Watch
 from gateway.client.responses import error_response
 from gateway.endpoints.dialect import Dialect
@@ -66,7 +67,7 @@ class Client:
     """The sink (`gateway.client.interface.Sink`) of an answer over HTTP/1."""
 
     __slots__ = (
-        "_is_stream", "_monotonic", "_protocol", "_request", "_watch", "blocked_s", "finished",
+        "_is_stream", "_monotonic", "_protocol", "_request", "_watch", "blocked", "finished",
         "is_chunked", "response", "slow_client_s", "status",
     )  # fmt: skip
 
@@ -85,7 +86,7 @@ class Client:
         """True if each piece of the answer is a chunk."""
         self._is_stream = False
         self.slow_client_s = slow_client_s
-        self.blocked_s = 0.0
+        self.blocked: list[Blocked] = []
         self.response: web.StreamResponse | None = None
         """What aiohttp is given for the answer. None until it has begun, or was refused."""
         self.status: int | None = None
@@ -167,7 +168,7 @@ class Client:
         except ConnectionError:
             raise ClientGone from None
         finally:
-            self.blocked_s += self._monotonic() - began_s
+            note_blocked(self.blocked, began_s, self._monotonic())
 
     async def write(self, data: bytes) -> None:
         if not self.write_nowait(data):

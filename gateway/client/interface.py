@@ -7,9 +7,10 @@ aiohttp's objects have these shapes (`gateway.client.connection.ReadsInTurn`, it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from gateway.client.blocked import Blocked
 from gateway.endpoints.dialect import Dialect
 from shared.wire.errors import ApiError
 
@@ -84,8 +85,8 @@ class Sink(Outlet, Protocol):
     finished: bool
     slow_client_s: float
     """The time within which what is written must be read, in seconds."""
-    blocked_s: float
-    """The time that was waited for room so far, in seconds."""
+    blocked: Sequence[Blocked]
+    """The times in which room was waited for."""
 
     @property
     def is_gone(self) -> bool:

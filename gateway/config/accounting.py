@@ -26,6 +26,9 @@ class AccountingConfig:
     file: Text | None = None
     """File to which one JSON line is appended for each settled request, for billing. Each gateway process has
     one of its own. Unset: none."""
+    file_max: Annotated[int, Meta(ge=MIB, le=1024 * MIB), Unit("bytes")] | None = None
+    """How large file may become before it is moved to FILE.old, in place of the one before, whose sums are
+    kept in FILE.sums. Unset: it is not moved. Not where a webhook empties it."""
     webhook: Text | None = None
     """https URL to which those lines are posted. It needs file, which keeps them until they are taken."""
     webhook_secret: SecretSource | None = None
@@ -42,6 +45,8 @@ class AccountingConfig:
         if self.webhook is not None:
             if self.file is None:
                 problems.append("webhook needs file")
+            if self.file_max is not None:
+                problems.append("file_max is for a file without webhook: see spool_max")
             if self.webhook_secret is None:
                 problems.append("webhook needs webhook_secret")
             if not _is_safe_url(self.webhook):

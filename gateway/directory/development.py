@@ -21,6 +21,8 @@ from gateway.identity.keys import hash_key
 ID: Final = "development"
 """The id of the tenant, and of its key."""
 UNLIMITED: Final = QuotaLimits()
+BILLING_LEN_MAX: Final = 16 * 1024 * 1024
+"""Bytes of a file of billing lines, of which there are two at most: some 60,000 requests each."""
 
 
 def development_key() -> str:
@@ -73,7 +75,7 @@ def development_config(
         tenants=tenants,
         redis=RedisConfig(redis),
         quotas=QuotasConfig("memory" if redis is None else "redis"),
-        accounting=AccountingConfig(file=billing_file),
+        accounting=AccountingConfig(file=billing_file, file_max=BILLING_LEN_MAX if billing_file else None),
         directory=DirectoryConfig("file" if redis is None else "redis"),
         keys=(own, *(one for one in keys if one.id != ID and one.hash != own.hash)),
     )

@@ -19,9 +19,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.client.responses import json_response
 from gateway.operators.figures import SAMPLE_AGE_MAX_S, EngineFigures, Sample, figures, parse_sample
 from gateway.operators.operations import Asks, Operation, OperatorRequest, Table, does
+from gateway.operators.versions import Versions
 from gateway.relay.upstream import Outbound, Upstream
 from gateway.routing.exposition import EXPOSITION_LEN_MAX
 from gateway.routing.replicas import Replica, Replicas
@@ -73,6 +73,7 @@ class EnginesApi:
         self._replicas: Final = replicas
         self._upstream: Final = upstream
         self._clock: Final = clock
+        self._versions: Final = Versions()
         self._last: dict[str, _Last] = {}
         """The samples that were taken last, by the engines' URLs."""
         self._views: tuple[EngineView, ...] = ()
@@ -85,12 +86,13 @@ class EnginesApi:
         """The handlers."""
         return {ENGINES: {"GET": self._answer}}
 
-    @does(Operation("Tell the engines' own figures.", EnginesView, asks=Asks.ONE))
+    @does(Operation("Tell the engines' own figures.", EnginesView, is_watched=True, asks=Asks.ONE))
     async def _answer(self, asked: OperatorRequest) -> web.Response:
+        """Where the figures are the same, their age is not told anew."""
         views = await self.views()
         age_ms = round((self._clock.monotonic() - (self._read_at_s or 0.0)) * 1e3, 1)
         body = msgspec.json.encode(EnginesView(views, age_ms, self._has_more))
-        return json_response(HTTPStatus.OK, body, {})
+        return self._versions.told(asked.request, body, msgspec.json.encode((views, self._has_more)))
 
     async def views(self) -> tuple[EngineView, ...]:
         """The engines as they were read last, which is `EVERY_S` ago at most."""

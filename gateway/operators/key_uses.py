@@ -9,13 +9,11 @@ beginning of the one that began last). A key that is not told was not used since
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from http import HTTPStatus
 from typing import Final
 
 import msgspec
 from aiohttp import web
 
-from gateway.client.responses import json_response
 from gateway.operators.operations import (
     SILENT,
     Asks,
@@ -26,6 +24,7 @@ from gateway.operators.operations import (
     Table,
     does,
 )
+from gateway.operators.versions import Versions
 from gateway.request.key_uses import KeyUses
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.errors import InvalidRequest
@@ -49,6 +48,7 @@ class KeyUsesApi:
 
     def __init__(self, uses: KeyUses, clock: Clock = SYSTEM_CLOCK) -> None:
         self._uses: Final = uses
+        self._versions: Final = Versions()
         self._since: Final = _second(datetime.fromtimestamp(clock.wall(), UTC))
 
     @property
@@ -62,6 +62,7 @@ class KeyUsesApi:
             KeyUsesView,
             (_TENANT,),
             is_of_all=True,
+            is_watched=True,
             asks=Asks.EVERY,
             merges={"since": Merge.MOST, "data": Merge.LATEST, **SILENT},
         )
@@ -73,7 +74,7 @@ class KeyUsesApi:
                 raise InvalidRequest(f"There is the parameter {_TENANT.name}.", param=name[:64])
         found = self._uses.of(asked.request.query.get(_TENANT.name))
         view = KeyUsesView(self._since, {key: _second(at) for key, at in found})
-        return json_response(HTTPStatus.OK, msgspec.json.encode(view), {})
+        return self._versions.told(asked.request, msgspec.json.encode(view))
 
 
 def _second(at: datetime) -> datetime:

@@ -46,6 +46,7 @@ from gateway.operators.operations import (
     Table,
     does,
 )
+from gateway.operators.versions import Versions, etag_of, is_known, unchanged
 from shared.process.setting_values import ConfigError
 from shared.wire.envelope import ErrorBody
 from shared.wire.errors import (
@@ -101,6 +102,7 @@ class DirectoryRoutes:
     def __init__(self, registry: Registry, refresh: Callable[[], Awaitable[None]]) -> None:
         """`refresh` makes a change count in this gateway at once."""
         self._registry: Final = registry
+        self._versions: Final = Versions()
         self._refresh: Final = refresh
 
     @property
@@ -119,7 +121,15 @@ class DirectoryRoutes:
             },
         }
 
-    @does(Operation("List keys, by their tenants.", Page[KeyView], (_OF_TENANT, *_PAGED), asks=Asks.ONE))
+    @does(
+        Operation(
+            "List keys, by their tenants.",
+            Page[KeyView],
+            (_OF_TENANT, *_PAGED),
+            is_watched=True,
+            asks=Asks.ONE,
+        )
+    )
     async def _list_keys(self, asked: OperatorRequest) -> web.Response:
         return await self._page(asked, "keys")
 
@@ -131,7 +141,9 @@ class DirectoryRoutes:
     async def _list_operators(self, asked: OperatorRequest) -> web.Response:
         return json_response(HTTPStatus.OK, msgspec.json.encode(self._registry.operators()), {})
 
-    @does(Operation("List tenants, by their ids.", Page[TenantConfig], _PAGED, asks=Asks.ONE))
+    @does(
+        Operation("List tenants, by their ids.", Page[TenantConfig], _PAGED, is_watched=True, asks=Asks.ONE)
+    )
     async def _list_tenants(self, asked: OperatorRequest) -> web.Response:
         return await self._page(asked, "tenants")
 
@@ -139,7 +151,7 @@ class DirectoryRoutes:
         query = asked.query
         after, limit = query.get("after", "")[:PLACE_LEN_MAX], query.get("limit", PAGE_LEN)
         page = await self._registry.page(kind, query.get("tenant"), after, limit)
-        return json_response(HTTPStatus.OK, msgspec.json.encode(page), {})
+        return self._versions.told(asked.request, msgspec.json.encode(page))
 
     @does(
         Operation(
@@ -170,13 +182,26 @@ class DirectoryRoutes:
             self._registry.rotate_key(asked.id, body, asked.operator.key, _if_match(asked))
         )
 
-    @does(Operation("Show a key.", KeyView, errors=(NotFound,), is_versioned=True, asks=Asks.ONE))
+    @does(
+        Operation(
+            "Show a key.", KeyView, errors=(NotFound,), is_versioned=True, is_watched=True, asks=Asks.ONE
+        )
+    )
     async def _key(self, asked: OperatorRequest) -> web.Response:
-        return _answer(await self._registry.get("keys", asked.id))
+        return _answer(await self._registry.get("keys", asked.id), asked.request)
 
-    @does(Operation("Show a tenant.", TenantConfig, errors=(NotFound,), is_versioned=True, asks=Asks.ONE))
+    @does(
+        Operation(
+            "Show a tenant.",
+            TenantConfig,
+            errors=(NotFound,),
+            is_versioned=True,
+            is_watched=True,
+            asks=Asks.ONE,
+        )
+    )
     async def _tenant(self, asked: OperatorRequest) -> web.Response:
-        return _answer(await self._registry.get("tenants", asked.id))
+        return _answer(await self._registry.get("tenants", asked.id), asked.request)
 
     @does(
         Operation(
@@ -268,7 +293,10 @@ def _problem(text: str) -> Problem:
     return Problem(field, problem) if colon else Problem("", text)
 
 
-def _answer(shown: Shown) -> web.Response:
+def _answer(shown: Shown, request: web.BaseRequest | None = None) -> web.Response:
+    """What is shown now, or to `request` that it knows that."""
+    if request is not None and is_known(request, f'"{shown.etag}"'):
+        return unchanged(etag_of(shown.etag))
     return json_response(HTTPStatus.OK, msgspec.json.encode(shown.view), {"etag": f'"{shown.etag}"'})
 
 

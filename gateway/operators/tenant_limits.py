@@ -13,7 +13,6 @@ Rules:
 from __future__ import annotations
 
 from collections import Counter
-from http import HTTPStatus
 from typing import Final
 
 import msgspec
@@ -21,11 +20,11 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.admission.quota import QuotaStore, Scope, StoreUnavailable, Subject, Windows
-from gateway.client.responses import json_response
 from gateway.config.quotas import NO_LIMITS, ModelLimits, QuotaLimits
 from gateway.config.whole import TenantConfig
 from gateway.directory.accounts import AccountsReader
 from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
+from gateway.operators.versions import Versions
 from gateway.request.exchange import LiveRequests
 from shared.wire.errors import QuotaUnavailable
 from shared.wire.ids import TenantId
@@ -75,6 +74,7 @@ class LimitsApi:
 
     def __init__(self, quotas: QuotaStore, accounts: AccountsReader, live: LiveRequests) -> None:
         self._quotas: Final = quotas
+        self._versions: Final = Versions()
         self._accounts: Final = accounts
         self._live: Final = live
 
@@ -90,6 +90,7 @@ class LimitsApi:
             PARAMETERS,
             errors=(QuotaUnavailable,),
             asks=Asks.EVERY,
+            is_watched=True,
             merges={"data": Merge.JOIN, "has_more": Merge.ANY},
         )
     )
@@ -110,7 +111,7 @@ class LimitsApi:
             message = "The store of quotas does not answer."
             raise QuotaUnavailable(message, retry_after_s=1.0, detail=str(error)) from None
         page = LimitsPage(tuple(rows), has_more=len(found) > len(shown))
-        return json_response(HTTPStatus.OK, msgspec.json.encode(page), {})
+        return self._versions.told(asked.request, msgspec.json.encode(page))
 
     async def _row(self, tenant: TenantConfig, live: int) -> TenantLimits:
         windows = Windows()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, date, datetime, timedelta
-from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
@@ -25,7 +24,6 @@ from msgspec import Struct
 
 from gateway.admission.quota import QuotaStore, StoreUnavailable
 from gateway.admission.usage import Totals, UsageRow
-from gateway.client.responses import json_response
 from gateway.config.accounting import DAYS_MAX
 from gateway.directory.accounts import AccountsReader
 from gateway.operators.operations import (
@@ -38,6 +36,7 @@ from gateway.operators.operations import (
     Table,
     does,
 )
+from gateway.operators.versions import Versions
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.errors import InvalidRequest, QuotaUnavailable
 from shared.wire.ids import TenantId
@@ -88,6 +87,7 @@ class UsageReports:
         """`is_kept`: usage outlives this process."""
         self._since: Final = None if is_kept else datetime.fromtimestamp(clock.wall(), UTC)
         self._quotas: Final = quotas
+        self._versions: Final = Versions()
         self._accounts: Final = accounts
         self._clock: Final = clock
 
@@ -102,6 +102,7 @@ class UsageReports:
             UsageReport,
             PARAMETERS,
             is_of_all=True,
+            is_watched=True,
             asks=Asks.UNSHARED,
             merges={"by": Merge.FIRST, "since": Merge.MOST, "rows": Merge.ROWS, **SILENT},
         )
@@ -117,7 +118,7 @@ class UsageReports:
             raise QuotaUnavailable(message, retry_after_s=1.0, detail=str(error)) from None
         rows = tuple(_entry(query.by, group, groups[group]) for group in sorted(groups))
         report = UsageReport(first=query.first, last=query.last, by=query.by, rows=rows, since=self._since)
-        return json_response(HTTPStatus.OK, msgspec.json.encode(report), {})
+        return self._versions.told(asked.request, msgspec.json.encode(report))
 
     async def _sums(self, query: UsageQuery) -> dict[tuple[str | int, ...], Totals]:
         values: list[Callable[[UsageRow], str | int]] = [_VALUES[name] for name in query.by]

@@ -3,7 +3,8 @@
 Rules:
 
 1. A version is a name (`etag`) of what the answer is made of, known before it is made: of this process, of
-   the question, and of numbers that change whenever the answer may. Whoever has it sends `if-none-match`.
+   the question, and of numbers that change whenever the answer may; or, where nothing tells that beforehand,
+   of what it says. Whoever has it sends `if-none-match`.
 2. The version of an answer that several give has those of all, so that each finds its own in it
    (`gateway.operators.together`). One that has changed makes all of them answer.
 """
@@ -19,6 +20,7 @@ from typing import Final
 
 from aiohttp import web
 
+from gateway.client.responses import json_response
 from shared.process.listening import SERVER
 
 ETAG: Final = "etag"
@@ -38,6 +40,15 @@ class Versions:
         """The version of the answer to this question."""
         told = f"{self._process} {request.raw_path} {numbers}".encode()
         return hashlib.sha256(told).hexdigest()[:16]
+
+    def told(self, request: web.BaseRequest, body: bytes, said: bytes | None = None) -> web.Response:
+        """An answer of JSON, or that whoever asks has it: where nothing tells before it is made whether it
+        is the same, its version is of what it says. `said` is that, where not all of the body counts."""
+        digest = hashlib.sha256(body if said is None else said).digest()
+        version = self.of(request, int.from_bytes(digest[:8]))
+        if is_known(request, version):
+            return unchanged(etag_of(version))
+        return json_response(HTTPStatus.OK, body, etag_of(version))
 
 
 def is_known(request: web.BaseRequest, version: str) -> bool:

@@ -397,8 +397,8 @@ class Edge:
         retry = exchange.headers.get(RETRY_HEADER)
         if (retry is not None and retry != "0") or record.status >= _BAD_REQUEST:
             record.one_of_several(retry or "", exchange.headers.get(IDEMPOTENCY_HEADER))
-        if blocked_s := exchange.client.blocked_s:
-            record.blocked_ms = round(blocked_s * 1e3, 3)
+        if blocked := exchange.client.blocked:
+            record.client_was_behind(blocked, stages)
         refusal = None if decision is None else decision.refusal
         took_s = stages.enter(stages.now) - exchange.arrived_s
         self._reporter.completed(record, exchange.progress, refusal, stages, took_s)

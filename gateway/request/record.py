@@ -6,11 +6,13 @@ the rest are constants of the code. Tenants beyond `TENANTS_SHOWN_MAX` share one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache, partial
 from typing import Final, Self
 
 from gateway.admission.quota import Decision, Refusal, Settlement
+from gateway.client.blocked import Blocked
 from gateway.relay.stream import Progress
 from gateway.request.key_uses import KeyUses
 from gateway.request.minutes import Minutes
@@ -30,6 +32,7 @@ from shared.wire.completed_line import (
     EVENT,
     FAILURES_SHOWN_MAX,
     GATEWAY_STAGES,
+    BlockedTime,
     FailedAttempt,
     GatewayLine,
 )
@@ -138,6 +141,11 @@ class ExchangeRecord(GatewayLine, eq=False):
         self.stored = kept.outcome
         self.store_ms = round(kept.took_s * 1e3, 3) or None
         kept.close()
+
+    def client_was_behind(self, blocked: Sequence[Blocked], stages: Stages) -> None:
+        """Note the times in which nothing could be written."""
+        times = [BlockedTime(_ms(one.began_s - stages.began_s), _ms(one.waited_s)) for one in blocked]
+        self.blocked, self.blocked_ms = tuple(times), round(sum(one.takes_ms for one in times), 3)
 
     def settlement(self, settlement: Settlement | None) -> None:
         if settlement is not None:

@@ -13,7 +13,7 @@ from itertools import chain
 
 from msgspec import Struct
 
-from shared.wire.completed_line import ENGINE_STAGES, GATEWAY_STAGES, EngineLine, GatewayLine
+from shared.wire.completed_line import ENGINE_STAGES, GATEWAY_STAGES, EngineLine, GatewayLine, Line
 
 BETWEEN = ("preempted", "stalled", "handover")
 """Stages of the engine that come in between others, so that they have no beginning of their own."""
@@ -59,6 +59,7 @@ def axis(gateway: GatewayLine | None, engines: Sequence[EngineLine], visits: Seq
         )
     visits = visits or list(visits_of(gateway))
     bars = [Bar("gateway", visit.stage, visit.takes_ms, visit.from_ms) for visit in visits]
+    bars += [Bar("client", "blocked", one.takes_ms, one.from_ms) for one in gateway.blocked or ()]
     waits = [visit for visit in visits if visit.stage == "wait"]
     if engines:
         place = _place(gateway, waits, engines[-1].total_ms)
@@ -131,13 +132,22 @@ def _engine_bars(
     name: str, line: EngineLine, at_ms: float | None, first_byte_ms: float | None = None
 ) -> Iterator[Bar]:
     times = ((stage, getattr(line, f"{stage}_ms")) for stage in ENGINE_STAGES)
-    return _row(name, dict(times), at_ms, first_byte_ms)
+    return _with_thinking(_row(name, dict(times), at_ms, first_byte_ms), line)
 
 
 def _told_bars(line: GatewayLine, at_ms: float | None) -> Iterator[Bar]:
     """The engine's stages, as its closing told them to the gateway."""
     times = ((stage, getattr(line, f"engine_{stage}_ms") or None) for stage in TOLD)
-    return _row("engine", dict(times), at_ms, line.engine_first_byte_ms)
+    return _with_thinking(_row("engine", dict(times), at_ms, line.engine_first_byte_ms), line)
+
+
+def _with_thinking(bars: Iterator[Bar], line: Line) -> Iterator[Bar]:
+    """The bars, and under the answer's the part of it that is thinking, which comes first."""
+    for bar in bars:
+        yield bar
+        if bar.stage == "decode" and line.reasoning_tokens and line.completion_tokens:
+            takes_ms = round(bar.takes_ms * line.reasoning_tokens / line.completion_tokens, 3)
+            yield Bar(bar.service, "thinking", takes_ms, bar.from_ms)
 
 
 def _row(

@@ -35,6 +35,9 @@ FAILURES_SHOWN_MAX: Final = 8
 DETAIL_LEN_MAX: Final = 120
 """Characters that it tells of each one's error."""
 
+BLOCKED_SHOWN_MAX: Final = 8
+"""Times in which the client was behind that a line tells. What follows counts to the last of them."""
+
 WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 
@@ -125,6 +128,14 @@ class FailedAttempt(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The part of it until the connection was there. None where none was made."""
 
 
+class BlockedTime(Struct, frozen=True, array_like=True):
+    """A time in which the client was behind in reading, in milliseconds on the request's own axis."""
+
+    from_ms: Milliseconds
+    takes_ms: Milliseconds
+    """All that was waited in it for room, without the moments in which there was some."""
+
+
 class GatewayLine(CompletedLine, kw_only=True):
     """The completed line of the gateway."""
 
@@ -175,6 +186,8 @@ class GatewayLine(CompletedLine, kw_only=True):
     blocked_ms: Milliseconds | None = None
     """The part of `relay_ms` in which nothing could be written, since the client did not read. No stage. None
     where all could be written at once."""
+    blocked: Annotated[tuple[BlockedTime, ...], Meta(max_length=BLOCKED_SHOWN_MAX)] | None = None
+    """When that was. None as `blocked_ms`."""
     stored: Keeping | None = None
     """What became of the response that was to be kept. None where none was, and for an answer that has not
     come to its end."""

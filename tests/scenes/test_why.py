@@ -45,6 +45,12 @@ def test_a_client_that_does_not_read_is_told_from_a_slow_engine(model_dir: Path)
         told, r"(9|1[012])(\.\d)? s: the client did not read its answer \(the gateway's buffers were full\)"
     )
     assert not [one for one in told.why("asked") if "stalled" in one.text], "it is told once"
+    [row] = [row.split() for row in told.trace("asked").splitlines() if row.startswith("  client")]
+    assert row[1] == "blocked"
+    assert float(row[3]) == gateway_line(told, "asked").blocked_ms
+    assert float(row[2]) + float(row[3]) == pytest.approx(12_000.0, abs=500.0), (
+        "it ends as the client reads on"
+    )
 
 
 def test_a_replica_that_does_not_accept_a_connection(model_dir: Path) -> None:

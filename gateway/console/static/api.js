@@ -1,6 +1,7 @@
 // The operators' API, asked with the session's cookie, and polling that costs nobody much.
 
 const TIMEOUT_MS = 15000;
+const WATCHED_MAX = 16;
 
 export class Refused extends Error {
   constructor(status, message) {
@@ -39,15 +40,17 @@ export async function answered(method, path, body, headers = {}) {
   return { told, etag };
 }
 
-// Asks for one thing again and again. As long as it is the same, so is the object that is returned, and the
-// gateway makes no answer.
+// Asks for the same things again and again. As long as one is the same, so is the object that is returned, which is
+// not to be changed, and nothing is sent.
 export function watch() {
-  let last = {};
+  const known = new Map();
   return async (path) => {
-    const isAgain = path === last.path && last.etag;
-    const answer = await answered("GET", path, undefined, isAgain ? { "if-none-match": last.etag } : {});
-    if (!answer.isSame) last = { path, ...answer };
-    return last.told;
+    const last = known.get(path);
+    const answer = await answered("GET", path, undefined, last?.etag ? { "if-none-match": last.etag } : {});
+    if (answer.isSame) return last.told;
+    if (known.size >= WATCHED_MAX) known.clear();
+    known.set(path, answer);
+    return answer.told;
   };
 }
 

@@ -1,6 +1,6 @@
 // The engines' own figures, live: what waits, what runs, the pages, the steps, the tokens.
 
-import { get, poll } from "./api.js";
+import { poll, watch } from "./api.js";
 import { el, setText, shown } from "./dom.js";
 import { whole } from "./format.js";
 import { plot } from "./plot.js";
@@ -15,8 +15,10 @@ export function enginesView(view, tell) {
   const empty = el("p", { class: "hint" }, "Loading.");
   view.append(el("h1", {}, "Engines"), empty, list);
 
+  const ask = watch();
+
   async function refresh() {
-    const { data, has_more } = await get("/admin/v1/engines");
+    const { data, has_more } = await ask("/admin/v1/engines");
     for (const one of data) {
       let card = cards.get(one.id);
       if (card === undefined) {

@@ -1,7 +1,7 @@
 // One tenant: its limits and its keys, and how they are changed. A change names what was read, so that it is made
 // only if nobody came first.
 
-import { answered, ask, get, poll } from "./api.js";
+import { answered, ask, poll, watch } from "./api.js";
 import { copy, el, say, setText, shown } from "./dom.js";
 import { requestsPage } from "./find.js";
 import { dayOf, timeOf, whenOf } from "./format.js";
@@ -128,10 +128,11 @@ export function tenantView(view, tell, id) {
       el("td", {}, momentOf(key.created)), el("td", {}, key.expires ? momentOf(key.expires) : "never"));
   }
 
+  const asked = watch();
   let editing = false;
   let last = "";
   async function refresh(isForced = false) {
-    const [tenant, keys, uses] = await Promise.all([get(path), allKeys(id), get(`/admin/v1/key_uses?tenant=${encodeURIComponent(id)}`)]);
+    const [tenant, keys, uses] = await Promise.all([asked(path), allKeys(asked, id), asked(`/admin/v1/key_uses?tenant=${encodeURIComponent(id)}`)]);
     const now = JSON.stringify([tenant, keys, uses.data]);
     if (!isForced && (editing || now === last || view.querySelector(".sure"))) return;
     last = now;
@@ -146,11 +147,11 @@ export function tenantView(view, tell, id) {
   return stop;
 }
 
-async function allKeys(tenant) {
+async function allKeys(asked, tenant) {
   const all = { data: [], fixed: [], next: "" };
   for (let page = 0; page < PAGES_MAX && all.next !== null; page += 1) {
     const query = new URLSearchParams({ tenant, limit: 200, after: all.next });
-    const answer = await get(`/admin/v1/keys?${query}`);
+    const answer = await asked(`/admin/v1/keys?${query}`);
     all.data.push(...answer.data);
     all.fixed.push(...answer.fixed);
     all.next = answer.next;

@@ -1,6 +1,6 @@
 // Tenants: what they used this month, and how their limits stand.
 
-import { ask, get, poll } from "./api.js";
+import { ask, poll, watch } from "./api.js";
 import { el, setText, shown } from "./dom.js";
 import { duration, whole } from "./format.js";
 import { limitFields, limitsOf } from "./limits.js";
@@ -18,8 +18,9 @@ export function tenantsView(view, tell) {
       el("table", { class: "tenants" }, el("caption", { class: "quiet" }, "Tenants, their limits and their usage"),
         el("thead", {}, el("tr", {}, head.map((text, at) => el("th", { scope: "col", class: at > 1 ? "num" : "" }, text)))), body)),
     note, creation(tell));
+  const asked = watch();
   async function refresh() {
-    const [limits, usage] = await Promise.all([allLimits(), get("/admin/v1/usage").catch(() => null)]);
+    const [limits, usage] = await Promise.all([allLimits(asked), asked("/admin/v1/usage").catch(() => null)]);
     const used = new Map((usage?.rows ?? []).map((row) => [row.tenant, row]));
     body.replaceChildren(...limits.rows.map((one) => rowOf(one, used.get(one.tenant))));
     setText(note, limits.isCut ? "There are more tenants than are shown." : limits.rows.length ? "" : "There is no tenant.");
@@ -47,15 +48,15 @@ function creation(tell) {
 }
 
 // Several workers tell of the same tenant, each its own live requests.
-async function allLimits() {
+async function allLimits(asked) {
   const merged = new Map();
   let after = "";
   for (let page = 0; page < PAGES_MAX; page += 1) {
-    const told = await get(`/admin/v1/limits?limit=200&after=${encodeURIComponent(after)}`);
+    const told = await asked(`/admin/v1/limits?limit=200&after=${encodeURIComponent(after)}`);
     for (const one of told.data) {
       const before = merged.get(one.tenant);
       if (before) before.live += one.live;
-      else merged.set(one.tenant, one);
+      else merged.set(one.tenant, { ...one });
       if (one.tenant > after) after = one.tenant;
     }
     if (!told.has_more) return { rows: [...merged.values()], isCut: false };

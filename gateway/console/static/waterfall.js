@@ -55,7 +55,7 @@ function stages(axis, wholeMs, summary, ticks, isOwn) {
 
 const number = (ms, kind) => el("td", { class: `num ${kind}`, title: exactTitle(ms) }, ms === 0 ? "0" : duration(ms));
 
-const serviceClass = (service) => (service === "gateway" ? "gateway" : "engine");
+const serviceClass = (service) => (["gateway", "client"].includes(service) ? service : "engine");
 
 function lane(...children) {
   return svg("svg", { viewBox: "0 0 1000 16", preserveAspectRatio: "none", "aria-hidden": "true", focusable: "false" }, children);

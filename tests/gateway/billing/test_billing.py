@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from gateway.admission.quota import ReservationId
-from gateway.admission.usage import Payer, UsageRows, Used
+from gateway.admission.usage import Payer, Totals, UsageRows, Used
 from gateway.billing import lines, spool
 from gateway.billing.lines import Billing, BillingLine
 from gateway.billing.spool import Spool
@@ -115,6 +115,107 @@ def test_a_restart_counts_its_lines_again(file: Path, monkeypatch: pytest.Monkey
     billing = Billing(AccountingConfig())
     billing.recount(rows)
     assert not billing.is_recounted
+
+
+class Rotated:
+    """A file that is moved aside when it is full, and what a gateway counts that starts with it."""
+
+    def __init__(self, file: Path) -> None:
+        self.noted = 0
+        self.file_max = 10 * len(self._line(0))
+        self.config = AccountingConfig(file=str(file), file_max=MIB)
+        object.__setattr__(self.config, "file_max", self.file_max)  # less than anybody may set
+
+    def _line(self, number: int) -> bytes:
+        moment, payer = datetime(2026, 11, 1 + number % 3, tzinfo=UTC), (PAYER.tenant, PAYER.key, PAYER.model)
+        one = BillingLine(ReservationId(f"r{number:06}"), moment, moment.date(), None, *payer, 7, 2, 3, 1)
+        return msgspec.json.encode(one) + b"\n"
+
+    def write(self, count: int) -> None:
+        billing = Billing(self.config)
+        assert billing.spool is not None
+        try:
+            for _ in range(count):
+                billing.spool.append([self._line(self.noted)])
+                self.noted += 1
+        finally:
+            billing.spool.close()
+
+    def counted(self) -> int:
+        """The requests that are counted at a start; every other number agrees with that."""
+        rows, billing = UsageRows(62), Billing(self.config)
+        assert billing.spool is not None
+        billing.recount(rows)
+        billing.spool.close()
+        assert billing.is_recounted
+        totals = Totals()
+        for row in rows.of(PAYER.tenant, 0, 10**6):
+            totals.add(row.totals)
+        n = totals.requests
+        assert totals.numbers == (n, 7 * n, 2 * n, 3 * n, n, n)
+        return n
+
+
+def test_a_file_with_a_bound_is_rotated_and_each_line_counts_once(file: Path) -> None:
+    rotated = Rotated(file)
+    for count in (3, 8, 1, 30, 9, 10, 11):
+        rotated.write(count)
+        assert rotated.counted() == rotated.noted
+        old = file.with_name("lines.jsonl.old")
+        sizes = [path.stat().st_size for path in (file, old) if path.exists()]
+        assert max(sizes) <= rotated.file_max
+    assert rotated.noted == 72
+    assert len(read(file)) + len(read(old)) <= 20
+    assert {path.name for path in file.parent.iterdir()} == {file.name, old.name, "lines.jsonl.sums"}
+
+
+@pytest.mark.parametrize("dies", ["before the sums", "after the sums", "before the new file"])
+def test_a_process_that_ends_while_it_rotates_loses_and_doubles_nothing(
+    file: Path, monkeypatch: pytest.MonkeyPatch, dies: str
+) -> None:
+    rotated = Rotated(file)
+    rotated.write(20)
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if dies == "before the sums":
+            patched.setattr(Path, "rename", end)
+        elif dies == "after the sums":
+            patched.setattr(spool.os, "rename", end)
+        else:
+            patched.setattr(Spool, "_follow", _only_after(1, end, Spool._follow))
+        with pytest.raises(KeyboardInterrupt):
+            rotated.write(1)
+    assert rotated.counted() == 20
+    rotated.write(35)
+    assert rotated.counted() == 55
+
+
+def _only_after(
+    calls: int, instead: Callable[..., None], otherwise: Callable[..., None]
+) -> Callable[..., None]:
+    seen = []
+
+    def call(*given: object) -> None:
+        seen.append(given)
+        (instead if len(seen) > calls else otherwise)(*given)
+
+    return call
+
+
+def test_sums_that_cannot_be_read_are_left_alone(file: Path) -> None:
+    rotated = Rotated(file)
+    rotated.write(30)
+    sums = file.with_name("lines.jsonl.sums")
+    sums.write_bytes(b"{")
+    rotated.write(25)
+    assert sums.read_bytes() == b"{"
+    billing = Billing(rotated.config)
+    billing.recount(UsageRows(62))
+    assert not billing.is_recounted
+    assert len(read(file)) >= 25, "no line is lost"
 
 
 def test_a_file_that_was_renamed_is_left_alone_and_a_new_one_is_begun(file: Path) -> None:

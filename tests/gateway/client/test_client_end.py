@@ -11,7 +11,9 @@ import pytest
 from aiohttp.http import HttpVersion11
 
 from gateway.client.answer import PIECE_LEN, Client
+from gateway.client.blocked import Blocked, note_blocked
 from gateway.client.deadlines import Watch
+from shared.wire.completed_line import BLOCKED_SHOWN_MAX
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House
 from tests.gateway.fake_engine import Script
 
@@ -135,3 +137,19 @@ async def test_any_status_of_an_engine_has_a_line() -> None:
     wire = Wire()
     await client_of(wire).begin(299, {"content-type": "a/b"}, b"", whole=True)
     assert wire.sent.startswith(b"HTTP/1.1 299 \r\ncontent-type: a/b\r\ncontent-length: 0\r\n")
+
+
+# -- the times in which a client was behind ------------------------------------------------------------
+
+
+def test_waits_that_follow_each_other_are_one_time_and_there_are_few() -> None:
+    blocked: list[Blocked] = []
+    for at_s in (1.0, 1.3, 1.6, 9.0):
+        note_blocked(blocked, at_s, at_s + 0.1)
+    told = [(one.began_s, round(one.ended_s, 6), round(one.waited_s, 6)) for one in blocked]
+    assert told == [(1.0, 1.7, 0.3), (9.0, 9.1, 0.1)]
+    for at in range(100):
+        note_blocked(blocked, 10.0 * (at + 1), 10.0 * (at + 1) + 0.5)
+    assert len(blocked) == BLOCKED_SHOWN_MAX
+    assert sum(one.waited_s for one in blocked) == pytest.approx(50.4)
+    assert blocked[-1].ended_s == 1000.5

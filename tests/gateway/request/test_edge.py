@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from yarl import URL
 
+from gateway.client.blocked import Blocked
 from gateway.client.deadlines import Watch
 from gateway.endpoints.dialect import Dialect
 from gateway.endpoints.endpoint import Endpoint
@@ -272,7 +273,7 @@ class NoSocket:
     finished: bool = False
     is_chunked: bool = False
     slow_client_s: float = 5.0
-    blocked_s: float = 0.0
+    blocked: Sequence[Blocked] = ()
     answer: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
     error: ApiError | None = None

@@ -83,3 +83,18 @@ def test_times_that_do_not_fit_are_placed_all_the_same(first_ms: float) -> None:
     room_ms = 50.0 - first_ms
     assert starts(found)["edge"] == 10.0 + max(0.0, room_ms) / 2
     assert found.error_ms == abs(room_ms) / 2
+
+
+def test_the_times_in_which_the_client_was_behind_stand_where_they_were() -> None:
+    blocked = ((62.0, 10.0), (90.0, 5.0))
+    found = axis(gateway(blocked_ms=15.0, blocked=blocked), [])
+    told = [(bar.stage, bar.from_ms, bar.takes_ms) for bar in found.bars if bar.service == "client"]
+    assert told == [("blocked", *one) for one in blocked]
+
+
+@pytest.mark.parametrize("engines", [[], [engine(reasoning_tokens=30, completion_tokens=40)]])
+def test_thinking_stands_at_the_beginning_of_the_answer(engines: list[EngineLine]) -> None:
+    tokens = {"reasoning_tokens": 30, "completion_tokens": 40, "engine_decode_ms": 40.0}
+    bars = {bar.stage: bar for bar in axis(gateway(**tokens), engines).bars if bar.service == "engine"}
+    assert bars["thinking"].from_ms == bars["decode"].from_ms
+    assert bars["thinking"].takes_ms == 30.0
