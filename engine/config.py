@@ -113,9 +113,6 @@ class EngineConfig(RunnerConfig):
     discipline: Literal["response-ratio", "fifo"] = "response-ratio"
     """Which of those that wait goes first: by class, tenant, length and waiting, or first come first
     served."""
-    prefix_cache: bool = True
-    """Keep the KV cache of ended sequences, so that a prompt is not computed again where it begins as another
-    did. On unless --no-prefix-cache is given."""
     session_keep_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 30.0
     """The prefix cache keeps for this time, before all else, what a request leaves that belongs to a session
     or may call tools, so that the next turn finds it when the tool has run: half of the cache at most. 0: it

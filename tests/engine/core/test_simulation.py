@@ -89,6 +89,15 @@ WORLDS = {
     ),
     "states": SimConfig(state_bytes=64, pages=20, classes=3, tenants=3, arrival_gap_s=0.005),
     "states of slow readers": SimConfig(state_bytes=64, pages=18, pause_share=0.8, slots=3, n_max=4),
+    "snapshots of states": SimConfig(
+        state_bytes=64,
+        state_places=12,
+        page_copy_s=CHEAP_S,
+        pages=20,
+        classes=3,
+        tenants=3,
+        scheduler=SchedulerConfig(16, UNBOUNDED, state_every_len=8),
+    ),
     "one prompt, many children": SimConfig(prefixes=1, n_max=8, requests=25, salts=1),
 }
 SEEDS = drawn(1, whole=4)
@@ -170,6 +179,7 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
     "a host tier with little room": lambda reports: sum(report.host_tokens for report in reports) > 20,
     "a host tier if cheaper": lambda reports: sum(report.host_tokens for report in reports) > 60,
     "a disk behind a small host tier": lambda reports: sum(report.disk_tokens for report in reports) > 20,
+    "snapshots of states": lambda reports: sum(report.states.restored for report in reports) > 20,
     "short queue": lambda reports: all(r.reasons[FinishReason.REJECTED] > 10 for r in reports),
 }
 """Checks that what a world is named for has happened in it; otherwise it would prove nothing."""
