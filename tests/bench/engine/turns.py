@@ -18,8 +18,8 @@ from tests.bench.engine.load import BenchFailed, Server, alone, completion_body,
 from tests.bench.figures import Figure, at_most, figure, quantile
 
 TURNS: Final = 20
-ASKED_LEN: Final = 80
-ANSWER_LEN: Final = 48
+ASKED_LEN: Final = 60
+ANSWER_LEN: Final = 36
 RATIO_TARGET: Final = at_most(1.3)
 
 
