@@ -117,9 +117,6 @@ class EngineConfig(RunnerConfig):
     """The most tokens that are guessed for a stream from what its prompt and answer hold already, and
     verified in one step with its next one. The tokens are the same; a step guesses as many as pay by its
     learned cost. On a GPU and by torch's kernels none is. 0: none."""
-    prefix_cache: bool = True
-    """Keep the KV cache of ended sequences, so that a prompt is not computed again where it begins as another
-    did. On unless --no-prefix-cache is given."""
     session_keep_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 30.0
     """The prefix cache keeps for this time, before all else, what a request leaves that belongs to a session
     or may call tools, so that the next turn finds it when the tool has run: half of the cache at most. 0: it

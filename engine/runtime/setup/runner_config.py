@@ -101,6 +101,9 @@ class RunnerConfig:
     """Sequences that run at once. CUDA graphs go up to 512."""
     max_step_tokens: Annotated[int, Meta(ge=1, le=STEP_TOKENS_MAX)] = 2048
     """Token budget of one step; at least max_num_seqs."""
+    prefix_cache: bool = True
+    """Keep the KV cache of ended sequences, so that a prompt is not computed again where it begins as another
+    did. On unless --no-prefix-cache is given."""
 
     def __post_init__(self) -> None:
         if problems := problems_of(self) or list(self.contradictions()):

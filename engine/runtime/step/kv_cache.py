@@ -281,7 +281,7 @@ def useful_pages(config: RunnerConfig, max_model_len: int) -> int:
 def useful_states(config: RunnerConfig, geometry: KVGeometry, max_model_len: int, state_bytes: int) -> int:
     """The number of snapshots that the slots' sequences could have, and a margin for those that ended: along
     a prompt of theirs they take no more memory than its pages (`engine.core.scheduler_config`)."""
-    if not state_bytes:
+    if not (state_bytes and config.prefix_cache):
         return 0
     along = _pages_per_sequence(config, max_model_len) * geometry.page_bytes // state_bytes
     return int(config.max_num_seqs * (STATES_PER_SLOT + along) * (1 + CACHE_MARGIN))
@@ -292,10 +292,8 @@ def state_place_count(
 ) -> int:
     """The number of places for snapshots beside so many pages: as many as are useful, and no more memory than
     the pages take."""
-    if not state_bytes:
-        return 0
     useful = useful_states(config, geometry, max_model_len, state_bytes)
-    return min(useful, pages * geometry.page_bytes // state_bytes)
+    return min(useful, pages * geometry.page_bytes // max(1, state_bytes))
 
 
 def _pages_per_sequence(config: RunnerConfig, max_model_len: int) -> int:

@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -138,7 +138,12 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
 def request(
     server: Server, prompt: list[int], output_len: int, headers: Mapping[str, str] | None = None
 ) -> bytes:
-    body = {
+    body = completion_body(server, prompt, output_len)
+    return server.endpoint.request("/completions", msgspec.json.encode(body), headers)
+
+
+def completion_body(server: Server, prompt: list[int], output_len: int) -> dict[str, Any]:
+    return {
         "model": server.model,
         "prompt": prompt,
         "max_tokens": output_len,
@@ -147,7 +152,6 @@ def request(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return server.endpoint.request("/completions", msgspec.json.encode(body), headers)
 
 
 async def finished(connection: LoadConnection) -> TimedRequest:

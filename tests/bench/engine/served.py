@@ -8,8 +8,9 @@ its process is known (`--against-pid`), so that nobody's way to wait costs the o
 Rows: `load` is the streams, `beside` a long prompt that arrives beside eight running streams, `deadline` the
 longest prompt beside them whose first token is of use for a limited time, `idle` the CPU time of an engine
 with nothing to do, `memory` what all its processes hold after the loads, `recording` the part of a step that
-its record takes, `tiers` a chat history that was evicted, on engines of its own (`tests.bench.engine.tiers`),
-`structured` what grammars cost a core of its own (`tests.bench.structured`).
+its record takes, `turns` a conversation (`tests.bench.engine.turns`), `tiers` a chat history that was
+evicted, on engines of its own (`tests.bench.engine.tiers`), `structured` what grammars cost a core of its own
+(`tests.bench.structured`).
 
 Beside streams a prompt has the part of the time that `engine.core.estimate.pace` gives it by default: the gap
 target less the usual gap, or half of the time where that is more. So its first token should take as long as
@@ -27,7 +28,7 @@ import asyncio
 import contextlib
 import random
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from typing import Final
 
 from tests.bench.client import ApiServer
@@ -36,13 +37,14 @@ from tests.bench.engine.interference import STREAMS as BESIDE_STREAMS
 from tests.bench.engine.load import BenchFailed, Load, Sample, Server, alone, measure, warm_up
 from tests.bench.engine.recording import recording
 from tests.bench.engine.tiers import tier_figures
+from tests.bench.engine.turns import turns
 from tests.bench.figures import Figure, at_least, at_most, figure, quantile
 from tests.bench.services import demo_model, free_port, service
 from tests.bench.structured import structured
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-ROWS: Final = ("load", "beside", "deadline", "idle", "memory", "recording", "tiers", "structured")
+ROWS: Final = ("load", "beside", "deadline", "idle", "memory", "recording", "turns", "tiers", "structured")
 USUAL_ROWS: Final = ("load", "beside", "idle", "memory")
 TOKENS_TARGET: Final = at_least(1.5)
 TTFT_TARGET: Final = at_most(0.7)
@@ -120,9 +122,14 @@ async def run(options: argparse.Namespace) -> list[Figure]:
             figures += await _idle(servers)
         if "memory" in rows:
             figures += _memory(servers)
-        if "recording" in rows:
-            figures += await recording(servers[0], rng)
+        figures += await _of_requests(servers, rows, rng)
     return figures
+
+
+async def _of_requests(servers: Sequence[Server], rows: Set[str], rng: random.Random) -> list[Figure]:
+    """The figures of what requests leave behind: their records, and prefixes for those that follow."""
+    figures = await recording(servers[0], rng) if "recording" in rows else []
+    return figures + (await turns(servers, rng) if "turns" in rows else [])
 
 
 async def _in_turns(servers: Sequence[Server], load: Load, turns: int, rng: random.Random) -> list[Figure]:

@@ -96,6 +96,15 @@ WORLDS = {
     "drafts, all right": SimConfig(
         drafts_max=15, right_share=1.0, pause_share=0.6, page_size=2, pages=80, abort_share=0.4
     ),
+    "snapshots of states": SimConfig(
+        state_bytes=64,
+        state_places=12,
+        page_copy_s=CHEAP_S,
+        pages=20,
+        classes=3,
+        tenants=3,
+        scheduler=SchedulerConfig(16, UNBOUNDED, state_every_len=8),
+    ),
     "one prompt, many children": SimConfig(prefixes=1, n_max=8, requests=25, salts=1),
 }
 SEEDS = drawn(1, whole=4)
@@ -179,6 +188,7 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
     "a disk behind a small host tier": lambda reports: sum(report.disk_tokens for report in reports) > 20,
     "drafts": lambda reports: all(0 < r.accepted < r.drafted for r in reports),
     "drafts, all right": lambda reports: all(r.steps < 0.8 * r.output_tokens for r in reports),
+    "snapshots of states": lambda reports: sum(report.states.restored for report in reports) > 20,
     "short queue": lambda reports: all(r.reasons[FinishReason.REJECTED] > 10 for r in reports),
 }
 """Checks that what a world is named for has happened in it; otherwise it would prove nothing."""

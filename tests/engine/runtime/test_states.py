@@ -150,6 +150,7 @@ def test_states_are_part_of_the_memory_of_the_cache(checkpoint: Path) -> None:
     assert few.info.state_places == 3 * page_bytes // state_bytes >= 1
     pages, along = runner.info.pages, LEN_PAGES * page_bytes // state_bytes
     assert runner.info.state_places == pages * page_bytes // state_bytes < SLOTS * (2 + along) * 5 // 4
+    assert loaded(checkpoint, prefix_cache=False).info.state_places == 0
     with pytest.raises(DoesNotFit, match="states"):
         loaded(checkpoint, kv_cache_memory=states)
 

@@ -15,6 +15,7 @@ from tests.bench.client import ApiServer, TimedRequest
 from tests.bench.engine import served as engine
 from tests.bench.engine.load import BenchFailed, Load, Sample, Server, alone, token_times
 from tests.bench.engine.served import TOKENS_TARGET, add_arguments
+from tests.bench.engine.turns import ASKED_LEN, TURNS, Conversation, turns
 
 USAGE = b'data: {"usage":{"prompt_tokens":1,"completion_tokens":%d,"total_tokens":1}}'
 
@@ -48,19 +49,35 @@ def test_no_prompt_comes_twice_and_a_seed_makes_the_same() -> None:
 
 
 async def test_servers_take_turns_and_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[str] = []
+    measured: list[str] = []
 
     async def measure(server: Server, load: Load, rng: random.Random, into: Sample) -> None:
-        turns.append(server.name)
+        measured.append(server.name)
         into.add([exchange(1.1, 1.2, tokens=2)], elapsed_s=1.0 if server.name == "" else 2.0)
 
     monkeypatch.setattr(engine, "measure", measure)
     servers = [Server(name, ApiServer("http://h"), "m") for name in ("", "against, ")]
     figures = await engine._in_turns(servers, Load(1, 1, 1, 2), 3, random.Random(0))
-    assert turns == ["", "against, "] * 3
+    assert measured == ["", "against, "] * 3
     [ratio] = [figure for figure in figures if figure.name == "1 stream: output, ratio"]
     assert (ratio.value, ratio.target, ratio.ok) == (2.0, str(TOKENS_TARGET), True)
     assert len(figures) == 15
+
+
+async def test_conversations_go_on_with_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    async def go_on(self: Conversation, server: Server, asked: list[int]) -> None:
+        self.tokens += [*asked, 7]
+        seen.append(len(self.tokens))
+        self.first_ms.append(2.0 if server.name == "" else 1.0)
+        self.computed_len.append(len(asked))
+
+    monkeypatch.setattr(Conversation, "go_on", go_on)
+    servers = [Server(name, ApiServer("http://h"), "m") for name in ("", "against, ")]
+    figures = await turns(servers, random.Random(0))
+    assert seen == [turn * (ASKED_LEN + 1) for turn in range(1, TURNS + 1) for _ in servers]
+    assert (figures[-1].value, figures[-1].ok) == (2.0, False)
 
 
 def test_servers_are_stopped_while_it_is_not_their_turn() -> None:
